@@ -1,0 +1,59 @@
+"""What can go wrong on a Unix-socket channel. Every message says what, the limit, the actual value, what to do."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CallFailed",
+    "CallTimedOut",
+    "ChannelBroken",
+    "FrameTooLarge",
+    "HandshakeRefused",
+    "IpcError",
+    "ProtocolViolation",
+]
+
+
+class IpcError(Exception):
+    """Root of this package's errors."""
+
+
+class FrameTooLarge(IpcError):
+    """A frame announces, or would have, more bytes than the channel's maximum. The channel is unusable afterwards."""
+
+    def __init__(self, size_bytes: int, max_frame_bytes: int) -> None:
+        super().__init__(f"frame of {size_bytes} bytes exceeds the maximum of {max_frame_bytes}; send it in pieces")
+        self.size_bytes = size_bytes
+        self.max_frame_bytes = max_frame_bytes
+
+
+class ProtocolViolation(IpcError):
+    """The peer sent bytes that are not a message of this protocol. The channel is unusable afterwards."""
+
+
+class ChannelBroken(IpcError):
+    """The channel ended or was poisoned: the peer closed it, or a send failed or was cancelled half-way."""
+
+
+class HandshakeRefused(IpcError):
+    """The peer refused the connection: wrong token or another protocol version. `code` is machine-readable."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class CallFailed(IpcError):
+    """The remote handler raised. `code` is machine-readable, the message is for people."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+class CallTimedOut(IpcError):
+    """The call's deadline passed. The peer was told to cancel it, so it runs no longer than its own clean-up."""
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        super().__init__(f"{what} got no answer within its {timeout_s:g} s")
+        self.timeout_s = timeout_s

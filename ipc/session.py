@@ -1,0 +1,220 @@
+"""The frames between a trainer and a node: msgpack over WebSocket binary messages. Text: PROTOCOL.md.
+
+A job's spec and its outcome travel as opaque `msgspec.Raw`: one malformed spec in a batch is rejected by itself with
+the path of its field, and an outcome is encoded once, however often it is delivered. Their types are
+`prorl_trio.models.JobSpec` and `prorl_trio.models.Outcome`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = [
+    "MAX_MESSAGE_BYTES",
+    "SESSION_PROTOCOL_VERSION",
+    "Accepted",
+    "Ack",
+    "AddBackend",
+    "BackendChanged",
+    "CancelJobs",
+    "CancelledJobs",
+    "ClientFrame",
+    "HeartbeatPing",
+    "HeartbeatPong",
+    "JobEvent",
+    "OutcomeFrame",
+    "Rejected",
+    "RemoveBackend",
+    "ServerFrame",
+    "SessionHello",
+    "SessionRefused",
+    "SessionWelcome",
+    "StatusReport",
+    "StatusRequest",
+    "Submit",
+]
+
+SESSION_PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Default maximum of one WebSocket message."""
+
+
+class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
+    """Base of every frame: immutable, tagged with its class name, strict."""
+
+
+# ---------------------------------------------------------------- trainer -> node
+
+
+class SessionHello(_Frame, frozen=True):
+    """First frame of a connection.
+
+    `session_id` is chosen by the trainer. A known one resumes that session (its unacknowledged outcomes are sent
+    again, after `resume_after`); a connection still open for it is closed: the newest wins.
+    """
+
+    version: int
+    token: str
+    session_id: str
+    resume_after: int = 0
+
+
+class Submit(_Frame, frozen=True):
+    """Jobs for the node. Answered by one `Accepted` or `Rejected` per job, in order. `request_id` is echoed."""
+
+    request_id: int
+    jobs: list[msgspec.Raw]
+
+
+class CancelJobs(_Frame, frozen=True):
+    """Cancel these jobs. Answered by `CancelledJobs` when none of them owns anything any more."""
+
+    request_id: int
+    job_ids: list[str]
+    reason: str = "cancelled by the trainer"
+
+
+class Ack(_Frame, frozen=True):
+    """Everything up to and including `cursor` has been received; the node forgets it."""
+
+    cursor: int
+
+
+class StatusRequest(_Frame, frozen=True):
+    """Ask for a `StatusReport`."""
+
+    request_id: int
+
+
+class AddBackend(_Frame, frozen=True):
+    """Register an LLM backend; it is probed first. Answered by `BackendChanged`."""
+
+    request_id: int
+    url: str
+
+
+class RemoveBackend(_Frame, frozen=True):
+    """Take a backend out of the pool. Its running calls finish. Answered by `BackendChanged`."""
+
+    request_id: int
+    url: str
+
+
+class HeartbeatPing(_Frame, frozen=True):
+    """Application heartbeat, either way; answered by `HeartbeatPong` with the same `nonce`."""
+
+    nonce: int
+
+
+class HeartbeatPong(_Frame, frozen=True):
+    """Answer to `HeartbeatPing`."""
+
+    nonce: int
+
+
+# ---------------------------------------------------------------- node -> trainer
+
+
+class SessionWelcome(_Frame, frozen=True):
+    """The session is open. `resumed`: it was known; `pending`: outcomes waiting to be sent again."""
+
+    version: int
+    node_id: str
+    session_id: str
+    resumed: bool
+    pending: int
+
+
+class SessionRefused(_Frame, frozen=True):
+    """The node refuses the connection and closes it."""
+
+    code: Literal["version", "token", "protocol", "draining", "replaced"]
+    message: str
+
+
+class Accepted(_Frame, frozen=True):
+    """The job is the node's now."""
+
+    request_id: int
+    index: int
+    job_id: str
+
+
+class Rejected(_Frame, frozen=True):
+    """The job at `index` of the batch was not taken. `code`: `malformed`, `unknown_handler`, `duplicate_job`,
+    `admission` (then `retry_after_s` is set), `draining`. `path` is the offending field, if it is one field."""
+
+    request_id: int
+    index: int
+    job_id: str | None
+    code: str
+    message: str
+    path: str = ""
+    retry_after_s: float | None = None
+
+
+class OutcomeFrame(_Frame, frozen=True):
+    """One terminal outcome. `cursor` increases by one per session; acknowledge it with `Ack`."""
+
+    cursor: int
+    job_id: str
+    outcome: msgspec.Raw
+
+
+class JobEvent(_Frame, frozen=True):
+    """A job changed its stage. For people and progress bars; may be dropped under pressure."""
+
+    job_id: str
+    status: str
+    detail: str = ""
+
+
+class CancelledJobs(_Frame, frozen=True):
+    """Answer to `CancelJobs`. `unknown` are ids this session never submitted or has acknowledged."""
+
+    request_id: int
+    cancelled: list[str]
+    unknown: list[str]
+
+
+class StatusReport(_Frame, frozen=True):
+    """Live state of the node, as plain msgpack values (`prorl_trio.node.Node.statistics`)."""
+
+    request_id: int
+    statistics: msgspec.Raw
+
+
+class BackendChanged(_Frame, frozen=True):
+    """Answer to `AddBackend` and `RemoveBackend`. `error` is empty on success."""
+
+    request_id: int
+    url: str
+    error: str = ""
+
+
+ClientFrame = (
+    SessionHello
+    | Submit
+    | CancelJobs
+    | Ack
+    | StatusRequest
+    | AddBackend
+    | RemoveBackend
+    | HeartbeatPing
+    | HeartbeatPong
+)
+ServerFrame = (
+    SessionWelcome
+    | SessionRefused
+    | Accepted
+    | Rejected
+    | OutcomeFrame
+    | JobEvent
+    | CancelledJobs
+    | StatusReport
+    | BackendChanged
+    | HeartbeatPing
+    | HeartbeatPong
+)

@@ -1,0 +1,260 @@
+"""The structs that cross the Unix socket between a node and a sandbox daemon. Text of the protocol: PROTOCOL.md.
+
+Two layers, both msgpack by msgspec, both tagged unions that refuse unknown fields:
+
+* the **envelope** (`Hello` .. `Failure`) is what `rpc.py` understands; its bodies are opaque `msgspec.Raw`;
+* the **sandbox calls** (`SandboxCall`) and their replies are what the daemon understands. Each call's reply type is
+  in `REPLY_OF`.
+
+Sizes are bytes, times are seconds. Times on the wire are relative (a budget, not a clock reading).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "PROTOCOL_VERSION",
+    "REPLY_OF",
+    "BashResult",
+    "BashRun",
+    "Cancel",
+    "CellError",
+    "CellResult",
+    "Chunk",
+    "Envelope",
+    "Failure",
+    "FileData",
+    "FileRead",
+    "FileWrite",
+    "FileWritten",
+    "Hello",
+    "HelloOk",
+    "IpythonRestart",
+    "IpythonRestarted",
+    "IpythonRun",
+    "Ping",
+    "Pong",
+    "Refused",
+    "Request",
+    "Result",
+    "SandboxCall",
+    "SandboxReply",
+]
+
+PROTOCOL_VERSION = 1
+"""Changes with every incompatible change of a struct below. Peers of different versions refuse each other."""
+
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+"""Default maximum of one frame's payload."""
+
+
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
+    """Base of every struct on the wire: immutable, tagged with its class name, strict."""
+
+
+# ---------------------------------------------------------------- envelope
+
+
+class Hello(_Wire, frozen=True):
+    """First frame of a connection, client to server."""
+
+    version: int
+    token: str
+
+
+class HelloOk(_Wire, frozen=True):
+    """The server accepts. `pid` is the server's, in its own PID namespace."""
+
+    version: int
+    pid: int
+
+
+class Refused(_Wire, frozen=True):
+    """The server refuses and closes. `code` is `version`, `token` or `protocol`."""
+
+    code: Literal["version", "token", "protocol"]
+    message: str
+
+
+class Request(_Wire, frozen=True):
+    """One call. `id` is unique on this connection and never reused; `timeout_s` is what is left of its budget.
+
+    After `timeout_s` the server cancels the handler and answers `Failure(code="timeout")`.
+    """
+
+    id: int
+    timeout_s: float
+    body: msgspec.Raw
+
+
+class Cancel(_Wire, frozen=True):
+    """Stop call `id`. It is still answered, by `Failure(code="cancelled")` unless its result was already sent.
+    A cancel for an unknown or answered id is ignored."""
+
+    id: int
+
+
+class Chunk(_Wire, frozen=True):
+    """A piece of streamed output of call `id`, before its answer. `stream` names which."""
+
+    id: int
+    stream: str
+    data: bytes
+
+
+class Result(_Wire, frozen=True):
+    """Call `id` succeeded. Its last frame."""
+
+    id: int
+    body: msgspec.Raw
+
+
+class Failure(_Wire, frozen=True):
+    """Call `id` failed. Its last frame. `code` is machine-readable (`timeout`, `cancelled`, `bad_request`, ...)."""
+
+    id: int
+    code: str
+    message: str
+
+
+Envelope = Hello | HelloOk | Refused | Request | Cancel | Chunk | Result | Failure
+
+
+# ---------------------------------------------------------------- sandbox calls
+
+
+class Ping(_Wire, frozen=True):
+    """Is the daemon alive?"""
+
+
+class Pong(_Wire, frozen=True):
+    """Answer to `Ping`. `uptime_s` since the daemon listened, `open_fds` of the daemon process."""
+
+    uptime_s: float
+    open_fds: int
+
+
+class BashRun(_Wire, frozen=True):
+    """Run `command` in the persistent shell; output is streamed as chunks of stream `output` when `stream` is set.
+
+    After `timeout_s` the foreground process group is interrupted and then killed; if the shell itself does not come
+    back, it is killed with everything in its session and started anew (`restarted`).
+    Of the output at most `max_output_bytes` are kept: the first and the last half.
+    """
+
+    command: str
+    timeout_s: float
+    max_output_bytes: int = 64 * 1024
+    stream: bool = False
+
+
+class BashResult(_Wire, frozen=True):
+    """What a command did.
+
+    `output` is the terminal's (stdout and stderr in order), decoded as UTF-8 with replacement, newlines plain.
+    `exit_code` is None if the command was killed by the timeout or took the shell with it and left no code.
+    `dropped_bytes` were left out in the middle of `output`, where a line says so. `cwd` is the shell's afterwards.
+    `restarted`: the shell was lost (`exit`, `exec`, killed, or timed out beyond rescue); a new one has taken its
+    place, without the old one's variables, functions and working directory.
+    """
+
+    output: str
+    exit_code: int | None
+    cwd: str
+    duration_s: float
+    timed_out: bool = False
+    restarted: bool = False
+    dropped_bytes: int = 0
+
+
+class IpythonRun(_Wire, frozen=True):
+    """Run one cell in the persistent IPython shell, started on first use.
+
+    After `timeout_s` the cell is interrupted (KeyboardInterrupt); if it does not end, the shell is killed and started
+    anew (`restarted`). Stdout and stderr are each capped to `max_output_bytes`, head and tail kept.
+    """
+
+    code: str
+    timeout_s: float
+    max_output_bytes: int = 64 * 1024
+    stream: bool = False
+
+
+class CellError(_Wire, frozen=True):
+    """An exception that ended a cell. `traceback` is plain text without colour codes."""
+
+    name: str
+    value: str
+    traceback: str
+
+
+class CellResult(_Wire, frozen=True):
+    """What a cell did. `result` is the `repr` of its last expression, None if there was none."""
+
+    stdout: str
+    stderr: str
+    result: str | None
+    error: CellError | None
+    execution_count: int
+    duration_s: float
+    timed_out: bool = False
+    restarted: bool = False
+    dropped_bytes: int = 0
+
+
+class IpythonRestart(_Wire, frozen=True):
+    """Throw the IPython shell's state away and start a new one."""
+
+
+class IpythonRestarted(_Wire, frozen=True):
+    """Answer to `IpythonRestart`: the new shell is ready. `pid` is its own, in the daemon's PID namespace."""
+
+    pid: int
+
+
+class FileRead(_Wire, frozen=True):
+    """Read up to `max_bytes` of the file at the absolute `path`, from `offset`."""
+
+    path: str
+    offset: int = 0
+    max_bytes: int = 1024 * 1024
+
+
+class FileData(_Wire, frozen=True):
+    """A part of a file. `size_bytes` is the whole file's."""
+
+    data: bytes
+    size_bytes: int
+    eof: bool
+
+
+class FileWrite(_Wire, frozen=True):
+    """Write `data` to the absolute `path` (parents are made). `append` adds to the end instead of replacing."""
+
+    path: str
+    data: bytes
+    append: bool = False
+    mode: int = 0o644
+
+
+class FileWritten(_Wire, frozen=True):
+    """Answer to `FileWrite`. `size_bytes` is the whole file's afterwards."""
+
+    size_bytes: int
+
+
+SandboxCall = Ping | BashRun | IpythonRun | IpythonRestart | FileRead | FileWrite
+SandboxReply = Pong | BashResult | CellResult | IpythonRestarted | FileData | FileWritten
+
+REPLY_OF: dict[type[SandboxCall], type[SandboxReply]] = {
+    Ping: Pong,
+    BashRun: BashResult,
+    IpythonRun: CellResult,
+    IpythonRestart: IpythonRestarted,
+    FileRead: FileData,
+    FileWrite: FileWritten,
+}

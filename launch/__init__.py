@@ -1,0 +1,1 @@
+"""Puts nodes, engines and sandboxes on machines: set-up, doctor, local vLLM, the demo."""

@@ -1,0 +1,1 @@
+"""Benchmarks. Each: `python -m perf.NAME [--quick] [--json FILE]`."""

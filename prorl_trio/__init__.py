@@ -1,0 +1,1 @@
+"""Rollout-as-a-service for RL training of multi-turn LLM agents."""

@@ -1,0 +1,1 @@
+"""The trainer's side: a trio-native client and a blocking facade."""

@@ -1,0 +1,139 @@
+"""node.toml -> frozen Structs. Every limit is named, with its unit in the name. Errors carry the field's path."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from prorl_trio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = [
+    "AgentConfig",
+    "BackendConfig",
+    "BudgetConfig",
+    "ListenConfig",
+    "ModelConfig",
+    "NodeConfig",
+    "SandboxConfig",
+    "StagesConfig",
+    "load_config",
+]
+
+
+class _Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the configuration: immutable; an unknown key is an error."""
+
+
+class ListenConfig(_Config, frozen=True):
+    """The trainer-facing socket. `token` may instead be in the file `token_file` (mode 0600); one is required."""
+
+    host: str = "127.0.0.1"
+    port: int = 8700
+    token: str = ""
+    token_file: str = ""
+    max_message_bytes: int = 64 * 1024 * 1024
+    max_sessions: int = 64
+    heartbeat_interval_s: float = 10.0
+    heartbeat_timeout_s: float = 30.0
+
+
+class ModelConfig(_Config, frozen=True):
+    """The folder with the policy's `tokenizer.json`, `tokenizer_config.json` and chat template."""
+
+    path: str
+
+
+class BackendConfig(_Config, frozen=True):
+    """LLM backends known at the start; more may be added while running.
+
+    `required`: refuse to start when a backend does not pass its probe; otherwise it is left out with a warning.
+    """
+
+    urls: list[str] = []
+    required: bool = False
+    probe_timeout_s: float = 60.0
+    request_timeout_s: float = 600.0
+    max_connections_per_backend: int = 512
+
+
+class SandboxConfig(_Config, frozen=True):
+    """`auto` takes apptainer, then bubblewrap, whichever passes its probe first. `process` isolates nothing."""
+
+    provider: Literal["auto", "apptainer", "bubblewrap", "process"] = "auto"
+    image: str = "host"
+    network: bool = False
+    start_timeout_s: float = 60.0
+    max_concurrent_starts: int = 4
+    runtime_dir: str = ""
+    """Node-local folder for control sockets. Empty: a private one below the system's temporary folder."""
+
+
+class StagesConfig(_Config, frozen=True):
+    """Workers of each stage, and how many jobs may wait for each. A full INIT queue rejects submissions; a full RUN or
+    EVAL queue holds the stage before it up."""
+
+    init_workers: int = 4
+    run_workers: int = 32
+    eval_workers: int = 4
+    init_queue: int = 10_000
+    ready_queue: int = 16
+    eval_queue: int = 1_000
+
+
+class BudgetConfig(_Config, frozen=True):
+    """Default seconds per stage of a job; a job may ask for others. Queue time is not charged."""
+
+    init_s: float = 120.0
+    run_s: float = 900.0
+    eval_s: float = 120.0
+
+
+class AgentConfig(_Config, frozen=True):
+    """Limits of the turn loop.
+
+    `max_trajectory_tokens`: prompt plus everything after it; 0 takes the backend's context length.
+    `max_nudges`: how often a turn without a tool call is answered by a reminder before the loop ends.
+    `max_observation_chars`: a longer tool result is cut in the middle.
+    """
+
+    max_trajectory_tokens: int = 0
+    max_nudges: int = 1
+    tool_timeout_s: float = 30.0
+    max_observation_chars: int = 8_000
+
+
+class NodeConfig(_Config, frozen=True):
+    """Everything one node needs."""
+
+    model: ModelConfig
+    node_id: str = ""
+    listen: ListenConfig = ListenConfig()
+    backends: BackendConfig = BackendConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    stages: StagesConfig = StagesConfig()
+    budgets: BudgetConfig = BudgetConfig()
+    agent: AgentConfig = AgentConfig()
+    drain_timeout_s: float = 60.0
+    max_undelivered: int = 100_000
+
+
+def load_config(path: Path) -> NodeConfig:
+    """Read `path`.
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or has an unknown or wrong field (named by its path).
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+    try:
+        return msgspec.toml.decode(raw, type=NodeConfig)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"{path}: not TOML: {exc}") from exc

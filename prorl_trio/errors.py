@@ -1,0 +1,197 @@
+"""The exception tree. Errors fly until `pipeline` turns them into data, in one place.
+
+A message says what failed, which id, the limit and the actual value, and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+__all__ = [
+    "AdmissionRejected",
+    "BackendError",
+    "BudgetExceeded",
+    "ConfigError",
+    "ContextLengthExceeded",
+    "Draining",
+    "DuplicateJob",
+    "EvaluationError",
+    "FailureCause",
+    "HandlerError",
+    "InternalError",
+    "JobCancelled",
+    "MalformedJob",
+    "ProrlError",
+    "ProtocolError",
+    "RolloutError",
+    "SandboxLost",
+    "SandboxUnavailable",
+    "ServiceError",
+    "TokenDrift",
+    "Unauthorized",
+    "UnknownHandler",
+    "UnknownJob",
+]
+
+FailureCause = Literal[
+    "sandbox", "inference", "agent_fault", "agent_budget", "evaluator", "handler", "cancelled", "node"
+]
+"""Why a job has no success. Closed: a trainer may switch over it. Only `agent_*` are the policy's own doing."""
+
+
+class ProrlError(Exception):
+    """Root of the errors this project raises on purpose."""
+
+
+class ConfigError(ProrlError):
+    """A configuration cannot be used. The message names the file and the field's path."""
+
+
+# ---------------------------------------------------------------- the caller's or the service's fault
+
+
+class ServiceError(ProrlError):
+    """A request to the service was not carried out. `code` travels on the wire."""
+
+    code: ClassVar[str] = "service"
+
+
+class AdmissionRejected(ServiceError):
+    """A limit is reached; nothing was stored. Try again after `retry_after_s` seconds."""
+
+    code = "admission"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Draining(ServiceError):
+    """The node finishes what it has and takes nothing new."""
+
+    code = "draining"
+
+
+class UnknownJob(ServiceError):
+    """No such job on this node."""
+
+    code = "unknown_job"
+
+
+class UnknownHandler(ServiceError):
+    """No handler of that name is registered. The message lists those that are."""
+
+    code = "unknown_handler"
+
+
+class DuplicateJob(ServiceError):
+    """The id is taken by a job with another spec."""
+
+    code = "duplicate_job"
+
+
+class MalformedJob(ServiceError):
+    """A job's spec does not have the documented shape. `path` is the offending field (`$.instance.question`)."""
+
+    code = "malformed"
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class Unauthorized(ServiceError):
+    """No token, or a wrong one."""
+
+    code = "token"
+
+
+class ProtocolError(ServiceError):
+    """The peer speaks another protocol, or another version of this one."""
+
+    code = "protocol"
+
+
+# ---------------------------------------------------------------- recorded on the job, with its cause
+
+
+class RolloutError(ProrlError):
+    """Something ended a job. `cause` is what the trainer sees."""
+
+    cause: ClassVar[FailureCause] = "node"
+
+
+class BackendError(RolloutError):
+    """An LLM backend failed or broke its contract. `retryable`: the same call may succeed later or elsewhere."""
+
+    cause = "inference"
+
+    def __init__(self, message: str, *, retryable: bool) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class ContextLengthExceeded(RolloutError):
+    """The prompt leaves no room for a single new token."""
+
+    cause = "agent_budget"
+
+    def __init__(self, prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"prompt of {prompt_tokens} tokens leaves no room in a context of {max_model_len}; "
+            "shorten the task, or serve the model with a longer context"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.max_model_len = max_model_len
+
+
+class TokenDrift(RolloutError):
+    """A new prompt does not begin with the tokens already recorded. Never repaired silently."""
+
+    cause = "node"
+
+
+class SandboxUnavailable(RolloutError):
+    """A sandbox could not be started. Nothing of it is left."""
+
+    cause = "sandbox"
+
+
+class SandboxLost(RolloutError):
+    """A running sandbox died or its control channel broke. The action in flight may or may not have run."""
+
+    cause = "sandbox"
+
+
+class HandlerError(RolloutError):
+    """The agent handler's own code failed."""
+
+    cause = "handler"
+
+
+class EvaluationError(RolloutError):
+    """The evaluator crashed, timed out or returned no score. Not a reward of 0."""
+
+    cause = "evaluator"
+
+
+class BudgetExceeded(RolloutError):
+    """A stage used up its budget. Time in queues is not charged."""
+
+    cause = "node"
+
+    def __init__(self, stage: str, budget_s: float, used_s: float) -> None:
+        super().__init__(f"stage {stage} used {used_s:.2f} s of its budget of {budget_s:g} s")
+        self.stage = stage
+        self.budget_s = budget_s
+        self.used_s = used_s
+
+
+class JobCancelled(RolloutError):
+    """The job was cancelled on request."""
+
+    cause = "cancelled"
+
+
+class InternalError(ProrlError):
+    """Our bug. Ends the process, loudly."""

@@ -1,0 +1,1 @@
+"""Agent handlers: what a task is, how it is worked on, how it is scored."""

@@ -1,0 +1,73 @@
+"""What every LLM engine client is: token ids in, token ids and log-probabilities out, counts checked."""
+
+from __future__ import annotations
+
+import abc
+
+import msgspec
+
+from prorl_trio.models import FinishReason, SamplingParams
+
+__all__ = ["Completion", "EngineClient", "EngineInfo"]
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the probe found out about a backend. `max_model_len` is prompt plus completion, in tokens."""
+
+    url: str
+    model: str
+    max_model_len: int
+    engine: str
+    policy_version: str
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """One sampled continuation of N tokens.
+
+    `token_ids` and `logprobs` (natural log, of the sampled token) have N entries each, and N equals the engine's own
+    usage count. The end-of-turn token is included when it was sampled.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    policy_version: str
+    engine: str
+
+
+class EngineClient(abc.ABC):
+    """One backend. Safe for any number of concurrent calls; connections are kept alive and bounded."""
+
+    url: str
+
+    @abc.abstractmethod
+    async def probe(self, *, timeout_s: float) -> EngineInfo:
+        """Ask for model and limits, and sample two tokens to see that ids and logprobs come and agree in number.
+
+        Raises:
+            BackendError: it is down (`retryable`), or not fit for token-exact work (not retryable), with the reason.
+        """
+
+    @abc.abstractmethod
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        request_id: str,
+        timeout_s: float,
+    ) -> Completion:
+        """Sample up to `max_tokens` tokens after `prompt_token_ids`.
+
+        Cancellation closes the connection, upon which the engine aborts the request. Connection errors and 5xx before
+        the first byte of an answer are retried with backoff inside `timeout_s`; never after tokens were received.
+
+        Raises:
+            BackendError: after the retries, or at once when counts of ids, logprobs and usage differ.
+            ContextLengthExceeded: the engine says that the prompt does not fit.
+        """
+
+    @abc.abstractmethod
+    async def aclose(self) -> None:
+        """Close every connection. Calls in flight fail."""

@@ -1,0 +1,263 @@
+"""The domain: what is submitted, what is recorded, what is returned. Frozen msgspec Structs, wire-ready.
+
+Token arrays are raw little-endian bytes on the wire (`token_ids` int32, `logprobs` float32, `loss_mask` uint8: 9 bytes
+a token) and read-only numpy views in Python, without a copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from prorl_trio.errors import FailureCause
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "Budgets",
+    "ChatMessage",
+    "FinishReason",
+    "JobSpec",
+    "Outcome",
+    "PolicySpan",
+    "SamplingParams",
+    "Segment",
+    "Stage",
+    "Status",
+    "StopReason",
+    "TaskInstance",
+    "TerminalStatus",
+    "Timing",
+    "ToolCall",
+    "Trajectory",
+    "Turn",
+]
+
+Stage = Literal["init", "run", "eval"]
+TerminalStatus = Literal["completed", "failed", "cancelled", "timed_out"]
+Status = Literal["queued", "init", "ready", "run", "ran", "eval", "completed", "failed", "cancelled", "timed_out"]
+"""`queued` waits for INIT, `ready` for RUN, `ran` for EVAL; then exactly one terminal status."""
+
+StopReason = Literal[
+    "finished",  # the agent called `finish`, or gave its final answer
+    "max_turns",
+    "context_budget",  # no room for another turn in the context or token budget
+    "no_tool_call",  # no tool call and no answer, after the nudges allowed
+    "agent_budget",  # the agent's time ran out
+    "aborted",  # the rollout was cut short by a failure or a cancel
+]
+"""Why the agent's loop ended. Not the engine's `FinishReason`."""
+
+FinishReason = Literal["stop", "length", "abort"]
+"""Why the engine stopped sampling one completion: end-of-turn token, token limit, or aborted."""
+
+
+class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the domain: immutable, strict about unknown fields."""
+
+
+class SamplingParams(_Model, frozen=True):
+    """How the policy is sampled. Defaults sample the raw distribution, which policy-gradient training needs.
+
+    `max_output_tokens` limits one turn. `stop_token_ids` end a turn besides the family's end-of-turn token.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_output_tokens: int = 512
+    stop_token_ids: list[int] = []
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.max_output_tokens < 1:
+            raise ValueError(f"max_output_tokens must be >= 1, got {self.max_output_tokens}")
+
+
+class Budgets(_Model, frozen=True):
+    """Seconds a job may spend in each stage. Time in queues is not charged. None takes the node's default."""
+
+    init_s: float | None = None
+    run_s: float | None = None
+    eval_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("init_s", "run_s", "eval_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be > 0, got {value}")
+
+
+class TaskInstance(_Model, frozen=True):
+    """One task of a task set. `handler` names who can do it; `payload` is that handler's own, validated by it."""
+
+    instance_id: str
+    handler: str
+    payload: dict[str, Any]
+
+
+class JobSpec(_Model, frozen=True):
+    """One rollout to do. `job_id` is the submitter's and idempotent; rollouts of one instance share `group_id`."""
+
+    job_id: str
+    instance: TaskInstance
+    group_id: str = ""
+    sampling: SamplingParams = SamplingParams()
+    budgets: Budgets = Budgets()
+    max_turns: int = 8
+    priority: Literal["train", "eval"] = "train"
+    tags: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.job_id) <= 200:
+            raise ValueError(f"job_id must have 1 to 200 characters, got {len(self.job_id)}")
+        if self.max_turns < 1:
+            raise ValueError(f"max_turns must be >= 1, got {self.max_turns}")
+
+
+class ToolCall(_Model, frozen=True):
+    """One call the policy made. `error` is set when its text could not be parsed: then `arguments` is empty."""
+
+    name: str
+    arguments: dict[str, Any]
+    raw: str
+    error: str = ""
+
+
+class ChatMessage(_Model, frozen=True):
+    """A message as chat templates know it. `name` is the tool's, for role `tool`."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    name: str | None = None
+
+
+class PolicySpan(_Model, frozen=True):
+    """Tokens `start` (inclusive) to `end` (exclusive) of a segment were sampled under one `policy_version`."""
+
+    start: int
+    end: int
+    policy_version: str
+    engine: str
+
+
+class Segment(_Model, frozen=True):
+    """Parallel arrays over one unbroken token sequence of length T, prompt included.
+
+    Attributes:
+        token_ids: int32 [T]. Bit for bit what the engine received and returned.
+        logprobs: float32 [T]. The engine's log-probability (natural log) of each sampled token; 0.0 elsewhere.
+        loss_mask: uint8 [T]. 1 exactly where the policy sampled the token, 0 on prompts and observations.
+        spans: run-length policy versions over the sampled tokens.
+    """
+
+    token_ids_le: bytes = msgspec.field(name="token_ids")
+    logprobs_le: bytes = msgspec.field(name="logprobs")
+    loss_mask_le: bytes = msgspec.field(name="loss_mask")
+    spans: list[PolicySpan]
+
+    def __post_init__(self) -> None:
+        n = len(self.loss_mask_le)
+        if len(self.token_ids_le) != 4 * n or len(self.logprobs_le) != 4 * n:
+            raise ValueError(
+                f"arrays of a segment differ in length: {len(self.token_ids_le) / 4:g} ids, "
+                f"{len(self.logprobs_le) / 4:g} logprobs, {n} mask"
+            )
+
+    @classmethod
+    def from_arrays(
+        cls,
+        token_ids: Sequence[int] | npt.NDArray[np.int32],
+        logprobs: Sequence[float] | npt.NDArray[np.float32],
+        loss_mask: Sequence[int] | npt.NDArray[np.uint8],
+        spans: list[PolicySpan],
+    ) -> Segment:
+        """Build from sequences of equal length T. Raises ValueError if they differ."""
+        return cls(
+            token_ids_le=np.asarray(token_ids, dtype="<i4").tobytes(),
+            logprobs_le=np.asarray(logprobs, dtype="<f4").tobytes(),
+            loss_mask_le=np.asarray(loss_mask, dtype="u1").tobytes(),
+            spans=spans,
+        )
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """int32 [T], a read-only view."""
+        return np.frombuffer(self.token_ids_le, dtype="<i4")
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        """float32 [T], a read-only view."""
+        return np.frombuffer(self.logprobs_le, dtype="<f4")
+
+    @property
+    def loss_mask(self) -> npt.NDArray[np.uint8]:
+        """uint8 [T], a read-only view."""
+        return np.frombuffer(self.loss_mask_le, dtype="u1")
+
+    def __len__(self) -> int:
+        return len(self.loss_mask_le)
+
+
+class Turn(_Model, frozen=True):
+    """One action of the policy and what came back. Token positions index the segment.
+
+    `completion_start` (inclusive) to `completion_end` (exclusive) are the sampled tokens of this turn.
+    """
+
+    segment: int
+    completion_start: int
+    completion_end: int
+    text: str
+    finish_reason: FinishReason
+    tool_calls: list[ToolCall]
+    observations: list[str]
+    inference_s: float
+    tools_s: float
+
+
+class Trajectory(_Model, frozen=True):
+    """What the policy did, token-exact. `prefix_breaks` counts segments begun because a prompt lost its prefix."""
+
+    segments: list[Segment]
+    turns: list[Turn]
+    stop_reason: StopReason
+    prefix_breaks: int = 0
+
+
+class Timing(_Model, frozen=True):
+    """Where a job's time went, in seconds on the monotonic clock. `queued_*_s` are waits, not charged to budgets."""
+
+    queued_init_s: float = 0.0
+    init_s: float = 0.0
+    queued_run_s: float = 0.0
+    run_s: float = 0.0
+    queued_eval_s: float = 0.0
+    eval_s: float = 0.0
+
+
+class Outcome(_Model, frozen=True):
+    """The one terminal record of a job.
+
+    `reward` is None for every failure that is not the policy's own; never 0 in its place. `cause` is set unless
+    `status` is `completed`. `details` is the handler's (JSON-like). `trajectory` may be partial or None on failure.
+    """
+
+    job_id: str
+    instance_id: str
+    group_id: str
+    status: TerminalStatus
+    reward: float | None
+    cause: FailureCause | None
+    error: str
+    trajectory: Trajectory | None
+    details: dict[str, Any]
+    timing: Timing
+    tags: dict[str, str] = {}

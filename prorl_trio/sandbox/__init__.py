@@ -1,0 +1,1 @@
+"""Sandboxes: the provider ABC, its implementations, and the client of the daemon inside."""

@@ -1,0 +1,106 @@
+"""What every sandbox provider is: a way to start one isolated process tree with a daemon in it, and to end it."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    from ipc.wire import BashResult, CellResult
+
+__all__ = ["ProviderReport", "Sandbox", "SandboxProvider", "SandboxSpec"]
+
+
+class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a sandbox is made of.
+
+    Attributes:
+        image: `host` (the host's own /usr, /bin and /lib* and the project's Python, read-only over an empty root), or
+            the path of an unpacked root directory, or of a `.sif` file (apptainer only).
+        network: False gives an empty network namespace with loopback only.
+        env: variables for the tools. Nothing of the node's environment is passed on.
+        start_timeout_s: from the start of the process to the daemon's handshake.
+        tmpfs_bytes: size limit of /tmp and the home directory each.
+    """
+
+    image: str = "host"
+    network: bool = False
+    env: dict[str, str] = {}
+    start_timeout_s: float = 30.0
+    tmpfs_bytes: int = 256 * 1024 * 1024
+
+
+class ProviderReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a provider works on this machine, for `doctor` and the automatic choice.
+
+    `problem` says what is missing and `remedy` what to do; both are empty when `usable`.
+    """
+
+    name: str
+    usable: bool
+    version: str = ""
+    problem: str = ""
+    remedy: str = ""
+
+
+class Sandbox(abc.ABC):
+    """A live sandbox. One action at a time; a second concurrent one waits for the first.
+
+    Every method raises `SandboxLost` when the sandbox died or its channel broke, and then for ever after. A cancelled
+    call cancels the action inside: the command's process group is killed before the call returns, or the sandbox is
+    closed. No action is ever sent twice.
+    """
+
+    sandbox_id: str
+
+    @abc.abstractmethod
+    async def bash(self, command: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> BashResult:
+        """Run `command` in the persistent shell (started on first use). A non-zero exit is a result, not an error."""
+
+    @abc.abstractmethod
+    async def ipython(self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> CellResult:
+        """Run one cell in the persistent IPython shell (started on first use). An exception in it is a result."""
+
+    @abc.abstractmethod
+    async def restart_ipython(self) -> None:
+        """Throw the IPython shell's state away."""
+
+    @abc.abstractmethod
+    async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
+        """The whole file at the absolute `path` inside.
+
+        Raises:
+            FileNotFoundError, IsADirectoryError, PermissionError: as seen inside.
+            ValueError: it is larger than `max_bytes`.
+        """
+
+    @abc.abstractmethod
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Replace the file at the absolute `path` inside; parents are made. Errors as `read_file`."""
+
+
+class SandboxProvider(abc.ABC):
+    """Starts sandboxes of one kind. Holds no state but its configuration; may be shared by all tasks."""
+
+    name: ClassVar[str]
+    isolated: ClassVar[bool]
+    """False: runs code as the node itself. For tests only, and said so loudly when a node starts with it."""
+
+    @abc.abstractmethod
+    async def probe(self) -> ProviderReport:
+        """Start the smallest possible sandbox of this kind and report. Never raises for a missing piece."""
+
+    @abc.abstractmethod
+    def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
+        """Start a sandbox, yield it when its daemon has answered the handshake, end it on leaving the block.
+
+        On leaving, whether by return, error or cancellation, nothing is left: no process of its tree, no mount, no
+        socket, no folder. Clean-up is shielded and bounded by a few seconds; survivors are raised as `InternalError`.
+
+        Raises:
+            SandboxUnavailable: it could not be started, with the provider's own words and what to do.
+        """

@@ -1,0 +1,1 @@
+"""Tools the policy may call, bound to a sandbox."""
