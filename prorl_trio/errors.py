@@ -180,9 +180,9 @@ class BudgetExceeded(RolloutError):
 
     cause = "node"
 
-    def __init__(self, stage: str, budget_s: float, used_s: float) -> None:
+    def __init__(self, stage: Literal["init", "run", "eval"], budget_s: float, used_s: float) -> None:
         super().__init__(f"stage {stage} used {used_s:.2f} s of its budget of {budget_s:g} s")
-        self.stage = stage
+        self.stage: Literal["init", "run", "eval"] = stage
         self.budget_s = budget_s
         self.used_s = used_s
 

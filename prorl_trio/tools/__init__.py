@@ -1,1 +1,8 @@
 """Tools the policy may call, bound to a sandbox."""
+
+from __future__ import annotations
+
+from prorl_trio.tools.base import Observation, Tool, ToolSet
+from prorl_trio.tools.builtin import BashTool, FinishTool, IpythonTool
+
+__all__ = ["BashTool", "FinishTool", "IpythonTool", "Observation", "Tool", "ToolSet"]

@@ -1,0 +1,81 @@
+"""AgentHandler: what a kind of task is, how an agent works on it, how the outcome is scored."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from prorl_trio.errors import RolloutError
+    from prorl_trio.models import Outcome, Stage
+    from prorl_trio.rollout import Resources, RolloutContext
+    from prorl_trio.sandbox.provider import SandboxSpec
+
+__all__ = ["AfterRun", "AgentHandler", "Evaluation"]
+
+AfterRun = Literal["release", "keep"]
+"""What becomes of the sandbox between RUN and EVAL: ended at once, or kept for the evaluator."""
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """A score. `reward` is finite; `details` is JSON-like and reaches the trainer in `Outcome.details`."""
+
+    reward: float
+    details: dict[str, Any]
+
+
+class AgentHandler(abc.ABC):
+    """One kind of task. One instance serves every job of a node: keep a job's state in its context, not in `self`.
+
+    A job passes `init`, `run` and `eval` in this order, each under its own budget and in its own worker pool. Errors
+    fly; the pipeline turns them into the job's outcome. Raise a `RolloutError` to name the cause yourself; any other
+    exception counts as this handler's fault (cause `handler`).
+    """
+
+    name: ClassVar[str]
+    """What `TaskInstance.handler` says."""
+    after_run: ClassVar[AfterRun] = "release"
+
+    async def prepare(self, resources: Resources) -> None:  # noqa: B027 - a hook, not an obligation
+        """Called once when the node starts, before jobs are taken. Default: nothing."""
+
+    @abc.abstractmethod
+    def validate(self, payload: Mapping[str, Any]) -> None:
+        """Check an instance's payload at submission.
+
+        Raises:
+            MalformedJob: with the path of the offending field (`$.instance.payload.question`).
+        """
+
+    @abc.abstractmethod
+    def sandbox_spec(self, context: RolloutContext) -> SandboxSpec | None:
+        """The sandbox this job needs, opened before `init`; None for a job without tools."""
+
+    async def init(self, context: RolloutContext) -> None:  # noqa: B027 - a hook, not an obligation
+        """Make the sandbox ready: upload files, start shells. Charged to the INIT budget. Default: nothing."""
+
+    @abc.abstractmethod
+    async def run(self, context: RolloutContext) -> None:
+        """Let the agent work, usually by `prorl_trio.agent.run_agent`, recording into `context`."""
+
+    @abc.abstractmethod
+    async def eval(self, context: RolloutContext) -> Evaluation:
+        """Score what `run` left in the context.
+
+        Raises:
+            EvaluationError: there is no score. Never return 0 in its place.
+        """
+
+    def on_error(self, context: RolloutContext, stage: Stage, error: RolloutError) -> RolloutError:
+        """Look at the error that ends this job in `stage`; return it, or another that names the cause better."""
+        del context, stage
+        return error
+
+    def final_result(self, context: RolloutContext, outcome: Outcome) -> Outcome:
+        """Last look at the outcome, also on failure; return it, or a copy with more `details`. Must not block."""
+        del context
+        return outcome

@@ -1,0 +1,146 @@
+"""Mathematics: an agent with IPython, a final answer by `finish` or `\\boxed{}`, a reward of 1 or 0 by math-verify."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from prorl_trio.agent import run_agent
+from prorl_trio.errors import MalformedJob, SandboxUnavailable
+from prorl_trio.handlers.base import AgentHandler, Evaluation
+from prorl_trio.models import ChatMessage, ToolCall
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tools import FinishTool, IpythonTool, ToolSet
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from prorl_trio.chat import ParsedTurn
+    from prorl_trio.rollout import Resources, RolloutContext
+
+__all__ = ["MathHandler", "MathPayload", "extract_boxed"]
+
+SCORER = "prorl_trio.handlers.math_scorer:score"
+"""By name: its imports (SymPy) stay out of the node."""
+WARM_UP_TIMEOUT_S = 60.0
+MAX_IMPLIED_CALLS = 1
+
+SYSTEM_PROMPT = """\
+You solve mathematical problems step by step. Use the ipython tool for every calculation; print what you want to see.
+When you know the answer, call finish with it, or write it as \\boxed{answer}. Give a number or an expression only."""
+
+NUDGE = "Continue. Compute with the ipython tool, or give the final answer as \\boxed{answer}."
+
+_FENCE = re.compile(r"```(?:python|py|ipython)\s*\n(.*?)```", re.DOTALL)
+
+
+class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`TaskInstance.payload` of a mathematical problem.
+
+    `answer` is the gold answer alone (`18`, `\\frac{1}{2}`), not a worked solution. `system_prompt` replaces ours.
+    """
+
+    question: str
+    answer: str
+    system_prompt: str = SYSTEM_PROMPT
+
+    def __post_init__(self) -> None:
+        if not self.question.strip():
+            raise ValueError("question is empty")
+        if not self.answer.strip():
+            raise ValueError("answer is empty")
+
+
+def extract_boxed(text: str) -> str | None:
+    """The content of the last complete `\\boxed{...}` in `text`, braces balanced; None without one or if empty."""
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        depth = 0
+        for index in range(start + len("\\boxed"), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[index], 0)
+            if depth == 0:
+                return text[start + len("\\boxed{") : index].strip() or None
+        start = text.rfind("\\boxed{", 0, start)
+    return None
+
+
+class MathHandler(AgentHandler):
+    """GSM8K-like and competition problems with a checkable final answer."""
+
+    name = "math"
+
+    async def prepare(self, resources: Resources) -> None:
+        """Start one scoring process: SymPy takes a second to import."""
+        await resources.scorers.prewarm(SCORER)
+
+    def validate(self, payload: Mapping[str, Any]) -> None:
+        """See `AgentHandler.validate`."""
+        _payload(payload)
+
+    def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
+        """The node's default image, without a network unless the node allows one."""
+        sandbox = context.resources.config.sandbox
+        return SandboxSpec(image=sandbox.image, network=sandbox.network, start_timeout_s=sandbox.start_timeout_s)
+
+    async def init(self, context: RolloutContext) -> None:
+        """Start the IPython shell, so that the agent's first cell does not pay for it."""
+        assert context.sandbox is not None
+        result = await context.sandbox.ipython("None", timeout_s=WARM_UP_TIMEOUT_S)
+        if result.error is not None or result.timed_out:
+            what = result.error.traceback if result.error is not None else f"no answer in {WARM_UP_TIMEOUT_S:g} s"
+            raise SandboxUnavailable(f"IPython does not start in the sandbox: {what}")
+
+    async def run(self, context: RolloutContext) -> None:
+        """See `prorl_trio.agent.run_agent`."""
+        payload = _payload(context.spec.instance.payload)
+        messages = [
+            ChatMessage(role="system", content=payload.system_prompt),
+            ChatMessage(role="user", content=payload.question),
+        ]
+        tools = ToolSet(
+            [IpythonTool(), FinishTool()],
+            max_observation_chars=context.resources.config.agent.max_observation_chars,
+        )
+        await run_agent(context, messages, tools, _MathStyle())
+
+    async def eval(self, context: RolloutContext) -> Evaluation:
+        """1.0 if the final answer equals the gold one, else 0.0; no answer is 0.0."""
+        payload = _payload(context.spec.instance.payload)
+        if context.answer is None:
+            return Evaluation(reward=0.0, details={"answer": None, "gold": payload.answer})
+        verdict = await context.resources.scorers.score(
+            SCORER,
+            {"answer": context.answer, "gold": payload.answer},
+            timeout_s=context.resources.config.agent.tool_timeout_s,
+        )
+        return Evaluation(
+            reward=1.0 if verdict["equal"] else 0.0,
+            details={"answer": context.answer, "gold": payload.answer, **verdict},
+        )
+
+
+class _MathStyle:
+    """Small models often write a fenced block where a tool call belongs: it is run. `\\boxed{}` is the final answer."""
+
+    def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
+        if extract_boxed(parsed.content) is not None:
+            return []
+        blocks = _FENCE.findall(parsed.content)[:MAX_IMPLIED_CALLS]
+        return [ToolCall(name="ipython", arguments={"code": code}, raw=code) for code in blocks if code.strip()]
+
+    def final_answer(self, parsed: ParsedTurn) -> str | None:
+        return extract_boxed(parsed.content)
+
+    def nudge(self) -> str:
+        return NUDGE
+
+
+def _payload(payload: Mapping[str, Any]) -> MathPayload:
+    try:
+        return msgspec.convert(payload, MathPayload)
+    except msgspec.ValidationError as exc:
+        message, _, path = str(exc).partition(" - at `$")
+        field = path.rstrip("`")
+        raise MalformedJob(f"math instance: {message}", path=f"$.instance.payload{field}") from exc

@@ -1,0 +1,218 @@
+"""One node: the nursery tree, the start-up order, drain and shutdown.
+
+serve_node()
+└─ service scope      backends, sandbox host, scoring processes            ends last
+   └─ EVAL nursery    workers                                             third
+      └─ RUN nursery  workers                                             second
+         └─ INIT nursery workers                                          first
+            └─ accept nursery  WebSocket listener and trainer sessions    closed before all of them
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from prorl_trio.chat import ChatFormat
+from prorl_trio.errors import (
+    AdmissionRejected,
+    BackendError,
+    Draining,
+    DuplicateJob,
+    UnknownJob,
+)
+from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.inference.pool import Backends
+from prorl_trio.inference.vllm import VllmClient
+from prorl_trio.pipeline import Job, open_pipeline
+from prorl_trio.rollout import Resources
+from prorl_trio.sandbox.host import open_sandbox_host
+from prorl_trio.sandbox.registry import choose_provider
+from prorl_trio.scoring import open_scorer_pool
+from prorl_trio.service.server import serve_websocket
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from prorl_trio.config import NodeConfig
+    from prorl_trio.models import JobSpec
+    from prorl_trio.pipeline import Pipeline
+    from prorl_trio.sandbox.host import SandboxHost
+    from prorl_trio.sandbox.provider import SandboxProvider
+    from prorl_trio.service.node_api import JobSink
+
+__all__ = ["Node", "open_node", "serve_node"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S: Final = 5.0
+"""What a rejected submitter is told to wait."""
+
+
+class Node:
+    """What the trainer-facing edge needs of a node (`service.node_api.NodeApi`)."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        handlers: HandlerRegistry,
+        pipeline: Pipeline,
+        backends: Backends,
+        sandboxes: SandboxHost,
+        provider: SandboxProvider,
+        resources: Resources,
+    ) -> None:
+        self.node_id = config.node_id or f"{socket.gethostname()}-{os.getpid()}"
+        self.draining = False
+        self._handlers = handlers
+        self._pipeline = pipeline
+        self._backends = backends
+        self._sandboxes = sandboxes
+        self._provider = provider
+        self._resources = resources
+
+    def submit(self, spec: JobSpec, sink: JobSink) -> None:
+        """Take one job; `sink` gets its outcome. A live job of the same id and spec is joined.
+
+        Raises:
+            Draining, UnknownHandler, MalformedJob, DuplicateJob, AdmissionRejected: nothing was taken.
+        """
+        if self.draining:
+            raise Draining(f"node {self.node_id} is draining; submit to another one")
+        handler = self._handlers.get(spec.instance.handler)
+        handler.validate(spec.instance.payload)
+        live = self._pipeline.job(spec.job_id)
+        if live is not None:
+            if live.spec != spec:
+                raise DuplicateJob(f"job {spec.job_id!r} is live with another spec; choose another id")
+            if sink not in live.observers:
+                live.observers.append(sink)
+            return
+        try:
+            self._pipeline.submit(Job(spec, handler, self._resources, sink))
+        except trio.WouldBlock:
+            limit = self._resources.config.stages.init_queue
+            raise AdmissionRejected(
+                f"{limit} jobs are queued, which is the limit (stages.init_queue); retry in {RETRY_AFTER_S:g} s",
+                RETRY_AFTER_S,
+            ) from None
+
+    async def cancel(self, job_id: str, reason: str) -> None:
+        """Return when nothing of the job is left.
+
+        Raises:
+            UnknownJob: it is not live here (never was, or is over).
+        """
+        job = self._pipeline.job(job_id)
+        if job is None:
+            raise UnknownJob(f"job {job_id!r} is not live on node {self.node_id}")
+        await self._pipeline.cancel(job, reason)
+
+    async def add_backend(self, url: str) -> None:
+        """Probe the backend and add it. Raises BackendError with the reason if it is not fit."""
+        await self._backends.add(url)
+
+    async def remove_backend(self, url: str) -> None:
+        """Take the backend out; its running calls finish. Raises BackendError if it is not in the pool."""
+        await self._backends.remove(url)
+
+    def statistics(self) -> dict[str, object]:
+        """Live state, msgpack-ready: what `prorl-trio status` prints."""
+        return {
+            "node_id": self.node_id,
+            "draining": self.draining,
+            "pipeline": self._pipeline.statistics(),
+            "jobs": self._pipeline.live_jobs(),
+            "backends": self._backends.statistics(),
+            "sandboxes": {"provider": self._provider.name, **self._sandboxes.statistics()},
+            "scorers": self._resources.scorers.statistics(),
+        }
+
+    async def drain(self) -> None:
+        """Take nothing new; return when every job has its outcome."""
+        self.draining = True
+        await self._pipeline.wait_idle()
+
+
+@asynccontextmanager
+async def open_node(config: NodeConfig, handlers: HandlerRegistry | None = None) -> AsyncIterator[Node]:
+    """Everything of a node but its listener. On leaving, all jobs end and nothing of them is left.
+
+    Raises:
+        ConfigError: the model folder, the sandbox provider or the configuration cannot be used; says what to do.
+        BackendError: a backend is `required` and not fit.
+    """
+    handlers = handlers or HandlerRegistry.from_entry_points()
+    chat_format = await trio.to_thread.run_sync(ChatFormat.load, Path(config.model.path))
+    provider = await choose_provider(config.sandbox)
+    async with AsyncExitStack() as stack:
+        service = await stack.enter_async_context(trio.open_nursery())
+        backends = Backends(
+            lambda url: VllmClient(url, max_connections=config.backends.max_connections_per_backend),
+            probe_timeout_s=config.backends.probe_timeout_s,
+        )
+        stack.push_async_callback(backends.aclose)
+        scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers))
+        sandboxes = await stack.enter_async_context(
+            open_sandbox_host(
+                provider,
+                max_concurrent_starts=config.sandbox.max_concurrent_starts,
+                runtime_dir=Path(config.sandbox.runtime_dir) if config.sandbox.runtime_dir else None,
+            )
+        )
+        resources = Resources(config=config, chat_format=chat_format, backends=backends, scorers=scorers)
+        for url in config.backends.urls:
+            await _add_configured_backend(backends, url, required=config.backends.required)
+        for name in handlers.names:
+            await handlers.get(name).prepare(resources)
+        pipeline = await stack.enter_async_context(open_pipeline(resources, sandboxes, service))
+        yield Node(config, handlers, pipeline, backends, sandboxes, provider, resources)
+
+
+async def _add_configured_backend(backends: Backends, url: str, *, required: bool) -> None:
+    try:
+        await backends.add(url)
+    except BackendError as exc:
+        if required:
+            raise
+        logger.warning("backend %s is left out: %s", url, exc)
+
+
+async def serve_node(
+    config: NodeConfig,
+    handlers: HandlerRegistry | None = None,
+    *,
+    task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
+) -> bool:
+    """Run a node until SIGTERM or SIGINT. The first drains, for `drain_timeout_s` at most; the second cancels.
+
+    Reports the listener's (host, port) through `task_status`. Returns whether the drain was clean: every job had its
+    own outcome before the end. Must run in the main thread, for the signals.
+    """
+    clean = True
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with open_node(config, handlers) as node, trio.open_nursery() as accept:
+            address = await accept.start(serve_websocket, node, config.listen)
+            task_status.started(address)
+            await anext(signals)
+            logger.info("draining: %s", node.statistics()["pipeline"])
+            with trio.move_on_after(config.drain_timeout_s) as patience:
+                async with trio.open_nursery() as either:
+                    either.start_soon(_cancel_on_next, signals, patience)
+                    await node.drain()
+                    either.cancel_scope.cancel()
+            clean = not patience.cancelled_caught
+            accept.cancel_scope.cancel()
+    return clean
+
+
+async def _cancel_on_next(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
+    await anext(signals)
+    scope.cancel()

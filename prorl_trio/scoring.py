@@ -1,0 +1,176 @@
+"""Scoring code runs in worker processes that can be killed: a reward function may loop for ever, crash, or use signals.
+
+A scorer is a plain function `module:name` from a dict to a dict, both JSON-like. Each worker process serves one
+function, one call at a time, is kept for the next call, and is killed by a time-out or a cancel.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import trio
+
+from prorl_trio.errors import EvaluationError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+__all__ = ["ScoreReply", "ScorerPool", "open_scorer_pool"]
+
+MAX_REPLY_BYTES: Final = 4 * 1024 * 1024
+START_TIMEOUT_S: Final = 60.0
+KILL_TIMEOUT_S: Final = 5.0
+HEADER: Final = struct.Struct("<I")
+
+
+class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker answers: a `result`, or an `error` with the scorer's traceback. The first one only says ready."""
+
+    result: dict[str, Any] | None = None
+    error: str = ""
+
+
+class _Worker:
+    """One process. After any exception from `ask` it is in an unknown state and must be killed."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, function: str) -> _Worker:
+        process = await trio.lowlevel.open_process(
+            [sys.executable, "-m", "prorl_trio.scoring_worker", function],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        worker = cls(process)
+        try:
+            with trio.fail_after(START_TIMEOUT_S):
+                reply = await worker._receive()
+            if reply.error:
+                raise EvaluationError(f"scorer {function} cannot be loaded: {reply.error}")
+        except trio.TooSlowError:
+            await worker.kill()
+            raise EvaluationError(f"scorer {function} was not ready within {START_TIMEOUT_S:g} s") from None
+        except BaseException:
+            await worker.kill()
+            raise
+        return worker
+
+    async def ask(self, payload: Mapping[str, Any]) -> ScoreReply:
+        raw = msgspec.msgpack.encode(payload)
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            await stdin.send_all(HEADER.pack(len(raw)) + raw)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
+            raise EvaluationError("the scorer's process is gone") from exc
+        return await self._receive()
+
+    async def _receive(self) -> ScoreReply:
+        (size,) = HEADER.unpack(await self._read_exactly(HEADER.size))
+        if size > MAX_REPLY_BYTES:
+            raise EvaluationError(f"the scorer's reply of {size} bytes exceeds {MAX_REPLY_BYTES}")
+        try:
+            return msgspec.msgpack.decode(await self._read_exactly(size), type=ScoreReply)
+        except msgspec.DecodeError as exc:
+            raise EvaluationError(f"the scorer's reply is malformed: {exc}") from exc
+
+    async def _read_exactly(self, size: int) -> bytes:
+        stdout = self._process.stdout
+        assert stdout is not None
+        data = bytearray()
+        while len(data) < size:
+            chunk = await stdout.receive_some(size - len(data))
+            if not chunk:
+                code = await self._process.wait()
+                raise EvaluationError(f"the scorer's process ended in the middle of a call (exit status {code})")
+            data += chunk
+        return bytes(data)
+
+    async def kill(self) -> None:
+        """End the process and everything in its group. Shielded, bounded."""
+        with trio.move_on_after(KILL_TIMEOUT_S, shield=True):
+            if self._process.returncode is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream is not None:
+                    await stream.aclose()
+
+
+class ScorerPool:
+    """At most `max_workers` scoring processes; a call beyond that waits. Use `open_scorer_pool`."""
+
+    def __init__(self, max_workers: int) -> None:
+        self._limiter = trio.CapacityLimiter(max_workers)
+        self._idle: dict[str, list[_Worker]] = {}
+
+    async def score(self, function: str, payload: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """Call the scorer `module:name` with `payload` and return its dict.
+
+        `timeout_s` is for the call itself; starting a process is not charged to it. A time-out or a cancel kills the
+        process; the next call gets a fresh one.
+
+        Raises:
+            EvaluationError: the scorer raised, timed out, died, or cannot be loaded. The message tells which.
+        """
+        async with self._limiter:
+            worker = self._take_idle(function) or await self._start(function)
+            try:
+                with trio.fail_after(timeout_s):
+                    reply = await worker.ask(payload)
+            except trio.TooSlowError:
+                await worker.kill()
+                raise EvaluationError(f"scorer {function} gave no score within {timeout_s:g} s") from None
+            except BaseException:
+                await worker.kill()
+                raise
+            self._idle.setdefault(function, []).append(worker)
+        if reply.result is None:
+            raise EvaluationError(f"scorer {function} failed: {reply.error or 'it returned no dict'}")
+        return reply.result
+
+    async def prewarm(self, function: str) -> None:
+        """Start one process for `function` now, so that the first score does not wait for its imports."""
+        async with self._limiter:
+            self._idle.setdefault(function, []).append(await self._start(function))
+
+    def _take_idle(self, function: str) -> _Worker | None:
+        idle = self._idle.get(function)
+        return idle.pop() if idle else None
+
+    async def _start(self, function: str) -> _Worker:
+        """Start a worker; one that idles for another function makes room, so that the limit counts processes."""
+        while sum(map(len, self._idle.values())) + self._limiter.borrowed_tokens > self._limiter.total_tokens:
+            await next(idle for idle in self._idle.values() if idle).pop().kill()
+        return await _Worker.start(function)
+
+    async def aclose(self) -> None:
+        """Kill every idle worker. Calls in flight must have ended."""
+        for idle in self._idle.values():
+            while idle:
+                await idle.pop().kill()
+
+    def statistics(self) -> dict[str, int]:
+        """Processes: `busy` with a call (or starting), `idle` waiting for one."""
+        return {"busy": int(self._limiter.borrowed_tokens), "idle": sum(map(len, self._idle.values()))}
+
+
+@asynccontextmanager
+async def open_scorer_pool(max_workers: int) -> AsyncIterator[ScorerPool]:
+    """A pool whose processes are gone when the block is left."""
+    pool = ScorerPool(max_workers)
+    try:
+        yield pool
+    finally:
+        with trio.move_on_after(KILL_TIMEOUT_S, shield=True):
+            await pool.aclose()

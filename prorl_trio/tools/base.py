@@ -1,0 +1,81 @@
+"""A tool: a name, a JSON schema the policy sees, and what happens when it is called."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from prorl_trio.models import ToolCall
+    from prorl_trio.sandbox.provider import Sandbox
+
+__all__ = ["Observation", "Tool", "ToolSet"]
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy sees of a tool call. `answer` is set when the call ends the episode with it."""
+
+    text: str
+    answer: str | None = None
+
+
+class Tool(abc.ABC):
+    """One tool bound to nothing; the sandbox comes with each call. Stateless, shared by all tasks."""
+
+    name: ClassVar[str]
+    description: ClassVar[str]
+    parameters: ClassVar[Mapping[str, Any]]
+    """JSON schema of the arguments object."""
+
+    def schema(self) -> dict[str, Any]:
+        """The function description that chat templates render."""
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": dict(self.parameters)},
+        }
+
+    @abc.abstractmethod
+    async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
+        """Do it. What the policy did wrong is an observation that says so; only infrastructure errors are raised."""
+
+
+class ToolSet:
+    """The tools of one agent, by name, with one limit on how long a result may be."""
+
+    def __init__(self, tools: Sequence[Tool], *, max_observation_chars: int) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        self._max_observation_chars = max_observation_chars
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names the policy may call."""
+        return frozenset(self._tools)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """What the chat template shows to the policy, in the order the tools were given."""
+        return [tool.schema() for tool in self._tools.values()]
+
+    async def call(self, call: ToolCall, sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
+        """Carry out one call of the policy. A malformed call or an unknown tool is an observation, not an error."""
+        if call.error:
+            return Observation(text=f"Error: {call.error}")
+        tool = self._tools.get(call.name)
+        if tool is None:
+            known = ", ".join(sorted(self._tools))
+            return Observation(text=f"Error: there is no tool {call.name!r}. The tools are: {known}.")
+        missing = [key for key in tool.parameters.get("required", ()) if key not in call.arguments]
+        if missing:
+            return Observation(text=f"Error: {tool.name} needs the argument {missing[0]!r}.")
+        observation = await tool.call(call.arguments, sandbox, timeout_s=timeout_s)
+        return msgspec.structs.replace(observation, text=self._shorten(observation.text))
+
+    def _shorten(self, text: str) -> str:
+        limit = self._max_observation_chars
+        if len(text) <= limit:
+            return text
+        half = limit // 2
+        return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
