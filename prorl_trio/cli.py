@@ -1,0 +1,255 @@
+"""The `prorl-trio` command. More commands come from the entry-point group `prorl_trio.commands` (demo, doctor)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+import trio
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from prorl_trio.chat import ChatFormat
+from prorl_trio.client import connect
+from prorl_trio.client.collect import collect, make_jobs
+from prorl_trio.client.recording import RUN_INFO, RunInfo, read_outcomes, run_folder
+from prorl_trio.config import load_config
+from prorl_trio.errors import ConfigError, ProrlError
+from prorl_trio.models import SamplingParams
+from prorl_trio.node import serve_node
+from prorl_trio.report import outcome_list, render_trajectory, summary_table
+from prorl_trio.tasksets import load_task_set
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from prorl_trio.client import RolloutClient
+    from prorl_trio.models import JobSpec, Outcome
+
+__all__ = ["main", "run_jobs"]
+
+console = Console()
+EXIT_INTERRUPTED = 130
+
+
+class _Commands(click.Group):
+    """Says a `ProrlError` in one line instead of a traceback, and takes in the commands other packages declare."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for entry in entry_points(group="prorl_trio.commands"):
+            self.add_command(entry.load(), entry.name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except* ProrlError as group:
+            for error in _leaves(group):
+                click.secho(f"error: {error}", fg="red", err=True)
+            code = 1
+        except* KeyboardInterrupt:
+            click.secho("interrupted", fg="yellow", err=True)
+            code = EXIT_INTERRUPTED
+        ctx.exit(code)
+
+
+def _leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        leaves.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+    return leaves
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="prorl-trio")
+@click.option("-v", "--verbose", is_flag=True, help="Log what happens inside, too.")
+def main(verbose: bool) -> None:
+    """Rollout-as-a-service for RL training of multi-turn LLM agents.
+
+    A node (`serve`) takes jobs from a trainer over a WebSocket, works on them with an LLM backend and a sandbox each,
+    and streams token-exact trajectories with rewards back. Begin with `prorl-trio doctor` and `prorl-trio demo`.
+    """
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(message)s",
+        handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
+    )
+
+
+@main.command()
+@click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The node's TOML file.")
+def serve(config_path: Path) -> None:
+    """Run a node until SIGTERM or Ctrl-C: the first drains it, the second cancels what is left.
+
+    \b
+    A minimal node.toml:
+        [model]
+        path = "/models/Qwen3-8B"           # tokenizer and chat template
+        [listen]
+        token_file = "/run/user/1000/token" # the trainer's password, mode 0600
+        [backends]
+        urls = ["http://127.0.0.1:8000"]    # vllm serve Qwen3-8B
+    """
+    config = load_config(config_path)
+
+    async def run() -> bool:
+        async with trio.open_nursery() as nursery:
+            scope = nursery.cancel_scope
+
+            async def announce(*, task_status: trio.TaskStatus[tuple[str, int]]) -> None:
+                nonlocal clean
+                clean = await serve_node(config, task_status=task_status)
+                scope.cancel()
+
+            clean = False
+            host, port = await nursery.start(announce)
+            click.echo(f"READY ws://{host}:{port}")
+            await trio.sleep_forever()
+        return clean
+
+    sys.exit(0 if trio.run(run) else 1)
+
+
+def _connection(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every command that talks to a node."""
+    command = click.option(
+        "--token",
+        envvar="PRORL_TOKEN",
+        required=True,
+        help="The node's token; better in PRORL_TOKEN than on the command line.",
+    )(command)
+    return click.option(
+        "--url", envvar="PRORL_URL", default="ws://127.0.0.1:8700", show_default=True, help="The node, or PRORL_URL."
+    )(command)
+
+
+def _with_client(url: str, token: str, work: Callable[[RolloutClient], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with connect(url, token) as client:
+            await work(client)
+
+    trio.run(run)
+
+
+@main.command()
+@_connection
+@click.option("--tasks", required=True, help="A named task set (gsm8k), or a JSONL file of task instances.")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first so many instances.")
+@click.option("--rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts per instance.")
+@click.option("--max-turns", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--max-output-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per turn.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True)
+@click.option("--model", default="", help="Model folder, remembered for `show`.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where to record."
+)
+def submit(
+    url: str,
+    token: str,
+    tasks: str,
+    limit: int | None,
+    rollouts: int,
+    max_turns: int,
+    max_output_tokens: int,
+    temperature: float,
+    model: str,
+    out: Path,
+) -> None:
+    """Submit rollouts to a node, wait for all of them, record them and print what came out.
+
+    \b
+    Each line of a JSONL task file:
+        {"instance_id": "1", "handler": "math", "payload": {"question": "1+1?", "answer": "2"}}
+    """
+    sampling = SamplingParams(temperature=temperature, max_output_tokens=max_output_tokens)
+    specs = make_jobs(load_task_set(tasks)[:limit], rollouts=rollouts, sampling=sampling, max_turns=max_turns)
+    _with_client(url, token, lambda client: run_jobs(client, specs, out, model=model, tasks=tasks))
+
+
+async def run_jobs(client: RolloutClient, specs: list[JobSpec], root: Path, *, model: str, tasks: str) -> None:
+    """Submit, show a progress bar, record below `root`, print the final table. See `client.collect.collect`."""
+    folder = run_folder(root)
+    info = RunInfo(model=model, tasks=tasks, started=folder.name)
+    columns = (
+        TextColumn("rollouts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[last]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("rollouts", total=len(specs), last="")
+
+        def show(outcome: Outcome) -> None:
+            reward = "" if outcome.reward is None else f" reward {outcome.reward:g}"
+            progress.update(bar, advance=1, last=f"{outcome.instance_id}: {outcome.status}{reward}")
+
+        summary, outcomes = await collect(client, specs, folder, info, show)
+    console.print(summary_table(summary, outcomes))
+    console.print(f"recorded in {folder}; look at one with: prorl-trio show {folder}/trajectories.msgpack ID")
+
+
+@main.command()
+@_connection
+def status(url: str, token: str) -> None:
+    """Print a node's live state as JSON: jobs by stage, backends, sandboxes."""
+
+    async def work(client: RolloutClient) -> None:
+        report = await client.status()
+        click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+
+    _with_client(url, token, work)
+
+
+@main.command()
+@_connection
+@click.argument("job_ids", nargs=-1, required=True, metavar="JOB_ID...")
+def cancel(url: str, token: str, job_ids: tuple[str, ...]) -> None:
+    """Cancel jobs; returns when nothing of them is left on the node."""
+
+    async def work(client: RolloutClient) -> None:
+        answer = await client.cancel(list(job_ids))
+        for job_id in answer.cancelled:
+            click.echo(f"cancelled {job_id}")
+        if answer.unknown:
+            raise ConfigError(f"unknown to this node (over, or never submitted): {', '.join(answer.unknown)}")
+
+    _with_client(url, token, work)
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("job_id", required=False)
+@click.option("--model", type=click.Path(path_type=Path), help="Model folder; default: the one the run remembers.")
+def show(file: Path, job_id: str | None, model: Path | None) -> None:
+    """Print one recorded trajectory with its kinds of tokens in colours, or without ID the list of all.
+
+    ID may be any unique part of a job's id. Pipe through `less -R` for long ones.
+    """
+    outcomes = read_outcomes(file)
+    if job_id is None:
+        console.print(outcome_list(outcomes))
+        return
+    exact = [outcome for outcome in outcomes if outcome.job_id == job_id]
+    matches = exact or [outcome for outcome in outcomes if job_id in outcome.job_id]
+    if len(matches) != 1:
+        some = ", ".join(outcome.job_id for outcome in matches[:5])
+        raise ConfigError(f"{len(matches)} outcomes in {file} match {job_id!r}" + (f": {some} ..." if some else ""))
+    console.print(render_trajectory(matches[0], _chat_format(file, model)), soft_wrap=True)
+
+
+def _chat_format(file: Path, model: Path | None) -> ChatFormat | None:
+    """The model the run was made with, if it is still where it was; an explicit one must be there."""
+    if model is not None:
+        return ChatFormat.load(model)
+    info = file.parent / RUN_INFO
+    if not info.exists():
+        return None
+    remembered = Path(msgspec.json.decode(info.read_bytes(), type=RunInfo).model)
+    return ChatFormat.load(remembered) if remembered.is_dir() else None

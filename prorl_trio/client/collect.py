@@ -1,0 +1,84 @@
+"""One pass of a trainer without a trainer: submit jobs to a node, collect every outcome, keep them on disk."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import trio
+
+from ipc.session import Rejected
+from prorl_trio.client.recording import RUN_INFO, SUMMARY, TRAJECTORIES, OutcomeFile, RunInfo, Summary, summarise
+from prorl_trio.errors import ServiceError
+from prorl_trio.models import JobSpec, Outcome, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from prorl_trio.client.client import RolloutClient
+    from prorl_trio.models import TaskInstance
+
+__all__ = ["collect", "make_jobs"]
+
+CANCEL_TIMEOUT_S: Final = 15.0
+"""Longest an interrupted run waits for the node to cancel what is left of it."""
+
+
+def make_jobs(
+    instances: Sequence[TaskInstance], *, rollouts: int, sampling: SamplingParams, max_turns: int
+) -> list[JobSpec]:
+    """`rollouts` jobs for each instance, grouped by instance, with ids of their own."""
+    run_id = uuid.uuid4().hex[:8]
+    return [
+        JobSpec(
+            job_id=f"{run_id}-{instance.instance_id}-{rollout}",
+            instance=instance,
+            group_id=f"{run_id}-{instance.instance_id}",
+            sampling=sampling,
+            max_turns=max_turns,
+        )
+        for instance in instances
+        for rollout in range(rollouts)
+    ]
+
+
+async def collect(
+    client: RolloutClient,
+    specs: Sequence[JobSpec],
+    folder: Path,
+    info: RunInfo,
+    on_outcome: Callable[[Outcome], None],
+) -> tuple[Summary, list[Outcome]]:
+    """Submit `specs`, write each outcome to `folder` as it comes, then the summary.
+
+    Cancelled in between, it leaves the outcomes so far and their summary on disk and cancels the rest on the node.
+
+    Raises:
+        ServiceError: the node rejected a job (named, with the reason).
+    """
+    started_s = trio.current_time()
+    outcomes: list[Outcome] = []
+    pending: set[str] = set()
+    (folder / RUN_INFO).write_bytes(msgspec.json.encode(info))
+    with OutcomeFile(folder / TRAJECTORIES) as file:
+        try:
+            for answer in await client.submit(specs):
+                if isinstance(answer, Rejected):
+                    raise ServiceError(f"job {answer.job_id} was rejected ({answer.code}): {answer.message}")
+                pending.add(answer.job_id)
+            async for outcome in client.results():
+                file.append(outcome)
+                outcomes.append(outcome)
+                on_outcome(outcome)
+                pending.discard(outcome.job_id)
+                if not pending:
+                    break
+        finally:
+            if pending:
+                with trio.move_on_after(CANCEL_TIMEOUT_S, shield=True):
+                    await client.cancel(sorted(pending))
+            summary = summarise(outcomes, trio.current_time() - started_s)
+            (folder / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2))
+    return summary, outcomes

@@ -1,0 +1,126 @@
+"""A run on disk: `trajectories.msgpack` (a msgpack array of `Outcome`, valid after every append), `summary.json`."""
+
+from __future__ import annotations
+
+import struct
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+import msgspec
+import numpy as np
+
+from prorl_trio.errors import ConfigError
+from prorl_trio.models import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from io import FileIO
+    from types import TracebackType
+
+__all__ = ["OutcomeFile", "RunInfo", "Summary", "read_outcomes", "run_folder", "summarise"]
+
+_HEADER: Final = struct.Struct(">BI")
+_ARRAY32: Final = 0xDD
+TRAJECTORIES: Final = "trajectories.msgpack"
+SUMMARY: Final = "summary.json"
+RUN_INFO: Final = "run.json"
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run was, for whoever looks at it later. `model` is the folder its tokens are decoded with."""
+
+    model: str
+    tasks: str
+    started: str
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A run in flat figures. Means are over completed jobs (`reward_mean`) and over all with a trajectory
+    (`turns_mean`); `tokens_per_s` counts sampled tokens over the wall clock of the run."""
+
+    jobs: int
+    completed: int
+    failed: int
+    cancelled: int
+    timed_out: int
+    prefix_breaks: int
+    reward_mean: float
+    turns_mean: float
+    tool_calls: int
+    tokens_per_s: float
+    wall_s: float
+
+
+class OutcomeFile:
+    """Appends outcomes to a msgpack array whose count is updated in place, so that a killed run leaves a valid file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: FileIO = path.open("xb", buffering=0)
+        self._count = 0
+        self._file.write(_HEADER.pack(_ARRAY32, 0))
+
+    def append(self, outcome: Outcome) -> None:
+        """Write one outcome (some 9 bytes a token), then the new count."""
+        self._file.seek(0, 2)
+        self._file.write(msgspec.msgpack.encode(outcome))
+        self._count += 1
+        self._file.seek(0)
+        self._file.write(_HEADER.pack(_ARRAY32, self._count))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def read_outcomes(path: Path) -> list[Outcome]:
+    """Every outcome of a `trajectories.msgpack`.
+
+    Raises:
+        ConfigError: it cannot be read, or is not such a file.
+    """
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=list[Outcome])
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+    except (msgspec.ValidationError, msgspec.DecodeError) as exc:
+        raise ConfigError(f"{path} is no file of trajectories: {exc}") from exc
+
+
+def run_folder(root: Path) -> Path:
+    """Make `root/<local time>` for a new run; a number is appended if it is taken."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{n}" for n in range(2, 100))):
+        folder = root / f"{name}{suffix}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise ConfigError(f"{root} already holds 99 runs of this second")
+
+
+def summarise(outcomes: Sequence[Outcome], wall_s: float) -> Summary:
+    """The run's figures."""
+    statuses = [outcome.status for outcome in outcomes]
+    rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
+    trajectories = [outcome.trajectory for outcome in outcomes if outcome.trajectory is not None]
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    sampled = sum(turn.completion_end - turn.completion_start for turn in turns)
+    return Summary(
+        jobs=len(outcomes),
+        completed=statuses.count("completed"),
+        failed=statuses.count("failed"),
+        cancelled=statuses.count("cancelled"),
+        timed_out=statuses.count("timed_out"),
+        prefix_breaks=sum(trajectory.prefix_breaks for trajectory in trajectories),
+        reward_mean=float(np.mean(rewards)) if rewards else 0.0,
+        turns_mean=len(turns) / len(trajectories) if trajectories else 0.0,
+        tool_calls=sum(len(turn.tool_calls) for turn in turns),
+        tokens_per_s=sampled / wall_s if wall_s > 0 else 0.0,
+        wall_s=wall_s,
+    )
