@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
@@ -16,6 +15,7 @@ from prorl_trio.models import Outcome
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from io import FileIO
+    from pathlib import Path
     from types import TracebackType
 
 __all__ = ["OutcomeFile", "RunInfo", "Summary", "read_outcomes", "run_folder", "summarise"]
