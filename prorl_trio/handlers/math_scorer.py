@@ -37,4 +37,5 @@ def _parse(text: str) -> list[Any]:
     cleaned = text.replace("\\$", "").replace("$", "").strip()
     if number := _NUMBER_WITH_WORDS.fullmatch(cleaned):
         cleaned = number[1].replace(",", "")
-    return parse(f"\\boxed{{{cleaned}}}", parsing_timeout=None) or parse(cleaned, parsing_timeout=None)
+    parsed: list[Any] = parse(f"\\boxed{{{cleaned}}}", parsing_timeout=None) or parse(cleaned, parsing_timeout=None)
+    return parsed
