@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_trio.client import RolloutClient
+    from prorl_trio.client.recording import Summary
     from prorl_trio.models import JobSpec, Outcome
 
 __all__ = ["main", "run_jobs"]
@@ -129,7 +130,7 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
     )(command)
 
 
-def _with_client(url: str, token: str, work: Callable[[RolloutClient], Awaitable[None]]) -> None:
+def _with_client(url: str, token: str, work: Callable[[RolloutClient], Awaitable[object]]) -> None:
     async def run() -> None:
         async with connect(url, token) as client:
             await work(client)
@@ -169,12 +170,11 @@ def submit(
     """
     sampling = SamplingParams(temperature=temperature, max_output_tokens=max_output_tokens)
     specs = make_jobs(load_task_set(tasks)[:limit], rollouts=rollouts, sampling=sampling, max_turns=max_turns)
-    _with_client(url, token, lambda client: run_jobs(client, specs, out, model=model, tasks=tasks))
+    _with_client(url, token, lambda client: run_jobs(client, specs, run_folder(out), model=model, tasks=tasks))
 
 
-async def run_jobs(client: RolloutClient, specs: list[JobSpec], root: Path, *, model: str, tasks: str) -> None:
-    """Submit, show a progress bar, record below `root`, print the final table. See `client.collect.collect`."""
-    folder = run_folder(root)
+async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *, model: str, tasks: str) -> Summary:
+    """Submit, show a progress bar, record in `folder`, print the final table. See `client.collect.collect`."""
     info = RunInfo(model=model, tasks=tasks, started=folder.name)
     columns = (
         TextColumn("rollouts"),
@@ -193,6 +193,7 @@ async def run_jobs(client: RolloutClient, specs: list[JobSpec], root: Path, *, m
         summary, outcomes = await collect(client, specs, folder, info, show)
     console.print(summary_table(summary, outcomes))
     console.print(f"recorded in {folder}; look at one with: prorl-trio show {folder}/trajectories.msgpack ID")
+    return summary
 
 
 @main.command()
@@ -253,3 +254,7 @@ def _chat_format(file: Path, model: Path | None) -> ChatFormat | None:
         return None
     remembered = Path(msgspec.json.decode(info.read_bytes(), type=RunInfo).model)
     return ChatFormat.load(remembered) if remembered.is_dir() else None
+
+
+if __name__ == "__main__":
+    main()

@@ -29,12 +29,16 @@ class _Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class ListenConfig(_Config, frozen=True):
-    """The trainer-facing socket. `token` may instead be in the file `token_file` (mode 0600); one is required."""
+    """The trainer-facing socket. `token` may instead be in the file `token_file` (mode 0600); one is required.
+
+    `port` 0 takes a free one. `endpoint_file`, if set, is written once the node listens: `{"url": "ws://..."}`.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8700
     token: str = ""
     token_file: str = ""
+    endpoint_file: str = ""
     max_message_bytes: int = 64 * 1024 * 1024
     max_sessions: int = 64
     heartbeat_interval_s: float = 10.0

@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import trio
 
 from prorl_trio.chat import ChatFormat
@@ -200,6 +201,8 @@ async def serve_node(
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with open_node(config, handlers) as node, trio.open_nursery() as accept:
             address = await accept.start(serve_websocket, node, config.listen)
+            if config.listen.endpoint_file:
+                await trio.to_thread.run_sync(_announce, Path(config.listen.endpoint_file), address)
             task_status.started(address)
             await anext(signals)
             logger.info("draining: %s", node.statistics()["pipeline"])
@@ -211,6 +214,15 @@ async def serve_node(
             clean = not patience.cancelled_caught
             accept.cancel_scope.cancel()
     return clean
+
+
+def _announce(endpoint_file: Path, address: tuple[str, int]) -> None:
+    """Write the endpoint so that a reader sees all of it or nothing."""
+    host, port = address
+    url = f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
+    draft = endpoint_file.with_name(endpoint_file.name + ".new")
+    draft.write_bytes(msgspec.json.encode({"url": url}))
+    draft.replace(endpoint_file)
 
 
 async def _cancel_on_next(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:

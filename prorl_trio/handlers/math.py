@@ -27,9 +27,12 @@ SCORER = "prorl_trio.handlers.math_scorer:score"
 WARM_UP_TIMEOUT_S = 60.0
 MAX_IMPLIED_CALLS = 1
 
-SYSTEM_PROMPT = """\
-You solve mathematical problems step by step. Use the ipython tool for every calculation; print what you want to see.
-When you know the answer, call finish with it, or write it as \\boxed{answer}. Give a number or an expression only."""
+SYSTEM_PROMPT = "You solve mathematical problems step by step and check every calculation with Python."
+
+INSTRUCTION = """\
+Use Python for the calculations: call the ipython tool, or write a ```python block that prints the result; you will \
+see its output. When you know the answer, call finish with it, or write it as \\boxed{answer}: a number or an \
+expression, nothing else."""
 
 NUDGE = "Continue. Compute with the ipython tool, or give the final answer as \\boxed{answer}."
 
@@ -39,12 +42,14 @@ _FENCE = re.compile(r"```(?:python|py|ipython)\s*\n(.*?)```", re.DOTALL)
 class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`TaskInstance.payload` of a mathematical problem.
 
-    `answer` is the gold answer alone (`18`, `\\frac{1}{2}`), not a worked solution. `system_prompt` replaces ours.
+    `answer` is the gold answer alone (`18`, `\\frac{1}{2}`), not a worked solution. `system_prompt` and `instruction`
+    (what follows the question in the user's message) replace ours.
     """
 
     question: str
     answer: str
     system_prompt: str = SYSTEM_PROMPT
+    instruction: str = INSTRUCTION
 
     def __post_init__(self) -> None:
         if not self.question.strip():
@@ -97,7 +102,7 @@ class MathHandler(AgentHandler):
         payload = _payload(context.spec.instance.payload)
         messages = [
             ChatMessage(role="system", content=payload.system_prompt),
-            ChatMessage(role="user", content=payload.question),
+            ChatMessage(role="user", content=f"{payload.question}\n\n{payload.instruction}".strip()),
         ]
         tools = ToolSet(
             [IpythonTool(), FinishTool()],
