@@ -1,0 +1,384 @@
+"""Messages to token ids and back for one model, token-exact over many turns.
+
+Token ids are what a conversation is; text is rendered once and never encoded again. The next prompt is always the
+previous prompt, plus the sampled ids bit for bit, plus the template's own text for what came between (see
+`chat_template`), encoded so that no message can forge a control token (see `chat_codec`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from prorl_trio.chat_codec import TokenCodec
+from prorl_trio.chat_template import Capabilities, ChatTemplate, Message, ToolSchema
+from prorl_trio.errors import BackendError, ConfigError, HandlerError, TokenDrift
+from prorl_trio.model_folder import read_model_folder
+from prorl_trio.models import ChatMessage, PolicySpan, Segment, ToolCall
+from prorl_trio.tool_calls import parse_turn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+__all__ = ["ChatFormat", "CompletionRange", "Conversation", "OnRewrite", "ParsedTurn"]
+
+OnRewrite = Literal["keep", "segment", "fail"]
+"""What to do where the template would render an earlier turn otherwise than it was sampled (Qwen3 drops old reasoning
+at a new user message): keep the tokens as they were sampled, append-only; begin a new segment with the template's own
+rendering; or raise TokenDrift."""
+
+
+class ParsedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """What one completion says.
+
+    Attributes:
+        content: the text outside reasoning, tool calls and special tokens.
+        reasoning: the text inside `<think>`.
+        tool_calls: in order; one that cannot be understood has an `error`.
+        ended: an end-of-turn token was sampled last; otherwise the completion was cut short.
+        text: all of it, decoded, with special tokens.
+    """
+
+    content: str
+    reasoning: str
+    tool_calls: list[ToolCall]
+    ended: bool
+    text: str
+
+
+class CompletionRange(NamedTuple):
+    """Tokens `start` (inclusive) to `end` (exclusive) of segment `segment` are one completion."""
+
+    segment: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatFormat:
+    """How one model speaks: its tokenizer and its chat template. Immutable, to be shared; its calls use the CPU only.
+
+    Attributes:
+        model_dir: the folder it was loaded from.
+        end_of_turn_id: what the template closes an assistant turn with.
+        end_of_turn_ids: every id that ends a turn when sampled: the former, and the end-of-sequence ids of
+            tokenizer_config.json and generation_config.json.
+    """
+
+    model_dir: Path
+    end_of_turn_id: int
+    end_of_turn_ids: frozenset[int]
+    codec: TokenCodec = field(repr=False)
+    template: ChatTemplate = field(repr=False)
+
+    @classmethod
+    def load(cls, model_dir: Path) -> ChatFormat:
+        """Read a model folder. Takes about a second for a large vocabulary: call it in a thread.
+
+        Raises:
+            ConfigError: a file is missing or broken, there is no chat template, or the template fails its self-test
+                (loses messages, closes no assistant turn with a control token). The message says which and why.
+        """
+        folder = read_model_folder(model_dir)
+        codec = TokenCodec(folder.tokenizer_json, folder.tokenizer_file)
+        template = ChatTemplate(folder.template, folder.special_tokens, folder.template_file)
+        probe: Message = {"role": "user", "content": "probe"}
+        closing = codec.encode(template.delta([probe], [probe]))
+        if not closing or closing[0] not in codec.added_ids.values():
+            raise ConfigError(
+                f"{folder.template_file}: no end-of-turn token: after an assistant's content the chat template writes "
+                f"{codec.decode(closing[:4])!r}, which does not begin with one of the tokenizer's added tokens"
+            )
+        eos_id = codec.added_ids.get(folder.special_tokens.get("eos_token", ""), closing[0])
+        return cls(model_dir, closing[0], frozenset({closing[0], eos_id, *folder.eos_token_ids}), codec, template)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the template was found to do."""
+        return self.template.capabilities
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """`end_of_turn_ids`, sorted: what an engine must stop at."""
+        return sorted(self.end_of_turn_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id the tokenizer knows is below it. The model's embedding may have more rows."""
+        return self.codec.vocab_size
+
+    def open(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = (), *, on_rewrite: OnRewrite = "keep"
+    ) -> Conversation:
+        """Begin a conversation that is ready for the assistant's first turn.
+
+        Args:
+            messages: rendered as the template has it, its default system message included. Text that looks like a
+                control token is encoded as text, save `<think>` and `<tool_call>` in an assistant's message.
+            tools: functions the policy may call, as JSON schemas in OpenAI's format.
+            on_rewrite: see `OnRewrite`.
+
+        Raises:
+            HandlerError: the template refuses the messages, or a tool has no name.
+        """
+        return Conversation(self, messages, tools, on_rewrite)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Return the text of `ids`, for tools and people. `skip_special` leaves out what structures the dialogue."""
+        return self.codec.decode(ids, skip_special=skip_special)
+
+
+class Conversation:
+    """The token state of one trajectory. Made by `ChatFormat.open`; not for concurrent use; nothing to close.
+
+    It alternates: `prompt_token_ids`, `add_completion`, `add_messages`, and again. A call out of turn raises
+    RuntimeError; a call that raises has changed nothing.
+
+    Attributes:
+        prefix_breaks: segments begun because the template rewrote history (only with `on_rewrite="segment"`).
+        completions: where each completion is, in the order they were added.
+    """
+
+    prefix_breaks: int
+    completions: list[CompletionRange]
+
+    def __init__(
+        self,
+        chat_format: ChatFormat,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSchema],
+        on_rewrite: OnRewrite,
+    ) -> None:
+        self._format = chat_format
+        self._known_tools = frozenset(_tool_names(tools))
+        self._tools = [_mark_strings(tool, chat_format.codec) for tool in tools]
+        self._on_rewrite = on_rewrite if chat_format.capabilities.rewrites_history else "keep"
+        self._history = self._marked(messages)
+        self._current = _Tokens()
+        self._closed: list[Segment] = []
+        self._awaits_completion = True
+        self.prefix_breaks = 0
+        self.completions = []
+        prompt = chat_format.template.prompt(self._history, self._tools)
+        self._current.extend(array("i", chat_format.codec.encode(prompt)))
+        self._proven = self._current.token_ids.tobytes()
+
+    def __len__(self) -> int:
+        """Return the number of tokens in the current segment, that is of the next prompt."""
+        return len(self._current.token_ids)
+
+    def prompt_token_ids(self) -> list[int]:
+        """Return what the engine gets now: everything so far, ending with the generation prompt.
+
+        Raises:
+            TokenDrift: the recorded tokens are not those of the last prompt, completion and delta.
+        """
+        self._expect(awaits_completion=True)
+        self._prove_prefix()
+        return self._current.token_ids.tolist()
+
+    def add_completion(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], *, policy_version: str, engine: str
+    ) -> ParsedTurn:
+        """Record what the policy sampled after `prompt_token_ids()`, verbatim, and return what it says.
+
+        Args:
+            token_ids: N sampled ids, with the end-of-turn token if it was sampled. May be empty.
+            logprobs: N natural logarithms, one for each id.
+            policy_version: of the weights that sampled them.
+            engine: that sampled them.
+
+        Raises:
+            BackendError: the counts differ, or an id is not one; not retryable.
+        """
+        self._expect(awaits_completion=True)
+        self._prove_prefix()
+        ids, sampled_logprobs = _arrays(token_ids, logprobs)
+        tokens = self._current
+        start, end = len(tokens.token_ids), len(tokens.token_ids) + len(ids)
+        tokens.extend(ids, sampled_logprobs)
+        if ids:
+            tokens.spans.append(PolicySpan(start=start, end=end, policy_version=policy_version, engine=engine))
+        self.completions.append(CompletionRange(len(self._closed), start, end))
+        self._proven += ids.tobytes()
+        self._awaits_completion = False
+        return self._parse(ids)
+
+    def add_messages(self, messages: Sequence[ChatMessage]) -> None:
+        """Append what came back (tool results, a nudge), exactly as the template puts it, up to the next turn.
+
+        If the completion was cut short, the end-of-turn token it lacks comes first. None of these tokens is trained
+        on. All messages of a turn go into one call: templates merge tool results.
+
+        Raises:
+            ValueError: no message, or one with role `assistant`.
+            HandlerError: the template refuses the messages.
+            TokenDrift: the template would rewrite history and `on_rewrite` is `fail`, or the prefix proof failed.
+        """
+        self._expect(awaits_completion=False)
+        if not messages or any(message.role == "assistant" for message in messages):
+            raise ValueError("add_messages takes at least one message, none of them an assistant's")
+        self._prove_prefix()
+        codec, template = self._format.codec, self._format.template
+        new = self._marked(messages)
+        answered = [*self._history, {"role": "assistant", "content": self._last_said()}] if self._keeps_history else []
+        rewritten = self._rewritten([*answered, *new]) if self._on_rewrite != "keep" else None
+        if rewritten is not None:
+            self._begin_segment(rewritten)
+        else:
+            delta = array("i", codec.encode(template.delta(new, self._history, self._tools)))
+            if delta[0] != self._format.end_of_turn_id:
+                raise TokenDrift(f"the template closes this assistant turn with {codec.decode(delta[:4])!r}")
+            if self._current.token_ids[-1] == delta[0]:
+                delta = delta[1:]
+            self._current.extend(delta)
+            self._proven += delta.tobytes()
+        self._history = [*answered, *new] if self._keeps_history else []
+        self._awaits_completion = True
+
+    def segments(self) -> list[Segment]:
+        """Return a copy of everything recorded, as the trainer gets it. Allowed at any time."""
+        return [*self._closed, self._current.as_segment()]
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _keeps_history(self) -> bool:
+        """Whether messages must be kept: not where a delta needs no history and no rewrite is looked for."""
+        return self._on_rewrite != "keep" or not self._format.capabilities.short_history
+
+    def _expect(self, *, awaits_completion: bool) -> None:
+        if self._awaits_completion != awaits_completion:
+            expected = "add_completion" if self._awaits_completion else "add_messages"
+            raise RuntimeError(f"out of turn: the conversation expects {expected}")
+
+    def _prove_prefix(self) -> None:
+        """Compare what is recorded with what was sent and sampled, which is kept apart from it."""
+        recorded = self._current.token_ids.tobytes()
+        if recorded != self._proven:
+            now, then = (np.frombuffer(each, dtype=np.int32) for each in (recorded, self._proven))
+            shared = min(len(now), len(then))
+            differing = np.flatnonzero(now[:shared] != then[:shared])
+            position = int(differing[0]) if len(differing) else shared
+            raise TokenDrift(
+                f"{len(now)} recorded tokens do not continue the {len(then)} sent and sampled: "
+                f"they differ from position {position} on"
+            )
+
+    def _rewritten(self, messages: Sequence[Message]) -> array[int] | None:
+        """Return the template's own rendering of the whole dialogue if its text does not begin with what was said."""
+        codec = self._format.codec
+        rendered = codec.encode(self._format.template.prompt(messages, self._tools))
+        if codec.decode(rendered).startswith(codec.decode(self._current.token_ids)):
+            return None
+        if self._on_rewrite == "fail":
+            raise TokenDrift(
+                "the chat template rewrites earlier turns at this message; open the conversation with "
+                "on_rewrite='keep' or 'segment' to go on"
+            )
+        return array("i", rendered)
+
+    def _begin_segment(self, prompt: array[int]) -> None:
+        self._closed.append(self._current.as_segment())
+        self._current = _Tokens()
+        self._current.extend(prompt)
+        self._proven = prompt.tobytes()
+        self.prefix_breaks += 1
+
+    def _marked(self, messages: Iterable[ChatMessage]) -> list[Message]:
+        codec = self._format.codec
+        marked = []
+        for message in messages:
+            content = codec.mark(message.content, speech=message.role == "assistant")
+            name = {} if message.name is None else {"name": codec.mark(message.name)}
+            marked.append({"role": message.role, "content": content, **name})
+        return marked
+
+    def _last_said(self) -> str:
+        """Return the last completion as the content of a message: without its end-of-turn token."""
+        _, start, end = self.completions[-1]
+        ids = self._current.token_ids[start:end]
+        if ids and ids[-1] in self._format.end_of_turn_ids:
+            ids = ids[:-1]
+        return self._format.codec.mark(self._format.decode(ids), speech=True)
+
+    def _parse(self, ids: array[int]) -> ParsedTurn:
+        content, reasoning, tool_calls = parse_turn(
+            self._format.decode(ids, skip_special=True),
+            self._known_tools,
+            opened_thinking=self._format.capabilities.opens_thinking,
+        )
+        return ParsedTurn(
+            content=content,
+            reasoning=reasoning,
+            tool_calls=tool_calls,
+            ended=bool(ids) and ids[-1] in self._format.end_of_turn_ids,
+            text=self._format.decode(ids),
+        )
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """A growing segment: 9 bytes a token."""
+
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    loss_mask: bytearray = field(default_factory=bytearray)
+    spans: list[PolicySpan] = field(default_factory=list)
+
+    def extend(self, ids: array[int], logprobs: array[float] | None = None) -> None:
+        """Append tokens: sampled ones with their `logprobs`, others without."""
+        self.token_ids.extend(ids)
+        self.logprobs.extend(array("f", bytes(4 * len(ids))) if logprobs is None else logprobs)
+        self.loss_mask += bytes([logprobs is not None]) * len(ids)
+
+    def as_segment(self) -> Segment:
+        return Segment(
+            token_ids_le=np.asarray(self.token_ids, dtype="<i4").tobytes(),
+            logprobs_le=np.asarray(self.logprobs, dtype="<f4").tobytes(),
+            loss_mask_le=bytes(self.loss_mask),
+            spans=list(self.spans),
+        )
+
+
+def _arrays(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[array[int], array[float]]:
+    """Return int32 ids and float32 logprobs. Raises BackendError if these are not what an engine may return."""
+    if len(token_ids) != len(logprobs):
+        raise BackendError(
+            f"the backend returned {len(token_ids)} token ids and {len(logprobs)} logprobs; they must be as many",
+            retryable=False,
+        )
+    try:
+        ids, values = array("i", token_ids), array("f", logprobs)
+    except (TypeError, OverflowError) as exc:
+        raise BackendError(f"the backend returned a token id or logprob that is none: {exc}", retryable=False) from exc
+    if ids and min(ids) < 0:
+        raise BackendError(f"the backend returned the token id {min(ids)}", retryable=False)
+    return ids, values
+
+
+def _tool_names(tools: Iterable[ToolSchema]) -> list[str]:
+    names = []
+    for index, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name:
+            raise HandlerError(f"tools[{index}] has no function.name; a tool is a JSON schema in OpenAI's format")
+        names.append(name)
+    return names
+
+
+def _mark_strings(value: Any, codec: TokenCodec) -> Any:
+    """Mark every string inside a JSON value."""
+    if isinstance(value, str):
+        return codec.mark(value)
+    if isinstance(value, dict):
+        return {codec.mark(str(key)): _mark_strings(item, codec) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mark_strings(item, codec) for item in value]
+    return value

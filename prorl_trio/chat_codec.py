@@ -1,0 +1,169 @@
+"""Text to token ids and back, such that text which comes from outside can never become a control token.
+
+A tokenizer splits its input at its *added tokens* (`<|im_end|>`, `<think>`) before anything else, so the ids of a text
+are exactly those of the pieces between them plus the added tokens' own. `TokenCodec` does that split itself. Untrusted
+text is `mark`ed first: a private-use character breaks up whatever looks like an added token. Marks survive the chat
+template, keep the split from matching, and are taken out again before the pieces are encoded, by a tokenizer whose
+vocabulary has no added tokens at all.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from prorl_trio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+__all__ = ["MARK", "TokenCodec"]
+
+MARK = "\ue000"
+"""Breaks up look-alikes inside marked text. A MARK that the text had already is doubled, so marking is reversible."""
+
+_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"})
+"""Part of what an assistant says, even where a tokenizer lists it among its special tokens."""
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_MARKS = re.compile(f"{MARK}({MARK}?)")
+
+
+class _AddedToken(msgspec.Struct, frozen=True):
+    """An entry of `added_tokens` in tokenizer.json."""
+
+    id: int
+    content: str
+    lstrip: bool = False
+    rstrip: bool = False
+    special: bool = False
+
+
+class _TokenizerFile(msgspec.Struct, frozen=True):
+    """What we read of tokenizer.json besides handing it to the library."""
+
+    model: dict[str, Any]
+    added_tokens: list[_AddedToken] = []
+
+
+class TokenCodec:
+    """Encodes marked text, decodes ids. Immutable; may be used from several threads.
+
+    Attributes:
+        vocab_size: every id the tokenizer knows is below it. The model's embedding may have more rows.
+        added_ids: the ids of all added tokens, by their text.
+    """
+
+    vocab_size: int
+    added_ids: dict[str, int]
+
+    def __init__(self, tokenizer_json: bytes, origin: Path) -> None:
+        """Build from the content of a `tokenizer.json`; `origin` is its path, for messages.
+
+        Raises:
+            ConfigError: it is not a BPE tokenizer, or one that does not split at its added tokens as described above.
+        """
+        try:
+            spec = msgspec.json.decode(tokenizer_json, type=_TokenizerFile)
+        except msgspec.DecodeError as exc:
+            raise ConfigError(f"{origin}: not a tokenizer file: {exc}") from exc
+        if spec.model.get("type") != "BPE" or not isinstance(spec.model.get("vocab"), dict):
+            raise ConfigError(f"{origin}: only BPE tokenizers are supported, this is {spec.model.get('type')!r}")
+        self.added_ids = {token.content: token.id for token in spec.added_tokens if token.content}
+        self._control_ids = {t.id for t in spec.added_tokens if t.special and t.content not in _MARKUP}
+        self._full, self._plain = _tokenizers(tokenizer_json, frozenset(self.added_ids), origin)
+        self.vocab_size = max(self._full.get_vocab(with_added_tokens=True).values()) + 1
+        # One-character tokens cannot be broken up, nor do they control anything: they stay what they are.
+        breakable = [t for t in spec.added_tokens if len(t.content) > 1]
+        self._look_alike = _break_pattern(t.content for t in breakable)
+        self._control_look_alike = _break_pattern(t.content for t in breakable if t.id in self._control_ids)
+        self._openings = {t.content[:n] for t in breakable for n in range(1, len(t.content))}
+        self._longest_opening = max((len(opening) for opening in self._openings), default=0)
+        self._split = _split_pattern(spec.added_tokens)
+        self._check_split(origin)
+
+    def mark(self, text: str, *, speech: bool = False) -> str:
+        """Return `text` so that no part of it will be encoded as a control token. Lone surrogates become U+FFFD.
+
+        Args:
+            text: from outside: a tool's output, a question.
+            speech: it is an assistant's turn, whose `<think>` and `<tool_call>` are meant; only tokens that structure
+                the dialogue are broken up.
+        """
+        text = _LONE_SURROGATE.sub("\ufffd", text).replace(MARK, MARK * 2)
+        text = (self._control_look_alike if speech else self._look_alike).sub(rf"\g<0>{MARK}", text)
+        if any(text[-n:] in self._openings for n in range(1, min(self._longest_opening, len(text)) + 1)):
+            text += MARK  # lest the text that the template puts after it completes a token
+        return text
+
+    def encode(self, marked: str) -> list[int]:
+        """Return the ids of rendered text. Cost is linear in its length."""
+        ids: list[int] = []
+        start = 0
+        for match in self._split.finditer(marked):
+            ids += self._encode_plain(marked[start : match.start()])
+            ids.append(self.added_ids[match.group(match.lastindex or 0)])
+            start = match.end()
+        return ids + self._encode_plain(marked[start:])
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD, ids out of range nothing.
+
+        `skip_special` leaves out the tokens that structure a dialogue, and keeps an assistant's markup.
+        """
+        if skip_special:
+            ids = [token_id for token_id in ids if token_id not in self._control_ids]
+        return str(self._full.decode(ids, skip_special_tokens=False))
+
+    def _encode_plain(self, marked: str) -> list[int]:
+        if not marked:
+            return []
+        text = _MARKS.sub(r"\1", marked) if MARK in marked else marked
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _check_split(self, origin: Path) -> None:
+        """Prove on samples that our split gives the ids of the whole tokenizer, whatever flags its tokens have."""
+        for content in self.added_ids:
+            for text in (f"Hi{content}there", f"Hi {content}\n there", f"{content}{content} "):
+                if self.encode(text) != self._full.encode(text, add_special_tokens=False).ids:
+                    raise ConfigError(
+                        f"{origin}: text around the added token {content!r} is not encoded piece by piece "
+                        "(a single_word or normalized token?); token-exact rendering cannot be guaranteed with it"
+                    )
+
+
+def _tokenizers(tokenizer_json: bytes, added: frozenset[str], origin: Path) -> tuple[Tokenizer, Tokenizer]:
+    """Return the tokenizer as it is, and one in whose vocabulary no added token exists."""
+    spec = msgspec.json.decode(tokenizer_json)
+    spec |= {"truncation": None, "padding": None}
+    bare_vocab = {text: token_id for text, token_id in spec["model"]["vocab"].items() if text not in added}
+    bare = {**spec, "added_tokens": [], "post_processor": None, "model": {**spec["model"], "vocab": bare_vocab}}
+    try:
+        return tuple(Tokenizer.from_buffer(msgspec.json.encode(each)) for each in (spec, bare))  # type: ignore[return-value]
+    except Exception as exc:  # the library raises nothing narrower
+        raise ConfigError(f"{origin}: cannot be loaded: {exc}") from exc
+
+
+def _break_pattern(contents: Iterable[str]) -> re.Pattern[str]:
+    """Match the first character of every occurrence of `contents`, overlapping ones too."""
+    rests: dict[str, list[str]] = {}
+    for content in contents:
+        rests.setdefault(content[0], []).append(re.escape(content[1:]))
+    return re.compile("|".join(f"{re.escape(c)}(?={'|'.join(rest)})" for c, rest in rests.items()) or r"(?!)")
+
+
+def _split_pattern(tokens: Iterable[_AddedToken]) -> re.Pattern[str]:
+    """Match an added token, leftmost and longest, with the space it swallows; its text is the one group set."""
+    longest_first = sorted((t for t in tokens if t.content), key=lambda t: -len(t.content))
+    return re.compile(
+        "|".join(
+            (r"\s*" if t.lstrip else "") + f"({re.escape(t.content)})" + (r"\s*" if t.rstrip else "")
+            for t in longest_first
+        )
+        or r"(?!)"
+    )
