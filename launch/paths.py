@@ -1,0 +1,44 @@
+"""Where set-up puts things, and where everything else finds them. Standard library only: read before `.venv` exists."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from launch.engine_env import EngineKind, engine_key
+
+__all__ = ["MODEL_NAME", "cache_dir", "checkout_dir", "engine_dir", "engine_python", "model_dir"]
+
+MODEL_NAME = "SmolLM2-135M-Instruct"
+
+
+def checkout_dir() -> Path:
+    """The folder that holds `pyproject.toml` and the packages."""
+    return Path(__file__).resolve().parent.parent
+
+
+def cache_dir() -> Path:
+    """The user's cache folder of this project. Not created here.
+
+    `PRORL_CACHE_DIR` if set; else `prorl-trio` in `XDG_CACHE_HOME` (ignored when relative, as its specification asks);
+    else `~/.cache/prorl-trio`.
+    """
+    if chosen := os.environ.get("PRORL_CACHE_DIR"):
+        return Path(chosen).expanduser().absolute()
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "prorl-trio"
+
+
+def engine_dir(kind: EngineKind = "cpu") -> Path:
+    """The virtual environment of the inference engine. Another set of pins, or another Python, is another folder."""
+    return cache_dir() / f"engine-{engine_key(kind, checkout_dir())}"
+
+
+def engine_python(kind: EngineKind = "cpu") -> Path:
+    """The interpreter that starts vLLM. It exists once `make engine` has run."""
+    return engine_dir(kind) / "bin" / "python"
+
+
+def model_dir() -> Path:
+    """The folder of the default policy in Hugging Face's format. It exists once `make engine` has run."""
+    return cache_dir() / "models" / MODEL_NAME

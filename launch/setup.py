@@ -1,0 +1,118 @@
+"""`make setup`: everything between a bare Debian or Ubuntu and the first rollout. Standard library only.
+
+Run as `python -m launch.setup [dev] [engine] [--engine cpu|gpu]` in the checkout, by the Python that the environments
+are to have. Each part is a no-op when it is done, and is done again when what it depends on changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+import time
+import tomllib
+from typing import TYPE_CHECKING, get_args
+
+from launch import engine_env, model, paths, venv
+from launch.progress import SetupError, run_step, say
+from launch.userns import user_namespace_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["main", "setup_dev", "setup_engine", "setup_model"]
+
+_RECIPE = 1
+_ENGINE_DISK_BYTES = 6_000_000_000
+"""An installed CPU engine takes 3.6 GB, its wheels on the way there, and the model 0.3 GB."""
+
+_OFFLINE_HINT = "Nothing is lost: with the network back, the same make goes on from here."
+_TORCH_HINT = (
+    "If pip found no such torch: PyTorch publishes its CPU builds in a package index of their own, which its page "
+    "'Get Started' names (Linux, Pip, CPU). Set PIP_EXTRA_INDEX_URL to it, or PIP_FIND_LINKS to a folder of wheels."
+)
+
+
+def setup_dev(checkout: Path) -> None:
+    """Make `checkout/.venv` with this project (editable) and all that tests and the demo need. 1 to 2 minutes."""
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())
+    facts = [_RECIPE, project["project"], project["build-system"], sys.implementation.cache_tag, str(checkout)]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    steps = [("the project and its tools", ["-m", "pip", "install", "--editable", f"{checkout}[dev]"])]
+    venv.install(checkout / ".venv", key, steps, log_file=_log_file("dev"), hint=_OFFLINE_HINT)
+
+
+def setup_engine(kind: engine_env.EngineKind, checkout: Path) -> None:
+    """Make the engine's own environment in the cache folder. About 3 minutes and 4 GB with fast downloads."""
+    folder = paths.engine_dir(kind)
+    key = engine_env.engine_key(kind, checkout)
+    if venv.is_complete(folder, key):
+        return
+    paths.cache_dir().mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(paths.cache_dir()).free
+    if free < _ENGINE_DISK_BYTES:
+        raise SetupError(
+            f"the engine needs {_ENGINE_DISK_BYTES / 1e9:.0f} GB free in {paths.cache_dir()}, "
+            f"which has {free / 1e9:.1f} GB; set PRORL_CACHE_DIR to a folder on a larger disk"
+        )
+    hint = f"{_TORCH_HINT}\n{_OFFLINE_HINT}" if kind == "cpu" else _OFFLINE_HINT
+    venv.install(folder, key, engine_env.install_steps(kind, checkout), log_file=_log_file(f"engine-{kind}"), hint=hint)
+
+
+def setup_model(kind: engine_env.EngineKind) -> None:
+    """Convert the default policy with the engine's torch and transformers. About 20 s."""
+    folder = paths.model_dir()
+    if model.is_converted(folder):
+        return
+    with venv.exclusive(folder.parent) as lock:
+        if model.is_converted(folder):
+            return
+        argv = [str(paths.engine_python(kind)), "-I", model.__file__, str(folder)]
+        run_step(f"converting {folder.name}", argv, log_file=_log_file("model"), keep_open=[lock])
+        if broken := model.broken_files(folder):
+            raise SetupError(f"the converted model in {folder} is not whole: {', '.join(broken)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the parts asked for. Exit code 0 when all are complete, 1 with a message otherwise, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="python -m launch.setup", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="dev|engine", help="what to set up (default: both)")
+    parser.add_argument("--engine", choices=get_args(engine_env.EngineKind), default="cpu")
+    options = parser.parse_args(argv)
+    parts = options.parts or ["dev", "engine"]
+    if unknown := set(parts) - {"dev", "engine"}:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    started = time.monotonic()
+    checkout = paths.checkout_dir()
+    try:
+        if "dev" in parts:
+            setup_dev(checkout)
+        if "engine" in parts:
+            setup_engine(options.engine, checkout)
+            setup_model(options.engine)
+    except SetupError as error:
+        say(f"ERROR\n{error}")
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted; the same make goes on from here")
+        return 130
+    _warn_without_user_namespaces()
+    say(f"{' and '.join(parts)} ready ({time.monotonic() - started:.1f} s)")
+    return 0
+
+
+def _warn_without_user_namespaces() -> None:
+    if problem := user_namespace_problem():
+        say(f"WARNING: no rootless sandbox can start here ({problem[0]}). What to do: {problem[1]}")
+        say("WARNING: `make doctor` tells whether a sandbox works all the same")
+
+
+def _log_file(part: str) -> Path:
+    return paths.cache_dir() / "logs" / f"setup-{part}.log"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
