@@ -22,7 +22,7 @@ from prorl_trio.client.recording import RUN_INFO, RunInfo, read_outcomes, run_fo
 from prorl_trio.config import load_config
 from prorl_trio.errors import ConfigError, ProrlError
 from prorl_trio.models import SamplingParams
-from prorl_trio.node import serve_node
+from prorl_trio.node import endpoint_url, serve_node
 from prorl_trio.report import outcome_list, render_trajectory, summary_table
 from prorl_trio.tasksets import load_task_set
 
@@ -98,23 +98,15 @@ def serve(config_path: Path) -> None:
         urls = ["http://127.0.0.1:8000"]    # vllm serve Qwen3-8B
     """
     config = load_config(config_path)
+    clean = trio.run(lambda: serve_node(config, task_status=_Ready()))
+    sys.exit(0 if clean else 1)
 
-    async def run() -> bool:
-        async with trio.open_nursery() as nursery:
-            scope = nursery.cancel_scope
 
-            async def announce(*, task_status: trio.TaskStatus[tuple[str, int]]) -> None:
-                nonlocal clean
-                clean = await serve_node(config, task_status=task_status)
-                scope.cancel()
+class _Ready:
+    """Tells on standard output that the node listens."""
 
-            clean = False
-            host, port = await nursery.start(announce)
-            click.echo(f"READY ws://{host}:{port}")
-            await trio.sleep_forever()
-        return clean
-
-    sys.exit(0 if trio.run(run) else 1)
+    def started(self, address: tuple[str, int]) -> None:
+        click.echo(f"READY {endpoint_url(address)}")
 
 
 def _connection(command: Callable[..., None]) -> Callable[..., None]:

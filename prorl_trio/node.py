@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxProvider
     from prorl_trio.service.node_api import JobSink
 
-__all__ = ["Node", "open_node", "serve_node"]
+__all__ = ["Node", "endpoint_url", "open_node", "serve_node"]
 
 logger = logging.getLogger(__name__)
 
@@ -216,12 +216,16 @@ async def serve_node(
     return clean
 
 
+def endpoint_url(address: tuple[str, int]) -> str:
+    """The URL a trainer connects to, for a listener's (host, port)."""
+    host, port = address
+    return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
+
+
 def _announce(endpoint_file: Path, address: tuple[str, int]) -> None:
     """Write the endpoint so that a reader sees all of it or nothing."""
-    host, port = address
-    url = f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
     draft = endpoint_file.with_name(endpoint_file.name + ".new")
-    draft.write_bytes(msgspec.json.encode({"url": url}))
+    draft.write_bytes(msgspec.json.encode({"url": endpoint_url(address)}))
     draft.replace(endpoint_file)
 
 

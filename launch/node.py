@@ -1,0 +1,109 @@
+"""One node in a process of its own, as `prorl-trio serve` runs it, that never outlives us."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from launch.supervised import Supervised, open_supervised
+from prorl_trio.errors import InternalError, ServiceError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+__all__ = ["NodeProcess", "NodeStartError", "open_node_process"]
+
+NODE_START_TIMEOUT_S = 120.0
+NODE_STOP_TIMEOUT_S = 30.0
+NODE_GRACE_S = 3.0
+ENDPOINT_POLL_S = 0.05
+LOG_TAIL_BYTES = 4000
+
+
+class NodeStartError(ServiceError):
+    """The node process ended, or did not listen in time. The message has the end of its log."""
+
+
+class NodeProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A node in a process of its own, listening."""
+
+    url: str
+    token: str
+    pid: int
+
+
+@asynccontextmanager
+async def open_node_process(config: dict[str, object], *, folder: Path, log_file: Path) -> AsyncIterator[NodeProcess]:
+    """Run `prorl-trio serve` with `config` (as in node.toml, without `listen`) until the block is left.
+
+    It listens on the loopback interface with a fresh token. On leaving it is asked to drain and, when the block was
+    left by an error or a cancel, to cancel; its whole process tree has gone afterwards, also if this process is killed.
+
+    Args:
+        config: tables of node.toml.
+        folder: private to the caller; gets the node's configuration, token and endpoint.
+        log_file: gets its output.
+
+    Raises:
+        NodeStartError: it does not start.
+        InternalError: it did not end cleanly.
+    """
+    token = secrets.token_urlsafe(32)
+    endpoint_file, config_file = folder / "endpoint.json", folder / "node.toml"
+    listen = {"port": 0, "token": token, "endpoint_file": str(endpoint_file)}
+    config_toml = msgspec.toml.encode({**config, "listen": listen})
+    await trio.to_thread.run_sync(_write_private, config_file, config_toml)
+    command = [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(config_file)]
+    async with open_supervised(command, env=os.environ, log_file=log_file, grace_s=NODE_GRACE_S) as process:
+        url = await _endpoint(process, endpoint_file, log_file)
+        try:
+            yield NodeProcess(url=url, token=token, pid=process.pid)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+            with trio.move_on_after(NODE_GRACE_S, shield=True):
+                await trio.sleep(ENDPOINT_POLL_S)  # two signals at once would count as one
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGTERM)
+                await process.wait()
+            raise
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM)
+        with trio.move_on_after(NODE_STOP_TIMEOUT_S):
+            code = await process.wait()
+            if code:
+                raise InternalError(f"the node ended with exit code {code}; see {log_file}")
+            return
+        raise InternalError(f"the node did not end within {NODE_STOP_TIMEOUT_S:g} s of SIGTERM; see {log_file}")
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    path.touch(mode=0o600)
+    path.write_bytes(content)
+
+
+async def _endpoint(process: Supervised, endpoint_file: Path, log_file: Path) -> str:
+    """The node's URL, once its listener is open."""
+    found = trio.Path(endpoint_file)
+    with trio.move_on_after(NODE_START_TIMEOUT_S) as patience:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_at_end, process, patience)
+            while not await found.exists():  # noqa: ASYNC110 - another process makes it
+                await trio.sleep(ENDPOINT_POLL_S)
+            nursery.cancel_scope.cancel()
+        return str(msgspec.json.decode(await found.read_bytes())["url"])
+    tail = await trio.to_thread.run_sync(lambda: log_file.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace"))
+    raise NodeStartError(f"the node did not start. The end of {log_file}:\n{tail}")
+
+
+async def _cancel_at_end(process: Supervised, scope: trio.CancelScope) -> None:
+    await process.wait()
+    scope.cancel()
