@@ -87,12 +87,12 @@ async def _loop(
         )
         calls = parsed.tool_calls or style.implied_calls(parsed)
         observations = await _act(context, calls, tools)
-        start, end, segment = conversation.completion_ranges[-1]
+        sampled = conversation.completion_ranges[-1]
         context.turns.append(
             Turn(
-                segment=segment,
-                completion_start=start,
-                completion_end=end,
+                segment=sampled.segment,
+                completion_start=sampled.start,
+                completion_end=sampled.end,
                 text=parsed.text,
                 finish_reason=completion.finish_reason,
                 tool_calls=calls,

@@ -105,8 +105,8 @@ def serve(config_path: Path) -> None:
 class _Ready:
     """Tells on standard output that the node listens."""
 
-    def started(self, address: tuple[str, int]) -> None:
-        click.echo(f"READY {endpoint_url(address)}")
+    def started(self, value: Any = None) -> None:
+        click.echo(f"READY {endpoint_url(value)}")
 
 
 def _connection(command: Callable[..., None]) -> Callable[..., None]:
