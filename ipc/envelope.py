@@ -1,0 +1,39 @@
+"""Envelopes to bytes and back. Bodies stay opaque (`msgspec.Raw`); who makes a call or handles it knows their types."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ipc.errors import ProtocolViolation
+from ipc.wire import Envelope
+
+__all__ = ["decode_envelope", "encode_body", "encode_envelope"]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Envelope] = msgspec.msgpack.Decoder(Envelope)
+
+
+def encode_body(body: msgspec.Struct) -> msgspec.Raw:
+    """`body` as the opaque part of an envelope.
+
+    Raises:
+        TypeError: it holds a value that msgpack has no form for.
+    """
+    return msgspec.Raw(_encoder.encode(body))
+
+
+def encode_envelope(envelope: Envelope) -> bytes:
+    """The payload of one frame."""
+    return _encoder.encode(envelope)
+
+
+def decode_envelope(payload: bytes) -> Envelope:
+    """What a frame's payload says.
+
+    Raises:
+        ProtocolViolation: it is not msgpack, no known envelope, or has a wrong or unknown field (named by its path).
+    """
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise ProtocolViolation(f"not an envelope of this protocol: {exc}") from exc

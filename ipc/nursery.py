@@ -1,0 +1,36 @@
+"""One exception out of a nursery, instead of a group."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["single_exception"]
+
+
+@contextmanager
+def single_exception() -> Iterator[None]:
+    """Around one `async with trio.open_nursery()`: raise what its body or its tasks raised, without the group.
+
+    For nurseries whose tasks do not fail by design, so that a nursery is not part of what the caller sees. `Cancelled`
+    counts only if there is nothing else. A group that was itself raised inside stays as it is, and so does a nursery's
+    group of several errors: then more than one thing went wrong, and nothing is hidden.
+    """
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        errors = [exc for exc in group.exceptions if not isinstance(exc, trio.Cancelled)] or list(group.exceptions[:1])
+        if len(errors) > 1:
+            raise
+        (error,) = errors
+        context = error.__context__
+        try:
+            raise error
+        finally:
+            error.__context__ = context  # not the group: it says nothing that the traceback does not
+            del error, errors, group
