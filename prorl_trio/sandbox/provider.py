@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -93,6 +94,13 @@ class SandboxProvider(abc.ABC):
     @abc.abstractmethod
     async def probe(self) -> ProviderReport:
         """Start the smallest possible sandbox of this kind and report. Never raises for a missing piece."""
+
+    def open_shared(self) -> AbstractAsyncContextManager[None]:
+        """Keep open what this provider's sandboxes share on this machine, so that not each start has to make it.
+
+        Optional for users: a sandbox opens for itself what nobody holds open. Default: nothing is shared.
+        """
+        return nullcontext()
 
     @abc.abstractmethod
     def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:

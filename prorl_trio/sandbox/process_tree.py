@@ -1,0 +1,230 @@
+"""The one owner of a sandbox's process tree: starts it, waits until it is ready, ends it, and proves that it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from ipc.nursery import single_exception
+from prorl_trio.errors import InternalError, SandboxUnavailable
+from prorl_trio.sandbox.reaper import (
+    ProcessId,
+    descendants,
+    identify,
+    is_alive,
+    kill,
+    session_members,
+    wait_gone,
+    write_record,
+)
+from prorl_trio.sandbox.threads import run_blocking
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["ProcessTree", "open_process_tree"]
+
+READY_LINE: Final = b"READY"
+MAX_READY_LINE_BYTES: Final = 4096
+STDERR_TAIL_BYTES: Final = 4096
+READ_BYTES: Final = 4096
+
+LAST_WORDS_TIMEOUT_S: Final = 1.0
+"""How long the stderr and exit status of a tree that failed to start are waited for."""
+
+GRACE_S: Final = 2.5
+"""How long a tree may take to end by itself after its channel and stdin were closed, and again after SIGTERM."""
+
+KILL_TIMEOUT_S: Final = 2.0
+"""How long a killed process may take to be gone."""
+
+END_TIMEOUT_S: Final = 10.0
+"""The whole of an end. Above the sum of its steps."""
+
+
+class ProcessTree:
+    """A child process and everything that descends from it. Made by `open_process_tree`."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
+        stdin, self._stdin_fd = os.pipe()
+        self._stdout_fd, stdout = os.pipe()
+        self._stderr_fd, stderr = os.pipe()
+        try:
+            # Here, not in a thread: bwrap asks the kernel to be killed when its parent *thread* ends, and trio's threads
+            # end when idle. The child is made by vfork, which takes about a millisecond however large this process is.
+            self._popen = subprocess.Popen(
+                argv, stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd="/", start_new_session=True
+            )
+        except OSError as exc:
+            for fd in (self._stdin_fd, self._stdout_fd, self._stderr_fd):
+                os.close(fd)
+            raise SandboxUnavailable(f"{argv[0]} cannot be run: {exc.strerror}") from exc
+        finally:
+            for fd in (stdin, stdout, stderr):
+                os.close(fd)
+        self.pid = self._popen.pid
+        self._folder = folder
+        self._stdin = trio.lowlevel.FdStream(self._stdin_fd)
+        self._stdout = trio.lowlevel.FdStream(self._stdout_fd)
+        self._stderr = trio.lowlevel.FdStream(self._stderr_fd)
+        self._stderr_tail = bytearray()
+        self._stderr_ended = trio.Event()
+        self._ready = False
+        leader = identify(self.pid)
+        self._members: set[ProcessId] = set() if leader is None else {leader}
+
+    def __repr__(self) -> str:
+        return f"<ProcessTree {self.pid}: {self.describe_exit()}>"
+
+    @property
+    def members(self) -> frozenset[ProcessId]:
+        """Who was seen of this tree so far, dead or alive."""
+        return frozenset(self._members)
+
+    def describe_exit(self) -> str:
+        """How its first process ended, for messages."""
+        code = self._popen.returncode
+        if code is None:
+            return "running"
+        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    def stderr_tail(self) -> str:
+        """The last it wrote to stderr, at most `STDERR_TAIL_BYTES`."""
+        return self._stderr_tail.decode(errors="replace").strip()
+
+    async def wait_exit(self) -> None:
+        """Return when the first process has ended. It stays a zombie until the end, so its pid is nobody else's."""
+        if self._popen.returncode is not None:
+            return
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except OSError:  # Linux before 5.3
+            options = os.WEXITED | os.WNOWAIT
+            await trio.to_thread.run_sync(os.waitid, os.P_PID, self.pid, options, abandon_on_cancel=True)
+            return
+        try:
+            await trio.lowlevel.wait_readable(pidfd)
+        finally:
+            os.close(pidfd)
+
+    async def _drain_stderr(self) -> None:
+        while chunk := await self._stderr.receive_some(READ_BYTES):
+            self._stderr_tail += chunk
+            del self._stderr_tail[:-STDERR_TAIL_BYTES]
+        self._stderr_ended.set()
+
+    async def _become_ready(self, stdin_line: bytes, deadline: float) -> None:
+        budget_s = deadline - trio.current_time()
+        await run_blocking(write_record, self._folder, self._members)
+        answer = b""
+        with trio.move_on_at(deadline) as patience, contextlib.suppress(trio.BrokenResourceError):
+            await self._stdin.send_all(stdin_line)
+            while b"\n" not in answer and len(answer) <= MAX_READY_LINE_BYTES:
+                chunk = await self._stdout.receive_some(READ_BYTES)
+                if not chunk:
+                    break
+                answer += chunk
+        if patience.cancelled_caught:
+            raise SandboxUnavailable(self.explain(f"no READY within {budget_s:.1f} s; the machine may be overloaded"))
+        if answer.partition(b"\n")[0].rstrip(b"\r") != READY_LINE:
+            with trio.move_on_after(LAST_WORDS_TIMEOUT_S):
+                await self._stderr_ended.wait()
+                await self.wait_exit()
+                self._popen.poll()
+            raise SandboxUnavailable(self.explain(f"it did not start: {self.describe_exit()}"))
+        self._ready = True
+        await run_blocking(self._record_family)
+
+    def _record_family(self) -> None:
+        self._members |= descendants(self.pid)
+        write_record(self._folder, self._members)
+
+    def explain(self, what: str) -> str:
+        """`what`, with the program and the last of its stderr."""
+        said = self.stderr_tail()
+        program = os.path.basename(str(self._popen.args[0]))  # type: ignore[index]  # a list: we made it
+        return f"{program}: {what}" + (f"; it said: {said}" if said else "")
+
+    async def _end(self) -> None:
+        with trio.move_on_after(END_TIMEOUT_S, shield=True):
+            self._members |= descendants(self.pid)
+            await self._stdin.aclose()
+            await self._end_leader()
+            if any(map(is_alive, self._members)):
+                self._members |= await run_blocking(session_members, self.pid)
+                await run_blocking(self._kill_members)
+        self._popen.poll()
+        for stream in (self._stdin, self._stdout, self._stderr):
+            # Closing an fd does not block, and a cancelled close closes.
+            with trio.move_on_after(0, shield=True):
+                await stream.aclose()
+        survivors = sorted(process for process in self._members if is_alive(process))
+        if survivors:
+            raise InternalError(f"processes of a closed sandbox are still alive (pid, start time): {survivors}")
+
+    async def _end_leader(self) -> None:
+        if self._ready and await self._exits_within(GRACE_S):
+            self._signal_group(signal.SIGKILL)
+            return
+        self._signal_group(signal.SIGTERM)
+        await self._exits_within(GRACE_S)
+        self._members |= descendants(self.pid)
+        self._signal_group(signal.SIGKILL)
+        await self._exits_within(KILL_TIMEOUT_S)
+
+    async def _exits_within(self, timeout_s: float) -> bool:
+        with trio.move_on_after(timeout_s) as patience:
+            await self.wait_exit()
+        return not patience.cancelled_caught
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def _kill_members(self) -> None:
+        kill(self._members)
+        # A second look: what was forked while the first kill was under way.
+        if wait_gone(self._members, KILL_TIMEOUT_S):
+            self._members |= session_members(self.pid)
+            kill(self._members)
+            wait_gone(self._members, KILL_TIMEOUT_S)
+
+
+@asynccontextmanager
+async def open_process_tree(
+    argv: Sequence[str], *, env: Mapping[str, str], stdin_line: bytes, folder: Path, deadline: float
+) -> AsyncIterator[ProcessTree]:
+    """Start `argv` in a session of its own, give it `stdin_line`, and yield when it has printed READY.
+
+    Its processes are recorded in `folder` for the reaper. stdin stays open until the end. On leaving: stdin is closed,
+    then time to end by itself, SIGTERM to the group, SIGKILL to the group, SIGKILL to every descendant that was seen.
+    That is shielded and takes `END_TIMEOUT_S` at most; a tree that ends with its channel takes milliseconds.
+
+    Args:
+        argv: the program and its arguments.
+        env: its whole environment.
+        stdin_line: sent first.
+        folder: an existing folder.
+        deadline: on trio's clock, for READY.
+
+    Raises:
+        SandboxUnavailable: it cannot be run, ended early, or was not ready by `deadline`; with what it said.
+        InternalError: something survived all of that.
+    """
+    with single_exception():
+        async with trio.open_nursery() as nursery:
+            tree = ProcessTree(argv, env, folder)
+            try:
+                nursery.start_soon(tree._drain_stderr)
+                await tree._become_ready(stdin_line, deadline)
+                yield tree
+            finally:
+                await tree._end()
+                nursery.cancel_scope.cancel()

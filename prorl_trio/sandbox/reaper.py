@@ -1,0 +1,195 @@
+"""Processes told apart by pid and start time, and the reaper: what cleans up after a node that was killed.
+
+Standard library only, and nothing of this project: the reaper runs as `python -I -S reaper.py RUN_DIR`, one small
+process a node, in a session of its own. It waits for the lock on the node's run folder, which the kernel releases when
+the node ends, however it ends. Then it ends what the records in that folder name and removes the folder.
+
+A pid alone is never signalled: pids are used again. A pid with the start time that was recorded is the same process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "RECORD_NAME",
+    "ProcessId",
+    "descendants",
+    "identify",
+    "is_alive",
+    "kill",
+    "reap",
+    "session_members",
+    "wait_gone",
+    "write_record",
+]
+
+RECORD_NAME = "processes"
+"""File in a sandbox's folder: one `pid start_time` a line."""
+
+ORPHAN_GRACE_S = 1.5
+"""How long the processes of a dead node may take to end by themselves: their control channel has ended."""
+
+KILL_TIMEOUT_S = 2.0
+NO_PIDFD_POLL_S = 0.01
+
+
+class ProcessId(NamedTuple):
+    """One process, for ever: `start_time` is in clock ticks since boot (field 22 of /proc/PID/stat)."""
+
+    pid: int
+    start_time: int
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    """/proc/PID/stat from the state on, or None if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def identify(pid: int) -> ProcessId | None:
+    """Who has this pid now; None if nobody, or a zombie."""
+    fields = _stat_fields(pid)
+    if fields is None or fields[0] in "ZX":
+        return None
+    return ProcessId(pid, int(fields[19]))
+
+
+def is_alive(process: ProcessId) -> bool:
+    """Whether this very process still runs. A zombie does not."""
+    return identify(process.pid) == process
+
+
+def descendants(pid: int) -> set[ProcessId]:
+    """All living children of `pid`, and theirs. In whatever namespace they are, as long as /proc is ours."""
+    found: set[ProcessId] = set()
+    waiting = [pid]
+    while waiting:
+        parent = waiting.pop()
+        for child in _children(parent):
+            process = identify(child)
+            if process is not None and process not in found:
+                found.add(process)
+                waiting.append(child)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                children.extend(map(int, file.read().split()))
+    return children
+
+
+def session_members(session: int) -> set[ProcessId]:
+    """Everything alive in this session. Reads all of /proc: for a thread, and for when something went wrong."""
+    members: set[ProcessId] = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            fields = _stat_fields(int(name))
+            if fields is not None and fields[3] == str(session) and fields[0] not in "ZX":
+                members.add(ProcessId(int(name), int(fields[19])))
+    return members
+
+
+def kill(processes: Iterable[ProcessId]) -> None:
+    """SIGKILL to each that still is who it was."""
+    for process in processes:
+        if is_alive(process):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+
+
+def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> set[ProcessId]:
+    """Block until all have ended, at most `timeout_s`. Returns those that have not."""
+    deadline = time.monotonic() + timeout_s
+    remaining = {process for process in processes if is_alive(process)}
+    while remaining and (left_s := deadline - time.monotonic()) > 0:
+        _wait_one(next(iter(remaining)), left_s)
+        remaining = {process for process in remaining if is_alive(process)}
+    return remaining
+
+
+def _wait_one(process: ProcessId, timeout_s: float) -> None:
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    except OSError:  # Linux before 5.3 has no event for the end of a process that is not our child
+        time.sleep(min(NO_PIDFD_POLL_S, timeout_s))
+        return
+    try:
+        if is_alive(process):
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            poll.poll(timeout_s * 1000)
+    finally:
+        os.close(pidfd)
+
+
+def write_record(folder: Path, processes: Iterable[ProcessId]) -> None:
+    """Note who belongs to the sandbox of this folder, for the reaper."""
+    text = "".join(f"{process.pid} {process.start_time}\n" for process in processes)
+    (folder / RECORD_NAME).write_text(text, encoding="ascii")
+
+
+def _read_records(run_dir: Path) -> set[ProcessId]:
+    processes: set[ProcessId] = set()
+    for record in run_dir.glob(f"*/{RECORD_NAME}"):
+        with contextlib.suppress(OSError):
+            for line in record.read_text(encoding="ascii").splitlines():
+                pid, _, start_time = line.partition(" ")
+                if pid.isdigit() and start_time.isdigit():  # the node may have been killed while it wrote
+                    processes.add(ProcessId(int(pid), int(start_time)))
+    return processes
+
+
+def reap(run_dir: Path) -> None:
+    """End what is left of a dead node: its recorded processes, their descendants, and its folder. Blocks.
+
+    Only for a holder of the lock on `run_dir`. A folder that is already gone is fine.
+    """
+    recorded = _read_records(run_dir)
+    families = set(recorded)
+    for process in recorded:
+        if is_alive(process):
+            families |= descendants(process.pid)
+    orphans = wait_gone(families, ORPHAN_GRACE_S)
+    for process in tuple(orphans):
+        orphans |= descendants(process.pid)
+    kill(orphans)
+    wait_gone(orphans, KILL_TIMEOUT_S)
+    shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def main(run_dir: Path) -> None:
+    """Wait until the owner of `run_dir` is gone, then reap. Signals that end a node do not end its reaper."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    try:
+        lock = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    reap(run_dir)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,244 @@
+"""The node's private folder on a local disk: the empty root, one folder per sandbox, and the reaper that watches it.
+
+Whoever holds the lock on the folder owns it, and the kernel releases the lock when its process ends. So a folder
+`prorl-*` that can be locked belongs to a node that is dead: the reaper of that node removes it, or, if that was killed
+too, the next node that starts here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import trio
+from trio.lowlevel import RunVar
+
+from prorl_trio.errors import SandboxUnavailable
+from prorl_trio.sandbox import reaper
+from prorl_trio.sandbox.runtime import LIB_DIR
+from prorl_trio.sandbox.skeleton import build_skeleton
+from prorl_trio.sandbox.threads import run_blocking
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+__all__ = ["MAX_SOCKET_PATH_BYTES", "SOCKET_NAME", "RunDir", "SandboxDir", "open_run_dir", "open_shared_run_dir"]
+
+MAX_SOCKET_PATH_BYTES: Final = 107
+SOCKET_NAME: Final = "d.sock"
+CLOSE_TIMEOUT_S: Final = 10.0
+
+_PREFIX: Final = "prorl-"
+_UNBORN_PREFIX: Final = "new-prorl-"
+_NETWORK_FILE_SYSTEMS: Final = frozenset(
+    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "afs", "9p", "panfs", "pvfs2", "fuse.sshfs"}
+)
+
+
+class SandboxDir:
+    """The folder of one sandbox. `control` is what the sandbox sees of it, and all it sees."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sandbox_id = path.name
+        self.control = path / "ctl"
+        self.home = path / "home"
+        self.socket = self.control / SOCKET_NAME
+
+
+class RunDir:
+    """A locked folder of this process. Made by `open_run_dir`."""
+
+    def __init__(self, base: Path) -> None:
+        unborn = tempfile.mkdtemp(prefix=f"{_UNBORN_PREFIX}{os.getpid()}-", dir=base)
+        self.path = base / os.path.basename(unborn).removeprefix("new-")
+        self._lock = os.open(unborn, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Only now does it get the name under which others look for folders without an owner.
+        os.rename(unborn, self.path)
+        _locks.add(self._lock)
+        self._reaper: trio.Process | None = None
+        self.root = self.path / "root"
+        """The empty root of the `host` image."""
+        self.lib = self.root / LIB_DIR.lstrip("/")
+        """The daemon's code."""
+
+    async def _start(self) -> None:
+        command = [sys.executable, "-I", "-S", reaper.__file__, str(self.path)]
+        self._reaper = await trio.lowlevel.open_process(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+            env={},
+        )
+        await run_blocking(build_skeleton, self.root)
+
+    async def _aclose(self) -> None:
+        await run_blocking(shutil.rmtree, self.path, True)
+        if self._reaper is not None:
+            self._reaper.kill()
+            await self._reaper.wait()
+        _locks.discard(self._lock)
+        os.close(self._lock)
+
+    @asynccontextmanager
+    async def open_sandbox_dir(self) -> AsyncIterator[SandboxDir]:
+        """A new folder for one sandbox, removed on leaving."""
+        folder = SandboxDir(self.path / f"sbx-{secrets.token_hex(4)}")
+        try:
+            await run_blocking(_make_sandbox_dir, folder)
+            yield folder
+        finally:
+            with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+                await run_blocking(shutil.rmtree, folder.path, True)
+
+
+def _make_sandbox_dir(folder: SandboxDir) -> None:
+    for path in (folder.path, folder.control, folder.home):
+        path.mkdir(mode=0o700)
+
+
+class _Shared:
+    """A run folder and how many use it."""
+
+    def __init__(self) -> None:
+        self.lock = trio.Lock()
+        self.users = 0
+        self.run_dir: RunDir | None = None
+
+
+_shared: RunVar[dict[Path, _Shared]] = RunVar("prorl_trio.sandbox.run_dir")
+_locks: set[int] = set()
+
+
+def _drop_locks() -> None:
+    """In a forked child: a copy of a lock would keep a dead node's folder locked for as long as the child lives."""
+    for lock in _locks:
+        os.close(lock)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_drop_locks)
+
+
+@asynccontextmanager
+async def open_run_dir(base: Path | None) -> AsyncIterator[RunDir]:
+    """The run folder of this node below `base` (default: the system's temporary folder), shared by all its users.
+
+    The first user makes it, after sweeping what dead nodes left there; the last one to leave removes it.
+
+    Raises:
+        SandboxUnavailable: `base` cannot be used: on a network file system, too long for a socket, not writable.
+    """
+    base = Path(tempfile.gettempdir()) if base is None else base
+    try:
+        by_base = _shared.get()
+    except LookupError:
+        by_base = {}
+        _shared.set(by_base)
+    shared = by_base.setdefault(base, _Shared())
+    shared.users += 1
+    try:
+        async with shared.lock:
+            if shared.run_dir is None:
+                shared.run_dir = await _make(base)
+        yield shared.run_dir
+    finally:
+        shared.users -= 1
+        with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+            async with shared.lock:
+                if shared.users == 0 and shared.run_dir is not None:
+                    closing, shared.run_dir = shared.run_dir, None
+                    await closing._aclose()
+
+
+@asynccontextmanager
+async def open_shared_run_dir(base: Path | None) -> AsyncIterator[None]:
+    """`open_run_dir` for one who only wants it to stay open. `SandboxProvider.open_shared` of the real providers."""
+    async with open_run_dir(base):
+        yield
+
+
+async def _make(base: Path) -> RunDir:
+    try:
+        run_dir = await run_blocking(_prepare, base)
+    except OSError as exc:
+        raise SandboxUnavailable(
+            f"no folder for control sockets can be made in {base}: {exc.strerror}; set sandbox.runtime_dir"
+        ) from exc
+    ready = False
+    try:
+        await run_dir._start()
+        ready = True
+    finally:
+        if not ready:
+            with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+                await run_dir._aclose()
+    return run_dir
+
+
+def _prepare(base: Path) -> RunDir:
+    check_base(base, Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape"))
+    base.mkdir(parents=True, exist_ok=True)
+    sweep(base)
+    return RunDir(base)
+
+
+def check_base(base: Path, mountinfo: str) -> None:
+    """Refuse a folder where sockets or locks do not work.
+
+    Raises:
+        SandboxUnavailable: says why, and what to set instead.
+    """
+    advice = "set sandbox.runtime_dir to a short path on a local disk or tmpfs"
+    longest = base / f"{_PREFIX}4194304-xxxxxxxx" / "sbx-xxxxxxxx" / "ctl" / SOCKET_NAME
+    if (length := len(os.fsencode(longest))) > MAX_SOCKET_PATH_BYTES:
+        raise SandboxUnavailable(
+            f"control sockets in {base} would have paths of {length} bytes; the limit is {MAX_SOCKET_PATH_BYTES}; {advice}"
+        )
+    if (kind := file_system_of(base, mountinfo)) in _NETWORK_FILE_SYSTEMS:
+        raise SandboxUnavailable(f"{base} is on a network file system ({kind}); {advice}")
+
+
+def file_system_of(path: Path, mountinfo: str) -> str:
+    """The type of the file system that `path` is on, by the text of /proc/self/mountinfo."""
+    real = os.path.realpath(path)
+    best, kind = "", ""
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        mount_point = left.split()[4].replace("\\040", " ")
+        if (real + "/").startswith(mount_point.rstrip("/") + "/") and len(mount_point) >= len(best):
+            best, kind = mount_point, right.split()[0]
+    return kind
+
+
+def sweep(base: Path) -> None:
+    """End and remove what dead nodes of this user left in `base`. Blocks."""
+    for entry in base.glob(f"{_PREFIX}*"):
+        try:
+            status = entry.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                continue
+            lock = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+        else:
+            reaper.reap(entry)
+        finally:
+            os.close(lock)

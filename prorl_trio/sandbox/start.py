@@ -1,0 +1,71 @@
+"""What all providers share: a folder, a process tree with a daemon in it, a channel to the daemon."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+import trio
+
+from ipc.channel import connect_unix
+from ipc.client import open_rpc_client
+from ipc.errors import IpcError
+from prorl_trio.errors import SandboxUnavailable
+from prorl_trio.sandbox.client import DaemonSandbox
+from prorl_trio.sandbox.process_tree import open_process_tree
+from prorl_trio.sandbox.run_dir import open_run_dir
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+    from pathlib import Path
+
+    from prorl_trio.sandbox.provider import SandboxSpec
+    from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
+
+__all__ = ["Launch", "open_daemon_sandbox"]
+
+TOKEN_BYTES: Final = 16
+
+
+class Launch(NamedTuple):
+    """How one sandbox is started: the command, its environment, and what the daemon gives to the tools."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    tool_env: Mapping[str, str]
+    cwd: str
+
+
+@asynccontextmanager
+async def open_daemon_sandbox(
+    spec: SandboxSpec, runtime_dir: Path | None, plan: Callable[[RunDir, SandboxDir], Launch]
+) -> AsyncIterator[DaemonSandbox]:
+    """Start what `plan` says and yield the sandbox when its daemon has answered the handshake.
+
+    Ends in the opposite order: channel, process tree, folder. See `SandboxProvider.open_sandbox`.
+    """
+    async with AsyncExitStack() as stack:
+        run_dir = await stack.enter_async_context(open_run_dir(runtime_dir))
+        folder = await stack.enter_async_context(run_dir.open_sandbox_dir())
+        launch = plan(run_dir, folder)
+        token = secrets.token_hex(TOKEN_BYTES)
+        start_line = {"token": token, "env": {**launch.tool_env, **spec.env}, "cwd": launch.cwd}
+        deadline = trio.current_time() + spec.start_timeout_s
+        tree = await stack.enter_async_context(
+            open_process_tree(
+                launch.argv,
+                env=launch.env,
+                stdin_line=msgspec.json.encode(start_line) + b"\n",
+                folder=folder.path,
+                deadline=deadline,
+            )
+        )
+        try:
+            left_s = max(0.0, deadline - trio.current_time())
+            stream = await connect_unix(folder.socket, connect_timeout_s=left_s)
+            rpc = await stack.enter_async_context(open_rpc_client(stream, token=token, handshake_timeout_s=left_s))
+        except IpcError as exc:
+            raise SandboxUnavailable(tree.explain(f"its daemon does not answer: {exc}")) from exc
+        yield DaemonSandbox(folder.sandbox_id, rpc, tree.explain)
