@@ -1,0 +1,73 @@
+# Two commands on a fresh machine: `make demo` and `make test`. `make` alone lists the rest.
+.DEFAULT_GOAL := help
+SHELL := /bin/sh
+MAKEFLAGS += --no-print-directory
+
+ENGINE ?= cpu
+VENV := .venv/bin
+PACKAGES := prorl_trio sandbox_daemon ipc launch perf
+
+# The first Python that is new enough makes every environment; `make PYTHON=/path/to/python3.12 setup` overrules.
+PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
+
+.NOTPARALLEL:
+.PHONY: help setup setup-dev engine apptainer apptainer-if-possible demo doctor check test e2e format clean clean-cache
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Settings: PYTHON=..., ENGINE=cpu|gpu, PRORL_CACHE_DIR=... (default ~/.cache/prorl-trio)"
+
+setup: python ## everything: .venv, the engine's environment and the model (once; then a quick no-op)
+	@$(PYTHON) -m launch.setup dev engine --engine $(ENGINE)
+
+setup-dev: python ## only .venv: enough for `make check` and the quick tests
+	@$(PYTHON) -m launch.setup dev
+
+engine: python ## only the inference engine and the model, in the cache folder (about 4 GB)
+	@$(PYTHON) -m launch.setup engine --engine $(ENGINE)
+
+.PHONY: python
+python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "prorl-trio needs Python 3.11 or newer; found: $$(python3 --version 2>&1 | head -n 1)" >&2; \
+		echo "On Debian 12, Ubuntu 24.04 and later: sudo apt-get install python3 python3-venv" >&2; \
+		echo "On Ubuntu 22.04: sudo apt-get install python3.11 python3.11-venv" >&2; exit 1; fi
+
+apptainer: ## install Apptainer on Debian/Ubuntu (root or sudo; names the system packages first)
+	@launch/apptainer.sh
+
+apptainer-if-possible:
+	@launch/apptainer.sh --if-possible
+
+demo: setup ## the main job: a real model solves real problems in real sandboxes
+	@$(VENV)/prorl-trio demo
+
+doctor: setup-dev ## what is installed, what is missing, what to do
+	@$(VENV)/prorl-trio doctor
+
+check: setup-dev ## format, lint, types, async rules, import direction
+	$(VENV)/ruff format --check $(PACKAGES) tests
+	$(VENV)/ruff check $(PACKAGES) tests
+	$(VENV)/mypy
+	$(VENV)/python -m flake8 $(PACKAGES) tests
+	$(VENV)/lint-imports
+	$(VENV)/shellcheck launch/*.sh .ci/run
+
+format: setup-dev ## let ruff format and repair what it can
+	$(VENV)/ruff format $(PACKAGES) tests
+	$(VENV)/ruff check --fix $(PACKAGES) tests
+
+test: setup apptainer-if-possible check ## check, then the whole suite but for the slow marks
+	$(VENV)/python -m pytest -m "not slow"
+
+e2e: setup apptainer-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
+	$(VENV)/python -m pytest -m slow
+
+clean: ## remove what was made in the checkout
+	rm -rf .venv build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-cache: python ## remove what was made in the cache folder: engine environments, the model, Apptainer's package, logs
+	cd "$$($(PYTHON) -c 'from launch.paths import cache_dir; print(cache_dir())')" && \
+		rm -rf engine-* models apptainer logs
