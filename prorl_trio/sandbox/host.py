@@ -92,7 +92,7 @@ class SandboxHost:
         self._failed_total = 0
 
     def statistics(self) -> dict[str, int]:
-        """`live` and `starting` sandboxes now (those that wait for the start gate count), `*_total` since the beginning."""
+        """`live` and `starting` now (`starting` includes those waiting for the gate), `*_total` since the beginning."""
         return {
             "live": self._live,
             "starting": self._starting,
@@ -101,7 +101,7 @@ class SandboxHost:
         }
 
     async def open(self, spec: SandboxSpec) -> HostedSandbox:
-        """Start a sandbox, waiting for the start gate first. The caller must `aclose` it; otherwise it ends with the host.
+        """Start a sandbox, waiting for the start gate first. It lives until `aclose`, or until the host ends.
 
         A start that failed because the machine was busy is tried again, a few times. Cancelled, nothing is left.
 

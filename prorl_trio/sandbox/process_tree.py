@@ -57,8 +57,8 @@ class ProcessTree:
         self._stdout_fd, stdout = os.pipe()
         self._stderr_fd, stderr = os.pipe()
         try:
-            # Here, not in a thread: bwrap asks the kernel to be killed when its parent *thread* ends, and trio's threads
-            # end when idle. The child is made by vfork, which takes about a millisecond however large this process is.
+            # Not in a thread: bwrap asks the kernel to be killed when its parent *thread* ends, and trio's threads end
+            # when idle. The child is made by vfork: about a millisecond, however large this process is.
             self._popen = subprocess.Popen(
                 argv, stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd="/", start_new_session=True
             )

@@ -206,7 +206,7 @@ def check_base(base: Path, mountinfo: str) -> None:
     longest = base / f"{_PREFIX}4194304-xxxxxxxx" / "sbx-xxxxxxxx" / "ctl" / SOCKET_NAME
     if (length := len(os.fsencode(longest))) > MAX_SOCKET_PATH_BYTES:
         raise SandboxUnavailable(
-            f"control sockets in {base} would have paths of {length} bytes; the limit is {MAX_SOCKET_PATH_BYTES}; {advice}"
+            f"control sockets in {base} would need paths of {length} bytes, above {MAX_SOCKET_PATH_BYTES}; {advice}"
         )
     if (kind := file_system_of(base, mountinfo)) in _NETWORK_FILE_SYSTEMS:
         raise SandboxUnavailable(f"{base} is on a network file system ({kind}); {advice}")

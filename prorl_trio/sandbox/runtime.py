@@ -11,8 +11,12 @@ import importlib.util
 import os
 import shutil
 import sys
-from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from prorl_trio.errors import InternalError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["LIB_DIR", "PYTHON", "TOOL_PATH", "Mount", "daemon_argv", "install_daemon", "python_mounts"]
 
@@ -61,9 +65,9 @@ def install_daemon(target: Path) -> None:
     """Copy the packages of the daemon into `target` and compile them, so that no sandbox has to. Blocks."""
     for name in _DAEMON_PACKAGES:
         spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.submodule_search_locations, f"package {name} is not installed"
-        source = spec.submodule_search_locations[0]
-        shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("*.md", ".*"))
+        if spec is None or not spec.submodule_search_locations:
+            raise InternalError(f"the package {name} is not installed beside prorl_trio")
+        shutil.copytree(spec.submodule_search_locations[0], target / name, ignore=shutil.ignore_patterns("*.md", ".*"))
     compileall.compile_dir(target, quiet=2, stripdir=str(target), prependdir=LIB_DIR)
 
 

@@ -10,8 +10,8 @@ import msgspec
 import trio
 
 from ipc.channel import connect_unix
-from ipc.client import open_rpc_client
 from ipc.errors import IpcError
+from ipc.rpc import open_rpc_client
 from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.process_tree import open_process_tree

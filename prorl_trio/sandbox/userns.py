@@ -19,7 +19,8 @@ _FORBIDDING: Final = {
 
 _ELSEWHERE: Final = (
     "if this is a container, its runtime forbids it: start it with user namespaces allowed "
-    "(Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined)"
+    "(Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined "
+    "--security-opt systempaths=unconfined)"
 )
 
 
