@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from prorl_trio.chat import ChatFormat
+from prorl_trio.client.recording import OutcomeFile, read_outcomes, run_folder, summarise
+from prorl_trio.errors import ConfigError
+from prorl_trio.models import Outcome, Segment, Timing, Trajectory, Turn
+from prorl_trio.report import outcome_list, render_trajectory, summary_table
+from prorl_trio.testing.tiny_model import make_tiny_model
+
+
+def an_outcome(job_id="job", *, status="completed", reward=1.0, cause=None, trajectory=None):
+    return Outcome(
+        job_id=job_id, instance_id="i", group_id="g", status=status, reward=reward, cause=cause,
+        error="" if cause is None else "went wrong", trajectory=trajectory, details={"answer": "4"},
+        timing=Timing(run_s=2.0),
+    )  # fmt: skip
+
+
+def a_trajectory(tiny):
+    prompt, sampled, observed = tiny.turn("question"), tiny.turn("2+2 is 4"), tiny.turn("tool says 4")
+    ids = prompt + sampled + observed + sampled
+    mask = [0] * len(prompt) + [1] * len(sampled) + [0] * len(observed) + [1] * len(sampled)
+    turns = [
+        Turn(
+            segment=0, completion_start=start, completion_end=start + len(sampled), text="2+2 is 4",
+            finish_reason="stop", tool_calls=[], observations=["tool says 4"], inference_s=1.0, tools_s=0.1,
+        )
+        for start in (len(prompt), len(ids) - len(sampled))
+    ]  # fmt: skip
+    segment = Segment.from_arrays(ids, [-0.5] * len(ids), mask, [])
+    return Trajectory(segments=[segment], turns=turns, stop_reason="finished")
+
+
+def test_the_file_is_valid_after_every_append(tmp_path):
+    path = tmp_path / "trajectories.msgpack"
+    with OutcomeFile(path) as file:
+        for n in range(3):
+            assert [outcome.job_id for outcome in read_outcomes(path)] == [str(m) for m in range(n)]
+            file.append(an_outcome(str(n)))
+    assert len(read_outcomes(path)) == 3
+    assert len(msgspec.msgpack.decode(path.read_bytes())) == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"no msgpack", b"\xdd\x00\x00\x00\x01\x80"])
+def test_a_file_of_something_else_is_named(tmp_path, content):
+    path = tmp_path / "other"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="other"):
+        read_outcomes(path)
+
+
+def test_two_runs_in_one_second_get_folders_of_their_own(tmp_path):
+    assert run_folder(tmp_path) != run_folder(tmp_path)
+
+
+def test_the_summary_counts_what_it_says(tmp_path):
+    tiny = make_tiny_model(tmp_path)
+    outcomes = [
+        an_outcome("a", trajectory=a_trajectory(tiny)),
+        an_outcome("b", reward=0.0, trajectory=a_trajectory(tiny)),
+        an_outcome("c", status="failed", reward=None, cause="sandbox"),
+        an_outcome("d", status="timed_out", reward=None, cause="agent_budget"),
+    ]
+    summary = summarise(outcomes, wall_s=2.0)
+    assert (summary.jobs, summary.completed, summary.failed, summary.cancelled, summary.timed_out) == (4, 2, 1, 0, 1)
+    assert (summary.reward_mean, summary.turns_mean) == (0.5, 2.0)
+    assert summary.tokens_per_s == 4 * len(tiny.turn("2+2 is 4")) / 2.0
+    text = io.StringIO()
+    Console(file=text, width=100).print(summary_table(summary, outcomes), outcome_list(outcomes))
+    for expected in ("prefix breaks", "cause sandbox", "stopped: finished", "0.500"):
+        assert expected in text.getvalue()
+
+
+def test_no_outcomes_is_a_summary_too():
+    assert summarise([], 0.0).reward_mean == 0.0
+
+
+def test_colours_tell_sampled_tokens_tool_output_and_the_masked_prompt_apart(tmp_path):
+    tiny = make_tiny_model(tmp_path)
+    text = render_trajectory(an_outcome(trajectory=a_trajectory(tiny)), ChatFormat.load(tmp_path))
+    styles = {text.plain[span.start : span.end].removesuffix("<|im_end|>"): span.style for span in text.spans}
+    assert styles["2+2 is 4"] == "bold green"
+    assert styles["tool says 4"] == "cyan"
+    assert styles["question"] == "dim"
+
+
+def test_without_the_model_the_turns_are_shown_as_text(tmp_path):
+    tiny = make_tiny_model(tmp_path)
+    text = render_trajectory(an_outcome(trajectory=a_trajectory(tiny)), None)
+    assert "2+2 is 4" in text.plain
+    assert "tool says 4" in text.plain
+    failed = render_trajectory(an_outcome(status="failed", reward=None, cause="node"), None)
+    assert "no trajectory was recorded" in failed.plain

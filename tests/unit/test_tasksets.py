@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from prorl_trio.errors import ConfigError
+from prorl_trio.handlers.math import MathHandler
+from prorl_trio.tasksets import load_task_set
+
+
+def test_gsm8k_is_100_well_formed_questions_with_numeric_answers():
+    instances = load_task_set("gsm8k")
+    assert len(instances) == 100
+    assert len({instance.instance_id for instance in instances}) == 100
+    for instance in instances:
+        MathHandler().validate(instance.payload)
+        float(instance.payload["answer"])
+
+
+def test_a_jsonl_file(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(
+        '{"instance_id": "a", "handler": "math", "payload": {}}\n\n{"instance_id":"b","handler":"x","payload":{}}'
+    )
+    assert [instance.instance_id for instance in load_task_set(str(file))] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"instance_id": "a", "handler": "math", "payload": {}}\n{"instance_id": 3}', "line 2.*instance_id"),
+        ("not json", "line 1"),
+        ('{"instance_id": "a", "handler": "math", "payload": {}, "extra": 1}', "line 1.*extra"),
+        ("\n", "holds no task instance"),
+    ],
+)
+def test_a_bad_file_is_named_with_line_and_field(tmp_path, content, message):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_task_set(str(file))
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="gsm8k"):
+        load_task_set("gsm9k")
