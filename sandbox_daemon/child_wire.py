@@ -1,0 +1,42 @@
+"""The messages between the daemon and its IPython child: msgpack in frames of `ipc.framing`, over a socket pair."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ipc.wire import CellError
+
+__all__ = ["CONTROL_MAX_FRAME_BYTES", "CellDone", "ChildReady", "RunCell", "StartChild"]
+
+CONTROL_MAX_FRAME_BYTES = 32 * 1024 * 1024
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
+    """Base of every message: immutable, tagged with its class name, strict."""
+
+
+class StartChild(_Message, frozen=True):
+    """First message to the child: the environment it takes on in place of its own, and its directory."""
+
+    env: dict[str, str]
+    cwd: str
+
+
+class ChildReady(_Message, frozen=True):
+    """The child's answer to `StartChild`, when the first cell can run."""
+
+
+class RunCell(_Message, frozen=True):
+    """Run one cell. Its `result` and traceback are capped to `max_text_bytes` each."""
+
+    code: str
+    max_text_bytes: int
+
+
+class CellDone(_Message, frozen=True):
+    """The child's answer to `RunCell`. Everything the cell wrote to the pipes was written before this."""
+
+    result: str | None
+    error: CellError | None
+    execution_count: int
+    dropped_bytes: int

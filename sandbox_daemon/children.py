@@ -1,0 +1,109 @@
+"""The daemon's direct children, and the orphans it adopts: one place waits for all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Child", "ChildReaper", "become_subreaper"]
+
+PR_SET_CHILD_SUBREAPER = 36
+SIGNAL_EXIT_BASE = 128
+"""Exit code of a process ended by signal n, as shells report it: this plus n."""
+
+
+def become_subreaper() -> None:
+    """Let orphaned descendants of this process become its children, however often they fork and detach.
+
+    Needed where the daemon is not PID 1 of its namespace; harmless where it is.
+    """
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(errno)}")
+
+
+class Child:
+    """A direct child. Until `exit_code` is set its pid cannot belong to another process: only the reaper reaps."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.exit_code: int | None = None
+        self._ended = trio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Child {self.pid}: {'running' if self.exit_code is None else f'ended with {self.exit_code}'}>"
+
+    async def wait(self) -> int:
+        """The exit code, 128 + n after signal n. Returns when the process has been reaped."""
+        await self._ended.wait()
+        assert self.exit_code is not None
+        return self.exit_code
+
+    def kill_group(self, signal_number: int) -> None:
+        """Signal the child's process group, which it leads. Nothing happens once the child was reaped."""
+        if self.exit_code is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal_number)
+
+    def ended(self, wait_status: int) -> None:
+        """Called by the reaper alone."""
+        code = os.waitstatus_to_exitcode(wait_status)
+        self.exit_code = code if code >= 0 else SIGNAL_EXIT_BASE - code
+        self._ended.set()
+
+
+class ChildReaper:
+    """Waits for every child of the process. Nothing else in it may call `wait` in any form."""
+
+    def __init__(self) -> None:
+        self._children: dict[int, Child] = {}
+        self._starting = 0
+
+    def __repr__(self) -> str:
+        return f"<ChildReaper of {sorted(self._children)}>"
+
+    async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Reap until cancelled."""
+        with trio.open_signal_receiver(signal.SIGCHLD) as signals:
+            task_status.started()
+            self.reap()
+            async for _ in signals:
+                self.reap()
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Hold reaping back while a process is started, so that a child that ends at once is not reaped unknown."""
+        self._starting += 1
+        try:
+            yield
+        finally:
+            self._starting -= 1
+            self.reap()
+
+    def adopt(self, pid: int) -> Child:
+        """Watch a process just started. Call inside `starting`."""
+        child = self._children[pid] = Child(pid)
+        return child
+
+    def reap(self) -> None:
+        """Collect everything that has ended. Returns at once."""
+        while not self._starting:
+            try:
+                pid, wait_status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self._children.pop(pid, None)
+            if child is not None:
+                child.ended(wait_status)

@@ -1,0 +1,123 @@
+"""The process the persistent IPython shell lives in: `python -m sandbox_daemon.ipython_child CONTROL_FD`.
+
+Blocking and single-threaded, so that user code finds an ordinary Python. Its descriptors 1 and 2 are pipes to the daemon;
+what is written there, by whatever the cell starts, is the cell's output. It ends when the control socket does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from ipc.framing import FrameDecoder, encode_frame
+from sandbox_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, CellDone, ChildReady, RunCell, StartChild
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+__all__ = ["main"]
+
+RECEIVE_BYTES = 64 * 1024
+
+
+class ControlSocket:
+    """The daemon's end of the conversation, seen from here. Blocks."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.set_inheritable(False)
+        self._socket.setblocking(True)
+        self._frames = FrameDecoder(CONTROL_MAX_FRAME_BYTES)
+        self._decoder = msgspec.msgpack.Decoder(StartChild | RunCell)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def receive(self) -> StartChild | RunCell | None:
+        """The next message, None when the daemon has closed its end."""
+        while (payload := self._frames.next_frame()) is None:
+            try:
+                received = self._socket.recv(RECEIVE_BYTES)
+            except ConnectionError:
+                return None
+            if not received:
+                return None
+            self._frames.feed(received)
+        return self._decoder.decode(payload)
+
+    def send(self, message: ChildReady | CellDone) -> None:
+        """Send one message."""
+        self._socket.sendall(encode_frame(self._encoder.encode(message), max_frame_bytes=CONTROL_MAX_FRAME_BYTES))
+
+
+class Interrupts:
+    """SIGINT: raises KeyboardInterrupt while a cell runs, and does nothing between cells."""
+
+    def __init__(self) -> None:
+        self.cell_is_running = False
+
+    def install(self) -> None:
+        """Take the signal (back: a cell may have taken it)."""
+        if signal.getsignal(signal.SIGINT) != self._on_signal:
+            signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        if self.cell_is_running:
+            raise KeyboardInterrupt
+
+
+def main(control_fd: int) -> NoReturn:
+    """Serve cells until the daemon closes the control socket, then end without running user code at exit."""
+    interrupts = Interrupts()
+    interrupts.install()
+    control = ControlSocket(control_fd)
+    _serve(control, interrupts)
+    os._exit(0)
+
+
+def _serve(control: ControlSocket, interrupts: Interrupts) -> None:
+    start = control.receive()
+    if not isinstance(start, StartChild):
+        return
+    _take_environment(start)
+    from sandbox_daemon.ipython_shell import CellShell
+
+    shell = CellShell()
+    control.send(ChildReady())
+    while isinstance(cell := control.receive(), RunCell):
+        interrupts.install()
+        interrupts.cell_is_running = True
+        try:
+            done = shell.run(cell.code, max_text_bytes=cell.max_text_bytes)
+            _flush_output()
+        finally:
+            interrupts.cell_is_running = False
+        control.send(done)
+
+
+def _take_environment(start: StartChild) -> None:
+    """Become what a tool's process is: its environment, its directory, an import path that begins with that."""
+    os.environ.clear()
+    os.environ.update(start.env)
+    os.chdir(start.cwd if os.path.isdir(start.cwd) else "/")
+    sys.path[0:1] = ["", *(entry for entry in start.env.get("PYTHONPATH", "").split(os.pathsep) if entry)]
+    sys.argv = [""]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # a cell may close or replace them
+            continue
+
+
+if __name__ == "__main__":
+    from sandbox_daemon.ipython_child import main as imported_main  # IPython replaces sys.modules["__main__"]
+
+    imported_main(int(sys.argv[1]))

@@ -1,0 +1,92 @@
+"""Keeps one process of a kind running: starts it, notices its end, starts the next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractAsyncContextManager
+
+__all__ = ["Keeper", "Kept", "StartFailed"]
+
+
+class StartFailed(Exception):
+    """The process could not be started, or was not ready in time. The message says why."""
+
+
+class Kept(Protocol):
+    """What a `Keeper` keeps."""
+
+    async def wait_gone(self) -> None:
+        """Returns when the process has ended and cannot be used any more."""
+
+
+KeptT = TypeVar("KeptT", bound=Kept)
+
+
+class Keeper(Generic[KeptT]):
+    """One process at a time, opened and closed by one task (`serve`), used by others through `current`.
+
+    A process that ends is replaced at once if anybody has used it; otherwise, and after a failed start, when it is
+    next wanted, so that a process that cannot live is not started in a loop.
+
+    Args:
+        open_process: Yields the process when it is ready for use, and ends it on leaving. Raises `StartFailed`.
+    """
+
+    def __init__(self, open_process: Callable[[], AbstractAsyncContextManager[KeptT]]) -> None:
+        self.generation = 0
+        """How many processes have been started so far."""
+        self._open_process = open_process
+        self._process: KeptT | None = None
+        self._failure: StartFailed | None = None
+        self._wanted = trio.Event()
+        self._changed = trio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Keeper: generation {self.generation}, {self._process!r}>"
+
+    def want(self) -> None:
+        """Start the process in the background, if none is running."""
+        self._wanted.set()
+
+    async def current(self, *, after_generation: int = 0) -> KeptT:
+        """The running process, waiting for its start; of a generation later than `after_generation`.
+
+        Cancelling the wait does not stop the start.
+
+        Raises:
+            StartFailed: the start this call waited for failed. The next call tries again.
+        """
+        self._failure = None
+        while self._process is None or self.generation <= after_generation:
+            self._wanted.set()
+            await self._changed.wait()
+            if self._failure is not None:
+                raise self._failure
+        self._wanted.set()
+        return self._process
+
+    async def serve(self) -> None:
+        """Run until cancelled. On cancellation the process is ended as `open_process` ends it."""
+        while True:
+            await self._wanted.wait()
+            self._wanted = trio.Event()
+            try:
+                async with self._open_process() as process:
+                    self.generation += 1
+                    self._announce(process, None)
+                    await process.wait_gone()
+                    self._announce(None, None)
+            except StartFailed as exc:
+                self._wanted = trio.Event()
+                self._announce(None, exc)
+
+    def _announce(self, process: KeptT | None, failure: StartFailed | None) -> None:
+        self._process = process
+        self._failure = failure
+        self._changed.set()
+        self._changed = trio.Event()

@@ -1,0 +1,300 @@
+"""One bash process on a pseudo-terminal, told commands and heard out over descriptors of its own.
+
+The protocol, for each command:
+
+1. The daemon puts `nonce NUL command NUL` into an unnamed file (a memfd whose offset both sides share: bash reads it in
+   blocks, where it would read a pipe byte by byte) and types one line, the trigger, on the terminal.
+2. The trigger, at the shell's top level, reads both and evaluates the command with our descriptors closed, so that
+   nothing it starts has them.
+3. `PROMPT_COMMAND`, which bash runs whenever it is ready again, however the command ended, writes the record
+   `nonce NUL exit code NUL directory NUL` to a pipe and then the nonce to the terminal.
+
+The nonce on the terminal marks where the output ends, for the kernel may deliver the record before the last output. The
+record makes it true: the nonce alone, printed by a program, is output like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from sandbox_daemon.keeper import StartFailed
+from sandbox_daemon.output import BarrierSplitter, OutputBuffer
+from sandbox_daemon.processes import kill_until_gone, read_process_table
+from sandbox_daemon.terminal import Terminal, spawn_on_terminal
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from sandbox_daemon.children import Child, ChildReaper
+    from sandbox_daemon.processes import ProcessEntry, ProcessTable
+
+__all__ = ["CommandEnd", "RunningCommand", "Shell", "open_shell"]
+
+START_TIMEOUT_S = 10.0
+DRAIN_GRACE_S = 0.1
+"""How long output is awaited after the shell ended while something else still holds the terminal."""
+KILL_DEADLINE_S = 2.0
+START_OUTPUT_BYTES = 4096
+IDLE_OUTPUT_BYTES = 64 * 1024
+"""Kept of what background jobs write between two commands."""
+STREAM_BUFFER_CHUNKS = 16
+RECORD_PIPE_BYTES = 64 * 1024
+
+COMMAND_FD, RECORD_FD, TERMINAL_FD = 250, 251, 252
+NONCE_MARK = "\x1e"
+"""First character of a nonce, so that the terminal's bytes need no look at unless it occurs."""
+
+# Backslashes keep aliases out. Output of `set -x` and complaints about our own lines go nowhere.
+_PROMPT_COMMAND = (
+    r"""{ \builtin printf "%s\0%s\0%s\0" "${__prorl_nonce-}" "${__prorl_status:-$?}" "${PWD-}" >&251; """
+    r"""case $- in *x*) __prorl_xtrace="set -x; ";; *) __prorl_xtrace=;; esac; \builtin set +x; """
+    r"""PS1= PS2=; \builtin printf "%s" "${__prorl_nonce-}" >&252; __prorl_nonce=; } 2>/dev/null"""
+)
+# Begins with no reserved word: after a syntax error in `eval`, bash does not recognise one there. A command may have
+# switched line editing or the echo of input on; bash crashes if PROMPT_COMMAND switches the former off.
+_TRIGGER = (
+    r"""IFS= \builtin read -r -d "" -u 250 __prorl_nonce; IFS= \builtin read -r -d "" -u 250 __prorl_command; """
+    r"""__prorl_status= PROMPT_COMMAND='{prompt}'; {status}"""
+    r"""\builtin eval "${{__prorl_xtrace-}}${{__prorl_command}}" 250<&- 251>&- 252>&-; """
+    r"""{{ __prorl_status=$? PROMPT_COMMAND='{prompt}'; \builtin set +v +o vi +o emacs; }} 2>/dev/null"""
+)
+# No history, no `!` expansion, no mail check; the trigger's own descriptors are all that differs from a user's shell.
+_INIT_COMMAND = "set +o history +H; unset HISTFILE MAILCHECK; PS4='+ '"
+
+
+class CommandEnd(msgspec.Struct, frozen=True):
+    """How a command ended, as the shell tells it."""
+
+    exit_code: int
+    cwd: str
+
+
+class RunningCommand:
+    """A command in progress. `end` is None after `ended` if the shell was lost with it.
+
+    Args:
+        output: where its output is kept.
+        chunks: where its output goes as it comes, if anywhere; closed at its end.
+    """
+
+    def __init__(self, output: OutputBuffer, chunks: trio.MemorySendChannel[bytes] | None = None) -> None:
+        self.nonce = NONCE_MARK + secrets.token_hex(16)
+        self.output = output
+        self.end: CommandEnd | None = None
+        self.ended = trio.Event()
+        self._chunks = chunks
+        self.splitter = BarrierSplitter(self.nonce.encode())
+
+    async def take(self, data: bytes) -> None:
+        """Output of the command. Waits while a stream's reader is behind, which holds the command up in turn."""
+        if not data:
+            return
+        self.output.append(data)
+        if self._chunks is not None:
+            try:
+                await self._chunks.send(data)
+            except trio.BrokenResourceError:
+                self._chunks = None  # nobody listens any more
+
+    def finish(self, end: CommandEnd | None) -> None:
+        """Nothing follows."""
+        self.end = end
+        if self._chunks is not None:
+            self._chunks.close()
+        self.ended.set()
+
+
+class Shell:
+    """A running bash. One command at a time; its caller sees to that."""
+
+    def __init__(self, child: Child, terminal: Terminal, command_fd: int, record_fd: int) -> None:
+        self.child = child
+        self.last_end = CommandEnd(0, "/")
+        self._terminal = terminal
+        self._command_fd = command_fd
+        self._record_fd = record_fd
+        self._records = b""
+        self._running: RunningCommand | None = None
+        self._idle_output = OutputBuffer(IDLE_OUTPUT_BYTES)
+        self._output_ended = trio.Event()
+        self._gone = trio.Event()
+
+    def __repr__(self) -> str:
+        state = "gone" if self._gone.is_set() else "busy" if self._running else "idle"
+        return f"<Shell {self.child.pid}: {state}>"
+
+    async def wait_gone(self) -> None:
+        """Returns when the shell has ended, by whatever cause, and its last output has been taken."""
+        await self._gone.wait()
+
+    async def begin(self, command: str, running: RunningCommand) -> None:
+        """Start `command`, evaluated at the top level of the shell; it holds no NUL. Returns when it is on its way.
+
+        What came since the last command becomes the beginning of its output. If the shell is gone, or goes, `running`
+        ends without an `end`.
+        """
+        idle_output, self._idle_output = self._idle_output, OutputBuffer(IDLE_OUTPUT_BYTES)
+        await running.take(idle_output.capped().data)
+        if self._gone.is_set():
+            running.finish(None)
+            return
+        assert self._running is None
+        self._running = running
+        self._terminal.reset_mode()
+        os.ftruncate(self._command_fd, 0)
+        os.pwrite(self._command_fd, f"{running.nonce}\0{command}\0".encode(), 0)
+        os.lseek(self._command_fd, 0, os.SEEK_SET)
+        last = self.last_end.exit_code
+        trigger = _TRIGGER.format(prompt=_PROMPT_COMMAND, status=f"(exit {last}) || " if last else "")
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # gone: `serve` finishes the command
+            await self._terminal.write(trigger.encode() + b"\n")
+
+    def interrupt(self) -> None:
+        """SIGINT to what has the terminal: the command's foreground job, or the shell itself."""
+        group = self._terminal.foreground_group()
+        if group is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGINT)
+
+    async def kill_foreground(self) -> None:
+        """SIGKILL the foreground job with all its descendants. The shell goes on with the rest of the command."""
+        group = self._terminal.foreground_group()
+        if group is not None and group != self.child.pid:
+            await kill_until_gone(lambda table: table.with_descendants(lambda entry: entry.group == group))
+
+    def give_up(self) -> None:
+        """SIGINT to the shell itself, which makes it drop the rest of the command unless it is told to ignore that."""
+        self.child.kill_group(signal.SIGINT)
+
+    async def kill(self) -> None:
+        """SIGKILL the shell and everything in its session or below it. Returns when all of that has ended."""
+        session = self.child.pid
+
+        def members(table: ProcessTable) -> set[ProcessEntry]:
+            return table.with_descendants(lambda entry: entry.session == session)
+
+        self.child.kill_group(signal.SIGKILL)
+        await kill_until_gone(members)
+
+    async def serve(self) -> None:
+        """Take the shell's output until it ends, then close everything of it. On cancellation it is killed."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._take_output)
+                await self.child.wait()
+                with trio.move_on_after(DRAIN_GRACE_S):
+                    await self._output_ended.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            if self.child.exit_code is None:
+                with trio.move_on_after(KILL_DEADLINE_S, shield=True):
+                    await self.kill()
+            self._terminal.close()
+            os.close(self._command_fd)
+            os.close(self._record_fd)
+            self._gone.set()
+            if self._running is not None:
+                running, self._running = self._running, None
+                running.output.append(running.splitter.flush())
+                running.finish(None)
+
+    async def _take_output(self) -> None:
+        while True:
+            await self._terminal.wait_readable()
+            data = self._terminal.read_nowait()
+            if data is None:
+                continue
+            if not data:
+                self._output_ended.set()
+                return
+            if self._running is None:
+                self._idle_output.append(data)
+            else:
+                await self._take_command_output(self._running, data)
+
+    async def _take_command_output(self, running: RunningCommand, data: bytes) -> None:
+        before, after = running.splitter.feed(data)
+        await running.take(before)
+        while after is not None:
+            end = self._read_record(running.nonce)
+            if end is not None:
+                self.last_end = end
+                self._running = None
+                self._idle_output.append(after)
+                running.finish(end)
+                return
+            await running.take(running.nonce.encode())  # printed by the command itself
+            before, after = running.splitter.feed(after)
+            await running.take(before)
+
+    def _read_record(self, nonce: str) -> CommandEnd | None:
+        with suppress(BlockingIOError):
+            self._records += os.read(self._record_fd, RECORD_PIPE_BYTES)
+        before, found, record = self._records.partition(nonce.encode() + b"\0")
+        fields = record.split(b"\0")
+        if not found or len(fields) < 3 or not fields[0].isdigit():
+            self._records = self._records[-RECORD_PIPE_BYTES:]
+            return None
+        self._records = b""
+        return CommandEnd(int(fields[0]), os.fsdecode(fields[1]))
+
+
+@asynccontextmanager
+async def open_shell(
+    reaper: ChildReaper, *, executable: str, env: dict[str, str], cwd: str, limiter: trio.CapacityLimiter
+) -> AsyncIterator[Shell]:
+    """Start a bash and yield it ready for its first command; on leaving, whatever is left of its session is killed.
+
+    A shell that ended by itself has no such end made: what it left in the background lives on.
+
+    Raises:
+        StartFailed: it could not be started, or was not ready within `START_TIMEOUT_S`.
+    """
+    shell = await _spawn(reaper, executable=executable, env=env, cwd=cwd, limiter=limiter)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(shell.serve)
+        first = RunningCommand(OutputBuffer(START_OUTPUT_BYTES))
+        with trio.move_on_after(START_TIMEOUT_S):
+            await shell.begin(_INIT_COMMAND, first)
+            await first.ended.wait()
+        ready = first.end is not None
+        if ready:
+            yield shell
+        nursery.cancel_scope.cancel()
+    if not ready:
+        said = first.output.capped().text
+        raise StartFailed(f"{executable} was not ready within {START_TIMEOUT_S:g} s; it said {said!r}")
+
+
+async def _spawn(
+    reaper: ChildReaper, *, executable: str, env: dict[str, str], cwd: str, limiter: trio.CapacityLimiter
+) -> Shell:
+    command_fd = os.memfd_create("commands")
+    record_read, record_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    os.set_blocking(record_write, True)
+    inherited = {COMMAND_FD: command_fd, RECORD_FD: record_write}
+    argv = [executable, "--norc", "--noprofile", "--noediting", "-i"]
+    started = False
+    try:
+        with reaper.starting():
+            pid, terminal_fd = await trio.to_thread.run_sync(
+                lambda: spawn_on_terminal(argv, env=env, cwd=cwd, inherited=inherited, terminal_copy=TERMINAL_FD),
+                limiter=limiter,
+            )
+            child = reaper.adopt(pid)
+            started = True
+        return Shell(child, Terminal(terminal_fd), command_fd, record_read)
+    except OSError as exc:
+        raise StartFailed(f"{executable} could not be started: {exc}") from exc
+    finally:
+        os.close(record_write)
+        if not started:
+            os.close(command_fd)
+            os.close(record_read)
