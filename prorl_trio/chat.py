@@ -54,9 +54,9 @@ class ParsedTurn(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionRange(NamedTuple):
     """Tokens `start` (inclusive) to `end` (exclusive) of segment `segment` are one completion."""
 
-    segment: int
     start: int
     end: int
+    segment: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,11 +141,11 @@ class Conversation:
 
     Attributes:
         prefix_breaks: segments begun because the template rewrote history (only with `on_rewrite="segment"`).
-        completions: where each completion is, in the order they were added.
+        completion_ranges: where each completion is, in the order they were added.
     """
 
     prefix_breaks: int
-    completions: list[CompletionRange]
+    completion_ranges: list[CompletionRange]
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Conversation:
         self._closed: list[Segment] = []
         self._awaits_completion = True
         self.prefix_breaks = 0
-        self.completions = []
+        self.completion_ranges = []
         prompt = chat_format.template.prompt(self._history, self._tools)
         self._current.extend(array("i", chat_format.codec.encode(prompt)))
         self._proven = self._current.token_ids.tobytes()
@@ -204,7 +204,7 @@ class Conversation:
         tokens.extend(ids, sampled_logprobs)
         if ids:
             tokens.spans.append(PolicySpan(start=start, end=end, policy_version=policy_version, engine=engine))
-        self.completions.append(CompletionRange(len(self._closed), start, end))
+        self.completion_ranges.append(CompletionRange(start, end, len(self._closed)))
         self._proven += ids.tobytes()
         self._awaits_completion = False
         return self._parse(ids)
@@ -301,7 +301,7 @@ class Conversation:
 
     def _last_said(self) -> str:
         """Return the last completion as the content of a message: without its end-of-turn token."""
-        _, start, end = self.completions[-1]
+        start, end, _segment = self.completion_ranges[-1]
         ids = self._current.token_ids[start:end]
         if ids and ids[-1] in self._format.end_of_turn_ids:
             ids = ids[:-1]
