@@ -4,6 +4,7 @@ SHELL := /bin/sh
 MAKEFLAGS += --no-print-directory
 
 ENGINE ?= cpu
+export PRORL_ENGINE := $(ENGINE)
 VENV := .venv/bin
 PACKAGES := prorl_trio sandbox_daemon ipc launch perf
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launch.engine_env import EngineKind, engine_key
 
-__all__ = ["MODEL_NAME", "cache_dir", "checkout_dir", "engine_dir", "engine_python", "model_dir"]
+__all__ = ["MODEL_NAME", "cache_dir", "checkout_dir", "default_engine", "engine_dir", "engine_python", "model_dir"]
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 
@@ -29,12 +29,17 @@ def cache_dir() -> Path:
     return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "prorl-trio"
 
 
-def engine_dir(kind: EngineKind = "cpu") -> Path:
+def default_engine() -> EngineKind:
+    """The engine meant where none is named: `PRORL_ENGINE`, which the Makefile sets from `ENGINE`; else `cpu`."""
+    return "gpu" if os.environ.get("PRORL_ENGINE") == "gpu" else "cpu"
+
+
+def engine_dir(kind: EngineKind | None = None) -> Path:
     """The virtual environment of the inference engine. Another set of pins, or another Python, is another folder."""
-    return cache_dir() / f"engine-{engine_key(kind, checkout_dir())}"
+    return cache_dir() / f"engine-{engine_key(kind or default_engine(), checkout_dir())}"
 
 
-def engine_python(kind: EngineKind = "cpu") -> Path:
+def engine_python(kind: EngineKind | None = None) -> Path:
     """The interpreter that starts vLLM. It exists once `make engine` has run."""
     return engine_dir(kind) / "bin" / "python"
 

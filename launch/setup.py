@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts asked for. Exit code 0 when all are complete, 1 with a message otherwise, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m launch.setup", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="dev|engine", help="what to set up (default: both)")
-    parser.add_argument("--engine", choices=get_args(engine_env.EngineKind), default="cpu")
+    parser.add_argument("--engine", choices=get_args(engine_env.EngineKind), default=paths.default_engine())
     options = parser.parse_args(argv)
     parts = options.parts or ["dev", "engine"]
     if unknown := set(parts) - {"dev", "engine"}:
@@ -106,7 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _warn_without_user_namespaces() -> None:
     if problem := user_namespace_problem():
-        say(f"WARNING: no rootless sandbox can start here ({problem[0]}). What to do: {problem[1]}")
+        from prorl_trio.sandbox.userns import user_namespace_remedy  # imports the standard library only
+
+        say(f"WARNING: no rootless sandbox can start here ({problem}). What to do: {user_namespace_remedy()}")
         say("WARNING: `make doctor` tells whether a sandbox works all the same")
 
 

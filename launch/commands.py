@@ -1,0 +1,54 @@
+"""What `launch` adds to the `prorl-trio` command, through the entry-point group `prorl_trio.commands`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final
+
+import click
+import msgspec
+import trio
+from rich.console import Console
+from rich.table import Table
+
+from launch.doctor import examine
+from launch.paths import default_engine
+
+if TYPE_CHECKING:
+    from launch.doctor import Report
+
+__all__ = ["doctor"]
+
+_MARKS: Final = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "missing": "[red]missing[/red]"}
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--no-engine", is_flag=True, help="Backends run elsewhere: do not ask for an engine and a model here.")
+def doctor(as_json: bool, no_engine: bool) -> None:
+    """Say what is installed, what is missing, and what to do.
+
+    Exit code 0 if a rollout can run on this machine, 1 otherwise.
+    """
+    report = trio.run(lambda: examine(default_engine(), with_engine=not no_engine))
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(report)))
+    else:
+        _print(report)
+    sys.exit(0 if report.usable else 1)
+
+
+def _print(report: Report) -> None:
+    table = Table("what", "state", "found")
+    for check in report.checks:
+        table.add_row(check.name, _MARKS[check.state], _escape(check.detail))
+    console = Console()
+    console.print(table)
+    for check in report.checks:
+        if check.remedy:
+            console.print(f"{_MARKS[check.state]} {check.name}. What to do: {_escape(check.remedy)}", soft_wrap=True)
+    console.print("a rollout can run here" if report.usable else "[red]no rollout can run here yet[/red]")
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -1,0 +1,188 @@
+"""What this machine has of what a rollout needs: one function per thing, each with what to do where it is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import trio
+
+from launch import model, paths, venv
+from launch.engine_env import engine_key
+from launch.userns import user_namespace_problem
+from prorl_trio.sandbox.registry import probe_providers
+from prorl_trio.sandbox.userns import user_namespace_remedy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from launch.engine_env import EngineKind
+    from prorl_trio.sandbox.provider import ProviderReport
+
+__all__ = ["Check", "Report", "examine"]
+
+_GIB = 1024**3
+_DISK_BYTES = 2 * _GIB
+_SHM_BYTES = _GIB // 2
+_ENGINE_MEMORY_BYTES = 6 * _GIB
+_GPU_TIMEOUT_S = 15.0
+_LIMIT_CONTROLLERS = {"memory", "pids"}
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the report.
+
+    `missing`: something that a rollout here needs; `warning`: it runs, but something is lost, as `detail` says.
+    `remedy` says what to do, and is empty when `state` is `ok`.
+    """
+
+    name: str
+    state: Literal["ok", "warning", "missing"]
+    detail: str
+    remedy: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """`usable`: a rollout can run here, with a sandbox and, unless it was left out, an engine of this machine."""
+
+    usable: bool
+    checks: list[Check]
+
+
+async def examine(kind: EngineKind, *, with_engine: bool = True) -> Report:
+    """Look at everything, starting the smallest possible sandbox of each kind. Takes 1 to 3 s; changes nothing.
+
+    Never raises for a missing piece. Without `with_engine`, backends are elsewhere, and a missing engine is no fault.
+    """
+    checks = [_python(), _user_namespaces(), *_sandboxes(await probe_providers()), _fuse()]
+    blocking: list[Callable[[], Check]] = [partial(_engine, kind), _model] if with_engine else []
+    for check in (*blocking, _memory, _disk, _shared_memory, _cgroups):
+        checks.append(await trio.to_thread.run_sync(check))
+    checks.append(await _gpu())
+    return Report(usable=all(check.state != "missing" for check in checks), checks=checks)
+
+
+def _python() -> Check:
+    return Check(name="python", state="ok", detail=f"{platform.python_version()} ({sys.executable})")
+
+
+def _user_namespaces() -> Check:
+    if problem := user_namespace_problem():
+        return Check(name="user namespaces", state="warning", detail=problem, remedy=user_namespace_remedy())
+    return Check(name="user namespaces", state="ok", detail="this user can make them")
+
+
+def _sandboxes(reports: list[ProviderReport]) -> list[Check]:
+    """One line each. A provider that does not work is a fault only if none does."""
+    state: Literal["warning", "missing"] = "warning" if any(report.usable for report in reports) else "missing"
+    return [
+        Check(name=report.name, state="ok", detail=f"{report.version}: started a sandbox")
+        if report.usable
+        else Check(name=report.name, state=state, detail=report.problem, remedy=report.remedy)
+        for report in reports
+    ]
+
+
+def _fuse(device: Path = Path("/dev/fuse")) -> Check:
+    if os.access(device, os.R_OK | os.W_OK):
+        return Check(name=str(device), state="ok", detail="SIF images can be mounted")
+    found = "is not for this user" if device.exists() else "does not exist"
+    remedy = (
+        f"as root: chmod 666 {device}" if device.exists() else f"as root: modprobe fuse, or mknod {device} c 10 229"
+    )
+    return Check(name=str(device), state="warning", detail=f"{found}: no SIF images; other images work", remedy=remedy)
+
+
+def _engine(kind: EngineKind) -> Check:
+    folder = paths.engine_dir(kind)
+    if venv.is_complete(folder, engine_key(kind, paths.checkout_dir())):
+        return Check(name="engine", state="ok", detail=f"{kind}: {folder}")
+    return Check(name="engine", state="missing", detail=f"no {kind} engine in {folder}", remedy="make engine")
+
+
+def _model() -> Check:
+    folder = paths.model_dir()
+    broken = model.broken_files(folder)
+    if not broken:
+        return Check(name="model", state="ok", detail=f"{folder}: all checksums agree")
+    detail = f"{folder}: missing or changed: {', '.join(broken)}"
+    remedy = f"rm -r {folder} && make engine" if folder.exists() else "make engine"
+    return Check(name="model", state="missing", detail=detail, remedy=remedy)
+
+
+def _memory(meminfo: Path = Path("/proc/meminfo")) -> Check:
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    detail = f"{available / _GIB:.1f} GiB available, {len(os.sched_getaffinity(0))} cores"
+    if available >= _ENGINE_MEMORY_BYTES:
+        return Check(name="memory", state="ok", detail=detail)
+    remedy = (
+        f"the CPU engine and a node want {_ENGINE_MEMORY_BYTES // _GIB} GiB: end other programs, or run vLLM elsewhere"
+    )
+    return Check(name="memory", state="warning", detail=detail, remedy=remedy)
+
+
+def _disk() -> Check:
+    folders = {"cache": _existing(paths.cache_dir()), "temporary": Path(tempfile.gettempdir())}
+    free = {name: shutil.disk_usage(folder).free for name, folder in folders.items()}
+    detail = ", ".join(f"{free[name] / _GIB:.1f} GiB free for {name} files ({folders[name]})" for name in folders)
+    if min(free.values()) >= _DISK_BYTES:
+        return Check(name="disk", state="ok", detail=detail)
+    remedy = f"make {_DISK_BYTES // _GIB} GiB free, or set PRORL_CACHE_DIR or TMPDIR to another disk"
+    return Check(name="disk", state="warning", detail=detail, remedy=remedy)
+
+
+def _shared_memory(folder: Path = Path("/dev/shm")) -> Check:
+    size = shutil.disk_usage(folder).total if folder.is_dir() else 0
+    detail = f"{size / _GIB:.2f} GiB"
+    if size >= _SHM_BYTES:
+        return Check(name=str(folder), state="ok", detail=detail)
+    remedy = "Docker: --shm-size=1g; elsewhere, as root: mount -o remount,size=1g /dev/shm"
+    return Check(name=str(folder), state="warning", detail=f"{detail}: vLLM may fail", remedy=remedy)
+
+
+def _cgroups(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Check:
+    """Whether this process may limit the memory and the number of processes of groups below its own."""
+    name = "cgroup v2"
+    path = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), None)
+    if path is None or not (mount / "cgroup.controllers").is_file():
+        return Check(
+            name=name, state="warning", detail="not in use: limits hold per process only", remedy="none needed"
+        )
+    group = mount / path.lstrip("/")
+    delegated = set((group / "cgroup.controllers").read_text().split()) if group.is_dir() else set()
+    lacking = _LIMIT_CONTROLLERS - delegated
+    if not lacking and os.access(group, os.W_OK):
+        return Check(name=name, state="ok", detail=f"{path}: {' '.join(sorted(delegated))}")
+    why = f"lacks {' and '.join(sorted(lacking))}" if lacking else "is not writable"
+    detail = f"{path} {why}: a sandbox's limits hold per process, not for the whole"
+    remedy = "systemd: run under `systemd-run --user --scope -p Delegate=yes`; Slurm: ConstrainRAMSpace in cgroup.conf"
+    return Check(name=name, state="warning", detail=detail, remedy=remedy)
+
+
+async def _gpu() -> Check:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        with trio.fail_after(_GPU_TIMEOUT_S):
+            done = await trio.run_process(query, capture_stdout=True, stderr=subprocess.DEVNULL, check=False)
+    except (OSError, trio.TooSlowError):
+        return Check(name="GPU", state="ok", detail="no NVIDIA GPU: the engine runs on the CPU")
+    found = done.stdout.decode(errors="replace").strip()
+    if done.returncode or not found:
+        return Check(name="GPU", state="warning", detail="nvidia-smi finds none", remedy="check the driver: nvidia-smi")
+    return Check(name="GPU", state="ok", detail=found.replace("\n", "; "))
+
+
+def _existing(path: Path) -> Path:
+    """`path`, or its nearest ancestor that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
