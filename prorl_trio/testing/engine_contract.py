@@ -1,0 +1,201 @@
+"""What every engine client with its engine must do. Run it over your own:
+
+    pytest.register_assert_rewrite("prorl_trio.testing.engine_contract")
+
+    class TestMyEngine(EngineContract):
+        @pytest.fixture
+        async def engine(self):
+            ...
+            yield EngineUnderTest(...)
+
+The tests need pytest-trio, or another plugin that runs async tests under trio.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import trio
+
+from prorl_trio.errors import ContextLengthExceeded
+from prorl_trio.inference.engine import Completion, EngineClient
+from prorl_trio.models import SamplingParams
+
+__all__ = ["EngineContract", "EngineUnderTest"]
+
+GREEDY = SamplingParams(temperature=0.0)
+TEST_TIMEOUT_S = 240.0
+CALL_TIMEOUT_S = 120.0
+LOGPROB_TOLERANCE = 0.15
+"""Between two runs of a bfloat16 engine with batches of different shape."""
+
+
+class EngineUnderTest(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine with what the contract needs to know.
+
+    Attributes:
+        client: made, not yet probed.
+        prompt_token_ids: a prompt that a greedy engine answers with at least 4 tokens and an end of turn.
+        end_of_turn_id: what ends that turn.
+        wait_running: returns when the number of completions that the engine has in the works, waiting ones included,
+            fulfils a condition.
+        count_finished: how many completions the engine has sampled to their own end, since it started.
+        max_answer_tokens: enough for that answer.
+    """
+
+    client: EngineClient
+    prompt_token_ids: list[int]
+    end_of_turn_id: int
+    wait_running: Callable[[Callable[[int], bool]], Awaitable[object]]
+    count_finished: Callable[[], Awaitable[int]]
+    max_answer_tokens: int = 256
+
+
+class EngineContract:
+    """Subclass it with a fixture `engine` that yields an `EngineUnderTest`; each test gets a probed client."""
+
+    async def test_probe_reports_model_and_limits(self, engine: EngineUnderTest) -> None:
+        with trio.fail_after(TEST_TIMEOUT_S):
+            info = await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            assert info.url == engine.client.url
+            assert info.model
+            assert info.engine
+            assert info.policy_version
+            assert info.max_model_len > len(engine.prompt_token_ids)
+
+    async def test_counts_agree(self, engine: EngineUnderTest) -> None:
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            completion = await _generate(engine, SamplingParams(), max_tokens=16)
+            assert 1 <= len(completion.token_ids) <= 16
+            assert len(completion.logprobs) == len(completion.token_ids)
+
+    async def test_logprobs_are_finite_and_not_positive(self, engine: EngineUnderTest) -> None:
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            completion = await _generate(engine, SamplingParams(), max_tokens=32)
+            assert all(math.isfinite(value) and value <= 1e-3 for value in completion.logprobs)
+            assert any(value < -1e-6 for value in completion.logprobs), "not one token was uncertain"
+
+    async def test_logprobs_are_of_the_raw_distribution(self, engine: EngineUnderTest) -> None:
+        """Not of what `top_k` left of it: with one candidate left, the processed log-probability would be 0."""
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            greedy = await _generate(engine, GREEDY, max_tokens=4)
+            narrowed = await _generate(engine, SamplingParams(top_k=1), max_tokens=4)
+            assert narrowed.token_ids == greedy.token_ids
+            assert _distance(narrowed.logprobs, greedy.logprobs) < LOGPROB_TOLERANCE
+
+    async def test_a_prefix_that_was_sampled_continues_the_same_way(self, engine: EngineUnderTest) -> None:
+        """The engine takes the ids as they are: no template, no added token, nothing re-tokenised."""
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            whole = await _generate(engine, GREEDY, max_tokens=4)
+            rest = await _generate(engine, GREEDY, max_tokens=2, prompt=engine.prompt_token_ids + whole.token_ids[:2])
+            assert rest.token_ids == whole.token_ids[2:]
+            assert _distance(rest.logprobs, whole.logprobs[2:]) < LOGPROB_TOLERANCE
+
+    async def test_max_tokens_ends_with_length(self, engine: EngineUnderTest) -> None:
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            for max_tokens in (1, 3):
+                completion = await _generate(engine, GREEDY, max_tokens=max_tokens)
+                assert len(completion.token_ids) == max_tokens
+                assert completion.finish_reason == "length"
+
+    async def test_end_of_turn_stops_and_is_included(self, engine: EngineUnderTest) -> None:
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            completion = await _generate(engine, GREEDY, max_tokens=engine.max_answer_tokens)
+            assert completion.finish_reason == "stop"
+            assert completion.token_ids[-1] == engine.end_of_turn_id
+            assert engine.end_of_turn_id not in completion.token_ids[:-1]
+
+    async def test_stop_token_stops_and_is_included(self, engine: EngineUnderTest) -> None:
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            whole = await _generate(engine, GREEDY, max_tokens=4)
+            stop = whole.token_ids[2]
+            sampling = msgspec.structs.replace(GREEDY, stop_token_ids=[stop])
+            completion = await _generate(engine, sampling, max_tokens=16)
+            assert completion.finish_reason == "stop"
+            assert completion.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+
+    async def test_a_prompt_beyond_the_context_is_refused(self, engine: EngineUnderTest) -> None:
+        with trio.fail_after(TEST_TIMEOUT_S):
+            info = await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            for length in (info.max_model_len, info.max_model_len + 1):
+                prompt = _repeated(engine.prompt_token_ids, length)
+                error: ContextLengthExceeded | None = None
+                try:
+                    await _generate(engine, GREEDY, max_tokens=1, prompt=prompt)
+                except ContextLengthExceeded as exc:
+                    error = exc
+                assert error is not None, f"a prompt of {length} tokens was accepted"
+                assert (error.prompt_tokens, error.max_model_len) == (length, info.max_model_len)
+
+    async def test_the_context_may_be_filled_to_the_last_token(self, engine: EngineUnderTest) -> None:
+        with trio.fail_after(TEST_TIMEOUT_S):
+            info = await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            prompt = _repeated(engine.prompt_token_ids, info.max_model_len - 1)
+            completion = await _generate(engine, GREEDY, max_tokens=100, prompt=prompt)
+            assert len(completion.token_ids) == 1
+
+    async def test_many_at_once(self, engine: EngineUnderTest) -> None:
+        completions: list[Completion] = []
+
+        async def one(index: int) -> None:
+            completions.append(await _generate(engine, SamplingParams(), max_tokens=8, request_id=f"many-{index}"))
+
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            async with trio.open_nursery() as nursery:
+                for index in range(64):
+                    nursery.start_soon(one, index)
+            assert len(completions) == 64
+            assert all(1 <= len(completion.token_ids) <= 8 for completion in completions)
+            await engine.wait_running(lambda running: running == 0)
+
+    async def test_cancel_aborts_in_the_engine(self, engine: EngineUnderTest) -> None:
+        async def long() -> None:
+            await _generate(engine, SamplingParams(), max_tokens=1000)
+
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            for _ in range(3):
+                finished = await engine.count_finished()
+                async with trio.open_nursery() as nursery:
+                    for _ in range(4):
+                        nursery.start_soon(long)
+                    await engine.wait_running(lambda running: running > 0)
+                    nursery.cancel_scope.cancel()
+                await engine.wait_running(lambda running: running == 0)
+                assert await engine.count_finished() - finished < 4, "all ran to their end"
+            assert (await _generate(engine, GREEDY, max_tokens=1)).token_ids
+
+
+async def _generate(
+    engine: EngineUnderTest,
+    sampling: SamplingParams,
+    *,
+    max_tokens: int,
+    prompt: list[int] | None = None,
+    request_id: str = "contract",
+) -> Completion:
+    return await engine.client.generate(
+        prompt or engine.prompt_token_ids,
+        sampling,
+        max_tokens=max_tokens,
+        request_id=request_id,
+        timeout_s=CALL_TIMEOUT_S,
+    )
+
+
+def _repeated(token_ids: list[int], length: int) -> list[int]:
+    return (token_ids * (length // len(token_ids) + 1))[:length]
+
+
+def _distance(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,288 @@
+"""A vLLM look-alike for tests: a real HTTP server on loopback, with scripted tokens, latency and faults.
+
+It speaks the endpoints that `VllmClient` uses, and aborts a completion when its client disconnects, as vLLM does. It
+passes the same contract suite as the real server.
+
+Example:
+    async with open_fake_engine(script=lambda prompt: ([17, 2], [-0.1, -0.2], "stop")) as engine:
+        client = VllmClient(engine.url)
+        await client.probe(timeout_s=5)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import trio
+
+from ipc.nursery import single_exception
+from prorl_trio.testing.fake_http import Answer, HttpCall, serve_http
+from prorl_trio.testing.fake_sampling import FakeRequest, Sampled, Script, default_script, sample
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+__all__ = ["FakeEngine", "FakeEngineConfig", "FakeEngineStatistics", "Fault", "Script", "open_fake_engine"]
+
+Fault = Literal[
+    "server_error",  # status 500
+    "reset_before_headers",  # the connection is reset, nothing of the answer sent
+    "reset_after_headers",  # the connection ends half-way through the body
+    "hang",  # no answer until the client leaves
+    "bad_json",  # status 200 and half a JSON document
+    "drop_token_ids",
+    "drop_logprobs",
+    "count_mismatch",  # one log-probability less than tokens
+    "usage_mismatch",  # the usage counts one token more
+    "changed_prompt",  # the echoed prompt lacks its first token
+    "nan_logprob",  # the literal NaN, which is not JSON
+    "null_logprob",
+    "clamped_logprob",  # -9999.0, vLLM's minus infinity
+    "unknown_finish",
+]
+"""What may go wrong with one `POST /v1/completions`."""
+
+MAX_CONNECTIONS = 4096
+
+
+class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server says of itself, and how long it takes: `first_token_s`, then `per_token_s` for each further."""
+
+    model: str = "fake-model"
+    max_model_len: int = 2048
+    vocab_size: int = 1000
+    end_of_turn_id: int = 2
+    version: str = "0.0.fake"
+    policy_version: str = "0"
+    first_token_s: float = 0.0
+    per_token_s: float = 0.0
+
+
+class FakeEngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Completions that run, that ran at most at once, that are over, and of these those whose client left before the
+    answer; faults played; open connections."""
+
+    running: int
+    running_peak: int
+    completions_total: int
+    aborted_total: int
+    faults_total: int
+    connections: int
+
+
+class FakeEngine:
+    """The running server. Made by `open_fake_engine`."""
+
+    def __init__(self, url: str, config: FakeEngineConfig, script: Script | None) -> None:
+        self.url = url
+        self.config = config
+        self.requests: deque[FakeRequest] = deque(maxlen=1000)
+        """The latest completion requests, oldest first."""
+        self.request_ids: deque[str] = deque(maxlen=1000)
+        """Their `X-Request-Id` headers."""
+        self._fallback = default_script(config.vocab_size, config.end_of_turn_id)
+        self._script = script or self._fallback
+        self._faults: deque[Fault] = deque()
+        self._gate = trio.Event()
+        self._gate.set()
+        self._sampling: set[trio.CancelScope] = set()
+        self._changed = trio.lowlevel.ParkingLot()
+        self._connections = 0
+        self._running = 0
+        self._running_peak = 0
+        self._completions_total = 0
+        self._aborted_total = 0
+        self._faults_total = 0
+
+    @property
+    def stats(self) -> FakeEngineStatistics:
+        """A snapshot."""
+        return FakeEngineStatistics(
+            running=self._running,
+            running_peak=self._running_peak,
+            completions_total=self._completions_total,
+            aborted_total=self._aborted_total,
+            faults_total=self._faults_total,
+            connections=self._connections,
+        )
+
+    def inject(self, fault: Fault, times: int = 1) -> None:
+        """Play `fault` on the next `times` completions that have none yet; faults are played in order of injection."""
+        self._faults.extend([fault] * times)
+
+    def hold(self) -> None:
+        """Answer no completion until `release`: they run meanwhile."""
+        if self._gate.is_set():
+            self._gate = trio.Event()
+
+    def release(self) -> None:
+        """End `hold`."""
+        self._gate.set()
+
+    def abort_all(self) -> None:
+        """End all running completions now, with what they have, and finish reason `abort`."""
+        for scope in self._sampling:
+            scope.cancel()
+
+    async def wait_until(self, condition: Callable[[FakeEngineStatistics], bool]) -> FakeEngineStatistics:
+        """Return the first statistics that fulfil `condition`, looked at after every change. Waits for ever."""
+        await trio.lowlevel.checkpoint()
+        while not condition(self.stats):
+            await self._changed.park()
+        return self.stats
+
+    # ------------------------------------------------------------ serving
+
+    async def serve_connection(self, stream: trio.SocketStream) -> None:
+        """Serve one client. Over `MAX_CONNECTIONS` it is turned away."""
+        if self._connections >= MAX_CONNECTIONS:
+            await stream.aclose()
+            return
+        self._connections += 1
+        try:
+            await serve_http(stream, self._answer)
+        finally:
+            self._connections -= 1
+            self._changed.unpark_all()
+
+    async def _answer(self, call: HttpCall) -> Answer:
+        if (call.method, call.path) == ("POST", "/v1/completions"):
+            return await self._complete(call)
+        await trio.lowlevel.checkpoint()
+        config = self.config
+        card = {"id": config.model, "object": "model", "max_model_len": config.max_model_len}
+        bodies: dict[tuple[str, str], Any] = {
+            ("GET", "/health"): {},
+            ("GET", "/version"): {"version": config.version},
+            ("GET", "/v1/models"): {"object": "list", "data": [card]},
+            ("GET", "/weight_info"): {"weight_version": config.policy_version},
+        }
+        if (call.method, call.path) in bodies:
+            return Answer(200, msgspec.json.encode(bodies[call.method, call.path]))
+        if (call.method, call.path) == ("GET", "/metrics"):
+            metrics = f'vllm:num_requests_running{{engine="0"}} {self._running}.0\nvllm:num_requests_waiting 0.0\n'
+            return Answer(200, metrics.encode(), "text/plain")
+        return _error(404, "Not Found")
+
+    async def _complete(self, call: HttpCall) -> Answer:
+        self._running += 1
+        self._running_peak = max(self._running_peak, self._running)
+        self._changed.unpark_all()
+        answered = False
+        try:
+            answer = await self._sample(call)
+            answered = True
+            return answer
+        finally:
+            self._running -= 1
+            self._completions_total += 1
+            self._aborted_total += not answered
+            self._changed.unpark_all()
+
+    async def _sample(self, call: HttpCall) -> Answer:
+        config = self.config
+        await trio.lowlevel.checkpoint()
+        try:
+            request = msgspec.json.decode(call.body, type=FakeRequest)
+        except msgspec.MsgspecError as exc:
+            return _error(400, str(exc))
+        self.requests.append(request)
+        self.request_ids.append(call.headers.get("x-request-id", ""))
+        if request.model != config.model:
+            return _error(404, f"The model `{request.model}` does not exist.")
+        if not request.prompt:
+            return _error(400, "Either prompt or prompt_embeds must be provided and non-empty.")
+        if len(request.prompt) >= config.max_model_len:
+            return _error(
+                400,
+                f"This model's maximum context length is {config.max_model_len} tokens. However, your prompt contains "
+                f"{len(request.prompt)} input tokens. Please reduce the length of the input prompt.",
+            )
+        fault = self._faults.popleft() if self._faults else None
+        self._faults_total += fault is not None
+        if fault == "hang":
+            await trio.sleep_forever()
+        if fault == "server_error":
+            return _error(500, "Internal server error")
+        sampled = await self._take_time(sample(self._within(request), self._script, self._fallback))
+        return _faulty_answer(request, sampled, fault)
+
+    def _within(self, request: FakeRequest) -> FakeRequest:
+        room = self.config.max_model_len - len(request.prompt)
+        return msgspec.structs.replace(request, max_tokens=min(request.max_tokens, room))
+
+    async def _take_time(self, sampled: Sampled) -> Sampled:
+        """What is sampled in the time that it takes, or until `abort_all`."""
+        config = self.config
+        started_s = trio.current_time()
+        with trio.CancelScope() as scope:
+            self._sampling.add(scope)
+            try:
+                await self._gate.wait()
+                await trio.sleep(config.first_token_s + config.per_token_s * (len(sampled.token_ids) - 1))
+            finally:
+                self._sampling.discard(scope)
+        if not scope.cancelled_caught:
+            return sampled
+        late_s = trio.current_time() - started_s - config.first_token_s
+        count = 0 if late_s < 0 or not config.per_token_s else 1 + int(late_s / config.per_token_s)
+        return Sampled(sampled.token_ids[:count], sampled.logprobs[:count], "abort")
+
+
+@asynccontextmanager
+async def open_fake_engine(
+    *, script: Script | None = None, config: FakeEngineConfig | None = None, port: int = 0
+) -> AsyncIterator[FakeEngine]:
+    """Serve on 127.0.0.1 until the block is left; then every connection is closed at once.
+
+    Args:
+        script: what is sampled; by default see `default_script`. What it raises ends the block, as the test's error.
+        config: what the server says of itself.
+        port: 0 takes a free one.
+    """
+    listeners = await trio.open_tcp_listeners(port, host="127.0.0.1")
+    address = listeners[0].socket.getsockname()
+    engine = FakeEngine(f"http://127.0.0.1:{address[1]}", config or FakeEngineConfig(), script)
+    with single_exception():
+        async with trio.open_nursery() as nursery:
+            await nursery.start(trio.serve_listeners, engine.serve_connection, listeners)
+            yield engine
+            nursery.cancel_scope.cancel()
+
+
+def _error(status: int, message: str) -> Answer:
+    body = {"error": {"message": message, "type": "FakeEngineError", "param": None, "code": status}}
+    return Answer(status, msgspec.json.encode(body))
+
+
+def _faulty_answer(request: FakeRequest, sampled: Sampled, fault: Fault | None) -> Answer:
+    logprobs: list[float | None] = list(sampled.logprobs)
+    if fault == "null_logprob":
+        logprobs[-1] = None
+    elif fault == "clamped_logprob":
+        logprobs[-1] = -9999.0
+    elif fault == "count_mismatch":
+        logprobs.pop()
+    with_ids = request.return_token_ids and fault != "drop_token_ids"
+    with_logprobs = request.logprobs is not None and fault != "drop_logprobs"
+    choice = {
+        "index": 0,
+        "text": "",
+        "finish_reason": "repetition" if fault == "unknown_finish" else sampled.finish_reason,
+        "token_ids": sampled.token_ids if with_ids else None,
+        "prompt_token_ids": request.prompt[fault == "changed_prompt" :] if with_ids else None,
+        "logprobs": {"token_logprobs": logprobs, "tokens": [], "top_logprobs": []} if with_logprobs else None,
+    }
+    count = len(sampled.token_ids)
+    usage = {"prompt_tokens": len(request.prompt), "completion_tokens": count + (fault == "usage_mismatch")}
+    body = msgspec.json.encode({"id": "cmpl-fake", "model": request.model, "choices": [choice], "usage": usage})
+    if fault == "nan_logprob":
+        body = body.replace(b'"token_logprobs":[', b'"token_logprobs":[NaN,')
+    if fault == "bad_json":
+        body = body[: len(body) // 2]
+    if fault == "reset_before_headers":
+        return Answer(200, body, cut="before_headers")
+    return Answer(200, body, cut="after_headers" if fault == "reset_after_headers" else "")

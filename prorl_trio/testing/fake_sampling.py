@@ -1,0 +1,82 @@
+"""What a fake engine samples: a script's tokens, cut as the request asks; by default a deterministic "model"."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+
+from prorl_trio.models import FinishReason
+
+__all__ = ["FakeRequest", "Sampled", "Script", "default_script", "sample"]
+
+Script = Callable[[list[int]], tuple[list[int], list[float], FinishReason]]
+"""Prompt ids -> (sampled ids, log-probabilities, finish reason)."""
+
+
+class FakeRequest(msgspec.Struct, frozen=True):
+    """The fields of `POST /v1/completions` that a fake engine heeds; others are ignored."""
+
+    model: str
+    prompt: list[Annotated[int, msgspec.Meta(ge=0)]]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+    logprobs: int | None = None
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """One continuation of N tokens."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+
+
+def default_script(vocab_size: int, end_of_turn_id: int) -> Script:
+    """A "model" whose next token and log-probability depend on all ids before, and on nothing else.
+
+    So a prompt always has the same continuation, and continuing a continuation is consistent. One token in 16 ends the
+    turn. Ids 0 to 2, where special tokens usually are, are not sampled besides.
+    """
+
+    def script(prompt_token_ids: list[int]) -> tuple[list[int], list[float], FinishReason]:
+        state = 0
+        for token_id in prompt_token_ids:
+            state = _mix(state, token_id)
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        while not token_ids or token_ids[-1] != end_of_turn_id:
+            token_ids.append(end_of_turn_id if state % 16 == 0 else 3 + state % (vocab_size - 3))
+            logprobs.append(-0.001 - (state >> 8) % 1000 / 250)
+            state = _mix(state, token_ids[-1])
+        return token_ids, logprobs, "stop"
+
+    return script
+
+
+def sample(request: FakeRequest, script: Script, fallback: Script) -> Sampled:
+    """The script's tokens, up to the first stop token (included) or `max_tokens`.
+
+    A request that ignores the end of turn, as a probe does, gets `fallback`'s tokens, on and on: a script that tells a
+    story turn by turn is not advanced by it.
+    """
+    if request.ignore_eos:
+        script = fallback
+    token_ids, logprobs, finish_reason = script(request.prompt)
+    while request.ignore_eos and len(token_ids) < request.max_tokens:
+        more_ids, more_logprobs, _ = script(request.prompt + token_ids)
+        token_ids, logprobs = token_ids + more_ids, logprobs + more_logprobs
+    for index, token_id in enumerate(token_ids[: request.max_tokens]):
+        if token_id in request.stop_token_ids:
+            return Sampled(token_ids[: index + 1], logprobs[: index + 1], "stop")
+    if len(token_ids) > request.max_tokens or request.ignore_eos:
+        return Sampled(token_ids[: request.max_tokens], logprobs[: request.max_tokens], "length")
+    return Sampled(token_ids, logprobs, finish_reason)
+
+
+def _mix(state: int, token_id: int) -> int:
+    return zlib.crc32(token_id.to_bytes(4, "little"), state)

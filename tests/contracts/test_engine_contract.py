@@ -1,0 +1,99 @@
+"""The engine contract over the fake engine always, and over a real vLLM where one is given.
+
+For the real one: PRORL_VLLM_URL=http://127.0.0.1:8000 (its /tokenize renders the prompt with the model's own template).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import msgspec
+import pytest
+import trio
+
+pytest.register_assert_rewrite("prorl_trio.testing.engine_contract")
+
+from prorl_trio.inference.http import HttpClient  # noqa: E402
+from prorl_trio.inference.vllm import VllmClient  # noqa: E402
+from prorl_trio.testing.engine_contract import EngineContract, EngineUnderTest  # noqa: E402
+from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine  # noqa: E402
+
+VLLM_URL = os.environ.get("PRORL_VLLM_URL", "")
+POLL_S = 0.05
+
+
+class TestFakeEngine(EngineContract):
+    @pytest.fixture
+    async def engine(self):
+        async with open_fake_engine(config=FakeEngineConfig(per_token_s=0.002)) as fake:
+            client = VllmClient(fake.url)
+
+            async def count_finished() -> int:
+                await trio.lowlevel.checkpoint()
+                return fake.stats.completions_total - fake.stats.aborted_total
+
+            yield EngineUnderTest(
+                client=client,
+                prompt_token_ids=[11, 12, 13, 14, 15, 16, 17, 18, 19],
+                end_of_turn_id=fake.config.end_of_turn_id,
+                wait_running=lambda condition: fake.wait_until(lambda stats: condition(stats.running)),
+                count_finished=count_finished,
+            )
+            await client.aclose()
+
+
+class Rendered(msgspec.Struct):
+    tokens: list[int]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM_URL, reason="PRORL_VLLM_URL names no vLLM server")
+class TestRealVllm(EngineContract):
+    @pytest.fixture
+    async def engine(self):
+        http = HttpClient(VLLM_URL)
+        client = VllmClient(VLLM_URL)
+
+        async def render(*messages: dict[str, str], generation_prompt: bool) -> list[int]:
+            body = {"messages": messages, "add_generation_prompt": generation_prompt}
+            response = await http.request(
+                "POST",
+                "/tokenize",
+                body=msgspec.json.encode(body),
+                headers=[("Content-Type", "application/json")],
+                timeout_s=30,
+            )
+            assert response.status == 200, response.body
+            return msgspec.json.decode(response.body, type=Rendered).tokens
+
+        async def metric(pattern: bytes) -> int:
+            response = await http.request("GET", "/metrics", timeout_s=10)
+            values = re.findall(rb"^" + pattern + rb" ([0-9.]+)", response.body, re.MULTILINE)
+            assert values
+            return int(sum(map(float, values)))
+
+        async def count_running() -> int:
+            return await metric(rb"vllm:num_requests_(?:running|waiting)\{[^}]*\}")
+
+        async def count_finished() -> int:
+            return await metric(rb'vllm:request_success_total\{[^}]*finished_reason="(?:stop|length)"[^}]*\}')
+
+        async def wait_running(condition) -> None:
+            while not condition(await count_running()):  # noqa: ASYNC110 -- another process has no event for us
+                await trio.sleep(POLL_S)
+
+        question = {"role": "user", "content": "What is the capital of France?"}
+        prompt = await render(question, generation_prompt=True)
+        answered = await render(question, {"role": "assistant", "content": "X"}, generation_prompt=False)
+        assert answered[: len(prompt)] == prompt
+        end_of_turn_id = answered[len(prompt) + 1]  # after the one token of "X"
+        yield EngineUnderTest(
+            client=client,
+            prompt_token_ids=prompt,
+            end_of_turn_id=end_of_turn_id,
+            wait_running=wait_running,
+            count_finished=count_finished,
+        )
+        await client.aclose()
+        http.close()
