@@ -39,7 +39,8 @@ def doctor(as_json: bool, no_engine: bool) -> None:
 
 
 def _print(report: Report) -> None:
-    table = Table("what", "state", "found")
+    table = Table("what", "state")
+    table.add_column("found", overflow="fold")
     for check in report.checks:
         table.add_row(check.name, _MARKS[check.state], _escape(check.detail))
     console = Console()

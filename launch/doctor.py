@@ -22,7 +22,7 @@ from prorl_trio.sandbox.registry import probe_providers
 from prorl_trio.sandbox.userns import user_namespace_remedy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from launch.engine_env import EngineKind
     from prorl_trio.sandbox.provider import ProviderReport
@@ -35,6 +35,9 @@ _SHM_BYTES = _GIB // 2
 _ENGINE_MEMORY_BYTES = 6 * _GIB
 _GPU_TIMEOUT_S = 15.0
 _LIMIT_CONTROLLERS = {"memory", "pids"}
+_PER_PROCESS = "a sandbox's limits hold per process, not for the whole"
+_NO_GROUPS = f"not in use: {_PER_PROCESS}"
+_UNIFIED = "boot with systemd.unified_cgroup_hierarchy=1"
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,12 +65,18 @@ async def examine(kind: EngineKind, *, with_engine: bool = True) -> Report:
 
     Never raises for a missing piece. Without `with_engine`, backends are elsewhere, and a missing engine is no fault.
     """
-    checks = [_python(), _user_namespaces(), *_sandboxes(await probe_providers()), _fuse()]
-    blocking: list[Callable[[], Check]] = [partial(_engine, kind), _model] if with_engine else []
-    for check in (*blocking, _memory, _disk, _shared_memory, _cgroups):
-        checks.append(await trio.to_thread.run_sync(check))
-    checks.append(await _gpu())
+    engine: list[Callable[[], Check]] = [partial(_engine, kind), _model] if with_engine else []
+    checks = [
+        *await trio.to_thread.run_sync(_all_of, [_python, _user_namespaces]),
+        *_sandboxes(await probe_providers()),
+        *await trio.to_thread.run_sync(_all_of, [_fuse, *engine, _memory, _disk, _shared_memory, _cgroups]),
+        await _gpu(),
+    ]
     return Report(usable=all(check.state != "missing" for check in checks), checks=checks)
+
+
+def _all_of(checks: Sequence[Callable[[], Check]]) -> list[Check]:
+    return [check() for check in checks]
 
 
 def _python() -> Check:
@@ -154,31 +163,31 @@ def _cgroups(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
     name = "cgroup v2"
     path = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), None)
     if path is None or not (mount / "cgroup.controllers").is_file():
-        return Check(
-            name=name, state="warning", detail="not in use: limits hold per process only", remedy="none needed"
-        )
+        return Check(name=name, state="warning", detail=_NO_GROUPS, remedy=_UNIFIED)
     group = mount / path.lstrip("/")
     delegated = set((group / "cgroup.controllers").read_text().split()) if group.is_dir() else set()
     lacking = _LIMIT_CONTROLLERS - delegated
     if not lacking and os.access(group, os.W_OK):
         return Check(name=name, state="ok", detail=f"{path}: {' '.join(sorted(delegated))}")
     why = f"lacks {' and '.join(sorted(lacking))}" if lacking else "is not writable"
-    detail = f"{path} {why}: a sandbox's limits hold per process, not for the whole"
+    detail = f"{path} {why}: {_PER_PROCESS}"
     remedy = "systemd: run under `systemd-run --user --scope -p Delegate=yes`; Slurm: ConstrainRAMSpace in cgroup.conf"
     return Check(name=name, state="warning", detail=detail, remedy=remedy)
 
 
 async def _gpu() -> Check:
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    found = ""
     try:
-        with trio.fail_after(_GPU_TIMEOUT_S):
+        with trio.move_on_after(_GPU_TIMEOUT_S):
             done = await trio.run_process(query, capture_stdout=True, stderr=subprocess.DEVNULL, check=False)
-    except (OSError, trio.TooSlowError):
+            found = done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""
+    except OSError:
+        await trio.lowlevel.checkpoint()
         return Check(name="GPU", state="ok", detail="no NVIDIA GPU: the engine runs on the CPU")
-    found = done.stdout.decode(errors="replace").strip()
-    if done.returncode or not found:
-        return Check(name="GPU", state="warning", detail="nvidia-smi finds none", remedy="check the driver: nvidia-smi")
-    return Check(name="GPU", state="ok", detail=found.replace("\n", "; "))
+    if found:
+        return Check(name="GPU", state="ok", detail=found.replace("\n", "; "))
+    return Check(name="GPU", state="warning", detail="nvidia-smi finds none", remedy="see what `nvidia-smi` says")
 
 
 def _existing(path: Path) -> Path:
