@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
+from ipc.nursery import single_exception
 from launch.supervised import Supervised, open_supervised
 from prorl_trio.errors import InternalError, ServiceError
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-__all__ = ["NodeProcess", "NodeStartError", "open_node_process"]
+__all__ = ["NodeLost", "NodeProcess", "open_node_process"]
 
 NODE_START_TIMEOUT_S = 120.0
 NODE_STOP_TIMEOUT_S = 30.0
@@ -28,8 +29,8 @@ ENDPOINT_POLL_S = 0.05
 LOG_TAIL_BYTES = 4000
 
 
-class NodeStartError(ServiceError):
-    """The node process ended, or did not listen in time. The message has the end of its log."""
+class NodeLost(ServiceError):
+    """The node process ended by itself, or did not listen in time."""
 
 
 class NodeProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +54,7 @@ async def open_node_process(config: dict[str, object], *, folder: Path, log_file
         log_file: gets its output.
 
     Raises:
-        NodeStartError: it does not start.
+        NodeLost: it does not start, or ends while the block runs (which is cancelled).
         InternalError: it did not end cleanly.
     """
     token = secrets.token_urlsafe(32)
@@ -64,25 +65,41 @@ async def open_node_process(config: dict[str, object], *, folder: Path, log_file
     command = [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(config_file)]
     async with open_supervised(command, env=os.environ, log_file=log_file, grace_s=NODE_GRACE_S) as process:
         url = await _endpoint(process, endpoint_file, log_file)
-        try:
-            yield NodeProcess(url=url, token=token, pid=process.pid)
-        except BaseException:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGTERM)
-            with trio.move_on_after(NODE_GRACE_S, shield=True):
-                await trio.sleep(ENDPOINT_POLL_S)  # two signals at once would count as one
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGTERM)
-                await process.wait()
-            raise
+        with single_exception():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_fail_at_end, process, log_file)
+                try:
+                    yield NodeProcess(url=url, token=token, pid=process.pid)
+                    clean = True
+                except BaseException:
+                    clean = False
+                    raise
+                finally:
+                    nursery.cancel_scope.cancel()
+                    await _stop(process, log_file, drain=clean)
+
+
+async def _stop(process: Supervised, log_file: Path, *, drain: bool) -> None:
+    """SIGTERM; a second one unless the node shall `drain`. A drain that fails is an error, a cancel that fails is the
+    supervisor's to finish."""
+    with trio.move_on_after(NODE_STOP_TIMEOUT_S if drain else NODE_GRACE_S, shield=True):
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
-        with trio.move_on_after(NODE_STOP_TIMEOUT_S):
-            code = await process.wait()
-            if code:
-                raise InternalError(f"the node ended with exit code {code}; see {log_file}")
-            return
+        if not drain:
+            await trio.sleep(ENDPOINT_POLL_S)  # two signals at once would count as one
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+        code = await process.wait()
+        if code and drain:
+            raise InternalError(f"the node ended with exit code {code}; see {log_file}")
+        return
+    if drain:
         raise InternalError(f"the node did not end within {NODE_STOP_TIMEOUT_S:g} s of SIGTERM; see {log_file}")
+
+
+async def _fail_at_end(process: Supervised, log_file: Path) -> None:
+    code = await process.wait()
+    raise NodeLost(f"the node ended with exit code {code} in the middle of the run; see {log_file}")
 
 
 def _write_private(path: Path, content: bytes) -> None:
@@ -101,7 +118,7 @@ async def _endpoint(process: Supervised, endpoint_file: Path, log_file: Path) ->
             nursery.cancel_scope.cancel()
         return str(msgspec.json.decode(await found.read_bytes())["url"])
     tail = await trio.to_thread.run_sync(lambda: log_file.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace"))
-    raise NodeStartError(f"the node did not start. The end of {log_file}:\n{tail}")
+    raise NodeLost(f"the node did not start. The end of {log_file}:\n{tail}")
 
 
 async def _cancel_at_end(process: Supervised, scope: trio.CancelScope) -> None:

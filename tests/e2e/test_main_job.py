@@ -1,0 +1,206 @@
+"""The main job with everything real: vLLM, the model, the sandboxes, the questions, the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from launch.paths import engine_python, model_dir
+from launch.vllm import open_vllm
+from prorl_trio.chat import ChatFormat
+from prorl_trio.client.recording import read_outcomes
+from prorl_trio.config import SandboxConfig
+from prorl_trio.errors import ConfigError
+from prorl_trio.sandbox.registry import choose_provider
+
+pytestmark = pytest.mark.slow
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+LEFTOVERS = (b"sandbox_daemon", b"prorl_trio.cli", b"vllm.entrypoints", b"scoring_worker", b"prorl_trio/sandbox/reaper")
+KILL_DEADLINE_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def vllm_url(tmp_path_factory):
+    """One real vLLM for this module."""
+    if not engine_python().exists():
+        pytest.skip("the CPU engine is not set up: make setup")
+    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
+    ready, stop, found = threading.Event(), threading.Event(), []
+
+    async def serve():
+        async with open_vllm(engine_python(), model_dir(), log_file=log) as server:
+            found.append(server.url)
+            ready.set()
+            await trio.to_thread.run_sync(stop.wait, abandon_on_cancel=True)
+
+    def run():
+        try:
+            trio.run(serve)
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    ready.wait(timeout=400)
+    assert found, log.read_text()[-3000:]
+    yield found[0]
+    stop.set()
+    thread.join(timeout=30)
+
+
+@pytest.fixture(params=["apptainer", "bubblewrap"])
+def provider(request):
+    try:
+        trio.run(choose_provider, SandboxConfig(provider=request.param))
+    except ConfigError as exc:
+        pytest.skip(f"{request.param} does not work on this machine: {exc}")
+    return request.param
+
+
+def demo_command(vllm_url, out, *options):
+    command = [sys.executable, "-m", "prorl_trio.cli", "demo", "--out", str(out), *options]
+    return [*command, "--backend", vllm_url, "--model", str(model_dir())] if vllm_url else command
+
+
+def ours():
+    """Processes, mounts and temporary folders that only this project makes."""
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if any(part in line for part in LEFTOVERS):
+            found.add(f"process {pid}: {line.replace(bytes(1), b' ').decode(errors='replace')[:200]}")
+    found |= {f"mount {line}" for line in Path("/proc/self/mounts").read_text().splitlines() if "prorl" in line}
+    temporary = Path(os.environ.get("TMPDIR", "/tmp"))
+    return found | {f"folder {path}" for path in temporary.glob("prorl-*")}
+
+
+def wait_until_only(before, deadline_s, part=""):
+    """What is left beyond `before`, of what mentions `part`, after at most `deadline_s`."""
+    end = time.monotonic() + deadline_s
+    while (left := {line for line in ours() - before if part in line}) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
+
+
+def summary_of(out):
+    (run,) = out.iterdir()
+    return json.loads((run / "summary.json").read_text()), run / "trajectories.msgpack"
+
+
+def check_tokens(path):
+    """The loss mask is 1 exactly on the sampled tokens, and prompts, turns and end-of-turn tokens fit together."""
+    chat_format = ChatFormat.load(model_dir())
+    for outcome in read_outcomes(path):
+        trajectory = outcome.trajectory
+        assert trajectory is not None
+        (segment,) = trajectory.segments
+        mask = np.zeros(len(segment), dtype=np.uint8)
+        for turn in trajectory.turns:
+            mask[turn.completion_start : turn.completion_end] = 1
+            sampled = segment.token_ids[turn.completion_start : turn.completion_end].tolist()
+            assert chat_format.decode(sampled) == turn.text
+            assert (sampled[-1] in chat_format.end_of_turn_ids) == (turn.finish_reason == "stop")
+        assert np.array_equal(mask, segment.loss_mask)
+        assert (segment.logprobs[mask == 0] == 0).all()
+        assert (segment.logprobs[mask == 1] <= 0).all()
+        covered = sum(span.end - span.start for span in segment.spans)
+        assert covered == int(mask.sum())
+
+
+def check_logprobs(path):
+    run = subprocess.run(
+        [engine_python(), Path(__file__).with_name("forward_pass.py"), model_dir(), path, "6"],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(CHECKOUT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert result["tokens"] > 200
+    assert result["mean_abs"] < 0.05, result
+
+
+def test_the_main_job(provider, vllm_url, tmp_path):
+    before = ours()
+    out = tmp_path / "runs"
+    options = ("--questions", "8", "--rollouts", "4", "--provider", provider)
+    run = subprocess.run(
+        demo_command(vllm_url, out, *options), capture_output=True, text=True, timeout=900, check=False
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    summary, trajectories = summary_of(out)
+    assert summary["jobs"] == 32
+    assert summary["completed"] >= 25
+    assert summary["completed"] + summary["failed"] + summary["cancelled"] + summary["timed_out"] == 32
+    assert summary["prefix_breaks"] == 0
+    assert summary["tool_calls"] > 0
+    check_tokens(trajectories)
+    check_logprobs(trajectories)
+    assert wait_until_only(before, 1.0) == set()
+    shown = subprocess.run(
+        [sys.executable, "-m", "prorl_trio.cli", "show", str(trajectories), read_outcomes(trajectories)[0].job_id],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "stopped:" in shown.stdout
+
+
+@pytest.mark.parametrize("end", ["ctrl-c", "kill -9 of the node", "kill -9 of the demo"])
+def test_nothing_is_left_after(end, provider, vllm_url, tmp_path):
+    before = ours()
+    out = tmp_path / "runs"
+    options = ("--questions", "8", "--rollouts", "4", "--provider", provider)
+    demo = subprocess.Popen(
+        demo_command(vllm_url, out, *options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        wait_for_sandboxes(demo, before, count=3)
+        if end == "ctrl-c":
+            demo.send_signal(signal.SIGINT)
+            assert demo.wait(timeout=30) == 130
+        elif end == "kill -9 of the demo":
+            demo.kill()
+            demo.wait(timeout=5)
+        else:
+            os.kill(node_pid(before), signal.SIGKILL)
+            killed = time.monotonic()
+            assert wait_until_only(before, KILL_DEADLINE_S, "sandbox_daemon") == set()
+            assert demo.wait(timeout=30) == 1, "the demo must notice that its node is gone"
+            assert time.monotonic() - killed < 15
+        assert wait_until_only(before, KILL_DEADLINE_S) == set()
+    finally:
+        demo.kill()
+        demo.communicate()
+
+
+def wait_for_sandboxes(demo, before, *, count):
+    """Until so many sandboxes are live."""
+    deadline = time.monotonic() + 120
+    while sum("sandbox_daemon" in line for line in ours() - before) < count:
+        assert demo.poll() is None, demo.stdout.read()
+        assert time.monotonic() < deadline, "no sandboxes within 120 s"
+        time.sleep(0.05)
+
+
+def node_pid(before):
+    """The process of the node: the one that runs `prorl_trio.cli serve`."""
+    (line,) = [line for line in ours() - before if " serve " in line and "supervisor" not in line]
+    return int(line.split()[1].rstrip(":"))
