@@ -68,6 +68,10 @@ def parse_turn(text: str, known_tools: Collection[str], *, opened_thinking: bool
     position = 0
     if opened_thinking:
         position = _take_reasoning(text, 0, reasoning)
+    while text.startswith(_THINK, _skip_space(text, position)):
+        position = _take_reasoning(text, _skip_space(text, position) + len(_THINK), reasoning)
+    if (call := _bare_call(text[position:], known_tools)) is not None:  # whatever tags its strings contain
+        return SpokenTurn("", "\n".join(reasoning), [call])
     while (start := _next_tag(text, position)) >= 0:
         content.append(text[position:start])
         if text.startswith(_THINK, start):
@@ -82,7 +86,7 @@ def parse_turn(text: str, known_tools: Collection[str], *, opened_thinking: bool
     content.append(text[position:])
     said = "".join(content).strip()
     if not calls:
-        said, calls = _parse_bare(said, known_tools)
+        said, calls = _parse_fences(said, known_tools)
     return SpokenTurn(said, "\n".join(reasoning), calls)
 
 
@@ -143,10 +147,8 @@ def _broken_end(text: str, body_start: int) -> int:
     return following if following >= 0 else len(text)
 
 
-def _parse_bare(said: str, known_tools: Collection[str]) -> tuple[str, list[ToolCall]]:
-    """Find calls written without `<tool_call>`: the whole text, or fenced blocks. Whatever else it is, is content."""
-    if (call := _bare_call(said, known_tools)) is not None:
-        return "", [call]
+def _parse_fences(said: str, known_tools: Collection[str]) -> tuple[str, list[ToolCall]]:
+    """Find calls written as fenced blocks instead of with `<tool_call>`. Whatever else is there, is content."""
     calls: list[ToolCall] = []
 
     def take(fence: re.Match[str]) -> str:
@@ -156,8 +158,7 @@ def _parse_bare(said: str, known_tools: Collection[str]) -> tuple[str, list[Tool
         calls.append(call)
         return ""
 
-    rest = _FENCE.sub(take, said)
-    return rest.strip(), calls
+    return _FENCE.sub(take, said).strip(), calls
 
 
 def _bare_call(text: str, known_tools: Collection[str]) -> ToolCall | None:
