@@ -64,8 +64,8 @@ class CallContext:
 
 
 Handler: TypeAlias = Callable[[msgspec.Raw, CallContext], Awaitable[msgspec.Struct]]
-"""Decodes the body, acts, returns the answer. What it raises becomes a `Failure`: a `CallError` one with its own code, a
-`msgspec.DecodeError` one of code `bad_request` with the path of the field, anything else one of code `internal`."""
+"""Decodes the body, acts, returns the answer. What it raises becomes a `Failure`: a `CallError` one with its own code,
+a `msgspec.DecodeError` one of code `bad_request` with the path of the field, anything else one of code `internal`."""
 
 
 async def serve_rpc(
