@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 
 import click
 import trio
-from rich.console import Console
 
 from launch.node import open_node_process
 from launch.paths import engine_python, model_dir
 from launch.vllm import open_vllm
-from prorl_trio.cli import run_jobs
 from prorl_trio.client import connect
 from prorl_trio.client.collect import make_jobs
 from prorl_trio.client.recording import run_folder
 from prorl_trio.errors import ConfigError
 from prorl_trio.models import SamplingParams
+from prorl_trio.progress import console, run_jobs
 from prorl_trio.tasksets import load_task_set
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ __all__ = ["demo"]
 
 MIN_COMPLETED_SHARE = 0.75
 """With fewer completed rollouts than this the demo has failed."""
-
-console = Console()
 
 
 @click.command()

@@ -13,39 +13,41 @@ import msgspec
 import trio
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from prorl_trio.chat import ChatFormat
 from prorl_trio.client import connect
-from prorl_trio.client.collect import collect, make_jobs
+from prorl_trio.client.collect import make_jobs
 from prorl_trio.client.recording import RUN_INFO, RunInfo, read_outcomes, run_folder
 from prorl_trio.config import load_config
 from prorl_trio.errors import ConfigError, ProrlError
 from prorl_trio.models import SamplingParams
 from prorl_trio.node import endpoint_url, serve_node
-from prorl_trio.report import outcome_list, render_trajectory, summary_table
+from prorl_trio.progress import console, run_jobs
+from prorl_trio.report import outcome_list, render_trajectory
 from prorl_trio.tasksets import load_task_set
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_trio.client import RolloutClient
-    from prorl_trio.client.recording import Summary
-    from prorl_trio.models import JobSpec, Outcome
 
-__all__ = ["main", "run_jobs"]
+__all__ = ["main"]
 
-console = Console()
 EXIT_INTERRUPTED = 130
+COMMANDS = "prorl_trio.commands"
 
 
 class _Commands(click.Group):
     """Says a `ProrlError` in one line instead of a traceback, and takes in the commands other packages declare."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for entry in entry_points(group="prorl_trio.commands"):
-            self.add_command(entry.load(), entry.name)
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *entry_points(group=COMMANDS).names})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        for entry in entry_points(group=COMMANDS, name=cmd_name):
+            command: click.Command = entry.load()
+            return command
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -163,29 +165,6 @@ def submit(
     sampling = SamplingParams(temperature=temperature, max_output_tokens=max_output_tokens)
     specs = make_jobs(load_task_set(tasks)[:limit], rollouts=rollouts, sampling=sampling, max_turns=max_turns)
     _with_client(url, token, lambda client: run_jobs(client, specs, run_folder(out), model=model, tasks=tasks))
-
-
-async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *, model: str, tasks: str) -> Summary:
-    """Submit, show a progress bar, record in `folder`, print the final table. See `client.collect.collect`."""
-    info = RunInfo(model=model, tasks=tasks, started=folder.name)
-    columns = (
-        TextColumn("rollouts"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[last]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("rollouts", total=len(specs), last="")
-
-        def show(outcome: Outcome) -> None:
-            reward = "" if outcome.reward is None else f" reward {outcome.reward:g}"
-            progress.update(bar, advance=1, last=f"{outcome.instance_id}: {outcome.status}{reward}")
-
-        summary, outcomes = await collect(client, specs, folder, info, show)
-    console.print(summary_table(summary, outcomes))
-    console.print(f"recorded in {folder}; look at one with: prorl-trio show {folder}/trajectories.msgpack ID")
-    return summary
 
 
 @main.command()

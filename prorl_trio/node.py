@@ -162,11 +162,7 @@ async def open_node(config: NodeConfig, handlers: HandlerRegistry | None = None)
         stack.push_async_callback(backends.aclose)
         scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers))
         sandboxes = await stack.enter_async_context(
-            open_sandbox_host(
-                provider,
-                max_concurrent_starts=config.sandbox.max_concurrent_starts,
-                runtime_dir=Path(config.sandbox.runtime_dir) if config.sandbox.runtime_dir else None,
-            )
+            open_sandbox_host(provider, max_concurrent_starts=config.sandbox.max_concurrent_starts)
         )
         resources = Resources(config=config, chat_format=chat_format, backends=backends, scorers=scorers)
         for url in config.backends.urls:
