@@ -1,7 +1,7 @@
 """The process the persistent IPython shell lives in: `python -m sandbox_daemon.ipython_child CONTROL_FD`.
 
-Blocking and single-threaded, so that user code finds an ordinary Python. Its descriptors 1 and 2 are pipes to the daemon;
-what is written there, by whatever the cell starts, is the cell's output. It ends when the control socket does.
+Blocking and single-threaded, so that user code finds an ordinary Python. Its descriptors 1 and 2 are pipes to the
+daemon; what is written there, by whatever the cell starts, is the cell's output. It ends when the control socket does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ControlSocket:
         self._socket.set_inheritable(False)
         self._socket.setblocking(True)
         self._frames = FrameDecoder(CONTROL_MAX_FRAME_BYTES)
-        self._decoder = msgspec.msgpack.Decoder(StartChild | RunCell)
+        self._decoder: msgspec.msgpack.Decoder[StartChild | RunCell] = msgspec.msgpack.Decoder(StartChild | RunCell)
         self._encoder = msgspec.msgpack.Encoder()
 
     def receive(self) -> StartChild | RunCell | None:
@@ -53,48 +53,32 @@ class ControlSocket:
         self._socket.sendall(encode_frame(self._encoder.encode(message), max_frame_bytes=CONTROL_MAX_FRAME_BYTES))
 
 
-class Interrupts:
-    """SIGINT: raises KeyboardInterrupt while a cell runs, and does nothing between cells."""
-
-    def __init__(self) -> None:
-        self.cell_is_running = False
-
-    def install(self) -> None:
-        """Take the signal (back: a cell may have taken it)."""
-        if signal.getsignal(signal.SIGINT) != self._on_signal:
-            signal.signal(signal.SIGINT, self._on_signal)
-
-    def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
-        if self.cell_is_running:
-            raise KeyboardInterrupt
-
-
 def main(control_fd: int) -> NoReturn:
     """Serve cells until the daemon closes the control socket, then end without running user code at exit."""
-    interrupts = Interrupts()
-    interrupts.install()
+    signal.signal(signal.SIGINT, _ignore_interrupt)
     control = ControlSocket(control_fd)
-    _serve(control, interrupts)
+    _serve(control)
     os._exit(0)
 
 
-def _serve(control: ControlSocket, interrupts: Interrupts) -> None:
+def _serve(control: ControlSocket) -> None:
     start = control.receive()
     if not isinstance(start, StartChild):
         return
     _take_environment(start)
     from sandbox_daemon.ipython_shell import CellShell
 
-    shell = CellShell()
+    shell = CellShell.instance()
     control.send(ChildReady())
     while isinstance(cell := control.receive(), RunCell):
-        interrupts.install()
-        interrupts.cell_is_running = True
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             done = shell.run(cell.code, max_text_bytes=cell.max_text_bytes)
             _flush_output()
-        finally:
-            interrupts.cell_is_running = False
+            signal.signal(signal.SIGINT, _ignore_interrupt)
+        except KeyboardInterrupt:  # it came when the user's code had just ended; the daemon sends one for each cell
+            signal.signal(signal.SIGINT, _ignore_interrupt)
+            done = shell.interrupted()
         control.send(done)
 
 
@@ -103,10 +87,14 @@ def _take_environment(start: StartChild) -> None:
     os.environ.clear()
     os.environ.update(start.env)
     os.chdir(start.cwd if os.path.isdir(start.cwd) else "/")
-    sys.path[0:1] = ["", *(entry for entry in start.env.get("PYTHONPATH", "").split(os.pathsep) if entry)]
+    sys.path[:0] = ["", *(entry for entry in start.env.get("PYTHONPATH", "").split(os.pathsep) if entry)]
     sys.argv = [""]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+
+
+def _ignore_interrupt(signal_number: int, frame: FrameType | None) -> None:
+    """Between cells. Not SIG_IGN, which what user code starts then would inherit."""
 
 
 def _flush_output() -> None:

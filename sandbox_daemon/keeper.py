@@ -49,6 +49,11 @@ class Keeper(Generic[KeptT]):
     def __repr__(self) -> str:
         return f"<Keeper: generation {self.generation}, {self._process!r}>"
 
+    @property
+    def process(self) -> KeptT | None:
+        """The running process, if there is one and it is ready."""
+        return self._process
+
     def want(self) -> None:
         """Start the process in the background, if none is running."""
         self._wanted.set()

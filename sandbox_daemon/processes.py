@@ -79,10 +79,10 @@ async def kill_until_gone(choose: Callable[[ProcessTable], set[ProcessEntry]]) -
     """
     forbidden: set[ProcessEntry] = set()
     while True:
+        await trio.lowlevel.checkpoint()
         chosen = choose(read_process_table()) - forbidden
         victims = [entry for entry in chosen if entry.alive and entry.pid != os.getpid()]
         if not victims:
-            await trio.lowlevel.checkpoint()
             return forbidden
         for start in range(0, len(victims), MAX_KILLED_AT_ONCE):
             forbidden |= await _kill_and_wait(victims[start : start + MAX_KILLED_AT_ONCE])

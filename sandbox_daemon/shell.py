@@ -26,7 +26,7 @@ import trio
 
 from sandbox_daemon.keeper import StartFailed
 from sandbox_daemon.output import BarrierSplitter, OutputBuffer
-from sandbox_daemon.processes import kill_until_gone, read_process_table
+from sandbox_daemon.processes import kill_until_gone
 from sandbox_daemon.terminal import Terminal, spawn_on_terminal
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class Shell:
     def _read_record(self, nonce: str) -> CommandEnd | None:
         with suppress(BlockingIOError):
             self._records += os.read(self._record_fd, RECORD_PIPE_BYTES)
-        before, found, record = self._records.partition(nonce.encode() + b"\0")
+        _, found, record = self._records.partition(nonce.encode() + b"\0")
         fields = record.split(b"\0")
         if not found or len(fields) < 3 or not fields[0].isdigit():
             self._records = self._records[-RECORD_PIPE_BYTES:]
@@ -270,7 +270,7 @@ async def open_shell(
         nursery.cancel_scope.cancel()
     if not ready:
         said = first.output.capped().text
-        raise StartFailed(f"{executable} was not ready within {START_TIMEOUT_S:g} s; it said {said!r}")
+        raise StartFailed(f"{executable} did not get ready (limit {START_TIMEOUT_S:g} s); it said: {said}")
 
 
 async def _spawn(

@@ -1,0 +1,171 @@
+"""The daemon: one control connection, the sessions behind it, and an end that leaves nothing running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from ipc.channel import listen_unix
+from ipc.errors import IpcError
+from ipc.rpc import CallContext, serve_rpc
+from ipc.wire import (
+    BashRun,
+    FileRead,
+    FileWrite,
+    IpythonRestart,
+    IpythonRestarted,
+    IpythonRun,
+    Ping,
+    Pong,
+    SandboxCall,
+)
+from sandbox_daemon.bash import BashSession
+from sandbox_daemon.children import ChildReaper, become_subreaper
+from sandbox_daemon.files import read_file, write_file
+from sandbox_daemon.ipython import IpythonSession
+from sandbox_daemon.processes import kill_until_gone, read_process_table
+from sandbox_daemon.settings import runtime_environment, tool_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sandbox_daemon.settings import StartLine
+
+__all__ = ["serve_daemon"]
+
+MAX_THREADS = 8
+"""Threads for files and for starting processes."""
+STDIN_READ_BYTES = 4096
+END_DEADLINE_S = 2.0
+"""For everything the daemon started to end after SIGKILL."""
+
+
+async def serve_daemon(
+    socket_path: str,
+    start: StartLine,
+    *,
+    accept_timeout_s: float,
+    stdin_fd: int | None,
+    prestart_ipython: bool,
+    on_ready: Callable[[], None],
+) -> None:
+    """Listen, serve one control connection, and end with it; every descendant of this process ends before that.
+
+    Ends as well, without error, on SIGTERM, SIGINT and SIGHUP, when `stdin_fd` ends before there is a connection, and
+    when there is none within `accept_timeout_s`. The socket is removed at the end. Later connections are refused.
+
+    Args:
+        on_ready: called when clients can connect.
+
+    Raises:
+        OSError, ValueError: it cannot listen on `socket_path`.
+    """
+    listener = listen_unix(socket_path)
+    try:
+        on_ready()
+        become_subreaper()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_end_on_signal, nursery.cancel_scope)
+            await _serve(listener, start, accept_timeout_s, stdin_fd, prestart_ipython)
+            nursery.cancel_scope.cancel()
+    finally:
+        listener.socket.close()
+        with suppress(FileNotFoundError):
+            os.unlink(socket_path)
+
+
+async def _serve(
+    listener: trio.SocketListener,
+    start: StartLine,
+    accept_timeout_s: float,
+    stdin_fd: int | None,
+    prestart_ipython: bool,
+) -> None:
+    reaper = ChildReaper()
+    try:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(reaper.serve)
+            calls = _Calls(reaper, start)
+            nursery.start_soon(calls.bash.serve)
+            nursery.start_soon(partial(calls.ipython.serve, prestart=prestart_ipython))
+            stream = await _accept_one(listener, accept_timeout_s, stdin_fd)
+            if stream is not None:
+                with suppress(IpcError):
+                    await serve_rpc(stream, calls.answer, token=start.token)
+            nursery.cancel_scope.cancel()
+    finally:
+        with trio.move_on_after(END_DEADLINE_S, shield=True):
+            await kill_until_gone(lambda table: table.descendants(os.getpid()))
+        reaper.reap()
+        survivors = sorted(entry.pid for entry in read_process_table().descendants(os.getpid()) if entry.alive)
+        if survivors:
+            print(f"sandbox_daemon: still running after SIGKILL: {survivors}", file=sys.stderr)  # noqa: T201
+
+
+async def _accept_one(
+    listener: trio.SocketListener, accept_timeout_s: float, stdin_fd: int | None
+) -> trio.SocketStream | None:
+    """The first connection; None if none came in time, or `stdin_fd` ended before it. The listener is closed."""
+    accepted: trio.SocketStream | None = None
+    with trio.move_on_after(accept_timeout_s):
+        async with trio.open_nursery() as nursery:
+            if stdin_fd is not None:
+                nursery.start_soon(_cancel_at_end_of, stdin_fd, nursery.cancel_scope)
+            accepted = await listener.accept()
+            nursery.cancel_scope.cancel()
+    listener.socket.close()
+    return accepted
+
+
+async def _cancel_at_end_of(fd: int, scope: trio.CancelScope) -> None:
+    with suppress(PermissionError):  # a regular file, or /dev/null: nobody is behind it
+        await trio.lowlevel.wait_readable(fd)
+        while os.read(fd, STDIN_READ_BYTES):
+            await trio.lowlevel.wait_readable(fd)
+        scope.cancel()
+
+
+async def _end_on_signal(scope: trio.CancelScope) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        async for _ in signals:
+            scope.cancel()
+
+
+class _Calls:
+    """The sessions, and which call goes to which."""
+
+    def __init__(self, reaper: ChildReaper, start: StartLine) -> None:
+        env = tool_environment(start.env)
+        cwd = start.cwd or env["HOME"]
+        self._limiter = trio.CapacityLimiter(MAX_THREADS)
+        self.bash = BashSession(reaper, env=env, cwd=cwd, limiter=self._limiter)
+        self.ipython = IpythonSession(
+            reaper, env=env, cwd=cwd, runtime_env=runtime_environment(), limiter=self._limiter
+        )
+        self._started_s = time.monotonic()
+        self._decoder: msgspec.msgpack.Decoder[SandboxCall] = msgspec.msgpack.Decoder(SandboxCall)
+
+    async def answer(self, body: msgspec.Raw, context: CallContext) -> msgspec.Struct:
+        """Handler for `serve_rpc`."""
+        call: SandboxCall = self._decoder.decode(body)
+        match call:
+            case BashRun():
+                return await self.bash.run(call, partial(context.send_chunk, "output"))
+            case IpythonRun():
+                return await self.ipython.run(call, context.send_chunk)
+            case IpythonRestart():
+                return IpythonRestarted(pid=await self.ipython.restart())
+            case FileRead():
+                return await read_file(call, self._limiter)
+            case FileWrite():
+                return await write_file(call, self._limiter)
+            case Ping():
+                return Pong(uptime_s=time.monotonic() - self._started_s, open_fds=len(os.listdir("/proc/self/fd")))

@@ -1,0 +1,158 @@
+"""Reading and writing files inside the sandbox, in threads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import trio
+
+from ipc.rpc import CallError
+from ipc.wire import MAX_FRAME_BYTES, FileData, FileRead, FileWrite, FileWritten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["read_file", "write_file"]
+
+ReplyT = TypeVar("ReplyT")
+
+FRAME_MARGIN_BYTES = 4096
+"""What a frame needs beside a file's bytes."""
+MAX_MODE = 0o7777
+MAX_READ_BYTES = MAX_FRAME_BYTES - FRAME_MARGIN_BYTES
+
+_CODES = {
+    errno.ENOENT: "not_found",
+    errno.ENOTDIR: "not_found",
+    errno.EISDIR: "is_directory",
+    errno.EACCES: "permission",
+    errno.EPERM: "permission",
+    errno.EROFS: "permission",
+    errno.ENOSPC: "no_space",
+    errno.EDQUOT: "no_space",
+    errno.EFBIG: "too_large",
+}
+
+
+async def read_file(request: FileRead, limiter: trio.CapacityLimiter) -> FileData:
+    """Read a part of a file. A cancelled call returns when the read that is on its way has ended.
+
+    Raises:
+        CallError: `not_absolute`, `not_found`, `is_directory`, `permission`, `too_large` (`max_bytes` does not fit a
+            frame), `bad_request` (a negative number), `io` (anything else, also what is no regular file).
+    """
+    if request.offset < 0 or request.max_bytes < 0:
+        raise CallError("bad_request", f"offset {request.offset}, max_bytes {request.max_bytes}: must not be negative")
+    if request.max_bytes > MAX_READ_BYTES:
+        raise CallError("too_large", f"max_bytes {request.max_bytes} exceeds {MAX_READ_BYTES}; read the file in pieces")
+    return await _in_thread(partial(_read, request), request.path, limiter)
+
+
+async def write_file(request: FileWrite, limiter: trio.CapacityLimiter) -> FileWritten:
+    """Replace a file, all of it or nothing, or add to its end. Missing parent directories are made.
+
+    Replacing renames a new file over the old one, which gets `mode` whatever it had; where the directory takes no new
+    file but the old one can be written, it is overwritten in place. A symbolic link stays, and its target is written.
+    A cancelled call returns when the write has ended.
+
+    Raises:
+        CallError: `not_absolute`, `is_directory`, `permission`, `no_space`, `too_large`, `not_found`, `bad_request`
+            (`mode` out of range), `io` (anything else, also what is no regular file).
+    """
+    if not 0 <= request.mode <= MAX_MODE:
+        raise CallError("bad_request", f"mode: {request.mode:#o} is not between 0 and {MAX_MODE:#o}")
+    return await _in_thread(partial(_write, request), request.path, limiter)
+
+
+async def _in_thread(action: Callable[[], ReplyT], path: str, limiter: trio.CapacityLimiter) -> ReplyT:
+    if "\0" in path:
+        raise CallError("bad_request", "path: holds a NUL")
+    if not os.path.isabs(path):
+        raise CallError("not_absolute", f"{path!r} is not an absolute path")
+    try:
+        return await trio.to_thread.run_sync(action, limiter=limiter)
+    except OSError as exc:
+        code = _CODES.get(exc.errno or 0, "io")
+        raise CallError(code, f"{path}: {exc.strerror or exc}") from exc
+
+
+def _read(request: FileRead) -> FileData:
+    # O_NONBLOCK: opening a pipe nobody writes to must not take a thread away for ever.
+    fd = os.open(request.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(fd)
+        _require_regular(status, request.path)
+        pieces = []
+        at, end = request.offset, request.offset + request.max_bytes
+        eof = False
+        while at < end and not eof:
+            piece = os.pread(fd, end - at, at)
+            pieces.append(piece)
+            at += len(piece)
+            eof = not piece
+        return FileData(
+            data=b"".join(pieces), size_bytes=max(status.st_size, at if eof else 0), eof=eof or at >= status.st_size
+        )
+    finally:
+        os.close(fd)
+
+
+def _write(request: FileWrite) -> FileWritten:
+    path = os.path.realpath(request.path)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    exists = os.path.lexists(path)
+    if exists:
+        _require_regular(os.stat(path), path)
+    if request.append:
+        return _write_in_place(path, request, os.O_APPEND | os.O_CREAT)
+    try:
+        return _replace(path, request)
+    except PermissionError:
+        if not exists:
+            raise
+        return _write_in_place(path, request, os.O_TRUNC)
+
+
+def _replace(path: str, request: FileWrite) -> FileWritten:
+    temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            _write_all(fd, request.data)
+            os.fchmod(fd, request.mode)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return FileWritten(size_bytes=len(request.data))
+
+
+def _write_in_place(path: str, request: FileWrite, flags: int) -> FileWritten:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, request.mode)
+    try:
+        _write_all(fd, request.data)
+        return FileWritten(size_bytes=os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def _require_regular(status: os.stat_result, path: str) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)

@@ -1,0 +1,211 @@
+"""The persistent IPython session: one cell at a time, its deadline, and a new kernel when the old one is lost."""
+
+from __future__ import annotations
+
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from ipc.nursery import single_exception
+from ipc.rpc import CallError
+from ipc.wire import CellError, CellResult, IpythonRun
+from sandbox_daemon.keeper import Keeper, StartFailed
+from sandbox_daemon.kernel import CellOutput, Kernel, open_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from sandbox_daemon.child_wire import CellDone
+    from sandbox_daemon.children import ChildReaper
+
+__all__ = ["IpythonSession"]
+
+MAX_OUTPUT_BYTES = 1024 * 1024
+"""Most a cell's result may keep of each of stdout, stderr, result, error and traceback: together they fit a frame."""
+INTERRUPT_GRACE_S = 1.5
+"""From SIGINT to SIGKILL of a cell that ran out of time."""
+STOP_DEADLINE_S = 4.0
+STREAM_BUFFER_CHUNKS = 16
+
+
+class IpythonSession:
+    """An IPython shell that keeps its variables from one cell to the next.
+
+    Cells run one after another; a second caller waits for the first. The session lives in `serve`.
+
+    Args:
+        env: what the cells and what they start see.
+        cwd: where each new kernel starts.
+        runtime_env: what this daemon's Python needs to start.
+    """
+
+    def __init__(
+        self,
+        reaper: ChildReaper,
+        *,
+        env: dict[str, str],
+        cwd: str,
+        runtime_env: dict[str, str],
+        limiter: trio.CapacityLimiter,
+    ) -> None:
+        self._reaper = reaper
+        self._env = {"MPLBACKEND": "Agg", **env}
+        self._cwd = cwd
+        self._runtime_env = runtime_env
+        self._limiter = limiter
+        self._keeper: Keeper[Kernel] = Keeper(self._open_kernel)
+        self._turn = trio.Lock()
+        self._last_generation = 0
+        self._execution_count = 0
+
+    def __repr__(self) -> str:
+        return f"<IpythonSession: {self._keeper!r}>"
+
+    async def serve(self, *, prestart: bool = False) -> None:
+        """Start a kernel when the first cell comes (at once if `prestart`), until cancelled; then kill it."""
+        if prestart:
+            self._keeper.want()
+        await self._keeper.serve()
+
+    async def restart(self) -> int:
+        """Kill the kernel and start a new one, when a running cell has ended. Returns its pid when it is ready.
+
+        Raises:
+            CallError: `no_ipython`, it cannot be started.
+        """
+        async with self._turn:
+            generation = self._keeper.generation
+            if self._keeper.process is not None:
+                await self._keeper.process.kill()
+            kernel = await self._current_kernel(after_generation=generation)
+            self._last_generation = self._keeper.generation
+            return kernel.child.pid
+
+    async def run(self, request: IpythonRun, send_output: Callable[[str, bytes], Awaitable[None]]) -> CellResult:
+        """Run one cell to its end, or to its deadline. `send_output` gets its output as it comes, if streamed.
+
+        After `timeout_s`, and on cancellation, the cell is interrupted; if it does not end, the kernel is killed with
+        its session, and another is started. Shielded, within `STOP_DEADLINE_S`.
+
+        Raises:
+            CallError: `bad_request` (a limit out of range), `no_ipython` (it cannot be started).
+        """
+        _check(request)
+        async with self._turn:
+            kernel = await self._current_kernel()
+            restarted_before = 0 < self._last_generation < self._keeper.generation
+            self._last_generation = self._keeper.generation
+            cell = _Cell(request)
+            started = time.monotonic()
+            if request.stream:
+                await cell.run_streamed(kernel, send_output)
+            else:
+                await cell.run(kernel)
+            duration_s = time.monotonic() - started
+            if cell.done is None:
+                self._last_generation += 1  # this result reports the loss
+        stdout, stderr = cell.stdout.buffer.capped(), cell.stderr.buffer.capped()
+        dropped_bytes = stdout.dropped_bytes + stderr.dropped_bytes
+        result: str | None = None
+        error: CellError | None
+        if cell.done is None:
+            error = _death(kernel, timed_out=cell.timed_out)
+        else:
+            result, error = cell.done.result, cell.done.error
+            dropped_bytes += cell.done.dropped_bytes
+            self._execution_count = cell.done.execution_count
+        return CellResult(
+            stdout=stdout.text,
+            stderr=stderr.text,
+            result=result,
+            error=error,
+            execution_count=self._execution_count,
+            duration_s=duration_s,
+            timed_out=cell.timed_out,
+            restarted=cell.done is None or restarted_before,
+            dropped_bytes=dropped_bytes,
+        )
+
+    async def _current_kernel(self, after_generation: int = 0) -> Kernel:
+        try:
+            return await self._keeper.current(after_generation=after_generation)
+        except StartFailed as exc:
+            raise CallError("no_ipython", str(exc)) from exc
+
+    @asynccontextmanager
+    async def _open_kernel(self) -> AsyncIterator[Kernel]:
+        async with open_kernel(
+            self._reaper, env=self._env, cwd=self._cwd, runtime_env=self._runtime_env, limiter=self._limiter
+        ) as kernel:
+            yield kernel
+
+
+class _Cell:
+    """One cell on its way. `done` is None after `run` if the kernel was lost with it."""
+
+    def __init__(self, request: IpythonRun) -> None:
+        self.done: CellDone | None = None
+        self.timed_out = False
+        self._request = request
+        self.stdout = CellOutput("stdout", request.max_output_bytes)
+        self.stderr = CellOutput("stderr", request.max_output_bytes)
+
+    async def run(self, kernel: Kernel) -> None:
+        """Run it; on time-out and on cancellation it is stopped before this returns."""
+        ended = False
+        try:
+            with trio.move_on_after(self._request.timeout_s):
+                await kernel.begin(
+                    self._request.code,
+                    max_text_bytes=self._request.max_output_bytes,
+                    stdout=self.stdout,
+                    stderr=self.stderr,
+                )
+                self.done = await kernel.wait_done()
+                ended = True
+        finally:
+            if not ended:
+                self.timed_out = True
+                with trio.move_on_after(STOP_DEADLINE_S, shield=True):
+                    await self._stop(kernel)
+
+    async def run_streamed(self, kernel: Kernel, send_output: Callable[[str, bytes], Awaitable[None]]) -> None:
+        """As `run`, handing output on while it comes, all of it before this returns."""
+        send_chunk, receive_chunk = trio.open_memory_channel[tuple[str, bytes]](STREAM_BUFFER_CHUNKS)
+        self.stdout.chunks = self.stderr.chunks = send_chunk
+
+        async def forward() -> None:
+            async for name, chunk in receive_chunk:
+                await send_output(name, chunk)
+
+        with single_exception():
+            async with trio.open_nursery() as nursery, send_chunk:
+                nursery.start_soon(forward)
+                await self.run(kernel)
+
+    async def _stop(self, kernel: Kernel) -> None:
+        kernel.interrupt()
+        with trio.move_on_after(INTERRUPT_GRACE_S):
+            self.done = await kernel.wait_done()
+            return
+        await kernel.kill()
+        await kernel.wait_gone()
+
+
+def _check(request: IpythonRun) -> None:
+    if not 0 <= request.max_output_bytes <= MAX_OUTPUT_BYTES:
+        raise CallError(
+            "bad_request", f"max_output_bytes: {request.max_output_bytes} is not between 0 and {MAX_OUTPUT_BYTES}"
+        )
+    if not request.timeout_s > 0:
+        raise CallError("bad_request", f"timeout_s: {request.timeout_s} is not positive")
+
+
+def _death(kernel: Kernel, *, timed_out: bool) -> CellError:
+    if timed_out:
+        value = "the cell ran out of time and did not react to an interrupt; a new kernel takes the place of the old"
+    else:
+        value = f"the IPython process ended with exit code {kernel.child.exit_code} while the cell ran"
+    return CellError(name="KernelDied", value=value, traceback="")

@@ -1,0 +1,284 @@
+"""One IPython child process, seen from the daemon: its control channel, and its output pipes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from ipc.channel import Channel
+from ipc.errors import ChannelBroken, IpcError
+from sandbox_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, CellDone, ChildReady, RunCell, StartChild
+from sandbox_daemon.keeper import StartFailed
+from sandbox_daemon.output import OutputBuffer
+from sandbox_daemon.processes import kill_until_gone
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from sandbox_daemon.children import Child, ChildReaper
+    from sandbox_daemon.processes import ProcessEntry, ProcessTable
+
+__all__ = ["CellOutput", "Kernel", "open_kernel"]
+
+START_TIMEOUT_S = 30.0
+KILL_DEADLINE_S = 2.0
+DRAIN_GRACE_S = 0.1
+"""How long output is awaited after the child ended while something else still holds its pipes."""
+READ_BYTES = 64 * 1024
+IDLE_OUTPUT_BYTES = 64 * 1024
+"""Kept of what threads and background processes write between two cells, for each of the two streams."""
+_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[ChildReady | CellDone] = msgspec.msgpack.Decoder(ChildReady | CellDone)
+
+
+class CellOutput:
+    """What one cell writes to one stream.
+
+    Args:
+        name: `stdout` or `stderr`.
+        chunks: where it goes as it comes, if anywhere, with its name.
+    """
+
+    def __init__(
+        self, name: str, max_bytes: int, chunks: trio.MemorySendChannel[tuple[str, bytes]] | None = None
+    ) -> None:
+        self.name = name
+        self.buffer = OutputBuffer(max_bytes)
+        self.chunks = chunks
+
+    async def take(self, data: bytes) -> None:
+        """Waits while a stream's reader is behind, which holds the cell up in turn."""
+        if not data:
+            return
+        self.buffer.append(data)
+        if self.chunks is not None:
+            try:
+                await self.chunks.send((self.name, data))
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                self.chunks = None  # nobody listens any more
+
+
+class OutputPipe:
+    """The reading end of one of the child's output streams. Always read, so that nothing in the child ever blocks."""
+
+    def __init__(self, name: str, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._name = name
+        self._fd = fd
+        self._closed = False
+        self._cell: CellOutput | None = None
+        self._idle_output = OutputBuffer(IDLE_OUTPUT_BYTES)
+
+    async def serve(self) -> None:
+        """Read until the stream ends, that is until every process that has it is gone."""
+        while True:
+            await trio.lowlevel.wait_readable(self._fd)
+            try:
+                data = os.read(self._fd, READ_BYTES)
+            except BlockingIOError:  # `finish` was faster
+                continue
+            if not data:
+                return
+            await self._take(data)
+
+    async def begin(self, cell: CellOutput) -> None:
+        """From here on output is the cell's; what came since the last one is its beginning."""
+        idle_output, self._idle_output = self._idle_output, OutputBuffer(IDLE_OUTPUT_BYTES)
+        self._cell = cell
+        await cell.take(idle_output.capped().data)
+
+    async def finish(self) -> None:
+        """The cell has ended: take what is in the pipe by now, and no more. What comes later is not the cell's."""
+        if not self._closed:
+            (waiting_bytes,) = struct.unpack("i", fcntl.ioctl(self._fd, termios.FIONREAD, bytes(4)))
+            while waiting_bytes > 0:
+                data = os.read(self._fd, min(waiting_bytes, READ_BYTES))
+                waiting_bytes -= len(data)
+                await self._take(data)
+        self._cell = None
+
+    def recent_text(self) -> str:
+        """What came between cells and has not been handed on."""
+        return self._idle_output.capped().text
+
+    def close(self) -> None:
+        """Idempotent. `serve` must have ended."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._fd)
+
+    async def _take(self, data: bytes) -> None:
+        if self._cell is None:
+            self._idle_output.append(data)
+        else:
+            await self._cell.take(data)
+
+
+class Kernel:
+    """A running IPython child. One cell at a time; its caller sees to that."""
+
+    def __init__(self, child: Child, control: Channel, stdout: OutputPipe, stderr: OutputPipe) -> None:
+        self.child = child
+        self._control = control
+        self._stdout = stdout
+        self._stderr = stderr
+        self._gone = trio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.child.pid}: {'gone' if self._gone.is_set() else 'running'}>"
+
+    async def wait_gone(self) -> None:
+        """Returns when the child has ended, by whatever cause, and its last output has been taken."""
+        await self._gone.wait()
+
+    async def begin(self, code: str, *, max_text_bytes: int, stdout: CellOutput, stderr: CellOutput) -> None:
+        """Send a cell. If the child is gone or goes, `wait_done` says so."""
+        await self._stdout.begin(stdout)
+        await self._stderr.begin(stderr)
+        await self._send(RunCell(code=code, max_text_bytes=max_text_bytes))
+
+    async def wait_done(self) -> CellDone | None:
+        """The end of the cell, with all its output taken; None if the child ended instead. May be called again."""
+        done = await self._receive()
+        if isinstance(done, CellDone):
+            await self._stdout.finish()
+            await self._stderr.finish()
+            return done
+        await self.kill()
+        await self._gone.wait()
+        return None
+
+    def interrupt(self) -> None:
+        """SIGINT to the child and what it runs in its own process group."""
+        self.child.kill_group(signal.SIGINT)
+
+    async def kill(self) -> None:
+        """SIGKILL the child if it still runs, with everything in its session or below it. Returns when that ended."""
+        if self.child.exit_code is not None:
+            return
+        session = self.child.pid
+
+        def members(table: ProcessTable) -> set[ProcessEntry]:
+            return table.with_descendants(lambda entry: entry.session == session)
+
+        self.child.kill_group(signal.SIGKILL)
+        await kill_until_gone(members)
+
+    async def start(self, *, env: dict[str, str], cwd: str) -> bool:
+        """Hand over the environment and wait until the first cell can run; False if the child ended instead."""
+        await self._send(StartChild(env=env, cwd=cwd))
+        return isinstance(await self._receive(), ChildReady)
+
+    def recent_errors(self) -> str:
+        """What the child last said on standard error outside of cells."""
+        return self._stderr.recent_text()
+
+    async def serve(self) -> None:
+        """Take the child's output until it ends, then close everything of it. On cancellation it is killed."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._serve_output)
+                await self.child.wait()
+                nursery.cancel_scope.deadline = trio.current_time() + DRAIN_GRACE_S
+        finally:
+            with trio.move_on_after(KILL_DEADLINE_S, shield=True):
+                await self.kill()
+                await self._control.aclose()
+            self._stdout.close()
+            self._stderr.close()
+            self._gone.set()
+
+    async def _serve_output(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._stdout.serve)
+            nursery.start_soon(self._stderr.serve)
+
+    async def _send(self, message: StartChild | RunCell) -> None:
+        with suppress(ChannelBroken):  # the child is gone; whoever waits for its answer learns it
+            await self._control.send(_encode(message))
+
+    async def _receive(self) -> ChildReady | CellDone | None:
+        try:
+            return _decoder.decode(await self._control.receive())
+        except (IpcError, msgspec.DecodeError):  # gone, or the cell wrote to a socket that is not its own
+            return None
+
+
+@asynccontextmanager
+async def open_kernel(
+    reaper: ChildReaper,
+    *,
+    env: dict[str, str],
+    cwd: str,
+    runtime_env: dict[str, str],
+    limiter: trio.CapacityLimiter,
+) -> AsyncIterator[Kernel]:
+    """Start an IPython child and yield it ready for its first cell; on leaving it is killed with its session.
+
+    A child that ended by itself has no such end made: what it left in the background lives on.
+
+    Args:
+        env: what the cells and what they start see.
+        runtime_env: what this daemon's Python needs to start; nothing the cells start sees it.
+
+    Raises:
+        StartFailed: it could not be started, or was not ready within `START_TIMEOUT_S`.
+    """
+    kernel = await _spawn(reaper, runtime_env=runtime_env, limiter=limiter)
+    ready = False
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(kernel.serve)
+        with trio.move_on_after(START_TIMEOUT_S):
+            ready = await kernel.start(env=env, cwd=cwd)
+        if ready:
+            yield kernel
+        nursery.cancel_scope.cancel()
+    if not ready:
+        raise StartFailed(f"IPython did not get ready (limit {START_TIMEOUT_S:g} s); it said: {kernel.recent_errors()}")
+
+
+async def _spawn(reaper: ChildReaper, *, runtime_env: dict[str, str], limiter: trio.CapacityLimiter) -> Kernel:
+    ours, theirs = socket.socketpair()
+    stdout_read, stdout_write = os.pipe2(os.O_CLOEXEC)
+    stderr_read, stderr_write = os.pipe2(os.O_CLOEXEC)
+    argv = [sys.executable, "-P", "-m", "sandbox_daemon.ipython_child", str(theirs.fileno())]
+
+    def spawn() -> int:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout_write,
+            stderr=stderr_write,
+            env=runtime_env,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        process.returncode = 0  # the reaper waits for it, not this object
+        return process.pid
+
+    try:
+        with reaper.starting():
+            child = reaper.adopt(await trio.to_thread.run_sync(spawn, limiter=limiter))
+    except OSError as exc:
+        ours.close()
+        os.close(stdout_read)
+        os.close(stderr_read)
+        raise StartFailed(f"{sys.executable} could not be started: {exc}") from exc
+    finally:
+        theirs.close()
+        os.close(stdout_write)
+        os.close(stderr_write)
+    ours.setblocking(False)
+    control = Channel(trio.SocketStream(trio.socket.from_stdlib_socket(ours)), max_frame_bytes=CONTROL_MAX_FRAME_BYTES)
+    return Kernel(child, control, OutputPipe("stdout", stdout_read), OutputPipe("stderr", stderr_read))
