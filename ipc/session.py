@@ -128,9 +128,10 @@ class SessionWelcome(_Frame, frozen=True):
 
 
 class SessionRefused(_Frame, frozen=True):
-    """The node refuses the connection and closes it."""
+    """The node refuses the connection and closes it. `admission`: it has too many sessions; `replaced`: a newer
+    connection has taken the session over, so do not come back."""
 
-    code: Literal["version", "token", "protocol", "draining", "replaced"]
+    code: Literal["version", "token", "protocol", "draining", "replaced", "admission"]
     message: str
 
 

@@ -1,0 +1,255 @@
+"""The client for trainers that do not know trio: plain calls, from any thread, beside any event loop or none."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+
+import trio
+
+from prorl_trio.client.client import RolloutClient, connect
+from prorl_trio.client.errors import ConnectionLost
+from prorl_trio.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
+    from types import TracebackType
+
+    from ipc.session import Accepted, CancelledJobs, Rejected
+    from prorl_trio.models import JobSpec, Outcome
+
+__all__ = ["BlockingClient", "BlockingResults"]
+
+JOIN_TIMEOUT_S: Final = 10.0
+"""More than a client takes to say goodbye."""
+
+T = TypeVar("T")
+
+
+class BlockingClient:
+    """A session on one node, behind blocking calls.
+
+        with BlockingClient("ws://127.0.0.1:8700", token) as client:
+            client.submit(specs)
+            for outcome in client.results(len(specs)):
+                ...
+
+    A private trio loop runs in a daemon thread: heartbeats and reconnects go on while the trainer computes, and no
+    event loop of the trainer's is touched. Called inside one, a method blocks that loop for as long as it takes, as any
+    blocking call does. All methods may be called from any thread, and raise what those of `RolloutClient` raise. A call
+    interrupted by Ctrl-C is withdrawn and loses nothing. A client that is forgotten ends with its last reference or
+    with the interpreter, which it never keeps from exiting; what `results` gave out last is then not acknowledged.
+
+    Args:
+        url, token, session_id: as for `connect`, and so are further keyword arguments.
+
+    Raises:
+        ServiceError: as `connect`.
+    """
+
+    def __init__(self, url: str, token: str, session_id: str | None = None, **options: Any) -> None:
+        self._loop = _Loop(lambda: connect(url, token, session_id=session_id, **options))
+        self._finalizer = weakref.finalize(self, self._loop.stop)
+        self._pid = os.getpid()
+        self._turn = threading.Lock()
+        try:
+            self._client = self._loop.start()
+        except BaseException:
+            self._finalizer()
+            raise
+        self._cursor = self._client.cursor
+        self.session_id = self._client.session_id
+        """Give it to the constructor to come back to this session, also from another process."""
+
+    @property
+    def cursor(self) -> int:
+        """Of the result given out last. Kept beside a checkpoint, it is the `resume_after` to come back with."""
+        return self._cursor
+
+    def submit(self, specs: Sequence[JobSpec]) -> list[Accepted | Rejected]:
+        """See `RolloutClient.submit`."""
+        return self._call(self._client.submit, specs)
+
+    def results(self, count: int | None = None, *, timeout_s: float | None = None) -> BlockingResults:
+        """See `RolloutClient.results`. Threads may share the results out: each outcome goes to one of them.
+
+        With `timeout_s`, waiting longer than that for the next outcome raises TimeoutError; the iterator goes on when
+        asked again.
+        """
+        return BlockingResults(self, count, timeout_s)
+
+    def cancel(self, job_ids: Sequence[str], reason: str = "cancelled by the trainer") -> CancelledJobs:
+        """See `RolloutClient.cancel`."""
+        return self._call(self._client.cancel, job_ids, reason)
+
+    def status(self) -> dict[str, Any]:
+        """See `RolloutClient.status`."""
+        return self._call(self._client.status)
+
+    def add_backend(self, url: str) -> None:
+        """See `RolloutClient.add_backend`."""
+        self._call(self._client.add_backend, url)
+
+    def remove_backend(self, url: str) -> None:
+        """See `RolloutClient.remove_backend`."""
+        self._call(self._client.remove_backend, url)
+
+    def close(self) -> None:
+        """Acknowledge what `results` gave out, close the connection, join the thread. Calls in progress raise
+        ConnectionLost. Jobs go on. Closing twice does nothing."""
+        self._close(acknowledge=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # After an exception the outcome given out last may not have been used: the session's next client gets it.
+        self._close(acknowledge=exc_type is None)
+
+    def _close(self, *, acknowledge: bool) -> None:
+        if os.getpid() != self._pid:
+            self._finalizer.detach()
+            return
+        if not self._finalizer.alive:
+            return
+        if acknowledge:
+            with suppress(ConnectionLost):
+                self._acknowledge()
+        self._finalizer()
+        self._loop.join()
+
+    def _next(self, timeout_s: float | None) -> Outcome:
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        if not self._turn.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+            raise TimeoutError(f"no result within {timeout_s:g} s: another thread waited before")
+        try:
+            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            # The cursor moves on this side, with the outcome in hand: an interrupted call is given the same one again.
+            self._cursor, outcome = self._call(_next_within, self._client, self._cursor, left_s)
+            return outcome
+        finally:
+            self._turn.release()
+
+    def _acknowledge(self) -> None:
+        self._check_process()
+        self._loop.call_sync(self._client.acknowledge, self._cursor)
+
+    def _call(self, afn: Callable[..., Awaitable[T]], *args: object) -> T:
+        self._check_process()
+        return self._loop.call(afn, *args)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ConnectionLost("this client belongs to the process that made it, not to a fork; make one here")
+
+
+class BlockingResults:
+    """An iterator over outcomes. See `BlockingClient.results`."""
+
+    def __init__(self, client: BlockingClient, count: int | None, timeout_s: float | None) -> None:
+        self._client = client
+        self._left = count
+        self._timeout_s = timeout_s
+
+    def __iter__(self) -> BlockingResults:
+        return self
+
+    def __next__(self) -> Outcome:
+        if self._left == 0:
+            self._client._acknowledge()
+            raise StopIteration
+        outcome = self._client._next(self._timeout_s)
+        if self._left is not None:
+            self._left -= 1
+        return outcome
+
+
+class _Loop:
+    """A trio loop in a daemon thread, with one client in it. Holds no reference to the `BlockingClient`."""
+
+    def __init__(self, open_client: Callable[[], AbstractAsyncContextManager[RolloutClient]]) -> None:
+        self._open_client = open_client
+        self._token: Future[trio.lowlevel.TrioToken] = Future()
+        self._client: Future[RolloutClient] = Future()
+        self._scope = trio.CancelScope()
+        self._thread = threading.Thread(target=self._run, name="prorl-trio client", daemon=True)
+
+    def start(self) -> RolloutClient:
+        """Start the thread; returns when the client is connected, or raises what kept it from it."""
+        self._thread.start()
+        return self._client.result()
+
+    def stop(self) -> None:
+        """Ask the loop to end. Returns at once; works at any time, from any thread, and twice."""
+        self._token.add_done_callback(lambda token: _run_soon(token.result(), self._scope.cancel))
+
+    def join(self) -> None:
+        """Wait for the end of the thread, which is bounded by the time a client takes to say goodbye."""
+        self._thread.join(JOIN_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise InternalError(f"the client's thread did not end within {JOIN_TIMEOUT_S:g} s")
+
+    def call(self, afn: Callable[..., Awaitable[T]], *args: object) -> T:
+        """Run `afn(*args)` in the loop and return what it returns, or raise what it raises."""
+        token, scope = self._token.result(), trio.CancelScope()
+
+        async def withdrawable() -> T:
+            with scope:
+                return await afn(*args)
+            raise ConnectionLost("the call was withdrawn")
+
+        try:
+            return trio.from_thread.run(withdrawable, trio_token=token)
+        except (trio.RunFinishedError, trio.Cancelled):  # The loop's end, seen from outside of it.
+            raise ConnectionLost("the client is closed") from None
+        except BaseException:  # KeyboardInterrupt in this thread: nobody waits for the call any more.
+            _run_soon(token, scope.cancel)
+            raise
+
+    def call_sync(self, fn: Callable[..., T], *args: object) -> T:
+        """Run `fn(*args)` in the loop, at once."""
+        try:
+            return trio.from_thread.run_sync(fn, *args, trio_token=self._token.result())
+        except trio.RunFinishedError:
+            raise ConnectionLost("the client is closed") from None
+
+    def _run(self) -> None:
+        try:
+            trio.run(self._main)
+        except BaseException as exc:
+            if self._client.done():
+                raise
+            self._client.set_exception(exc)  # `start` raises it.
+
+    async def _main(self) -> None:
+        self._token.set_result(trio.lowlevel.current_trio_token())
+        with self._scope:
+            async with self._open_client() as client:
+                self._client.set_result(client)
+                await trio.sleep_forever()
+        if not self._client.done():
+            self._client.set_exception(ConnectionLost("the client was closed before it was connected"))
+
+
+def _run_soon(token: trio.lowlevel.TrioToken, fn: Callable[[], object]) -> None:
+    with suppress(trio.RunFinishedError):
+        token.run_sync_soon(fn)
+
+
+async def _next_within(client: RolloutClient, cursor: int, timeout_s: float | None) -> tuple[int, Outcome]:
+    arrived = client.peek_after(cursor)
+    if arrived is not None:
+        return arrived
+    if timeout_s is None:
+        return await client.next_after(cursor)
+    with trio.move_on_after(timeout_s):
+        return await client.next_after(cursor)
+    raise TimeoutError(f"no result within {timeout_s:g} s")

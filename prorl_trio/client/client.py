@@ -1,0 +1,361 @@
+"""The trainer's client, for trio. Without trio, take `prorl_trio.client.BlockingClient`."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import trio
+
+from ipc.nursery import single_exception
+from ipc.session import (
+    MAX_MESSAGE_BYTES,
+    Accepted,
+    AddBackend,
+    BackendChanged,
+    CancelJobs,
+    CancelledJobs,
+    JobEvent,
+    Rejected,
+    RemoveBackend,
+    StatusReport,
+    StatusRequest,
+)
+from ipc.websocket import LinkLimits
+from prorl_trio.client.requests import AnswerT, Call, RequestFrame, SubmitCall
+from prorl_trio.client.state import ClientState
+from prorl_trio.client.transport import Address, Patience, Transport
+from prorl_trio.errors import BackendError, ProtocolError
+from prorl_trio.models import JobSpec, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+__all__ = ["EventStream", "ResultStream", "RolloutClient", "connect"]
+
+BATCH_BYTES: Final = 1024 * 1024
+BATCH_JOBS: Final = 1_000
+"""A submit is sent in frames of at most so much, one job always."""
+FRAME_OVERHEAD_BYTES: Final = 64
+"""More than `Submit` adds to its jobs."""
+MAX_CALLS: Final = 32
+"""Requests of one client in flight; more wait for their turn."""
+
+_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+
+
+class RolloutClient:
+    """A trainer's session on one node. Made by `connect`; all methods belong to the trio loop it was made in.
+
+    A lost connection is made again behind the scenes; calls in flight wait for it and are sent again. When that fails
+    for good, every call raises what happened (`ConnectionLost`, `SessionLost`, `SessionReplaced`, ...), and `results`
+    does so after what had arrived. A cancelled call may or may not have reached the node.
+    """
+
+    def __init__(self, state: ClientState, max_message_bytes: int) -> None:
+        self._state = state
+        self._max_message_bytes = max_message_bytes
+        self._turns = trio.Semaphore(MAX_CALLS)
+        self._yielded = state.inbox.settled
+
+    def __repr__(self) -> str:
+        state = self._state
+        how = repr(state.failure) if state.failure else "connected" if state.connected else "connecting"
+        return f"<RolloutClient {state.session_id!r}, {how}, {len(state.inbox)} results waiting>"
+
+    @property
+    def session_id(self) -> str:
+        """Give it to `connect` to come back to this session, also from another process."""
+        return self._state.session_id
+
+    @property
+    def cursor(self) -> int:
+        """Of the result yielded last. Kept beside a checkpoint, it is the `resume_after` to come back with."""
+        return self._yielded
+
+    @property
+    def node_id(self) -> str:
+        """The node this session is on."""
+        assert self._state.welcome is not None
+        return self._state.welcome.node_id
+
+    @property
+    def resumed(self) -> bool:
+        """The node knew the session when this client first connected."""
+        assert self._state.welcome is not None
+        return self._state.welcome.resumed
+
+    async def submit(self, specs: Sequence[JobSpec]) -> list[Accepted | Rejected]:
+        """Hand jobs to the node; returns one answer per spec, in order (`index` is its position in `specs`).
+
+        An accepted job gets exactly one outcome, through `results`. A rejected one is not on the node: `code` and
+        `message` say why, `path` which field, `retry_after_s` when there may be room. The same spec again joins the job
+        that is there. Sent in batches; when cancelled, some may have been taken, and submitting again is safe.
+
+        Raises:
+            ServiceError: the session is over.
+        """
+        await trio.lowlevel.checkpoint()
+        answers: list[Accepted | Rejected] = []
+        for batch in self._batches(specs):
+            if isinstance(batch, Rejected):
+                answers.append(batch)
+                continue
+            call = SubmitCall(batch)
+            await self._call(call)
+            answers += [answer for answer in call.answers if answer is not None]
+        return [msgspec.structs.replace(answer, index=index) for index, answer in enumerate(answers)]
+
+    def results(self, count: int | None = None) -> ResultStream:
+        """The outcomes, in the order in which the jobs ended: `async for outcome in client.results(len(specs))`.
+
+        Asking for the next outcome acknowledges the ones before, and the node forgets them; so does leaving `connect`
+        without an exception. What was not acknowledged comes again after a crash, to a client with the same
+        `session_id`. Within this client's life each outcome comes once, whatever happens to connections, and however
+        often `results` is called. Ends after `count`; without it, never. Meant for one consumer: for several, give the
+        outcomes out from one loop.
+
+        Raises:
+            ServiceError: the session is over, and everything that had arrived has been yielded.
+        """
+        return ResultStream(self, count)
+
+    def events(self) -> EventStream:
+        """Jobs changing their stage, for people and progress bars. Lossy: the node drops some under pressure, and
+        this client the oldest when nobody takes them. Ends with the session."""
+        return EventStream(self._state)
+
+    async def cancel(self, job_ids: Sequence[str], reason: str = "cancelled by the trainer") -> CancelledJobs:
+        """Cancel jobs; returns when nothing of them is left on the node. Their outcomes come as any other's.
+
+        `unknown` are ids this session never submitted, or whose outcome is acknowledged.
+
+        Raises:
+            ServiceError: the session is over.
+        """
+        return await self._ask(CancelledJobs, lambda i: CancelJobs(request_id=i, job_ids=list(job_ids), reason=reason))
+
+    async def status(self) -> dict[str, Any]:
+        """Live state of the node, for people and dashboards.
+
+        Raises:
+            ServiceError: the session is over.
+        """
+        report = await self._ask(StatusReport, lambda i: StatusRequest(request_id=i))
+        return msgspec.msgpack.decode(report.statistics, type=dict[str, Any])
+
+    async def add_backend(self, url: str) -> None:
+        """Register an LLM backend with the node, which probes it first.
+
+        Raises:
+            BackendError: it is not fit; the message says why.
+            ServiceError: the session is over.
+        """
+        _check(await self._ask(BackendChanged, lambda i: AddBackend(request_id=i, url=url)))
+
+    async def remove_backend(self, url: str) -> None:
+        """Take an LLM backend out of the node's pool. Its running calls finish.
+
+        Raises:
+            BackendError: it is not in the pool.
+            ServiceError: the session is over.
+        """
+        _check(await self._ask(BackendChanged, lambda i: RemoveBackend(request_id=i, url=url)))
+
+    async def next_after(self, cursor: int) -> tuple[int, Outcome]:
+        """Acknowledge everything up to `cursor`; returns the first outcome after it, with its own cursor.
+
+        What `results` is made of. Asked with the same cursor again, it returns the same outcome again: nothing is lost
+        when the caller is interrupted. A checkpoint.
+
+        Raises:
+            ServiceError: the session is over, and there is none.
+        """
+        await trio.lowlevel.checkpoint()
+        while (arrived := self.peek_after(cursor)) is None:
+            await self._state.wait_changed()
+        return arrived
+
+    def peek_after(self, cursor: int) -> tuple[int, Outcome] | None:
+        """As `next_after`, but None where that would wait."""
+        self.acknowledge(cursor)
+        frame = self._state.inbox.first()
+        if frame is None:
+            if self._state.failure is not None:
+                self._state.raise_failure()
+            return None
+        try:
+            outcome = _decode_outcome(frame.outcome)
+        except msgspec.DecodeError as exc:
+            raise ProtocolError(f"outcome {frame.cursor} of job {frame.job_id!r} cannot be read: {exc}") from None
+        self._yielded = max(self._yielded, frame.cursor)
+        return frame.cursor, outcome
+
+    def acknowledge(self, cursor: int) -> None:
+        """The outcomes up to `cursor` are taken care of: the node may forget them. `results` does this by itself."""
+        self._state.settle(cursor)
+
+    def _batches(self, specs: Sequence[JobSpec]) -> Iterator[list[tuple[str, msgspec.Raw]] | Rejected]:
+        """Cut into frames; a spec that cannot travel is rejected here, and the others go on."""
+        limit_bytes = self._max_message_bytes - FRAME_OVERHEAD_BYTES
+        batch: list[tuple[str, msgspec.Raw]] = []
+        size_bytes = 0
+        for spec in specs:
+            rejected, encoded = _encode_spec(spec, limit_bytes)
+            full = len(batch) == BATCH_JOBS or size_bytes + len(encoded) > min(BATCH_BYTES, limit_bytes)
+            if batch and (rejected is not None or full):
+                yield batch
+                batch, size_bytes = [], 0
+            if rejected is not None:
+                yield rejected
+            else:
+                batch.append((spec.job_id, msgspec.Raw(encoded)))
+                size_bytes += len(encoded)
+        if batch:
+            yield batch
+
+    async def _ask(self, answer_type: type[AnswerT], build: Callable[[int], RequestFrame]) -> AnswerT:
+        call = Call(build, answer_type)
+        await self._call(call)
+        assert call.answer is not None
+        return call.answer
+
+    async def _call(self, call: Call[Any] | SubmitCall) -> None:
+        """Send, and wait until `call` is answered, over as many connections as it takes."""
+        state = self._state
+        async with self._turns:
+            if state.failure is not None:
+                state.raise_failure()
+            request_id = state.requests.add(call)
+            try:
+                if state.link is not None:
+                    state.link.post(call.frame(request_id))
+                await call.answered.wait()
+            finally:
+                state.requests.remove(request_id)
+            if not call.complete:
+                state.raise_failure()
+
+
+class ResultStream:
+    """An async iterator over outcomes. See `RolloutClient.results`."""
+
+    def __init__(self, client: RolloutClient, count: int | None) -> None:
+        self._client = client
+        self._left = count
+
+    def __aiter__(self) -> ResultStream:
+        return self
+
+    async def __anext__(self) -> Outcome:
+        client = self._client
+        if self._left == 0:
+            await trio.lowlevel.checkpoint()
+            client.acknowledge(client.cursor)
+            raise StopAsyncIteration
+        _, outcome = await client.next_after(client.cursor)
+        if self._left is not None:
+            self._left -= 1
+        return outcome
+
+
+class EventStream:
+    """An async iterator over job events. See `RolloutClient.events`."""
+
+    def __init__(self, state: ClientState) -> None:
+        self._state = state
+
+    def __aiter__(self) -> EventStream:
+        return self
+
+    async def __anext__(self) -> JobEvent:
+        await trio.lowlevel.checkpoint()
+        while not self._state.events:
+            if self._state.failure is not None:
+                raise StopAsyncIteration
+            await self._state.wait_changed()
+        return self._state.events.popleft()
+
+
+@asynccontextmanager
+async def connect(
+    url: str,
+    token: str,
+    *,
+    session_id: str | None = None,
+    resume_after: int = 0,
+    connect_timeout_s: float = 10.0,
+    reconnect_timeout_s: float = 300.0,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    heartbeat_interval_s: float = 10.0,
+    heartbeat_timeout_s: float = 30.0,
+) -> AsyncIterator[RolloutClient]:
+    """Open a session on the node at `url` (`ws://HOST:PORT`).
+
+        async with connect("ws://127.0.0.1:8700", token) as client:
+            await client.submit(specs)
+            async for outcome in client.results(len(specs)):
+                ...
+
+    Args:
+        url: where the node listens.
+        token: the node's token.
+        session_id: a session to come back to; without, a new one. Its outcomes that were never acknowledged come first.
+        resume_after: `RolloutClient.cursor` of what the caller has already: not sent again, and acknowledged.
+        connect_timeout_s: how long to try for the first connection.
+        reconnect_timeout_s: how long to try when a connection is lost.
+        max_message_bytes: of one message, either way; at most what the node's config says.
+        heartbeat_interval_s: how often to send a heartbeat.
+        heartbeat_timeout_s: a connection on which nothing came for so long is lost.
+
+    Leaving without an exception acknowledges what `results` has yielded; with one, or by a cancel, the outcome yielded
+    last is kept for the next client of the session. Either way the connection is closed, within 2 s, and jobs go on.
+
+    Raises:
+        ConnectionLost: no connection within `connect_timeout_s`.
+        Unauthorized: wrong token.
+        ProtocolError: it is no node, or one of another version.
+        AdmissionRejected: the node has too many sessions.
+        ValueError: `url` is no node's.
+    """
+    state = ClientState(session_id or uuid.uuid4().hex, resume_after)
+    limits = LinkLimits(
+        max_message_bytes=max_message_bytes,
+        heartbeat_interval_s=heartbeat_interval_s,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+    )
+    patience = Patience(connect_timeout_s=connect_timeout_s, reconnect_timeout_s=reconnect_timeout_s)
+    transport = Transport(Address.parse(url), token, state, limits, patience)
+    client = RolloutClient(state, max_message_bytes)
+    with single_exception():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(transport.run)
+            try:
+                while state.welcome is None:
+                    if state.failure is not None:
+                        state.raise_failure()
+                    await state.wait_changed()
+                yield client
+                client.acknowledge(client.cursor)
+            finally:
+                transport.close()
+
+
+def _check(answer: BackendChanged) -> None:
+    if answer.error:
+        raise BackendError(answer.error, retryable=False)
+
+
+def _encode_spec(spec: JobSpec, limit_bytes: int) -> tuple[Rejected | None, bytes]:
+    try:
+        encoded = msgspec.msgpack.encode(spec)
+    except (TypeError, ValueError, OverflowError, RecursionError) as exc:
+        why = f"cannot be encoded: {exc}"
+    else:
+        if len(encoded) <= limit_bytes:
+            return None, encoded
+        why = f"has {len(encoded)} bytes, more than the limit of {limit_bytes}"
+    message = f"spec {why}"
+    return Rejected(request_id=0, index=0, job_id=spec.job_id, code="malformed", message=message, path="$"), b""

@@ -1,0 +1,36 @@
+"""What only a client can run into. The rest of the tree is in `prorl_trio.errors`."""
+
+from __future__ import annotations
+
+from prorl_trio.errors import ServiceError
+
+__all__ = ["ConnectionLost", "SessionLost", "SessionReplaced"]
+
+
+class ConnectionLost(ServiceError):
+    """The node could not be reached for as long as the client was told to try, or the client is closed.
+
+    The session is not over: `connect` again with its `session_id` finds the jobs and their outcomes.
+    """
+
+    code = "connection_lost"
+
+
+class SessionReplaced(ServiceError):
+    """Another client has connected with this session id. The newest wins; this one does not come back by itself."""
+
+    code = "replaced"
+
+
+class SessionLost(ServiceError):
+    """The node no longer knows the session: it was restarted. Submit the jobs in `job_ids` again.
+
+    Attributes:
+        job_ids: accepted in this client's life, without an outcome that reached it.
+    """
+
+    code = "session_lost"
+
+    def __init__(self, message: str, job_ids: list[str]) -> None:
+        super().__init__(message)
+        self.job_ids = job_ids

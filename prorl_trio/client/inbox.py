@@ -1,0 +1,59 @@
+"""Outcomes that have arrived and are not taken yet. Pure state: no I/O, no waiting."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from prorl_trio.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from ipc.session import OutcomeFrame
+
+__all__ = ["Inbox"]
+
+
+class Inbox:
+    """In cursor order, each once, whatever is sent again. The node's window bounds how many there can be.
+
+    Attributes:
+        received: the cursor that arrived last: a new connection resumes after it.
+        settled: everything up to this cursor has been taken care of: the node may forget it.
+    """
+
+    def __init__(self, resume_after: int = 0) -> None:
+        self.received = resume_after
+        self.settled = resume_after
+        self._frames: deque[OutcomeFrame] = deque()
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def put(self, frame: OutcomeFrame) -> bool:
+        """Add what arrived. False: it had arrived before.
+
+        Raises:
+            ProtocolError: one before it is missing.
+        """
+        if frame.cursor <= self.received:
+            return False
+        if frame.cursor != self.received + 1:
+            raise ProtocolError(
+                f"outcome {self.received + 1} is missing: the node sent {frame.cursor} after {self.received}"
+            )
+        self.received = frame.cursor
+        self._frames.append(frame)
+        return True
+
+    def settle(self, cursor: int) -> bool:
+        """Let go of everything up to `cursor`. False: nothing changed."""
+        while self._frames and self._frames[0].cursor <= cursor:
+            self._frames.popleft()
+        if cursor <= self.settled:
+            return False
+        self.settled = cursor
+        return True
+
+    def first(self) -> OutcomeFrame | None:
+        """The oldest one that is not settled."""
+        return self._frames[0] if self._frames else None

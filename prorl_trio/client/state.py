@@ -1,0 +1,149 @@
+"""What a client is between and across connections. Synchronous; the transport feeds it, the public client asks it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import trio
+
+from ipc.session import (
+    Accepted,
+    Ack,
+    BackendChanged,
+    CancelledJobs,
+    JobEvent,
+    OutcomeFrame,
+    Rejected,
+    ServerFrame,
+    SessionRefused,
+    SessionWelcome,
+    StatusReport,
+)
+from prorl_trio.client.errors import SessionLost, SessionReplaced
+from prorl_trio.client.inbox import Inbox
+from prorl_trio.client.requests import Requests
+from prorl_trio.errors import AdmissionRejected, Draining, ProtocolError, ServiceError, Unauthorized
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from ipc.websocket import WebSocketLink
+
+__all__ = ["EVENTS_KEPT", "ClientState", "refusal"]
+
+EVENTS_KEPT: Final = 1024
+"""Job events nobody has taken yet; older ones are dropped."""
+ADMISSION_RETRY_S: Final = 5.0
+
+
+class ClientState:
+    """A session as its client sees it: inbox, calls in flight, and the link of the moment, if there is one."""
+
+    def __init__(self, session_id: str, resume_after: int) -> None:
+        self.session_id = session_id
+        self.inbox = Inbox(resume_after)
+        self.requests = Requests()
+        self.events: deque[JobEvent] = deque(maxlen=EVENTS_KEPT)
+        self.welcome: SessionWelcome | None = None
+        self.link: WebSocketLink[ServerFrame] | None = None
+        self.failure: ServiceError | None = None
+        self._awaited: set[str] = set()
+        self._changed = trio.Event()
+
+    @property
+    def connected(self) -> bool:
+        """There is a link, as far as we know."""
+        return self.link is not None
+
+    def opened(self, link: WebSocketLink[ServerFrame], welcome: SessionWelcome) -> None:
+        """A link is open: send what is unanswered again, then what is settled.
+
+        Raises:
+            SessionLost: the node has forgotten jobs it had accepted.
+        """
+        if self.welcome is not None and not welcome.resumed and self._awaited:
+            raise SessionLost(
+                f"node {welcome.node_id} no longer knows session {self.session_id!r} and its {len(self._awaited)} jobs "
+                "without an outcome (it was restarted); submit them again",
+                sorted(self._awaited),
+            )
+        self.welcome = self.welcome or welcome
+        self.link = link
+        # Submits go first: an acknowledged job is forgotten, and submitting it once more would run it once more.
+        for frame in self.requests.frames():
+            link.post(frame)
+        link.post(Ack(cursor=self.inbox.settled))
+        self._notify()
+
+    def lost(self) -> None:
+        """The link is over."""
+        self.link = None
+
+    def take(self, frame: ServerFrame) -> None:
+        """A frame has come.
+
+        Raises:
+            ServiceError: it ends the client.
+        """
+        match frame:
+            case OutcomeFrame():
+                if self.inbox.put(frame):
+                    self._awaited.discard(frame.job_id)
+                    self.requests.infer_accepted(frame.job_id)
+                    self._notify()
+            case Accepted() | Rejected() | CancelledJobs() | StatusReport() | BackendChanged():
+                if self.requests.take(frame) and isinstance(frame, Accepted):
+                    self._awaited.add(frame.job_id)
+            case JobEvent():
+                self.events.append(frame)
+                self._notify()
+            case SessionRefused():
+                raise refusal(frame)
+            case _:
+                raise ProtocolError(f"{type(frame).__name__} is not expected after the handshake")
+
+    def settle(self, cursor: int) -> None:
+        """The outcomes up to `cursor` are taken care of: let the node forget them."""
+        if self.inbox.settle(cursor):
+            self.post(Ack(cursor=cursor))
+
+    def post(self, frame: msgspec.Struct) -> None:
+        """Send now if there is a link; `opened` makes up for it if there is none."""
+        if self.link is not None:
+            self.link.post(frame)
+
+    def fail(self, failure: ServiceError) -> None:
+        """The client is over; everybody who waits is told. The first failure stands."""
+        if self.failure is None:
+            self.failure = failure
+            self.requests.wake_all()
+            self._notify()
+
+    def raise_failure(self) -> NoReturn:
+        """Raise what ended the client."""
+        assert self.failure is not None
+        raise self.failure.with_traceback(None)
+
+    async def wait_changed(self) -> None:
+        """Return at the next outcome, event, connection or failure. The caller looks first, and again afterwards."""
+        await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+def refusal(frame: SessionRefused) -> ServiceError:
+    """The error a refusal stands for."""
+    match frame.code:
+        case "token":
+            return Unauthorized(f"the node refused the connection: {frame.message}")
+        case "replaced":
+            return SessionReplaced(frame.message)
+        case "draining":
+            return Draining(frame.message)
+        case "admission":
+            return AdmissionRejected(frame.message, ADMISSION_RETRY_S)
+        case "version" | "protocol":
+            return ProtocolError(f"the node refused the connection ({frame.code}): {frame.message}")

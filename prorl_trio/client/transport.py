@@ -1,0 +1,186 @@
+"""Keeps a client connected: one link after another, until it is closed or has to give up."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+import trio
+
+from ipc.errors import ProtocolViolation
+from ipc.session import SESSION_PROTOCOL_VERSION, Ack, ServerFrame, SessionHello, SessionRefused, SessionWelcome
+from ipc.websocket import CloseCode, LinkClosed, LinkLimits, WebSocketLink, open_client_link
+from prorl_trio.client.errors import ConnectionLost
+from prorl_trio.client.state import ClientState, refusal
+from prorl_trio.errors import ProtocolError, ServiceError
+
+__all__ = ["Address", "Patience", "Transport"]
+
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY_S: Final = 0.05
+MAX_DELAY_S: Final = 5.0
+ATTEMPT_TIMEOUT_S: Final = 10.0
+
+_decode = msgspec.msgpack.Decoder(ServerFrame).decode
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a node listens."""
+
+    host: str
+    port: int
+    resource: str
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """From `ws://HOST:PORT[/PATH]`. Raises ValueError if it is something else."""
+        parts = urlsplit(url)
+        if parts.scheme != "ws" or not parts.hostname or parts.port is None:
+            raise ValueError(f"the url of a node is ws://HOST:PORT, got {url!r}")
+        return cls(parts.hostname, parts.port, parts.path or "/")
+
+    def __str__(self) -> str:
+        return f"ws://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}{self.resource}"
+
+
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long to try: `connect_timeout_s` for the first connection, `reconnect_timeout_s` for each later one."""
+
+    connect_timeout_s: float
+    reconnect_timeout_s: float
+
+
+class Transport:
+    """Runs in one task of the client's nursery; `close` ends it. What happens to the session goes into `state`."""
+
+    def __init__(
+        self, address: Address, token: str, state: ClientState, limits: LinkLimits, patience: Patience
+    ) -> None:
+        self._address = address
+        self._token = token
+        self._state = state
+        self._limits = limits
+        self._patience = patience
+        self._scope = trio.CancelScope(shield=True)
+        self._useful = False
+        """The present link is worth something: it was the first, brought a frame, or lasted."""
+
+    async def run(self) -> None:
+        """Stay connected. Returns after `close`, or when `state` has failed.
+
+        Shielded, so that a cancelled client still says goodbye: `close` must follow, and sets the deadline.
+        """
+        with self._scope:
+            try:
+                await self._stay_connected()
+            except ServiceError as exc:
+                self._state.fail(exc)
+
+    def close(self) -> None:
+        """Close the link with a last acknowledgement; `run` returns within `close_timeout_s`. Synchronous."""
+        link = self._state.link
+        if link is None:
+            self._scope.cancel()
+        else:
+            link.end(CloseCode.NORMAL, "the client is done", last=Ack(cursor=self._state.inbox.settled))
+            self._scope.deadline = trio.current_time() + self._limits.close_timeout_s
+        self._state.fail(ConnectionLost("the client is closed"))
+
+    async def _stay_connected(self) -> None:
+        deadline_s = trio.current_time() + self._patience.connect_timeout_s
+        delay_s = FIRST_DELAY_S
+        while True:
+            self._useful = False
+            try:
+                why = await self._connect_once(deadline_s)
+            except trio.TooSlowError:
+                why = "no answer in time"
+            except (LinkClosed, OSError) as exc:
+                why = str(exc)
+            if self._state.failure is not None:
+                return
+            now_s = trio.current_time()
+            if self._useful:
+                deadline_s, delay_s = now_s + self._patience.reconnect_timeout_s, FIRST_DELAY_S
+            if now_s + delay_s > deadline_s:
+                raise ConnectionLost(
+                    f"no connection to {self._address} (session {self._state.session_id!r}), tried for as long as "
+                    f"allowed; the last attempt: {why}"
+                )
+            logger.info("connection to %s lost, trying again: %s", self._address, why)
+            await trio.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
+
+    async def _connect_once(self, deadline_s: float) -> str:
+        """One link from its TCP connection to its end. Returns why it ended, if another is worth trying.
+
+        Raises:
+            ServiceError: another is not.
+            LinkClosed, OSError, trio.TooSlowError: it did not come about.
+        """
+        with trio.fail_at(min(deadline_s, trio.current_time() + ATTEMPT_TIMEOUT_S)):
+            stream = await trio.open_tcp_stream(self._address.host, self._address.port)
+        try:
+            async with open_client_link(
+                stream, f"{self._address.host}:{self._address.port}", self._address.resource, _decode, self._limits
+            ) as link:
+                with trio.fail_after(ATTEMPT_TIMEOUT_S):
+                    welcome = await self._enter(link)
+                return await self._use(link, welcome)
+        except ProtocolViolation as exc:
+            raise ProtocolError(f"{self._address}: {exc}") from None
+
+    async def _enter(self, link: WebSocketLink[ServerFrame]) -> SessionWelcome:
+        state = self._state
+        await link.send(
+            SessionHello(
+                version=SESSION_PROTOCOL_VERSION,
+                token=self._token,
+                session_id=state.session_id,
+                resume_after=state.inbox.received,
+            )
+        )
+        frame = await link.receive()
+        if isinstance(frame, SessionRefused):
+            raise refusal(frame)
+        if not isinstance(frame, SessionWelcome):
+            raise ProtocolError(f"{self._address} answered the handshake with {type(frame).__name__}")
+        return frame
+
+    async def _use(self, link: WebSocketLink[ServerFrame], welcome: SessionWelcome) -> str:
+        state = self._state
+        failures: list[ServiceError] = []
+        welcomed_s = trio.current_time()
+        if state.welcome is None:
+            self._useful = True
+
+        async def read() -> None:
+            try:
+                while True:
+                    state.take(await link.receive())
+                    self._useful = True
+            except LinkClosed as exc:
+                link.end(exc.code, exc.reason)
+            except ProtocolViolation as exc:
+                failures.append(ProtocolError(str(exc)))
+                link.end(CloseCode.PROTOCOL_ERROR, str(exc))
+            except ServiceError as exc:
+                failures.append(exc)
+                link.end(CloseCode.NORMAL, "")
+
+        state.opened(link, welcome)
+        try:
+            code, reason = await link.run(read)
+        finally:
+            state.lost()
+        if failures:
+            raise failures[0]
+        if code == CloseCode.MESSAGE_TOO_BIG:
+            raise ProtocolError(f"a message was too large for its receiver: {reason}; raise max_message_bytes there")
+        if trio.current_time() - welcomed_s > MAX_DELAY_S:
+            self._useful = True
+        return f"closed ({code}): {reason}"

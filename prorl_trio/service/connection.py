@@ -1,0 +1,231 @@
+"""One trainer connection: its requests, answered in order, and its session's outcomes."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+import trio
+
+from ipc.errors import ProtocolViolation
+from ipc.session import (
+    Accepted,
+    Ack,
+    AddBackend,
+    BackendChanged,
+    CancelJobs,
+    CancelledJobs,
+    ClientFrame,
+    JobEvent,
+    Rejected,
+    RemoveBackend,
+    SessionRefused,
+    StatusReport,
+    StatusRequest,
+    Submit,
+)
+from ipc.websocket import CloseCode, LinkClosed, WebSocketLink
+from prorl_trio.errors import (
+    AdmissionRejected,
+    BackendError,
+    MalformedJob,
+    ProtocolError,
+    ServiceError,
+    UnknownJob,
+)
+from prorl_trio.models import JobSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from prorl_trio.service.node_api import NodeApi
+    from prorl_trio.service.session import Session, SessionTable
+
+__all__ = ["Connection", "RefusalCode", "refuse"]
+
+logger = logging.getLogger(__name__)
+
+MAX_OPERATIONS: Final = 64
+"""Cancels and backend changes in progress on one connection. More end it."""
+CANCELS_AT_ONCE: Final = 64
+EVENT_MARK_FRAMES: Final = 200
+"""Job events are dropped while more frames than this wait to be sent."""
+JOBS_PER_CHECKPOINT: Final = 50
+
+RefusalCode = Literal["version", "token", "protocol", "draining", "replaced", "admission"]
+
+_FIELD_PATH = re.compile(r" - at `(\$[^`]*)`$")
+_decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
+
+
+class _OnlyId(msgspec.Struct):
+    job_id: str
+
+
+class Connection:
+    """The `Listener` of a session for as long as its link lasts. The session and its jobs outlive it."""
+
+    def __init__(
+        self, link: WebSocketLink[ClientFrame], session: Session, resume_after: int, node: NodeApi, table: SessionTable
+    ) -> None:
+        self._link = link
+        self._session = session
+        self._node = node
+        self._table = table
+        self._operations = 0
+        self._leaving = False
+        self._feed = session.attach(self, resume_after)
+
+    async def run(self) -> tuple[int, str]:
+        """Serve until the link ends; returns why (close code, reason). Detaches from the session."""
+        try:
+            return await self._link.run(self._read, self._next_outcome)
+        finally:
+            self._session.detach(self)
+
+    def go_away(self) -> None:
+        """Send what there is to send, then close. The caller sets the deadline."""
+        self._leaving = True
+        self._link.wake()
+
+    def wake(self) -> None:
+        """See `Listener`."""
+        self._link.wake()
+
+    def event(self, event: JobEvent) -> None:
+        """See `Listener`."""
+        if self._link.queued_frames < EVENT_MARK_FRAMES:
+            self._link.post(event)
+
+    def replaced(self) -> None:
+        """See `Listener`."""
+        self.refuse("replaced", "another connection has taken this session over")
+
+    def refuse(self, code: RefusalCode, message: str) -> None:
+        """End the link with a reason the trainer's code can switch over."""
+        refuse(self._link, code, message)
+
+    def _next_outcome(self) -> bytes | None:
+        frame = self._feed.next_frame()
+        if frame is None and self._leaving and self._feed.exhausted:
+            self._link.end(CloseCode.GOING_AWAY, "the node is going away")
+        return frame
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                await self._handle(await self._link.receive())
+                await self._link.wait_room()
+        except LinkClosed as exc:
+            self._link.end(exc.code, exc.reason)
+        except (ProtocolViolation, ProtocolError) as exc:
+            self.refuse("protocol", str(exc))
+
+    async def _handle(self, frame: ClientFrame) -> None:
+        match frame:
+            case Submit():
+                await self._submit(frame)
+            case Ack():
+                self._session.ack(frame.cursor)
+            case CancelJobs():
+                self._start(self._cancel, frame)
+            case StatusRequest():
+                self._link.post(StatusReport(request_id=frame.request_id, statistics=self._statistics()))
+            case AddBackend():
+                self._start(self._change_backend, frame, self._node.add_backend)
+            case RemoveBackend():
+                self._start(self._change_backend, frame, self._node.remove_backend)
+            case _:
+                raise ProtocolError(f"{type(frame).__name__} is not expected after the handshake")
+
+    async def _submit(self, frame: Submit) -> None:
+        for index, raw in enumerate(frame.jobs):
+            # The answer is queued in the same step as the job is taken, so it precedes the job's outcome on the wire.
+            self._link.post(self._take(frame.request_id, index, raw))
+            if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
+                await self._link.wait_room()
+
+    def _take(self, request_id: int, index: int, raw: msgspec.Raw) -> Accepted | Rejected:
+        job_id: str | None = None
+        try:
+            spec = _decode(raw)
+            job_id = spec.job_id
+            self._session.submit(spec, self._node)
+        except ServiceError as exc:
+            return Rejected(
+                request_id=request_id,
+                index=index,
+                job_id=job_id or _job_id(raw),
+                code=exc.code,
+                message=str(exc),
+                path=exc.path if isinstance(exc, MalformedJob) else "",
+                retry_after_s=exc.retry_after_s if isinstance(exc, AdmissionRejected) else None,
+            )
+        return Accepted(request_id=request_id, index=index, job_id=spec.job_id)
+
+    def _statistics(self) -> msgspec.Raw:
+        statistics = {**self._node.statistics(), "sessions": self._table.statistics()}
+        return msgspec.Raw(msgspec.msgpack.encode(statistics, enc_hook=str))
+
+    def _start(self, operation: Callable[..., Awaitable[None]], *args: object) -> None:
+        """Run beside the reader: these may take long, and the reader must go on."""
+        if self._operations >= MAX_OPERATIONS:
+            raise ProtocolError(f"more than {MAX_OPERATIONS} cancels and backend changes at once; await some first")
+        self._operations += 1
+        self._link.start_soon(self._operate, operation, *args)
+
+    async def _operate(self, operation: Callable[..., Awaitable[None]], *args: object) -> None:
+        try:
+            await operation(*args)
+        finally:
+            self._operations -= 1
+
+    async def _cancel(self, frame: CancelJobs) -> None:
+        known = [job_id for job_id in dict.fromkeys(frame.job_ids) if self._session.knows(job_id)]
+        running = iter([job_id for job_id in known if self._session.is_running(job_id)])
+        async with trio.open_nursery() as workers:
+            for _ in range(min(CANCELS_AT_ONCE, len(known))):
+                workers.start_soon(self._cancel_each, running, frame.reason)
+        unknown = sorted(set(frame.job_ids) - set(known))
+        self._link.post(CancelledJobs(request_id=frame.request_id, cancelled=known, unknown=unknown))
+
+    async def _cancel_each(self, job_ids: Iterator[str], reason: str) -> None:
+        for job_id in job_ids:
+            try:
+                await self._node.cancel(job_id, reason)
+            except UnknownJob:
+                # It ended by itself while it waited for its turn here: nothing of it is left.
+                logger.debug("job %s ended before its cancel", job_id)
+
+    async def _change_backend(
+        self, frame: AddBackend | RemoveBackend, change: Callable[[str], Awaitable[None]]
+    ) -> None:
+        error = ""
+        try:
+            await change(frame.url)
+        except (BackendError, ServiceError) as exc:
+            error = str(exc) or type(exc).__name__
+        self._link.post(BackendChanged(request_id=frame.request_id, url=frame.url, error=error))
+
+
+def refuse(link: WebSocketLink[ClientFrame], code: RefusalCode, message: str) -> None:
+    """End a link with `SessionRefused`."""
+    close_code = CloseCode.PROTOCOL_ERROR if code in ("protocol", "version") else CloseCode.POLICY_VIOLATION
+    link.end(close_code, message, last=SessionRefused(code=code, message=message))
+
+
+def _decode(raw: msgspec.Raw) -> JobSpec:
+    try:
+        return _decode_spec(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        path = _FIELD_PATH.search(str(exc))
+        raise MalformedJob(str(exc), path[1] if path else "$") from None
+
+
+def _job_id(raw: msgspec.Raw) -> str | None:
+    try:
+        return msgspec.msgpack.decode(raw, type=_OnlyId).job_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

@@ -1,0 +1,179 @@
+"""The trainer-facing WebSocket listener: accept, authenticate, hand over to a `Connection`."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import trio
+
+from ipc.errors import ProtocolViolation
+from ipc.nursery import single_exception
+from ipc.session import SESSION_PROTOCOL_VERSION, ClientFrame, SessionHello, SessionWelcome
+from ipc.websocket import LinkClosed, LinkLimits, WebSocketLink, open_server_link
+from prorl_trio.errors import AdmissionRejected, ConfigError, ProtocolError
+from prorl_trio.service.auth import load_token, token_matches
+from prorl_trio.service.connection import Connection, refuse
+from prorl_trio.service.session import Session, SessionLimits, SessionTable
+
+if TYPE_CHECKING:
+    from prorl_trio.config import ListenConfig
+    from prorl_trio.service.node_api import NodeApi
+
+__all__ = ["serve_websocket"]
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S: Final = 10.0
+GOODBYE_TIMEOUT_S: Final = 5.0
+"""When the server is cancelled, its connections may take so long to send what there is and to close."""
+STRANGERS: Final = 64
+"""Connections beyond `max_sessions`: those that have not shown a token yet, and replaced ones on their way out."""
+
+_decode = msgspec.msgpack.Decoder(ClientFrame).decode
+
+
+async def serve_websocket(
+    node: NodeApi,
+    config: ListenConfig,
+    *,
+    sessions: SessionTable | None = None,
+    task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve trainers until cancelled. Reports the bound (host, port) through `task_status`.
+
+    `sessions` may be shared with the rest of the node; without, the server has its own, and they end with it.
+
+    On cancel nobody new is let in; what is queued for connected trainers is sent, and the connections are closed as
+    "going away", all within `GOODBYE_TIMEOUT_S`. Jobs are not touched: they are the node's.
+
+    Raises:
+        ConfigError: no usable token, or the address cannot be bound.
+    """
+    if not 0 < config.heartbeat_interval_s < config.heartbeat_timeout_s:
+        raise ConfigError(
+            f"listen.heartbeat_interval_s ({config.heartbeat_interval_s:g}) must be more than 0 and less than "
+            f"listen.heartbeat_timeout_s ({config.heartbeat_timeout_s:g})"
+        )
+    token = await trio.to_thread.run_sync(load_token, config)
+    if sessions is None:
+        limits = SessionLimits(max_sessions=config.max_sessions, max_message_bytes=config.max_message_bytes)
+        sessions = SessionTable(limits)
+    listener = await _listen(config)
+    host, port = listener.socket.getsockname()[:2]
+    server = _Server(node, config, token, sessions)
+    with single_exception():
+        async with trio.open_nursery() as connections:
+            try:
+                task_status.started((host, port))
+                await trio.serve_listeners(server.serve_stream, [listener], handler_nursery=connections)
+            finally:
+                server.go_away()
+
+
+async def _listen(config: ListenConfig) -> trio.SocketListener:
+    """One listener, also for a name with several addresses: the first."""
+    try:
+        first, *others = await trio.open_tcp_listeners(config.port, host=config.host)
+    except (OSError, OverflowError) as exc:
+        raise ConfigError(f"listen: cannot bind {config.host}:{config.port}: {exc}") from exc
+    for other in others:
+        await other.aclose()
+    return first
+
+
+class _Server:
+    """What all connections share."""
+
+    def __init__(self, node: NodeApi, config: ListenConfig, token: bytes, sessions: SessionTable) -> None:
+        self._node = node
+        self._token = token
+        self._sessions = sessions
+        self._max_streams = config.max_sessions + STRANGERS
+        self._leaving = False
+        self._scopes: dict[trio.CancelScope, Connection | None] = {}
+        self._limits = LinkLimits(
+            max_message_bytes=config.max_message_bytes,
+            handshake_timeout_s=HELLO_TIMEOUT_S,
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+        )
+
+    def go_away(self) -> None:
+        """Let the connections finish what they send; let nobody in. Ends within `GOODBYE_TIMEOUT_S`."""
+        self._leaving = True
+        for scope, connection in self._scopes.items():
+            if connection is None:
+                scope.cancel()
+            else:
+                scope.deadline = trio.current_time() + GOODBYE_TIMEOUT_S
+                connection.go_away()
+
+    async def serve_stream(self, stream: trio.SocketStream) -> None:
+        """Serve one accepted TCP connection until it ends, however it ends. The caller closes it."""
+        if self._leaving or len(self._scopes) >= self._max_streams:
+            return
+        # A cancel of the server must not cut a frame in two: `go_away` sets the deadline, and the link has its own
+        # (handshake, heartbeat, close) for as long as nobody leaves.
+        with trio.CancelScope(shield=True) as scope:
+            self._scopes[scope] = None
+            try:
+                async with open_server_link(stream, _decode, self._limits) as link:
+                    await self._serve_link(link, scope)
+            except LinkClosed as exc:
+                logger.info("stranger left: %s", exc)
+            finally:
+                del self._scopes[scope]
+
+    async def _serve_link(self, link: WebSocketLink[ClientFrame], scope: trio.CancelScope) -> None:
+        hello = await self._hello(link)
+        if hello is None:
+            await link.aclose()
+            return
+        try:
+            session, resumed = self._sessions.open(hello.session_id, hello.resume_after)
+            connection = Connection(link, session, hello.resume_after, self._node, self._sessions)
+        except AdmissionRejected as exc:
+            refuse(link, "admission", str(exc))
+            await link.aclose()
+            return
+        except ProtocolError as exc:
+            refuse(link, "protocol", str(exc))
+            await link.aclose()
+            return
+        self._scopes[scope] = connection
+        link.trust()
+        link.post(self._welcome(session, hello, resumed=resumed))
+        code, reason = await connection.run()
+        logger.info("session %s: connection closed (%d): %s", session.session_id, code, reason)
+
+    async def _hello(self, link: WebSocketLink[ClientFrame]) -> SessionHello | None:
+        """The first frame, if it may come in; otherwise the link is ended with the reason."""
+        frame: ClientFrame | None = None
+        try:
+            with trio.move_on_after(HELLO_TIMEOUT_S):
+                frame = await link.receive()
+        except ProtocolViolation as exc:
+            refuse(link, "protocol", str(exc))
+            return None
+        if frame is None:
+            refuse(link, "protocol", f"no SessionHello within {HELLO_TIMEOUT_S:g} s")
+        elif not isinstance(frame, SessionHello):
+            refuse(link, "protocol", f"the first frame must be SessionHello, got {type(frame).__name__}")
+        elif not token_matches(self._token, frame.token):
+            refuse(link, "token", "wrong token")
+        elif frame.version != SESSION_PROTOCOL_VERSION:
+            refuse(link, "version", f"the node speaks version {SESSION_PROTOCOL_VERSION}, not {frame.version}")
+        else:
+            return frame
+        return None
+
+    def _welcome(self, session: Session, hello: SessionHello, *, resumed: bool) -> SessionWelcome:
+        return SessionWelcome(
+            version=SESSION_PROTOCOL_VERSION,
+            node_id=self._node.node_id,
+            session_id=session.session_id,
+            resumed=resumed,
+            pending=session.log.last - max(session.log.acked, hello.resume_after),
+        )

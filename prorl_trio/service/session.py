@@ -1,0 +1,267 @@
+"""Trainer sessions. They live in the node, not in a connection: a trainer that drops and returns finds its jobs running
+and every outcome it has not acknowledged. In memory; all calls are synchronous, from the node's loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+import trio
+
+from ipc.session import MAX_MESSAGE_BYTES, JobEvent
+from prorl_trio.errors import AdmissionRejected, DuplicateJob, ProtocolError
+from prorl_trio.service.outcome_log import Feed, OutcomeLog, encode_outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prorl_trio.models import JobSpec, Outcome, Status
+    from prorl_trio.service.node_api import NodeApi
+
+__all__ = ["Listener", "Session", "SessionLimits", "SessionTable"]
+
+logger = logging.getLogger(__name__)
+
+SESSION_ID_CHARS: Final = 200
+RETRY_AFTER_S: Final = 1.0
+
+_canonical = msgspec.msgpack.Encoder(order="sorted")
+
+
+class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What sessions may hold.
+
+    A session's jobs, running or finished and not acknowledged, are at most `max_undelivered`; beyond that, or beyond
+    `max_undelivered_bytes` of finished ones, it may not submit. `max_message_bytes` bounds one outcome. A session that
+    nobody was connected to for `abandoned_after_s` gives way to a new one when `max_sessions` is reached.
+    """
+
+    max_sessions: int = 64
+    max_undelivered: int = 100_000
+    max_undelivered_bytes: int = 8 * 1024 * 1024 * 1024
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    abandoned_after_s: float = 3600.0
+
+
+class Listener(Protocol):
+    """The connection a session has at the moment. Synchronous, never raises."""
+
+    def wake(self) -> None:
+        """There may be more to send."""
+
+    def event(self, event: JobEvent) -> None:
+        """Pass on, or drop."""
+
+    def replaced(self) -> None:
+        """Another connection has taken the session over."""
+
+
+class Session:
+    """One trainer's jobs and outcomes. It is the `JobSink` of every job it submits."""
+
+    def __init__(self, session_id: str, start: int, limits: SessionLimits, on_change: Callable[[], None]) -> None:
+        self.session_id = session_id
+        self.log = OutcomeLog(start)
+        self.idle_since_s = trio.current_time()
+        self._limits = limits
+        self._on_change = on_change
+        self._fingerprints: dict[str, bytes] = {}
+        """Of every job, running or finished and not acknowledged."""
+        self._running: set[str] = set()
+        self._listener: Listener | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<Session {self.session_id!r}, {len(self._running)} running, {len(self.log)} undelivered, "
+            f"{'connected' if self.connected else 'away'}>"
+        )
+
+    @property
+    def connected(self) -> bool:
+        """A connection is attached."""
+        return self._listener is not None
+
+    @property
+    def running(self) -> int:
+        """Jobs without an outcome."""
+        return len(self._running)
+
+    def knows(self, job_id: str) -> bool:
+        """The job was submitted here and its outcome is not acknowledged."""
+        return job_id in self._fingerprints
+
+    def is_running(self, job_id: str) -> bool:
+        """The job was submitted here and has no outcome yet."""
+        return job_id in self._running
+
+    def submit(self, spec: JobSpec, node: NodeApi) -> None:
+        """Hand a job to the node, once: the same spec again joins the job, running or finished.
+
+        Raises:
+            ServiceError: nothing was taken. `DuplicateJob`: the id is another spec's. `AdmissionRejected`: too much of
+                this session is undelivered. Or what the node raised.
+        """
+        fingerprint = _fingerprint(spec)
+        known = self._fingerprints.get(spec.job_id)
+        if known is not None:
+            if known != fingerprint:
+                raise DuplicateJob(f"job {spec.job_id!r} is here with another spec; choose another id")
+            return
+        self._check_room()
+        self._fingerprints[spec.job_id] = fingerprint
+        self._running.add(spec.job_id)
+        try:
+            node.submit(spec, self)
+        except BaseException:
+            self._fingerprints.pop(spec.job_id, None)
+            self._running.discard(spec.job_id)
+            raise
+
+    def deliver(self, outcome: Outcome) -> None:
+        """See `JobSink`. A second outcome of a job is dropped, loudly: the first one stands."""
+        if outcome.job_id not in self._running:
+            logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, outcome.job_id)
+            return
+        self._running.discard(outcome.job_id)
+        self.log.append(outcome.job_id, encode_outcome(outcome, self._limits.max_message_bytes))
+        if self._listener is not None:
+            self._listener.wake()
+
+    def report(self, job_id: str, status: Status, detail: str) -> None:
+        """See `JobSink`."""
+        if self._listener is not None:
+            self._listener.event(JobEvent(job_id=job_id, status=status, detail=detail))
+
+    def ack(self, cursor: int) -> None:
+        """The trainer has everything up to `cursor`.
+
+        Raises:
+            ProtocolError: no such cursor was ever given.
+        """
+        for job_id in self.log.ack(cursor):
+            del self._fingerprints[job_id]
+        if self._listener is not None:
+            self._listener.wake()
+        self._on_change()
+
+    def attach(self, listener: Listener, resume_after: int) -> Feed:
+        """A connection takes the session; one that had it is told so. Returns what is to be sent, after `resume_after`.
+
+        Raises:
+            ProtocolError: `resume_after` is a cursor this session never gave.
+        """
+        if resume_after > self.log.last:
+            raise ProtocolError(
+                f"resume_after {resume_after} is beyond {self.log.last}, the last cursor of session "
+                f"{self.session_id!r}; use another session_id"
+            )
+        replaced, self._listener = self._listener, listener
+        if replaced is not None:
+            replaced.replaced()
+        return Feed(self.log, resume_after)
+
+    def detach(self, listener: Listener) -> None:
+        """The connection is over. Nothing happens if another has taken its place."""
+        if self._listener is listener:
+            self._listener = None
+            self.idle_since_s = trio.current_time()
+            self._on_change()
+
+    def statistics(self) -> dict[str, object]:
+        """Live state."""
+        return {
+            "connected": self.connected,
+            "running": self.running,
+            "undelivered": len(self.log),
+            "undelivered_bytes": self.log.size_bytes,
+            "acked_cursor": self.log.acked,
+            "last_cursor": self.log.last,
+        }
+
+    def _check_room(self) -> None:
+        limits = self._limits
+        if len(self._fingerprints) >= limits.max_undelivered:
+            raise AdmissionRejected(
+                f"session {self.session_id!r} has {len(self._running)} jobs running and {len(self.log)} outcomes not "
+                f"acknowledged, together the limit of {limits.max_undelivered}; take results first",
+                RETRY_AFTER_S,
+            )
+        if self.log.size_bytes >= limits.max_undelivered_bytes:
+            raise AdmissionRejected(
+                f"session {self.session_id!r} has {self.log.size_bytes} bytes of outcomes not acknowledged, over the "
+                f"limit of {limits.max_undelivered_bytes}; take results first",
+                RETRY_AFTER_S,
+            )
+
+
+def _fingerprint(spec: JobSpec) -> bytes:
+    try:
+        canonical = _canonical.encode(spec)
+    except TypeError:  # A mapping whose keys are not strings cannot be sorted: its order counts.
+        canonical = msgspec.msgpack.encode(spec)
+    return hashlib.blake2b(canonical, digest_size=16).digest()
+
+
+class SessionTable:
+    """All sessions of a node."""
+
+    def __init__(self, limits: SessionLimits | None = None) -> None:
+        self._limits = limits or SessionLimits()
+        self._sessions: dict[str, Session] = {}
+        self._changed = trio.Event()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def open(self, session_id: str, resume_after: int) -> tuple[Session, bool]:
+        """The session of that id, and whether it was known. A new one continues the cursors after `resume_after`.
+
+        Raises:
+            ProtocolError: the id or the cursor cannot be.
+            AdmissionRejected: there is no room for a new session.
+        """
+        known = self._sessions.get(session_id)
+        if known is not None:
+            return known, True
+        if not 1 <= len(session_id) <= SESSION_ID_CHARS:
+            raise ProtocolError(f"session_id must have 1 to {SESSION_ID_CHARS} characters, got {len(session_id)}")
+        if not 0 <= resume_after < 2**62:
+            raise ProtocolError(f"resume_after must be a cursor, got {resume_after}")
+        if len(self._sessions) >= self._limits.max_sessions:
+            self._make_room()
+        session = Session(session_id, resume_after, self._limits, self._notify)
+        self._sessions[session_id] = session
+        return session, False
+
+    async def wait_delivered(self) -> None:
+        """Return when no connected trainer has an outcome it has not acknowledged. The caller sets the deadline."""
+        await trio.lowlevel.checkpoint()
+        while any(session.connected and len(session.log) for session in self._sessions.values()):
+            self._changed = trio.Event()
+            await self._changed.wait()
+
+    def statistics(self) -> dict[str, object]:
+        """Live state, by session id."""
+        return {session_id: session.statistics() for session_id, session in self._sessions.items()}
+
+    def _notify(self) -> None:
+        self._changed.set()
+
+    def _make_room(self) -> None:
+        away = [s for s in self._sessions.values() if not s.connected and not s.running]
+        away.sort(key=lambda session: (len(session.log) > 0, session.idle_since_s))
+        if away:
+            oldest = away[0]
+            idle_s = trio.current_time() - oldest.idle_since_s
+            if not len(oldest.log) or idle_s >= self._limits.abandoned_after_s:
+                if len(oldest.log):
+                    logger.warning("%r was abandoned for %.0f s and gives way to a new one", oldest, idle_s)
+                del self._sessions[oldest.session_id]
+                return
+        raise AdmissionRejected(
+            f"the node has {len(self._sessions)} sessions, its limit (max_sessions); come back with the id of one",
+            RETRY_AFTER_S,
+        )

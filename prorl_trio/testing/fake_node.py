@@ -1,0 +1,156 @@
+"""A node without agents, sandboxes or models: jobs end when the test says so."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import trio
+
+from prorl_trio.errors import BackendError, Draining, DuplicateJob, UnknownHandler, UnknownJob
+from prorl_trio.models import JobSpec, Outcome, PolicySpan, Segment, TaskInstance, Timing, Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prorl_trio.models import Status
+    from prorl_trio.service.node_api import JobSink
+
+__all__ = ["FakeNode", "make_outcome", "make_spec"]
+
+
+def make_spec(job_id: str, *, handler: str = "fake", group_id: str = "", **payload: object) -> JobSpec:
+    """A small valid job."""
+    instance = TaskInstance(instance_id=f"instance of {job_id}", handler=handler, payload=dict(payload))
+    return JobSpec(job_id=job_id, instance=instance, group_id=group_id)
+
+
+def make_outcome(spec: JobSpec, *, tokens: int = 8, reward: float | None = 1.0) -> Outcome:
+    """A completed outcome with one segment of `tokens` tokens, all different from those of other jobs."""
+    first_token = zlib.crc32(spec.job_id.encode()) % 100_000
+    segment = Segment.from_arrays(
+        np.arange(first_token, first_token + tokens, dtype="<i4"),
+        np.linspace(-2.0, -0.1, tokens, dtype="<f4"),
+        np.ones(tokens, dtype="u1"),
+        [PolicySpan(start=0, end=tokens, policy_version="v0", engine="fake")],
+    )
+    return Outcome(
+        job_id=spec.job_id,
+        instance_id=spec.instance.instance_id,
+        group_id=spec.group_id,
+        status="completed",
+        reward=reward,
+        cause=None,
+        error="",
+        trajectory=Trajectory(segments=[segment], turns=[], stop_reason="finished"),
+        details={},
+        timing=Timing(),
+        tags=spec.tags,
+    )
+
+
+class FakeNode:
+    """A `service.node_api.NodeApi`. Jobs wait for `finish`, `advance` or a cancel.
+
+    With `on_submit`, a job for which it returns an outcome ends at once, inside `submit`.
+
+    Attributes:
+        submitted: every spec the node took, in order, also those that have ended.
+        live: specs of jobs without an outcome, by id.
+        backends: urls, in order of arrival. Urls in `unfit_backends` are refused.
+        draining: refuse new jobs.
+        cancel_gate: cancels wait for it; set at first.
+    """
+
+    def __init__(self, on_submit: Callable[[JobSpec], Outcome | None] | None = None) -> None:
+        self.node_id = "fake-node"
+        self.submitted: list[JobSpec] = []
+        self.live: dict[str, JobSpec] = {}
+        self.backends: list[str] = []
+        self.unfit_backends: set[str] = set()
+        self.draining = False
+        self.cancel_gate = trio.Event()
+        self.cancel_gate.set()
+        self._on_submit = on_submit
+        self._sinks: dict[str, list[JobSink]] = {}
+        self._changed = trio.Event()
+
+    def submit(self, spec: JobSpec, sink: JobSink) -> None:
+        """See `NodeApi`. Knows the handler `fake` only."""
+        if self.draining:
+            raise Draining(f"node {self.node_id} is draining")
+        if spec.instance.handler != "fake":
+            raise UnknownHandler(f"no handler {spec.instance.handler!r}; there is: fake")
+        live = self.live.get(spec.job_id)
+        if live is not None and live != spec:
+            raise DuplicateJob(f"job {spec.job_id!r} is live with another spec")
+        self._sinks.setdefault(spec.job_id, []).append(sink)
+        if live is None:
+            self.submitted.append(spec)
+            self.live[spec.job_id] = spec
+            self._notify()
+            outcome = self._on_submit(spec) if self._on_submit else None
+            if outcome is not None:
+                self.finish(spec.job_id, outcome)
+
+    async def cancel(self, job_id: str, reason: str) -> None:
+        """See `NodeApi`."""
+        await self.cancel_gate.wait()
+        spec = self._live(job_id)
+        outcome = make_outcome(spec, reward=None)
+        self.finish(
+            job_id,
+            msgspec.structs.replace(outcome, status="cancelled", cause="cancelled", error=reason, trajectory=None),
+        )
+
+    def statistics(self) -> dict[str, object]:
+        """See `NodeApi`."""
+        return {"node_id": self.node_id, "live": len(self.live), "backends": list(self.backends)}
+
+    async def add_backend(self, url: str) -> None:
+        """See `NodeApi`."""
+        await trio.lowlevel.checkpoint()
+        if url in self.unfit_backends:
+            raise BackendError(f"backend {url} drops token ids", retryable=False)
+        self.backends.append(url)
+
+    async def remove_backend(self, url: str) -> None:
+        """See `NodeApi`."""
+        await trio.lowlevel.checkpoint()
+        if url not in self.backends:
+            raise BackendError(f"backend {url} is not in the pool", retryable=False)
+        self.backends.remove(url)
+
+    def finish(self, job_id: str, outcome: Outcome | None = None) -> Outcome:
+        """End a live job with `outcome`, or a small completed one. Raises UnknownJob."""
+        spec = self._live(job_id)
+        outcome = outcome or make_outcome(spec)
+        del self.live[job_id]
+        for sink in self._sinks.pop(job_id):
+            sink.deliver(outcome)
+        self._notify()
+        return outcome
+
+    def advance(self, job_id: str, status: Status, detail: str = "") -> None:
+        """Report a stage of a live job. Raises UnknownJob."""
+        self._live(job_id)
+        for sink in self._sinks[job_id]:
+            sink.report(job_id, status, detail)
+
+    async def wait_live(self, count: int) -> None:
+        """Return when exactly `count` jobs are live."""
+        await trio.lowlevel.checkpoint()
+        while len(self.live) != count:
+            await self._changed.wait()
+
+    def _live(self, job_id: str) -> JobSpec:
+        try:
+            return self.live[job_id]
+        except KeyError:
+            raise UnknownJob(f"job {job_id!r} is not live on node {self.node_id}") from None
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
