@@ -83,6 +83,8 @@ class FakeEngine:
         """The latest completion requests, oldest first."""
         self.request_ids: deque[str] = deque(maxlen=1000)
         """Their `X-Request-Id` headers."""
+        self.script_error: BaseException | None = None
+        """What the script raised; it has ended the server."""
         self._fallback = default_script(config.vocab_size, config.end_of_turn_id)
         self._script = script or self._fallback
         self._faults: deque[Fault] = deque()
@@ -207,12 +209,16 @@ class FakeEngine:
             await trio.sleep_forever()
         if fault == "server_error":
             return _error(500, "Internal server error")
-        sampled = await self._take_time(sample(self._within(request), self._script, self._fallback))
-        return _faulty_answer(request, sampled, fault)
+        return _faulty_answer(request, await self._take_time(self._run_script(request)), fault)
 
-    def _within(self, request: FakeRequest) -> FakeRequest:
+    def _run_script(self, request: FakeRequest) -> Sampled:
         room = self.config.max_model_len - len(request.prompt)
-        return msgspec.structs.replace(request, max_tokens=min(request.max_tokens, room))
+        request = msgspec.structs.replace(request, max_tokens=min(request.max_tokens, room))
+        try:
+            return sample(request, self._script, self._fallback)
+        except BaseException as exc:
+            self.script_error = exc
+            raise
 
     async def _take_time(self, sampled: Sampled) -> Sampled:
         """What is sampled in the time that it takes, or until `abort_all`."""
@@ -246,11 +252,15 @@ async def open_fake_engine(
     listeners = await trio.open_tcp_listeners(port, host="127.0.0.1")
     address = listeners[0].socket.getsockname()
     engine = FakeEngine(f"http://127.0.0.1:{address[1]}", config or FakeEngineConfig(), script)
-    with single_exception():
-        async with trio.open_nursery() as nursery:
-            await nursery.start(trio.serve_listeners, engine.serve_connection, listeners)
-            yield engine
-            nursery.cancel_scope.cancel()
+    try:
+        with single_exception():
+            async with trio.open_nursery() as nursery:
+                await nursery.start(trio.serve_listeners, engine.serve_connection, listeners)
+                yield engine
+                nursery.cancel_scope.cancel()
+    finally:
+        if engine.script_error is not None:  # the cause of whatever else went wrong
+            raise engine.script_error from None
 
 
 def _error(status: int, message: str) -> Answer:
