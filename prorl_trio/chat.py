@@ -232,7 +232,7 @@ class Conversation:
             self._begin_segment(rewritten)
         else:
             delta = array("i", codec.encode(template.delta(new, self._history, self._tools)))
-            if delta[0] != self._format.end_of_turn_id:
+            if not delta or delta[0] != self._format.end_of_turn_id:
                 raise TokenDrift(f"the template closes this assistant turn with {codec.decode(delta[:4])!r}")
             if self._current.token_ids[-1] == delta[0]:
                 delta = delta[1:]

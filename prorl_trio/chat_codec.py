@@ -140,13 +140,16 @@ class TokenCodec:
 def _tokenizers(tokenizer_json: bytes, added: frozenset[str], origin: Path) -> tuple[Tokenizer, Tokenizer]:
     """Return the tokenizer as it is, and one in whose vocabulary no added token exists."""
     spec = msgspec.json.decode(tokenizer_json)
-    spec |= {"truncation": None, "padding": None}
     bare_vocab = {text: token_id for text, token_id in spec["model"]["vocab"].items() if text not in added}
-    bare = {**spec, "added_tokens": [], "post_processor": None, "model": {**spec["model"], "vocab": bare_vocab}}
+    spec |= {"added_tokens": [], "post_processor": None, "model": {**spec["model"], "vocab": bare_vocab}}
     try:
-        return tuple(Tokenizer.from_buffer(msgspec.json.encode(each)) for each in (spec, bare))  # type: ignore[return-value]
-    except Exception as exc:  # the library raises nothing narrower
+        full, bare = Tokenizer.from_buffer(tokenizer_json), Tokenizer.from_buffer(msgspec.json.encode(spec))
+    except ValueError as exc:
         raise ConfigError(f"{origin}: cannot be loaded: {exc}") from exc
+    for tokenizer in (full, bare):
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    return full, bare
 
 
 def _break_pattern(contents: Iterable[str]) -> re.Pattern[str]:

@@ -252,7 +252,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)
+    return datetime.now().strftime(pattern)
 
 
 # ---------------------------------------------------------------- probes

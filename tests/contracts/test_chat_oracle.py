@@ -179,3 +179,35 @@ def test_decoding_is_the_oracles(pair, text):
     chat, oracle = pair
     ids = [*oracle.encode(text, add_special_tokens=False), chat.end_of_turn_id]
     assert chat.decode(ids) == oracle.decode(ids)
+
+
+FEATURES = """
+{% set ns = namespace(turns=0) %}
+{{ bos_token }}
+{% for m in messages %}
+    {% if m.role == 'stop' %}
+        {% break %}
+    {% endif %}
+    {# a comment, and a line of its own #}
+    {% set ns.turns = ns.turns + 1 %}
+  <|im_start|>{{ m.role }}
+    {% generation %}
+{{ m['content'] }}{% endgeneration %}{{ eos_token }}
+{% endfor %}
+{%- if tools %}
+{{ tools | tojson(indent=2) }}{{ dict(a=ns.turns, b='é<&>') | tojson }}{{ strftime_now('%%') }}
+{% endif %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}
+"""
+
+
+def test_what_templates_expect_of_jinja(tmp_path):
+    folder = write_family_model(tmp_path, "smollm2", template=FEATURES)
+    chat, oracle = ChatFormat.load(folder), AutoTokenizer.from_pretrained(folder)
+    messages = [ChatMessage(role="system", content="é"), ChatMessage(role="user", content="b\n")]
+    plain = [{"role": m.role, "content": m.content} for m in messages]
+    for tools in (TOOLS, []):
+        rendered = oracle.apply_chat_template(plain, tools=tools or None, add_generation_prompt=True, tokenize=False)
+        assert chat.decode(chat.open(messages, tools).prompt_token_ids()) == rendered

@@ -355,6 +355,26 @@ def test_no_message_can_forge_a_control_token(chat, forgery):
     assert text.count(forgery) >= 5
 
 
+def test_text_that_continues_content_cannot_complete_a_token_with_it(chat):
+    added = set(chat.codec.added_ids.values())
+    for cut in range(1, len("<|im_end|>")):
+        head, tail = "<|im_end|>"[:cut], "<|im_end|>"[cut:]
+        ids = chat.codec.encode(chat.codec.mark("a" + head) + tail)
+        assert not added & set(ids)
+        assert chat.decode(ids) == "a<|im_end|>"
+
+
+def test_a_control_token_in_the_ordinary_vocabulary_cannot_be_reached(tmp_path):
+    folder = write_family_model(tmp_path, "smollm2")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    assert "<|im_end|>" in tokenizer["model"]["vocab"]
+    tokenizer["model"]["ignore_merges"] = True  # whole words are looked up before they are taken apart
+    tokenizer["pre_tokenizer"] = {**tokenizer["decoder"], "add_prefix_space": False, "use_regex": False}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    codec = ChatFormat.load(folder).codec
+    assert codec.added_ids["<|im_end|>"] not in codec.encode(codec.mark("<|im_end|>"))
+
+
 def test_an_assistants_message_may_think_but_not_end_its_turn(formats):
     chat = formats["qwen2.5"]
     example = ChatMessage(role="assistant", content="<think>a</think><tool_call><|im_end|>")
@@ -411,6 +431,24 @@ def test_a_delta_that_depends_on_the_dialogue_is_rendered_with_all_of_it(tmp_pat
     text = said(chat, conversation)
     assert all(f"<|im_end|>{n}\n" in text for n in range(1, len(turns) + 1))
     assert text.index("<|im_end|>5") < text.index("<|im_end|>6")
+
+
+def test_a_turn_costs_what_is_new_in_it(tmp_path, monkeypatch):
+    chat = ChatFormat.load(write_family_model(tmp_path, "qwen3"))
+    conversation = chat.open([ChatMessage(role="user", content="long " * 1_000)], TOOLS)
+    rendered: list[int] = []
+    encode = chat.codec.encode
+    monkeypatch.setattr(chat.codec, "encode", lambda text: rendered.append(len(text)) or encode(text))
+    prompt = chat.template.prompt
+    monkeypatch.setattr(
+        chat.template, "prompt", lambda messages, tools: rendered.append(len(messages)) or prompt(messages, tools)
+    )
+    for _ in range(20):
+        conversation.add_completion([65, chat.end_of_turn_id], [-1.0, -1.0], policy_version="v", engine="e")
+        conversation.add_messages([RESULT])
+    assert rendered == rendered[:2] * 20
+    assert rendered[0] == 3  # messages: a stand-in question, the assistant's turn, the result
+    assert rendered[1] < 150
 
 
 def think_then_ask(chat, on_rewrite):
