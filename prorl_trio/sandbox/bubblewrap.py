@@ -31,6 +31,7 @@ _ISOLATION: Final = (
     "--unshare-user",
     "--disable-userns",
     "--die-with-parent",
+    "--as-pid-1",  # its own init would be left to the machine's init as a zombie: not every machine has a good one
     "--cap-drop",
     "ALL",
     "--clearenv",

@@ -132,7 +132,7 @@ class ProcessTree:
                     break
                 answer += chunk
         if patience.cancelled_caught:
-            raise SandboxUnavailable(self.explain(f"no READY within {budget_s:.1f} s; the machine may be overloaded"))
+            raise SandboxUnavailable(self.explain(f"not ready within {budget_s:.2g} s; the machine may be overloaded"))
         if answer.partition(b"\n")[0].rstrip(b"\r") != READY_LINE:
             with trio.move_on_after(LAST_WORDS_TIMEOUT_S):
                 await self._stderr_ended.wait()
@@ -153,18 +153,18 @@ class ProcessTree:
         return f"{program}: {what}" + (f"; it said: {said}" if said else "")
 
     async def _end(self) -> None:
-        with trio.move_on_after(END_TIMEOUT_S, shield=True):
-            self._members |= descendants(self.pid)
-            await self._stdin.aclose()
-            await self._end_leader()
-            if any(map(is_alive, self._members)):
-                self._members |= await run_blocking(session_members, self.pid)
-                await run_blocking(self._kill_members)
+        self._members |= descendants(self.pid)
+        await self._stdin.aclose()
+        await self._end_leader()
+        if any(map(is_alive, self._members)):
+            self._members |= await run_blocking(session_members, self.pid)
+            await run_blocking(self._kill_members)
+
+    def _close(self) -> None:
+        """Reap the first process, close the pipes, and see whether anything survived."""
         self._popen.poll()
         for stream in (self._stdin, self._stdout, self._stderr):
-            # Closing an fd does not block, and a cancelled close closes.
-            with trio.move_on_after(0, shield=True):
-                await stream.aclose()
+            stream.close()
         survivors = sorted(process for process in self._members if is_alive(process))
         if survivors:
             raise InternalError(f"processes of a closed sandbox are still alive (pid, start time): {survivors}")
@@ -218,13 +218,17 @@ async def open_process_tree(
         SandboxUnavailable: it cannot be run, ended early, or was not ready by `deadline`; with what it said.
         InternalError: something survived all of that.
     """
-    with single_exception():
-        async with trio.open_nursery() as nursery:
-            tree = ProcessTree(argv, env, folder)
-            try:
-                nursery.start_soon(tree._drain_stderr)
-                await tree._become_ready(stdin_line, deadline)
-                yield tree
-            finally:
-                await tree._end()
-                nursery.cancel_scope.cancel()
+    tree = ProcessTree(argv, env, folder)
+    try:
+        with single_exception():
+            async with trio.open_nursery() as nursery:
+                try:
+                    nursery.start_soon(tree._drain_stderr)
+                    await tree._become_ready(stdin_line, deadline)
+                    yield tree
+                finally:
+                    with trio.move_on_after(END_TIMEOUT_S, shield=True):
+                        await tree._end()
+                    nursery.cancel_scope.cancel()
+    finally:
+        tree._close()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_SOCKET_PATH_BYTES", "SOCKET_NAME", "RunDir", "SandboxDir", "open_run_dir", "open_shared_run_dir"]
 
 MAX_SOCKET_PATH_BYTES: Final = 107
-SOCKET_NAME: Final = "d.sock"
+SOCKET_NAME: Final = "s"
 CLOSE_TIMEOUT_S: Final = 10.0
 
 _PREFIX: Final = "prorl-"
@@ -45,12 +45,15 @@ _NETWORK_FILE_SYSTEMS: Final = frozenset(
 
 
 class SandboxDir:
-    """The folder of one sandbox. `control` is what the sandbox sees of it, and all it sees."""
+    """The folder of one sandbox. `control` is what the sandbox sees of it, and all it sees.
+
+    Names are short: the path of a socket may have 107 bytes.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.sandbox_id = path.name
-        self.control = path / "ctl"
+        self.control = path / "c"
         self.home = path / "home"
         self.socket = self.control / SOCKET_NAME
 
@@ -203,7 +206,7 @@ def check_base(base: Path, mountinfo: str) -> None:
         SandboxUnavailable: says why, and what to set instead.
     """
     advice = "set sandbox.runtime_dir to a short path on a local disk or tmpfs"
-    longest = base / f"{_PREFIX}4194304-xxxxxxxx" / "sbx-xxxxxxxx" / "ctl" / SOCKET_NAME
+    longest = base / f"{_PREFIX}4194304-xxxxxxxx" / "sbx-xxxxxxxx" / "c" / SOCKET_NAME
     if (length := len(os.fsencode(longest))) > MAX_SOCKET_PATH_BYTES:
         raise SandboxUnavailable(
             f"control sockets in {base} would need paths of {length} bytes, above {MAX_SOCKET_PATH_BYTES}; {advice}"

@@ -1,0 +1,265 @@
+"""A sandbox provider in memory: no process, no thread, no socket, so tests with trio's autojump clock can use it.
+
+It keeps the contract of the real ones (`sandbox_contract.CORE_CHECKS`) with a shell of a few words and a Python of a
+few expressions, and fails on request.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import operator
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import trio
+
+from ipc.wire import BashResult, CellError, CellResult
+from prorl_trio.errors import SandboxLost, SandboxUnavailable
+from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable
+
+__all__ = ["FakeProvider", "FakeSandbox"]
+
+_BINARY: Final[dict[type[ast.operator], Callable[[float, float], float]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_ROOT: Final = PurePosixPath("/")
+_HOME: Final = "/home/agent"
+
+
+class FakeProvider(SandboxProvider):
+    """Starts `FakeSandbox`es.
+
+    Attributes:
+        start_s: how long each start takes, on trio's clock.
+        failures: raised by the next starts, first to first.
+        live: those that are open now.
+        opened_total: starts that succeeded.
+    """
+
+    name: ClassVar[str] = "fake"
+    isolated: ClassVar[bool] = False
+
+    def __init__(self, *, start_s: float = 0.0, failures: Iterable[SandboxUnavailable] = ()) -> None:
+        self.start_s = start_s
+        self.failures = list(failures)
+        self.live: list[FakeSandbox] = []
+        self.opened_total = 0
+        self._ids = count(1)
+
+    async def probe(self) -> ProviderReport:
+        await trio.lowlevel.checkpoint()
+        return ProviderReport(name=self.name, usable=True, version="in memory")
+
+    @asynccontextmanager
+    async def open_sandbox(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        with trio.move_on_after(spec.start_timeout_s) as patience:
+            await trio.sleep(self.start_s)
+        if patience.cancelled_caught:
+            raise SandboxUnavailable(f"fake: not ready within {spec.start_timeout_s:g} s")
+        if self.failures:
+            raise self.failures.pop(0)
+        if spec.image != "host":
+            raise SandboxUnavailable(f"image {spec.image} does not exist; the fake has only `host`")
+        sandbox = FakeSandbox(f"fake-{next(self._ids)}", dict(spec.env))
+        self.live.append(sandbox)
+        self.opened_total += 1
+        try:
+            yield sandbox
+        finally:
+            self.live.remove(sandbox)
+            sandbox.lose("it was closed")
+
+
+class FakeSandbox(Sandbox):
+    """State in dictionaries. `actions` is what was asked of it, in order; `lose` ends it as a crash would.
+
+    bash knows `NAME=VALUE`, `echo WORDS` with `$NAME` and `$?`, `cd DIR`, `pwd`, `true`, `false`, `sleep SECONDS` and
+    `exit CODE`, one command a line or after `;`. A cell may assign and evaluate arithmetic and `print`.
+    """
+
+    def __init__(self, sandbox_id: str, env: dict[str, str]) -> None:
+        self.sandbox_id = sandbox_id
+        self.actions: list[str] = []
+        self.files: dict[str, bytes] = {}
+        self._env = env
+        self._turn = trio.Lock()
+        self._lost = trio.CancelScope()
+        self._why_lost = ""
+        self._variables: dict[str, str] = {}
+        self._cwd = _HOME
+        self._exit_code = 0
+        self._names: dict[str, float | str | None] = {}
+        self._execution_count = 0
+
+    def lose(self, reason: str) -> None:
+        """Every call from now on, and the one going on, raises `SandboxLost`."""
+        self._why_lost = self._why_lost or f"sandbox {self.sandbox_id} is gone: {reason}"
+        self._lost.cancel(reason)
+
+    async def bash(self, command: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> BashResult:
+        async with self._turn:
+            await self._begin(command)
+            start = trio.current_time()
+            output: list[str] = []
+            restarted = False
+            with trio.move_on_after(timeout_s) as patience:
+                await trio.lowlevel.checkpoint()
+                for line in command.replace(";", "\n").splitlines():
+                    if not await self._run_line(line.strip(), output):
+                        restarted = True
+                        self._variables, self._cwd = {}, _HOME
+                        break
+            self._raise_if_lost()
+            text, dropped = _cap("".join(output), max_output_bytes)
+            return BashResult(
+                output=text,
+                exit_code=None if patience.cancelled_caught else self._exit_code,
+                cwd=self._cwd,
+                duration_s=trio.current_time() - start,
+                timed_out=patience.cancelled_caught,
+                restarted=restarted,
+                dropped_bytes=dropped,
+            )
+
+    async def _begin(self, action: str) -> None:
+        await trio.lowlevel.checkpoint()
+        self._raise_if_lost()
+        self.actions.append(action)
+
+    def _raise_if_lost(self) -> None:
+        if self._why_lost:
+            raise SandboxLost(self._why_lost)
+
+    async def _run_line(self, line: str, output: list[str]) -> bool:
+        """Run one simple command; False if it ended the shell."""
+        word, _, rest = line.partition(" ")
+        name, assigned, value = word.partition("=")
+        rest = self._expand(rest)
+        self._exit_code = 0 if word != "exit" else int(rest or 0)
+        if assigned and name.isidentifier():
+            self._variables[name] = self._expand(value)
+        elif word == "echo":
+            output.append(rest + "\n")
+        elif word == "pwd":
+            output.append(self._cwd + "\n")
+        elif word == "cd":
+            self._cwd = str(PurePosixPath(self._cwd) / (rest or _HOME))
+        elif word == "false":
+            self._exit_code = 1
+        elif word == "sleep":
+            with self._lost:
+                await trio.sleep(float(rest))
+        elif word not in ("", "true", "exit"):
+            output.append(f"bash: {word}: command not found\n")
+            self._exit_code = 127
+        return word != "exit"
+
+    def _expand(self, text: str) -> str:
+        for name, value in {"?": str(self._exit_code), **self._env, **self._variables}.items():
+            text = text.replace(f"${name}", value)
+        return text
+
+    async def ipython(self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> CellResult:
+        async with self._turn:
+            await self._begin(code)
+            self._execution_count += 1
+            printed: list[str] = []
+            value: float | str | None = None
+            error: CellError | None = None
+            try:
+                for statement in ast.parse(code).body:
+                    value = self._run_statement(statement, printed)
+            except (ArithmeticError, NameError, SyntaxError, TypeError) as exc:
+                name = type(exc).__name__
+                error = CellError(name=name, value=str(exc), traceback=f"{name}: {exc}")
+            text, dropped = _cap("".join(printed), max_output_bytes)
+            return CellResult(
+                stdout=text,
+                stderr="",
+                result=None if value is None or error else repr(value),
+                error=error,
+                execution_count=self._execution_count,
+                duration_s=0.0,
+                dropped_bytes=dropped,
+            )
+
+    def _run_statement(self, statement: ast.stmt, printed: list[str]) -> float | str | None:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self._names[name] = self._evaluate(value)
+                return None
+            case ast.Expr(value=ast.Call(func=ast.Name(id="print"), args=args)):
+                printed.append(" ".join(str(self._evaluate(arg)) for arg in args) + "\n")
+                return None
+            case ast.Expr(value=value):
+                return self._evaluate(value)
+        raise TypeError(f"the fake cannot run {type(statement).__name__}")
+
+    def _evaluate(self, node: ast.expr) -> float | str | None:
+        match node:
+            case ast.Constant(value=int() | float() | str() | None as value):
+                return value
+            case ast.Name(id=name):
+                if name not in self._names:
+                    raise NameError(f"name {name!r} is not defined")
+                return self._names[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._number(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+                return _BINARY[type(op)](self._number(left), self._number(right))
+        raise TypeError(f"the fake cannot evaluate {type(node).__name__}")
+
+    def _number(self, node: ast.expr) -> float:
+        value = self._evaluate(node)
+        if isinstance(value, int | float):
+            return value
+        raise TypeError(f"{value!r} is not a number")
+
+    async def restart_ipython(self) -> None:
+        async with self._turn:
+            await self._begin("restart_ipython")
+            self._names, self._execution_count = {}, 0
+
+    async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
+        async with self._turn:
+            await self._begin(f"read {path}")
+            self._check_path(path)
+            if path not in self.files:
+                raise FileNotFoundError(errno.ENOENT, path)
+            if len(self.files[path]) > max_bytes:
+                raise ValueError(f"{path} has {len(self.files[path])} bytes; the limit is {max_bytes}")
+            return self.files[path]
+
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        async with self._turn:
+            await self._begin(f"write {path}")
+            self._check_path(path)
+            self.files[path] = bytes(data)
+
+    def _check_path(self, path: str) -> None:
+        if not path.startswith("/"):
+            raise ValueError(f"{path} is not absolute")
+        folders = {parent for file in self.files for parent in PurePosixPath(file).parents}
+        if PurePosixPath(path) in {_ROOT, PurePosixPath("/tmp"), PurePosixPath(_HOME), *folders}:
+            raise IsADirectoryError(errno.EISDIR, path)
+
+
+def _cap(text: str, max_bytes: int) -> tuple[str, int]:
+    raw = text.encode()
+    if len(raw) <= max_bytes:
+        return text, 0
+    head, tail = raw[: max_bytes // 2], raw[len(raw) - max_bytes // 2 :]
+    dropped = len(raw) - len(head) - len(tail)
+    left_out = f"\n[... {dropped} bytes left out ...]\n"
+    return head.decode(errors="replace") + left_out + tail.decode(errors="replace"), dropped
