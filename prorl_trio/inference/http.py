@@ -16,6 +16,7 @@ import msgspec
 import trio
 
 from prorl_trio.inference.http_connection import (
+    ClientClosed,
     ConnectFailed,
     ConnectionLost,
     HttpConnection,
@@ -25,7 +26,7 @@ from prorl_trio.inference.http_connection import (
     Response,
     ResponseMalformed,
     ResponseTooLarge,
-    TooManyRequests,
+    TooManyWaiting,
     open_connection,
 )
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
+    "ClientClosed",
     "ConnectFailed",
     "ConnectionLost",
     "HttpClient",
@@ -43,7 +45,7 @@ __all__ = [
     "Response",
     "ResponseMalformed",
     "ResponseTooLarge",
-    "TooManyRequests",
+    "TooManyWaiting",
 ]
 
 
@@ -123,11 +125,11 @@ class HttpClient:
         replaced once by a fresh one; nothing else is ever sent twice.
 
         Raises:
-            ConnectFailed, ConnectionLost, ResponseMalformed, ResponseTooLarge, TooManyRequests: see there.
+            ClientClosed, ConnectFailed, ConnectionLost, ResponseMalformed, ResponseTooLarge, TooManyWaiting: see there.
             RequestTimedOut: waiting, connecting and the exchange together took more than `timeout_s`.
         """
         if self._slots.statistics().tasks_waiting >= self._limits.max_waiting_requests:
-            raise TooManyRequests(
+            raise TooManyWaiting(
                 f"{self.origin}: {self._limits.max_waiting_requests} requests wait for one of "
                 f"{self._limits.max_connections} connections; raise the limits or add a backend"
             )
@@ -139,7 +141,7 @@ class HttpClient:
         raise RequestTimedOut(f"{self.origin}: {method} {path} was not answered within {timeout_s:g} s", timeout_s)
 
     def close(self) -> None:
-        """Close every connection. Requests in flight, waiting and later ones get `ConnectionLost`. Idempotent."""
+        """Close every connection. Requests in flight, waiting and later ones raise `ClientClosed`. Idempotent."""
         self._closed = True
         for connection in (*self._idle, *self._busy):
             connection.close()
@@ -152,7 +154,7 @@ class HttpClient:
             try:
                 return await self._exchange(kept, head, body)
             except ConnectionLost as exc:
-                if exc.received_bytes or self._closed:
+                if exc.received_bytes:
                     raise
                 self._stale_total += 1
         self._check_open()
@@ -166,6 +168,9 @@ class HttpClient:
             if self._closed:
                 connection.close()
             response = await connection.exchange(head, body)
+        except ConnectionLost:
+            self._check_open()
+            raise
         finally:
             self._busy.discard(connection)
         if connection.is_reusable() and not self._closed:
@@ -188,7 +193,7 @@ class HttpClient:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ConnectionLost(f"{self.origin}: the client is closed", 0)
+            raise ClientClosed(f"{self.origin}: the client is closed")
 
 
 def _split_origin(origin: str) -> tuple[bool, str, int, str]:
@@ -199,7 +204,7 @@ def _split_origin(origin: str) -> tuple[bool, str, int, str]:
         port = parts.port
     except ValueError as exc:
         raise ValueError(f"{wrong}: {exc}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or not origin.isascii():
         raise ValueError(f"{wrong}: give the scheme (http or https), the host and the port")
     if parts.path or parts.query or parts.fragment or "@" in parts.netloc:
         raise ValueError(f"{wrong}: leave out path, query and credentials")

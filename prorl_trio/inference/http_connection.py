@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import ssl
 
 __all__ = [
+    "ClientClosed",
     "ConnectFailed",
     "ConnectionLost",
     "HttpConnection",
@@ -25,7 +26,7 @@ __all__ = [
     "Response",
     "ResponseMalformed",
     "ResponseTooLarge",
-    "TooManyRequests",
+    "TooManyWaiting",
     "open_connection",
 ]
 
@@ -82,6 +83,10 @@ class ConnectionLost(HttpError):
         self.received_bytes = received_bytes
 
 
+class ClientClosed(HttpError):
+    """The client was closed, before the request or while it was under way."""
+
+
 class RequestTimedOut(HttpError):
     """The response was not complete within `timeout_s`. The connection was closed."""
 
@@ -98,7 +103,7 @@ class ResponseMalformed(HttpError):
     """What came is not HTTP/1.1. The connection was closed."""
 
 
-class TooManyRequests(HttpError):
+class TooManyWaiting(HttpError):
     """`max_waiting_requests` wait already. The request was not sent."""
 
 
@@ -114,7 +119,7 @@ async def open_connection(
         try:
             tcp = await trio.open_tcp_stream(host, port)
             return HttpConnection(await _prepare(tcp, host, ssl_context), tcp, limits)
-        except (OSError, trio.BrokenResourceError) as exc:
+        except (OSError, UnicodeError, trio.BrokenResourceError) as exc:  # UnicodeError: not a host name at all
             raise ConnectFailed(f"cannot connect to {host}:{port}: {_reason(exc)}") from exc
     raise ConnectFailed(f"cannot connect to {host}:{port}: no answer within {limits.connect_timeout_s:g} s")
 

@@ -14,6 +14,7 @@ import trio
 import trio.testing
 
 from prorl_trio.inference.http import (
+    ClientClosed,
     ConnectFailed,
     ConnectionLost,
     HttpClient,
@@ -21,7 +22,7 @@ from prorl_trio.inference.http import (
     RequestTimedOut,
     ResponseMalformed,
     ResponseTooLarge,
-    TooManyRequests,
+    TooManyWaiting,
 )
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -238,7 +239,7 @@ async def test_one_more_than_the_waiting_limit_is_refused():
             for _ in range(3):
                 nursery.start_soon(get, client)
             await trio.testing.wait_all_tasks_blocked()
-            with pytest.raises(TooManyRequests, match="2 requests wait for one of 1 connections"):
+            with pytest.raises(TooManyWaiting, match="2 requests wait for one of 1 connections"):
                 await get(client)
             nursery.cancel_scope.cancel()
         assert client.statistics().waiting == 0
@@ -320,6 +321,8 @@ async def test_refused_and_unreachable():
             await get(HttpClient(f"http://127.0.0.1:{unused.getsockname()[1]}"))
     with trio.fail_after(30), pytest.raises(ConnectFailed, match=r"no-such-host\.invalid"):
         await get(HttpClient("http://no-such-host.invalid:80"), timeout_s=20)
+    with trio.fail_after(30), pytest.raises(ConnectFailed, match=r"cannot connect to a\.\.b:80"):
+        await get(HttpClient("http://a..b:80"), timeout_s=20)
 
 
 async def test_connecting_has_its_own_timeout():
@@ -415,6 +418,7 @@ async def test_bytes_after_a_response_end_the_connection():
         "http://u:p@h:1",
         "http://h:port",
         "http://h:99999",
+        "http://h\N{LATIN SMALL LETTER E WITH ACUTE}:1",
     ],
 )
 def test_what_is_not_an_origin_is_refused(origin):
@@ -467,7 +471,7 @@ async def test_close_fails_requests_in_flight_waiting_and_later():
     lost = []
 
     async def fails(client):
-        with pytest.raises(ConnectionLost) as caught:
+        with pytest.raises(ClientClosed, match="the client is closed") as caught:
             await get(client)
         lost.append(caught.value)
 
