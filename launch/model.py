@@ -81,7 +81,7 @@ def _manifest_files(folder: Path) -> dict[str, dict[str, Any]]:
         return {}
     if not isinstance(manifest, dict) or manifest.get("recipe") != RECIPE:
         return {}
-    files: dict[str, dict[str, Any]] = manifest["files"]
+    files: dict[str, dict[str, Any]] = manifest.get("files", {})
     return files
 
 

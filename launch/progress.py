@@ -47,7 +47,7 @@ def run_step(title: str, argv: Sequence[str], *, log_file: Path, hint: str = "",
     log_file.parent.mkdir(parents=True, exist_ok=True)
     env = {name: value for name, value in os.environ.items() if name not in _MISLEADING_ENV} | _PIP_ENV
     say(title)
-    with log_file.open("ab") as log:
+    with log_file.open("ab", buffering=0) as log:  # so that `tail -f` shows it
         log.write(f"\n$ {' '.join(argv)}\n".encode())
         process = subprocess.Popen(
             argv,

@@ -1,0 +1,258 @@
+"""Set-up before anything is installed, and what survives a second one, a kill and a broken step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import venv
+from launch.paths import checkout_dir
+from launch.progress import SetupError, run_step
+from launch.userns import user_namespace_problem
+
+TIMEOUT_S = 60
+COUNT = ("count", ["-c", "import sys, pathlib; pathlib.Path(sys.prefix, 'count').open('a').write('x')"])
+FAIL = ("fail", ["-c", "import sys; print('the reason'); sys.exit(3)"])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A complete environment for the key `first`. Making one takes seconds, so tests share it and restore it."""
+    folder = tmp_path_factory.mktemp("venv") / "env"
+    venv.install(folder, "first", [COUNT], log_file=folder.parent / "log")
+    return folder
+
+
+@pytest.fixture
+def folder(made):
+    (made / ".complete").write_text("first")
+    (made / ".installing").unlink(missing_ok=True)
+    (made / "count").write_text("")
+    return made
+
+
+def install(folder: Path, key: str, *steps: tuple[str, list[str]], hint: str = "") -> None:
+    venv.install(folder, key, steps, log_file=folder.parent / "log", hint=hint)
+
+
+def count(folder: Path) -> int:
+    return len((folder / "count").read_text())
+
+
+# ---------------------------------------------------------------- environments
+
+
+def test_what_is_complete_is_left_alone(folder):
+    install(folder, "first", COUNT, FAIL)
+    assert count(folder) == 0
+
+
+def test_another_key_is_brought_up_to_date_in_place(folder):
+    (folder / "kept").touch()
+    install(folder, "second", COUNT)
+    assert count(folder) == 1
+    assert (folder / "kept").exists()
+    assert venv.is_complete(folder, "second")
+    assert not venv.is_complete(folder, "first")
+
+
+def test_a_failed_step_says_why_and_leaves_it_incomplete(folder):
+    with pytest.raises(SetupError, match=r"(?s)the reason.*fail: failed with exit code 3.*do this"):
+        install(folder, "second", FAIL, hint="do this")
+    assert not venv.is_complete(folder, "first")
+    assert not venv.is_complete(folder, "second")
+    assert (folder / ".installing").exists()
+
+
+def test_an_interrupted_one_is_made_again_from_nothing(folder):
+    (folder / ".installing").write_text("first")
+    (folder / ".complete").unlink()
+    (folder / "half").mkdir()
+    install(folder, "first", COUNT)
+    assert count(folder) == 1
+    assert not (folder / "half").exists()
+    assert venv.is_complete(folder, "first")
+
+
+def test_one_that_was_moved_is_made_again(folder, tmp_path):
+    """Scripts carry the path of their environment, so a checkout that was moved has broken ones."""
+    moved = tmp_path / "moved"
+    shutil.copytree(folder, moved, symlinks=True)
+    assert venv._is_usable(folder)
+    assert not venv._is_usable(moved)
+
+
+def test_a_killed_set_up_is_waited_for_until_its_pip_has_gone(folder):
+    """kill -9 of the first leaves its step running; the second starts only when that has ended, and makes all again."""
+    first = (
+        "import sys, pathlib; from launch import venv; "
+        f"folder = pathlib.Path({str(folder)!r}); "
+        "step = ('slow', ['-c', 'import time; print(1, flush=True); time.sleep(1.5)']); "
+        "venv.install(folder, 'second', [step], log_file=folder.parent / 'slow.log')"
+    )
+    log = folder.parent / "slow.log"
+    log.unlink(missing_ok=True)
+    process = subprocess.Popen([sys.executable, "-c", first], cwd=checkout_dir(), stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (log.exists() and log.read_text().rstrip().endswith("1")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait(TIMEOUT_S)
+    killed_at = time.monotonic()
+    install(folder, "second", COUNT)
+    assert time.monotonic() - killed_at > 0.5
+    assert count(folder) == 1
+
+
+def test_two_at_once_install_once(folder):
+    code = (
+        "import pathlib; from launch import venv; "
+        f"folder = pathlib.Path({str(folder)!r}); "
+        f"venv.install(folder, 'both', [{COUNT!r}], log_file=folder.parent / 'log')"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=checkout_dir(), stdout=subprocess.DEVNULL) for _ in range(2)
+    ]
+    assert [process.wait(TIMEOUT_S) for process in processes] == [0, 0]
+    assert count(folder) == 1
+
+
+def test_without_the_venv_module_the_package_to_install_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(venv.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(SetupError, match=rf"apt-get install python3\.{sys.version_info.minor}-venv"):
+        install(tmp_path / "env", "first")
+
+
+# ---------------------------------------------------------------- steps
+
+
+def test_a_step_has_no_input_and_a_clean_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv("PIP_USER", "1")
+    code = (
+        "import os, sys; print(sys.stdin.read(), sorted({'PYTHONPATH', 'PIP_USER', 'PIP_NO_INPUT'} & set(os.environ)))"
+    )
+    run_step("look", [sys.executable, "-c", code], log_file=tmp_path / "logs" / "log")
+    assert (tmp_path / "logs" / "log").read_text().splitlines()[-1] == " ['PIP_NO_INPUT']"
+
+
+def test_a_failure_carries_the_end_of_the_output(tmp_path):
+    code = "print('\\n'.join(f'line {n}' for n in range(100_000))); raise SystemExit(1)"
+    with pytest.raises(SetupError) as caught:
+        run_step("much", [sys.executable, "-c", code], log_file=tmp_path / "log")
+    assert "line 99999" in str(caught.value)
+    assert "line 99000\n" not in str(caught.value)
+    assert str(tmp_path / "log") in str(caught.value)
+    assert "line 0\n" in (tmp_path / "log").read_text()
+
+
+def test_ctrl_c_ends_the_step_too(tmp_path):
+    """A set-up that gets SIGINT leaves no pip behind, also where the signal reaches only itself."""
+    code = (
+        "import pathlib, sys; from launch.progress import run_step; "
+        "step = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)']; "
+        f"run_step('long', step, log_file=pathlib.Path({str(tmp_path / 'log')!r}))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=checkout_dir(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (lines := _lines(tmp_path / "log")) or not lines[-1].isdigit():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(TIMEOUT_S) != 0
+    assert not Path(f"/proc/{lines[-1]}").exists()
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+# ---------------------------------------------------------------- a bare machine
+
+
+def test_set_up_needs_the_standard_library_only():
+    """It runs before anything is installed: -S leaves `site-packages` out, and the warning's remedy is imported too."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(checkout_dir())!r}); "
+        "import launch.setup; from prorl_trio.sandbox.userns import user_namespace_remedy; "
+        "print([name for name in sys.modules if 'site-packages' in str(getattr(sys.modules[name], '__file__', ''))])"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_forbidden_user_namespaces_are_noticed():
+    """In a user namespace of our own we may forbid further ones, as an administrator does for the machine."""
+    if problem := user_namespace_problem():
+        pytest.skip(f"user namespaces are forbidden here already: {problem}")
+    code = "from launch.userns import user_namespace_problem; print(user_namespace_problem())"
+    script = f'echo 0 >/proc/sys/user/max_user_namespaces && exec {sys.executable} -c "{code}"'
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "sh", "-c", script],
+        cwd=checkout_dir(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert "making a user namespace: No space left on device" in done.stdout, done.stderr
+
+
+def make(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    env = os.environ if path is None else {**os.environ, "PATH": path}
+    command = ["make", "--no-print-directory", *arguments]
+    return subprocess.run(command, cwd=checkout_dir(), env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def test_make_alone_lists_the_targets():
+    done = make()
+    assert done.returncode == 0
+    for target in ("setup", "demo", "test", "check", "e2e", "apptainer", "doctor", "clean"):
+        assert f"make {target} " in done.stdout
+
+
+def test_no_new_enough_python_is_said_clearly():
+    done = make("PYTHON=", "setup-dev")
+    assert done.returncode != 0
+    assert "needs Python 3.11 or newer" in done.stderr
+    assert "apt-get install" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("failing", "code", "ran"), [("none", 0, "test e2e"), ("test", 2, "test"), ("e2e", 2, "test e2e")]
+)
+def test_ci_stops_at_the_first_stage_that_fails(tmp_path, failing, code, ran):
+    fake = tmp_path / "make"
+    fake.write_text(f'#!/bin/sh\necho "$1" >>{tmp_path}/ran\n[ "$1" != {failing} ] || exit 2\n')
+    fake.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CI": "true"}
+    done = subprocess.run([checkout_dir() / ".ci/run"], env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == code
+    assert (tmp_path / "ran").read_text().split() == ran.split()
+    assert "======== make test" in done.stdout
+
+
+def test_apptainer_where_it_cannot_be_installed_is_a_warning_for_tests_and_an_error_for_people(tmp_path):
+    """A PATH without apptainer, apt and sudo."""
+    for name in ("bash", "id", "mktemp", "chmod", "rm", "env"):
+        found = shutil.which(name)
+        assert found
+        (tmp_path / name).symlink_to(found)
+    env = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PRORL_CACHE_DIR": str(tmp_path / "cache")}
+    script = checkout_dir() / "launch" / "apptainer.sh"
+    tests = subprocess.run([script, "--if-possible"], env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert tests.returncode == 0
+    assert "SKIPPED" in tests.stderr
+    people = subprocess.run([script], env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert people.returncode == 1
+    assert "ERROR" in people.stderr
+    assert not (tmp_path / "cache").exists()
