@@ -62,10 +62,18 @@ class Listener(Protocol):
 class Session:
     """One trainer's jobs and outcomes. It is the `JobSink` of every job it submits."""
 
-    def __init__(self, session_id: str, start: int, limits: SessionLimits, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        start: int,
+        limits: SessionLimits,
+        on_change: Callable[[], None],
+        clock: Callable[[], float] = trio.current_time,
+    ) -> None:
         self.session_id = session_id
         self.log = OutcomeLog(start)
-        self.idle_since_s = trio.current_time()
+        self.idle_since_s = clock()
+        self._clock = clock
         self._limits = limits
         self._on_change = on_change
         self._fingerprints: dict[str, bytes] = {}
@@ -167,7 +175,7 @@ class Session:
         """The connection is over. Nothing happens if another has taken its place."""
         if self._listener is listener:
             self._listener = None
-            self.idle_since_s = trio.current_time()
+            self.idle_since_s = self._clock()
             self._on_change()
 
     def statistics(self) -> dict[str, object]:
