@@ -77,32 +77,26 @@ async def open_rpc_client(
 class _PendingCall:
     """What the reader has for one call. The calling task takes it, so that callbacks run, and raise, over there."""
 
-    __slots__ = ("answer", "chunks", "news", "wants_chunks")
+    __slots__ = ("answer", "chunks", "news")
 
-    def __init__(self, *, wants_chunks: bool) -> None:
-        self.wants_chunks = wants_chunks
+    def __init__(self) -> None:
         self.chunks: list[Chunk] = []  # taken each time the caller runs, so never more than one read of the stream
         self.answer: Result | Failure | ChannelBroken | None = None
         self.news = trio.Event()
 
     def add_chunk(self, chunk: Chunk) -> None:
-        if self.wants_chunks:
-            self.chunks.append(chunk)
-            self.news.set()
+        self.chunks.append(chunk)
+        self.news.set()
 
     def finish(self, answer: Result | Failure | ChannelBroken) -> None:
         self.answer = answer
         self.news.set()
 
-    def mute(self) -> None:
-        self.wants_chunks = False
-        self.chunks.clear()
-
     async def wait_answer(self, on_chunk: Callable[[str, bytes], None] | None) -> None:
         while True:
             await self.news.wait()
+            chunks, self.chunks = self.chunks, []
             if on_chunk is not None:
-                chunks, self.chunks = self.chunks, []
                 for chunk in chunks:
                     on_chunk(chunk.stream, chunk.data)
             if self.answer is not None:
@@ -178,7 +172,7 @@ class RpcClient:
         """
         if not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
-        call = _PendingCall(wants_chunks=on_chunk is not None)
+        call = _PendingCall()
         with trio.CancelScope(deadline=trio.current_time() + timeout_s) as budget:
             await self._outbox.wait_room()
             call_id = self._put_request(body, budget.deadline, call)
@@ -209,7 +203,6 @@ class RpcClient:
 
     async def _stop(self, call_id: int, call: _PendingCall) -> None:
         """Tell the peer to end a call and wait until it says that it has."""
-        call.mute()
         try:
             self._outbox.put(Cancel(id=call_id))
         except ChannelBroken:

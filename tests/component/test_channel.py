@@ -123,6 +123,7 @@ async def test_a_send_cancelled_half_way_poisons_the_channel():
                 await attempt()
         with pytest.raises(ChannelBroken, match="a send was cancelled half-way"):
             ours.send_nowait(b"x")
+        assert ours.unsent_bytes == 0
         with pytest.raises(ChannelBroken, match="in the middle of a frame"):
             await theirs.receive()
 
@@ -193,6 +194,46 @@ async def test_send_nowait_keeps_what_the_kernel_does_not_take_and_flush_sends_i
         nursery.start_soon(ours.send, b"after it")
         received = [await theirs.receive() for _ in range(13)]
     assert received == [b"small", *payloads, b"while flushing", b"after it"]
+
+
+async def test_what_is_unsent_goes_before_what_comes_later_even_when_there_is_room_again():
+    large = bytes(MORE_THAN_A_SOCKET_HOLDS_BYTES)
+    async with channel_pair("socket") as (ours, theirs), trio.open_nursery() as nursery:
+        received: list[bytes] = []
+
+        async def receive() -> None:
+            for _ in range(2):
+                received.append(await theirs.receive())  # noqa: PERF401
+
+        ours.send_nowait(large)
+        unsent_bytes = ours.unsent_bytes
+        nursery.start_soon(receive)
+        await wait_all_tasks_blocked()  # the kernel's buffer is empty now
+        ours.send_nowait(b"later")
+        assert ours.unsent_bytes > unsent_bytes
+        await ours.flush()
+    assert received == [large, b"later"]
+
+
+async def test_a_small_send_is_whole_or_nothing_at_whatever_step_it_is_cancelled():
+    async with channel_pair("socket") as (ours, theirs):
+        sent = 0
+
+        async def send() -> None:
+            nonlocal sent
+            await ours.send(b"small")
+            sent += 1
+
+        async def check(run: CancelledRun) -> None:
+            assert ours.broken is None
+            await ours.send(b"end")
+            received: list[bytes] = []
+            while (payload := await theirs.receive()) != b"end":
+                received.append(payload)
+            assert received == [b"small"] * run.completed
+
+        assert await cancel_sweep(send, check) > 2
+        assert sent > 0
 
 
 @both_kinds

@@ -466,6 +466,16 @@ async def test_a_call_cancelled_while_the_peer_takes_nothing_was_never_sent():
         assert client.statistics().pending_calls == 0
 
 
+async def test_a_call_cancelled_before_its_handler_began_never_runs_it():
+    actions = Actions()
+    async with raw_client(actions, "socket") as channel:
+        channel.send_nowait(encode_envelope(Request(id=1, timeout_s=5, body=encode_body(Do(what="echo")))))
+        channel.send_nowait(encode_envelope(Cancel(id=1)))
+        answer = decode_envelope(await channel.receive())
+        assert answer == Failure(id=1, code="cancelled", message="cancelled by the caller")
+    assert actions.started == 0
+
+
 async def test_an_error_of_on_chunk_stops_the_call_and_flies():
     actions = Actions()
 
@@ -572,6 +582,22 @@ async def test_the_peers_death_fails_every_pending_and_every_later_call(kind: st
         assert len(set(ended)) == 1
         assert client.closed
         assert ended[0] in repr(client)
+
+
+async def test_the_peers_death_fails_calls_that_wait_to_be_sent():
+    async with scripted_server("socket") as (client, channel), trio.open_nursery() as nursery:
+
+        async def expect_broken(size_bytes: int) -> None:
+            with pytest.raises(ChannelBroken):
+                await call(client, "echo", "x" * size_bytes)
+
+        nursery.start_soon(expect_broken, 4_000_000)
+        await wait_all_tasks_blocked()
+        for _ in range(3):
+            nursery.start_soon(expect_broken, 1)
+        await wait_all_tasks_blocked()
+        assert client.statistics().pending_calls == 1
+        await channel.aclose()
 
 
 async def test_death_in_the_middle_of_an_answer_is_told():
