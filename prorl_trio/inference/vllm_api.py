@@ -35,6 +35,7 @@ CLAMPED_LOGPROB = -9999.0
 MAX_ERROR_CHARS = 1000
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Logprob = Annotated[float, msgspec.Meta(gt=CLAMPED_LOGPROB, le=MAX_LOGPROB)]
 
 _FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _CONTEXT_LIMIT = re.compile(r"maximum (?:context|model) length\D*(\d+)")
@@ -69,9 +70,9 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChoiceLogprobs(msgspec.Struct, frozen=True):
-    """`token_logprobs`: natural log of each sampled token's probability; null where the engine kept none."""
+    """`token_logprobs`: natural log of each sampled token's probability."""
 
-    token_logprobs: list[float | None]
+    token_logprobs: list[Logprob]
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -164,7 +165,7 @@ def read_completion(body: bytes, prompt_token_ids: list[int], max_tokens: int, i
     try:
         answer = msgspec.json.decode(body, type=CompletionResponse)
     except msgspec.MsgspecError as exc:
-        raise ContractBroken(f"the answer is not the JSON of a completion: {exc}") from exc
+        raise ContractBroken(f"the answer is not a completion to train on: {exc}") from exc
     if len(answer.choices) != 1:
         raise ContractBroken(f"asked for 1 continuation, got {len(answer.choices)}")
     choice = answer.choices[0]
@@ -192,7 +193,7 @@ def read_completion(body: bytes, prompt_token_ids: list[int], max_tokens: int, i
         raise ContractBroken(f"asked for 1 to {max_tokens} tokens, it sampled {sampled} ({finish_reason})")
     return Completion(
         token_ids=token_ids,
-        logprobs=_checked_logprobs(logprobs),
+        logprobs=logprobs,
         finish_reason=finish_reason,
         policy_version=info.policy_version,
         engine=info.engine,
@@ -212,17 +213,3 @@ def context_limit(message: str) -> int | None:
     """The context length that an error message says was exceeded, in tokens; None if it is about something else."""
     match = _CONTEXT_LIMIT.search(message)
     return int(match[1]) if match else None
-
-
-def _checked_logprobs(logprobs: list[float | None]) -> list[float]:
-    checked = [value for value in logprobs if value is not None and CLAMPED_LOGPROB < value <= MAX_LOGPROB]
-    if len(checked) != len(logprobs):
-        wrong = next(
-            (index, value)
-            for index, value in enumerate(logprobs)
-            if value is None or not CLAMPED_LOGPROB < value <= MAX_LOGPROB
-        )
-        raise ContractBroken(
-            f"logprob of sampled token {wrong[0]} is {wrong[1]}; it must be a number in ({CLAMPED_LOGPROB:g}, 0]"
-        )
-    return checked
