@@ -57,14 +57,14 @@ def summary_table(summary: Summary, outcomes: Sequence[Outcome]) -> Table:
 
 def outcome_list(outcomes: Sequence[Outcome]) -> Table:
     """One line per outcome, to choose from."""
-    table = Table(title=f"{len(outcomes)} outcomes", title_justify="left")
-    for column in ("job", "instance", "status", "reward", "turns", "tokens", "stopped", "error"):
-        table.add_column(column, overflow="fold")
+    table = Table(title=f"{len(outcomes)} outcomes", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("job", "status", "reward", "turns", "tokens", "stopped"):
+        table.add_column(column, no_wrap=True, min_width=3)
+    table.add_column("error", overflow="fold")
     for outcome in outcomes:
         trajectory = outcome.trajectory
         table.add_row(
             outcome.job_id,
-            outcome.instance_id,
             outcome.status,
             "-" if outcome.reward is None else f"{outcome.reward:g}",
             str(len(trajectory.turns)) if trajectory else "-",

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import trio
+
+from prorl_trio.agent import run_agent
+from prorl_trio.errors import BackendError, ContextLengthExceeded
+from prorl_trio.handlers.math import MathHandler
+from prorl_trio.models import ChatMessage
+from prorl_trio.rollout import RolloutContext
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+from prorl_trio.tools import FinishTool, ToolSet
+
+
+def call(code):
+    return f'<tool_call>\n{{"name": "ipython", "arguments": {{"code": "{code}"}}}}\n</tool_call>'
+
+
+async def rollout(rig, *turns, **fields):
+    """One math rollout in which the model says `turns`; returns its context."""
+    rig.says = list(turns)
+    context = RolloutContext(spec=rig.spec(**fields), resources=rig.resources)
+    async with rig.provider.open_sandbox(SandboxSpec()) as context.sandbox:
+        await MathHandler().run(context)
+    return context
+
+
+@pytest.fixture(autouse=True)
+async def deadline():
+    with trio.fail_after(30):
+        yield
+
+
+async def test_a_tool_call_is_run_and_its_result_reaches_the_model(rig):
+    async with rig.open():
+        context = await rollout(rig, call("6*7"), r"It is \boxed{42}.")
+        second_prompt = rig.tiny.decode(rig.engine.requests[-1].prompt)
+    assert second_prompt.endswith(
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (context.stop_reason, context.answer) == ("finished", "42")
+    assert [turn.observations for turn in context.turns] == [["42"], []]
+
+
+async def test_the_trajectory_is_what_the_engine_saw_bit_for_bit(rig):
+    async with rig.open():
+        context = await rollout(rig, call("6*7"), "hm", r"\boxed{42}")
+        prompts = [request.prompt for request in rig.engine.requests]
+    trajectory = context.trajectory()
+    (segment,) = trajectory.segments
+    ids = segment.token_ids.tolist()
+    mask = np.zeros(len(ids), dtype=np.uint8)
+    for prompt, turn in zip(prompts[-3:], trajectory.turns, strict=True):
+        assert ids[: turn.completion_start] == prompt
+        mask[turn.completion_start : turn.completion_end] = 1
+    assert np.array_equal(segment.loss_mask, mask)
+    assert np.array_equal(segment.logprobs, np.where(mask, np.float32(-0.25), np.float32(0)))
+    assert [(span.start, span.end) for span in segment.spans] == [
+        (turn.completion_start, turn.completion_end) for turn in trajectory.turns
+    ]
+
+
+async def test_finish_ends_the_episode_with_its_answer(rig):
+    async with rig.open():
+        context = await rollout(rig, '{"name": "finish", "arguments": {"answer": "42"}}')
+    assert (context.stop_reason, context.answer) == ("finished", "42")
+
+
+async def test_calls_after_finish_are_not_run(rig):
+    finish = '<tool_call>{"name": "finish", "arguments": {"answer": "1"}}</tool_call>'
+    async with rig.open():
+        context = await rollout(rig, finish + call("6*7"))
+        assert context.sandbox.actions == []
+    assert context.turns[0].observations[1].startswith("Not run")
+
+
+async def test_a_fenced_block_is_run_where_a_small_model_forgets_the_call(rig):
+    async with rig.open():
+        context = await rollout(rig, "Let me see.\n```python\nprint(6*7)\n```\n", r"\boxed{42}")
+    assert context.turns[0].observations == ["42"]
+    assert context.turns[0].tool_calls[0].name == "ipython"
+
+
+async def test_one_nudge_then_the_loop_ends(rig):
+    async with rig.open():
+        context = await rollout(rig, "I think.", "I still think.", r"\boxed{42}")
+        nudged = rig.tiny.decode(rig.engine.requests[-1].prompt)
+    assert context.stop_reason == "no_tool_call"
+    assert len(context.turns) == 2
+    assert "Continue. Compute with the ipython tool" in nudged
+
+
+async def test_max_turns(rig):
+    async with rig.open():
+        context = await rollout(rig, *[call("1")] * 9, max_turns=3)
+    assert (context.stop_reason, len(context.turns)) == ("max_turns", 3)
+    assert context.trajectory().segments[0].loss_mask[-1] == 1, "nothing is appended that nobody will read"
+
+
+async def test_the_context_budget_ends_the_loop_before_the_engine_would_refuse(rig):
+    async with rig.open(max_model_len=1800):
+        context = await rollout(rig, *[call("1" * 60)] * 9, max_turns=9)
+    assert context.stop_reason == "context_budget"
+    assert 1 <= len(context.turns) < 9
+    assert len(context.conversation) <= 1800
+
+
+async def test_a_question_longer_than_the_context_is_told_with_both_figures(rig):
+    async with rig.open(max_model_len=300):
+        with pytest.raises(ContextLengthExceeded, match="context of 300"):
+            await rollout(rig, "never asked")
+        assert rig.engine.stats.running == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ('<tool_call>{"name": "ipython", "arguments": {"code": </tool_call>', "Error"),
+        ('<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>', "ipython"),
+        ('<tool_call>{"name": "ipython", "arguments": {}}</tool_call>', "needs the argument 'code'"),
+        ('<tool_call>{"name": "ipython", "arguments": {"code": 3}}</tool_call>', "must be a string"),
+        (call("1/0"), "ZeroDivisionError"),
+    ],
+)
+async def test_what_the_policy_does_wrong_is_an_observation(rig, said, expected):
+    async with rig.open():
+        context = await rollout(rig, said, r"\boxed{1}")
+    assert expected in context.turns[0].observations[0]
+    assert context.stop_reason == "finished"
+
+
+async def test_a_failing_backend_loses_nothing_that_was_recorded(rig):
+    async with rig.open():
+        context = RolloutContext(spec=rig.spec(), resources=rig.resources)
+        rig.says = [call("6*7")]
+        async with rig.provider.open_sandbox(SandboxSpec()) as context.sandbox:
+            await run_first_turn_then(rig, context, "drop_token_ids")
+    assert len(context.turns) == 1
+    assert context.trajectory().stop_reason == "aborted"
+    assert rig.resources.backends.statistics()["open_leases"] == 0
+
+
+async def run_first_turn_then(rig, context, fault):
+    original = rig.script
+
+    def script(prompt):
+        rig.engine.inject(fault)
+        return original(prompt)
+
+    rig.engine._script = script
+    with pytest.raises(BackendError, match="token"):
+        await MathHandler().run(context)
+
+
+async def test_a_dead_backend_is_left_for_another_one_and_the_tokens_go_on(rig):
+    config = FakeEngineConfig(vocab_size=259, end_of_turn_id=rig.tiny.end_of_turn_id, max_model_len=4000)
+    async with rig.open(), open_fake_engine(script=rig.script, config=config) as other:
+        await rig.resources.backends.add(other.url)
+        async with rig.resources.backends.lease("elsewhere") as elsewhere:
+            dies, lives = (other, rig.engine) if elsewhere.url == rig.engine.url else (rig.engine, other)
+
+            def script_of_the_dying(prompt):
+                dies.inject("server_error", times=10)
+                return rig.script(prompt)
+
+            dies._script = script_of_the_dying
+            context = await rollout(rig, call("6*7"), r"\boxed{42}")
+        continued = lives.requests[-1].prompt
+    assert context.stop_reason == "finished"
+    sampled = context.turns[0].completion_end
+    assert continued[:sampled] == context.trajectory().segments[0].token_ids[:sampled].tolist()
+
+
+async def test_cancel_aborts_the_call_in_flight(rig):
+    async with rig.open():
+        rig.engine.hold()
+        with trio.move_on_after(0.2) as scope:
+            await rollout(rig)
+        assert scope.cancelled_caught
+        await rig.engine.wait_until(lambda stats: stats.running == 0)
+        assert rig.engine.stats.aborted_total == 1
+
+
+async def test_run_agent_takes_any_style_and_tools(rig):
+    class Quiet:
+        def implied_calls(self, parsed):
+            return []
+
+        def final_answer(self, parsed):
+            return parsed.content if parsed.content.startswith("ANSWER") else None
+
+        def nudge(self):
+            return "Go on."
+
+    async with rig.open():
+        rig.says = ["mumble", "ANSWER 3"]
+        context = RolloutContext(spec=rig.spec(), resources=rig.resources)
+        tools = ToolSet([FinishTool()], max_observation_chars=100)
+        await run_agent(context, [ChatMessage(role="user", content="?")], tools, Quiet())
+    assert context.answer == "ANSWER 3"
