@@ -120,11 +120,10 @@ class ProcessTree:
             del self._stderr_tail[:-STDERR_TAIL_BYTES]
         self._stderr_ended.set()
 
-    async def _become_ready(self, stdin_line: bytes, deadline: float) -> None:
-        budget_s = deadline - trio.current_time()
+    async def _become_ready(self, stdin_line: bytes, start_timeout_s: float) -> None:
         await run_blocking(write_record, self._folder, self._members)
         answer = b""
-        with trio.move_on_at(deadline) as patience, contextlib.suppress(trio.BrokenResourceError):
+        with trio.move_on_after(start_timeout_s) as patience, contextlib.suppress(trio.BrokenResourceError):
             await self._stdin.send_all(stdin_line)
             while b"\n" not in answer and len(answer) <= MAX_READY_LINE_BYTES:
                 chunk = await self._stdout.receive_some(READ_BYTES)
@@ -132,7 +131,9 @@ class ProcessTree:
                     break
                 answer += chunk
         if patience.cancelled_caught:
-            raise SandboxUnavailable(self.explain(f"not ready within {budget_s:.2g} s; the machine may be overloaded"))
+            raise SandboxUnavailable(
+                self.explain(f"not ready within {start_timeout_s:g} s; the machine may be overloaded")
+            )
         if answer.partition(b"\n")[0].rstrip(b"\r") != READY_LINE:
             with trio.move_on_after(LAST_WORDS_TIMEOUT_S):
                 await self._stderr_ended.wait()
@@ -199,7 +200,7 @@ class ProcessTree:
 
 @asynccontextmanager
 async def open_process_tree(
-    argv: Sequence[str], *, env: Mapping[str, str], stdin_line: bytes, folder: Path, deadline: float
+    argv: Sequence[str], *, env: Mapping[str, str], stdin_line: bytes, folder: Path, start_timeout_s: float
 ) -> AsyncIterator[ProcessTree]:
     """Start `argv` in a session of its own, give it `stdin_line`, and yield when it has printed READY.
 
@@ -212,10 +213,10 @@ async def open_process_tree(
         env: its whole environment.
         stdin_line: sent first.
         folder: an existing folder.
-        deadline: on trio's clock, for READY.
+        start_timeout_s: until READY.
 
     Raises:
-        SandboxUnavailable: it cannot be run, ended early, or was not ready by `deadline`; with what it said.
+        SandboxUnavailable: it cannot be run, ended early, or was not ready in time; with what it said.
         InternalError: something survived all of that.
     """
     tree = ProcessTree(argv, env, folder)
@@ -224,7 +225,7 @@ async def open_process_tree(
             async with trio.open_nursery() as nursery:
                 try:
                     nursery.start_soon(tree._drain_stderr)
-                    await tree._become_ready(stdin_line, deadline)
+                    await tree._become_ready(stdin_line, start_timeout_s)
                     yield tree
                 finally:
                     with trio.move_on_after(END_TIMEOUT_S, shield=True):

@@ -21,23 +21,26 @@ CONTROL_DIR: Final = "/run/prorl"
 _SYSTEM_DIRS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _EMPTY_DIRS: Final = ("dev", "proc", "sys", "tmp", "var", "run", "mnt", "srv", CONTROL_DIR[1:], HOME[1:], "usr")
 
-_COPIED_ETC: Final = (
+_ETC_FILES: Final = (
     "ld.so.cache",
     "ld.so.conf",
-    "ld.so.conf.d",
-    "alternatives",
-    "ssl/certs",
-    "ssl/openssl.cnf",
-    "pki/tls/certs",
-    "pki/tls/openssl.cnf",
-    "pki/ca-trust/extracted",
-    "crypto-policies/back-ends",
     "localtime",
     "mime.types",
+    "pki/tls/openssl.cnf",
     "protocols",
     "services",
+    "ssl/openssl.cnf",
 )
-"""What programs of the host's /usr expect, and what says nothing about the host's users, names or networks."""
+_ETC_DIRS: Final = (
+    "alternatives",
+    "crypto-policies/back-ends",
+    "ld.so.conf.d",
+    "pki/ca-trust/extracted",
+    "pki/tls/certs",
+    "ssl/certs",
+)
+"""What programs of the host's /usr expect, and what says nothing about the host's users, names or networks. The files
+are copied; the folders, of hundreds of links, are mounted."""
 
 READ_ONLY_PROC: Final = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
 """Below /proc. The kernel lets user 0 of the machine write some of these whatever its namespace or capabilities."""
@@ -50,17 +53,15 @@ def read_only_proc() -> tuple[str, ...]:
 
 def host_mounts() -> tuple[Mount, ...]:
     """The host's userland and the project's Python, read-only."""
-    system = tuple(
-        Mount(f"/{name}", f"/{name}")
-        for name in ("usr", *_SYSTEM_DIRS)
-        if os.path.isdir(f"/{name}") and not os.path.islink(f"/{name}")
-    )
-    return system + python_mounts()
+    system = [f"/{name}" for name in ("usr", *_SYSTEM_DIRS) if not os.path.islink(f"/{name}")]
+    system += [f"/etc/{name}" for name in _ETC_DIRS]
+    return tuple(Mount(path, path) for path in system if os.path.isdir(path)) + python_mounts()
 
 
 def build_skeleton(root: Path) -> None:
     """Make the empty root at `root`, which must not exist. Blocks."""
     root.mkdir(mode=0o755)
+    (root / "etc").mkdir()
     for name in _EMPTY_DIRS:
         (root / name).mkdir(parents=True, exist_ok=True)
     (root / "var/tmp").symlink_to("/tmp")
@@ -69,11 +70,11 @@ def build_skeleton(root: Path) -> None:
             (root / name).symlink_to(os.readlink(f"/{name}"))
     for mount in host_mounts():
         (root / mount.target.lstrip("/")).mkdir(parents=True, exist_ok=True)
-    _build_etc(root / "etc")
+    _fill_etc(root / "etc")
     install_daemon(root / LIB_DIR.lstrip("/"))
 
 
-def _build_etc(etc: Path) -> None:
+def _fill_etc(etc: Path) -> None:
     uid, gid = os.geteuid(), os.getegid()
     shell = "/bin/bash"
     users = [f"{USER}:x:{uid}:{gid}:agent:{HOME}:{shell}", "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin"]
@@ -82,7 +83,6 @@ def _build_etc(etc: Path) -> None:
         users.insert(0, "root:x:0:0:root:/root:/bin/sh")
     if gid != 0:
         groups.insert(0, "root:x:0:")
-    etc.mkdir()
     for name, lines in {
         "passwd": users,
         "group": groups,
@@ -93,10 +93,8 @@ def _build_etc(etc: Path) -> None:
         "shells": ["/bin/sh", shell],
     }.items():
         (etc / name).write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
-    for name in _COPIED_ETC:
-        source, target = f"/etc/{name}", etc / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if os.path.isdir(source):
-            shutil.copytree(source, target, symlinks=True)
-        elif os.path.isfile(source):
-            shutil.copyfile(source, target)
+    for name in _ETC_FILES:
+        if os.path.isfile(f"/etc/{name}"):
+            target = etc / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(f"/etc/{name}", target)

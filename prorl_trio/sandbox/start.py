@@ -59,7 +59,7 @@ async def open_daemon_sandbox(
                 env=launch.env,
                 stdin_line=msgspec.json.encode(start_line) + b"\n",
                 folder=folder.path,
-                deadline=deadline,
+                start_timeout_s=spec.start_timeout_s,
             )
         )
         try:

@@ -232,7 +232,7 @@ async def check_one_action_at_a_time(contract: Contract) -> None:
 
 async def check_two_at_once(contract: Contract) -> None:
     """Two sandboxes do not see each other's state."""
-    async with _sandbox(contract) as first, _sandbox(contract) as second:
+    async with _sandbox(contract) as first, contract.provider.open_sandbox(SandboxSpec()) as second:
         assert first.sandbox_id != second.sandbox_id
         await _bash(first, "who=first")
         await _bash(second, "who=second")
@@ -423,7 +423,7 @@ async def check_read_only(contract: Contract) -> None:
 
 async def check_other_sandboxes_are_invisible(contract: Contract) -> None:
     """One sandbox sees one control socket: its own."""
-    async with _sandbox(contract) as first, _sandbox(contract) as second:
+    async with _sandbox(contract) as first, contract.provider.open_sandbox(SandboxSpec()) as second:
         await _bash(second, "touch /tmp/second")
         found = await _bash(first, "find /run /tmp /var /home /mnt /dev -type s 2>/dev/null; true")
         assert found == "/run/prorl/s"
