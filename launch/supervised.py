@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -65,9 +67,9 @@ async def open_supervised(
         )
     assert process.stdin is not None
     assert process.stdout is not None
-    pid = 0
+    pid, folder = 0, ""
     try:
-        pid = await _read_pid(process.stdout)
+        pid, folder = await _read_report(process.stdout)
         yield Supervised(pid, process)
     finally:
         with trio.move_on_after(grace_s + _STOP_MARGIN_S, shield=True):
@@ -77,15 +79,18 @@ async def open_supervised(
         if process.returncode is None or process.returncode in (-signal.SIGKILL, supervisor.EXIT_SURVIVORS):
             with trio.move_on_after(2 * _KILL_TIMEOUT_S, shield=True):
                 await _kill(process, pid)
+                if folder:
+                    await trio.to_thread.run_sync(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
-async def _read_pid(stdout: trio.abc.ReceiveStream) -> int:
-    """The supervisor's report; 0 if it ended without one."""
+async def _read_report(stdout: trio.abc.ReceiveStream) -> tuple[int, str]:
+    """The command's pid and temporary folder; 0 and nothing if the supervisor ended without having started it."""
     report = b""
     with trio.move_on_after(_START_TIMEOUT_S):
         while chunk := await stdout.receive_some(64):
             report += chunk
-        return int(report or b"0")
+        pid, _, folder = report.decode().rstrip("\n").partition(" ")
+        return int(pid or 0), folder
     raise InternalError(f"the supervisor has not started its command within {_START_TIMEOUT_S:g} s")
 
 

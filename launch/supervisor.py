@@ -7,8 +7,9 @@ ends in whatever way, kill -9 included. Then, or on SIGTERM, or when the command
 group, up to GRACE_S seconds, SIGKILL to every descendant, wherever it moved (we are the sub-reaper, so none escapes),
 and the private temporary folder is removed. Worst case from leash to nothing: GRACE_S plus 1 s.
 
-Standard output gets one line, the command's pid, when it has been started. The command's output goes to our standard
-error. The exit code is the command's, 128 + n if signal n ended it, 70 if a descendant could not be killed.
+Standard output gets one line when the command has been started, its pid and that folder. The command's output goes
+to our standard error. The exit code is the command's, 128 + n if signal n ended it, 70 if a descendant could not be
+killed.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main(grace_s: float, command: list[str]) -> int:
             start_new_session=True,
             preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
         )
-        os.write(1, b"%d\n" % child.pid)
+        os.write(1, f"{child.pid} {temporary}\n".encode())
         os.dup2(2, 1)
         exits = _Exits()
         _wait(wakeup, lambda: child.pid in exits.reap() or _stopped, leash=0)
