@@ -14,6 +14,7 @@ from prorl_trio.errors import BackendError, ContextLengthExceeded
 from prorl_trio.inference.http import HttpClient
 from prorl_trio.inference.vllm import RetryPolicy, VllmClient
 from prorl_trio.models import SamplingParams
+from prorl_trio.testing.cancel_sweep import cancel_sweep
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 
 PROMPT = [40, 41, 42]
@@ -344,6 +345,24 @@ async def test_cancel_aborts_exactly_the_cancelled():
                 engine.release()
             assert engine.stats.aborted_total == 5
             assert engine.stats.running_peak == 8
+            await client.aclose()
+
+
+async def test_a_call_cancelled_at_any_step_leaves_nothing_running():
+    with trio.fail_after(30):
+        async with open_fake_engine() as engine:
+            client = await open_client(engine, FAST_RETRY)
+
+            async def call():
+                engine.inject("server_error")  # so that the retry is swept, too
+                await generate(client)
+
+            async def check(run):
+                await engine.wait_until(lambda stats: stats.running == 0)
+                assert client.http.statistics().busy == 0
+                await generate(client)
+
+            assert await cancel_sweep(call, check) > 10
             await client.aclose()
 
 

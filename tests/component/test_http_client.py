@@ -24,6 +24,7 @@ from prorl_trio.inference.http import (
     ResponseTooLarge,
     TooManyWaiting,
 )
+from prorl_trio.testing.cancel_sweep import cancel_sweep
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -492,43 +493,26 @@ async def test_close_fails_requests_in_flight_waiting_and_later():
             await server.wait(lambda: server.open == 0)
 
 
-class CancelAtStep(trio.abc.Instrument):
-    """Cancels `scope` when its task has been scheduled for the k-th time."""
-
-    def __init__(self, task, scope, step):
-        self.task, self.scope, self.left = task, scope, step
-
-    def before_task_step(self, task):
-        if task is self.task:
-            self.left -= 1
-            if self.left == 0:
-                self.scope.cancel()
-
-
 async def test_cancelled_at_any_step_nothing_is_left():
-    fds = os.listdir("/proc/self/fd")
+    fds = len(os.listdir("/proc/self/fd"))
     with trio.fail_after(30):
         async with serving(echo) as server:
-            step = 0
-            finished = False
-            while not finished:
-                step += 1
-                client = HttpClient(server.origin, limits=HttpLimits(max_connections=1))
-                with trio.CancelScope() as scope:
-                    instrument = CancelAtStep(trio.lowlevel.current_task(), scope, step)
-                    trio.lowlevel.add_instrument(instrument)
-                    try:
-                        for _ in range(2):
-                            await get(client, body=b"x" * 100_000)
-                    finally:
-                        trio.lowlevel.remove_instrument(instrument)
-                finished = instrument.left > 0
+            client = HttpClient(server.origin, limits=HttpLimits(max_connections=1))
+
+            async def two_requests():
+                for _ in range(2):
+                    await get(client, body=b"x" * 100_000)
+
+            async def check(run):
+                nonlocal client
                 assert client.statistics().busy == 0
                 assert (await get(client, body=b"again")).body == b"again"
                 client.close()
                 await server.wait(lambda: server.open == 0)
-            assert step > 5
-    assert len(os.listdir("/proc/self/fd")) == len(fds)
+                client = HttpClient(server.origin, limits=HttpLimits(max_connections=1))
+
+            assert await cancel_sweep(two_requests, check) > 10
+    assert len(os.listdir("/proc/self/fd")) == fds
 
 
 # ---------------------------------------------------------------- TLS

@@ -13,6 +13,7 @@ import trio.testing
 from prorl_trio.errors import BackendError
 from prorl_trio.inference.engine import EngineClient, EngineInfo
 from prorl_trio.inference.pool import BackendPool, Backends
+from prorl_trio.testing.cancel_sweep import cancel_sweep
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
@@ -365,6 +366,28 @@ async def test_repin_away_from_a_removed_backend_closes_it_in_the_end(backends, 
         await backends.add(B)
         assert lease.repin()
     assert (clients[A].closed, clients[B].closed) == (1, 0)
+
+
+async def test_cancelled_at_any_step_no_lease_and_no_client_is_left(clients):
+    backends = Backends(clients, random=Random(0))
+
+    async def use():
+        await backends.add(A)
+        async with backends.lease("t") as lease:
+            await backends.add(B)
+            lease.repin()
+            await trio.lowlevel.checkpoint()
+            await backends.remove(lease.url)
+        await backends.remove(backends.list()[0].url)
+
+    async def check(run):
+        assert backends.statistics()["open_leases"] == 0
+        for info in backends.list():
+            await backends.remove(info.url)
+        assert backends.statistics()["backends"] == []
+        assert all(client.closed == 1 for client in clients.values())
+
+    assert await cancel_sweep(use, check) > 5
 
 
 async def test_one_task_holds_one_lease(backends):
