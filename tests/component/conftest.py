@@ -26,6 +26,7 @@ class Observer:
 
     def __init__(self):
         self.outcomes, self.statuses = {}, []
+        self._changed = trio.lowlevel.ParkingLot()
 
     def deliver(self, outcome):
         assert outcome.job_id not in self.outcomes, "a job has one outcome"
@@ -33,6 +34,11 @@ class Observer:
 
     def report(self, job_id, status, detail):
         self.statuses.append((job_id, status))
+        self._changed.unpark_all()
+
+    async def wait_status(self, job_id, status):
+        while (job_id, status) not in self.statuses:
+            await self._changed.park()
 
 
 class Rig:
