@@ -87,7 +87,7 @@ def _follow(process: subprocess.Popen[bytes], log: IO[bytes], title: str, starte
                     break
                 log.write(chunk)
                 latest = (latest + chunk)[-16384:]
-            lines = latest.decode(errors="replace").split("\n")
+            lines = latest.decode(errors="replace").replace("\r", "\n").split("\n")
             last = next((line for line in reversed(lines) if line.strip()), "")
             status = f"  {time.monotonic() - started:4.0f} s  {last.strip()}"[:_STATUS_COLUMNS]
             if on_terminal:

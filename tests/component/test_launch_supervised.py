@@ -119,7 +119,8 @@ async def test_kill_9_of_the_launcher_does_too(log_file):
             folder, pids = await wait_tree(log_file)
         finally:
             launcher.kill()
-            await launcher.wait()
+            with trio.move_on_after(5, shield=True):
+                await launcher.wait()
         with trio.fail_after(5):
             await wait_gone(pids, folder)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
@@ -14,6 +13,9 @@ from launch.paths import cache_dir, checkout_dir, engine_python, model_dir
 from launch.vllm import open_vllm, vllm_env
 from prorl_trio.errors import BackendError
 from prorl_trio.inference.vllm import VllmClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TIMEOUT_S = 30
 
@@ -61,6 +63,11 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
     except OSError:
         return False
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await trio.sleep(0.02)
 
 
 async def test_it_serves_until_the_block_is_left(engine, tmp_path):
@@ -144,8 +151,7 @@ async def test_a_cancelled_start_leaves_nothing(engine, tmp_path):
                     pytest.fail("ready")
 
             nursery.start_soon(start)
-            while not (log_file.exists() and log_file.read_text().endswith("\n")):
-                await trio.sleep(0.02)
+            await until(lambda: log_file.exists() and log_file.read_text().endswith("\n"))
             nursery.cancel_scope.cancel()
     assert not is_alive(int(log_file.read_text()))
 
@@ -169,14 +175,13 @@ async def test_kill_9_of_the_launcher_ends_a_real_vllm_within_5_s(tmp_path):
         async with await trio.open_file(tmp_path / "pid", "wb") as report:
             launcher = await trio.lowlevel.open_process(argv, cwd=checkout_dir(), stdout=report.wrapped)
         try:
-            while not (tmp_path / "pid").read_text().endswith("\n"):
-                assert launcher.poll() is None, (tmp_path / "log").read_text()[-2000:]
-                await trio.sleep(0.1)
+            await until(lambda: launcher.poll() is not None or (tmp_path / "pid").read_text().endswith("\n"))
+            assert launcher.returncode is None, (tmp_path / "log").read_text()[-2000:]
             pids = tree(int((tmp_path / "pid").read_text()))
             assert len(pids) >= 2, "vLLM's engine runs in a process of its own"
         finally:
-            os.kill(launcher.pid, signal.SIGKILL)
-            await launcher.wait()
+            launcher.kill()
+            with trio.move_on_after(5, shield=True):
+                await launcher.wait()
         with trio.fail_after(5):
-            while any(is_alive(pid) for pid in pids):
-                await trio.sleep(0.05)
+            await until(lambda: not any(is_alive(pid) for pid in pids))
