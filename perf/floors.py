@@ -1,0 +1,116 @@
+"""The floors that tools are measured against: the same work with nothing of ours around it."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import ptyprocess
+import trio
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from ipc.wire import Ping, Pong, SandboxCall
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+__all__ = ["BarePty", "open_bare_echo", "open_bare_ipython", "open_bare_pty"]
+
+DONE_FD = 200
+COMMAND_TIMEOUT_S = 30.0
+READ_BYTES = 64 * 1024
+
+
+class BarePty:
+    """A persistent bash on a pseudo-terminal that tells on a pipe of its own when a command is done. Blocks."""
+
+    def __init__(self, process: Any, done_fd: int) -> None:
+        self._process = process
+        self._done_fd = done_fd
+
+    def run(self, command: str) -> int:
+        """Returns the number of bytes put out."""
+        os.write(self._process.fd, f"{command}\nprintf . >&{DONE_FD}\n".encode())
+        output_bytes = 0
+        while True:
+            readable, _, _ = select.select([self._process.fd, self._done_fd], [], [], COMMAND_TIMEOUT_S)
+            if not readable:
+                raise TimeoutError(f"{command!r} was not done within {COMMAND_TIMEOUT_S:g} s")
+            if self._process.fd in readable:
+                output_bytes += len(os.read(self._process.fd, READ_BYTES))
+            elif os.read(self._done_fd, 1):
+                return output_bytes
+
+
+@contextmanager
+def open_bare_pty() -> Iterator[BarePty]:
+    """Start a bash, and kill it on leaving."""
+    done_read, done_write = os.pipe()
+    try:
+        os.dup2(done_write, DONE_FD)
+        try:
+            process = ptyprocess.PtyProcess.spawn(
+                ["bash", "--norc", "--noprofile", "--noediting"], echo=False, pass_fds=(DONE_FD,), env=_environment()
+            )
+        finally:
+            os.close(DONE_FD)
+        try:
+            pty = BarePty(process, done_read)
+            pty.run("PS1= PS2=")
+            yield pty
+        finally:
+            process.close(force=True)
+    finally:
+        os.close(done_read)
+        os.close(done_write)
+
+
+def _environment() -> dict[str, str]:
+    return {"PATH": os.environ.get("PATH", os.defpath), "TERM": "dumb", "LANG": "C.UTF-8"}
+
+
+@contextmanager
+def open_bare_ipython(ipython_dir: str) -> Iterator[Callable[[str], None]]:
+    """IPython's own `run_cell` in this process, without history; `ipython_dir` takes its files."""
+    config = Config()
+    config.HistoryManager.enabled = False
+    shell: Any = InteractiveShell(config=config, ipython_dir=ipython_dir)  # type: ignore[no-untyped-call]
+
+    def run(code: str) -> None:
+        shell.run_cell(code, store_history=False).raise_error()
+
+    try:
+        yield run
+    finally:
+        shell.restore_sys_module_state()
+
+
+@asynccontextmanager
+async def open_bare_echo() -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """A msgpack question and answer over a Unix socket between two tasks: no frames, ids, deadlines or cancellation."""
+    encode = msgspec.msgpack.Encoder().encode
+    ours, theirs = (
+        trio.SocketStream(trio.socket.from_stdlib_socket(sock)) for sock in socket.socketpair(socket.AF_UNIX)
+    )
+
+    async def serve() -> None:
+        questions: msgspec.msgpack.Decoder[SandboxCall] = msgspec.msgpack.Decoder(SandboxCall)
+        while message := await theirs.receive_some(READ_BYTES):
+            questions.decode(message)
+            await theirs.send_all(encode(Pong(uptime_s=0.0, open_fds=0)))
+
+    answers = msgspec.msgpack.Decoder(Pong)
+
+    async def ask() -> None:
+        await ours.send_all(encode(Ping()))
+        answers.decode(await ours.receive_some(READ_BYTES))
+
+    async with theirs, trio.open_nursery() as nursery:
+        nursery.start_soon(serve)
+        async with ours:
+            yield ask

@@ -1,0 +1,200 @@
+"""What all benchmarks share: options, interleaved measuring, percentiles, and the three forms of a report.
+
+A benchmark is an async function that returns a `Report`; `run_benchmark` gives it the command line that every benchmark
+has: `--quick` and `--json FILE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+import trio
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Case", "Options", "Report", "Series", "measure_interleaved", "run_benchmark"]
+
+Unit = Literal["ms", "us"]
+PER_SECOND: dict[Unit, float] = {"ms": 1e3, "us": 1e6}
+PLOT_DPI = 120
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """The command line. `quick`: under a minute in all, on a small machine."""
+
+    quick: bool
+    json_path: Path | None
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing to be timed.
+
+    Attributes:
+        name: dotted; the metrics are `NAME.p50_UNIT` and `NAME.p95_UNIT`.
+        run: does it once. Only this is timed.
+        burst: how often it runs in a row, in each round. With 1 each run finds the caches as another case left them,
+            as an agent's action does; a longer row shows the cost of the code alone.
+        every: takes part in every n-th round only, for what is slow.
+        floor: name of the case that shows what the machine allows. Its ratio is the metric `NAME.x_floor`.
+        max_p50: what p50 is to stay below, in `unit`.
+        max_x_floor: what the ratio to the floor is to stay below.
+    """
+
+    name: str
+    run: Callable[[], Awaitable[object]]
+    unit: Unit = "ms"
+    burst: int = 1
+    every: int = 1
+    floor: str | None = None
+    max_p50: float | None = None
+    max_x_floor: float | None = None
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """The samples of one case, in its unit."""
+
+    case: Case
+    samples: list[float]
+
+    def percentile(self, percent: float) -> float:
+        """Linear between samples, as numpy has it."""
+        return float(np.percentile(self.samples, percent))
+
+
+async def measure_interleaved(cases: Sequence[Case], *, rounds: int, warm_up_rounds: int) -> list[Series]:
+    """Time all cases side by side: each round runs each, in a short burst, beginning with another one each time.
+
+    So a slow spell of the machine, a warm cache or a growing heap meets ours and the floor alike. Warm-up rounds run
+    every case and count nothing. What a case raises ends the measurement.
+    """
+    samples: dict[str, list[float]] = {case.name: [] for case in cases}
+    if len(samples) < len(cases):
+        raise ValueError("two cases have the same name")
+    for round_index in range(-warm_up_rounds, rounds):
+        first = round_index % len(cases)
+        for case in (*cases[first:], *cases[:first]):
+            if round_index >= 0 and round_index % case.every:
+                continue
+            for _ in range(case.burst):
+                started = time.perf_counter()
+                await case.run()
+                taken_s = time.perf_counter() - started
+                if round_index >= 0:
+                    samples[case.name].append(taken_s * PER_SECOND[case.unit])
+    return [Series(case=case, samples=samples[case.name]) for case in cases]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a benchmark found out. `more_metrics` are numbers that are no timings of cases."""
+
+    title: str
+    series: list[Series]
+    more_metrics: dict[str, float] = {}
+
+    def ratio(self, series: Series) -> float | None:
+        """p50 over the p50 of its floor; None without one."""
+        floors = [other for other in self.series if other.case.name == series.case.floor]
+        return series.percentile(50) / floors[0].percentile(50) if floors else None
+
+    def metrics(self) -> dict[str, float]:
+        """Flat: what `--json` writes."""
+        metrics: dict[str, float] = {}
+        for series in self.series:
+            for percent in (50, 95):
+                metrics[f"{series.case.name}.p{percent}_{series.case.unit}"] = round(series.percentile(percent), 4)
+            if (ratio := self.ratio(series)) is not None:
+                metrics[f"{series.case.name}.x_floor"] = round(ratio, 3)
+        return metrics | self.more_metrics
+
+    def missed(self) -> list[str]:
+        """A sentence for each target that was not met."""
+        missed = []
+        for series in self.series:
+            case, p50, ratio = series.case, series.percentile(50), self.ratio(series)
+            if case.max_p50 is not None and p50 >= case.max_p50:
+                missed.append(f"{case.name}: p50 is {p50:.3g} {case.unit}, to be below {case.max_p50:g}")
+            if case.max_x_floor is not None and ratio is not None and ratio >= case.max_x_floor:
+                missed.append(f"{case.name}: is {ratio:.2f} times {case.floor}, to be below {case.max_x_floor:g}")
+        return missed
+
+    def table(self) -> Table:
+        """For people."""
+        table = Table(title=self.title)
+        table.add_column("case")
+        for heading in ("n", "p50", "p95", "x floor", "target"):
+            table.add_column(heading, justify="right")
+        for series in self.series:
+            case, ratio = series.case, self.ratio(series)
+            targets = [f"< {case.max_p50:g} {case.unit}"] if case.max_p50 is not None else []
+            targets += [f"< {case.max_x_floor:g} x"] if case.max_x_floor is not None else []
+            table.add_row(
+                case.name,
+                str(len(series.samples)),
+                f"{series.percentile(50):.3g} {case.unit}",
+                f"{series.percentile(95):.3g} {case.unit}",
+                "" if ratio is None else f"{ratio:.2f}",
+                ", ".join(targets),
+            )
+        for name, value in self.more_metrics.items():
+            table.add_row(name, "", f"{value:g}", "", "", "")
+        return table
+
+    def write_json(self, path: Path) -> None:
+        """`metrics` as one JSON object, in the order of the cases."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self.metrics()), indent=2) + b"\n")
+
+    def write_plot(self, path: Path) -> bool:
+        """p50 as bars, p95 as whiskers, on a logarithmic scale. False, and no file, where matplotlib is missing."""
+        if importlib.util.find_spec("matplotlib") is None:
+            return False
+        pyplot: Any = importlib.import_module("matplotlib.pyplot")
+        pyplot.switch_backend("agg")
+        floors = {series.case.floor for series in self.series}
+        figure, axes = pyplot.subplots(figsize=(8, 1 + 0.4 * len(self.series)))
+        for series in reversed(self.series):
+            per_ms = PER_SECOND["ms"] / PER_SECOND[series.case.unit]
+            p50, p95 = series.percentile(50) * per_ms, series.percentile(95) * per_ms
+            color = "lightgrey" if series.case.name in floors else "tab:blue"
+            axes.barh(series.case.name, p50, xerr=[[0], [p95 - p50]], color=color, ecolor="grey", capsize=2)
+        axes.set_xscale("log")
+        axes.set_xlabel("ms (p50, whisker to p95; grey: the floor)")
+        axes.set_title(self.title)
+        figure.tight_layout()
+        figure.savefig(path, dpi=PLOT_DPI)
+        pyplot.close(figure)
+        return True
+
+
+def run_benchmark(benchmark: Callable[[Options], Awaitable[Report]], argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, run, print the table, write the files asked for. Returns the exit code, 0.
+
+    A missed target is said, but is no error: it may be the machine's doing. What the benchmark raises flies.
+    """
+    parser = argparse.ArgumentParser(description=sys.modules[benchmark.__module__].__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer samples: under 60 s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help='write {"metric": number}, and a plot beside it')
+    arguments = parser.parse_args(argv)
+    options = Options(quick=arguments.quick, json_path=arguments.json)
+    report = trio.run(benchmark, options)
+    console = Console()
+    console.print(report.table())
+    for sentence in report.missed():
+        console.print(f"missed: {sentence}", style="yellow", highlight=False)
+    if options.json_path is not None:
+        report.write_json(options.json_path)
+        if not report.write_plot(options.json_path.with_suffix(".png")):
+            console.print("no plot: matplotlib is not installed", style="dim")
+    return 0
