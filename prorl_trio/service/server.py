@@ -56,6 +56,8 @@ async def serve_websocket(
             f"listen.heartbeat_interval_s ({config.heartbeat_interval_s:g}) must be more than 0 and less than "
             f"listen.heartbeat_timeout_s ({config.heartbeat_timeout_s:g})"
         )
+    if not 0 <= config.port <= 65_535:
+        raise ConfigError(f"listen.port must be 0 (any free one) to 65535, got {config.port}")
     token = await trio.to_thread.run_sync(load_token, config)
     if sessions is None:
         limits = SessionLimits(max_sessions=config.max_sessions, max_message_bytes=config.max_message_bytes)
@@ -76,7 +78,7 @@ async def _listen(config: ListenConfig) -> trio.SocketListener:
     """One listener, also for a name with several addresses: the first."""
     try:
         first, *others = await trio.open_tcp_listeners(config.port, host=config.host)
-    except (OSError, OverflowError) as exc:
+    except OSError as exc:
         raise ConfigError(f"listen: cannot bind {config.host}:{config.port}: {exc}") from exc
     for other in others:
         await other.aclose()

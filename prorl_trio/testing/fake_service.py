@@ -23,12 +23,13 @@ TOKEN = "a token"
 
 
 class Service:
-    """Where it listens. `url` is for `prorl_trio.client.connect`, with `TOKEN`."""
+    """Where it listens. `url` is for `prorl_trio.client.connect`, with `TOKEN`. `stopped` is set when it does no more."""
 
     def __init__(self, host: str, port: int, scope: trio.CancelScope) -> None:
         self.host = host
         self.port = port
         self.url = f"ws://{host}:{port}"
+        self.stopped = trio.Event()
         self._scope = scope
 
     def stop(self) -> None:
@@ -49,9 +50,11 @@ async def open_service(
             async def serve(*, task_status: trio.TaskStatus[tuple[str, int]]) -> None:
                 with scope:
                     await serve_websocket(node, config, sessions=sessions, task_status=task_status)
+                service.stopped.set()
 
             host, bound_port = await nursery.start(serve)
+            service = Service(host, bound_port, scope)
             try:
-                yield Service(host, bound_port, scope)
+                yield service
             finally:
                 scope.cancel()

@@ -1,0 +1,571 @@
+"""The node's WebSocket edge as any WebSocket client sees it: raw frames over loopback."""
+
+from __future__ import annotations
+
+import os
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import trio
+from trio_websocket import CloseReason, ConnectionClosed, WebSocketConnection, wrap_client_stream
+
+from ipc.session import (
+    SESSION_PROTOCOL_VERSION,
+    Accepted,
+    Ack,
+    AddBackend,
+    BackendChanged,
+    CancelJobs,
+    CancelledJobs,
+    HeartbeatPing,
+    HeartbeatPong,
+    JobEvent,
+    OutcomeFrame,
+    Rejected,
+    RemoveBackend,
+    ServerFrame,
+    SessionHello,
+    SessionRefused,
+    SessionWelcome,
+    StatusReport,
+    StatusRequest,
+    Submit,
+)
+from prorl_trio.config import ListenConfig
+from prorl_trio.errors import ConfigError
+from prorl_trio.models import JobSpec, Outcome
+from prorl_trio.service import connection as connection_module
+from prorl_trio.service import server as server_module
+from prorl_trio.service.server import serve_websocket
+from prorl_trio.service.session import SessionLimits, SessionTable
+from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
+from prorl_trio.testing.fake_service import TOKEN, Service, open_service
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+DEADLINE_S = 20
+encode = msgspec.msgpack.encode
+
+
+class RawTrainer:
+    """Sends and receives single frames; asserts nothing by itself."""
+
+    def __init__(self, socket: WebSocketConnection) -> None:
+        self.socket = socket
+
+    async def send(self, frame: msgspec.Struct) -> None:
+        await self.socket.send_message(encode(frame))
+
+    async def receive(self, *, heartbeats: bool = False) -> Any:
+        while True:
+            frame = msgspec.msgpack.decode(await self.socket.get_message(), type=ServerFrame)
+            if heartbeats or not isinstance(frame, HeartbeatPing):
+                return frame
+
+    async def hello(self, session_id: str = "s", *, resume_after: int = 0, token: str = TOKEN, version: int = 1) -> Any:
+        await self.send(SessionHello(version=version, token=token, session_id=session_id, resume_after=resume_after))
+        return await self.receive()
+
+    async def submit(self, *specs: JobSpec) -> list[Any]:
+        await self.send(Submit(request_id=1, jobs=[msgspec.Raw(encode(spec)) for spec in specs]))
+        return [await self.receive() for _ in specs]
+
+    async def closed(self) -> CloseReason:
+        """Read to the end of the connection."""
+        with pytest.raises(ConnectionClosed) as closed:  # noqa: PT012
+            while True:
+                await self.socket.get_message()
+        assert closed.value.reason is not None
+        return closed.value.reason
+
+
+@asynccontextmanager
+async def raw_trainer(service: Service) -> AsyncIterator[RawTrainer]:
+    # The library leaves the TCP connection open when the other side closes first.
+    stream = await trio.open_tcp_stream(service.host, service.port)
+    async with stream, trio.open_nursery() as nursery:
+        socket = await wrap_client_stream(nursery, stream, service.host, "/", max_message_size=2**26)
+        yield RawTrainer(socket)
+        with trio.move_on_after(5):
+            await socket.aclose()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+async def deadline() -> AsyncIterator[None]:
+    with trio.fail_after(DEADLINE_S):
+        yield
+
+
+@pytest.fixture
+def node() -> FakeNode:
+    return FakeNode()
+
+
+# ---------------------------------------------------------------- who may come in
+
+
+async def test_a_welcome_says_who_and_what(deadline: None, node: FakeNode):
+    async with open_service(node) as service, raw_trainer(service) as trainer:
+        welcome = await trainer.hello("mine")
+    assert welcome == SessionWelcome(
+        version=SESSION_PROTOCOL_VERSION, node_id="fake-node", session_id="mine", resumed=False, pending=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("hello", "code", "message"),
+    [
+        ({"token": "wrong"}, "token", "wrong token"),
+        ({"token": ""}, "token", "wrong token"),
+        ({"version": 99}, "version", "speaks version 1, not 99"),
+        ({"session_id": ""}, "protocol", "session_id must have 1 to 200 characters, got 0"),
+        ({"resume_after": -1}, "protocol", "resume_after must be a cursor"),
+    ],
+)
+async def test_a_refusal_comes_as_a_frame_before_the_close(
+    deadline: None, node: FakeNode, hello: dict[str, Any], code: str, message: str
+):
+    async with open_service(node) as service, raw_trainer(service) as trainer:
+        refused = await trainer.hello(**hello)
+        assert isinstance(refused, SessionRefused)
+        assert refused.code == code
+        assert message in refused.message
+        reason = await trainer.closed()
+    assert reason.code in (1002, 1008)
+    assert reason.reason == refused.message[:120]
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (b"", "not a frame"),
+        (b"\xc1garbage", "not a frame"),
+        (b"\x91" * 50_000, "not a frame"),
+        (b"\x83\xa4type\xaaAddBackend\xaarequest_id\x01\xa3url\xa2\xff\xfe", "not a frame"),
+        ("text", "got a text message"),
+        (encode(StatusRequest(request_id=1)), "the first frame must be SessionHello, got StatusRequest"),
+        (encode({"type": "SessionHello", "version": 1, "token": TOKEN, "session_id": "s", "extra": 1}), "extra"),
+    ],
+    ids=["empty", "garbage", "deep", "utf8", "text", "order", "unknown field"],
+)
+async def test_strangers_that_talk_nonsense_are_told_so(deadline: None, node: FakeNode, message: bytes | str, why: str):
+    async with open_service(node) as service:
+        async with raw_trainer(service) as trainer:
+            await trainer.socket.send_message(message)
+            refused = await trainer.receive()
+            assert (refused.code, why in refused.message) == ("protocol", True), refused
+            assert (await trainer.closed()).code == 1002
+        async with raw_trainer(service) as trainer:  # and the next one is served
+            assert isinstance(await trainer.hello(), SessionWelcome)
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 300_000])
+async def test_bytes_that_are_not_websocket_do_no_harm(deadline: None, node: FakeNode, size: int):
+    async with open_service(node) as service:
+        for junk in (os.urandom(size), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\r\n" * size):
+            stream = await trio.open_tcp_stream(service.host, service.port)
+            async with stream:
+                try:
+                    await stream.send_all(junk)
+                    await stream.send_eof()
+                    while await stream.receive_some():
+                        pass
+                except trio.BrokenResourceError:
+                    pass
+        async with raw_trainer(service) as trainer:
+            assert isinstance(await trainer.hello(), SessionWelcome)
+
+
+async def test_junk_frames_after_the_websocket_handshake_do_no_harm(deadline: None, node: FakeNode):
+    async with open_service(node) as service:
+        for junk in (os.urandom(500), b"\x82\x7f" + b"\xff" * 8 + b"x" * 100, b"\x88\x02\x03\xe8", b"\x89\xff" * 20):
+            async with raw_trainer(service) as trainer:
+                await trainer.hello()
+                await trainer.socket._stream.send_all(junk)
+                await trainer.socket._stream.aclose()
+        async with raw_trainer(service) as trainer:
+            assert isinstance(await trainer.hello(), SessionWelcome)
+
+
+async def test_a_stranger_that_says_nothing_is_shown_out(
+    deadline: None, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.1)
+    async with open_service(node) as service:
+        async with raw_trainer(service) as trainer:
+            refused = await trainer.receive()
+            assert (refused.code, refused.message) == ("protocol", "no SessionHello within 0.1 s")
+        async with await trio.open_tcp_stream(service.host, service.port) as stream:
+            assert await stream.receive_some() == b""
+
+
+async def test_a_stranger_cannot_fill_memory(deadline: None, node: FakeNode, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.3)
+    async with open_service(node) as service, raw_trainer(service) as trainer:
+        sent_all = False
+        with trio.move_on_after(5):
+            try:
+                await trainer.socket.send_message(bytes(32 * 1024 * 1024))
+                sent_all = True
+            except ConnectionClosed:
+                pass
+    assert not sent_all
+
+
+async def test_more_strangers_than_allowed_are_not_let_in(
+    deadline: None, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(server_module, "STRANGERS", 1)
+    async with open_service(node, max_sessions=1) as service, raw_trainer(service) as one, raw_trainer(service) as two:
+        await one.hello("one")
+        async with await trio.open_tcp_stream(service.host, service.port) as stream:
+            assert await stream.receive_some() == b""
+        refused = await two.hello("two")
+        assert refused.code == "admission"
+        assert "1 sessions, its limit" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("listen", "message"),
+    [
+        ({"token": ""}, "listen.token is empty"),
+        ({"token": "t", "host": "192.0.2.1"}, r"cannot bind 192\.0\.2\.1:0"),
+        ({"token": "t", "port": 70_000}, "listen.port must be"),
+        ({"token": "t", "heartbeat_interval_s": 5, "heartbeat_timeout_s": 5}, "heartbeat_interval_s"),
+    ],
+)
+async def test_a_configuration_that_cannot_work_is_refused(node: FakeNode, listen: dict[str, Any], message: str):
+    config = ListenConfig(**{"port": 0, **listen})
+    with trio.fail_after(DEADLINE_S), pytest.raises(ConfigError, match=message):
+        await serve_websocket(node, config)
+
+
+# ---------------------------------------------------------------- jobs
+
+
+async def test_a_malformed_spec_is_rejected_by_itself_with_its_field(deadline: None, node: FakeNode):
+    good = encode(make_spec("good"))
+    jobs = [
+        good,
+        encode({"job_id": "no payload", "instance": {"instance_id": "i", "handler": "fake", "payload": 3}}),
+        encode(
+            {
+                "job_id": "hot",
+                "instance": {"instance_id": "i", "handler": "fake", "payload": {}},
+                "sampling": {"temperature": -1.0},
+            }
+        ),
+        encode({"job_id": 7}),
+        encode([1, 2]),
+        encode(make_spec("stranger", handler="nobody")),
+        encode(make_spec("good", question="another")),
+        encode(make_spec("last")),
+    ]
+    async with open_service(node) as service, raw_trainer(service) as trainer:
+        await trainer.hello()
+        await trainer.send(Submit(request_id=5, jobs=[msgspec.Raw(job) for job in jobs]))
+        answers = [await trainer.receive() for _ in jobs]
+    assert [answer.index for answer in answers] == list(range(8))
+    assert {answer.request_id for answer in answers} == {5}
+    assert answers[0] == Accepted(request_id=5, index=0, job_id="good")
+    assert answers[7] == Accepted(request_id=5, index=7, job_id="last")
+    rejected = [(a.job_id, a.code, a.path) for a in answers if isinstance(a, Rejected)]
+    assert rejected == [
+        ("no payload", "malformed", "$.instance.payload"),
+        ("hot", "malformed", "$.sampling"),
+        (None, "malformed", "$.job_id"),
+        (None, "malformed", "$"),
+        ("stranger", "unknown_handler", ""),
+        ("good", "duplicate_job", ""),
+    ]
+    assert [spec.job_id for spec in node.submitted] == ["good", "last"]
+
+
+async def test_admission_and_draining_are_rejections_with_advice(deadline: None, node: FakeNode):
+    sessions = SessionTable(SessionLimits(max_undelivered=1))
+    async with open_service(node, sessions=sessions) as service, raw_trainer(service) as trainer:
+        await trainer.hello()
+        _, full = await trainer.submit(make_spec("a"), make_spec("b"))
+        assert (full.code, full.retry_after_s) == ("admission", 1.0)
+        node.finish("a")
+        await trainer.receive()
+        await trainer.send(Ack(cursor=1))
+        node.draining = True
+        (draining,) = await trainer.submit(make_spec("b"))
+        assert (draining.code, draining.retry_after_s) == ("draining", None)
+
+
+async def test_outcomes_come_bit_for_bit_with_growing_cursors_after_their_acceptance(deadline: None):
+    node = FakeNode(lambda spec: make_outcome(spec, tokens=1000))
+    specs = [make_spec(f"job-{i}") for i in range(200)]
+    async with open_service(node) as service, raw_trainer(service) as trainer:
+        await trainer.hello()
+        await trainer.send(Submit(request_id=1, jobs=[msgspec.Raw(encode(spec)) for spec in specs]))
+        accepted: set[str] = set()
+        cursors = []
+        while len(cursors) < len(specs):
+            frame = await trainer.receive()
+            if isinstance(frame, Accepted):
+                accepted.add(frame.job_id)
+                continue
+            assert frame.job_id in accepted, "an outcome overtook its own acceptance"
+            cursors.append(frame.cursor)
+            outcome = msgspec.msgpack.decode(frame.outcome, type=Outcome)
+            assert outcome == make_outcome(specs[len(cursors) - 1], tokens=1000)
+        assert cursors == list(range(1, 201))
+
+
+async def test_what_is_not_acknowledged_comes_again_on_the_next_connection(deadline: None, node: FakeNode):
+    async with open_service(node) as service:
+        async with raw_trainer(service) as trainer:
+            await trainer.hello()
+            await trainer.submit(*(make_spec(f"job-{i}") for i in range(4)))
+            for i in range(3):
+                node.finish(f"job-{i}")
+                await trainer.receive()
+            await trainer.send(Ack(cursor=1))
+            await trainer.send(StatusRequest(request_id=1))  # the node has read the Ack when it answers
+            await trainer.receive()
+        node.finish("job-3")
+        async with raw_trainer(service) as trainer:
+            welcome = await trainer.hello()
+            assert (welcome.resumed, welcome.pending) == (True, 3)
+            assert [(await trainer.receive()).cursor for _ in range(3)] == [2, 3, 4]
+        async with raw_trainer(service) as trainer:
+            assert (await trainer.hello(resume_after=3)).pending == 1
+            assert (await trainer.receive()).cursor == 4
+        async with raw_trainer(service) as trainer:
+            assert (await trainer.hello(resume_after=5)).code == "protocol"
+
+
+async def test_a_trainer_that_acknowledges_nothing_gets_a_window_and_no_more(deadline: None):
+    node = FakeNode(lambda spec: make_outcome(spec, tokens=1))
+    async with open_service(node) as service, raw_trainer(service) as trainer:
+        await trainer.hello()
+        await trainer.send(Submit(request_id=1, jobs=[msgspec.Raw(encode(make_spec(f"j{i}"))) for i in range(300)]))
+        got = [await trainer.receive() for _ in range(300 + 256)]
+        assert sum(isinstance(frame, OutcomeFrame) for frame in got) == 256
+        await trainer.send(StatusRequest(request_id=2))
+        report = await trainer.receive()
+        assert isinstance(report, StatusReport), "an outcome beyond the window"
+        sessions = msgspec.msgpack.decode(report.statistics)["sessions"]
+        assert sessions["s"]["undelivered"] == 300
+        await trainer.send(Ack(cursor=256))
+        assert [(await trainer.receive()).cursor for _ in range(44)] == list(range(257, 301))
+
+
+async def test_an_acknowledgement_of_the_future_ends_the_connection(deadline: None, node: FakeNode):
+    async with open_service(node) as service:
+        async with raw_trainer(service) as trainer:
+            await trainer.hello()
+            await trainer.send(Ack(cursor=1))
+            refused = await trainer.receive()
+            assert (refused.code, "cursor 1 acknowledged" in refused.message) == ("protocol", True)
+        async with raw_trainer(service) as trainer:
+            assert (await trainer.hello()).resumed
+
+
+async def test_the_newest_connection_of_a_session_wins(deadline: None, node: FakeNode):
+    async with open_service(node) as service, raw_trainer(service) as old, raw_trainer(service) as new:
+        await old.hello()
+        await old.submit(make_spec("a"))
+        assert (await new.hello()).resumed
+        refused = await old.receive()
+        assert refused.code == "replaced"
+        assert (await old.closed()).code == 1008
+        node.finish("a")
+        assert (await new.receive()).job_id == "a"
+
+
+async def test_two_trainers_do_not_see_each_other(deadline: None, node: FakeNode):
+    async with open_service(node) as service, raw_trainer(service) as one, raw_trainer(service) as two:
+        await one.hello("one")
+        await two.hello("two")
+        await one.submit(make_spec("of one"))
+        await two.submit(make_spec("of two"))
+        await two.send(CancelJobs(request_id=9, job_ids=["of one", "of two"]))
+        frames = [await two.receive(), await two.receive()]
+        assert CancelledJobs(request_id=9, cancelled=["of two"], unknown=["of one"]) in frames
+        assert [frame.job_id for frame in frames if isinstance(frame, OutcomeFrame)] == ["of two"]
+        node.finish("of one")
+        outcome = await one.receive()
+        assert (outcome.cursor, outcome.job_id) == (1, "of one")
+
+
+async def test_events_reach_the_trainer_that_submitted(deadline: None, node: FakeNode):
+    async with open_service(node) as service, raw_trainer(service) as trainer:
+        await trainer.hello()
+        await trainer.submit(make_spec("a"))
+        node.advance("a", "init", "pulling")
+        assert await trainer.receive() == JobEvent(job_id="a", status="init", detail="pulling")
+
+
+async def test_events_are_dropped_under_pressure_outcomes_are_not(deadline: None, node: FakeNode):
+    async with open_service(node) as service, raw_trainer(service) as trainer:
+        await trainer.hello()
+        await trainer.submit(make_spec("a"))
+        for i in range(5000):  # in one step: nothing can be sent in between
+            node.advance("a", "run", str(i))
+        node.finish("a")
+        events = 0
+        while isinstance(await trainer.receive(), JobEvent):
+            events += 1
+    assert events == connection_module.EVENT_MARK_FRAMES
+
+
+# ---------------------------------------------------------------- requests
+
+
+async def test_cancel_answers_when_nothing_is_left_and_blocks_nobody(deadline: None, node: FakeNode):
+    node.cancel_gate = trio.Event()
+    async with open_service(node) as service, raw_trainer(service) as trainer:
+        await trainer.hello()
+        await trainer.submit(*(make_spec(job_id) for job_id in "abc"))
+        node.finish("b")
+        assert (await trainer.receive()).job_id == "b"
+        await trainer.send(CancelJobs(request_id=2, job_ids=["a", "b", "x", "a"], reason="enough"))
+        await trainer.send(StatusRequest(request_id=3))
+        assert isinstance(await trainer.receive(), StatusReport)
+        node.cancel_gate.set()
+        frames = [await trainer.receive(), await trainer.receive()]
+        assert CancelledJobs(request_id=2, cancelled=["a", "b"], unknown=["x"]) in frames
+        (outcome,) = [frame for frame in frames if isinstance(frame, OutcomeFrame)]
+        decoded = msgspec.msgpack.decode(outcome.outcome, type=Outcome)
+        assert (decoded.job_id, decoded.status, decoded.error) == ("a", "cancelled", "enough")
+        assert list(node.live) == ["c"]
+
+
+async def test_too_many_operations_at_once_end_the_connection_not_the_jobs(
+    deadline: None, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(connection_module, "MAX_OPERATIONS", 3)
+    node.cancel_gate = trio.Event()
+    async with open_service(node) as service, raw_trainer(service) as trainer:
+        await trainer.hello()
+        await trainer.submit(make_spec("a"))
+        for i in range(4):
+            await trainer.send(CancelJobs(request_id=i, job_ids=["a"]))
+        refused = await trainer.receive()
+        assert "more than 3 cancels" in refused.message
+    assert list(node.live) == ["a"]
+
+
+async def test_backends_are_added_and_removed_and_errors_are_told(deadline: None, node: FakeNode):
+    node.unfit_backends.add("http://bad")
+    async with open_service(node) as service, raw_trainer(service) as trainer:
+        await trainer.hello()
+        for request_id, (frame, error) in enumerate(
+            [
+                (AddBackend(request_id=0, url="http://good"), ""),
+                (AddBackend(request_id=1, url="http://bad"), "backend http://bad drops token ids"),
+                (RemoveBackend(request_id=2, url="http://good"), ""),
+                (RemoveBackend(request_id=3, url="http://good"), "backend http://good is not in the pool"),
+            ]
+        ):
+            await trainer.send(frame)
+            assert await trainer.receive() == BackendChanged(request_id=request_id, url=frame.url, error=error)
+
+
+async def test_a_second_hello_ends_the_connection(deadline: None, node: FakeNode):
+    async with open_service(node) as service, raw_trainer(service) as trainer:
+        await trainer.hello()
+        refused = await trainer.hello()
+        assert "SessionHello is not expected" in refused.message
+
+
+# ---------------------------------------------------------------- limits and the end
+
+
+async def test_a_frame_too_large_ends_the_connection_with_a_reason_and_the_session_lives(
+    deadline: None, node: FakeNode
+):
+    async with open_service(node, max_message_bytes=200_000) as service:
+        async with raw_trainer(service) as trainer:
+            await trainer.hello()
+            await trainer.submit(make_spec("a"))
+            await trainer.socket.send_message(bytes(5_000_000))
+            reason = await trainer.closed()
+            assert (reason.code, reason.reason) == (1009, "Exceeded maximum message size: 200000 bytes")
+        node.finish("a")
+        async with raw_trainer(service) as trainer:
+            assert (await trainer.hello()).pending == 1
+            assert (await trainer.receive()).job_id == "a"
+
+
+async def test_heartbeats_go_both_ways(deadline: None, node: FakeNode):
+    listen = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 10}
+    async with open_service(node, **listen) as service, raw_trainer(service) as trainer:
+        await trainer.hello()
+        await trainer.send(HeartbeatPing(nonce=77))
+        wanted = {HeartbeatPong(nonce=77), HeartbeatPing(nonce=1), HeartbeatPing(nonce=2)}
+        while wanted:
+            wanted.discard(await trainer.receive(heartbeats=True))
+
+
+async def test_a_trainer_that_says_nothing_at_all_is_dropped_and_its_session_lives(deadline: None, node: FakeNode):
+    async with open_service(node, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3) as service:
+        async with raw_trainer(service) as trainer:
+            await trainer.hello()
+            reason = await trainer.closed()
+            assert "nothing came from the peer for 0.3 s" in (reason.reason or "")
+        async with raw_trainer(service) as trainer:
+            assert (await trainer.hello()).resumed
+
+
+async def test_cancelling_the_server_sends_what_there_is_and_says_goodbye(deadline: None):
+    node = FakeNode(lambda spec: make_outcome(spec, tokens=5000))
+    async with open_service(node) as service, raw_trainer(service) as trainer, raw_trainer(service) as stranger:
+        await trainer.hello()
+        specs = [make_spec(f"job-{i}") for i in range(100)]
+        await trainer.send(Submit(request_id=1, jobs=[msgspec.Raw(encode(spec)) for spec in specs]))
+        await trainer.receive()
+        started_s = trio.current_time()
+        service.stop()
+        frames = []
+        with pytest.raises(ConnectionClosed) as closed:  # noqa: PT012
+            while True:
+                frames.append(await trainer.receive())
+        assert closed.value.reason is not None
+        assert (closed.value.reason.code, closed.value.reason.reason) == (1001, "the node is going away")
+        assert sum(isinstance(frame, OutcomeFrame) for frame in frames) == 100
+        await stranger.closed()
+        assert trio.current_time() - started_s < server_module.GOODBYE_TIMEOUT_S
+        with pytest.raises(OSError, match="all attempts to connect"):
+            await trio.open_tcp_stream(service.host, service.port)
+
+
+async def test_cancelling_the_server_is_bounded_when_a_trainer_does_not_read(
+    deadline: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(server_module, "GOODBYE_TIMEOUT_S", 0.3)
+    node = FakeNode(lambda spec: make_outcome(spec, tokens=500_000))
+    async with open_service(node) as service:
+        stream = await trio.open_tcp_stream(service.host, service.port)
+        async with stream:
+            # A WebSocket client that never reads, written by hand: the library always does.
+            await stream.send_all(
+                b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+                b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+            )
+            assert (await stream.receive_some()).startswith(b"HTTP/1.1 101")
+            await stream.send_all(client_frame(SessionHello(version=1, token=TOKEN, session_id="s")))
+            specs = [make_spec(f"job-{i}") for i in range(20)]
+            await stream.send_all(
+                client_frame(Submit(request_id=1, jobs=[msgspec.Raw(encode(spec)) for spec in specs]))
+            )
+            while len(node.submitted) < 20:
+                await trio.testing.wait_all_tasks_blocked()
+            service.stop()
+            with trio.fail_after(5):
+                await service.stopped.wait()
+
+
+def client_frame(frame: msgspec.Struct) -> bytes:
+    """One masked binary WebSocket message; the mask is zero."""
+    payload = encode(frame)
+    head = bytes([0x82, 0x80 | len(payload)]) if len(payload) < 126 else b"\x82\xfe" + len(payload).to_bytes(2, "big")
+    return head + bytes(4) + payload
