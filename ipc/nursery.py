@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
-__all__ = ["single_exception"]
+__all__ = ["open_single_nursery", "single_exception"]
 
 
 @contextmanager
@@ -34,3 +34,11 @@ def single_exception() -> Iterator[None]:
         finally:
             error.__context__ = context  # not the group: it says nothing that the traceback does not
             del error, errors, group
+
+
+@asynccontextmanager
+async def open_single_nursery() -> AsyncIterator[trio.Nursery]:
+    """A nursery within `single_exception`."""
+    with single_exception():
+        async with trio.open_nursery() as nursery:
+            yield nursery

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
+from ipc.nursery import open_single_nursery
 from prorl_trio.chat import ChatFormat
 from prorl_trio.errors import (
     AdmissionRejected,
@@ -154,7 +155,7 @@ async def open_node(config: NodeConfig, handlers: HandlerRegistry | None = None)
     chat_format = await trio.to_thread.run_sync(ChatFormat.load, Path(config.model.path))
     provider = await choose_provider(config.sandbox)
     async with AsyncExitStack() as stack:
-        service = await stack.enter_async_context(trio.open_nursery())
+        service = await stack.enter_async_context(open_single_nursery())
         backends = Backends(
             lambda url: VllmClient(url, max_connections=config.backends.max_connections_per_backend),
             probe_timeout_s=config.backends.probe_timeout_s,
@@ -195,7 +196,7 @@ async def serve_node(
     """
     clean = True
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async with open_node(config, handlers) as node, trio.open_nursery() as accept:
+        async with open_node(config, handlers) as node, open_single_nursery() as accept:
             address = await accept.start(serve_websocket, node, config.listen)
             if config.listen.endpoint_file:
                 await trio.to_thread.run_sync(_announce, Path(config.listen.endpoint_file), address)
@@ -203,7 +204,7 @@ async def serve_node(
             await anext(signals)
             logger.info("draining: %s", node.statistics()["pipeline"])
             with trio.move_on_after(config.drain_timeout_s) as patience:
-                async with trio.open_nursery() as either:
+                async with open_single_nursery() as either:
                     either.start_soon(_cancel_on_next, signals, patience)
                     await node.drain()
                     either.cancel_scope.cancel()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 import trio
 
+from ipc.nursery import open_single_nursery
 from prorl_trio.errors import (
     BudgetExceeded,
     EvaluationError,
@@ -373,17 +374,18 @@ async def open_pipeline(resources: Resources, sandboxes: SandboxHost, service: t
     """
     pipeline = Pipeline(resources, sandboxes, service)
     try:
-        async with trio.open_nursery() as eval_nursery, trio.open_nursery() as run_nursery:
-            async with trio.open_nursery() as init_nursery:
-                for index, nursery in enumerate((init_nursery, run_nursery, eval_nursery)):
-                    stage = pipeline.stages[index]
-                    for worker in range(stage.workers):
-                        nursery.start_soon(pipeline.work, index, name=f"{stage.name}-{worker}")
-                try:
-                    yield pipeline
-                finally:
-                    init_nursery.cancel_scope.cancel()
-            run_nursery.cancel_scope.cancel()
-            eval_nursery.cancel_scope.cancel()
+        async with open_single_nursery() as eval_nursery:
+            async with open_single_nursery() as run_nursery:
+                async with open_single_nursery() as init_nursery:
+                    for index, nursery in enumerate((init_nursery, run_nursery, eval_nursery)):
+                        stage = pipeline.stages[index]
+                        for worker in range(stage.workers):
+                            nursery.start_soon(pipeline.work, index, name=f"{stage.name}-{worker}")
+                    try:
+                        yield pipeline
+                    finally:
+                        init_nursery.cancel_scope.cancel("shutdown")
+                run_nursery.cancel_scope.cancel("shutdown")
+            eval_nursery.cancel_scope.cancel("shutdown")
     finally:
         await pipeline.cancel_queued()

@@ -1,0 +1,250 @@
+"""A whole node: WebSocket, pipeline, agent, a real daemon in a real sandbox; only the engine is fake."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import trio
+
+from ipc.session import Accepted, Rejected
+from prorl_trio.client import connect
+from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, SandboxConfig
+from prorl_trio.errors import BackendError, ConfigError, Unauthorized
+from prorl_trio.models import JobSpec, SamplingParams, TaskInstance
+from prorl_trio.node import endpoint_url, open_node, serve_node
+from prorl_trio.sandbox.registry import choose_provider
+from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+from prorl_trio.testing.tiny_model import make_tiny_model
+
+TOKEN = "a-token-for-tests-0123456789"
+
+
+@pytest.fixture(autouse=True)
+async def deadline():
+    with trio.fail_after(90):
+        yield
+
+
+@pytest.fixture(params=["bubblewrap", "apptainer", "process"])
+def provider(request):
+    try:
+        trio.run(choose_provider, SandboxConfig(provider=request.param))
+    except ConfigError as exc:
+        pytest.skip(f"{request.param} does not work on this machine: {exc}")
+    return request.param
+
+
+@asynccontextmanager
+async def open_service(tmp_path, *, provider="process", says=(), max_model_len=4000, **config):
+    """A node that serves; yields (url, engine, Ends)."""
+    tiny = make_tiny_model(tmp_path / "model")
+    turns = list(says)
+
+    def script(_prompt):
+        ids = tiny.turn(turns.pop(0) if turns else "I do not know.")
+        return ids, [-0.5] * len(ids), "stop"
+
+    engine_config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=max_model_len)
+    result = []
+    async with open_fake_engine(script=script, config=engine_config) as engine, trio.open_nursery() as nursery:
+        node_config = NodeConfig(
+            model=ModelConfig(path=str(tmp_path / "model")),
+            listen=ListenConfig(port=0, token=TOKEN, endpoint_file=str(tmp_path / "endpoint.json")),
+            backends=BackendConfig(urls=[engine.url]),
+            sandbox=SandboxConfig(provider=provider),
+            **config,
+        )
+
+        async def serve(*, task_status):
+            result.append(await serve_node(node_config, task_status=task_status))
+
+        address = await nursery.start(serve)
+        ends = Ends(result)
+        yield endpoint_url(address), engine, ends
+        if not ends.signalled:
+            ends.terminate()
+
+
+class Ends:
+    """Signals the node, which is this process, while it listens for signals."""
+
+    def __init__(self, result):
+        self.result, self.signalled = result, False
+
+    def terminate(self):
+        assert self.result == []
+        self.signalled = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def job(job_id, question="What is 6 * 7?", **fields):
+    instance = TaskInstance(instance_id="q", handler="math", payload={"question": question, "answer": "42"})
+    sampling = SamplingParams(max_output_tokens=200)
+    return JobSpec(**{"job_id": job_id, "instance": instance, "sampling": sampling, "max_turns": 3, **fields})
+
+
+CALL = '<tool_call>{"name": "ipython", "arguments": {"code": "x = 6; x * 7"}}</tool_call>'
+
+
+async def test_a_rollout_from_the_trainer_to_the_sandbox_and_back(tmp_path, provider):
+    async with open_service(tmp_path, provider=provider, says=[CALL, r"\boxed{42}"]) as (url, engine, ends):
+        endpoint = msgspec.json.decode((tmp_path / "endpoint.json").read_bytes())
+        assert endpoint == {"url": url}
+        async with connect(url, TOKEN) as client:
+            (answer,) = await client.submit([job("j")])
+            assert isinstance(answer, Accepted)
+            async for outcome in client.results(count=1):
+                assert (outcome.status, outcome.reward) == ("completed", 1.0), outcome.error
+                assert outcome.trajectory.turns[0].observations == ["42"]
+                prompts = [request.prompt for request in engine.requests]
+                (segment,) = outcome.trajectory.segments
+                assert segment.token_ids.tolist()[: len(prompts[-1])] == prompts[-1]
+            status = await client.status()
+            assert status["sandboxes"]["live"] == 0
+            assert status["sandboxes"]["provider"] == provider
+        ends.terminate()
+    assert ends.result == [True]
+
+
+async def test_bad_jobs_are_rejected_one_by_one_and_good_ones_beside_them_run(tmp_path):
+    bad_payload = TaskInstance(instance_id="q", handler="math", payload={"question": "6*7?", "answer": 42})
+    unknown = TaskInstance(instance_id="q", handler="alchemy", payload={})
+    async with open_service(tmp_path, says=[r"\boxed{42}"]) as (url, _, _), connect(url, TOKEN) as client:
+        answers = await client.submit([job("a", instance=bad_payload), job("b"), job("c", instance=unknown)])
+        assert [type(answer) for answer in answers] == [Rejected, Accepted, Rejected]
+        assert (answers[0].code, answers[0].path) == ("malformed", "$.instance.payload.answer")
+        assert answers[2].code == "unknown_handler"
+        assert "math" in answers[2].message
+        async for outcome in client.results(count=1):
+            assert (outcome.job_id, outcome.status) == ("b", "completed")
+
+
+async def test_the_same_id_with_another_spec_is_a_duplicate(tmp_path):
+    async with open_service(tmp_path) as (url, engine, _), connect(url, TOKEN) as client:
+        engine.hold()
+        assert isinstance((await client.submit([job("j")]))[0], Accepted)
+        (again, other) = await client.submit([job("j"), job("j", question="another")])
+        assert isinstance(again, Accepted)
+        assert other.code == "duplicate_job"
+        await client.cancel(["j"])
+
+
+async def test_a_wrong_token(tmp_path):
+    async with open_service(tmp_path) as (url, _, _):
+        with pytest.raises(Unauthorized):
+            async with connect(url, "wrong"):
+                pytest.fail("the node took a wrong token")
+
+
+async def test_a_question_longer_than_the_context_fails_with_both_figures(tmp_path):
+    async with open_service(tmp_path, max_model_len=900) as (url, _, _), connect(url, TOKEN) as client:
+        await client.submit([job("j", question="x" * 2000)])
+        async for outcome in client.results(count=1):
+            assert (outcome.status, outcome.reward) == ("failed", None)
+            assert "context of 900" in outcome.error
+
+
+async def test_a_backend_that_drops_token_ids_fails_the_job_and_is_refused_at_registration(tmp_path):
+    async with open_service(tmp_path) as (url, engine, _), connect(url, TOKEN) as client:
+        engine.inject("drop_token_ids", times=1)
+        await client.submit([job("j")])
+        async for outcome in client.results(count=1):
+            assert (outcome.status, outcome.cause, outcome.reward) == ("failed", "inference", None)
+        async with open_fake_engine(config=engine.config) as unfit:
+            unfit.inject("drop_token_ids", times=10)
+            with pytest.raises(BackendError, match="token"):
+                await client.add_backend(unfit.url)
+        with pytest.raises(BackendError):
+            await client.add_backend("http://127.0.0.1:9")
+
+
+async def test_jobs_wait_for_a_backend_and_backends_come_and_go(tmp_path):
+    async with open_service(tmp_path, says=[r"\boxed{42}"]) as (url, engine, _), connect(url, TOKEN) as client:
+        await client.remove_backend(engine.url)
+        await client.submit([job("j")])
+        with trio.move_on_after(0.5) as waited:
+            async for _ in client.results(count=1):
+                pytest.fail("there was no backend")
+        assert waited.cancelled_caught
+        await client.add_backend(engine.url)
+        async for outcome in client.results(count=1):
+            assert outcome.status == "completed"
+
+
+async def test_cancel_ends_the_sandbox_and_the_call(tmp_path, provider):
+    async with open_service(tmp_path, provider=provider) as (url, engine, _), connect(url, TOKEN) as client:
+        engine.hold()
+        await client.submit([job("j")])
+        await engine.wait_until(lambda stats: stats.running == 1)
+        answer = await client.cancel(["j", "never-heard-of"])
+        assert (answer.cancelled, answer.unknown) == (["j"], ["never-heard-of"])
+        assert (await client.status())["sandboxes"]["live"] == 0
+        await engine.wait_until(lambda stats: stats.running == 0)
+        async for outcome in client.results(count=1):
+            assert outcome.status == "cancelled"
+
+
+async def test_a_trainer_that_comes_back_finds_its_outcomes(tmp_path):
+    async with open_service(tmp_path, says=[r"\boxed{42}"]) as (url, engine, _):
+        async with connect(url, TOKEN) as client:
+            engine.hold()
+            await client.submit([job("j")])
+            session_id = client.session_id
+        engine.release()
+        async with connect(url, TOKEN, session_id=session_id) as client:
+            async for outcome in client.results(count=1):
+                assert (outcome.job_id, outcome.reward) == ("j", 1.0)
+
+
+async def test_drain_lets_jobs_finish_and_takes_nothing_new(tmp_path):
+    async with open_service(tmp_path, says=[r"\boxed{42}"]) as (url, engine, ends), connect(url, TOKEN) as client:
+        engine.hold()
+        await client.submit([job("j")])
+        await engine.wait_until(lambda stats: stats.running == 1)
+        ends.terminate()
+        while not (await client.status())["draining"]:
+            await trio.sleep(0.01)
+        (answer,) = await client.submit([job("late")])
+        assert answer.code == "draining"
+        engine.release()
+        async for outcome in client.results(count=1):
+            assert outcome.status == "completed"
+    assert ends.result == [True]
+
+
+async def test_a_second_signal_cancels(tmp_path):
+    async with open_service(tmp_path) as (url, engine, ends), connect(url, TOKEN) as client:
+        engine.hold()
+        await client.submit([job("j")])
+        await engine.wait_until(lambda stats: stats.running == 1)
+        ends.terminate()
+        while not (await client.status())["draining"]:
+            await trio.sleep(0.01)
+        ends.terminate()
+        await engine.wait_until(lambda stats: stats.running == 0)
+    assert ends.result == [False]
+
+
+async def test_a_model_folder_without_a_chat_template_is_refused_at_the_start(tmp_path):
+    make_tiny_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    config = NodeConfig(model=ModelConfig(path=str(tmp_path)), listen=ListenConfig(token=TOKEN))
+    with pytest.raises(ConfigError, match="chat template"):
+        async with open_node(config):
+            pytest.fail("the node started")
+
+
+async def test_a_required_backend_that_is_down_stops_the_start(tmp_path):
+    make_tiny_model(tmp_path)
+    config = NodeConfig(
+        model=ModelConfig(path=str(tmp_path)),
+        sandbox=SandboxConfig(provider="process"),
+        backends=BackendConfig(urls=["http://127.0.0.1:9"], required=True, probe_timeout_s=1.0),
+    )
+    with pytest.raises(BackendError):
+        async with open_node(config):
+            pytest.fail("the node started")
