@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from ipc.channel import CLOSE_TIMEOUT_S, Channel
-from ipc.envelope import decode_envelope, encode_body
+from ipc.envelope import UNDECODABLE, decode_envelope, encode_body
 from ipc.errors import CallFailed, CallTimedOut, ChannelBroken, IpcError, ProtocolViolation
 from ipc.handshake import HANDSHAKE_TIMEOUT_S, offer_handshake
 from ipc.nursery import single_exception
@@ -218,7 +218,7 @@ class RpcClient:
     def _decode_reply(self, reply: msgspec.Raw, reply_type: type[T], what: str) -> T:
         try:
             decoded: T = _reply_decoder(reply_type).decode(reply)
-        except msgspec.DecodeError as exc:
+        except UNDECODABLE as exc:
             reason = f"the answer to {what} is not a {reply_type.__name__}: {exc}"
             self._end(reason)
             raise ProtocolViolation(reason) from exc

@@ -7,7 +7,10 @@ import msgspec
 from ipc.errors import ProtocolViolation
 from ipc.wire import Envelope
 
-__all__ = ["decode_envelope", "encode_body", "encode_envelope"]
+__all__ = ["UNDECODABLE", "decode_envelope", "encode_body", "encode_envelope"]
+
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what they should be: also text that is not UTF-8, and endless nesting."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Envelope] = msgspec.msgpack.Decoder(Envelope)
@@ -35,5 +38,5 @@ def decode_envelope(payload: bytes) -> Envelope:
     """
     try:
         return _decoder.decode(payload)
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except UNDECODABLE as exc:
         raise ProtocolViolation(f"not an envelope of this protocol: {exc}") from exc

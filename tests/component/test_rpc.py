@@ -733,6 +733,7 @@ async def test_a_wrong_token_is_refused_on_both_sides(kind: str):
         (b"GET / HTTP/1.1\r\n\r\n", "protocol"),
         (msgspec.msgpack.encode({"type": "Hello", "version": 1, "token": TOKEN, "extra": 1}), "protocol"),
         (b"", "protocol"),
+        (encode_envelope(Hello(version=PROTOCOL_VERSION, token="abc")).replace(b"abc", b"\xff\xfe\xfd"), "protocol"),
     ],
 )
 async def test_a_bad_hello_is_refused_with_a_reason(payload: bytes, code: str):
@@ -784,6 +785,8 @@ async def test_an_empty_token_is_a_mistake():
         msgspec.msgpack.encode({"type": "Unknown"}),
         msgspec.msgpack.encode([1, 2]),
         b"\x91" * 100_000,
+        b"\x83\xa4type\xa6Result\xa2id\x01\xa4body" + b"\x91" * 100_000,
+        encode_envelope(Hello(version=PROTOCOL_VERSION, token="abc")).replace(b"abc", b"\xff\xfe\xfd"),
         encode_envelope(Hello(version=PROTOCOL_VERSION, token=TOKEN)),
         encode_envelope(Result(id=1, body=encode_body(Ping()))),
     ],
