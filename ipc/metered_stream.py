@@ -29,6 +29,7 @@ class MeteredStream(trio.abc.Stream):
         self._stream = stream
         self._left_bytes = limit_bytes
         self._lifted = trio.Event()
+        self._reading = False
         self.last_received_s = trio.current_time()
         self.over = trio.Event()
 
@@ -44,11 +45,14 @@ class MeteredStream(trio.abc.Stream):
                 await self._lifted.wait()
             else:
                 max_bytes = min(max_bytes or self._left_bytes, self._left_bytes)
+        self._reading = True
         try:
             received = bytes(await self._stream.receive_some(max_bytes))
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self.over.set()
             raise
+        finally:
+            self._reading = False
         if received:
             self.last_received_s = trio.current_time()
         else:
@@ -58,13 +62,13 @@ class MeteredStream(trio.abc.Stream):
         return received
 
     async def linger(self, max_bytes: int) -> None:
-        """Read and throw away until the peer ends, at most `max_bytes`.
+        """Read and throw away until the peer ends, at most `max_bytes`. Nothing to do if somebody else is reading.
 
         Closing a socket with unread input resets it, and the peer may then never see what was sent last.
         """
         left_bytes = max_bytes
         try:
-            while left_bytes > 0 and (received := await self._stream.receive_some(LINGER_CHUNK_BYTES)):
+            while left_bytes > 0 and not self._reading and (received := await self._stream.receive_some(LINGER_CHUNK_BYTES)):
                 left_bytes -= len(received)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self.over.set()

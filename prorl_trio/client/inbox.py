@@ -24,6 +24,7 @@ class Inbox:
     def __init__(self, resume_after: int = 0) -> None:
         self.received = resume_after
         self.settled = resume_after
+        self._begun = False
         self._frames: deque[OutcomeFrame] = deque()
 
     def __len__(self) -> int:
@@ -32,15 +33,16 @@ class Inbox:
     def put(self, frame: OutcomeFrame) -> bool:
         """Add what arrived. False: it had arrived before.
 
+        The first one may have any cursor: those before it were acknowledged by an earlier client of the session.
+
         Raises:
             ProtocolError: one before it is missing.
         """
         if frame.cursor <= self.received:
             return False
-        if frame.cursor != self.received + 1:
-            raise ProtocolError(
-                f"outcome {self.received + 1} is missing: the node sent {frame.cursor} after {self.received}"
-            )
+        if self._begun and frame.cursor != self.received + 1:
+            raise ProtocolError(f"outcome {self.received + 1} is missing: the node sent {frame.cursor}")
+        self._begun = True
         self.received = frame.cursor
         self._frames.append(frame)
         return True
