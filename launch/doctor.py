@@ -119,12 +119,12 @@ def _engine(kind: EngineKind) -> Check:
 
 def _model() -> Check:
     folder = paths.model_dir()
-    broken = model.broken_files(folder)
-    if not broken:
-        return Check(name="model", state="ok", detail=f"{folder}: all checksums agree")
-    detail = f"{folder}: missing or changed: {', '.join(broken)}"
-    remedy = f"rm -r {folder} && make engine" if folder.exists() else "make engine"
-    return Check(name="model", state="missing", detail=detail, remedy=remedy)
+    if not folder.exists():
+        return Check(name="model", state="missing", detail=f"no model in {folder}", remedy="make engine")
+    if broken := model.broken_files(folder):
+        detail = f"{folder}: missing or changed: {', '.join(broken)}"
+        return Check(name="model", state="missing", detail=detail, remedy=f"rm -r {folder} && make engine")
+    return Check(name="model", state="ok", detail=f"{folder}: all checksums agree")
 
 
 def _memory(meminfo: Path = Path("/proc/meminfo")) -> Check:
