@@ -72,19 +72,21 @@ class BashSession:
         _check(request)
         async with self._turn:
             shell = await self._current_shell()
-            restarted_before = 0 < self._last_generation < self._keeper.generation
-            self._last_generation = generation = self._keeper.generation
+            restarted = 0 < self._last_generation < self._keeper.generation
+            self._last_generation = self._keeper.generation
             started = time.monotonic()
             running, timed_out = await self._run_in(shell, request, send_output)
+            if not running.was_read and not timed_out:  # the shell had ended, unnoticed so far
+                shell, restarted = await self._next_shell(), True
+                running, timed_out = await self._run_in(shell, request, send_output)
             duration_s = time.monotonic() - started
-            exit_code, cwd, lost = None, "", running.end is None
+            exit_code: int | None
             if running.end is not None:
                 exit_code, cwd = running.end.exit_code, running.end.cwd
             else:
                 await shell.wait_gone()
                 exit_code = shell.child.exit_code
-                shell = await self._current_shell(after_generation=generation)
-                self._last_generation = self._keeper.generation
+                shell, restarted = await self._next_shell(), True
                 cwd = shell.last_end.cwd
         output = running.output.capped()
         return BashResult(
@@ -93,7 +95,7 @@ class BashSession:
             cwd=cwd,
             duration_s=duration_s,
             timed_out=timed_out,
-            restarted=lost or restarted_before,
+            restarted=restarted,
             dropped_bytes=output.dropped_bytes,
         )
 
@@ -118,6 +120,11 @@ class BashSession:
                     with trio.move_on_after(STOP_DEADLINE_S, shield=True):
                         await _stop(shell, running)
         return running, timed_out
+
+    async def _next_shell(self) -> Shell:
+        shell = await self._current_shell(after_generation=self._last_generation)
+        self._last_generation = self._keeper.generation
+        return shell
 
     async def _current_shell(self, after_generation: int = 0) -> Shell:
         try:

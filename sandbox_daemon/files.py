@@ -30,6 +30,7 @@ MAX_READ_BYTES = MAX_FRAME_BYTES - FRAME_MARGIN_BYTES
 _CODES = {
     errno.ENOENT: "not_found",
     errno.ENOTDIR: "not_found",
+    errno.EEXIST: "not_found",  # a parent directory that is a file
     errno.EISDIR: "is_directory",
     errno.EACCES: "permission",
     errno.EPERM: "permission",
@@ -96,9 +97,9 @@ def _read(request: FileRead) -> FileData:
             pieces.append(piece)
             at += len(piece)
             eof = not piece
-        return FileData(
-            data=b"".join(pieces), size_bytes=max(status.st_size, at if eof else 0), eof=eof or at >= status.st_size
-        )
+        # /proc has files of size 0 with content.
+        size_bytes = max(status.st_size, at if at > request.offset else 0)
+        return FileData(data=b"".join(pieces), size_bytes=size_bytes, eof=eof or at >= size_bytes)
     finally:
         os.close(fd)
 

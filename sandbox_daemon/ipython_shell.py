@@ -120,7 +120,6 @@ class CellShell(InteractiveShell):
 
 
 def _refuse_input(prompt: object = "", stream: object = None) -> NoReturn:
-    __tracebackhide__ = True
     raise EOFError(_NO_INPUT)
 
 

@@ -206,7 +206,9 @@ class Kernel:
 
     async def _send(self, message: StartChild | RunCell) -> None:
         with suppress(ChannelBroken):  # the child is gone; whoever waits for its answer learns it
-            await self._control.send(_encode(message))
+            self._control.send_nowait(_encode(message))
+            if self._control.unsent_bytes:
+                await self._control.flush()
 
     async def _receive(self) -> ChildReady | CellDone | None:
         try:

@@ -2,12 +2,12 @@
 
 The protocol, for each command:
 
-1. The daemon puts `nonce NUL command NUL` into an unnamed file (a memfd whose offset both sides share: bash reads it in
-   blocks, where it would read a pipe byte by byte) and types one line, the trigger, on the terminal.
-2. The trigger, at the shell's top level, reads both and evaluates the command with our descriptors closed, so that
+1. The daemon puts the command and a nonce into two unnamed files, each with a NUL at its end (memfds whose offsets both
+   sides share: bash reads them in blocks, where it would read a pipe byte by byte), and types one line, the trigger.
+2. The trigger, at the shell's top level, reads the command and evaluates it with our descriptors closed, so that
    nothing it starts has them.
-3. `PROMPT_COMMAND`, which bash runs whenever it is ready again, however the command ended, writes the record
-   `nonce NUL exit code NUL directory NUL` to a pipe and then the nonce to the terminal.
+3. `PROMPT_COMMAND`, which bash runs whenever it is ready again, however the command ended, reads the nonce, writes the
+   record `nonce NUL exit code NUL directory NUL` to a pipe, and then the nonce to the terminal.
 
 The nonce on the terminal marks where the output ends, for the kernel may deliver the record before the last output. The
 record makes it true: the nonce alone, printed by a program, is output like any other.
@@ -47,26 +47,26 @@ IDLE_OUTPUT_BYTES = 64 * 1024
 STREAM_BUFFER_CHUNKS = 16
 RECORD_PIPE_BYTES = 64 * 1024
 
-COMMAND_FD, RECORD_FD, TERMINAL_FD = 250, 251, 252
+COMMAND_FD, RECORD_FD, TERMINAL_FD, NONCE_FD = 250, 251, 252, 253
 NONCE_MARK = "\x1e"
 """First character of a nonce, so that the terminal's bytes need no look at unless it occurs."""
 
 # Backslashes keep aliases out. Output of `set -x` and complaints about our own lines go nowhere.
 _PROMPT_COMMAND = (
-    r"""{ \builtin printf "%s\0%s\0%s\0" "${__prorl_nonce-}" "${__prorl_status:-$?}" "${PWD-}" >&251; """
+    r"""{ __prorl_status=${__prorl_status:-$?}; IFS= \builtin read -r -d "" -u 253 __prorl_nonce; """
+    r"""\builtin printf "%s\0%s\0%s\0" "$__prorl_nonce" "$__prorl_status" "${PWD-}" >&251; """
     r"""case $- in *x*) __prorl_xtrace="set -x; ";; *) __prorl_xtrace=;; esac; \builtin set +x; """
-    r"""PS1= PS2=; \builtin printf "%s" "${__prorl_nonce-}" >&252; __prorl_nonce=; } 2>/dev/null"""
+    r"""PS1= PS2=; \builtin printf "%s" "$__prorl_nonce" >&252; __prorl_nonce=; } 2>/dev/null"""
 )
 # Begins with no reserved word: after a syntax error in `eval`, bash does not recognise one there. A command may have
-# switched line editing or the echo of input on; bash crashes if PROMPT_COMMAND switches the former off.
+# switched line editing or the echo of input on.
 _TRIGGER = (
-    r"""IFS= \builtin read -r -d "" -u 250 __prorl_nonce; IFS= \builtin read -r -d "" -u 250 __prorl_command; """
-    r"""__prorl_status= PROMPT_COMMAND='{prompt}'; {status}"""
-    r"""\builtin eval "${{__prorl_xtrace-}}${{__prorl_command}}" 250<&- 251>&- 252>&-; """
+    r"""IFS= \builtin read -r -d "" -u 250 __prorl_command; __prorl_status= PROMPT_COMMAND='{prompt}'; {status}"""
+    r"""\builtin eval "${{__prorl_xtrace-}}${{__prorl_command}}" 250<&- 251>&- 252>&- 253<&-; """
     r"""{{ __prorl_status=$? PROMPT_COMMAND='{prompt}'; \builtin set +v +o vi +o emacs; }} 2>/dev/null"""
 )
 # No history, no `!` expansion, no mail check; the trigger's own descriptors are all that differs from a user's shell.
-_INIT_COMMAND = "set +o history +H; unset HISTFILE MAILCHECK; PS4='+ '"
+_INIT_COMMAND = "set +o history +H; history -c; unset HISTFILE MAILCHECK; PS4='+ '"
 
 
 class CommandEnd(msgspec.Struct, frozen=True):
@@ -77,7 +77,9 @@ class CommandEnd(msgspec.Struct, frozen=True):
 
 
 class RunningCommand:
-    """A command in progress. `end` is None after `ended` if the shell was lost with it.
+    """A command in progress. `end` is None after `ended` if the shell was lost with it, or before it.
+
+    `was_read` tells which: False after `ended` if the shell never saw the command.
 
     Args:
         output: where its output is kept.
@@ -88,6 +90,7 @@ class RunningCommand:
         self.nonce = NONCE_MARK + secrets.token_hex(16)
         self.output = output
         self.end: CommandEnd | None = None
+        self.was_read = False
         self.ended = trio.Event()
         self._chunks = chunks
         self.splitter = BarrierSplitter(self.nonce.encode())
@@ -114,11 +117,12 @@ class RunningCommand:
 class Shell:
     """A running bash. One command at a time; its caller sees to that."""
 
-    def __init__(self, child: Child, terminal: Terminal, command_fd: int, record_fd: int) -> None:
+    def __init__(self, child: Child, terminal: Terminal, *, command_fd: int, nonce_fd: int, record_fd: int) -> None:
         self.child = child
         self.last_end = CommandEnd(0, "/")
         self._terminal = terminal
         self._command_fd = command_fd
+        self._nonce_fd = nonce_fd
         self._record_fd = record_fd
         self._records = b""
         self._running: RunningCommand | None = None
@@ -148,9 +152,8 @@ class Shell:
         assert self._running is None
         self._running = running
         self._terminal.reset_mode()
-        os.ftruncate(self._command_fd, 0)
-        os.pwrite(self._command_fd, f"{running.nonce}\0{command}\0".encode(), 0)
-        os.lseek(self._command_fd, 0, os.SEEK_SET)
+        _replace_content(self._command_fd, command)
+        _replace_content(self._nonce_fd, running.nonce)
         last = self.last_end.exit_code
         trigger = _TRIGGER.format(prompt=_PROMPT_COMMAND, status=f"(exit {last}) || " if last else "")
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # gone: `serve` finishes the command
@@ -196,13 +199,15 @@ class Shell:
             if self.child.exit_code is None:
                 with trio.move_on_after(KILL_DEADLINE_S, shield=True):
                     await self.kill()
+            command_was_read = os.lseek(self._command_fd, 0, os.SEEK_CUR) > 0
             self._terminal.close()
-            os.close(self._command_fd)
-            os.close(self._record_fd)
+            for fd in (self._command_fd, self._nonce_fd, self._record_fd):
+                os.close(fd)
             self._gone.set()
             if self._running is not None:
                 running, self._running = self._running, None
                 running.output.append(running.splitter.flush())
+                running.was_read = command_was_read
                 running.finish(None)
 
     async def _take_output(self) -> None:
@@ -227,6 +232,7 @@ class Shell:
             if end is not None:
                 self.last_end = end
                 self._running = None
+                running.was_read = True
                 self._idle_output.append(after)
                 running.finish(end)
                 return
@@ -276,12 +282,11 @@ async def open_shell(
 async def _spawn(
     reaper: ChildReaper, *, executable: str, env: dict[str, str], cwd: str, limiter: trio.CapacityLimiter
 ) -> Shell:
-    command_fd = os.memfd_create("commands")
-    record_read, record_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    os.set_blocking(record_write, True)
-    inherited = {COMMAND_FD: command_fd, RECORD_FD: record_write}
+    record_read, record_write = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(record_read, False)
+    command_fd, nonce_fd = os.memfd_create("command"), os.memfd_create("nonce")
+    inherited = {COMMAND_FD: command_fd, RECORD_FD: record_write, NONCE_FD: nonce_fd}
     argv = [executable, "--norc", "--noprofile", "--noediting", "-i"]
-    started = False
     try:
         with reaper.starting():
             pid, terminal_fd = await trio.to_thread.run_sync(
@@ -289,12 +294,18 @@ async def _spawn(
                 limiter=limiter,
             )
             child = reaper.adopt(pid)
-            started = True
-        return Shell(child, Terminal(terminal_fd), command_fd, record_read)
     except OSError as exc:
+        for fd in (command_fd, nonce_fd, record_read):
+            os.close(fd)
         raise StartFailed(f"{executable} could not be started: {exc}") from exc
     finally:
         os.close(record_write)
-        if not started:
-            os.close(command_fd)
-            os.close(record_read)
+    return Shell(child, Terminal(terminal_fd), command_fd=command_fd, nonce_fd=nonce_fd, record_fd=record_read)
+
+
+def _replace_content(fd: int, text: str) -> None:
+    """Give the shell, which shares the file's offset, `text` and a NUL to read from its beginning."""
+    content = f"{text}\0".encode()
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, content, 0)
+    os.lseek(fd, 0, os.SEEK_SET)
