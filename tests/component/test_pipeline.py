@@ -174,7 +174,7 @@ async def test_cancel_twice_and_after_the_end(rig):
             nursery.start_soon(rig.pipeline.cancel, job, "first")
             nursery.start_soon(rig.pipeline.cancel, job, "second")
         await rig.pipeline.cancel(job, "third")
-    assert rig.observer.outcomes["job"].error == "first"
+    assert rig.observer.outcomes["job"].error in ("first", "second")
 
 
 async def test_eval_jobs_overtake_training_jobs_that_wait(rig):
@@ -252,7 +252,7 @@ async def test_a_score_that_is_no_number_is_no_score(rig, reward):
 
 
 async def test_our_own_bug_ends_the_node_loudly(rig):
-    with pytest.raises(InternalError, match="bug"):
+    with pytest.RaisesGroup(InternalError, flatten_subgroups=True, allow_unwrapped=True):
         async with rig.open_pipeline():
             rig.pipeline.submit(Job(rig.spec(), Scripted(run=InternalError("bug")), rig.resources, rig.observer))
             await trio.sleep_forever()
