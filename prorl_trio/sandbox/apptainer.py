@@ -39,8 +39,9 @@ class ApptainerProvider(SandboxProvider):
     """`apptainer exec` in a user namespace, also for root, and also where it is installed setuid.
 
     Own PID, IPC, UTS and (without `spec.network`) network namespace, no host environment, no capabilities. /tmp and the
-    home directory are tmpfs; their size is Apptainer's `sessiondir max size` (64 MB together unless configured), not
-    `spec.tmpfs_bytes`. A root other than `host` is writable, and what is written to it is thrown away.
+    home directory are tmpfs of Apptainer's `sessiondir max size` (64 MB together unless configured), whatever
+    `spec.tmpfs_bytes` says; where the project itself is below them, they are folders on disk instead. A root other than
+    `host` is writable, and what is written to it is thrown away.
     """
 
     name: ClassVar[str] = "apptainer"
@@ -91,6 +92,7 @@ class ApptainerProvider(SandboxProvider):
             argv.append("--writable-tmpfs")
             mounts += [*python_mounts(), Mount(str(run_dir.lib), LIB_DIR)]
         mounts.append(Mount(str(folder.control), CONTROL_DIR, writable=True))
+        mounts += _mounts_with_mount_points(mounts, folder)
         argv += [*_mount_argv(mounts), "--env", f"PYTHONPATH={LIB_DIR}", image]
         tool_env = {"PATH": TOOL_PATH, "HOME": HOME, "USER": USER}
         command = daemon_argv(f"{CONTROL_DIR}/{SOCKET_NAME}")
@@ -120,6 +122,20 @@ def _mount_argv(mounts: Iterable[Mount]) -> list[str]:
         # The option is one line of CSV.
         argv += ["--mount", ",".join('"{}"'.format(field.replace('"', '""')) for field in fields)]
     return argv
+
+
+def _mounts_with_mount_points(mounts: Iterable[Mount], folder: SandboxDir) -> list[Mount]:
+    """Folders for /tmp and the home directory where something is to be mounted below: in its own tmpfs Apptainer makes
+    no mount points. For a project that is itself in /tmp, say. They end with the sandbox's folder. Blocks."""
+    needed: dict[str, Mount] = {}
+    for mount in mounts:
+        for place, mode in (("/tmp", 0o1777), (HOME, 0o700)):
+            if mount.target.startswith(f"{place}/"):
+                source = folder.path / "below" / os.path.basename(place)
+                (source / os.path.relpath(mount.target, place)).mkdir(parents=True, exist_ok=True)
+                source.chmod(mode)
+                needed[place] = Mount(str(source), place, writable=True)
+    return list(needed.values())
 
 
 def _image_path(image: str) -> str:

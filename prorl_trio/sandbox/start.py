@@ -16,6 +16,7 @@ from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.process_tree import open_process_tree
 from prorl_trio.sandbox.run_dir import open_run_dir
+from prorl_trio.sandbox.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -49,7 +50,7 @@ async def open_daemon_sandbox(
     async with AsyncExitStack() as stack:
         run_dir = await stack.enter_async_context(open_run_dir(runtime_dir))
         folder = await stack.enter_async_context(run_dir.open_sandbox_dir())
-        launch = plan(run_dir, folder)
+        launch = await run_blocking(plan, run_dir, folder)
         token = secrets.token_hex(TOKEN_BYTES)
         start_line = {"token": token, "env": {**launch.tool_env, **spec.env}, "cwd": launch.cwd}
         deadline = trio.current_time() + spec.start_timeout_s

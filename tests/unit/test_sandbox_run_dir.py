@@ -1,0 +1,116 @@
+"""The node's private folder: where it may be, who owns it, what is swept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trio
+
+from prorl_trio.errors import SandboxUnavailable
+from prorl_trio.sandbox import reaper
+from prorl_trio.sandbox.run_dir import MAX_SOCKET_PATH_BYTES, check_base, file_system_of, open_run_dir, sweep
+from prorl_trio.sandbox.userns import user_namespace_remedy
+
+MOUNTS = """\
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+30 22 0:26 / /tmp rw shared:2 - tmpfs tmpfs rw
+41 22 0:40 / /home rw shared:3 - nfs4 server:/home rw
+42 22 0:41 / /scratch/with\\040space rw - lustre mds:/scratch rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/var/lib", "ext4"),
+        ("/tmp/x", "tmpfs"),
+        ("/home/me", "nfs4"),
+        ("/homes", "ext4"),
+        ("/scratch/with space/x", "lustre"),
+    ],
+)
+def test_file_system_by_longest_mount_point(path, kind):
+    assert file_system_of(Path(path), MOUNTS) == kind
+
+
+def test_network_file_systems_are_refused():
+    check_base(Path("/tmp"), MOUNTS)
+    with pytest.raises(SandboxUnavailable, match=r"/home/me is on a network file system \(nfs4\).*runtime_dir"):
+        check_base(Path("/home/me"), MOUNTS)
+
+
+def test_long_paths_are_refused():
+    with pytest.raises(SandboxUnavailable, match=f"bytes, above {MAX_SOCKET_PATH_BYTES}"):
+        check_base(Path("/tmp") / ("x" * 80), MOUNTS)
+
+
+async def test_shared_by_all_users_and_removed_by_the_last(tmp_path):
+    with trio.fail_after(30):
+        async with open_run_dir(tmp_path) as first:
+            async with open_run_dir(tmp_path) as second:
+                assert first is second
+                assert first.path.stat().st_mode & 0o777 == 0o700
+            assert first.path.exists()
+            async with first.open_sandbox_dir() as folder:
+                assert len(os.fsencode(folder.socket)) <= MAX_SOCKET_PATH_BYTES
+                assert folder.control.stat().st_mode & 0o777 == 0o700
+            assert not folder.path.exists()
+        assert list(tmp_path.iterdir()) == []
+        assert reaper.descendants(os.getpid()) == set()
+
+
+async def test_a_live_folder_is_not_swept_and_a_dead_one_is(tmp_path):
+    with trio.fail_after(30):
+        dead = tmp_path / "prorl-1-dead"
+        dead.mkdir()
+        stranger = tmp_path / "prorl-file"
+        stranger.touch()
+        async with open_run_dir(tmp_path) as alive:
+            assert not dead.exists()
+            await trio.to_thread.run_sync(sweep, tmp_path)
+            assert alive.path.exists()
+        assert list(tmp_path.iterdir()) == [stranger]
+
+
+def test_reap_ends_recorded_processes_and_spares_reused_pids(tmp_path):
+    folder = tmp_path / "run" / "sbx"
+    folder.mkdir(parents=True)
+    with subprocess.Popen(["sleep", "3604"]) as mine, subprocess.Popen(["sleep", "3605"]) as reused:
+        recorded = reaper.identify(mine.pid)
+        other = reaper.identify(reused.pid)
+        assert recorded is not None
+        assert other is not None
+        reaper.write_record(folder, [recorded, reaper.ProcessId(other.pid, other.start_time - 1)])
+        with (folder / reaper.RECORD_NAME).open("a") as record:
+            record.write("12")  # the node was killed while it wrote
+        reaper.reap(folder.parent)
+        assert mine.wait(5) == -9
+        assert reused.poll() is None
+        reused.kill()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_reaper_needs_nothing_but_the_standard_library():
+    code = "import sys; sys.path.append(sys.argv[1]); import reaper; print([m for m in sys.modules if 'trio' in m])"
+    argv = [sys.executable, "-I", "-S", "-c", code, str(Path(reaper.__file__).parent)]
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
+        ("user/max_user_namespaces", "0", "user.max_user_namespaces="),
+        ("kernel/apparmor_restrict_unprivileged_userns", "1", "AppArmor"),
+        ("user/max_user_namespaces", "1000", "container"),
+    ],
+)
+def test_forbidden_user_namespaces_name_the_setting(setting, value, words, tmp_path):
+    path = tmp_path / setting
+    path.parent.mkdir(parents=True)
+    path.write_text(value + "\n")
+    assert words in user_namespace_remedy(tmp_path)
