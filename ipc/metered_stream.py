@@ -68,7 +68,11 @@ class MeteredStream(trio.abc.Stream):
         """
         left_bytes = max_bytes
         try:
-            while left_bytes > 0 and not self._reading and (received := await self._stream.receive_some(LINGER_CHUNK_BYTES)):
+            while (
+                left_bytes > 0
+                and not self._reading
+                and (received := await self._stream.receive_some(LINGER_CHUNK_BYTES))
+            ):
                 left_bytes -= len(received)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self.over.set()

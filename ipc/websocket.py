@@ -267,7 +267,7 @@ class WebSocketLink(Generic[FrameT]):
             if not self._outbox:
                 nonce += 1
                 self.post(HeartbeatPing(nonce=nonce))
-        self.end(CloseCode.ABNORMAL, f"nothing came from the peer for {timeout_s:g} s, which is the limit")
+        self.end(CloseCode.POLICY_VIOLATION, f"nothing came from the peer for {timeout_s:g} s, which is the limit")
 
 
 @asynccontextmanager

@@ -149,6 +149,13 @@ def test_even_an_outcome_whose_every_part_is_hopeless_arrives():
     assert (got.job_id, got.status, got.tags) == ("a", "failed", {})
 
 
+def test_a_token_costs_nine_bytes_on_the_wire():
+    tokens = 32_768
+    log = OutcomeLog()
+    log.append("a", encode_outcome(make_outcome(make_spec("a"), tokens=tokens), 2**26))
+    assert log.size_bytes / tokens <= 9.1
+
+
 # ---------------------------------------------------------------- sessions
 
 
