@@ -15,7 +15,7 @@ async def test_an_error_of_the_body_or_of_a_task_comes_out_alone_with_its_own_co
     for in_task in (False, True):
         error = ValueError("mine")
         error.__cause__ = cause = KeyError("why")
-        with pytest.raises(ValueError, match="mine") as caught, single_exception():
+        with pytest.raises(ValueError, match="mine") as caught, single_exception():  # noqa: PT012
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(trio.sleep_forever)
                 if in_task:
@@ -28,7 +28,7 @@ async def test_an_error_of_the_body_or_of_a_task_comes_out_alone_with_its_own_co
 
 
 async def test_several_errors_stay_together():
-    with pytest.raises(ExceptionGroup) as caught, single_exception():
+    with pytest.raises(ExceptionGroup) as caught, single_exception():  # noqa: PT012
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fail, KeyError("task"))
             try:
