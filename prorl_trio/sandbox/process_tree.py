@@ -45,7 +45,7 @@ GRACE_S: Final = 2.5
 KILL_TIMEOUT_S: Final = 2.0
 """How long a killed process may take to be gone."""
 
-END_TIMEOUT_S: Final = 10.0
+END_TIMEOUT_S: Final = 15.0
 """The whole of an end. Above the sum of its steps."""
 
 
@@ -92,7 +92,11 @@ class ProcessTree:
         """How its first process ended, for messages."""
         code = self._popen.returncode
         if code is None:
-            return "running"
+            # Without reaping it: until it is, its pid and its group's belong to nobody else, and may be signalled.
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return "running"
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     def stderr_tail(self) -> str:
@@ -100,7 +104,7 @@ class ProcessTree:
         return self._stderr_tail.decode(errors="replace").strip()
 
     async def wait_exit(self) -> None:
-        """Return when the first process has ended. It stays a zombie until the end, so its pid is nobody else's."""
+        """Return when the first process has ended. It is not reaped."""
         if self._popen.returncode is not None:
             return
         try:
@@ -138,7 +142,6 @@ class ProcessTree:
             with trio.move_on_after(LAST_WORDS_TIMEOUT_S):
                 await self._stderr_ended.wait()
                 await self.wait_exit()
-                self._popen.poll()
             raise SandboxUnavailable(self.explain(f"it did not start: {self.describe_exit()}"))
         self._ready = True
         await run_blocking(self._record_family)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -39,6 +40,9 @@ CLOSE_TIMEOUT_S: Final = 10.0
 
 _PREFIX: Final = "prorl-"
 _UNBORN_PREFIX: Final = "new-prorl-"
+_NAME: Final = re.compile(r"prorl-[0-9]+-[a-z0-9_]{8}")
+MARKER_NAME: Final = ".prorl-run-dir"
+"""In every run folder. Nothing without it is ever swept, whatever it is called."""
 _NETWORK_FILE_SYSTEMS: Final = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "afs", "9p", "panfs", "pvfs2", "fuse.sshfs"}
 )
@@ -66,6 +70,7 @@ class RunDir:
         self.path = base / os.path.basename(unborn).removeprefix("new-")
         self._lock = os.open(unborn, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        Path(unborn, MARKER_NAME).touch()
         # Only now does it get the name under which others look for folders without an owner.
         os.rename(unborn, self.path)
         _locks.add(self._lock)
@@ -228,11 +233,12 @@ def file_system_of(path: Path, mountinfo: str) -> str:
 
 
 def sweep(base: Path) -> None:
-    """End and remove what dead nodes of this user left in `base`. Blocks."""
+    """End and remove what dead nodes of this user left in `base`. Blocks. Leaves alone what does not bear our mark."""
     for entry in base.glob(f"{_PREFIX}*"):
         try:
             status = entry.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and (entry / MARKER_NAME).is_file()
+            if not ours or not _NAME.fullmatch(entry.name):
                 continue
             lock = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:

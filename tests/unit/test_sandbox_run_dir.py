@@ -12,7 +12,14 @@ import trio
 
 from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.sandbox import reaper
-from prorl_trio.sandbox.run_dir import MAX_SOCKET_PATH_BYTES, check_base, file_system_of, open_run_dir, sweep
+from prorl_trio.sandbox.run_dir import (
+    MARKER_NAME,
+    MAX_SOCKET_PATH_BYTES,
+    check_base,
+    file_system_of,
+    open_run_dir,
+    sweep,
+)
 from prorl_trio.sandbox.userns import user_namespace_remedy
 
 MOUNTS = """\
@@ -65,15 +72,19 @@ async def test_shared_by_all_users_and_removed_by_the_last(tmp_path):
 
 async def test_a_live_folder_is_not_swept_and_a_dead_one_is(tmp_path):
     with trio.fail_after(30):
-        dead = tmp_path / "prorl-1-dead"
+        dead = tmp_path / "prorl-1-abcdefgh"
         dead.mkdir()
-        stranger = tmp_path / "prorl-file"
-        stranger.touch()
+        (dead / MARKER_NAME).touch()
+        file, checkout, unmarked = strangers = [tmp_path / f"prorl-{name}" for name in ("file", "trio", "1-unmarked")]
+        file.touch()
+        checkout.mkdir()
+        (checkout / MARKER_NAME).touch()
+        unmarked.mkdir()
         async with open_run_dir(tmp_path) as alive:
             assert not dead.exists()
             await trio.to_thread.run_sync(sweep, tmp_path)
             assert alive.path.exists()
-        assert list(tmp_path.iterdir()) == [stranger]
+        assert sorted(tmp_path.iterdir()) == sorted(strangers)
 
 
 def test_reap_ends_recorded_processes_and_spares_reused_pids(tmp_path):
