@@ -76,13 +76,14 @@ async def open_node_process(config: dict[str, object], *, folder: Path, log_file
                     raise
                 finally:
                     nursery.cancel_scope.cancel()
-                    await _stop(process, log_file, drain=clean)
+                    with trio.move_on_after(NODE_STOP_TIMEOUT_S + NODE_GRACE_S, shield=True):
+                        await _stop(process, log_file, drain=clean)
 
 
 async def _stop(process: Supervised, log_file: Path, *, drain: bool) -> None:
     """SIGTERM; a second one unless the node shall `drain`. A drain that fails is an error, a cancel that fails is the
     supervisor's to finish."""
-    with trio.move_on_after(NODE_STOP_TIMEOUT_S if drain else NODE_GRACE_S, shield=True):
+    with trio.move_on_after(NODE_STOP_TIMEOUT_S if drain else NODE_GRACE_S):
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
         if not drain:

@@ -53,17 +53,24 @@ class _Worker:
         )
         worker = cls(process)
         try:
-            with trio.fail_after(START_TIMEOUT_S):
-                reply = await worker._receive()
-            if reply.error:
-                raise EvaluationError(f"scorer {function} cannot be loaded: {reply.error}")
+            async with worker.killed_on_error():
+                with trio.fail_after(START_TIMEOUT_S):
+                    reply = await worker._receive()
+                if reply.error:
+                    raise EvaluationError(f"scorer {function} cannot be loaded: {reply.error}")
         except trio.TooSlowError:
-            await worker.kill()
             raise EvaluationError(f"scorer {function} was not ready within {START_TIMEOUT_S:g} s") from None
-        except BaseException:
-            await worker.kill()
-            raise
         return worker
+
+    @asynccontextmanager
+    async def killed_on_error(self) -> AsyncIterator[None]:
+        """Whatever leaves the block but its end kills the process: nobody knows what it is doing then."""
+        try:
+            yield
+        except BaseException:
+            with trio.move_on_after(KILL_TIMEOUT_S, shield=True):
+                await self.kill()
+            raise
 
     async def ask(self, payload: Mapping[str, Any]) -> ScoreReply:
         raw = msgspec.msgpack.encode(payload)
@@ -97,14 +104,13 @@ class _Worker:
         return bytes(data)
 
     async def kill(self) -> None:
-        """End the process and everything in its group. Shielded, bounded."""
-        with trio.move_on_after(KILL_TIMEOUT_S, shield=True):
-            if self._process.returncode is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
-                if stream is not None:
-                    await stream.aclose()
+        """End the process and everything in its group. Bounded by the caller."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                await stream.aclose()
 
 
 class ScorerPool:
@@ -126,14 +132,11 @@ class ScorerPool:
         async with self._limiter:
             worker = self._take_idle(function) or await self._start(function)
             try:
-                with trio.fail_after(timeout_s):
-                    reply = await worker.ask(payload)
+                async with worker.killed_on_error():
+                    with trio.fail_after(timeout_s):
+                        reply = await worker.ask(payload)
             except trio.TooSlowError:
-                await worker.kill()
                 raise EvaluationError(f"scorer {function} gave no score within {timeout_s:g} s") from None
-            except BaseException:
-                await worker.kill()
-                raise
             self._idle.setdefault(function, []).append(worker)
         if reply.result is None:
             raise EvaluationError(f"scorer {function} failed: {reply.error or 'it returned no dict'}")

@@ -47,13 +47,9 @@ class StageQueue(Generic[T]):
     async def put(self, item: T, priority: int) -> None:
         """Queue `item`, waiting for room. Cancelled: the item is not queued."""
         await trio.lowlevel.checkpoint_if_cancelled()
-        while True:
-            try:
-                self.put_nowait(item, priority)
-            except trio.WouldBlock:
-                await self._putters.park()
-            else:
-                return
+        while len(self._heap) >= self.capacity:
+            await self._putters.park()
+        self.put_nowait(item, priority)
 
     async def get(self) -> T:
         """Take the first item, waiting for one. Cancelled: nothing is taken."""

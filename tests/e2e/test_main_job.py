@@ -50,7 +50,7 @@ def vllm_url(tmp_path_factory):
         finally:
             ready.set()
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     ready.wait(timeout=400)
     assert found, log.read_text()[-3000:]

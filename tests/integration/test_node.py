@@ -59,7 +59,7 @@ async def open_service(tmp_path, *, provider="process", says=(), max_model_len=4
             **config,
         )
 
-        async def serve(*, task_status):
+        async def serve(*, task_status):  # noqa: ASYNC128 - serve_node calls it
             result.append(await serve_node(node_config, task_status=task_status))
 
         address = await nursery.start(serve)
