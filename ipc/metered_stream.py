@@ -68,12 +68,9 @@ class MeteredStream(trio.abc.Stream):
         """
         left_bytes = max_bytes
         try:
-            while (
-                left_bytes > 0
-                and not self._reading
-                and (received := await self._stream.receive_some(LINGER_CHUNK_BYTES))
-            ):
-                left_bytes -= len(received)
+            while left_bytes > 0 and not self._reading:
+                received = await self._stream.receive_some(LINGER_CHUNK_BYTES)
+                left_bytes -= len(received) or left_bytes
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self.over.set()
 

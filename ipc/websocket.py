@@ -226,17 +226,20 @@ class WebSocketLink(Generic[FrameT]):
     async def aclose(self) -> None:
         """Carry out `end`: the last frame, the close handshake, the TCP close. Within `close_timeout_s`."""
         self.end(CloseCode.NORMAL, "")
-        code, reason = self._ending
         with trio.move_on_after(self._limits.close_timeout_s):
-            if not self._stream.over.is_set():
-                with suppress(*_SEND_ERRORS):
-                    if self._last is not None:
-                        await self._socket.send_message(self._last)
-                    short = reason.encode()[:CLOSE_REASON_BYTES].decode(errors="ignore")
-                    await self._socket.aclose(code, short or None)
-            if self._socket.closed is not None and self._socket.closed.code == CloseCode.MESSAGE_TOO_BIG:
-                await self._stream.linger(LINGER_BYTES)
+            await self._say_goodbye(*self._ending)
         await trio.aclose_forcefully(self._stream)
+
+    async def _say_goodbye(self, code: int, reason: str) -> None:
+        await trio.lowlevel.checkpoint()
+        if not self._stream.over.is_set():
+            with suppress(*_SEND_ERRORS):
+                if self._last is not None:
+                    await self._socket.send_message(self._last)
+                short = reason.encode()[:CLOSE_REASON_BYTES].decode(errors="ignore")
+                await self._socket.aclose(code, short or None)
+        if self._socket.closed is not None and self._socket.closed.code == CloseCode.MESSAGE_TOO_BIG:
+            await self._stream.linger(LINGER_BYTES)
 
     def _closed(self, exc: Exception) -> LinkClosed:
         if self._ended.is_set():
@@ -264,6 +267,8 @@ class WebSocketLink(Generic[FrameT]):
         timeout_s, nonce = self._limits.heartbeat_timeout_s, 0
         while (left_s := self._stream.last_received_s + timeout_s - trio.current_time()) > 0:
             await trio.sleep(min(self._limits.heartbeat_interval_s, left_s))
+            # After a stall of the whole loop the reader first takes what has come meanwhile.
+            await trio.lowlevel.checkpoint()
             if not self._outbox:
                 nonce += 1
                 self.post(HeartbeatPing(nonce=nonce))

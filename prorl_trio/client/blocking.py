@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import trio
+from outcome import Error, capture
 
 from prorl_trio.client.client import RolloutClient, connect
 from prorl_trio.client.errors import ConnectionLost
@@ -206,13 +207,13 @@ class _Loop:
                 return await afn(*args)
             raise ConnectionLost("the call was withdrawn")
 
-        try:
-            return trio.from_thread.run(withdrawable, trio_token=token)
-        except (trio.RunFinishedError, trio.Cancelled):  # The loop's end, seen from outside of it.
-            raise ConnectionLost("the client is closed") from None
-        except BaseException:  # KeyboardInterrupt in this thread: nobody waits for the call any more.
+        ended = capture(lambda: trio.from_thread.run(withdrawable, trio_token=token))
+        if isinstance(ended, Error):
+            # It may be a KeyboardInterrupt of this thread: then nobody waits for the call any more.
             _run_soon(token, scope.cancel)
-            raise
+            if isinstance(ended.error, trio.RunFinishedError | trio.Cancelled):
+                raise ConnectionLost("the client is closed")
+        return ended.unwrap()
 
     def call_sync(self, fn: Callable[..., T], *args: object) -> T:
         """Run `fn(*args)` in the loop, at once."""
@@ -222,12 +223,11 @@ class _Loop:
             raise ConnectionLost("the client is closed") from None
 
     def _run(self) -> None:
-        try:
-            trio.run(self._main)
-        except BaseException as exc:
-            if self._client.done():
-                raise
-            self._client.set_exception(exc)  # `start` raises it.
+        ended = capture(trio.run, self._main)
+        if isinstance(ended, Error) and not self._client.done():
+            self._client.set_exception(ended.error)  # `start` raises it.
+        else:
+            ended.unwrap()
 
     async def _main(self) -> None:
         self._token.set_result(trio.lowlevel.current_trio_token())

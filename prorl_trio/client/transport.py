@@ -43,8 +43,13 @@ class Address(msgspec.Struct, frozen=True):
             raise ValueError(f"the url of a node is ws://HOST:PORT, got {url!r}")
         return cls(parts.hostname, parts.port, parts.path or "/")
 
+    @property
+    def authority(self) -> str:
+        """Host and port, as in a URL."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     def __str__(self) -> str:
-        return f"ws://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}{self.resource}"
+        return f"ws://{self.authority}{self.resource}"
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +131,7 @@ class Transport:
             stream = await trio.open_tcp_stream(self._address.host, self._address.port)
         try:
             async with open_client_link(
-                stream, f"{self._address.host}:{self._address.port}", self._address.resource, _decode, self._limits
+                stream, self._address.authority, self._address.resource, _decode, self._limits
             ) as link:
                 with trio.fail_after(ATTEMPT_TIMEOUT_S):
                     welcome = await self._enter(link)

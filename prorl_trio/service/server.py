@@ -119,14 +119,17 @@ class _Server:
         # A cancel of the server must not cut a frame in two: `go_away` sets the deadline, and the link has its own
         # (handshake, heartbeat, close) for as long as nobody leaves.
         with trio.CancelScope(shield=True) as scope:
-            self._scopes[scope] = None
-            try:
-                async with open_server_link(stream, _decode, self._limits) as link:
-                    await self._serve_link(link, scope)
-            except LinkClosed as exc:
-                logger.info("stranger left: %s", exc)
-            finally:
-                del self._scopes[scope]
+            await self._serve_shielded(stream, scope)
+
+    async def _serve_shielded(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+        self._scopes[scope] = None
+        try:
+            async with open_server_link(stream, _decode, self._limits) as link:
+                await self._serve_link(link, scope)
+        except LinkClosed as exc:
+            logger.info("stranger left: %s", exc)
+        finally:
+            del self._scopes[scope]
 
     async def _serve_link(self, link: WebSocketLink[ClientFrame], scope: trio.CancelScope) -> None:
         hello = await self._hello(link)

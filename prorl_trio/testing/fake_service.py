@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -12,7 +13,7 @@ from prorl_trio.config import ListenConfig
 from prorl_trio.service.server import serve_websocket
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.session import SessionTable
@@ -23,7 +24,7 @@ TOKEN = "a token"
 
 
 class Service:
-    """Where it listens. `url` is for `prorl_trio.client.connect`, with `TOKEN`. `stopped` is set when it does no more."""
+    """Where it listens: `connect(service.url, TOKEN)`. `stopped` is set when it does no more."""
 
     def __init__(self, host: str, port: int, scope: trio.CancelScope) -> None:
         self.host = host
@@ -45,16 +46,17 @@ async def open_service(
     config = ListenConfig(port=port, token=TOKEN, **listen)
     with single_exception():
         async with trio.open_nursery() as nursery:
-            scope = trio.CancelScope()
-
-            async def serve(*, task_status: trio.TaskStatus[tuple[str, int]]) -> None:
-                with scope:
-                    await serve_websocket(node, config, sessions=sessions, task_status=task_status)
-                service.stopped.set()
-
-            host, bound_port = await nursery.start(serve)
-            service = Service(host, bound_port, scope)
+            service = await nursery.start(_serve, partial(serve_websocket, node, config, sessions=sessions))
             try:
                 yield service
             finally:
-                scope.cancel()
+                service.stop()
+
+
+async def _serve(server: Callable[..., Awaitable[None]], *, task_status: trio.TaskStatus[Service]) -> None:
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            host, port = await nursery.start(server)
+            service = Service(host, port, scope)
+            task_status.started(service)
+    service.stopped.set()
