@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from typing import TYPE_CHECKING
 
@@ -140,6 +141,7 @@ async def test_a_trainer_that_does_not_take_results_stalls_itself_alone_in_bound
         await slow.submit([make_spec(f"slow-{i}") for i in range(200)])
         await fast.submit([make_spec(f"fast-{i}") for i in range(200)])
         assert len([outcome async for outcome in fast.results(200)]) == 200
+        await fast.status()  # the node has read its last acknowledgement
         assert len(slow._state.inbox) <= 10
         sessions = (await slow.status())["sessions"]
         assert sessions[slow.session_id]["undelivered"] == 200
@@ -203,3 +205,23 @@ async def test_a_client_cancelled_at_any_step_loses_nothing(deadline: None):
             assert not run.completed or again == []
 
         assert await cancel_sweep(conversation, check) > 20
+
+
+async def test_no_file_descriptor_or_task_is_left_of_connections_that_ended_in_every_way(deadline: None):
+    before = set(os.listdir("/proc/self/fd"))
+    tasks_before = trio.lowlevel.current_statistics().tasks_living
+    async with open_service(FakeNode(make_outcome), max_sessions=100) as service, trio.open_nursery() as nursery:
+        proxy = FaultyProxy(service.host, service.port, itertools.cycle([900, 1_500, 100_000]))
+        port = await nursery.start(proxy.serve)
+        for i in range(15):
+            async with connect(f"ws://127.0.0.1:{port}", TOKEN) as client:
+                await client.submit([make_spec(f"{i}-{j}") for j in range(5)])
+                await anext(client.results())
+            with trio.move_on_after(0.002 * i):
+                async with connect(service.url, TOKEN):
+                    await trio.sleep_forever()
+            async with await trio.open_tcp_stream(service.host, service.port) as stranger:
+                await stranger.send_all(b"\x00" * i * 100)
+        nursery.cancel_scope.cancel()
+    assert set(os.listdir("/proc/self/fd")) <= before
+    assert trio.lowlevel.current_statistics().tasks_living <= tasks_before
