@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -26,7 +28,7 @@ from prorl_trio.sandbox.registry import choose_provider
 pytestmark = pytest.mark.slow
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-LEFTOVERS = (b"sandbox_daemon", b"prorl_trio.cli", b"vllm.entrypoints", b"scoring_worker", b"prorl_trio/sandbox/reaper")
+PR_SET_CHILD_SUBREAPER = 36
 KILL_DEADLINE_S = 5.0
 
 
@@ -73,27 +75,73 @@ def demo_command(vllm_url, out, *options):
     return [*command, "--backend", vllm_url, "--model", str(model_dir())] if vllm_url else command
 
 
-def ours():
-    """Processes, mounts and temporary folders that only this project makes."""
-    found = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+@pytest.fixture(scope="module", autouse=True)
+def subreaper():
+    """Orphans of what a test starts become our children, so that none escapes `leftovers` by losing its parent."""
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    yield
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@pytest.fixture
+def machine(vllm_url, monkeypatch):
+    """What is on the machine because of the test: processes, mounts, temporary files."""
+    with tempfile.TemporaryDirectory(prefix="e2e-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Machine(Path(folder))
+
+
+class Machine:
+    def __init__(self, folder):
+        self.folder = folder
+        self.before = descendants()
+
+    def leftovers(self):
+        """Processes (zombies left out) as `pid: command line`, mounts, and files in the temporary folder."""
+        found = {f"{pid}: {line}" for pid, line in descendants().items() if pid not in self.before}
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+        found |= {f"mount {line}" for line in mounts if str(self.folder) in line}
+        return found | {f"file {path}" for path in self.folder.iterdir()}
+
+    def wait_until_gone(self, deadline_s, part=""):
+        """What is left, of what mentions `part`, after at most `deadline_s`."""
+        end = time.monotonic() + deadline_s
+        while (left := {line for line in self.leftovers() if part in line}) and time.monotonic() < end:
+            time.sleep(0.05)
+        return left
+
+    def wait_for_sandboxes(self, demo, count):
+        """Until so many sandboxes are live."""
+        deadline = time.monotonic() + 120
+        while sum("sandbox_daemon --socket" in line for line in self.leftovers()) < count:
+            assert demo.poll() is None, demo.stdout.read()
+            assert time.monotonic() < deadline, "no sandboxes within 120 s"
+            time.sleep(0.05)
+
+    def node_pid(self):
+        """The process of the node: the one that runs `prorl_trio.cli serve`, and not its supervisor."""
+        (line,) = [line for line in self.leftovers() if " serve --config" in line and "supervisor" not in line]
+        return int(line.split(":")[0])
+
+
+def descendants():
+    """Every process below this one: pid -> command line. Zombies are left out."""
+    parents, lines = {}, {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
+            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
             line = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if any(part in line for part in LEFTOVERS):
-            found.add(f"process {pid}: {line.replace(bytes(1), b' ').decode(errors='replace')[:200]}")
-    found |= {f"mount {line}" for line in Path("/proc/self/mounts").read_text().splitlines() if "prorl" in line}
-    temporary = Path(os.environ.get("TMPDIR", "/tmp"))
-    return found | {f"folder {path}" for path in temporary.glob("prorl-*")}
-
-
-def wait_until_only(before, deadline_s, part=""):
-    """What is left beyond `before`, of what mentions `part`, after at most `deadline_s`."""
-    end = time.monotonic() + deadline_s
-    while (left := {line for line in ours() - before if part in line}) and time.monotonic() < end:
-        time.sleep(0.05)
-    return left
+        if state != "Z":
+            parents[pid], lines[pid] = int(parent), line.replace(b"\0", b" ").decode(errors="replace")[:300]
+    found, queue = {}, [os.getpid()]
+    while queue:
+        below = [pid for pid, parent in parents.items() if parent == queue[0]]
+        found |= {pid: lines[pid] for pid in below}
+        queue = queue[1:] + below
+    return found
 
 
 def summary_of(out):
@@ -136,8 +184,7 @@ def check_logprobs(path):
     assert result["mean_abs"] < 0.05, result
 
 
-def test_the_main_job(provider, vllm_url, tmp_path):
-    before = ours()
+def test_the_main_job(provider, vllm_url, machine, tmp_path):
     out = tmp_path / "runs"
     options = ("--questions", "8", "--rollouts", "4", "--provider", provider)
     run = subprocess.run(
@@ -152,7 +199,7 @@ def test_the_main_job(provider, vllm_url, tmp_path):
     assert summary["tool_calls"] > 0
     check_tokens(trajectories)
     check_logprobs(trajectories)
-    assert wait_until_only(before, 1.0) == set()
+    assert machine.wait_until_gone(1.0) == set()
     shown = subprocess.run(
         [sys.executable, "-m", "prorl_trio.cli", "show", str(trajectories), read_outcomes(trajectories)[0].job_id],
         capture_output=True,
@@ -164,15 +211,14 @@ def test_the_main_job(provider, vllm_url, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["ctrl-c", "kill -9 of the node", "kill -9 of the demo"])
-def test_nothing_is_left_after(end, provider, vllm_url, tmp_path):
-    before = ours()
+def test_nothing_is_left_after(end, provider, vllm_url, machine, tmp_path):
     out = tmp_path / "runs"
     options = ("--questions", "8", "--rollouts", "4", "--provider", provider)
     demo = subprocess.Popen(
         demo_command(vllm_url, out, *options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        wait_for_sandboxes(demo, before, count=3)
+        machine.wait_for_sandboxes(demo, 3)
         if end == "ctrl-c":
             demo.send_signal(signal.SIGINT)
             assert demo.wait(timeout=30) == 130
@@ -180,27 +226,12 @@ def test_nothing_is_left_after(end, provider, vllm_url, tmp_path):
             demo.kill()
             demo.wait(timeout=5)
         else:
-            os.kill(node_pid(before), signal.SIGKILL)
+            os.kill(machine.node_pid(), signal.SIGKILL)
             killed = time.monotonic()
-            assert wait_until_only(before, KILL_DEADLINE_S, "sandbox_daemon") == set()
+            assert machine.wait_until_gone(KILL_DEADLINE_S, "sandbox_daemon") == set()
             assert demo.wait(timeout=30) == 1, "the demo must notice that its node is gone"
             assert time.monotonic() - killed < 15
-        assert wait_until_only(before, KILL_DEADLINE_S) == set()
+        assert machine.wait_until_gone(KILL_DEADLINE_S) == set()
     finally:
         demo.kill()
         demo.communicate()
-
-
-def wait_for_sandboxes(demo, before, *, count):
-    """Until so many sandboxes are live."""
-    deadline = time.monotonic() + 120
-    while sum("sandbox_daemon" in line for line in ours() - before) < count:
-        assert demo.poll() is None, demo.stdout.read()
-        assert time.monotonic() < deadline, "no sandboxes within 120 s"
-        time.sleep(0.05)
-
-
-def node_pid(before):
-    """The process of the node: the one that runs `prorl_trio.cli serve`."""
-    (line,) = [line for line in ours() - before if " serve " in line and "supervisor" not in line]
-    return int(line.split()[1].rstrip(":"))
