@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -9,9 +10,21 @@ import numpy as np
 import pytest
 import trio
 
-from ipc.session import Accepted, CancelledJobs, JobEvent, OutcomeFrame, Rejected, StatusReport, StatusRequest, Submit
+from ipc.session import (
+    Accepted,
+    Ack,
+    CancelledJobs,
+    JobEvent,
+    OutcomeFrame,
+    Rejected,
+    SessionWelcome,
+    StatusReport,
+    StatusRequest,
+    Submit,
+)
 from prorl_trio.client.inbox import Inbox
 from prorl_trio.client.requests import Call, Requests, SubmitCall
+from prorl_trio.client.state import ClientState
 from prorl_trio.client.transport import Address
 from prorl_trio.config import ListenConfig
 from prorl_trio.errors import AdmissionRejected, ConfigError, DuplicateJob, ProtocolError, UnknownHandler
@@ -390,6 +403,22 @@ async def test_a_submit_sent_again_carries_only_what_is_unanswered():
     requests.remove(request_id)
     assert not requests.take(rejected)
     assert len(requests) == 0
+
+
+async def test_an_outcome_answers_the_submit_whose_answer_was_lost():
+    """Or it would be sent again after the outcome was acknowledged, and the job would run twice."""
+    state = ClientState("s", 0)
+    call = SubmitCall([("job-1", msgspec.Raw(b"\xc0"))])
+    request_id = state.requests.add(call)
+    state.take(outcome_frame(1))
+    assert call.complete
+    assert state.requests.frames() == []
+    state.take(Accepted(request_id=request_id, index=0, job_id="job-1"))  # late, and no news: nothing is awaited
+    state.welcome = SessionWelcome(version=1, node_id="n", session_id="s", resumed=True, pending=0)
+    posted: list[Any] = []
+    link: Any = SimpleNamespace(post=posted.append)
+    state.opened(link, msgspec.structs.replace(state.welcome, resumed=False))
+    assert posted == [Ack(cursor=0)]
 
 
 async def test_an_answer_of_the_wrong_kind_is_refused():
