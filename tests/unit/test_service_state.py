@@ -410,6 +410,7 @@ async def test_an_outcome_answers_the_submit_whose_answer_was_lost():
     state = ClientState("s", 0)
     call = SubmitCall([("job-1", msgspec.Raw(b"\xc0"))])
     request_id = state.requests.add(call)
+    assert sent(state.requests) == [b"\xc0"]
     state.take(outcome_frame(1))
     assert call.complete
     assert state.requests.frames() == []
