@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -28,6 +29,8 @@ from prorl_trio.errors import (
     BackendError,
     Draining,
     DuplicateJob,
+    MalformedJob,
+    ServiceError,
     UnknownJob,
 )
 from prorl_trio.handlers.registry import HandlerRegistry
@@ -39,21 +42,24 @@ from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.registry import choose_provider
 from prorl_trio.scoring import open_scorer_pool
 from prorl_trio.service.server import serve_websocket
+from prorl_trio.service.session import SessionLimits, SessionTable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from prorl_trio.config import NodeConfig
+    from prorl_trio.handlers.base import AgentHandler
     from prorl_trio.models import JobSpec
-    from prorl_trio.pipeline import Pipeline
+    from prorl_trio.pipeline import JobSink, Pipeline
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
-    from prorl_trio.service.node_api import JobSink
 
 __all__ = ["Node", "endpoint_url", "open_node", "serve_node"]
 
 logger = logging.getLogger(__name__)
 
+DELIVERY_TIMEOUT_S: Final = 5.0
+"""Longest a shutdown waits for connected trainers to take their last outcomes."""
 RETRY_AFTER_S: Final = 5.0
 """What a rejected submitter is told to wait."""
 
@@ -89,13 +95,13 @@ class Node:
         if self.draining:
             raise Draining(f"node {self.node_id} is draining; submit to another one")
         handler = self._handlers.get(spec.instance.handler)
-        handler.validate(spec.instance.payload)
+        _validate(handler, spec)
         live = self._pipeline.job(spec.job_id)
         if live is not None:
             if live.spec != spec:
                 raise DuplicateJob(f"job {spec.job_id!r} is live with another spec; choose another id")
-            if sink not in live.observers:
-                live.observers.append(sink)
+            if sink not in live.sinks:
+                live.sinks.append(sink)
             return
         try:
             self._pipeline.submit(Job(spec, handler, self._resources, sink))
@@ -137,10 +143,26 @@ class Node:
             "scorers": self._resources.scorers.statistics(),
         }
 
+    async def cancel_all(self, reason: str) -> None:
+        """Take nothing new; cancel every live job and return when they are over."""
+        self.draining = True
+        await self._pipeline.cancel_all(reason)
+
     async def drain(self) -> None:
         """Take nothing new; return when every job has its outcome."""
         self.draining = True
         await self._pipeline.wait_idle()
+
+
+def _validate(handler: AgentHandler, spec: JobSpec) -> None:
+    try:
+        handler.validate(spec.instance.payload)
+    except ServiceError:
+        raise
+    except Exception as exc:  # a plug-in's check must not end the node
+        raise MalformedJob(
+            f"handler {handler.name} cannot read the payload: {type(exc).__name__}: {exc}", path="$.instance.payload"
+        ) from exc
 
 
 @asynccontextmanager
@@ -194,12 +216,19 @@ async def serve_node(
     Reports the listener's (host, port) through `task_status`. Returns whether the drain was clean: every job had its
     own outcome before the end. Must run in the main thread, for the signals.
     """
-    clean = True
+    listen = config.listen
+    sessions = SessionTable(
+        SessionLimits(
+            max_sessions=listen.max_sessions,
+            max_undelivered=config.max_undelivered,
+            max_message_bytes=listen.max_message_bytes,
+        )
+    )
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with open_node(config, handlers) as node, open_single_nursery() as accept:
-            address = await accept.start(serve_websocket, node, config.listen)
-            if config.listen.endpoint_file:
-                await trio.to_thread.run_sync(_announce, Path(config.listen.endpoint_file), address)
+            address = await accept.start(partial(serve_websocket, node, listen, sessions=sessions))
+            if listen.endpoint_file:
+                await trio.to_thread.run_sync(_announce, Path(listen.endpoint_file), address)
             task_status.started(address)
             await anext(signals)
             logger.info("draining: %s", node.statistics()["pipeline"])
@@ -207,10 +236,13 @@ async def serve_node(
                 async with open_single_nursery() as either:
                     either.start_soon(_cancel_on_next, signals, patience)
                     await node.drain()
-                    either.cancel_scope.cancel()
-            clean = not patience.cancelled_caught
-            accept.cancel_scope.cancel()
-    return clean
+                    either.cancel_scope.cancel("drained")
+            if patience.cancelled_caught:
+                await node.cancel_all("the node is shutting down")
+            with trio.move_on_after(DELIVERY_TIMEOUT_S):
+                await sessions.wait_delivered()
+            accept.cancel_scope.cancel("shutdown")
+    return not patience.cancelled_caught
 
 
 def endpoint_url(address: tuple[str, int]) -> str:

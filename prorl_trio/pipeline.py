@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from prorl_trio.rollout import Resources
     from prorl_trio.sandbox.host import HostedSandbox, SandboxHost
 
-__all__ = ["Job", "JobObserver", "Pipeline", "open_pipeline"]
+__all__ = ["Job", "JobSink", "Pipeline", "open_pipeline"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,25 +48,23 @@ PRIORITY: Final = {"eval": 0, "train": 1}
 _BUDGET_CAUSE: Final[dict[Stage, FailureCause]] = {"init": "sandbox", "run": "agent_budget", "eval": "evaluator"}
 
 
-class JobObserver(Protocol):
-    """Who submitted a job. Synchronous: must not block and never raises."""
+class JobSink(Protocol):
+    """Where a job's outcome goes. Synchronous, never blocks, never raises; called in the node's loop."""
 
     def deliver(self, outcome: Outcome) -> None:
-        """The job's one terminal outcome."""
-        ...
+        """The job's one terminal outcome. Never called again for this job."""
 
     def report(self, job_id: str, status: Status, detail: str) -> None:
-        """The job entered `status`."""
-        ...
+        """The job entered `status`. May be dropped on the way to the trainer."""
 
 
 class Job:
     """One live rollout. Owned by the pipeline from `submit` until its outcome is delivered."""
 
-    def __init__(self, spec: JobSpec, handler: AgentHandler, resources: Resources, observer: JobObserver) -> None:
+    def __init__(self, spec: JobSpec, handler: AgentHandler, resources: Resources, sink: JobSink) -> None:
         self.spec = spec
         self.handler = handler
-        self.observers = [observer]
+        self.sinks = [sink]
         self.lifecycle = Lifecycle(trio.current_time())
         self.context = RolloutContext(spec=spec, resources=resources)
         self.sandbox: HostedSandbox | None = None
@@ -83,8 +81,8 @@ class Job:
     def move(self, to: Status, detail: str = "") -> None:
         """Enter `to` and tell those who watch."""
         self.lifecycle.move(to, trio.current_time())
-        for observer in self.observers:
-            observer.report(self.spec.job_id, to, detail)
+        for sink in self.sinks:
+            sink.report(self.spec.job_id, to, detail)
 
     def __repr__(self) -> str:
         return f"<Job {self.spec.job_id} {self.lifecycle.status}>"
@@ -151,8 +149,8 @@ class Pipeline:
         self._jobs[job.spec.job_id] = job
         if self._idle.is_set():
             self._idle = trio.Event()
-        for observer in job.observers:
-            observer.report(job.spec.job_id, "queued", "")
+        for sink in job.sinks:
+            sink.report(job.spec.job_id, "queued", "")
 
     async def cancel(self, job: Job, reason: str) -> None:
         """Cancel the job wherever it is, and return when nothing of it is left and its outcome is delivered.
@@ -166,6 +164,12 @@ class Pipeline:
         elif any(stage.queue.remove(job) for stage in self.stages):
             self._service.start_soon(self._end_queued, job, name=f"cancel {job.spec.job_id}")
         await job.finished.wait()
+
+    async def cancel_all(self, reason: str) -> None:
+        """Cancel every live job; return when they are over."""
+        async with open_single_nursery() as nursery:
+            for job in list(self._jobs.values()):
+                nursery.start_soon(self.cancel, job, reason)
 
     async def wait_idle(self) -> None:
         """Return when no job is live."""
@@ -298,8 +302,8 @@ class Pipeline:
             self._tokens_sampled += sum(t.completion_end - t.completion_start for t in outcome.trajectory.turns)
             self._prefix_breaks += outcome.trajectory.prefix_breaks
         del self._jobs[job.spec.job_id]
-        for observer in job.observers:
-            observer.deliver(outcome)
+        for sink in job.sinks:
+            sink.deliver(outcome)
         job.finished.set()
         if not self._jobs:
             self._idle.set()

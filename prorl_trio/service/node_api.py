@@ -1,23 +1,14 @@
-"""What the trainer-facing edge needs of a node, and what the node needs of the edge. `testing.FakeNode` is the fake."""
+"""What the trainer-facing edge needs of a node. `prorl_trio.node.Node` is one, `testing.fake_node.FakeNode` a fake."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from prorl_trio.models import JobSpec, Outcome, Status
+    from prorl_trio.models import JobSpec
+    from prorl_trio.pipeline import JobSink
 
-__all__ = ["JobSink", "NodeApi"]
-
-
-class JobSink(Protocol):
-    """Where a node puts what becomes of a job. Synchronous, never blocks, never raises; called in the node's loop."""
-
-    def deliver(self, outcome: Outcome) -> None:
-        """The job's one outcome. Never called again for this job."""
-
-    def report(self, job_id: str, status: Status, detail: str) -> None:
-        """The job changed its stage. May be dropped on the way to the trainer."""
+__all__ = ["NodeApi"]
 
 
 class NodeApi(Protocol):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from prorl_trio.models import Status
-    from prorl_trio.service.node_api import JobSink
+    from prorl_trio.pipeline import JobSink
 
 __all__ = ["FakeNode", "make_outcome", "make_spec"]
 

@@ -14,6 +14,7 @@ from ipc.session import Accepted, Rejected
 from prorl_trio.client import connect
 from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, SandboxConfig
 from prorl_trio.errors import BackendError, ConfigError, Unauthorized
+from prorl_trio.handlers.math import MathHandler
 from prorl_trio.models import JobSpec, SamplingParams, TaskInstance
 from prorl_trio.node import endpoint_url, open_node, serve_node
 from prorl_trio.sandbox.registry import choose_provider
@@ -123,6 +124,17 @@ async def test_bad_jobs_are_rejected_one_by_one_and_good_ones_beside_them_run(tm
             assert (outcome.job_id, outcome.status) == ("b", "completed")
 
 
+async def test_a_plug_in_that_cannot_check_a_payload_rejects_it(tmp_path, monkeypatch):
+    def broken(_self, payload):
+        return payload["no such key"]
+
+    monkeypatch.setattr(MathHandler, "validate", broken)
+    async with open_service(tmp_path) as (url, _, _), connect(url, TOKEN) as client:
+        (answer,) = await client.submit([job("a")])
+        assert (answer.code, answer.path) == ("malformed", "$.instance.payload")
+        assert "KeyError" in answer.message
+
+
 async def test_the_same_id_with_another_spec_is_a_duplicate(tmp_path):
     async with open_service(tmp_path) as (url, engine, _), connect(url, TOKEN) as client:
         engine.hold()
@@ -225,7 +237,9 @@ async def test_a_second_signal_cancels(tmp_path):
         while not (await client.status())["draining"]:
             await trio.sleep(0.01)
         ends.terminate()
-        await engine.wait_until(lambda stats: stats.running == 0)
+        async for outcome in client.results(count=1):
+            assert (outcome.status, outcome.error) == ("cancelled", "the node is shutting down")
+        assert engine.stats.running == 0
     assert ends.result == [False]
 
 
