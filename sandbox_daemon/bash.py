@@ -24,8 +24,9 @@ __all__ = ["BashSession"]
 
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 """Most a command's result may keep: as text with replacements, three times as much, it still fits a frame."""
-INTERRUPT_GRACE_S = 1.0
-"""From SIGINT to SIGKILL of a command that ran out of time."""
+INTERRUPT_GRACES_S = (0.05, 0.95)
+"""From SIGINT to SIGKILL of a command that ran out of time. In between, a job that the shell was just starting, and
+that may not have got the signal, gets another."""
 KILL_ROUNDS = 2
 KILL_GRACE_S = 0.25
 """For the prompt to come back after each step that follows; after so many rounds of them the shell is killed."""
@@ -156,9 +157,11 @@ def _check(request: BashRun) -> None:
 
 async def _stop(shell: Shell, running: RunningCommand) -> None:
     """End a command: ask, then kill its job, then kill the shell. Returns when it has ended."""
-    shell.interrupt()
-    if await _ended_within(running, INTERRUPT_GRACE_S):
-        return
+    interrupted: set[int] = set()
+    for grace_s in INTERRUPT_GRACES_S:
+        await shell.interrupt(interrupted)
+        if await _ended_within(running, grace_s):
+            return
     for _ in range(KILL_ROUNDS):
         await shell.kill_foreground()
         if await _ended_within(running, KILL_GRACE_S):

@@ -186,7 +186,7 @@ class _Cell:
                 await self.run(kernel)
 
     async def _stop(self, kernel: Kernel) -> None:
-        kernel.interrupt()
+        await kernel.interrupt()
         with trio.move_on_after(INTERRUPT_GRACE_S):
             self.done = await kernel.wait_done()
             return

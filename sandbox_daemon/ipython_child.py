@@ -1,4 +1,4 @@
-"""The process the persistent IPython shell lives in: `python -m sandbox_daemon.ipython_child CONTROL_FD`.
+"""The process the persistent IPython shell lives in: `python -m sandbox_daemon.ipython_child CONTROL_FD BEGUN_FD`.
 
 Blocking and single-threaded, so that user code finds an ordinary Python. Its descriptors 1 and 2 are pipes to the
 daemon; what is written there, by whatever the cell starts, is the cell's output. It ends when the control socket does.
@@ -53,15 +53,19 @@ class ControlSocket:
         self._socket.sendall(encode_frame(self._encoder.encode(message), max_frame_bytes=CONTROL_MAX_FRAME_BYTES))
 
 
-def main(control_fd: int) -> NoReturn:
-    """Serve cells until the daemon closes the control socket, then end without running user code at exit."""
+def main(control_fd: int, begun_fd: int) -> NoReturn:
+    """Serve cells until the daemon closes the control socket, then end without running user code at exit.
+
+    A byte goes to `begun_fd` when a cell has begun: from then on SIGINT interrupts it.
+    """
     signal.signal(signal.SIGINT, _ignore_interrupt)
     control = ControlSocket(control_fd)
-    _serve(control)
+    os.set_inheritable(begun_fd, False)
+    _serve(control, begun_fd)
     os._exit(0)
 
 
-def _serve(control: ControlSocket) -> None:
+def _serve(control: ControlSocket, begun_fd: int) -> None:
     start = control.receive()
     if not isinstance(start, StartChild):
         return
@@ -73,6 +77,7 @@ def _serve(control: ControlSocket) -> None:
     while isinstance(cell := control.receive(), RunCell):
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.write(begun_fd, b".")
             done = shell.run(cell.code, max_text_bytes=cell.max_text_bytes)
             _flush_output()
             signal.signal(signal.SIGINT, _ignore_interrupt)
@@ -108,4 +113,4 @@ def _flush_output() -> None:
 if __name__ == "__main__":
     from sandbox_daemon.ipython_child import main as imported_main  # IPython replaces sys.modules["__main__"]
 
-    imported_main(int(sys.argv[1]))
+    imported_main(int(sys.argv[1]), int(sys.argv[2]))

@@ -33,9 +33,12 @@ __all__ = ["CellOutput", "Kernel", "open_kernel"]
 
 START_TIMEOUT_S = 30.0
 KILL_DEADLINE_S = 2.0
+BEGIN_GRACE_S = 0.25
+"""How long an interrupt waits for a child that has not begun with its cell yet."""
 DRAIN_GRACE_S = 0.1
 """How long output is awaited after the child ended while something else still holds its pipes."""
 READ_BYTES = 64 * 1024
+BEGUN_READ_BYTES = 64
 IDLE_OUTPUT_BYTES = 64 * 1024
 """Kept of what threads and background processes write between two cells, for each of the two streams."""
 _encode = msgspec.msgpack.Encoder().encode
@@ -128,11 +131,12 @@ class OutputPipe:
 class Kernel:
     """A running IPython child. One cell at a time; its caller sees to that."""
 
-    def __init__(self, child: Child, control: Channel, stdout: OutputPipe, stderr: OutputPipe) -> None:
+    def __init__(self, child: Child, control: Channel, stdout: OutputPipe, stderr: OutputPipe, begun_fd: int) -> None:
         self.child = child
         self._control = control
         self._stdout = stdout
         self._stderr = stderr
+        self._begun_fd = begun_fd
         self._gone = trio.Event()
 
     def __repr__(self) -> str:
@@ -144,6 +148,10 @@ class Kernel:
 
     async def begin(self, code: str, *, max_text_bytes: int, stdout: CellOutput, stderr: CellOutput) -> None:
         """Send a cell. If the child is gone or goes, `wait_done` says so."""
+        if self._gone.is_set():
+            return
+        with suppress(BlockingIOError):
+            os.read(self._begun_fd, BEGUN_READ_BYTES)  # the last cell's
         await self._stdout.begin(stdout)
         await self._stderr.begin(stderr)
         await self._send(RunCell(code=code, max_text_bytes=max_text_bytes))
@@ -159,8 +167,14 @@ class Kernel:
         await self._gone.wait()
         return None
 
-    def interrupt(self) -> None:
-        """SIGINT to the child and what it runs in its own process group."""
+    async def interrupt(self) -> None:
+        """SIGINT to the child and what it runs in its own process group.
+
+        Waits for the child to have begun with the cell, so that the signal does not come before it.
+        """
+        if not self._gone.is_set():
+            with suppress(trio.ClosedResourceError), trio.move_on_after(BEGIN_GRACE_S):
+                await trio.lowlevel.wait_readable(self._begun_fd)
         self.child.kill_group(signal.SIGINT)
 
     async def kill(self) -> None:
@@ -197,6 +211,8 @@ class Kernel:
                 await self._control.aclose()
             self._stdout.close()
             self._stderr.close()
+            trio.lowlevel.notify_closing(self._begun_fd)
+            os.close(self._begun_fd)
             self._gone.set()
 
     async def _serve_output(self) -> None:
@@ -254,7 +270,9 @@ async def _spawn(reaper: ChildReaper, *, runtime_env: dict[str, str], limiter: t
     ours, theirs = socket.socketpair()
     stdout_read, stdout_write = os.pipe2(os.O_CLOEXEC)
     stderr_read, stderr_write = os.pipe2(os.O_CLOEXEC)
-    argv = [sys.executable, "-P", "-m", "sandbox_daemon.ipython_child", str(theirs.fileno())]
+    begun_read, begun_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    passed = [theirs.fileno(), begun_write]
+    argv = [sys.executable, "-P", "-m", "sandbox_daemon.ipython_child", *map(str, passed)]
 
     def spawn() -> int:
         process = subprocess.Popen(
@@ -263,7 +281,7 @@ async def _spawn(reaper: ChildReaper, *, runtime_env: dict[str, str], limiter: t
             stdout=stdout_write,
             stderr=stderr_write,
             env=runtime_env,
-            pass_fds=[theirs.fileno()],
+            pass_fds=passed,
             start_new_session=True,
         )
         process.returncode = 0  # the reaper waits for it, not this object
@@ -276,11 +294,13 @@ async def _spawn(reaper: ChildReaper, *, runtime_env: dict[str, str], limiter: t
         ours.close()
         os.close(stdout_read)
         os.close(stderr_read)
+        os.close(begun_read)
         raise StartFailed(f"{sys.executable} could not be started: {exc}") from exc
     finally:
         theirs.close()
         os.close(stdout_write)
         os.close(stderr_write)
+        os.close(begun_write)
     ours.setblocking(False)
     control = Channel(trio.SocketStream(trio.socket.from_stdlib_socket(ours)), max_frame_bytes=CONTROL_MAX_FRAME_BYTES)
-    return Kernel(child, control, OutputPipe("stdout", stdout_read), OutputPipe("stderr", stderr_read))
+    return Kernel(child, control, OutputPipe("stdout", stdout_read), OutputPipe("stderr", stderr_read), begun_read)

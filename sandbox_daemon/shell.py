@@ -4,10 +4,11 @@ The protocol, for each command:
 
 1. The daemon puts the command and a nonce into two unnamed files, each with a NUL at its end (memfds whose offsets both
    sides share: bash reads them in blocks, where it would read a pipe byte by byte), and types one line, the trigger.
-2. The trigger, at the shell's top level, reads the command and evaluates it with our descriptors closed, so that
+2. The trigger, at the shell's top level, reads the command, writes a byte to the record pipe (from here on SIGINT
+   reaches the command, not the prompt before it), and evaluates the command with our descriptors closed, so that
    nothing it starts has them.
 3. `PROMPT_COMMAND`, which bash runs whenever it is ready again, however the command ended, reads the nonce, writes the
-   record `nonce NUL exit code NUL directory NUL` to a pipe, and then the nonce to the terminal.
+   record `nonce NUL exit code NUL directory NUL` to that pipe, and then the nonce to the terminal.
 
 The nonce on the terminal marks where the output ends, for the kernel may deliver the record before the last output. The
 record makes it true: the nonce alone, printed by a program, is output like any other.
@@ -42,6 +43,8 @@ DRAIN_GRACE_S = 0.1
 """How long output is awaited after the shell ended while something else still holds the terminal."""
 KILL_DEADLINE_S = 2.0
 START_OUTPUT_BYTES = 4096
+BEGIN_GRACE_S = 0.25
+"""How long an interrupt waits for a shell that has not read its command yet."""
 IDLE_OUTPUT_BYTES = 64 * 1024
 """Kept of what background jobs write between two commands."""
 STREAM_BUFFER_CHUNKS = 16
@@ -51,20 +54,27 @@ COMMAND_FD, RECORD_FD, TERMINAL_FD, NONCE_FD = 250, 251, 252, 253
 NONCE_MARK = "\x1e"
 """First character of a nonce, so that the terminal's bytes need no look at unless it occurs."""
 
-# Backslashes keep aliases out. Output of `set -x` and complaints about our own lines go nowhere.
+# Backslashes keep aliases out. Output of `set -x` and complaints about our own lines go nowhere. A prompt that no
+# command came before (SIGINT makes bash show another) reports nothing; what SIGINT cuts off, the next prompt does anew.
 _PROMPT_COMMAND = (
-    r"""{ __prorl_status=${__prorl_status:-$?}; IFS= \builtin read -r -d "" -u 253 __prorl_nonce; """
-    r"""\builtin printf "%s\0%s\0%s\0" "$__prorl_nonce" "$__prorl_status" "${PWD-}" >&251; """
+    r"""{ __prorl_status=${__prorl_status:-$?} PS1= PS2=; """
     r"""case $- in *x*) __prorl_xtrace="set -x; ";; *) __prorl_xtrace=;; esac; \builtin set +x; """
-    r"""PS1= PS2=; \builtin printf "%s" "$__prorl_nonce" >&252; __prorl_nonce=; } 2>/dev/null"""
+    r"""case ${__prorl_idle-} in 1) ;; *) """
+    r"""case ${__prorl_nonce-} in "") IFS= \builtin read -r -d "" -u 253 __prorl_nonce;; esac; """
+    r"""\builtin printf "%s\0%s\0%s\0" "$__prorl_nonce" "$__prorl_status" "${PWD-}" >&251; """
+    r"""\builtin printf "%s" "$__prorl_nonce" >&252; __prorl_idle=1;; esac; """
+    r"""__prorl_nonce= __prorl_status= __prorl_command=; \builtin unset -f __prorl_restore; } 2>/dev/null"""
 )
 # Begins with no reserved word: after a syntax error in `eval`, bash does not recognise one there. A command may have
 # switched line editing or the echo of input on.
 _TRIGGER = (
-    r"""IFS= \builtin read -r -d "" -u 250 __prorl_command; __prorl_status= PROMPT_COMMAND='{prompt}'; {status}"""
+    r"""__prorl_idle=; IFS= \builtin read -r -d "" -u 250 __prorl_command; \builtin printf . >&251; """
+    r"""PROMPT_COMMAND='{prompt}'; {status}"""
     r"""\builtin eval "${{__prorl_xtrace-}}${{__prorl_command}}" 250<&- 251>&- 252>&- 253<&-; """
     r"""{{ __prorl_status=$? PROMPT_COMMAND='{prompt}'; \builtin set +v +o vi +o emacs; }} 2>/dev/null"""
 )
+# The command finds the last one's exit code in `$?`. A subshell could say `exit 3`, but an interrupt could catch it.
+_RESTORE_STATUS = r"""__prorl_restore() {{ \builtin return {0}; }}; __prorl_restore || """
 # No history, no `!` expansion, no mail check; the trigger's own descriptors are all that differs from a user's shell.
 _INIT_COMMAND = "set +o history +H; history -c; unset HISTFILE MAILCHECK; PS4='+ '"
 
@@ -91,9 +101,17 @@ class RunningCommand:
         self.output = output
         self.end: CommandEnd | None = None
         self.was_read = False
+        self.was_interrupted = False
         self.ended = trio.Event()
         self._chunks = chunks
         self.splitter = BarrierSplitter(self.nonce.encode())
+
+    def take_nowait(self, data: bytes) -> None:
+        """The beginning of the output, before the command runs."""
+        if data:
+            self.output.append(data)
+            if self._chunks is not None:
+                self._chunks.send_nowait(data)
 
     async def take(self, data: bytes) -> None:
         """Output of the command. Waits while a stream's reader is behind, which holds the command up in turn."""
@@ -125,6 +143,7 @@ class Shell:
         self._nonce_fd = nonce_fd
         self._record_fd = record_fd
         self._records = b""
+        self._repeated_nonce = b""
         self._running: RunningCommand | None = None
         self._idle_output = OutputBuffer(IDLE_OUTPUT_BYTES)
         self._output_ended = trio.Event()
@@ -145,7 +164,7 @@ class Shell:
         ends without an `end`.
         """
         idle_output, self._idle_output = self._idle_output, OutputBuffer(IDLE_OUTPUT_BYTES)
-        await running.take(idle_output.capped().data)
+        running.take_nowait(idle_output.capped().data)
         if self._gone.is_set():
             running.finish(None)
             return
@@ -154,15 +173,28 @@ class Shell:
         self._terminal.reset_mode()
         _replace_content(self._command_fd, command)
         _replace_content(self._nonce_fd, running.nonce)
+        self._drain_records()
         last = self.last_end.exit_code
-        trigger = _TRIGGER.format(prompt=_PROMPT_COMMAND, status=f"(exit {last}) || " if last else "")
+        trigger = _TRIGGER.format(prompt=_PROMPT_COMMAND, status=_RESTORE_STATUS.format(last) if last else "")
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # gone: `serve` finishes the command
             await self._terminal.write(trigger.encode() + b"\n")
 
-    def interrupt(self) -> None:
-        """SIGINT to what has the terminal: the command's foreground job, or the shell itself."""
+    async def interrupt(self, already: set[int]) -> None:
+        """SIGINT to the process group that has the terminal: the command's foreground job, or the shell itself.
+
+        Waits for the shell to have read the command, so that the signal does not come before it. The group of a program
+        is added to `already`, and not signalled if it is in there: one that cleans up after an interrupt is let alone.
+        The shell's own group is not, nor that of a copy of it about to become a program: that may lose the signal.
+        """
+        if not self._gone.is_set():
+            with suppress(trio.ClosedResourceError), trio.move_on_after(BEGIN_GRACE_S):
+                await trio.lowlevel.wait_readable(self._record_fd)
+        if self._running is not None:
+            self._running.was_interrupted = True
         group = self._terminal.foreground_group()
-        if group is not None:
+        if group is not None and group not in already:
+            if _executable(group) != _executable(self.child.pid):
+                already.add(group)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGINT)
 
@@ -201,6 +233,7 @@ class Shell:
                     await self.kill()
             command_was_read = os.lseek(self._command_fd, 0, os.SEEK_CUR) > 0
             self._terminal.close()
+            trio.lowlevel.notify_closing(self._record_fd)
             for fd in (self._command_fd, self._nonce_fd, self._record_fd):
                 os.close(fd)
             self._gone.set()
@@ -219,6 +252,8 @@ class Shell:
             if not data:
                 self._output_ended.set()
                 return
+            if self._repeated_nonce:
+                data = data.replace(self._repeated_nonce, b"")
             if self._running is None:
                 self._idle_output.append(data)
             else:
@@ -232,6 +267,8 @@ class Shell:
             if end is not None:
                 self.last_end = end
                 self._running = None
+                # An interrupt may have cut the prompt off when it had just written this; then it comes once more.
+                self._repeated_nonce = running.nonce.encode() if running.was_interrupted else b""
                 running.was_read = True
                 self._idle_output.append(after)
                 running.finish(end)
@@ -240,13 +277,15 @@ class Shell:
             before, after = running.splitter.feed(after)
             await running.take(before)
 
-    def _read_record(self, nonce: str) -> CommandEnd | None:
+    def _drain_records(self) -> None:
         with suppress(BlockingIOError):
-            self._records += os.read(self._record_fd, RECORD_PIPE_BYTES)
+            self._records = (self._records + os.read(self._record_fd, RECORD_PIPE_BYTES))[-RECORD_PIPE_BYTES:]
+
+    def _read_record(self, nonce: str) -> CommandEnd | None:
+        self._drain_records()
         _, found, record = self._records.partition(nonce.encode() + b"\0")
         fields = record.split(b"\0")
         if not found or len(fields) < 3 or not fields[0].isdigit():
-            self._records = self._records[-RECORD_PIPE_BYTES:]
             return None
         self._records = b""
         return CommandEnd(int(fields[0]), os.fsdecode(fields[1]))
@@ -301,6 +340,13 @@ async def _spawn(
     finally:
         os.close(record_write)
     return Shell(child, Terminal(terminal_fd), command_fd=command_fd, nonce_fd=nonce_fd, record_fd=record_read)
+
+
+def _executable(pid: int) -> str | None:
+    try:
+        return os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        return None
 
 
 def _replace_content(fd: int, text: str) -> None:

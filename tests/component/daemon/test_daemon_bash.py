@@ -11,6 +11,7 @@ import trio
 
 from ipc.errors import CallFailed
 from ipc.wire import BashResult, BashRun, FileData, FileRead
+from prorl_trio.testing.cancel_sweep import cancel_sweep
 from sandbox_daemon.processes import read_process_table
 
 CALL_TIMEOUT_S = 30
@@ -347,6 +348,31 @@ async def test_a_cancelled_command_has_ended_when_the_call_returns(sandbox):
     assert len(pids) == 1
     assert not running(pids)
     assert (await bash(sandbox, "echo fine")).output.endswith("fine\n")
+
+
+async def test_a_command_cancelled_at_any_step_leaves_a_working_shell_and_no_output(sandbox):
+    await bash(sandbox, "x=kept")
+
+    async def check(run):
+        result = await bash(sandbox, "echo $x")
+        assert (result.exit_code, result.restarted, result.timed_out) == (0, False, False)
+        assert result.output.lstrip("\n") == "kept\n"  # bash answers an interrupt with a newline
+
+    for command in ("true", "/bin/true", "seq 5"):
+        assert await cancel_sweep(partial(bash, sandbox, command), check) > 1
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.0005, 0.001, 0.002, 0.005, 0.02])
+async def test_a_command_cancelled_early_is_interrupted_and_not_waited_for(sandbox, delay_s):
+    await bash(sandbox, "x=kept")
+    for command in ("cat", "sleep 100", "while :; do :; done"):
+        started = time.monotonic()
+        with trio.move_on_after(delay_s) as scope:
+            await bash(sandbox, command)
+        assert scope.cancelled_caught
+        assert time.monotonic() - started < 0.9  # before anything is killed
+        result = await bash(sandbox, "echo $x")
+        assert (result.output.lstrip("\n"), result.restarted) == ("kept\n", False)
 
 
 async def test_a_second_command_waits_for_the_first_and_nothing_else_does(sandbox, tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 import trio
 
 from ipc.errors import CallFailed
 from ipc.wire import BashResult, BashRun, CellResult, IpythonRestart, IpythonRestarted, IpythonRun
+from prorl_trio.testing.cancel_sweep import cancel_sweep
 from sandbox_daemon.processes import read_process_table
 
 CALL_TIMEOUT_S = 60
@@ -291,6 +293,29 @@ async def test_a_cancelled_cell_has_ended_when_the_call_returns(sandbox):
     assert len(pids) == 1
     assert not running(pids)
     assert (await cell(sandbox, "1")).result == "1"
+
+
+async def test_a_cell_cancelled_at_any_step_leaves_a_working_session(sandbox):
+    await cell(sandbox, "x = 'kept'")
+
+    async def check(run):
+        result = await cell(sandbox, "print(x)")
+        assert (result.error, result.stdout, result.restarted) == (None, "kept\n", False)
+
+    assert await cancel_sweep(partial(cell, sandbox, "x"), check) > 1
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.0005, 0.001, 0.002, 0.005, 0.02])
+async def test_a_cell_cancelled_early_is_interrupted_and_not_waited_for(sandbox, delay_s):
+    await cell(sandbox, "x = 'kept'")
+    for code in ("while True: pass", "!sleep 100", "import time; time.sleep(100)"):
+        started = time.monotonic()
+        with trio.move_on_after(delay_s) as scope:
+            await cell(sandbox, code)
+        assert scope.cancelled_caught
+        assert time.monotonic() - started < 1.4  # before anything is killed
+        result = await cell(sandbox, "x")
+        assert (result.result, result.restarted) == ("'kept'", False)
 
 
 async def test_a_cell_that_breaks_the_childs_own_machinery_is_survived(sandbox):
