@@ -1,11 +1,10 @@
-"""The engine contract over the fake engine always, and over a real vLLM where one is given.
+"""The engine contract over the fake engine, and (slow) over a real vLLM: ours, or the one that PRORL_VLLM_URL names.
 
-For the real one: PRORL_VLLM_URL=http://127.0.0.1:8000 (its /tokenize renders the prompt with the model's own template).
+The real one's /tokenize renders the prompt with the model's own template.
 """
 
 from __future__ import annotations
 
-import os
 import re
 
 import msgspec
@@ -19,7 +18,6 @@ from prorl_trio.inference.vllm import VllmClient  # noqa: E402
 from prorl_trio.testing.engine_contract import EngineContract, EngineUnderTest  # noqa: E402
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine  # noqa: E402
 
-VLLM_URL = os.environ.get("PRORL_VLLM_URL", "")
 POLL_S = 0.05
 
 
@@ -48,12 +46,11 @@ class Rendered(msgspec.Struct):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not VLLM_URL, reason="PRORL_VLLM_URL names no vLLM server")
 class TestRealVllm(EngineContract):
     @pytest.fixture
-    async def engine(self):
-        http = HttpClient(VLLM_URL)
-        client = VllmClient(VLLM_URL)
+    async def engine(self, vllm_url):
+        http = HttpClient(vllm_url)
+        client = VllmClient(vllm_url)
 
         async def render(*messages: dict[str, str], generation_prompt: bool) -> list[int]:
             body = {"messages": messages, "add_generation_prompt": generation_prompt}

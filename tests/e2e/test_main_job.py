@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -18,7 +17,6 @@ import pytest
 import trio
 
 from launch.paths import engine_python, model_dir
-from launch.vllm import open_vllm
 from prorl_trio.chat import ChatFormat
 from prorl_trio.client.recording import read_outcomes
 from prorl_trio.config import SandboxConfig
@@ -30,35 +28,6 @@ pytestmark = pytest.mark.slow
 CHECKOUT = Path(__file__).resolve().parents[2]
 PR_SET_CHILD_SUBREAPER = 36
 KILL_DEADLINE_S = 5.0
-
-
-@pytest.fixture(scope="module")
-def vllm_url(tmp_path_factory):
-    """One real vLLM for this module."""
-    if not engine_python().exists():
-        pytest.skip("the CPU engine is not set up: make setup")
-    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    ready, stop, found = threading.Event(), threading.Event(), []
-
-    async def serve():
-        async with open_vllm(engine_python(), model_dir(), log_file=log) as server:
-            found.append(server.url)
-            ready.set()
-            await trio.to_thread.run_sync(stop.wait, abandon_on_cancel=True)
-
-    def run():
-        try:
-            trio.run(serve)
-        finally:
-            ready.set()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    ready.wait(timeout=400)
-    assert found, log.read_text()[-3000:]
-    yield found[0]
-    stop.set()
-    thread.join(timeout=30)
 
 
 @pytest.fixture(params=["apptainer", "bubblewrap"])

@@ -1,0 +1,47 @@
+"""What tests everywhere share: one real vLLM for all slow ones."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import trio
+
+from launch.paths import engine_python, model_dir
+from launch.vllm import open_vllm
+
+VLLM_TIMEOUT_S = 400
+
+
+@pytest.fixture(scope="session")
+def vllm_url(tmp_path_factory):
+    """A real vLLM that serves the default policy on the CPU; or the server that PRORL_VLLM_URL names."""
+    if url := os.environ.get("PRORL_VLLM_URL"):
+        yield url
+        return
+    if not engine_python().exists():
+        pytest.skip("the CPU engine is not set up; run: make engine")
+    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
+    ready, stop, found = threading.Event(), threading.Event(), []
+
+    async def serve():
+        async with open_vllm(engine_python(), model_dir(), log_file=log) as server:
+            found.append(server.url)
+            ready.set()
+            await trio.to_thread.run_sync(stop.wait, abandon_on_cancel=True)
+
+    def run():
+        try:
+            trio.run(serve)
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    ready.wait(timeout=VLLM_TIMEOUT_S)
+    assert found, f"vLLM did not start: {log.read_text()[-3000:]}"
+    yield found[0]
+    stop.set()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
