@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,7 +74,6 @@ def demo(
 
     async def run() -> Summary:
         async with AsyncExitStack() as stack:
-            private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prorl-demo-")))
             folder = run_folder(out)
             url = backend
             if url is None:
@@ -89,7 +87,7 @@ def demo(
                 "sandbox": {"provider": provider},
             }
             node = await stack.enter_async_context(
-                open_node_process(config, folder=private, log_file=folder / "node.log")
+                open_node_process(config, folder=folder, log_file=folder / "node.log")
             )
             client = await stack.enter_async_context(connect(node.url, node.token))
             return await run_jobs(client, specs, folder, model=str(model), tasks="gsm8k")

@@ -50,7 +50,7 @@ async def open_node_process(config: dict[str, object], *, folder: Path, log_file
 
     Args:
         config: tables of node.toml.
-        folder: private to the caller; gets the node's configuration, token and endpoint.
+        folder: gets the node's configuration and endpoint, `node.toml` and `endpoint.json`. The token is in neither.
         log_file: gets its output.
 
     Raises:
@@ -59,11 +59,11 @@ async def open_node_process(config: dict[str, object], *, folder: Path, log_file
     """
     token = secrets.token_urlsafe(32)
     endpoint_file, config_file = folder / "endpoint.json", folder / "node.toml"
-    listen = {"port": 0, "token": token, "endpoint_file": str(endpoint_file)}
-    config_toml = msgspec.toml.encode({**config, "listen": listen})
-    await trio.to_thread.run_sync(_write_private, config_file, config_toml)
+    listen = {"port": 0, "endpoint_file": str(endpoint_file)}
+    await trio.to_thread.run_sync(config_file.write_bytes, msgspec.toml.encode({**config, "listen": listen}))
     command = [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(config_file)]
-    async with open_supervised(command, env=os.environ, log_file=log_file, grace_s=NODE_GRACE_S) as process:
+    env = {**os.environ, "PRORL_TOKEN": token}
+    async with open_supervised(command, env=env, log_file=log_file, grace_s=NODE_GRACE_S) as process:
         url = await _endpoint(process, endpoint_file, log_file)
         with single_exception():
             async with trio.open_nursery() as nursery:
@@ -101,11 +101,6 @@ async def _stop(process: Supervised, log_file: Path, *, drain: bool) -> None:
 async def _fail_at_end(process: Supervised, log_file: Path) -> None:
     code = await process.wait()
     raise NodeLost(f"the node ended with exit code {code} in the middle of the run; see {log_file}")
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    path.touch(mode=0o600)
-    path.write_bytes(content)
 
 
 async def _endpoint(process: Supervised, endpoint_file: Path, log_file: Path) -> str:

@@ -87,7 +87,8 @@ def main(verbose: bool) -> None:
 
 @main.command()
 @click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The node's TOML file.")
-def serve(config_path: Path) -> None:
+@click.option("--token", envvar="PRORL_TOKEN", help="Overrules listen.token; better in PRORL_TOKEN than in sight.")
+def serve(config_path: Path, token: str | None) -> None:
     """Run a node until SIGTERM or Ctrl-C: the first drains it, the second cancels what is left.
 
     \b
@@ -100,6 +101,9 @@ def serve(config_path: Path) -> None:
         urls = ["http://127.0.0.1:8000"]    # vllm serve Qwen3-8B
     """
     config = load_config(config_path)
+    if token:
+        listen = msgspec.structs.replace(config.listen, token=token, token_file="")
+        config = msgspec.structs.replace(config, listen=listen)
     clean = trio.run(lambda: serve_node(config, task_status=_Ready()))
     sys.exit(0 if clean else 1)
 
