@@ -78,11 +78,12 @@ def main(verbose: bool) -> None:
     A node (`serve`) takes jobs from a trainer over a WebSocket, works on them with an LLM backend and a sandbox each,
     and streams token-exact trajectories with rewards back. Begin with `prorl-trio doctor` and `prorl-trio demo`.
     """
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(message)s",
-        handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
-    )
+    level = logging.DEBUG if verbose else logging.INFO
+    if sys.stderr.isatty():
+        pretty = RichHandler(console=Console(stderr=True), show_path=False)
+        logging.basicConfig(level=level, format="%(message)s", handlers=[pretty])
+    else:
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 @main.command()

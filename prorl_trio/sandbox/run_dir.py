@@ -106,7 +106,10 @@ class RunDir:
         """A new folder for one sandbox, removed on leaving."""
         folder = SandboxDir(self.path / f"sbx-{secrets.token_hex(4)}")
         try:
-            await run_blocking(_make_sandbox_dir, folder)
+            try:
+                await run_blocking(_make_sandbox_dir, folder)
+            except OSError as exc:
+                raise SandboxUnavailable(f"cannot make the sandbox's folder {folder.path}: {exc.strerror}") from exc
             yield folder
         finally:
             with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):

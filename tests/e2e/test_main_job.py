@@ -90,8 +90,8 @@ class Machine:
 
     def node_pid(self):
         """The process of the node: the one that runs `prorl_trio.cli serve`, and not its supervisor."""
-        (line,) = [line for line in self.leftovers() if " serve --config" in line and "supervisor" not in line]
-        return int(line.split(":")[0])
+        lines = [line for line in self.leftovers() if " serve --config" in line and "supervisor" not in line]
+        return min(int(line.split(":")[0]) for line in lines)  # a child about to execute has its line too
 
 
 def descendants():
