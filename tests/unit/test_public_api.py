@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import prorl_trio
+
+
+@pytest.mark.parametrize("name", prorl_trio.__all__)
+def test_every_public_name_is_there_and_documented(name):
+    value = getattr(prorl_trio, name)
+    assert value.__doc__
+    assert name in dir(prorl_trio)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        prorl_trio.no_such_name  # noqa: B018
+
+
+def test_importing_the_package_loads_nothing():
+    code = "import sys, prorl_trio; print([m for m in sys.modules if m.startswith(('prorl_trio.', 'trio', 'numpy'))])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
