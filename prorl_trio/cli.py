@@ -116,6 +116,12 @@ class _Ready:
         click.echo(f"READY {endpoint_url(value)}")
 
 
+def _node_url(_context: click.Context, _parameter: click.Parameter, url: str) -> str:
+    if not url.startswith("ws://"):
+        raise click.BadParameter(f"a node's URL is ws://HOST:PORT, got {url!r}")
+    return url
+
+
 def _connection(command: Callable[..., None]) -> Callable[..., None]:
     """The options of every command that talks to a node."""
     command = click.option(
@@ -125,7 +131,12 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
         help="The node's token; better in PRORL_TOKEN than on the command line.",
     )(command)
     return click.option(
-        "--url", envvar="PRORL_URL", default="ws://127.0.0.1:8700", show_default=True, help="The node, or PRORL_URL."
+        "--url",
+        envvar="PRORL_URL",
+        default="ws://127.0.0.1:8700",
+        show_default=True,
+        callback=_node_url,
+        help="The node, or PRORL_URL.",
     )(command)
 
 
