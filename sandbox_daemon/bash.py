@@ -156,21 +156,28 @@ def _check(request: BashRun) -> None:
 
 
 async def _stop(shell: Shell, running: RunningCommand) -> None:
-    """End a command: ask, then kill its job, then kill the shell. Returns when it has ended."""
+    """End a command: ask, then kill its job, then kill the shell. Returns when it has ended and the shell is ready."""
+    if await _end_command(shell, running):
+        await shell.settle()
+    else:
+        await shell.kill()
+        await running.ended.wait()
+
+
+async def _end_command(shell: Shell, running: RunningCommand) -> bool:
     interrupted: set[int] = set()
     for grace_s in INTERRUPT_GRACES_S:
         await shell.interrupt(interrupted)
         if await _ended_within(running, grace_s):
-            return
+            return True
     for _ in range(KILL_ROUNDS):
         await shell.kill_foreground()
         if await _ended_within(running, KILL_GRACE_S):
-            return
+            return True
         shell.give_up()
         if await _ended_within(running, KILL_GRACE_S):
-            return
-    await shell.kill()
-    await running.ended.wait()
+            return True
+    return False
 
 
 async def _ended_within(running: RunningCommand, grace_s: float) -> bool:

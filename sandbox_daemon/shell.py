@@ -1,18 +1,4 @@
-"""One bash process on a pseudo-terminal, told commands and heard out over descriptors of its own.
-
-The protocol, for each command:
-
-1. The daemon puts the command and a nonce into two unnamed files, each with a NUL at its end (memfds whose offsets both
-   sides share: bash reads them in blocks, where it would read a pipe byte by byte), and types one line, the trigger.
-2. The trigger, at the shell's top level, reads the command, writes a byte to the record pipe (from here on SIGINT
-   reaches the command, not the prompt before it), and evaluates the command with our descriptors closed, so that
-   nothing it starts has them.
-3. `PROMPT_COMMAND`, which bash runs whenever it is ready again, however the command ended, reads the nonce, writes the
-   record `nonce NUL exit code NUL directory NUL` to that pipe, and then the nonce to the terminal.
-
-The nonce on the terminal marks where the output ends, for the kernel may deliver the record before the last output. The
-record makes it true: the nonce alone, printed by a program, is output like any other.
-"""
+"""One bash process on a pseudo-terminal. How it is told commands and heard out: `bash_protocol`."""
 
 from __future__ import annotations
 
@@ -25,6 +11,17 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
+from sandbox_daemon.bash_protocol import (
+    BEGUN_MARK,
+    COMMAND_FD,
+    INIT_COMMAND,
+    NONCE_FD,
+    NONCE_MARK,
+    PROMPT_MARK,
+    RECORD_FD,
+    TERMINAL_FD,
+    trigger_line,
+)
 from sandbox_daemon.keeper import StartFailed
 from sandbox_daemon.output import BarrierSplitter, OutputBuffer
 from sandbox_daemon.processes import kill_until_gone
@@ -49,34 +46,6 @@ IDLE_OUTPUT_BYTES = 64 * 1024
 """Kept of what background jobs write between two commands."""
 STREAM_BUFFER_CHUNKS = 16
 RECORD_PIPE_BYTES = 64 * 1024
-
-COMMAND_FD, RECORD_FD, TERMINAL_FD, NONCE_FD = 250, 251, 252, 253
-NONCE_MARK = "\x1e"
-"""First character of a nonce, so that the terminal's bytes need no look at unless it occurs."""
-
-# Backslashes keep aliases out. Output of `set -x` and complaints about our own lines go nowhere. A prompt that no
-# command came before (SIGINT makes bash show another) reports nothing; what SIGINT cuts off, the next prompt does anew.
-_PROMPT_COMMAND = (
-    r"""{ __prorl_status=${__prorl_status:-$?} PS1= PS2=; """
-    r"""case $- in *x*) __prorl_xtrace="set -x; ";; *) __prorl_xtrace=;; esac; \builtin set +x; """
-    r"""case ${__prorl_idle-} in 1) ;; *) """
-    r"""case ${__prorl_nonce-} in "") IFS= \builtin read -r -d "" -u 253 __prorl_nonce;; esac; """
-    r"""\builtin printf "%s\0%s\0%s\0" "$__prorl_nonce" "$__prorl_status" "${PWD-}" >&251; """
-    r"""\builtin printf "%s" "$__prorl_nonce" >&252; __prorl_idle=1;; esac; """
-    r"""__prorl_nonce= __prorl_status= __prorl_command=; \builtin unset -f __prorl_restore; } 2>/dev/null"""
-)
-# Begins with no reserved word: after a syntax error in `eval`, bash does not recognise one there. A command may have
-# switched line editing or the echo of input on.
-_TRIGGER = (
-    r"""__prorl_idle=; IFS= \builtin read -r -d "" -u 250 __prorl_command; \builtin printf . >&251; """
-    r"""PROMPT_COMMAND='{prompt}'; {status}"""
-    r"""\builtin eval "${{__prorl_xtrace-}}${{__prorl_command}}" 250<&- 251>&- 252>&- 253<&-; """
-    r"""{{ __prorl_status=$? PROMPT_COMMAND='{prompt}'; \builtin set +v +o vi +o emacs; }} 2>/dev/null"""
-)
-# The command finds the last one's exit code in `$?`. A subshell could say `exit 3`, but an interrupt could catch it.
-_RESTORE_STATUS = r"""__prorl_restore() {{ \builtin return {0}; }}; __prorl_restore || """
-# No history, no `!` expansion, no mail check; the trigger's own descriptors are all that differs from a user's shell.
-_INIT_COMMAND = "set +o history +H; history -c; unset HISTFILE MAILCHECK; PS4='+ '"
 
 
 class CommandEnd(msgspec.Struct, frozen=True):
@@ -172,12 +141,12 @@ class Shell:
         self._running = running
         self._terminal.reset_mode()
         _replace_content(self._command_fd, command)
-        _replace_content(self._nonce_fd, running.nonce)
+        _replace_content(self._nonce_fd, f"{running.nonce}\0{running.nonce}")
         self._drain_records()
-        last = self.last_end.exit_code
-        trigger = _TRIGGER.format(prompt=_PROMPT_COMMAND, status=_RESTORE_STATUS.format(last) if last else "")
+        self._records = b""
+        trigger = trigger_line(self.last_end.exit_code)
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # gone: `serve` finishes the command
-            await self._terminal.write(trigger.encode() + b"\n")
+            await self._terminal.write(trigger)
 
     async def interrupt(self, already: set[int]) -> None:
         """SIGINT to the process group that has the terminal: the command's foreground job, or the shell itself.
@@ -186,9 +155,8 @@ class Shell:
         is added to `already`, and not signalled if it is in there: one that cleans up after an interrupt is let alone.
         The shell's own group is not, nor that of a copy of it about to become a program: that may lose the signal.
         """
-        if not self._gone.is_set():
-            with suppress(trio.ClosedResourceError), trio.move_on_after(BEGIN_GRACE_S):
-                await trio.lowlevel.wait_readable(self._record_fd)
+        with trio.move_on_after(BEGIN_GRACE_S):
+            await self._wait_mark(BEGUN_MARK)
         if self._running is not None:
             self._running.was_interrupted = True
         group = self._terminal.foreground_group()
@@ -197,6 +165,21 @@ class Shell:
                 already.add(group)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGINT)
+
+    async def settle(self) -> None:
+        """Returns when the shell, ready again, has also taken the signals it was sent when the command just ended.
+
+        At once if it is gone. It would take them while it reads the next trigger otherwise, and throw that away. An
+        empty line makes it show another prompt; so does a signal.
+        """
+        if self._gone.is_set():
+            return
+        self._drain_records()
+        self._records = b""
+        self._terminal.reset_mode()
+        with trio.move_on_after(BEGIN_GRACE_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            await self._terminal.write(b"\n")
+            await self._wait_mark(PROMPT_MARK)
 
     async def kill_foreground(self) -> None:
         """SIGKILL the foreground job with all its descendants. The shell goes on with the rest of the command."""
@@ -277,9 +260,24 @@ class Shell:
             before, after = running.splitter.feed(after)
             await running.take(before)
 
-    def _drain_records(self) -> None:
-        with suppress(BlockingIOError):
-            self._records = (self._records + os.read(self._record_fd, RECORD_PIPE_BYTES))[-RECORD_PIPE_BYTES:]
+    async def _wait_mark(self, mark: bytes) -> None:
+        """Until the shell has sent `mark`, or is gone."""
+        with suppress(trio.ClosedResourceError):
+            while mark not in self._records and not self._gone.is_set():
+                await trio.lowlevel.wait_readable(self._record_fd)
+                if not self._drain_records():
+                    await self._gone.wait()
+
+    def _drain_records(self) -> bool:
+        """Read what the shell has sent. False if it can send nothing any more."""
+        if self._gone.is_set():
+            return False
+        try:
+            sent = os.read(self._record_fd, RECORD_PIPE_BYTES)
+        except BlockingIOError:
+            return True
+        self._records = (self._records + sent)[-RECORD_PIPE_BYTES:]
+        return bool(sent)
 
     def _read_record(self, nonce: str) -> CommandEnd | None:
         self._drain_records()
@@ -307,7 +305,7 @@ async def open_shell(
         nursery.start_soon(shell.serve)
         first = RunningCommand(OutputBuffer(START_OUTPUT_BYTES))
         with trio.move_on_after(START_TIMEOUT_S):
-            await shell.begin(_INIT_COMMAND, first)
+            await shell.begin(INIT_COMMAND, first)
             await first.ended.wait()
         ready = first.end is not None
         if ready:

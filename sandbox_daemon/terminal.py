@@ -45,11 +45,15 @@ class Terminal:
 
     def reset_mode(self) -> None:
         """Undo what programs did to the terminal's mode: lines, signals by key, no echo, output untranslated."""
+        if self._closed:
+            return
         with suppress(termios.error):
             termios.tcsetattr(self._fd, termios.TCSANOW, self._plain_mode)
 
     def foreground_group(self) -> int | None:
         """The process group that has the terminal, None if there is none (any more)."""
+        if self._closed:
+            return None
         try:
             return os.tcgetpgrp(self._fd) or None
         except OSError:
