@@ -4,12 +4,12 @@ The protocol, for each command:
 
 1. The daemon puts the command and a nonce into two unnamed files, each with a NUL at its end (memfds whose offsets both
    sides share: bash reads them in blocks, where it would read a pipe byte by byte), and types one line, the trigger.
-2. The trigger, at the shell's top level, reads both, writes `BEGUN_MARK` to the record pipe (from here on SIGINT reaches
-   the command, not the prompt before it), and evaluates the command with our descriptors closed, so that nothing it
-   starts has them.
+2. The trigger, at the shell's top level, reads both, writes `BEGUN_MARK` to the record pipe (from here on SIGINT
+   reaches the command, not the prompt before it), and evaluates the command with our descriptors closed, so that
+   nothing it starts has them.
 3. `PROMPT_COMMAND`, which bash runs whenever it is ready again, however the command ended, writes the record
-   `nonce NUL exit code NUL directory NUL` to that pipe, and then the nonce to the terminal. (The nonce lies ready twice:
-   a command may unset our variables.) Where no command came before, it writes `PROMPT_MARK` instead.
+   `nonce NUL exit code NUL directory NUL` to that pipe, and then the nonce to the terminal. (The nonce lies ready
+   twice: a command may unset our variables.) Where no command came before, it writes `PROMPT_MARK` instead.
 
 The nonce on the terminal marks where the output ends, for the kernel may deliver the record before the last output. The
 record makes it true: the nonce alone, printed by a program, is output like any other.
