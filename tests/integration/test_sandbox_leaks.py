@@ -60,6 +60,7 @@ async def _start_node(name, base, *, prefix=()):
 async def _wait_gone(processes, base):
     # Neither the end of a stranger's process nor that of a folder is an event we could wait for.
     with trio.fail_after(GONE_WITHIN_S):
+        await trio.lowlevel.checkpoint()
         while any(map(is_alive, processes)) or list(base.iterdir()):
             await trio.sleep(0.02)
 

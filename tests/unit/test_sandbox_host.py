@@ -27,7 +27,8 @@ async def test_opened_in_one_task_used_in_another_closed_in_a_third(autojump_clo
         (sandbox,) = opened
         assert (await sandbox.bash("echo hi", timeout_s=1)).output == "hi\n"
         async with trio.open_nursery() as third:
-            third.start_soon(sandbox.aclose)
+            third.start_soon(sandbox.aclose)  # another task than the one that opened it
+            await trio.lowlevel.checkpoint()
         assert provider.live == []
         assert host.statistics() == {"live": 0, "starting": 0, "started_total": 1, "failed_total": 0}
         await sandbox.aclose()
