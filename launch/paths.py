@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from launch.engine_env import EngineKind, engine_key
+from prorl_trio.cache import cache_dir
 
 __all__ = ["MODEL_NAME", "cache_dir", "checkout_dir", "default_engine", "engine_dir", "engine_python", "model_dir"]
 
@@ -15,18 +16,6 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 def checkout_dir() -> Path:
     """The folder that holds `pyproject.toml` and the packages."""
     return Path(__file__).resolve().parent.parent
-
-
-def cache_dir() -> Path:
-    """The user's cache folder of this project. Not created here.
-
-    `PRORL_CACHE_DIR` if set; else `prorl-trio` in `XDG_CACHE_HOME` (ignored when relative, as its specification asks);
-    else `~/.cache/prorl-trio`.
-    """
-    if chosen := os.environ.get("PRORL_CACHE_DIR"):
-        return Path(chosen).expanduser().absolute()
-    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "prorl-trio"
 
 
 def default_engine() -> EngineKind:

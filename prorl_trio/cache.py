@@ -1,0 +1,20 @@
+"""Where large things that can be made again are kept. Standard library only: read before `.venv` exists."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["cache_dir"]
+
+
+def cache_dir() -> Path:
+    """The user's cache folder of this project. Not created here.
+
+    `PRORL_CACHE_DIR` if set; else `prorl-trio` in `XDG_CACHE_HOME` (ignored when relative, as its specification asks);
+    else `~/.cache/prorl-trio`.
+    """
+    if chosen := os.environ.get("PRORL_CACHE_DIR"):
+        return Path(chosen).expanduser().absolute()
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "prorl-trio"
