@@ -25,6 +25,7 @@ __all__ = [
     "CellError",
     "CellResult",
     "Chunk",
+    "Display",
     "Envelope",
     "Failure",
     "FileData",
@@ -192,8 +193,24 @@ class CellError(_Wire, frozen=True):
     traceback: str
 
 
+class Display(_Wire, frozen=True):
+    """Something a cell showed beside text: an image (`image/png`, `image/jpeg`), `image/svg+xml` or `text/html`.
+
+    `data` is the image's file as it is; empty if only named: whatever is no PNG or JPEG, and what the limits leave out
+    (4 MiB a cell, all images together). `size_bytes` is its size in either case.
+    """
+
+    mime: str
+    data: bytes
+    size_bytes: int
+
+
 class CellResult(_Wire, frozen=True):
-    """What a cell did. `result` is the `repr` of its last expression, None if there was none."""
+    """What a cell did. `result` is the `repr` of its last expression, None if there was none.
+
+    `displays` are in order, results with a rich form and open matplotlib figures among them; `dropped_displays` counts
+    those beyond the first 32.
+    """
 
     stdout: str
     stderr: str
@@ -204,6 +221,8 @@ class CellResult(_Wire, frozen=True):
     timed_out: bool = False
     restarted: bool = False
     dropped_bytes: int = 0
+    displays: list[Display] = []
+    dropped_displays: int = 0
 
 
 class IpythonRestart(_Wire, frozen=True):

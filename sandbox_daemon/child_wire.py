@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ipc.wire import CellError
+from ipc.wire import CellError, Display
 
 __all__ = ["CONTROL_MAX_FRAME_BYTES", "CellDone", "ChildReady", "RunCell", "StartChild"]
 
@@ -40,3 +40,5 @@ class CellDone(_Message, frozen=True):
     error: CellError | None
     execution_count: int
     dropped_bytes: int
+    displays: list[Display] = []
+    dropped_displays: int = 0

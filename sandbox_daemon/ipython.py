@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -11,6 +12,7 @@ import trio
 from ipc.nursery import single_exception
 from ipc.rpc import CallError
 from ipc.wire import CellError, CellResult, IpythonRun
+from sandbox_daemon.children import SIGNAL_EXIT_BASE
 from sandbox_daemon.keeper import Keeper, StartFailed, Turn
 from sandbox_daemon.kernel import CellOutput, Kernel, open_kernel
 
@@ -126,6 +128,8 @@ class IpythonSession:
             timed_out=cell.timed_out,
             restarted=cell.done is None or restarted_before,
             dropped_bytes=dropped_bytes,
+            displays=[] if cell.done is None else cell.done.displays,
+            dropped_displays=0 if cell.done is None else cell.done.dropped_displays,
         )
 
     async def _current_kernel(self, after_generation: int = 0) -> Kernel:
@@ -205,7 +209,15 @@ def _check(request: IpythonRun) -> None:
 
 def _death(kernel: Kernel, *, timed_out: bool) -> CellError:
     if timed_out:
-        value = "the cell ran out of time and did not react to an interrupt; a new kernel takes the place of the old"
+        value = "the cell ran out of time and did not react to an interrupt"
     else:
-        value = f"the IPython process ended with exit code {kernel.child.exit_code} while the cell ran"
+        value = f"the kernel's process ended with {_describe(kernel.child.exit_code)} while the cell ran"
+    value += "; a new kernel takes its place: all variables, functions and imports are lost, files are not"
     return CellError(name="KernelDied", value=value, traceback="")
+
+
+def _describe(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code > SIGNAL_EXIT_BASE:
+        with suppress(ValueError):
+            return f"exit code {exit_code} ({signal.Signals(exit_code - SIGNAL_EXIT_BASE).name})"
+    return f"exit code {exit_code}"

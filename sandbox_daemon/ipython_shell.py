@@ -9,9 +9,11 @@ import builtins
 import getpass
 import sys
 import warnings
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.text import DollarFormatter
 from traitlets import Type
@@ -19,9 +21,11 @@ from traitlets.config import Config
 
 from ipc.wire import CellError
 from sandbox_daemon.child_wire import CellDone
+from sandbox_daemon.displays import CARRIED_TYPES, NAMED_TYPES, Displays
 from sandbox_daemon.output import cap_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from string import Formatter
 
 __all__ = ["CellShell"]
@@ -33,6 +37,7 @@ _NO_INPUT = "there is no one to answer input(): pass the value in the code inste
 class ResultHook(DisplayHook):
     """Keeps the last expression's `repr` for the cell's result; `_`, `Out` and `_3` work as ever."""
 
+    shell: Any
     _result: str | None = None
 
     def take_result(self) -> str | None:
@@ -44,18 +49,37 @@ class ResultHook(DisplayHook):
         """No `Out[3]:`."""
 
     def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
-        """Keep the text instead of printing it."""
+        """Keep the text instead of printing it, and its other forms."""
         self._result = format_dict.get("text/plain")
+        if len(format_dict) > 1:
+            self.shell.displays.add(format_dict)
+
+    def log_output(self, format_dict: dict[str, Any]) -> None:
+        """Nothing: IPython would keep a copy of every result's forms for ever."""
 
     def finish_displayhook(self) -> None:
         """No separator."""
         self._is_active = False
 
 
+class Publisher(DisplayPublisher):
+    """`display()`: text goes to standard output, and images to the cell's displays."""
+
+    def publish(self, data: dict[str, Any], *_: object, **__: object) -> None:
+        """Take one object in its forms by MIME type. Updates of an earlier display are displays of their own."""
+        if "text/plain" in data:
+            print(data["text/plain"])  # noqa: T201
+        self.shell.displays.add(data)
+
+    def clear_output(self, wait: bool = False) -> None:
+        """Nothing: what was shown, was shown."""
+
+
 class CellShell(InteractiveShell):
     """The shell. `run` is all that the child uses."""
 
     displayhook_class = Type(ResultHook)
+    display_pub_class = Type(Publisher)
     system = InteractiveShell.system_raw  # `!cmd` writes to our descriptors, not through a pty of its own
 
     displayhook: ResultHook
@@ -65,13 +89,16 @@ class CellShell(InteractiveShell):
         config.HistoryManager.enabled = False
         config.HistoryManager.hist_file = ":memory:"
         super().__init__(config=config, colors="nocolor", color_info=False, autoindent=False, xmode="Context")  # type: ignore[no-untyped-call]
+        self.displays = Displays()
         self._traceback = ""
         self.db = {}
         formatter = self.display_formatter
         assert formatter is not None
-        formatter.active_types = ["text/plain"]
+        formatter.active_types = ["text/plain", *CARRIED_TYPES, *NAMED_TYPES]
         formatter.formatters["text/plain"].pprint = False
+        formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", _figure_png)
         warnings.filterwarnings("ignore", message="To exit: use 'exit'", category=UserWarning)
+        warnings.filterwarnings("ignore", message="FigureCanvasAgg is non-interactive", category=UserWarning)
         builtins.input = _refuse_input
         getpass.getpass = _refuse_input
 
@@ -80,6 +107,7 @@ class CellShell(InteractiveShell):
         self._traceback = ""
         self.displayhook.take_result()
         outcome = self.run_cell(code, store_history=True)  # type: ignore[no-untyped-call]
+        self._show_figures()
         result, dropped_bytes = self.displayhook.take_result(), 0
         if result is not None:
             capped = cap_text(result, max_text_bytes)
@@ -90,12 +118,22 @@ class CellShell(InteractiveShell):
             value, traceback = cap_text(_text_of(error), max_text_bytes), cap_text(self._traceback, max_text_bytes)
             cell_error = CellError(name=type(error).__name__, value=value.text, traceback=traceback.text)
             dropped_bytes += value.dropped_bytes + traceback.dropped_bytes
+        elif self._traceback:  # of a `__repr__` that failed, of a script of `%run`: shown, but not the cell's end
+            with suppress(OSError, ValueError, AttributeError):  # a cell may close or replace it
+                sys.stderr.write(self._traceback.rstrip("\n") + "\n")
+        displays, self.displays = self.displays, Displays()
         return CellDone(
-            result=result, error=cell_error, execution_count=self.execution_count - 1, dropped_bytes=dropped_bytes
+            result=result,
+            error=cell_error,
+            execution_count=self.execution_count - 1,
+            dropped_bytes=dropped_bytes,
+            displays=displays.kept,
+            dropped_displays=displays.dropped,
         )
 
     def interrupted(self) -> CellDone:
         """The answer for a cell whose interrupt came outside of its own code."""
+        self.displays = Displays()
         error = CellError(name=KeyboardInterrupt.__name__, value="", traceback=KeyboardInterrupt.__name__)
         return CellDone(result=None, error=error, execution_count=self.execution_count - 1, dropped_bytes=0)
 
@@ -115,8 +153,36 @@ class CellShell(InteractiveShell):
     def init_profile_dir(self, profile_dir: Any) -> None:
         """None, for the same reason."""
 
+    def enable_gui(self, gui: str | None = None) -> None:
+        """None: there is no window. `%matplotlib inline` asks for this."""
+
+    @contextmanager
+    def _tee(self, channel: str) -> Iterator[None]:
+        """No copy of all output for IPython's history: it would be kept for ever."""
+        yield
+
+    def _show_figures(self) -> None:
+        """Display and close matplotlib's open figures, as notebooks do at the end of a cell."""
+        pyplot = sys.modules.get("matplotlib.pyplot")
+        if pyplot is None or not pyplot.get_fignums():
+            return
+        formatter = self.display_formatter
+        assert formatter is not None
+        try:
+            for number in pyplot.get_fignums():
+                forms, _ = formatter.format(pyplot.figure(number), include={"image/png"})  # type: ignore[no-untyped-call]
+                self.displays.add(forms)
+        finally:
+            pyplot.close("all")
+
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
         self._traceback = self.InteractiveTB.stb2text(stb)
+
+
+def _figure_png(figure: Any) -> Any:
+    from IPython.core.pylabtools import print_figure  # it takes long to import, and matplotlib is rare
+
+    return print_figure(figure, fmt="png")  # type: ignore[no-untyped-call]
 
 
 def _refuse_input(prompt: object = "", stream: object = None) -> NoReturn:

@@ -28,10 +28,14 @@ def _need(sandbox: Sandbox | None, tool: str) -> Sandbox:
 
 
 def render_cell(result: CellResult, timeout_s: float) -> str:
-    """What the policy reads after a cell: output, the last value, the traceback, and whether state was lost."""
+    """What the policy reads after a cell: output, the last value, images by name, the traceback, and what was lost."""
     parts = [part.rstrip("\n") for part in (result.stdout, result.stderr) if part.strip()]
     if result.result is not None:
         parts.append(result.result)
+    images = [display for display in result.displays if display.mime.startswith("image/")]
+    parts += [f"[{image.mime}, {image.size_bytes} bytes]" for image in images]
+    if result.dropped_displays:
+        parts.append(f"[{result.dropped_displays} more were not kept]")
     if result.error is not None:
         parts.append(result.error.traceback.rstrip("\n") or f"{result.error.name}: {result.error.value}")
     if result.timed_out:

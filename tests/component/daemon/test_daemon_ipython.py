@@ -143,15 +143,19 @@ async def test_an_environment_of_the_callers_reaches_the_cells(start_daemon, tmp
         "while True: pass",
         "!sleep 100",
         "import subprocess as s; s.run(['cat', '/dev/zero'], stdout=s.DEVNULL)",
+        "import numpy as np\nwhile True: np.ones((300, 300)) @ np.ones((300, 300))",
+        "%timeit -n 1000000000 -r 1 pass\nimport time; time.sleep(100)",
+        "%%bash\necho begun\nsleep 100",
     ],
 )
 async def test_a_cell_that_runs_out_of_time_is_interrupted_and_the_state_is_kept(sandbox, code):
     await cell(sandbox, "x = 'kept'")
-    result = await cell(sandbox, f"print('begun')\n{code}", timeout_s=0.5)
+    begin = "" if code.startswith("%%") else "print('begun')\n"
+    result = await cell(sandbox, begin + code, timeout_s=0.5)
     assert result.timed_out
     assert not result.restarted
-    assert result.stdout == "begun\n"
-    assert code[0] == "!" or result.error.name == "KeyboardInterrupt"
+    assert result.stdout.startswith("begun\n")
+    assert code[0] in "!%" or result.error.name == "KeyboardInterrupt"
     assert (await cell(sandbox, "x")).result == "'kept'"
 
 
@@ -172,6 +176,47 @@ while True:
     assert not running({int(result.stdout)})
     result = await cell(sandbox, "'x' in globals()")
     assert (result.result, result.restarted, result.execution_count) == ("False", False, 1)
+
+
+async def test_a_loop_in_c_that_sees_no_interrupt_is_killed_and_told(sandbox):
+    await cell(sandbox, "x = 1")
+    result = await cell(sandbox, "print('begun')\nsum(range(10**15))", timeout_s=0.5)
+    assert (result.timed_out, result.restarted, result.error.name, result.stdout) == (
+        True,
+        True,
+        "KernelDied",
+        "begun\n",
+    )
+    assert "did not react to an interrupt" in result.error.value
+    assert "all variables, functions and imports are lost" in result.error.value
+    assert (await cell(sandbox, "'x' in globals()")).result == "False"
+
+
+async def test_magics(sandbox, tmp_path):
+    expected = [
+        ("%timeit -n 1 -r 1 pass", "per loop"),
+        ("%%timeit -n 1 -r 1\npass", "per loop"),
+        ("%time 1", "Wall time"),
+        (f"%cd {tmp_path}", str(tmp_path)),
+        ("%pwd", ""),
+        ("%env ANSWER=42", "env: ANSWER=42"),
+        ("!echo $ANSWER", "42"),
+        ("%%writefile script.py\nprint('of a script')\n", "Writing script.py"),
+        ("%run script.py", "of a script"),
+        ("%%sh\necho by sh", "by sh"),
+        ("%%capture kept\nprint('captured')", ""),
+        ("print(kept.stdout)", "captured"),
+        ("%who", ""),
+        ("%history -n 1", ""),
+        ("%pip --version", "pip"),
+        ("sum?", "sum"),
+    ]
+    for code, stdout in expected:
+        result = await cell(sandbox, code)
+        assert result.error is None, (code, result)
+        assert stdout in result.stdout, (code, result)
+        assert not result.restarted
+        assert "\x1b" not in result.stdout, code
 
 
 @pytest.mark.parametrize(
