@@ -27,6 +27,8 @@ __all__ = [
     "Chunk",
     "Display",
     "Envelope",
+    "Exec",
+    "ExecResult",
     "Failure",
     "FileData",
     "FileRead",
@@ -235,6 +237,42 @@ class IpythonRestarted(_Wire, frozen=True):
     pid: int
 
 
+# ---------------------------------------------------------------- one-shot commands
+
+
+class Exec(_Wire, frozen=True):
+    """Run `argv` (no shell) to its end, in a session of its own, with `stdin` as its whole input.
+
+    `cwd` empty is where shells start; `env` is added to the tools' environment. After `timeout_s` it is killed, and
+    however it ends, so is what it left running. Of stdout and of stderr at most `max_output_bytes` are kept each.
+    """
+
+    argv: list[str]
+    timeout_s: float
+    cwd: str = ""
+    env: dict[str, str] = {}
+    stdin: bytes = b""
+    max_output_bytes: int = 1024 * 1024
+
+
+class ExecResult(_Wire, frozen=True):
+    """What a one-shot command did. `exit_code` is 128 + n after signal n, None if the timeout ended it.
+
+    Output is as it was written, not decoded. `*_dropped_bytes` were left out in the middle, where a line says so.
+    """
+
+    exit_code: int | None
+    stdout: bytes
+    stderr: bytes
+    duration_s: float
+    timed_out: bool = False
+    stdout_dropped_bytes: int = 0
+    stderr_dropped_bytes: int = 0
+
+
+# ---------------------------------------------------------------- files
+
+
 class FileRead(_Wire, frozen=True):
     """Read up to `max_bytes` of the file at the absolute `path`, from `offset`."""
 
@@ -266,11 +304,12 @@ class FileWritten(_Wire, frozen=True):
     size_bytes: int
 
 
-SandboxCall = Ping | BashRun | IpythonRun | IpythonRestart | FileRead | FileWrite
-SandboxReply = Pong | BashResult | CellResult | IpythonRestarted | FileData | FileWritten
+SandboxCall = Ping | Exec | BashRun | IpythonRun | IpythonRestart | FileRead | FileWrite
+SandboxReply = Pong | ExecResult | BashResult | CellResult | IpythonRestarted | FileData | FileWritten
 
 REPLY_OF: dict[type[SandboxCall], type[SandboxReply]] = {
     Ping: Pong,
+    Exec: ExecResult,
     BashRun: BashResult,
     IpythonRun: CellResult,
     IpythonRestart: IpythonRestarted,

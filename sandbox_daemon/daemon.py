@@ -18,6 +18,7 @@ from ipc.errors import IpcError
 from ipc.rpc import CallContext, serve_rpc
 from ipc.wire import (
     BashRun,
+    Exec,
     FileRead,
     FileWrite,
     IpythonRestart,
@@ -29,6 +30,7 @@ from ipc.wire import (
 )
 from sandbox_daemon.bash import BashSession
 from sandbox_daemon.children import ChildReaper, become_subreaper
+from sandbox_daemon.exec import run_exec
 from sandbox_daemon.files import read_file, write_file
 from sandbox_daemon.ipython import IpythonSession
 from sandbox_daemon.processes import kill_until_gone, read_process_table
@@ -146,6 +148,7 @@ class _Calls:
         env = tool_environment(start.env)
         cwd = start.cwd or env["HOME"]
         self._limiter = trio.CapacityLimiter(MAX_THREADS)
+        self._run_exec = partial(run_exec, reaper=reaper, env=env, cwd=cwd, limiter=self._limiter)
         self.bash = BashSession(reaper, env=env, cwd=cwd, limiter=self._limiter)
         self.ipython = IpythonSession(
             reaper, env=env, cwd=cwd, runtime_env=runtime_environment(), limiter=self._limiter
@@ -163,6 +166,8 @@ class _Calls:
                 return await self.ipython.run(call, context.send_chunk)
             case IpythonRestart():
                 return IpythonRestarted(pid=await self.ipython.restart())
+            case Exec():
+                return await self._run_exec(call)
             case FileRead():
                 return await read_file(call, self._limiter)
             case FileWrite():

@@ -13,6 +13,8 @@ from ipc.wire import (
     BashResult,
     BashRun,
     CellResult,
+    Exec,
+    ExecResult,
     FileData,
     FileRead,
     FileWrite,
@@ -28,7 +30,7 @@ from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import Sandbox
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from ipc.rpc import RpcClient
 
@@ -77,6 +79,27 @@ class DaemonSandbox(Sandbox):
 
     async def restart_ipython(self) -> None:
         await self._act(IpythonRestart(), IpythonRestarted, RESTART_TIMEOUT_S)
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        max_output_bytes: int = 1024 * 1024,
+    ) -> ExecResult:
+        _check_limits(timeout_s, max_output_bytes)
+        call = Exec(
+            argv=list(argv),
+            timeout_s=timeout_s,
+            cwd=cwd,
+            env=dict(env or {}),
+            stdin=stdin,
+            max_output_bytes=max_output_bytes,
+        )
+        return await self._act(call, ExecResult, timeout_s + ACTION_MARGIN_S)
 
     async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
         content = bytearray()

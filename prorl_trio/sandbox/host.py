@@ -13,9 +13,9 @@ from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.sandbox.provider import Sandbox
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from ipc.wire import BashResult, CellResult
+    from ipc.wire import BashResult, CellResult, ExecResult
     from prorl_trio.sandbox.provider import SandboxProvider, SandboxSpec
 
 __all__ = ["HostedSandbox", "SandboxHost", "open_sandbox_host"]
@@ -67,6 +67,20 @@ class HostedSandbox(Sandbox):
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         await self._sandbox.write_file(path, data, mode=mode)
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        max_output_bytes: int = 1024 * 1024,
+    ) -> ExecResult:
+        return await self._sandbox.exec(
+            argv, timeout_s=timeout_s, cwd=cwd, env=env, stdin=stdin, max_output_bytes=max_output_bytes
+        )
 
     async def aclose(self) -> None:
         """End the sandbox and return when nothing of it is left. Idempotent; an action in flight raises `SandboxLost`.

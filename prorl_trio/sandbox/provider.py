@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from ipc.wire import BashResult, CellResult
+    from ipc.wire import BashResult, CellResult, ExecResult
 
 __all__ = ["ProviderReport", "Sandbox", "SandboxProvider", "SandboxSpec"]
 
@@ -69,6 +70,32 @@ class Sandbox(abc.ABC):
     @abc.abstractmethod
     async def restart_ipython(self) -> None:
         """Throw the IPython shell's state away."""
+
+    @abc.abstractmethod
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        max_output_bytes: int = 1024 * 1024,
+    ) -> ExecResult:
+        """Run a program once, without a shell, in a fresh session: for evaluators. Nothing of it is left afterwards.
+
+        Args:
+            argv: program (looked up in PATH unless it is a path) and arguments.
+            timeout_s: after it the program is killed with all it started; then `exit_code` is None.
+            cwd: empty takes the directory where shells start.
+            env: added to the tools' environment.
+            stdin: the program's whole input.
+            max_output_bytes: of stdout and of stderr each; beyond it the first and the last half are kept.
+
+        Raises:
+            FileNotFoundError, PermissionError: the program, or `cwd`, as seen inside. It did not run.
+            ValueError: an argument or a limit that cannot be.
+        """
 
     @abc.abstractmethod
     async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import trio
 
-from ipc.wire import BashResult, CellError, CellResult
+from ipc.wire import BashResult, CellError, CellResult, ExecResult
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 __all__ = ["FakeProvider", "FakeSandbox"]
 
@@ -231,6 +231,38 @@ class FakeSandbox(Sandbox):
             await self._begin("restart_ipython")
             self._names, self._execution_count = {}, 0
 
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        max_output_bytes: int = 1024 * 1024,
+    ) -> ExecResult:
+        """Knows the programs `true`, `false`, `echo WORDS`, `cat` and `sleep SECONDS`."""
+        del cwd, env
+        async with self._turn:
+            await self._begin(" ".join(argv))
+            if argv[0] not in ("true", "false", "echo", "cat", "sleep"):
+                raise FileNotFoundError(errno.ENOENT, argv[0])
+            with trio.move_on_after(timeout_s) as patience:
+                if argv[0] == "sleep":
+                    with self._lost:
+                        await trio.sleep(float(argv[1]))
+            self._raise_if_lost()
+            written = stdin if argv[0] == "cat" else f"{' '.join(argv[1:])}\n".encode() if argv[0] == "echo" else b""
+            kept, dropped = _cap_bytes(written, max_output_bytes)
+            return ExecResult(
+                exit_code=None if patience.cancelled_caught else int(argv[0] == "false"),
+                stdout=kept,
+                stderr=b"",
+                duration_s=0.0,
+                timed_out=patience.cancelled_caught,
+                stdout_dropped_bytes=dropped,
+            )
+
     async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
         async with self._turn:
             await self._begin(f"read {path}")
@@ -256,10 +288,13 @@ class FakeSandbox(Sandbox):
 
 
 def _cap(text: str, max_bytes: int) -> tuple[str, int]:
-    raw = text.encode()
+    kept, dropped = _cap_bytes(text.encode(), max_bytes)
+    return kept.decode(errors="replace"), dropped
+
+
+def _cap_bytes(raw: bytes, max_bytes: int) -> tuple[bytes, int]:
     if len(raw) <= max_bytes:
-        return text, 0
+        return raw, 0
     head, tail = raw[: max_bytes // 2], raw[len(raw) - max_bytes // 2 :]
     dropped = len(raw) - len(head) - len(tail)
-    left_out = f"\n[... {dropped} bytes left out ...]\n"
-    return head.decode(errors="replace") + left_out + tail.decode(errors="replace"), dropped
+    return head + f"\n[... {dropped} bytes left out ...]\n".encode() + tail, dropped

@@ -159,6 +159,20 @@ async def check_files_round_trip(contract: Contract) -> None:
         await _raises(ValueError, sandbox.read_file("three"))
 
 
+async def check_exec_is_one_shot(contract: Contract) -> None:
+    """A program's streams come apart and exact, its exit code and its timeout are results, an unknown one is not."""
+    async with _sandbox(contract) as sandbox:
+        echoed = await sandbox.exec(["echo", "two  words"], timeout_s=ACTION_TIMEOUT_S)
+        assert (echoed.exit_code, echoed.stdout, echoed.stderr) == (0, b"two  words\n", b"")
+        content = bytes(range(256)) * 1000
+        assert (await sandbox.exec(["cat"], timeout_s=ACTION_TIMEOUT_S, stdin=content)).stdout == content
+        assert (await sandbox.exec(["false"], timeout_s=ACTION_TIMEOUT_S)).exit_code == 1
+        late = await sandbox.exec(["sleep", "3600"], timeout_s=0.2)
+        assert (late.exit_code, late.timed_out) == (None, True)
+        await _raises(FileNotFoundError, sandbox.exec(["no-such-program"], timeout_s=ACTION_TIMEOUT_S))
+        assert await _bash(sandbox, "echo alive") == "alive"
+
+
 async def _raises(kind: type[E], action: Awaitable[object]) -> E:
     try:
         await action
@@ -436,6 +450,7 @@ CORE_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
     check_bash_timeout,
     check_environment_is_as_specified,
     check_ipython_keeps_state,
+    check_exec_is_one_shot,
     check_files_round_trip,
     check_output_is_capped,
     check_closed_is_lost,

@@ -1,0 +1,174 @@
+"""One-shot commands: a program, its input, its exit code, and stdout and stderr apart. No shell, nothing kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
+
+import trio
+
+from ipc.rpc import CallError
+from ipc.wire import MAX_FRAME_BYTES, ExecResult
+from sandbox_daemon.output import OutputBuffer
+from sandbox_daemon.processes import kill_until_gone
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ipc.wire import Exec
+    from sandbox_daemon.children import Child, ChildReaper
+    from sandbox_daemon.processes import ProcessEntry, ProcessTable
+
+__all__ = ["MAX_OUTPUT_BYTES", "run_exec"]
+
+MAX_OUTPUT_BYTES = MAX_FRAME_BYTES // 2 - 64 * 1024
+"""Largest `max_output_bytes`: both streams must fit into one frame."""
+PIPE_READ_BYTES = 64 * 1024
+KILL_DEADLINE_S = 2.0
+"""For what was killed to be gone."""
+DRAIN_TIMEOUT_S = 1.0
+"""For the rest of the output, once everything of the command is gone that can be found."""
+
+_CODES = {
+    errno.ENOENT: "not_found",
+    errno.ENOTDIR: "not_found",
+    errno.EACCES: "permission",
+    errno.EPERM: "permission",
+    errno.E2BIG: "too_large",
+}
+
+
+async def run_exec(
+    request: Exec, reaper: ChildReaper, *, env: Mapping[str, str], cwd: str, limiter: trio.CapacityLimiter
+) -> ExecResult:
+    """Run a program to its end, in a session of its own.
+
+    When this returns or raises, also when it is cancelled, everything in that session has been killed, and so have the
+    descendants its leader had at its end. What had left both before (a daemon that forked twice) lives on until the
+    sandbox ends; its late output is not waited for.
+
+    Args:
+        env: the program's environment, under `request.env`.
+        cwd: where it runs unless `request.cwd` says.
+
+    Raises:
+        CallError: `not_found` (program or directory), `permission`, `too_large` (arguments, or `max_output_bytes`),
+            `bad_request`, `io`: it did not run.
+    """
+    if not request.argv or any("\0" in word for word in request.argv):
+        raise CallError("bad_request", "argv: must hold a program, and no NUL")
+    if not 0 < request.timeout_s < float("inf"):
+        raise CallError("bad_request", f"timeout_s must be positive and finite, got {request.timeout_s}")
+    if not 0 <= request.max_output_bytes <= MAX_OUTPUT_BYTES:
+        raise CallError("too_large", f"max_output_bytes must be in 0 to {MAX_OUTPUT_BYTES}")
+    command = await _start(request, reaper, {**env, **request.env}, request.cwd or cwd, limiter)
+    try:
+        return await _run(command, request)
+    finally:
+        for pipe in (command.stdin, command.stdout, command.stderr):
+            await trio.aclose_forcefully(pipe)
+
+
+class _Command:
+    """A started program and our ends of its pipes."""
+
+    def __init__(self, child: Child, stdin_fd: int, stdout_fd: int, stderr_fd: int) -> None:
+        self.child = child
+        self.stdin = trio.lowlevel.FdStream(stdin_fd)
+        self.stdout = trio.lowlevel.FdStream(stdout_fd)
+        self.stderr = trio.lowlevel.FdStream(stderr_fd)
+
+    async def kill(self) -> None:
+        """End everything that can be told to be the command's. Shielded, for `KILL_DEADLINE_S` at most."""
+        with trio.move_on_after(KILL_DEADLINE_S, shield=True):
+            await kill_until_gone(self._members)
+
+    def _members(self, table: ProcessTable) -> set[ProcessEntry]:
+        session = self.child.pid
+        members = table.with_descendants(lambda entry: entry.session == session)
+        return members | table.descendants(session) if self.child.exit_code is None else members
+
+
+async def _run(command: _Command, request: Exec) -> ExecResult:
+    started_s = trio.current_time()
+    stdout, stderr = OutputBuffer(request.max_output_bytes), OutputBuffer(request.max_output_bytes)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_feed, command.stdin, request.stdin)
+        drained = [trio.Event(), trio.Event()]
+        nursery.start_soon(_drain, command.stdout, stdout, drained[0])
+        nursery.start_soon(_drain, command.stderr, stderr, drained[1])
+        try:
+            with trio.move_on_after(request.timeout_s) as patience:
+                await command.child.wait()
+            duration_s = trio.current_time() - started_s
+        finally:
+            await command.kill()
+        with trio.move_on_after(DRAIN_TIMEOUT_S):
+            for event in drained:
+                await event.wait()
+        nursery.cancel_scope.cancel()
+    out, err = stdout.capped(), stderr.capped()
+    return ExecResult(
+        exit_code=None if patience.cancelled_caught else command.child.exit_code,
+        stdout=out.data,
+        stderr=err.data,
+        duration_s=duration_s,
+        timed_out=patience.cancelled_caught,
+        stdout_dropped_bytes=out.dropped_bytes,
+        stderr_dropped_bytes=err.dropped_bytes,
+    )
+
+
+async def _feed(stdin: trio.lowlevel.FdStream, content: bytes) -> None:
+    async with stdin:
+        with suppress(trio.BrokenResourceError):  # it need not read all of it, or any
+            await stdin.send_all(content)
+
+
+async def _drain(pipe: trio.lowlevel.FdStream, output: OutputBuffer, drained: trio.Event) -> None:
+    while piece := await pipe.receive_some(PIPE_READ_BYTES):
+        output.append(piece)
+    drained.set()
+
+
+async def _start(
+    request: Exec, reaper: ChildReaper, env: Mapping[str, str], cwd: str, limiter: trio.CapacityLimiter
+) -> _Command:
+    with ExitStack() as ours, ExitStack() as theirs:
+        stdin_read, stdin_write = _pipe(theirs, ours)
+        stdout_read, stdout_write = _pipe(ours, theirs)
+        stderr_read, stderr_write = _pipe(ours, theirs)
+
+        def spawn() -> int:
+            process = subprocess.Popen(
+                request.argv,
+                stdin=stdin_read,
+                stdout=stdout_write,
+                stderr=stderr_write,
+                env=env,
+                cwd=cwd,
+                start_new_session=True,
+            )
+            process.returncode = 0  # the reaper waits for it, not this object
+            return process.pid
+
+        try:
+            with reaper.starting():
+                child = reaper.adopt(await trio.to_thread.run_sync(spawn, limiter=limiter))
+        except (OSError, ValueError) as exc:
+            code = _CODES.get(exc.errno or 0, "io") if isinstance(exc, OSError) else "bad_request"
+            raise CallError(code, f"{request.argv[0]!r} could not be started in {cwd!r}: {exc}") from exc
+        command = _Command(child, stdin_write, stdout_read, stderr_read)
+        ours.pop_all()
+        return command
+
+
+def _pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
+    """A new pipe's ends, closed by whom they belong to."""
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    reader.callback(os.close, read_fd)
+    writer.callback(os.close, write_fd)
+    return read_fd, write_fd
