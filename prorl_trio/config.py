@@ -65,13 +65,21 @@ class BackendConfig(_Config, frozen=True):
 
 
 class SandboxConfig(_Config, frozen=True):
-    """`auto` takes apptainer, then bubblewrap, whichever passes its probe first. `process` isolates nothing."""
+    """`auto` takes apptainer, then bubblewrap, whichever passes its probe first. `process` isolates nothing.
+
+    Sandboxes are started in advance where they are in demand: at most `max_warm`, 0 for none, and `max_warm_per_image`
+    of one image; one that nobody took for `max_warm_idle_s` is ended.
+    """
 
     provider: Literal["auto", "apptainer", "bubblewrap", "process"] = "auto"
     image: str = "host"
     network: bool = False
     start_timeout_s: float = 60.0
     max_concurrent_starts: int = 4
+    max_concurrent_starts_per_image: int = 4
+    max_warm: int = 8
+    max_warm_per_image: int = 8
+    max_warm_idle_s: float = 120.0
     runtime_dir: str = ""
     """Node-local folder for control sockets. Empty: a private one below the system's temporary folder."""
 

@@ -40,14 +40,16 @@ from prorl_trio.pipeline import Job, open_pipeline
 from prorl_trio.rollout import Resources
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.registry import choose_provider
+from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.scoring import open_scorer_pool
 from prorl_trio.service.server import serve_websocket
 from prorl_trio.service.session import SessionLimits, SessionTable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from contextlib import AbstractAsyncContextManager
 
-    from prorl_trio.config import NodeConfig
+    from prorl_trio.config import NodeConfig, SandboxConfig
     from prorl_trio.handlers.base import AgentHandler
     from prorl_trio.models import JobSpec
     from prorl_trio.pipeline import JobSink, Pipeline
@@ -184,9 +186,7 @@ async def open_node(config: NodeConfig, handlers: HandlerRegistry | None = None)
         )
         stack.push_async_callback(backends.aclose)
         scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers))
-        sandboxes = await stack.enter_async_context(
-            open_sandbox_host(provider, max_concurrent_starts=config.sandbox.max_concurrent_starts)
-        )
+        sandboxes = await stack.enter_async_context(_open_sandbox_host(provider, config.sandbox))
         resources = Resources(config=config, chat_format=chat_format, backends=backends, scorers=scorers)
         for url in config.backends.urls:
             await _add_configured_backend(backends, url, required=config.backends.required)
@@ -194,6 +194,21 @@ async def open_node(config: NodeConfig, handlers: HandlerRegistry | None = None)
             await handlers.get(name).prepare(resources)
         pipeline = await stack.enter_async_context(open_pipeline(resources, sandboxes, service))
         yield Node(config, handlers, pipeline, backends, sandboxes, provider, resources)
+
+
+def _open_sandbox_host(provider: SandboxProvider, config: SandboxConfig) -> AbstractAsyncContextManager[SandboxHost]:
+    warm = WarmLimits(
+        max_warm=config.max_warm,
+        max_warm_per_image=config.max_warm_per_image,
+        max_refills=max(1, config.max_concurrent_starts // 2),  # the other places are for those who wait
+        max_idle_s=config.max_warm_idle_s,
+    )
+    return open_sandbox_host(
+        provider,
+        max_concurrent_starts=config.max_concurrent_starts,
+        max_concurrent_starts_per_image=config.max_concurrent_starts_per_image,
+        warm=warm,
+    )
 
 
 async def _add_configured_backend(backends: Backends, url: str, *, required: bool) -> None:

@@ -44,7 +44,7 @@ def main() -> int:
                 start,
                 accept_timeout_s=options.accept_timeout_s,
                 stdin_fd=0,
-                prestart_ipython=options.prestart_ipython,
+                prestart_ipython=options.prestart_ipython or start.prestart_ipython,
                 on_ready=_say_ready,
             )
         )

@@ -21,11 +21,13 @@ class StartLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first line of standard input, as JSON: there the token shows in no argument list and no environment.
 
     `env` is added to the tools' environment. `cwd` is where shells start; empty takes the home directory.
+    `prestart_ipython`: as the option of that name.
     """
 
     token: str
     env: dict[str, str] = {}
     cwd: str = ""
+    prestart_ipython: bool = False
 
 
 def read_start_line(fd: int, *, timeout_s: float) -> StartLine | None:

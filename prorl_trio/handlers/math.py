@@ -87,7 +87,12 @@ class MathHandler(AgentHandler):
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
         """The node's default image, without a network unless the node allows one."""
         sandbox = context.resources.config.sandbox
-        return SandboxSpec(image=sandbox.image, network=sandbox.network, start_timeout_s=sandbox.start_timeout_s)
+        return SandboxSpec(
+            image=sandbox.image,
+            network=sandbox.network,
+            start_timeout_s=sandbox.start_timeout_s,
+            prestart_ipython=True,
+        )
 
     async def init(self, context: RolloutContext) -> None:
         """Start the IPython shell, so that the agent's first cell does not pay for it."""

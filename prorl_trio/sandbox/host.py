@@ -1,4 +1,7 @@
-"""Sandboxes that outlive the task that asked for them: opened in one stage, used in another, closed in a third."""
+"""Sandboxes that outlive the task that asked for them: opened in one stage, used in another, closed in a third.
+
+A few are started in advance, as `warm_pool` says, so that who opens one rarely waits for a start. Each is used once.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,20 @@ import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import trio
 
 from ipc.nursery import single_exception
-from prorl_trio.errors import SandboxUnavailable
-from prorl_trio.sandbox.provider import Sandbox
+from prorl_trio.errors import SandboxLost, SandboxUnavailable
+from prorl_trio.sandbox.provider import Sandbox, SandboxSpec
+from prorl_trio.sandbox.start_gates import StartGates
+from prorl_trio.sandbox.warm_pool import WarmLimits, WarmPool
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from ipc.wire import BashResult, CellResult, ExecResult
-    from prorl_trio.sandbox.provider import SandboxProvider, SandboxSpec
+    from ipc.wire import BashResult, CellResult, ExecResult, Pong
+    from prorl_trio.sandbox.provider import SandboxProvider
 
 __all__ = ["HostedSandbox", "SandboxHost", "open_sandbox_host"]
 
@@ -28,6 +34,9 @@ START_BACKOFF_S: Final = 0.25
 
 CLOSE_TIMEOUT_S: Final = 20.0
 """Longest `aclose` waits. Above what a provider may take to end a sandbox."""
+
+HEALTH_TIMEOUT_S: Final = 0.5
+"""How long a warm sandbox may take to answer before it is handed out. Later, and it is thrown away."""
 
 _TRANSIENT: Final = (
     "resource temporarily unavailable",
@@ -62,11 +71,8 @@ class HostedSandbox(Sandbox):
     async def restart_ipython(self) -> None:
         await self._sandbox.restart_ipython()
 
-    async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
-        return await self._sandbox.read_file(path, max_bytes=max_bytes)
-
-    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        await self._sandbox.write_file(path, data, mode=mode)
+    async def ping(self) -> Pong:
+        return await self._sandbox.ping()
 
     async def exec(
         self,
@@ -82,6 +88,12 @@ class HostedSandbox(Sandbox):
             argv, timeout_s=timeout_s, cwd=cwd, env=env, stdin=stdin, max_output_bytes=max_output_bytes
         )
 
+    async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
+        return await self._sandbox.read_file(path, max_bytes=max_bytes)
+
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        await self._sandbox.write_file(path, data, mode=mode)
+
     async def aclose(self) -> None:
         """End the sandbox and return when nothing of it is left. Idempotent; an action in flight raises `SandboxLost`.
 
@@ -96,68 +108,161 @@ class HostedSandbox(Sandbox):
 class SandboxHost:
     """Owner of sandboxes: one task each. Made by `open_sandbox_host`."""
 
-    def __init__(self, provider: SandboxProvider, nursery: trio.Nursery, max_concurrent_starts: int) -> None:
+    def __init__(
+        self, provider: SandboxProvider, nursery: trio.Nursery, gates: StartGates, pool: WarmPool[HostedSandbox]
+    ) -> None:
         self._provider = provider
         self._nursery = nursery
-        self._gate = trio.CapacityLimiter(max_concurrent_starts)
-        self._live = 0
+        self._gates = gates
+        self._pool = pool
+        self._pool_changed = trio.Event()
+        self._in_use: set[HostedSandbox] = set()
         self._starting = 0
         self._started_total = 0
         self._failed_total = 0
+        self._warm_taken_total = 0
+        self._warm_dead_total = 0
+        self._warm_evicted_total = 0
 
     def statistics(self) -> dict[str, int]:
-        """`live` and `starting` now (`starting` includes those waiting for the gate), `*_total` since the beginning."""
+        """Numbers now, and `*_total` since the beginning.
+
+        `live` are in use and `warm` wait for their first user. `starting` includes those waiting for a gate, and those
+        that will be warm. `warm_dead_total` did not answer when they were to be handed out.
+        """
         return {
-            "live": self._live,
+            "live": len(self._in_use),
             "starting": self._starting,
+            "warm": self._pool.idle_count,
             "started_total": self._started_total,
             "failed_total": self._failed_total,
+            "warm_taken_total": self._warm_taken_total,
+            "warm_dead_total": self._warm_dead_total,
+            "warm_evicted_total": self._warm_evicted_total,
         }
 
     async def open(self, spec: SandboxSpec) -> HostedSandbox:
-        """Start a sandbox, waiting for the start gate first. It lives until `aclose`, or until the host ends.
+        """A sandbox nobody has used: a warm one that answers, or a new one. It lives until `aclose`, or the host's end.
 
-        A start that failed because the machine was busy is tried again, a few times. Cancelled, nothing is left.
+        A new one waits for the start gates first, and is tried again, a few times, if the machine was too busy to start
+        it. Cancelled, nothing of it is left.
 
         Raises:
             SandboxUnavailable: see `SandboxProvider.open_sandbox`.
         """
-        hosted: HostedSandbox = await self._nursery.start(self._own, spec, name="sandbox owner")
+        key = msgspec.json.encode(spec, order="deterministic")
+        hosted = await self._take_warm(key, spec.image)
+        if hosted is None:
+            hosted = await self._nursery.start(self._own_new, key, spec, name="sandbox owner")
         return hosted
 
-    async def _own(self, spec: SandboxSpec, *, task_status: trio.TaskStatus[HostedSandbox]) -> None:
+    async def _take_warm(self, key: bytes, image: str) -> HostedSandbox | None:
+        try:
+            hosted = self._pool.take(key, image, trio.current_time())
+            while hosted is not None:
+                if await self._is_well(hosted):
+                    self._warm_taken_total += 1
+                    self._in_use.add(hosted)
+                    return hosted
+                hosted = self._pool.take_another(key)
+            return None
+        finally:
+            self._pool_changed.set()
+
+    async def _is_well(self, hosted: HostedSandbox) -> bool:
+        """Whether it answers. If not, or if this is cancelled, it ends in the background."""
+        well = False
+        try:
+            with trio.move_on_after(HEALTH_TIMEOUT_S):
+                await hosted.ping()
+                well = True
+        except SandboxLost as exc:
+            logger.warning("a warm sandbox died before it was used: %s", exc)
+        finally:
+            if not well:
+                hosted._closing.set()
+        self._warm_dead_total += not well
+        return well
+
+    async def _own_new(self, key: bytes, spec: SandboxSpec, *, task_status: trio.TaskStatus[HostedSandbox]) -> None:
+        def hand_out(hosted: HostedSandbox, start_s: float) -> None:
+            self._pool.measured(key, start_s)
+            self._in_use.add(hosted)
+            task_status.started(hosted)
+
+        await self._own(spec, MAX_START_ATTEMPTS, hand_out)
+
+    async def _own_warm(self, key: bytes) -> None:
+        in_stock = False
+
+        def put_in_stock(hosted: HostedSandbox, start_s: float) -> None:
+            nonlocal in_stock
+            in_stock = True
+            self._pool.started(key, hosted, start_s, trio.current_time())
+            self._pool_changed.set()
+
+        try:
+            await self._own(msgspec.json.decode(key, type=SandboxSpec), 1, put_in_stock)
+        except SandboxUnavailable as exc:
+            logger.warning("a sandbox could not be started in advance: %s", exc)
+        finally:
+            if not in_stock:
+                self._pool.failed(key, trio.current_time())
+                self._pool_changed.set()
+
+    async def _own(
+        self, spec: SandboxSpec, max_attempts: int, give_away: Callable[[HostedSandbox, float], None]
+    ) -> None:
+        """One sandbox from its start to its end. `give_away(hosted, start_s)` is called when it is live."""
         hosted: HostedSandbox | None = None
         try:
             async with AsyncExitStack() as stack:
-                hosted = HostedSandbox(await self._start(spec, stack))
-                self._live += 1
-                task_status.started(hosted)
+                sandbox, start_s = await self._start(spec, max_attempts, stack)
+                hosted = HostedSandbox(sandbox)
+                give_away(hosted, start_s)
                 await hosted._closing.wait()
         finally:
             if hosted is not None:
-                self._live -= 1
+                self._in_use.discard(hosted)
                 hosted._gone.set()
 
-    async def _start(self, spec: SandboxSpec, stack: AsyncExitStack) -> Sandbox:
+    async def _start(self, spec: SandboxSpec, max_attempts: int, stack: AsyncExitStack) -> tuple[Sandbox, float]:
+        """The sandbox, entered into `stack`, and the seconds its start took, waits for gates not counted."""
         self._starting += 1
         try:
-            for attempt in range(1, MAX_START_ATTEMPTS + 1):
+            for attempt in range(1, max_attempts + 1):
                 try:
-                    async with self._gate:
+                    async with self._gates.enter(spec.image):
+                        began = trio.current_time()
                         sandbox = await stack.enter_async_context(self._provider.open_sandbox(spec))
+                        start_s = trio.current_time() - began
                 except SandboxUnavailable as exc:
                     self._failed_total += 1
-                    if attempt == MAX_START_ATTEMPTS or not _is_transient(exc):
+                    if attempt == max_attempts or not _is_transient(exc):
                         raise
                     backoff_s = START_BACKOFF_S * 2 ** (attempt - 1)
                     logger.warning("attempt %d to start a sandbox failed, again in %g s: %s", attempt, backoff_s, exc)
                     await trio.sleep(backoff_s)
                 else:
                     self._started_total += 1
-                    return sandbox
+                    return sandbox, start_s
             raise AssertionError("the last attempt returns or raises")
         finally:
             self._starting -= 1
+
+    async def _follow_pool(self) -> None:
+        """Start and end warm sandboxes as the pool plans it, for ever."""
+        while True:
+            self._pool_changed = trio.Event()
+            now_s = trio.current_time()
+            plan = self._pool.plan(now_s)
+            for hosted in plan.end:
+                self._warm_evicted_total += 1
+                hosted._closing.set()
+            for key in plan.start:
+                self._nursery.start_soon(self._own_warm, key, name="warm sandbox owner")
+            with trio.move_on_at(self._pool.next_change_s(now_s)):
+                await self._pool_changed.wait()
 
 
 def _is_transient(exc: SandboxUnavailable) -> bool:
@@ -166,15 +271,28 @@ def _is_transient(exc: SandboxUnavailable) -> bool:
 
 
 @asynccontextmanager
-async def open_sandbox_host(provider: SandboxProvider, *, max_concurrent_starts: int = 4) -> AsyncIterator[SandboxHost]:
+async def open_sandbox_host(
+    provider: SandboxProvider,
+    *,
+    max_concurrent_starts: int = 4,
+    max_concurrent_starts_per_image: int = 4,
+    warm: WarmLimits | None = None,
+) -> AsyncIterator[SandboxHost]:
     """A host for sandboxes of `provider`. On leaving the block all of them are ended, whatever they are doing.
+
+    `warm`: how many to start in advance; by default none.
 
     Raises:
         InternalError: something of a sandbox survived its end. Our bug.
     """
+    pool: WarmPool[HostedSandbox] = WarmPool(warm or WarmLimits())
+    gates = StartGates(max_concurrent_starts, max_concurrent_starts_per_image)
     with single_exception():
         async with provider.open_shared(), trio.open_nursery() as nursery:
+            host = SandboxHost(provider, nursery, gates, pool)
             try:
-                yield SandboxHost(provider, nursery, max_concurrent_starts)
+                if pool.limits.max_warm > 0:
+                    nursery.start_soon(host._follow_pool)
+                yield host
             finally:
                 nursery.cancel_scope.cancel("the sandbox host ends")

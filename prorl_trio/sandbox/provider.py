@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from ipc.wire import BashResult, CellResult, ExecResult
+    from ipc.wire import BashResult, CellResult, ExecResult, Pong
 
 __all__ = ["ProviderReport", "Sandbox", "SandboxProvider", "SandboxSpec"]
 
@@ -27,6 +27,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         env: variables for the tools. Nothing of the node's environment is passed on.
         start_timeout_s: from the start of the process to the daemon's handshake.
         tmpfs_bytes: size limit of /tmp and the home directory each.
+        prestart_ipython: start the IPython shell with the sandbox, not with its first cell.
     """
 
     image: str = "host"
@@ -34,6 +35,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     env: dict[str, str] = {}
     start_timeout_s: float = 30.0
     tmpfs_bytes: int = 256 * 1024 * 1024
+    prestart_ipython: bool = False
 
 
 class ProviderReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +98,10 @@ class Sandbox(abc.ABC):
             FileNotFoundError, PermissionError: the program, or `cwd`, as seen inside. It did not run.
             ValueError: an argument or a limit that cannot be.
         """
+
+    @abc.abstractmethod
+    async def ping(self) -> Pong:
+        """Return when the sandbox answers, after the action that is going on. It is no action itself."""
 
     @abc.abstractmethod
     async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:

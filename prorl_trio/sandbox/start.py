@@ -52,7 +52,12 @@ async def open_daemon_sandbox(
         folder = await stack.enter_async_context(run_dir.open_sandbox_dir())
         launch = await run_blocking(plan, run_dir, folder)
         token = secrets.token_hex(TOKEN_BYTES)
-        start_line = {"token": token, "env": {**launch.tool_env, **spec.env}, "cwd": launch.cwd}
+        start_line = {
+            "token": token,
+            "env": {**launch.tool_env, **spec.env},
+            "cwd": launch.cwd,
+            "prestart_ipython": spec.prestart_ipython,
+        }
         deadline = trio.current_time() + spec.start_timeout_s
         tree = await stack.enter_async_context(
             open_process_tree(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import trio
 
-from ipc.wire import BashResult, CellError, CellResult, ExecResult
+from ipc.wire import BashResult, CellError, CellResult, ExecResult, Pong
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec
 
@@ -262,6 +262,12 @@ class FakeSandbox(Sandbox):
                 timed_out=patience.cancelled_caught,
                 stdout_dropped_bytes=dropped,
             )
+
+    async def ping(self) -> Pong:
+        async with self._turn:
+            await trio.lowlevel.checkpoint()
+            self._raise_if_lost()
+            return Pong(uptime_s=0.0, open_fds=0)
 
     async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
         async with self._turn:

@@ -30,7 +30,7 @@ async def test_opened_in_one_task_used_in_another_closed_in_a_third(autojump_clo
             third.start_soon(sandbox.aclose)  # another task than the one that opened it
             await trio.lowlevel.checkpoint()
         assert provider.live == []
-        assert host.statistics() == {"live": 0, "starting": 0, "started_total": 1, "failed_total": 0}
+        assert {name: count for name, count in host.statistics().items() if count} == {"started_total": 1}
         await sandbox.aclose()
         with pytest.raises(SandboxLost):
             await sandbox.bash("true", timeout_s=1)
