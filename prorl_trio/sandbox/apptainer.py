@@ -63,7 +63,9 @@ class ApptainerProvider(SandboxProvider):
             return ProviderReport(name=self.name, usable=False, problem=problem, remedy=_INSTALL)
         try:
             async with open_run_dir(self._runtime_dir) as run_dir, run_dir.open_sandbox_dir() as folder:
-                exec_argv = (*_exec_argv(self._executable, network=False), *_mount_argv(host_mounts()))
+                mounts = [*host_mounts()]
+                mounts += _mounts_with_mount_points(mounts, folder)
+                exec_argv = (*_exec_argv(self._executable, network=False), *_mount_argv(mounts))
                 _, problem = await run_probe((*exec_argv, str(run_dir.root), "/bin/true"), _launcher_env(folder))
         except SandboxUnavailable as exc:
             problem = str(exc)
