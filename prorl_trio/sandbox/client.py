@@ -122,7 +122,6 @@ class DaemonSandbox(Sandbox):
                 await self._call(call, FileWritten, FILE_TIMEOUT_S)
 
     async def ping(self) -> Pong:
-        """Whether the daemon answers, and how it is. Waits for the action that is going on."""
         return await self._act(Ping(), Pong, PING_TIMEOUT_S)
 
     async def _act(self, call: SandboxCall, reply_type: type[T], timeout_s: float) -> T:

@@ -151,23 +151,23 @@ class SandboxHost:
             SandboxUnavailable: see `SandboxProvider.open_sandbox`.
         """
         key = msgspec.json.encode(spec, order="deterministic")
-        hosted = await self._take_warm(key, spec.image)
-        if hosted is None:
-            hosted = await self._nursery.start(self._own_new, key, spec, name="sandbox owner")
-        return hosted
+        try:
+            hosted = await self._take_warm(key, spec.image)
+            if hosted is None:
+                hosted = await self._nursery.start(self._own_new, key, spec, name="sandbox owner")
+            return hosted
+        finally:
+            self._pool_changed.set()  # only now: a start in advance is not to slow the one down that is waited for
 
     async def _take_warm(self, key: bytes, image: str) -> HostedSandbox | None:
-        try:
-            hosted = self._pool.take(key, image, trio.current_time())
-            while hosted is not None:
-                if await self._is_well(hosted):
-                    self._warm_taken_total += 1
-                    self._in_use.add(hosted)
-                    return hosted
-                hosted = self._pool.take_another(key)
-            return None
-        finally:
-            self._pool_changed.set()
+        hosted = self._pool.take(key, image, trio.current_time())
+        while hosted is not None:
+            if await self._is_well(hosted):
+                self._warm_taken_total += 1
+                self._in_use.add(hosted)
+                return hosted
+            hosted = self._pool.take_another(key)
+        return None
 
     async def _is_well(self, hosted: HostedSandbox) -> bool:
         """Whether it answers. If not, or if this is cancelled, it ends in the background."""
