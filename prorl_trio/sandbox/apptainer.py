@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from prorl_trio.errors import SandboxUnavailable
+from prorl_trio.sandbox.images import locate_image
 from prorl_trio.sandbox.probe import run_probe
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
 from prorl_trio.sandbox.run_dir import SOCKET_NAME, open_run_dir, open_shared_run_dir
-from prorl_trio.sandbox.runtime import LIB_DIR, TOOL_PATH, Mount, daemon_argv, python_mounts
+from prorl_trio.sandbox.runtime import LIB_DIR, Mount, host_runtime, image_runtime
 from prorl_trio.sandbox.skeleton import CONTROL_DIR, HOME, USER, host_mounts, read_only_proc
 from prorl_trio.sandbox.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.userns import user_namespace_remedy
@@ -19,6 +19,7 @@ from prorl_trio.sandbox.userns import user_namespace_remedy
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
     from prorl_trio.sandbox.provider import Sandbox, SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
@@ -85,19 +86,21 @@ class ApptainerProvider(SandboxProvider):
         mounts = [Mount(path, path) for path in read_only_proc()]
         if spec.image == "host":
             image = str(run_dir.root)
+            runtime = host_runtime()
             mounts += host_mounts()
             # Over those that Apptainer writes: they would name the host's user and name servers.
             files = _IDENTITY_FILES if spec.network else (*_IDENTITY_FILES, "resolv.conf")
             mounts += [Mount(f"{run_dir.root}/etc/{name}", f"/etc/{name}") for name in files]
         else:
-            image = _image_path(spec.image)
+            image = str(locate_image(spec.image))
+            runtime = image_runtime()
             argv.append("--writable-tmpfs")
-            mounts += [*python_mounts(), Mount(str(run_dir.lib), LIB_DIR)]
+            mounts += [*runtime.mounts, Mount(str(run_dir.lib), LIB_DIR)]
         mounts.append(Mount(str(folder.control), CONTROL_DIR, writable=True))
         mounts += _mounts_with_mount_points(mounts, folder)
-        argv += [*_mount_argv(mounts), "--env", f"PYTHONPATH={LIB_DIR}", image]
-        tool_env = {"PATH": TOOL_PATH, "HOME": HOME, "USER": USER}
-        command = daemon_argv(f"{CONTROL_DIR}/{SOCKET_NAME}")
+        argv += [*_mount_argv(mounts), "--env", f"PYTHONPATH={runtime.python_path}", image]
+        tool_env = {**runtime.tool_env, "HOME": HOME, "USER": USER}
+        command = runtime.daemon_argv(f"{CONTROL_DIR}/{SOCKET_NAME}")
         return Launch((*argv, *command), _launcher_env(folder), tool_env, HOME)
 
 
@@ -138,10 +141,3 @@ def _mounts_with_mount_points(mounts: Iterable[Mount], folder: SandboxDir) -> li
                 source.chmod(mode)
                 needed[place] = Mount(str(source), place, writable=True)
     return list(needed.values())
-
-
-def _image_path(image: str) -> str:
-    path = Path(image)
-    if not path.exists():
-        raise SandboxUnavailable(f"image {image} does not exist; use `host`, an unpacked root directory or a .sif file")
-    return str(path.resolve())

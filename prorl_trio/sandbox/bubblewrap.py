@@ -6,20 +6,21 @@ import importlib
 import os
 import re
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from prorl_trio.errors import SandboxUnavailable
+from prorl_trio.sandbox.images import locate_directory
 from prorl_trio.sandbox.probe import run_probe
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
 from prorl_trio.sandbox.run_dir import SOCKET_NAME, open_shared_run_dir
-from prorl_trio.sandbox.runtime import LIB_DIR, TOOL_PATH, daemon_argv, python_mounts
+from prorl_trio.sandbox.runtime import LIB_DIR, host_runtime, image_runtime
 from prorl_trio.sandbox.skeleton import CONTROL_DIR, HOME, USER, host_mounts, read_only_proc
 from prorl_trio.sandbox.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.userns import user_namespace_remedy
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
     from prorl_trio.sandbox.provider import Sandbox, SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
@@ -92,10 +93,12 @@ class BubblewrapProvider(SandboxProvider):
         root: tuple[str, ...]
         if spec.image == "host":
             root = ("--ro-bind", str(run_dir.root), "/")
+            runtime = host_runtime()
             mounts = host_mounts()
         else:
-            root = _image_root(spec.image)
-            mounts = python_mounts()
+            root = ("--overlay-src", str(locate_directory(spec.image)), "--tmp-overlay", "/")
+            runtime = image_runtime()
+            mounts = runtime.mounts
         size = ("--size", str(spec.tmpfs_bytes))
         argv = [self._executable, *_ISOLATION, *root]
         if spec.network:
@@ -111,26 +114,10 @@ class BubblewrapProvider(SandboxProvider):
             argv += ["--ro-bind-try", os.path.realpath("/etc/resolv.conf"), "/etc/resolv.conf"]
         if spec.image != "host":
             argv += ["--ro-bind", str(run_dir.lib), LIB_DIR]
-        argv += ["--bind", str(folder.control), CONTROL_DIR, "--setenv", "PYTHONPATH", LIB_DIR, "--chdir", "/", "--"]
-        tool_env = {"PATH": TOOL_PATH, "HOME": HOME, "USER": USER}
-        return Launch((*argv, *daemon_argv(f"{CONTROL_DIR}/{SOCKET_NAME}")), {}, tool_env, HOME)
-
-
-def _image_root(image: str) -> tuple[str, ...]:
-    """A writable view of the image directory; what is written to it is thrown away.
-
-    Raises:
-        SandboxUnavailable: it is not a directory.
-    """
-    path = Path(image)
-    if path.is_file():
-        raise SandboxUnavailable(
-            f"image {image} is a file; bubblewrap needs an unpacked directory: unpack it "
-            f"(`apptainer build --sandbox DIR {image}`), or use the apptainer provider"
-        )
-    if not path.is_dir():
-        raise SandboxUnavailable(f"image {image} does not exist; use `host`, or the path of an unpacked root directory")
-    return ("--overlay-src", str(path.resolve()), "--tmp-overlay", "/")
+        argv += ["--bind", str(folder.control), CONTROL_DIR, "--setenv", "PYTHONPATH", runtime.python_path]
+        argv += ["--chdir", "/", "--"]
+        tool_env = {**runtime.tool_env, "HOME": HOME, "USER": USER}
+        return Launch((*argv, *runtime.daemon_argv(f"{CONTROL_DIR}/{SOCKET_NAME}")), {}, tool_env, HOME)
 
 
 def _parse(version: str) -> tuple[int, ...]:

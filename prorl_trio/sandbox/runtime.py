@@ -1,6 +1,7 @@
-"""What makes the daemon run inside a sandbox: this project's Python, its packages, and the daemon's own code.
+"""What makes the daemon run inside a sandbox: a Python, its packages, and the daemon's own code.
 
-The Python and its packages are bound read-only at the paths they have outside, so nothing in them needs to move. The
+In the host's own userland that is this project's Python, bound read-only at the paths it has outside, so nothing in it
+needs to move, and what agents run has its packages. In any other image it is the self-contained runtime (`bundle`). The
 daemon's code is copied, so that nothing else of a checkout or an installation can be seen.
 """
 
@@ -16,18 +17,17 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from prorl_trio.errors import InternalError
+from prorl_trio.sandbox.bundle import BUNDLE_DIR, BUNDLE_PACKAGES, BUNDLE_PYTHON, require_bundle
 
-__all__ = ["LIB_DIR", "PYTHON", "TOOL_PATH", "Mount", "daemon_argv", "install_daemon", "python_mounts"]
+__all__ = ["LIB_DIR", "TOOL_PATH", "Mount", "Runtime", "host_runtime", "image_runtime", "install_daemon"]
 
 LIB_DIR: Final = "/opt/prorl/lib"
 """Where the daemon's code is, inside."""
 
-PYTHON: Final = sys.executable
+SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-TOOL_PATH: Final = ":".join(
-    (os.path.dirname(sys.executable), "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
-)
-"""PATH of what agents run: `python3` is the project's, with numpy and sympy."""
+TOOL_PATH: Final = f"{os.path.dirname(sys.executable)}:{SYSTEM_PATH}"
+"""PATH of what agents run on `host`: `python3` is the project's, with numpy and sympy."""
 
 _DAEMON_PACKAGES: Final = ("ipc", "sandbox_daemon")
 _SYSTEM_DIRS: Final = ("/usr", "/bin", "/lib", "/lib64", "/sbin")
@@ -41,10 +41,45 @@ class Mount(NamedTuple):
     writable: bool = False
 
 
-def python_mounts() -> tuple[Mount, ...]:
+class Runtime(NamedTuple):
+    """How the daemon runs in one kind of image.
+
+    Attributes:
+        python: its interpreter, inside.
+        python_path: PYTHONPATH of the daemon. No tool sees it.
+        mounts: what has to be mounted for it, the daemon's code aside.
+        tool_env: what the tools get of it. Without a PATH they have the image's own.
+    """
+
+    python: str
+    python_path: str
+    mounts: tuple[Mount, ...]
+    tool_env: dict[str, str]
+
+    def daemon_argv(self, socket_path: str) -> tuple[str, ...]:
+        """The daemon's command line. Its environment must have `python_path` as PYTHONPATH."""
+        return (self.python, "-m", "sandbox_daemon", "--socket", socket_path)
+
+
+def host_runtime() -> Runtime:
+    """This project's own Python, for the host's userland."""
+    return Runtime(sys.executable, LIB_DIR, _python_mounts(), {"PATH": TOOL_PATH})
+
+
+def image_runtime() -> Runtime:
+    """The self-contained runtime, for any other.
+
+    Raises:
+        SandboxUnavailable: it has not been made.
+    """
+    mounts = (Mount(str(require_bundle()), BUNDLE_DIR),)
+    return Runtime(BUNDLE_PYTHON, f"{LIB_DIR}:{BUNDLE_PACKAGES}", mounts, {})
+
+
+def _python_mounts() -> tuple[Mount, ...]:
     """The folders of the interpreter and of its virtual environment, outermost first.
 
-    Those below /usr are left out: the host image has them, and another image keeps its own /usr.
+    Those below /usr are left out: the host image has them.
     """
     real_prefix = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
     prefixes = sorted({sys.base_prefix, sys.prefix, real_prefix})
@@ -88,8 +123,3 @@ def _daemon_files() -> tuple[tuple[str, bytes], ...]:
                 cached = importlib.util.cache_from_source(relative)
                 files += [(relative, source.read_bytes()), (cached, Path(compiled).read_bytes())]
     return tuple(files)
-
-
-def daemon_argv(socket_path: str) -> tuple[str, ...]:
-    """The daemon's command line. Its environment must have `LIB_DIR` on PYTHONPATH."""
-    return (PYTHON, "-m", "sandbox_daemon", "--socket", socket_path)

@@ -6,7 +6,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING, Final
 
-from prorl_trio.sandbox.runtime import LIB_DIR, Mount, install_daemon, python_mounts
+from prorl_trio.sandbox.runtime import LIB_DIR, Mount, host_runtime, install_daemon
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +55,7 @@ def host_mounts() -> tuple[Mount, ...]:
     """The host's userland and the project's Python, read-only."""
     system = [f"/{name}" for name in ("usr", *_SYSTEM_DIRS) if not os.path.islink(f"/{name}")]
     system += [f"/etc/{name}" for name in _ETC_DIRS]
-    return tuple(Mount(path, path) for path in system if os.path.isdir(path)) + python_mounts()
+    return tuple(Mount(path, path) for path in system if os.path.isdir(path)) + host_runtime().mounts
 
 
 def build_skeleton(root: Path) -> None:

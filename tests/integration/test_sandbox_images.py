@@ -1,4 +1,4 @@
-"""Images other than `host`: an unpacked directory with another userland, and the same as a .sif file."""
+"""Images other than `host`, of each kind of userland, as an unpacked directory and as a .sif file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import msgspec
@@ -17,87 +15,193 @@ import trio
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.apptainer import ApptainerProvider, find_apptainer
 from prorl_trio.sandbox.bubblewrap import BubblewrapProvider
-from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.provider import SandboxProvider, SandboxSpec
 from prorl_trio.sandbox.reaper import descendants, is_alive
+from prorl_trio.testing import sandbox_contract
+from prorl_trio.testing.sandbox_contract import Contract
 
-PROGRAMS = ("bash", "sh", "cat", "env", "ls", "sleep")
+PROGRAMS = ("bash", "sh", "cat", "env", "ls", "mkdir", "rm", "seq", "sleep", "tr")
+APPLETS = ("sh", "cat", "env", "ls", "sleep")
+MAPPED = "import subprocess; print(subprocess.run(['/bin/{}', '/proc/self/maps'], capture_output=True).stdout.decode())"
+CONTRACT = (
+    sandbox_contract.check_ipython_keeps_state,
+    sandbox_contract.check_files_round_trip,
+    sandbox_contract.check_no_network,
+)
+SHELL_CONTRACT = (
+    sandbox_contract.check_bash_keeps_state,
+    sandbox_contract.check_exit_code_is_a_result,
+    sandbox_contract.check_bash_timeout,
+    sandbox_contract.check_environment_is_as_specified,
+    sandbox_contract.check_environment_is_clean,
+    sandbox_contract.check_cancelled_call,
+    sandbox_contract.check_cancelled_start,
+)
+USERLANDS = ("glibc", "busybox", "musl")
+PROVIDERS = (ApptainerProvider, BubblewrapProvider)
+
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
-@pytest.fixture(scope="module")
-def image(tmp_path_factory):
-    """A root directory with bash, a handful of programs, and the libraries that they and the project's Python need."""
-    root = tmp_path_factory.mktemp("image")
+def _empty_root(root):
     for folder in ("bin", "dev", "etc", "proc", "tmp", "usr", "var"):
-        (root / folder).mkdir()
+        (root / folder).mkdir(parents=True)
     (root / "etc/motd").write_text("another userland\n")
-    binaries = [Path(str(shutil.which(name))) for name in PROGRAMS]
-    for binary in binaries:
-        shutil.copy2(binary, root / "bin" / binary.name)
-    modules = Path(sysconfig.get_path("stdlib"), "lib-dynload").glob("*.so")
-    for library in _libraries([*binaries, Path(sys.executable), Path(msgspec._core.__file__), *modules]):
-        target = root / str(library).lstrip("/")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(library, target)
     return root
 
 
-def _libraries(files):
-    listed = subprocess.run(["ldd", *map(str, files)], capture_output=True, text=True, check=False).stdout
-    words = [word for line in listed.splitlines() if line[:1].isspace() for word in line.split()]
-    return {word for word in words if word.startswith("/") and Path(word).is_file()}
+def _glibc_root(root):
+    """bash, a handful of programs, and the libraries that they need. No Python."""
+    binaries = [Path(str(shutil.which(name))) for name in PROGRAMS]
+    listed = subprocess.run(["ldd", *map(str, binaries)], capture_output=True, text=True, check=True).stdout
+    libraries = {Path(word) for word in listed.split() if word.startswith("/") and Path(word).is_file()}
+    for binary in binaries:
+        shutil.copy2(binary, root / "bin" / binary.name)
+    for library in libraries - set(binaries):
+        target = root / str(library).lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(library, target)
+
+
+def _busybox_root(root):
+    """One program without any library."""
+    program = shutil.which("busybox")
+    if program is None or subprocess.run(["ldd", program], capture_output=True, check=False).returncode == 0:
+        pytest.skip("there is no static busybox here: apt-get install busybox-static")
+    shutil.copy2(program, root / "bin/busybox")
+    for applet in APPLETS:
+        (root / "bin" / applet).symlink_to("busybox")
+
+
+def _musl_root(root):
+    """Busybox, and musl's loader with a program that is linked to it."""
+    _busybox_root(root)
+    compiler = shutil.which("musl-gcc")
+    loader = Path("/lib/ld-musl-x86_64.so.1")
+    if compiler is None or not loader.exists():
+        pytest.skip("there is no musl here: apt-get install musl-tools")
+    source = root.parent / "print.c"
+    source.write_text(
+        '#include <stdio.h>\nint main(int c, char **v) { int b; FILE *f = fopen(v[1], "r");'
+        " while ((b = getc(f)) != EOF) putchar(b); return 0; }\n"
+    )
+    subprocess.run([compiler, "-o", root / "bin/linked", source], check=True)
+    (root / "lib").mkdir()
+    shutil.copy2(loader, root / "lib" / loader.name)
 
 
 @pytest.fixture(scope="module")
-def sif(image, tmp_path_factory):
+def image_of(tmp_path_factory):
+    """The image of a userland, as a directory (`dir`) or as a file (`sif`). Each is made once."""
+    makers = {"glibc": _glibc_root, "busybox": _busybox_root, "musl": _musl_root}
+    made = {}
+
+    def make(userland, kind):
+        if (userland, kind) not in made:
+            folder = tmp_path_factory.mktemp(f"{userland}-{kind}")
+            if kind == "dir":
+                makers[userland](_empty_root(folder / "root"))
+                made[userland, kind] = folder / "root"
+            else:
+                made[userland, kind] = _sif(make(userland, "dir"), folder / "image.sif")
+        return made[userland, kind]
+
+    return make
+
+
+def _sif(root, path):
     executable = find_apptainer()
     if executable is None:
         pytest.skip("apptainer is not installed: no .sif can be built")
-    path = tmp_path_factory.mktemp("sif") / "image.sif"
-    built = subprocess.run([executable, "--quiet", "build", path, image], capture_output=True, text=True, check=False)
+    built = subprocess.run([executable, "--quiet", "build", path, root], capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     return path
 
 
-async def _check(provider, image):
-    with trio.fail_after(60):
-        async with provider.open_shared():
-            before = descendants(os.getpid())
-            async with provider.open_sandbox(SandboxSpec(image=str(image))) as sandbox:
-                result = await sandbox.bash("cat /etc/motd; ls /usr", timeout_s=20)
-                assert result.output.startswith("another userland")
-                assert "share" not in result.output
-                written = await sandbox.bash("echo changed > /etc/motd; cat /etc/motd; pwd", timeout_s=20)
-                assert written.output == "changed\n/home/agent\n"
-                await sandbox.write_file("/srv/new/file", b"x" * 100_000)
-                cell = await sandbox.ipython("6 * 7", timeout_s=20)
-                assert cell.result == "42"
-            assert descendants(os.getpid()) <= before
-    if image.is_dir():
-        assert (image / "etc/motd").read_text() == "another userland\n"
+class Imaged(SandboxProvider):
+    """A provider whose sandboxes are of another image than `host`, unless they ask for one themselves."""
+
+    def __init__(self, provider, image):
+        self.name, self.isolated = provider.name, provider.isolated
+        self._provider = provider
+        self._image = str(image)
+
+    async def probe(self):
+        return await self._provider.probe()
+
+    def open_sandbox(self, spec):
+        image = self._image if spec.image == "host" else spec.image
+        return self._provider.open_sandbox(msgspec.structs.replace(spec, image=image))
 
 
-async def _skip_unless_usable(provider):
+async def _usable(provider_type, base):
+    provider = provider_type(base)
     report = await provider.probe()
     if not report.usable:
         pytest.skip(f"{provider.name} cannot run here: {report.problem}. What to do: {report.remedy}")
+    return provider
 
 
-@pytest.mark.parametrize("provider_type", [ApptainerProvider, BubblewrapProvider], ids=lambda p: p.name)
-async def test_directory(provider_type, image, tmp_path):
-    provider = provider_type(tmp_path)
-    await _skip_unless_usable(provider)
-    await _check(provider, image)
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("userland", USERLANDS)
+@pytest.mark.parametrize("provider_type", PROVIDERS, ids=lambda p: p.name)
+async def test_contract_in_a_directory(provider_type, userland, check, image_of, tmp_path):
+    provider = await _usable(provider_type, tmp_path)
+    await check(Contract(Imaged(provider, image_of(userland, "dir")), tmp_path))
 
 
-async def test_sif_and_its_fuse_process(sif, tmp_path):
-    provider = ApptainerProvider(tmp_path)
-    await _skip_unless_usable(provider)
-    await _check(provider, sif)
+@pytest.mark.parametrize("check", SHELL_CONTRACT, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("provider_type", PROVIDERS, ids=lambda p: p.name)
+async def test_contract_of_the_shell(provider_type, check, image_of, tmp_path):
+    provider = await _usable(provider_type, tmp_path)
+    await check(Contract(Imaged(provider, image_of("glibc", "dir")), tmp_path))
 
 
-async def test_killed_launcher_of_a_sif_leaves_no_fuse_process(sif, tmp_path):
-    provider = ApptainerProvider(tmp_path)
-    await _skip_unless_usable(provider)
+@pytest.mark.parametrize("userland", USERLANDS)
+async def test_sif_and_its_fuse_process(userland, image_of, tmp_path):
+    provider = await _usable(ApptainerProvider, tmp_path)
+    image = image_of(userland, "sif")
+    for check in CONTRACT:
+        await check(Contract(Imaged(provider, image), tmp_path))
+
+
+@pytest.mark.parametrize("provider_type", PROVIDERS, ids=lambda p: p.name)
+async def test_a_program_uses_the_images_own_libraries_and_nothing_of_ours(provider_type, image_of, tmp_path):
+    """Neither the runtime's libraries nor its environment leak into what is started."""
+    provider = await _usable(provider_type, tmp_path)
+    with trio.fail_after(60):
+        for userland, program, library in (("glibc", "cat", "libc.so.6"), ("musl", "linked", "ld-musl-x86_64.so.1")):
+            spec = SandboxSpec(image=str(image_of(userland, "dir")))
+            async with provider.open_sandbox(spec) as sandbox:
+                mapped = (await sandbox.ipython(MAPPED.format(program), timeout_s=20)).stdout
+                assert library in mapped
+                assert "/opt/prorl" not in mapped
+                environment = (await sandbox.ipython("!env", timeout_s=20)).stdout
+                assert "PATH=/usr/local/sbin:" in environment
+                assert not [line for line in environment.splitlines() if line.startswith(("PYTHON", "LD_"))]
+                assert "/opt/prorl" not in environment
+
+
+@pytest.mark.parametrize("provider_type", PROVIDERS, ids=lambda p: p.name)
+async def test_what_is_written_is_thrown_away(provider_type, image_of, tmp_path):
+    provider = await _usable(provider_type, tmp_path)
+    image = image_of("glibc", "dir")
+    with trio.fail_after(60):
+        async with provider.open_sandbox(SandboxSpec(image=str(image))) as sandbox:
+            result = await sandbox.bash("cat /etc/motd; ls /usr", timeout_s=20)
+            assert result.output == "another userland\n"
+            written = await sandbox.bash("echo changed > /etc/motd; cat /etc/motd; pwd", timeout_s=20)
+            assert written.output == "changed\n/home/agent\n"
+            await sandbox.write_file("/srv/new/file", b"x" * 100_000)
+            refused = await sandbox.bash("echo x > /opt/prorl/runtime/bin/python3", timeout_s=20)
+            assert refused.exit_code == 1
+    assert (image / "etc/motd").read_text() == "another userland\n"
+    assert not (image / "srv/new").exists()
+
+
+async def test_killed_launcher_of_a_sif_leaves_no_fuse_process(image_of, tmp_path):
+    provider = await _usable(ApptainerProvider, tmp_path)
+    sif = image_of("glibc", "sif")
     with trio.fail_after(60):
         async with provider.open_shared():
             before = descendants(os.getpid())
@@ -110,22 +214,28 @@ async def test_killed_launcher_of_a_sif_leaves_no_fuse_process(sif, tmp_path):
             assert not any(map(is_alive, started))
 
 
-async def test_bubblewrap_refuses_a_sif(tmp_path):
+async def test_bubblewrap_refuses_a_sif_that_is_not_unpacked(tmp_path):
     sif = tmp_path / "image.sif"
     sif.touch()
-    with pytest.raises(SandboxUnavailable, match="unpacked directory"):
+    with pytest.raises(SandboxUnavailable, match="image unpack"):
         async with BubblewrapProvider(tmp_path).open_sandbox(SandboxSpec(image=str(sif))):
             pass
 
 
-@pytest.mark.parametrize("provider_type", [ApptainerProvider, BubblewrapProvider], ids=lambda p: p.name)
-async def test_image_that_cannot_run_the_daemon(provider_type, tmp_path):
-    image = tmp_path / "empty"
-    for folder in ("proc", "dev", "tmp", "etc", "bin"):
-        (image / folder).mkdir(parents=True)
-    provider = provider_type(tmp_path)
-    await _skip_unless_usable(provider)
-    with trio.fail_after(60), pytest.raises(SandboxUnavailable, match="did not start") as caught:
+@pytest.mark.parametrize("provider_type", PROVIDERS, ids=lambda p: p.name)
+async def test_no_runtime(provider_type, image_of, tmp_path, monkeypatch):
+    image = image_of("glibc", "dir")
+    provider = await _usable(provider_type, tmp_path)
+    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path / "nothing"))
+    with pytest.raises(SandboxUnavailable, match="prorl-trio image runtime"):
         async with provider.open_sandbox(SandboxSpec(image=str(image))):
             pass
-    assert "it said" in str(caught.value)
+
+
+@pytest.mark.parametrize("provider_type", PROVIDERS, ids=lambda p: p.name)
+async def test_reference_that_was_not_pulled(provider_type, tmp_path, monkeypatch):
+    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path))
+    provider = await _usable(provider_type, tmp_path)
+    with pytest.raises(SandboxUnavailable, match="image pull docker://nothing"):
+        async with provider.open_sandbox(SandboxSpec(image="docker://nothing")):
+            pass

@@ -1,0 +1,170 @@
+"""Which file or folder an image's name stands for, and the store of those that were pulled, built or unpacked.
+
+An image is `host`, a path, or the name under which the store has it: the reference it was pulled by
+(`docker://debian:12`), or the name it was built as. The store is one folder per image in the cache folder, whole or
+absent at any moment: `image.json`, and `image.sif`, `root` or both. `launch.images` fills it; sandboxes only look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from prorl_trio.cache import cache_dir
+from prorl_trio.errors import SandboxUnavailable
+
+__all__ = [
+    "ImageRecord",
+    "StoredImage",
+    "find_image",
+    "image_folder",
+    "images_dir",
+    "is_reference",
+    "list_images",
+    "locate_directory",
+    "locate_image",
+    "name_of_file",
+]
+
+RECORD_NAME: Final = "image.json"
+SIF_NAME: Final = "image.sif"
+ROOT_NAME: Final = "root"
+
+_REFERENCE: Final = re.compile(r"(docker|library|oras)://\S+")
+
+
+class ImageRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a stored image.
+
+    Attributes:
+        name: what it is called in a `SandboxSpec`, or for an unpacked file `name_of_file`.
+        digest: `sha256:` and the hexadecimal checksum of the .sif file, also when only its unpacked root is kept.
+        size_bytes: of that file.
+        made_at_s: Unix time.
+    """
+
+    name: str
+    digest: str
+    size_bytes: int
+    made_at_s: float
+
+
+class StoredImage(NamedTuple):
+    """A whole image in the store. Its record's time of change says when it was last used."""
+
+    record: ImageRecord
+    folder: Path
+
+    @property
+    def sif(self) -> Path | None:
+        """The .sif file, if it is kept."""
+        path = self.folder / SIF_NAME
+        return path if path.is_file() else None
+
+    @property
+    def root(self) -> Path | None:
+        """The unpacked root directory, if there is one."""
+        path = self.folder / ROOT_NAME
+        return path if path.is_dir() else None
+
+    @property
+    def used_at_s(self) -> float:
+        """When a sandbox was last started from it, or when it was made. Unix time."""
+        return (self.folder / RECORD_NAME).stat().st_mtime
+
+    def touch(self) -> None:
+        """Note that it is being used. Nothing happens in a store this user may not write."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder / RECORD_NAME)
+
+
+def images_dir() -> Path:
+    """The store. Not created here."""
+    return cache_dir() / "images"
+
+
+def image_folder(name: str) -> Path:
+    """Where the image of this name is, or would be."""
+    readable = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")[-60:]
+    return images_dir() / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def is_reference(image: str) -> bool:
+    """Whether it names an image of a registry."""
+    return _REFERENCE.fullmatch(image) is not None
+
+
+def name_of_file(path: Path) -> str:
+    """The store's name for this very content of a .sif file: another size or time of change is another name."""
+    real = path.resolve()
+    status = real.stat()
+    return f"{real}@{status.st_size}-{status.st_mtime_ns}"
+
+
+def find_image(name: str) -> StoredImage | None:
+    """The stored image of this name. None if there is none, or its record cannot be read. Blocks."""
+    return _read(image_folder(name))
+
+
+def list_images() -> list[StoredImage]:
+    """All stored images, by name. Blocks."""
+    found = (_read(record.parent) for record in images_dir().glob(f"[!.]*/{RECORD_NAME}"))
+    return sorted((image for image in found if image is not None), key=lambda image: image.record.name)
+
+
+def _read(folder: Path) -> StoredImage | None:
+    try:
+        record = msgspec.json.decode((folder / RECORD_NAME).read_bytes(), type=ImageRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return StoredImage(record, folder)
+
+
+def locate_image(image: str) -> Path:
+    """The root directory or .sif file to start `image` from; a directory where both are stored. Blocks.
+
+    Raises:
+        SandboxUnavailable: there is no such image; with what to do.
+    """
+    if not is_reference(image) and (path := Path(image)).exists():
+        return path.resolve()
+    stored = find_image(image)
+    found = stored and (stored.root or stored.sif)
+    if stored is None or found is None:
+        raise SandboxUnavailable(_missing(image))
+    stored.touch()
+    return found
+
+
+def locate_directory(image: str) -> Path:
+    """As `locate_image`, for those who cannot mount a .sif: its unpacked root. Blocks.
+
+    Raises:
+        SandboxUnavailable: also when it is there as a file only.
+    """
+    found = locate_image(image)
+    if found.is_dir():
+        return found
+    unpacked = find_image(name_of_file(found))
+    if unpacked is None or unpacked.root is None:
+        raise SandboxUnavailable(
+            f"image {image} is a file; bubblewrap needs an unpacked directory: unpack it with "
+            f"`prorl-trio image unpack {image}`, or use the apptainer provider"
+        )
+    unpacked.touch()
+    return unpacked.root
+
+
+def _missing(image: str) -> str:
+    if is_reference(image):
+        return f"image {image} has not been pulled; do so with `prorl-trio image pull {image}`"
+    return (
+        f"image {image} does not exist; use `host`, an unpacked root directory, a .sif file, or an image that "
+        "`prorl-trio image list` names"
+    )
