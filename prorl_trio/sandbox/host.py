@@ -159,6 +159,13 @@ class SandboxHost:
         finally:
             self._pool_changed.set()  # only now: a start in advance is not to slow the one down that is waited for
 
+    async def wait_stocked(self) -> None:
+        """Return when no start in advance is going on or due. For those who measure, or fill the stock beforehand."""
+        await trio.lowlevel.checkpoint()
+        if self._pool.limits.max_warm > 0:
+            while self._pool_changed.is_set() or self._pool.starting_count > 0:
+                await self._pool_changed.wait()
+
     async def _take_warm(self, key: bytes, image: str) -> HostedSandbox | None:
         hosted = self._pool.take(key, image, trio.current_time())
         while hosted is not None:

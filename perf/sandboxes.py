@@ -1,0 +1,241 @@
+"""What a sandbox costs: cold and warm starts, ends, and the memory of many live ones, beside `apptainer exec true` and
+`bwrap true` themselves, in one run.
+
+    python -m perf.sandboxes [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+from perf.harness import Case, Options, Report, Series, run_benchmark
+from perf.sandbox_images import build_directory_image, build_sif
+from prorl_trio.sandbox.apptainer import ApptainerProvider, find_apptainer
+from prorl_trio.sandbox.bubblewrap import BubblewrapProvider, find_bubblewrap
+from prorl_trio.sandbox.host import open_sandbox_host
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.reaper import descendants
+from prorl_trio.sandbox.warm_pool import WarmLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from prorl_trio.sandbox.host import HostedSandbox, SandboxHost
+    from prorl_trio.sandbox.provider import SandboxProvider
+
+logger = logging.getLogger(__name__)
+
+COLD_TARGET_MS, WARM_TARGET_MS = 400.0, 10.0
+START_TIMEOUT_S = 60.0
+LIVE_STARTS_AT_ONCE = 4
+KIB_PER_MIB = 1024
+
+
+class Size(NamedTuple):
+    """How much is measured."""
+
+    rounds: int
+    warm_opens: int
+    live: int
+
+
+QUICK = Size(rounds=6, warm_opens=15, live=24)
+FULL = Size(rounds=60, warm_opens=200, live=200)
+
+
+class Start(NamedTuple):
+    """One kind of cold start."""
+
+    name: str
+    provider: SandboxProvider
+    image: str
+    floor: str
+
+
+async def benchmark(options: Options) -> Report:
+    """Cold starts beside their floors, interleaved; then warm ones; then many at once."""
+    size = QUICK if options.quick else FULL
+    with tempfile.TemporaryDirectory(prefix="prorl-perf-") as scratch:
+        folder = Path(scratch)
+        root = await trio.to_thread.run_sync(build_directory_image, folder / "image")
+        starts = await _usable_starts(folder, root)
+        if not starts:
+            raise RuntimeError("neither Apptainer nor bubblewrap works here; `prorl-trio doctor` says why")
+        floors = {name: argv for name, argv in _floor_commands(root).items() if name in {s.floor for s in starts}}
+        series = await _measure_cold(starts, floors, size.rounds)
+        usual = next((start for start in starts if start.name == "cold.dir"), starts[0])
+        series.append(await _measure_warm(usual, size.warm_opens))
+        metrics = await _measure_live(starts[0], size.live)
+    return Report(title="sandboxes: from open() to ready, and the launchers alone", series=series, more_metrics=metrics)
+
+
+async def _usable_starts(folder: Path, root: Path) -> list[Start]:
+    starts: list[Start] = []
+    apptainer, bubblewrap = ApptainerProvider(folder), BubblewrapProvider(folder)
+    executable = find_apptainer()
+    if executable is not None and (await apptainer.probe()).usable:
+        floor = "floor.apptainer_exec"
+        starts += [Start("cold.host", apptainer, "host", floor), Start("cold.dir", apptainer, str(root), floor)]
+        try:
+            sif = await trio.to_thread.run_sync(build_sif, executable, root, folder / "image.sif")
+        except subprocess.SubprocessError as exc:
+            logger.warning("no .sif is measured: it cannot be built: %s", exc)
+        else:
+            starts.append(Start("cold.sif", apptainer, str(sif), floor))
+    if (await bubblewrap.probe()).usable:
+        starts.append(Start("cold.bwrap", bubblewrap, "host", "floor.bwrap"))
+    return starts
+
+
+def _floor_commands(root: Path) -> dict[str, Sequence[str]]:
+    """The launchers with their own isolation and nothing of ours inside: what a start cannot be faster than."""
+    isolated = ("--userns", "--containall", "--net", "--network", "none", "--no-mount", "sys,bind-paths")
+    bare = ("--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev")
+    return {
+        "floor.apptainer_exec": (find_apptainer() or "", "--quiet", "exec", *isolated, str(root), "true"),
+        "floor.bwrap": (find_bubblewrap() or "", *bare, "true"),
+    }
+
+
+async def _measure_cold(starts: list[Start], floors: dict[str, Sequence[str]], rounds: int) -> list[Series]:
+    """Every round opens and closes each once, beginning with another one each time. The first round counts nothing."""
+    samples: dict[str, list[float]] = {}
+    names = [start.name for start in starts] + list(floors)
+    by_name = {start.name: start for start in starts}
+    async with AsyncExitStack() as stack:
+        hosts = {start.name: await stack.enter_async_context(open_sandbox_host(start.provider)) for start in starts}
+        for index in range(-1, rounds):
+            first = index % len(names)
+            for name in (*names[first:], *names[:first]):
+                if name in floors:
+                    times = {name: await _time_command(floors[name])}
+                else:
+                    opened_ms, closed_ms = await _time_start(hosts[name], by_name[name].image)
+                    times = {name: opened_ms, name.replace("cold", "close"): closed_ms}
+                if index >= 0:
+                    for case_name, taken_ms in times.items():
+                        samples.setdefault(case_name, []).append(taken_ms)
+    floor_of = {start.name: start.floor for start in starts}
+    return [_series(name, samples[name], floor_of.get(name)) for name in sorted(samples)]
+
+
+def _series(name: str, samples: list[float], floor: str | None) -> Series:
+    targets = {"cold.host": COLD_TARGET_MS, "cold.dir": COLD_TARGET_MS, "cold.bwrap": COLD_TARGET_MS}
+    targets["warm"] = WARM_TARGET_MS
+    return Series(
+        case=Case(name=name, run=trio.lowlevel.checkpoint, floor=floor, max_p50=targets.get(name)), samples=samples
+    )
+
+
+async def _time_start(host: SandboxHost, image: str) -> tuple[float, float]:
+    """Milliseconds to open a new one, and to close it."""
+    began = time.perf_counter()
+    sandbox = await host.open(SandboxSpec(image=image, start_timeout_s=START_TIMEOUT_S))
+    opened = time.perf_counter()
+    await sandbox.aclose()
+    closed = time.perf_counter()
+    return (opened - began) * 1e3, (closed - opened) * 1e3
+
+
+async def _time_command(argv: Sequence[str]) -> float:
+    began = time.perf_counter()
+    await trio.run_process(argv, stdin=subprocess.DEVNULL, capture_stdout=True, capture_stderr=True)
+    return (time.perf_counter() - began) * 1e3
+
+
+async def _measure_warm(start: Start, opens: int) -> Series:
+    """Milliseconds to open one from a full stock. The time between is for the refill."""
+    spec = SandboxSpec(image=start.image, start_timeout_s=START_TIMEOUT_S)
+    samples: list[float] = []
+    async with open_sandbox_host(start.provider, warm=WarmLimits(max_warm=2)) as host:
+        await (await host.open(spec)).aclose()
+        for taken in range(opens):
+            await host.wait_stocked()
+            began = time.perf_counter()
+            sandbox = await host.open(spec)
+            samples.append((time.perf_counter() - began) * 1e3)
+            if host.statistics()["warm_taken_total"] != taken + 1:
+                raise RuntimeError(f"a sandbox that should be warm was not: {host.statistics()}")
+            await sandbox.aclose()
+    return _series("warm", samples, None)
+
+
+async def _measure_live(start: Start, count: int) -> dict[str, float]:
+    """So many at once, each with a shell that ran a command. Memory is the proportional set size of its processes."""
+    spec = SandboxSpec(image=start.image, start_timeout_s=START_TIMEOUT_S)
+    sandboxes: list[HostedSandbox] = []
+    others = _children()
+    async with open_sandbox_host(start.provider, max_concurrent_starts=LIVE_STARTS_AT_ONCE) as host:
+        began = time.perf_counter()
+        async with trio.open_nursery() as nursery:
+            for _ in range(count):
+                nursery.start_soon(_open_into, host, spec, sandboxes)
+        opened_s = time.perf_counter() - began
+        async with trio.open_nursery() as nursery:
+            for sandbox in sandboxes:
+                nursery.start_soon(_run_true, sandbox)
+        mib = await trio.to_thread.run_sync(_mib_of_each, others)
+        live = host.statistics()["live"]
+    return {
+        "live.count": live,
+        "live.starts_per_s": round(count / opened_s, 2),
+        "live.mib_each": round(statistics.mean(mib), 1),
+        "live.mib_max": round(max(mib), 1),
+    }
+
+
+async def _open_into(host: SandboxHost, spec: SandboxSpec, sandboxes: list[HostedSandbox]) -> None:
+    sandboxes.append(await host.open(spec))
+
+
+async def _run_true(sandbox: HostedSandbox) -> None:
+    result = await sandbox.bash("true", timeout_s=START_TIMEOUT_S)
+    if result.exit_code != 0:
+        raise RuntimeError(f"`true` failed in {sandbox!r}: {result}")
+
+
+def _children() -> frozenset[int]:
+    """Pids of this process's children."""
+    pids: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            pids.update(map(int, (task / "children").read_text().split()))
+    return frozenset(pids)
+
+
+def _mib_of_each(others: frozenset[int]) -> list[float]:
+    """MiB of each of our sandboxes: of each child that is not one of `others` nor the reaper, with its descendants."""
+    sizes = []
+    for child in _children() - others:
+        family = {child, *(process.pid for process in descendants(child))}
+        if len(family) > 1 or b"sandbox_daemon" in _command_line(child):
+            sizes.append(sum(map(_pss_kib, family)) / KIB_PER_MIB)
+    return sizes
+
+
+def _command_line(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def _pss_kib(pid: int) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(benchmark))

@@ -1,0 +1,29 @@
+"""The benchmark of sandboxes in small: it measures what it says, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import trio
+
+from perf import sandboxes
+from perf.harness import Options
+from prorl_trio.sandbox.reaper import descendants
+
+
+async def test_it_measures_what_it_says(monkeypatch):
+    monkeypatch.setattr(sandboxes, "QUICK", sandboxes.Size(rounds=1, warm_opens=2, live=3))
+    try:
+        with trio.fail_after(180):
+            report = await sandboxes.benchmark(Options(quick=True, json_path=None))
+    except RuntimeError as exc:
+        pytest.skip(str(exc))
+    metrics = report.metrics()
+    for series in report.series:
+        assert series.samples
+        assert metrics[f"{series.case.name}.p50_ms"] > 0
+    assert {"warm.p50_ms", "live.mib_each"} < set(metrics)
+    assert metrics["live.count"] == 3
+    assert 1 < metrics["live.mib_each"] <= metrics["live.mib_max"] < 500
+    assert descendants(os.getpid()) == set()
