@@ -19,6 +19,9 @@ __all__ = [
     "MAX_FRAME_BYTES",
     "PROTOCOL_VERSION",
     "REPLY_OF",
+    "BashInput",
+    "BashRestart",
+    "BashRestarted",
     "BashResult",
     "BashRun",
     "Cancel",
@@ -142,27 +145,46 @@ class Pong(_Wire, frozen=True):
 
 
 class BashRun(_Wire, frozen=True):
-    """Run `command` in the persistent shell; output is streamed as chunks of stream `output` when `stream` is set.
+    """Run `command` in the persistent shell. Refused with the code `busy` while a command is still running there.
 
     After `timeout_s` the foreground process group is interrupted and then killed; if the shell itself does not come
-    back, it is killed with everything in its session and started anew (`restarted`).
-    Of the output at most `max_output_bytes` are kept: the first and the last half.
+    back, it is killed with everything in its session and started anew (`restarted`). With `quiet_timeout_s`, the call
+    is answered (`running`) when that long no output came; the command goes on, and `BashInput` follows it up.
+    Of the output at most `max_output_bytes` are kept: the first and the last half. It is plain text, or, if `raw`,
+    what the terminal got. With `stream` it is sent as it comes as well, as chunks of stream `output`, always raw.
     """
 
     command: str
     timeout_s: float
     max_output_bytes: int = 64 * 1024
     stream: bool = False
+    quiet_timeout_s: float | None = None
+    raw: bool = False
+
+
+class BashInput(_Wire, frozen=True):
+    """Type `keys` into the terminal of the command that is still running, and wait for it as `BashRun` does.
+
+    0x03 interrupts (C-c), 0x04 ends its input (C-d), 0x1a stops it (C-z); no keys: only wait. Keys are dropped if the
+    command has ended meanwhile, which the result tells. Without a command to follow up: the code `not_running`.
+    """
+
+    keys: bytes
+    timeout_s: float
+    max_output_bytes: int = 64 * 1024
+    stream: bool = False
+    quiet_timeout_s: float | None = None
+    raw: bool = False
 
 
 class BashResult(_Wire, frozen=True):
-    """What a command did.
+    """What a command did since the call before.
 
     `output` is the terminal's (stdout and stderr in order), decoded as UTF-8 with replacement, newlines plain.
-    `exit_code` is None if the command was killed by the timeout or took the shell with it and left no code.
-    `dropped_bytes` were left out in the middle of `output`, where a line says so. `cwd` is the shell's afterwards.
-    `restarted`: the shell was lost (`exit`, `exec`, killed, or timed out beyond rescue); a new one has taken its
-    place, without the old one's variables, functions and working directory.
+    `exit_code` is None if the command was killed by the timeout, took the shell with it and left no code, or is still
+    `running`. `dropped_bytes` were left out in the middle of `output`, where a line says so. `cwd` is the shell's
+    afterwards. `restarted`: the shell was lost (`exit`, `exec`, killed, or timed out beyond rescue); a new one has
+    taken its place, without the old one's variables, functions and working directory.
     """
 
     output: str
@@ -172,6 +194,17 @@ class BashResult(_Wire, frozen=True):
     timed_out: bool = False
     restarted: bool = False
     dropped_bytes: int = 0
+    running: bool = False
+
+
+class BashRestart(_Wire, frozen=True):
+    """Kill the shell with everything in its session, also a running command, and start a new one."""
+
+
+class BashRestarted(_Wire, frozen=True):
+    """Answer to `BashRestart`: the new shell is ready. `pid` is its own, in the daemon's PID namespace."""
+
+    pid: int
 
 
 class IpythonRun(_Wire, frozen=True):
@@ -304,13 +337,15 @@ class FileWritten(_Wire, frozen=True):
     size_bytes: int
 
 
-SandboxCall = Ping | Exec | BashRun | IpythonRun | IpythonRestart | FileRead | FileWrite
-SandboxReply = Pong | ExecResult | BashResult | CellResult | IpythonRestarted | FileData | FileWritten
+SandboxCall = Ping | Exec | BashRun | BashInput | BashRestart | IpythonRun | IpythonRestart | FileRead | FileWrite
+SandboxReply = Pong | ExecResult | BashResult | BashRestarted | CellResult | IpythonRestarted | FileData | FileWritten
 
 REPLY_OF: dict[type[SandboxCall], type[SandboxReply]] = {
     Ping: Pong,
     Exec: ExecResult,
     BashRun: BashResult,
+    BashInput: BashResult,
+    BashRestart: BashRestarted,
     IpythonRun: CellResult,
     IpythonRestart: IpythonRestarted,
     FileRead: FileData,

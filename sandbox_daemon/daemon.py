@@ -17,6 +17,9 @@ from ipc.channel import listen_unix
 from ipc.errors import IpcError
 from ipc.rpc import CallContext, serve_rpc
 from ipc.wire import (
+    BashInput,
+    BashRestart,
+    BashRestarted,
     BashRun,
     Exec,
     FileRead,
@@ -162,6 +165,10 @@ class _Calls:
         match call:
             case BashRun():
                 return await self.bash.run(call, partial(context.send_chunk, "output"))
+            case BashInput():
+                return await self.bash.input(call, partial(context.send_chunk, "output"))
+            case BashRestart():
+                return BashRestarted(pid=await self.bash.restart())
             case IpythonRun():
                 return await self.ipython.run(call, context.send_chunk)
             case IpythonRestart():

@@ -1,37 +1,31 @@
-"""One bash process on a pseudo-terminal. How it is told commands and heard out: `bash_protocol`."""
+"""One shell process on a pseudo-terminal. How it is told commands and heard out: `shell_protocol`."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import signal
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
-from sandbox_daemon.bash_protocol import (
-    BEGUN_MARK,
-    COMMAND_FD,
-    INIT_COMMAND,
-    NONCE_FD,
-    NONCE_MARK,
-    PROMPT_MARK,
-    RECORD_FD,
-    TERMINAL_FD,
-    trigger_line,
-)
 from sandbox_daemon.keeper import StartFailed
 from sandbox_daemon.output import BarrierSplitter, OutputBuffer
+from sandbox_daemon.plain_text import CommandOutput
 from sandbox_daemon.processes import kill_until_gone
+from sandbox_daemon.shell_protocol import BEGUN_MARK, NONCE_MARK, PROMPT_MARK, ShellFiles
 from sandbox_daemon.terminal import Terminal, spawn_on_terminal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from sandbox_daemon.children import Child, ChildReaper
+    from sandbox_daemon.output import CappedOutput
     from sandbox_daemon.processes import ProcessEntry, ProcessTable
+    from sandbox_daemon.shell_protocol import Dialect
 
 __all__ = ["CommandEnd", "RunningCommand", "Shell", "open_shell"]
 
@@ -43,7 +37,9 @@ START_OUTPUT_BYTES = 4096
 BEGIN_GRACE_S = 0.25
 """How long an interrupt waits for a shell that has not read its command yet."""
 IDLE_OUTPUT_BYTES = 64 * 1024
-"""Kept of what background jobs write between two commands."""
+"""Kept of what is written between two calls."""
+INTERRUPT_KEYS = b"\x03\x1c"
+"""C-c and C-\\: bash may answer them with another prompt."""
 STREAM_BUFFER_CHUNKS = 16
 RECORD_PIPE_BYTES = 64 * 1024
 
@@ -58,27 +54,48 @@ class CommandEnd(msgspec.Struct, frozen=True):
 class RunningCommand:
     """A command in progress. `end` is None after `ended` if the shell was lost with it, or before it.
 
-    `was_read` tells which: False after `ended` if the shell never saw the command.
-
-    Args:
-        output: where its output is kept.
-        chunks: where its output goes as it comes, if anywhere; closed at its end.
+    `was_read` tells which: False after `ended` if the shell never saw the command. Its output goes to the call that
+    attends to it, and into a small buffer while none does.
     """
 
-    def __init__(self, output: OutputBuffer, chunks: trio.MemorySendChannel[bytes] | None = None) -> None:
+    def __init__(self) -> None:
         self.nonce = NONCE_MARK + secrets.token_hex(16)
-        self.output = output
         self.end: CommandEnd | None = None
         self.was_read = False
         self.was_interrupted = False
         self.ended = trio.Event()
-        self._chunks = chunks
+        self.last_output_s = trio.current_time()
+        """When it wrote last, on trio's clock."""
         self.splitter = BarrierSplitter(self.nonce.encode())
+        self._output = CommandOutput(0)
+        self._chunks: trio.MemorySendChannel[bytes] | None = None
+        self._unattended: OutputBuffer | None = OutputBuffer(IDLE_OUTPUT_BYTES)
+
+    def attend(self, output: CommandOutput, chunks: trio.MemorySendChannel[bytes] | None = None) -> None:
+        """From now on its output is kept in `output`, beginning with what came unattended.
+
+        Args:
+            chunks: where its output goes as it comes as well, if anywhere; closed at its end.
+        """
+        assert self._unattended is not None
+        unattended, self._unattended = self._unattended, None
+        self._output, self._chunks = output, chunks
+        self.take_nowait(unattended.capped().data)
+        if self.ended.is_set():
+            self._close_chunks()
+
+    def leave(self) -> CappedOutput:
+        """What it has written since `attend`; it goes on unattended. Call it before its end."""
+        capped, rest = self._output.leave()
+        self._unattended = OutputBuffer(IDLE_OUTPUT_BYTES)
+        self._unattended.append(rest)
+        self._close_chunks()
+        return capped
 
     def take_nowait(self, data: bytes) -> None:
-        """The beginning of the output, before the command runs."""
+        """The beginning of a call's output, before anything else."""
         if data:
-            self.output.append(data)
+            self._keep(data)
             if self._chunks is not None:
                 self._chunks.send_nowait(data)
 
@@ -86,31 +103,51 @@ class RunningCommand:
         """Output of the command. Waits while a stream's reader is behind, which holds the command up in turn."""
         if not data:
             return
-        self.output.append(data)
+        self.last_output_s = trio.current_time()
+        self._keep(data)
         if self._chunks is not None:
             try:
                 await self._chunks.send(data)
             except trio.BrokenResourceError:
                 self._chunks = None  # nobody listens any more
 
-    def finish(self, end: CommandEnd | None) -> None:
-        """Nothing follows."""
+    def finish(self, end: CommandEnd | None, last: bytes = b"") -> None:
+        """Nothing follows but `last`, which a stream does without."""
+        if last:
+            self._keep(last)
         self.end = end
+        self._close_chunks()
+        self.ended.set()
+
+    def output(self) -> CappedOutput:
+        """What it wrote since `attend`. Call it once, after its end."""
+        return self._output.end()
+
+    def unattended_output(self) -> bytes:
+        """What it wrote since `leave`, or since the start."""
+        return b"" if self._unattended is None else self._unattended.capped().data
+
+    def _keep(self, data: bytes) -> None:
+        (self._output if self._unattended is None else self._unattended).append(data)
+
+    def _close_chunks(self) -> None:
         if self._chunks is not None:
             self._chunks.close()
-        self.ended.set()
+            self._chunks = None
 
 
 class Shell:
-    """A running bash. One command at a time; its caller sees to that."""
+    """A running shell. One command at a time; its caller sees to that."""
 
-    def __init__(self, child: Child, terminal: Terminal, *, command_fd: int, nonce_fd: int, record_fd: int) -> None:
+    def __init__(self, child: Child, terminal: Terminal, dialect: Dialect) -> None:
         self.child = child
         self.last_end = CommandEnd(0, "/")
         self._terminal = terminal
-        self._command_fd = command_fd
-        self._nonce_fd = nonce_fd
-        self._record_fd = record_fd
+        self._dialect = dialect
+        self._files = dialect.files
+        self._gate_taken = False
+        self.is_unsettled = False
+        """Whether a signal may still be on its way to the shell: call `settle` before the next command."""
         self._records = b""
         self._repeated_nonce = b""
         self._running: RunningCommand | None = None
@@ -140,13 +177,25 @@ class Shell:
         assert self._running is None
         self._running = running
         self._terminal.reset_mode()
-        _replace_content(self._command_fd, command)
-        _replace_content(self._nonce_fd, f"{running.nonce}\0{running.nonce}")
         self._drain_records()
         self._records = b""
-        trigger = trigger_line(self.last_end.exit_code)
+        self._dialect.lay_ready(command, running.nonce)
+        trigger = self._dialect.trigger_line(self.last_end.exit_code)
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # gone: `serve` finishes the command
             await self._terminal.write(trigger)
+
+    async def type_keys(self, keys: bytes, running: RunningCommand) -> None:
+        """Type `keys` for `running`, and for nothing else: not at all if it is ending.
+
+        Waits while the terminal's input queue is full; a cancelled call may have typed a part.
+        """
+        if self._running is not running or not (self._gate_taken or self._files.take_gate()):
+            return
+        self._gate_taken = True
+        if any(key in keys for key in INTERRUPT_KEYS):
+            running.was_interrupted = True
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            await self._terminal.write(keys)
 
     async def interrupt(self, already: set[int]) -> None:
         """SIGINT to the process group that has the terminal: the command's foreground job, or the shell itself.
@@ -174,9 +223,11 @@ class Shell:
         """
         if self._gone.is_set():
             return
+        self.is_unsettled = False
         self._drain_records()
         self._records = b""
         self._terminal.reset_mode()
+        self._files.open_gate()  # a signal may have hit the shell when it had just taken the token
         with trio.move_on_after(BEGIN_GRACE_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             await self._terminal.write(b"\n")
             await self._wait_mark(PROMPT_MARK)
@@ -214,17 +265,15 @@ class Shell:
             if self.child.exit_code is None:
                 with trio.move_on_after(KILL_DEADLINE_S, shield=True):
                     await self.kill()
-            command_was_read = os.lseek(self._command_fd, 0, os.SEEK_CUR) > 0
+            self._drain_records()
             self._terminal.close()
-            trio.lowlevel.notify_closing(self._record_fd)
-            for fd in (self._command_fd, self._nonce_fd, self._record_fd):
-                os.close(fd)
+            trio.lowlevel.notify_closing(self._files.record_read)
+            self._files.close()
             self._gone.set()
             if self._running is not None:
                 running, self._running = self._running, None
-                running.output.append(running.splitter.flush())
-                running.was_read = command_was_read
-                running.finish(None)
+                running.was_read = BEGUN_MARK in self._records
+                running.finish(None, running.splitter.flush())
 
     async def _take_output(self) -> None:
         while True:
@@ -251,7 +300,13 @@ class Shell:
                 self.last_end = end
                 self._running = None
                 # An interrupt may have cut the prompt off when it had just written this; then it comes once more.
-                self._repeated_nonce = running.nonce.encode() if running.was_interrupted else b""
+                self.is_unsettled = running.was_interrupted
+                repeats = running.was_interrupted or self._dialect.repeats_nonce
+                self._repeated_nonce = running.nonce.encode() if repeats else b""
+                if self._gate_taken:
+                    self._gate_taken = False
+                    self._terminal.drop_input()
+                    self._files.open_gate()
                 running.was_read = True
                 self._idle_output.append(after)
                 running.finish(end)
@@ -264,7 +319,7 @@ class Shell:
         """Until the shell has sent `mark`, or is gone."""
         with suppress(trio.ClosedResourceError):
             while mark not in self._records and not self._gone.is_set():
-                await trio.lowlevel.wait_readable(self._record_fd)
+                await trio.lowlevel.wait_readable(self._files.record_read)
                 if not self._drain_records():
                     await self._gone.wait()
 
@@ -273,7 +328,7 @@ class Shell:
         if self._gone.is_set():
             return False
         try:
-            sent = os.read(self._record_fd, RECORD_PIPE_BYTES)
+            sent = os.read(self._files.record_read, RECORD_PIPE_BYTES)
         except BlockingIOError:
             return True
         self._records = (self._records + sent)[-RECORD_PIPE_BYTES:]
@@ -281,9 +336,9 @@ class Shell:
 
     def _read_record(self, nonce: str) -> CommandEnd | None:
         self._drain_records()
-        _, found, record = self._records.partition(nonce.encode() + b"\0")
+        before, found, record = self._records.partition(nonce.encode() + b"\0")
         fields = record.split(b"\0")
-        if not found or len(fields) < 3 or not fields[0].isdigit():
+        if not found or BEGUN_MARK not in before or len(fields) < 3 or not fields[0].isdigit():
             return None
         self._records = b""
         return CommandEnd(int(fields[0]), os.fsdecode(fields[1]))
@@ -291,53 +346,66 @@ class Shell:
 
 @asynccontextmanager
 async def open_shell(
-    reaper: ChildReaper, *, executable: str, env: dict[str, str], cwd: str, limiter: trio.CapacityLimiter
+    reaper: ChildReaper,
+    dialect: type[Dialect],
+    *,
+    executable: str,
+    env: dict[str, str],
+    cwd: str,
+    limiter: trio.CapacityLimiter,
 ) -> AsyncIterator[Shell]:
-    """Start a bash and yield it ready for its first command; on leaving, whatever is left of its session is killed.
+    """Start a shell and yield it ready for its first command; on leaving, whatever is left of its session is killed.
 
     A shell that ended by itself has no such end made: what it left in the background lives on.
 
     Raises:
         StartFailed: it could not be started, or was not ready within `START_TIMEOUT_S`.
     """
-    shell = await _spawn(reaper, executable=executable, env=env, cwd=cwd, limiter=limiter)
+    shell = await _spawn(reaper, dialect, executable=executable, env=env, cwd=cwd, limiter=limiter)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(shell.serve)
-        first = RunningCommand(OutputBuffer(START_OUTPUT_BYTES))
+        first = RunningCommand()
+        first.attend(CommandOutput(START_OUTPUT_BYTES))
         with trio.move_on_after(START_TIMEOUT_S):
-            await shell.begin(INIT_COMMAND, first)
+            await shell.begin(dialect.init_command, first)
             await first.ended.wait()
         ready = first.end is not None
         if ready:
             yield shell
         nursery.cancel_scope.cancel()
     if not ready:
-        said = first.output.capped().text
+        said = first.output().text
         raise StartFailed(f"{executable} did not get ready (limit {START_TIMEOUT_S:g} s); it said: {said}")
 
 
 async def _spawn(
-    reaper: ChildReaper, *, executable: str, env: dict[str, str], cwd: str, limiter: trio.CapacityLimiter
+    reaper: ChildReaper,
+    dialect_type: type[Dialect],
+    *,
+    executable: str,
+    env: dict[str, str],
+    cwd: str,
+    limiter: trio.CapacityLimiter,
 ) -> Shell:
-    record_read, record_write = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(record_read, False)
-    command_fd, nonce_fd = os.memfd_create("command"), os.memfd_create("nonce")
-    inherited = {COMMAND_FD: command_fd, RECORD_FD: record_write, NONCE_FD: nonce_fd}
-    argv = [executable, "--norc", "--noprofile", "--noediting", "-i"]
-    try:
-        with reaper.starting():
-            pid, terminal_fd = await trio.to_thread.run_sync(
-                lambda: spawn_on_terminal(argv, env=env, cwd=cwd, inherited=inherited, terminal_copy=TERMINAL_FD),
-                limiter=limiter,
-            )
-            child = reaper.adopt(pid)
-    except OSError as exc:
-        for fd in (command_fd, nonce_fd, record_read):
-            os.close(fd)
-        raise StartFailed(f"{executable} could not be started: {exc}") from exc
-    finally:
-        os.close(record_write)
-    return Shell(child, Terminal(terminal_fd), command_fd=command_fd, nonce_fd=nonce_fd, record_fd=record_read)
+    dialect = dialect_type(ShellFiles())
+    spawn = partial(
+        spawn_on_terminal,
+        [executable, *dialect.options],
+        env=env,
+        cwd=cwd,
+        inherited=dialect.inherited(),
+        terminal_copy=dialect.terminal_fd,
+    )
+    with ExitStack() as unused:
+        unused.callback(dialect.files.close)
+        try:
+            with reaper.starting():
+                pid, terminal_fd = await trio.to_thread.run_sync(spawn, limiter=limiter)
+                child = reaper.adopt(pid)
+        except OSError as exc:
+            raise StartFailed(f"{executable} could not be started: {exc}") from exc
+        unused.pop_all()
+    return Shell(child, Terminal(terminal_fd), dialect)
 
 
 def _executable(pid: int) -> str | None:
@@ -345,11 +413,3 @@ def _executable(pid: int) -> str | None:
         return os.readlink(f"/proc/{pid}/exe")
     except OSError:
         return None
-
-
-def _replace_content(fd: int, text: str) -> None:
-    """Give the shell, which shares the file's offset, `text` and a NUL to read from its beginning."""
-    content = f"{text}\0".encode()
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, content, 0)
-    os.lseek(fd, 0, os.SEEK_SET)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import termios
@@ -28,6 +29,8 @@ RESTORED_SIGNALS = (
     signal.SIGCHLD,
 )
 """Set to their default action in what is started: Python and shells ignore some of them, and that is inherited."""
+TIOCGPTPEER = 0x5441
+"""ioctl: opens the other end of a pty, wherever its name is mounted."""
 _IFLAG, _OFLAG, _LFLAG = 0, 1, 3
 
 
@@ -86,6 +89,17 @@ class Terminal:
             raise trio.ClosedResourceError
         await trio.lowlevel.wait_readable(self._fd)
 
+    def drop_input(self) -> None:
+        """Throw away what was typed and nobody has read."""
+        if self._closed:
+            return
+        with suppress(OSError, termios.error):
+            peer = fcntl.ioctl(self._fd, TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+            try:
+                termios.tcflush(peer, termios.TCIFLUSH)
+            finally:
+                os.close(peer)
+
     async def write(self, keys: bytes) -> None:
         """Type `keys`. Waits while the terminal's input queue is full; a cancelled write may have typed a part.
 
@@ -112,7 +126,7 @@ class Terminal:
 
 
 def spawn_on_terminal(
-    argv: list[str], *, env: Mapping[str, str], cwd: str, inherited: Mapping[int, int], terminal_copy: int
+    argv: list[str], *, env: Mapping[str, str], cwd: str, inherited: Mapping[int, int], terminal_copy: int | None
 ) -> tuple[int, int]:
     """Start `argv` as leader of a new session with a new pty as its controlling terminal. Blocks: call it in a thread.
 
@@ -121,7 +135,7 @@ def spawn_on_terminal(
         env: its whole environment.
         cwd: its working directory; `/` if that is gone.
         inherited: file descriptor there -> file descriptor here.
-        terminal_copy: one more file descriptor, there, for the terminal.
+        terminal_copy: one more file descriptor, there, for the terminal; None for none.
 
     Returns:
         The process id, and the pty's controlling end, which the caller owns.
@@ -140,7 +154,8 @@ def spawn_on_terminal(
         termios.tcsetattr(0, termios.TCSANOW, _plain_mode(0))
         for there, here in inherited.items():
             os.dup2(here, there)
-        os.dup2(0, terminal_copy)
+        if terminal_copy is not None:
+            os.dup2(0, terminal_copy)
 
     process = PtyProcess.spawn(
         argv,

@@ -1,0 +1,71 @@
+"""A POSIX shell (dash, busybox) in the words of `shell_protocol`. It has no `PROMPT_COMMAND`, and reads no descriptor
+above 9 by number: it gets the daemon's files by their paths in /proc, and inherits none.
+
+1. The trigger writes `BEGUN_MARK`, sets `PS1` and sources the command's file.
+2. `PS1` has a command substitution that sources the hook: at each prompt it sends `PROMPT_MARK` and the record, writes
+   the nonce to the terminal, and passes the gate. It runs in a subshell, so it cannot remember what it did: later
+   prompts repeat it. A command that changes `PS1` and then does not return to the trigger (a syntax error, C-c) takes
+   its own report away; its time runs out and the shell is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, ClassVar
+
+from sandbox_daemon.shell_protocol import Dialect, replace_content
+
+if TYPE_CHECKING:
+    from sandbox_daemon.shell_protocol import ShellFiles
+
+__all__ = ["PosixShell"]
+
+_HOOK = r"""__prorl_status=${{__prorl_status:-$?}}
+trap "" INT
+set +eux
+IFS= read -r __prorl_nonce <{nonce}
+command printf '\6%s\0%s\0%s\0' "$__prorl_nonce" "$__prorl_status" "${{PWD-}}" >{record}
+command printf '%s' "$__prorl_nonce" >/dev/tty
+read -r __prorl_gate <{gate}
+echo >{gate}
+"""
+_TRIGGER = (
+    r"""{{ __prorl_status=; PS1='{prompt}' PS2=; command printf '\2' >{record}; }} 2>/dev/null; {status}"""
+    r""". {command}; {{ __prorl_status=$?; PS1='{prompt}' PS2=; }} 2>/dev/null"""
+)
+_RESTORE_STATUS = "(exit {}); "
+_PROMPT = "$({{ . {hook}; }} 2>/dev/null)"
+
+
+class PosixShell(Dialect):
+    """An interactive `sh`. It edits no lines, for its terminal does not echo."""
+
+    options: ClassVar[tuple[str, ...]] = ("-i",)
+    init_command = "PS4='+ '"
+    repeats_nonce = True
+
+    def __init__(self, files: ShellFiles) -> None:
+        super().__init__(files)
+        self._paths = {
+            name: f"/proc/{os.getpid()}/fd/{fd}"
+            for name, fd in {
+                "command": files.command,
+                "nonce": files.nonce,
+                "record": files.record_write,
+                "gate": files.gate,
+                "hook": files.hook,
+            }.items()
+        }
+        replace_content(files.hook, _HOOK.format(**self._paths))
+
+    def inherited(self) -> dict[int, int]:
+        return {}
+
+    def lay_ready(self, command: str, nonce: str) -> None:
+        replace_content(self.files.command, f"{command}\n")
+        replace_content(self.files.nonce, f"{nonce}\n")
+
+    def trigger_line(self, last_exit_code: int) -> bytes:
+        status = _RESTORE_STATUS.format(last_exit_code) if last_exit_code else ""
+        prompt = _PROMPT.format(**self._paths)
+        return _TRIGGER.format(prompt=prompt, status=status, **self._paths).encode() + b"\n"
