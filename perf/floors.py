@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,15 @@ from ipc.wire import Ping, Pong, SandboxCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from pathlib import Path
 
 __all__ = ["BarePty", "open_bare_echo", "open_bare_ipython", "open_bare_pty"]
 
 DONE_FD = 200
 COMMAND_TIMEOUT_S = 30.0
 READ_BYTES = 64 * 1024
+DONE_BYTES = 16
+TAIL_TIMEOUT_S = 0.002
 
 
 class BarePty:
@@ -32,42 +36,65 @@ class BarePty:
     def __init__(self, process: Any, done_fd: int) -> None:
         self._process = process
         self._done_fd = done_fd
+        self._output = bytearray()
 
     def run(self, command: str) -> int:
-        """Returns the number of bytes put out."""
-        os.write(self._process.fd, f"{command}\nprintf . >&{DONE_FD}\n".encode())
-        output_bytes = 0
+        """Returns the exit code. The output is for `take_output`."""
+        os.write(self._process.fd, f"{command}\nprintf '%s\\n' $? >&{DONE_FD}\n".encode())
         while True:
             readable, _, _ = select.select([self._process.fd, self._done_fd], [], [], COMMAND_TIMEOUT_S)
             if not readable:
                 raise TimeoutError(f"{command!r} was not done within {COMMAND_TIMEOUT_S:g} s")
             if self._process.fd in readable:
-                output_bytes += len(os.read(self._process.fd, READ_BYTES))
-            elif os.read(self._done_fd, 1):
-                return output_bytes
+                self._output += os.read(self._process.fd, READ_BYTES)
+            elif done := os.read(self._done_fd, DONE_BYTES):
+                return int(done)
+
+    def take_output(self) -> str:
+        """What was put out since the last call. Waits `TAIL_TIMEOUT_S` for the end of it.
+
+        The pipe has no order with the terminal, so the end of the output may come after the exit code. A shell that
+        is to give both must mark the end in the terminal; the floor does not, so this belongs outside what is timed.
+        """
+        while select.select([self._process.fd], [], [], TAIL_TIMEOUT_S)[0]:
+            self._output += os.read(self._process.fd, READ_BYTES)
+        output = self._output.decode(errors="replace")
+        self._output.clear()
+        return output
 
 
 @contextmanager
-def open_bare_pty() -> Iterator[BarePty]:
-    """Start a bash, and kill it on leaving."""
+def open_bare_pty(*, env: dict[str, str] | None = None, cwd: Path | None = None) -> Iterator[BarePty]:
+    """Start a bash, and kill it on leaving. `env` is all of its environment."""
     done_read, done_write = os.pipe()
     try:
         os.dup2(done_write, DONE_FD)
         try:
             process = ptyprocess.PtyProcess.spawn(
-                ["bash", "--norc", "--noprofile", "--noediting"], echo=False, pass_fds=(DONE_FD,), env=_environment()
+                ["bash", "--norc", "--noprofile", "--noediting"],
+                echo=False,
+                pass_fds=(DONE_FD,),
+                env=_environment() if env is None else env,
+                cwd=cwd,
+                preexec_fn=_restore_sigpipe,
             )
         finally:
             os.close(DONE_FD)
         try:
             pty = BarePty(process, done_read)
             pty.run("PS1= PS2=")
+            pty.take_output()
             yield pty
         finally:
             process.close(force=True)
     finally:
         os.close(done_read)
         os.close(done_write)
+
+
+def _restore_sigpipe() -> None:
+    """Python ignores it, children inherit that, and then `yes | head` complains."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def _environment() -> dict[str, str]:

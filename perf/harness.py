@@ -21,6 +21,8 @@ import trio
 from rich.console import Console
 from rich.table import Table
 
+from perf.machine import describe_machine
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -28,7 +30,9 @@ __all__ = ["Case", "Options", "Report", "Series", "measure_interleaved", "run_be
 
 Unit = Literal["ms", "us"]
 PER_SECOND: dict[Unit, float] = {"ms": 1e3, "us": 1e6}
+PERCENTS = (50, 95, 99)
 PLOT_DPI = 120
+FILE_COLUMNS = 120
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,12 +42,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     json_path: Path | None
 
 
+async def _measured_elsewhere() -> None:
+    """Stands in for `Case.run` where samples come from elsewhere."""
+    raise RuntimeError("this case is not for `measure_interleaved`")
+
+
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One thing to be timed.
 
     Attributes:
-        name: dotted; the metrics are `NAME.p50_UNIT` and `NAME.p95_UNIT`.
-        run: does it once. Only this is timed.
+        name: dotted; the metrics are `NAME.p50_UNIT`, `NAME.p95_UNIT` and `NAME.p99_UNIT`.
+        run: does it once. Only this is timed. Left out where samples are taken elsewhere.
+        self_timed: `run` returns the seconds to count, as a float: it was timed nearer to the work.
         burst: how often it runs in a row, in each round. With 1 each run finds the caches as another case left them,
             as an agent's action does; a longer row shows the cost of the code alone.
         every: takes part in every n-th round only, for what is slow.
@@ -53,8 +63,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    run: Callable[[], Awaitable[object]]
+    run: Callable[[], Awaitable[Any]] = _measured_elsewhere
     unit: Unit = "ms"
+    self_timed: bool = False
     burst: int = 1
     every: int = 1
     floor: str | None = None
@@ -89,19 +100,45 @@ async def measure_interleaved(cases: Sequence[Case], *, rounds: int, warm_up_rou
                 continue
             for _ in range(case.burst):
                 started = time.perf_counter()
-                await case.run()
-                taken_s = time.perf_counter() - started
+                returned = await case.run()
+                taken_s = float(returned) if case.self_timed else time.perf_counter() - started
                 if round_index >= 0:
                     samples[case.name].append(taken_s * PER_SECOND[case.unit])
     return [Series(case=case, samples=samples[case.name]) for case in cases]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a benchmark found out. `more_metrics` are numbers that are no timings of cases."""
+    """What a benchmark found out.
+
+    Attributes:
+        title: over the table.
+        series: the timings.
+        more_metrics: numbers that are no timings of cases; rows of the table.
+        detail_metrics: numbers for the file only; `more_tables` show them to people.
+        at_least: what metrics are to reach.
+        more_tables: printed below the table.
+        notes: a sentence each, for people: what was left out and why, under which conditions.
+    """
 
     title: str
     series: list[Series]
     more_metrics: dict[str, float] = {}
+    detail_metrics: dict[str, float] = {}
+    at_least: dict[str, float] = {}
+    more_tables: list[Table] = []
+    notes: list[str] = []
+
+    def joined_with(self, other: Report) -> Report:
+        """Both in one; the title is this one's."""
+        return Report(
+            title=self.title,
+            series=self.series + other.series,
+            more_metrics=self.more_metrics | other.more_metrics,
+            detail_metrics=self.detail_metrics | other.detail_metrics,
+            at_least=self.at_least | other.at_least,
+            more_tables=self.more_tables + other.more_tables,
+            notes=self.notes + other.notes,
+        )
 
     def ratio(self, series: Series) -> float | None:
         """p50 over the p50 of its floor; None without one."""
@@ -112,11 +149,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         """Flat: what `--json` writes."""
         metrics: dict[str, float] = {}
         for series in self.series:
-            for percent in (50, 95):
+            for percent in PERCENTS:
                 metrics[f"{series.case.name}.p{percent}_{series.case.unit}"] = round(series.percentile(percent), 4)
             if (ratio := self.ratio(series)) is not None:
                 metrics[f"{series.case.name}.x_floor"] = round(ratio, 3)
-        return metrics | self.more_metrics
+        return metrics | self.more_metrics | self.detail_metrics
 
     def missed(self) -> list[str]:
         """A sentence for each target that was not met."""
@@ -127,13 +164,19 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
                 missed.append(f"{case.name}: p50 is {p50:.3g} {case.unit}, to be below {case.max_p50:g}")
             if case.max_x_floor is not None and ratio is not None and ratio >= case.max_x_floor:
                 missed.append(f"{case.name}: is {ratio:.2f} times {case.floor}, to be below {case.max_x_floor:g}")
+        metrics = self.metrics()
+        missed += [
+            f"{name}: is {metrics[name]:.3g}, to be at least {least:g}"
+            for name, least in self.at_least.items()
+            if name in metrics and metrics[name] < least
+        ]
         return missed
 
     def table(self) -> Table:
         """For people."""
         table = Table(title=self.title)
         table.add_column("case")
-        for heading in ("n", "p50", "p95", "x floor", "target"):
+        for heading in ("n", "p50", "p95", "p99", "x floor", "target"):
             table.add_column(heading, justify="right")
         for series in self.series:
             case, ratio = series.case, self.ratio(series)
@@ -142,13 +185,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             table.add_row(
                 case.name,
                 str(len(series.samples)),
-                f"{series.percentile(50):.3g} {case.unit}",
-                f"{series.percentile(95):.3g} {case.unit}",
+                *(f"{series.percentile(percent):.3g} {case.unit}" for percent in PERCENTS),
                 "" if ratio is None else f"{ratio:.2f}",
                 ", ".join(targets),
             )
         for name, value in self.more_metrics.items():
-            table.add_row(name, "", f"{value:g}", "", "", "")
+            target = f">= {self.at_least[name]:g}" if name in self.at_least else ""
+            table.add_row(name, "", f"{value:g}", "", "", "", target)
         return table
 
     def write_json(self, path: Path) -> None:
@@ -172,6 +215,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         axes.set_xscale("log")
         axes.set_xlabel("ms (p50, whisker to p95; grey: the floor)")
         axes.set_title(self.title)
+        figure.text(0.01, 0, describe_machine(), fontsize=5, va="bottom", color="grey")
         figure.tight_layout()
         figure.savefig(path, dpi=PLOT_DPI)
         pyplot.close(figure)
@@ -189,8 +233,11 @@ def run_benchmark(benchmark: Callable[[Options], Awaitable[Report]], argv: Seque
     arguments = parser.parse_args(argv)
     options = Options(quick=arguments.quick, json_path=arguments.json)
     report = trio.run(benchmark, options)
-    console = Console()
-    console.print(report.table())
+    console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
+    for table in (report.table(), *report.more_tables):
+        console.print(table)
+    for note in (*report.notes, f"measured on: {describe_machine()}"):
+        console.print(note, style="dim", highlight=False, markup=False)
     for sentence in report.missed():
         console.print(f"missed: {sentence}", style="yellow", highlight=False)
     if options.json_path is not None:

@@ -6,34 +6,26 @@
 
 from __future__ import annotations
 
-import secrets
-import subprocess
+import os
 import sys
 import tempfile
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import msgspec
-import trio
-
-from ipc.channel import connect_unix
-from ipc.rpc import CallContext, RpcClient, open_rpc_client, serve_rpc
-from ipc.wire import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong, SandboxCall
+from ipc.wire import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
+from perf import trace
+from perf.daemon import CALL_TIMEOUT_S, open_daemon, open_tcp_echo, open_unix_echo
 from perf.floors import open_bare_echo, open_bare_ipython, open_bare_pty
 from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+from perf.peers.environments import PEERS, PeerUnavailable
+from perf.peers.process import open_peer
 
 QUICK_ROUNDS, ROUNDS = 200, 2_000
 WARM_UP_ROUNDS = 10
 LARGE_EVERY = 10
 RPC_BURST = 10
-START_TIMEOUT_S = 30.0
-CALL_TIMEOUT_S = 30.0
-END_TIMEOUT_S = 10.0
+CELL = "x = 1"
 
 PIPE = "ls / | wc -l"
 OUTPUT_1MB = "head -c 1000000 /dev/zero | tr '\\0' x"
@@ -46,7 +38,32 @@ async def benchmark(options: Options) -> Report:
         pty = stack.enter_context(open_bare_pty())
         run_cell = stack.enter_context(open_bare_ipython(str(runtime_dir / "ipython")))
         bare_echo = await stack.enter_async_context(open_bare_echo())
-        echo = await stack.enter_async_context(open_echo())
+        echo = await stack.enter_async_context(open_unix_echo())
+        tcp_echo = await stack.enter_async_context(open_tcp_echo())
+        notes: list[str] = []
+        cases: list[Case] = []
+        try:
+            peer_dir = runtime_dir / "peer"
+            peer_dir.mkdir()
+            env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(peer_dir), "LANG": "C.UTF-8"}
+            jupyter = await stack.enter_async_context(
+                open_peer(PEERS["jupyter"], env=env, cwd=peer_dir, log=peer_dir / "log")
+            )
+        except PeerUnavailable as exc:
+            notes.append(f"left out: {exc}")
+        else:
+
+            async def zmq(transport: str) -> float:
+                answer = await jupyter.run(f"{transport} {CELL}")
+                assert answer.exit_code == 0, answer
+                return answer.elapsed_s
+
+            cases += [
+                Case(
+                    name=f"ipython.zmq_{transport}", run=partial(zmq, transport), self_timed=True, floor="ipython.floor"
+                )
+                for transport in ("tcp", "ipc")
+            ]
         daemon = await stack.enter_async_context(open_daemon(runtime_dir))
 
         async def bash(command: str) -> None:
@@ -70,7 +87,7 @@ async def benchmark(options: Options) -> Report:
         async def bare_cell(code: str) -> None:
             run_cell(code)
 
-        cases = [
+        cases += [
             Case(name="bash.true", run=partial(bash, "true"), floor="bash.floor_true", max_p50=1),
             Case(name="bash.floor_true", run=partial(bare_bash, "true")),
             Case(
@@ -87,66 +104,31 @@ async def benchmark(options: Options) -> Report:
                 name="bash.output_1mb", run=partial(bash, OUTPUT_1MB), floor="bash.floor_output_1mb", every=LARGE_EVERY
             ),
             Case(name="bash.floor_output_1mb", run=partial(bare_bash, OUTPUT_1MB), every=LARGE_EVERY),
-            Case(name="ipython.assign", run=partial(ipython, "x = 1"), floor="ipython.floor", max_p50=1, max_x_floor=3),
-            Case(name="ipython.floor", run=partial(bare_cell, "x = 1")),
+            Case(name="ipython.assign", run=partial(ipython, CELL), floor="ipython.floor", max_p50=1, max_x_floor=3),
+            Case(name="ipython.floor", run=partial(bare_cell, CELL)),
             Case(name="ipython.print", run=partial(ipython, "print(x)"), max_p50=1),
             Case(name="uds.rpc", run=echo, unit="us", burst=RPC_BURST, floor="uds.floor"),
+            Case(name="uds.tcp_rpc", run=tcp_echo, unit="us", burst=RPC_BURST, floor="uds.floor"),
             Case(name="uds.floor", run=bare_echo, unit="us", burst=RPC_BURST),
             Case(name="uds.daemon_ping", run=ping, unit="us", burst=RPC_BURST),
         ]
-        await ipython("x = 1")
+        await ipython(CELL)
         series = await measure_interleaved(
             cases, rounds=QUICK_ROUNDS if options.quick else ROUNDS, warm_up_rounds=WARM_UP_ROUNDS
         )
-    return Report(title="tools: through a Unix socket and the daemon, and bare", series=series)
-
-
-@asynccontextmanager
-async def open_echo() -> AsyncIterator[Callable[[], Awaitable[object]]]:
-    """A trivial call of the RPC, between two tasks over a Unix socket."""
-    calls: msgspec.msgpack.Decoder[SandboxCall] = msgspec.msgpack.Decoder(SandboxCall)
-
-    async def handle(body: msgspec.Raw, context: CallContext) -> Pong:
-        calls.decode(body)
-        return Pong(uptime_s=0.0, open_fds=0)
-
-    ours, theirs = (trio.SocketStream(sock) for sock in trio.socket.socketpair())
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(partial(serve_rpc, theirs, handle, token="perf"))
-        async with open_rpc_client(ours, token="perf") as client:
-            yield partial(client.call, Ping(), Pong, timeout_s=CALL_TIMEOUT_S)
-
-
-@asynccontextmanager
-async def open_daemon(runtime_dir: Path) -> AsyncIterator[RpcClient]:
-    """A daemon of its own, on this machine itself; it ends with the connection.
-
-    Raises:
-        RuntimeError: it did not start, or did not end by itself.
-    """
-    socket_path = runtime_dir / "daemon.sock"
-    token = secrets.token_hex(16)
-    async with trio.open_nursery() as nursery:
-        process: trio.Process = await nursery.start(
-            partial(
-                trio.run_process,
-                [sys.executable, "-m", "sandbox_daemon", "--socket", str(socket_path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        await process.stdin.send_all(msgspec.json.encode({"token": token}) + b"\n")
-        with trio.move_on_after(START_TIMEOUT_S):
-            said = await process.stdout.receive_some()
-            if said != b"READY\n":
-                raise RuntimeError(f"the daemon did not get ready within {START_TIMEOUT_S:g} s; it said {said!r}")
-        stream = await connect_unix(socket_path, connect_timeout_s=START_TIMEOUT_S)
-        async with open_rpc_client(stream, token=token) as client:
-            yield client
-        with trio.fail_after(END_TIMEOUT_S):
-            await process.wait()
+    p50 = {one.case.name: one.percentile(50) for one in series}
+    ratios = {"uds.tcp_over_uds": p50["uds.tcp_rpc"] / p50["uds.rpc"]}
+    if "ipython.zmq_tcp" in p50:
+        ratios["ipython.zmq_over_ours"] = p50["ipython.zmq_tcp"] / p50["ipython.assign"]
+        ratios["ipython.zmq_ipc_over_ours"] = p50["ipython.zmq_ipc"] / p50["ipython.assign"]
+    report = Report(
+        title="tools: through a Unix socket and the daemon, and bare",
+        series=series,
+        more_metrics={name: round(ratio, 3) for name, ratio in ratios.items()},
+        at_least={"uds.tcp_over_uds": 1, "ipython.zmq_over_ours": 4},
+        notes=notes,
+    )
+    return report.joined_with(await trace.benchmark(options))
 
 
 if __name__ == "__main__":

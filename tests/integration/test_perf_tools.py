@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from perf import tools
+from perf import tools, trace
 from perf.harness import Options
+from perf.peers.environments import PEERS
 
 if TYPE_CHECKING:
     import pytest
@@ -16,7 +17,11 @@ REQUIRED = [
     *(f"bash.{case}.p{percent}_ms" for case in ("true", "bin_true", "pipe", "output_1mb") for percent in (50, 95)),
     *(f"bash.floor_{case}.p{percent}_ms" for case in ("true", "bin_true", "pipe") for percent in (50, 95)),
     *(f"ipython.{case}.p{percent}_ms" for case in ("assign", "print", "floor") for percent in (50, 95)),
-    *(f"uds.rpc.p{percent}_us" for percent in (50, 95)),
+    *(f"{case}.p{percent}_us" for case in ("uds.rpc", "uds.tcp_rpc") for percent in (50, 95, 99)),
+    "uds.tcp_over_uds",
+    "trace.ours_over_pty",
+    "trace.ours_over_pty_total",
+    *(f"trace.{system}.total_s" for system in ("ours", "pty")),
 ]
 
 
@@ -30,6 +35,9 @@ async def test_the_tools_benchmark_measures_everything_and_leaves_nothing(
     monkeypatch.setattr(tools, "QUICK_ROUNDS", 2)
     monkeypatch.setattr(tools, "WARM_UP_ROUNDS", 1)
     monkeypatch.setattr(tools, "LARGE_EVERY", 1)
+    monkeypatch.setattr(trace, "QUICK_STEPS", 12)
+    monkeypatch.setattr(trace, "QUICK_ROUNDS", 1)
+    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path / "no-peers"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = children()
     fds_before = len(os.listdir("/proc/self/fd"))
@@ -37,7 +45,14 @@ async def test_the_tools_benchmark_measures_everything_and_leaves_nothing(
         report = await tools.benchmark(Options(quick=True, json_path=None))
     metrics = report.metrics()
     assert not [name for name in REQUIRED if name not in metrics]
-    assert all(value > 0 for value in metrics.values())
+    assert all(metrics[name] > 0 for name in REQUIRED)
+    assert {name: metrics[name] for name in ("trace.ours.wrong", "trace.pty.wrong")} == dict.fromkeys(
+        ("trace.ours.wrong", "trace.pty.wrong"), 0
+    )
+    assert not [name for name in metrics if "tmux" in name or "swerex" in name or "zmq" in name]
+    left_out = [note for note in report.notes if note.startswith("left out: ")]
+    assert len(left_out) == len(PEERS)
+    assert all("python -m perf.peers setup" in note or "needs the program" in note for note in left_out)
     assert children() == before
     assert len(os.listdir("/proc/self/fd")) <= fds_before
     assert not list(tmp_path.iterdir())

@@ -57,6 +57,20 @@ async def test_time_is_taken_in_the_unit_of_the_case(monkeypatch: pytest.MonkeyP
     assert in_us.samples == pytest.approx([2_000, 2_000])
 
 
+async def test_a_case_may_time_itself():
+    async def timed() -> float:
+        await trio.lowlevel.checkpoint()
+        return 0.25
+
+    (measured,) = await measure_interleaved([Case(name="a", run=timed, self_timed=True)], rounds=2, warm_up_rounds=1)
+    assert measured.samples == [250, 250]
+
+
+async def test_a_case_without_a_run_cannot_be_measured():
+    with pytest.raises(RuntimeError, match="not for"):
+        await measure_interleaved([Case(name="a")], rounds=1, warm_up_rounds=0)
+
+
 async def test_an_error_of_a_case_ends_the_measurement():
     async def fail() -> None:
         await trio.lowlevel.checkpoint()
@@ -81,6 +95,9 @@ def report() -> Report:
             series("quick", [float(number) for number in range(101)], unit="us", max_p50=51),
         ],
         more_metrics={"stalls": 7.0},
+        detail_metrics={"trace.wrong": 0.0},
+        at_least={"stalls": 8, "absent": 1},
+        notes=["left out: a peer"],
     )
 
 
@@ -88,12 +105,16 @@ def test_metrics_are_flat_and_named_by_case_percentile_and_unit():
     assert report().metrics() == {
         "ours.p50_ms": 2.0,
         "ours.p95_ms": 2.9,
+        "ours.p99_ms": 2.98,
         "ours.x_floor": 4.0,
         "floor.p50_ms": 0.5,
         "floor.p95_ms": 0.5,
+        "floor.p99_ms": 0.5,
         "quick.p50_us": 50.0,
         "quick.p95_us": 95.0,
+        "quick.p99_us": 99.0,
         "stalls": 7.0,
+        "trace.wrong": 0.0,
     }
 
 
@@ -101,6 +122,7 @@ def test_missed_targets_are_said_with_limit_and_value():
     assert report().missed() == [
         "ours: p50 is 2 ms, to be below 2",
         "ours: is 4.00 times floor, to be below 3",
+        "stalls: is 7, to be at least 8",
     ]
 
 
@@ -112,6 +134,14 @@ def test_the_table_shows_every_case_with_its_target():
     assert "a title" in text
     for shown in ("ours", "floor", "quick", "stalls", "4.00", "< 2 ms, < 3 x", "< 51 us", "95 us"):
         assert shown in text
+
+
+def test_two_reports_become_one():
+    joined = report().joined_with(Report(title="other", series=[series("more", [1.0])], notes=["a note"]))
+    assert joined.title == "a title"
+    assert joined.metrics() == report().metrics() | {"more.p50_ms": 1.0, "more.p95_ms": 1.0, "more.p99_ms": 1.0}
+    assert joined.notes == ["left out: a peer", "a note"]
+    assert joined.at_least == report().at_least
 
 
 def test_a_plot_is_written_only_where_matplotlib_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -141,6 +171,8 @@ def test_the_command_line_of_every_benchmark(tmp_path: Path, capsys: pytest.Capt
     printed = capsys.readouterr().out
     assert "a title" in printed
     assert "missed: ours: is 4.00 times floor" in printed
+    assert "left out: a peer" in printed
+    assert "measured on: " in printed
 
 
 def test_help_shows_the_benchmarks_own_words(capsys: pytest.CaptureFixture[str]):

@@ -1,0 +1,133 @@
+"""A peer's process: commands go to it one at a time, and what it says of them comes back with its own timing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from perf.peers.environments import Peer, PeerUnavailable, peer_python
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+__all__ = ["PeerAnswer", "PeerProcess", "open_peer"]
+
+WORKER = Path(__file__).with_name("worker.py")
+START_TIMEOUT_S = 90.0
+COMMAND_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 5.0
+MAX_LINE_BYTES = 8 * 1024 * 1024
+READ_BYTES = 64 * 1024
+ERROR_BYTES = 400
+
+
+class PeerAnswer(msgspec.Struct, frozen=True):
+    """What one command did, and how long the peer's call took. `exit_code` is None if the peer did not tell."""
+
+    output: str
+    exit_code: int | None
+    elapsed_s: float
+
+
+class PeerProcess:
+    """Talks to `worker.py`. Not for two tasks at once."""
+
+    def __init__(self, peer: Peer, process: trio.Process, log: Path) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.peer = peer
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._log = log
+        self._answers = msgspec.json.Decoder(PeerAnswer)
+
+    async def run(self, command: str) -> PeerAnswer:
+        """Run one command. After a cancel or an error the peer is of no more use.
+
+        Raises:
+            PeerUnavailable: it ended, or did not answer within `COMMAND_TIMEOUT_S`.
+        """
+        try:
+            await self._stdin.send_all(msgspec.json.encode({"command": command}) + b"\n")
+        except trio.BrokenResourceError as exc:
+            raise self._failed("ended") from exc
+        return self._answers.decode(await self._line(COMMAND_TIMEOUT_S, command))
+
+    async def wait_ready(self) -> None:
+        """Wait for it to have started.
+
+        Raises:
+            PeerUnavailable: it ended, or did not get ready within `START_TIMEOUT_S`.
+        """
+        await self._line(START_TIMEOUT_S, "its start")
+
+    async def _line(self, timeout_s: float, what: str) -> bytes:
+        with trio.move_on_after(timeout_s):
+            return await self._receive_line(what)
+        raise self._failed(f"did not finish {what!r} within {timeout_s:g} s")
+
+    async def _receive_line(self, what: str) -> bytes:
+        received = bytearray()
+        while not received.endswith(b"\n"):
+            piece = await self._stdout.receive_some(READ_BYTES)
+            if not piece:
+                raise self._failed(f"ended at {what!r}")
+            received += piece
+            if len(received) > MAX_LINE_BYTES:
+                raise self._failed(f"answered {what!r} with over {MAX_LINE_BYTES} bytes")
+        return bytes(received)
+
+    def _failed(self, what: str) -> PeerUnavailable:
+        said = self._log.read_text(errors="replace")[-ERROR_BYTES:].strip()
+        return PeerUnavailable(f"{self.peer.title} {what}" + (f"; it said: {said}" if said else ""))
+
+
+@asynccontextmanager
+async def open_peer(peer: Peer, *, env: dict[str, str], cwd: Path, log: Path) -> AsyncIterator[PeerProcess]:
+    """Start `peer` in `cwd` with `env` and nothing else, and end it on leaving: asked first, then killed.
+
+    `log` takes what it prints.
+
+    Raises:
+        PeerUnavailable: it is not installed, or does not start.
+    """
+    argv = [str(peer_python(peer)), "-B", str(WORKER), peer.name]
+    with log.open("wb") as log_file:
+        process = await trio.lowlevel.open_process(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            env=env,
+            cwd=cwd,
+            start_new_session=True,
+        )
+    try:
+        talk = PeerProcess(peer, process, log)
+        await talk.wait_ready()
+        yield talk
+    finally:
+        with trio.move_on_after(END_TIMEOUT_S + 2 * KILL_TIMEOUT_S, shield=True):
+            await _end(process, peer, env)
+
+
+async def _end(process: trio.Process, peer: Peer, env: dict[str, str]) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    await process.stdin.aclose()
+    with trio.move_on_after(END_TIMEOUT_S):
+        await process.wait()
+    if process.returncode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    await process.stdout.aclose()
+    if peer.clean_up:
+        with trio.move_on_after(KILL_TIMEOUT_S):
+            await trio.run_process(peer.clean_up, env=env, capture_stdout=True, capture_stderr=True, check=False)

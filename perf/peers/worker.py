@@ -1,0 +1,122 @@
+"""Drives one peer from inside its own environment: `python worker.py PEER`. Standard library and the peer only.
+
+Speaks JSON, a line each way: `{"ready": true}` once the peer is up; then for each `{"command": ...}` an answer
+`{"output", "exit_code", "elapsed_s"}`, where `elapsed_s` is the time of the peer's own call alone: neither this pipe
+nor JSON is charged to it. Ends at the end of its input. What the peer raises that is no answer ends it, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Answer = tuple[str, int | None]
+    Run = Callable[[str], Answer]
+
+COMMAND_TIMEOUT_S = 30
+
+
+@contextmanager
+def open_tmux() -> Iterator[Run]:
+    """OpenHands' terminal tool as its agent calls it: no timeout given, a pane of its pool."""
+    implementation: Any = importlib.import_module("openhands.tools.terminal.impl")
+    action: Any = importlib.import_module("openhands.tools.terminal.definition").TerminalAction
+    executor = implementation.TerminalExecutor(working_dir=os.getcwd(), terminal_type="tmux")
+
+    def run(command: str) -> Answer:
+        observation = executor(action(command=command))
+        return observation.text, observation.exit_code
+
+    try:
+        yield run
+    finally:
+        executor.close()
+
+
+@contextmanager
+def open_swerex() -> Iterator[Run]:
+    """SWE-ReX's runtime in this process: without the HTTP server that its users have in between."""
+    abstract: Any = importlib.import_module("swerex.runtime.abstract")
+    refusal: Any = importlib.import_module("swerex.exceptions").SwerexException
+    runtime = importlib.import_module("swerex.runtime.local").LocalRuntime()
+    with asyncio.Runner() as runner:
+        runner.run(runtime.create_session(abstract.CreateBashSessionRequest()))
+
+        def run(command: str) -> Answer:
+            action = abstract.BashAction(command=command, check="silent", timeout=COMMAND_TIMEOUT_S)
+            try:
+                observation = runner.run(runtime.run_in_session(action))
+            except refusal as exc:
+                return f"{type(exc).__name__}: {exc}", None
+            return observation.output, observation.exit_code
+
+        try:
+            yield run
+        finally:
+            runner.run(runtime.close())
+
+
+@contextmanager
+def open_jupyter() -> Iterator[Run]:
+    """ipykernel through jupyter_client's blocking client, over TCP and over IPC: a command is `tcp CODE` or `ipc CODE`.
+
+    `execute_interactive` returns when the answer and all output are there, as a tool needs them.
+    """
+    manager_type: Any = importlib.import_module("jupyter_client.manager").KernelManager
+    clients: dict[str, Any] = {}
+    managers: list[Any] = []
+    try:
+        for transport in ("tcp", "ipc"):
+            options = {"ip": os.path.abspath("kernel-ipc")} if transport == "ipc" else {}
+            manager = manager_type(transport=transport, **options)
+            manager.start_kernel()
+            managers.append(manager)
+            clients[transport] = manager.client()
+            clients[transport].start_channels()
+            clients[transport].wait_for_ready(timeout=COMMAND_TIMEOUT_S)
+
+        def run(command: str) -> Answer:
+            transport, _, code = command.partition(" ")
+            said: list[str] = []
+            reply = clients[transport].execute_interactive(
+                code,
+                store_history=False,
+                timeout=COMMAND_TIMEOUT_S,
+                output_hook=lambda message: said.append(str(message)),
+            )
+            return "".join(said), 0 if reply["content"]["status"] == "ok" else 1
+
+        yield run
+    finally:
+        for client in clients.values():
+            client.stop_channels()
+        for manager in managers:
+            manager.shutdown_kernel(now=True)
+
+
+def main(peer: str) -> None:
+    """Answer until the input ends. What peers and their children print goes to standard error."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        with {"tmux": open_tmux, "swerex": open_swerex, "jupyter": open_jupyter}[peer]() as run:
+            print(json.dumps({"ready": True}), file=answers, flush=True)
+            for line in sys.stdin:
+                command = json.loads(line)["command"]
+                started = time.perf_counter()
+                output, exit_code = run(command)
+                elapsed_s = time.perf_counter() - started
+                answer = {"output": output, "exit_code": exit_code, "elapsed_s": elapsed_s}
+                print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
