@@ -29,11 +29,13 @@ __all__ = [
     "CellResult",
     "Chunk",
     "Display",
+    "EditFile",
     "Envelope",
     "Exec",
     "ExecResult",
     "Failure",
     "FileData",
+    "FileEdited",
     "FileRead",
     "FileWrite",
     "FileWritten",
@@ -337,8 +339,39 @@ class FileWritten(_Wire, frozen=True):
     size_bytes: int
 
 
-SandboxCall = Ping | Exec | BashRun | BashInput | BashRestart | IpythonRun | IpythonRestart | FileRead | FileWrite
-SandboxReply = Pong | ExecResult | BashResult | BashRestarted | CellResult | IpythonRestarted | FileData | FileWritten
+# ---------------------------------------------------------------- editor
+
+
+class EditFile(_Wire, frozen=True):
+    """One call of an agent's `str_replace_editor`. Which fields a `command` needs is checked there, and told there.
+
+    `command` is `view` (`view_range`), `create` (`file_text`), `str_replace` (`old_str`, `new_str`), `insert`
+    (`insert_line`, `new_str`) or `undo_edit`. Of numbered lines at most `max_output_bytes` are shown.
+    """
+
+    command: str
+    path: str
+    file_text: str | None = None
+    old_str: str | None = None
+    new_str: str | None = None
+    insert_line: int | None = None
+    view_range: list[int] | None = None
+    max_output_bytes: int = 16 * 1024
+
+
+class FileEdited(_Wire, frozen=True):
+    """Answer to `EditFile`: what the agent reads. `ok` is False if nothing was done; `output` says why."""
+
+    output: str
+    ok: bool
+
+
+SandboxCall = (
+    Ping | Exec | BashRun | BashInput | BashRestart | IpythonRun | IpythonRestart | FileRead | FileWrite | EditFile
+)
+SandboxReply = (
+    Pong | ExecResult | BashResult | BashRestarted | CellResult | IpythonRestarted | FileData | FileWritten | FileEdited
+)
 
 REPLY_OF: dict[type[SandboxCall], type[SandboxReply]] = {
     Ping: Pong,
@@ -350,4 +383,5 @@ REPLY_OF: dict[type[SandboxCall], type[SandboxReply]] = {
     IpythonRestart: IpythonRestarted,
     FileRead: FileData,
     FileWrite: FileWritten,
+    EditFile: FileEdited,
 }

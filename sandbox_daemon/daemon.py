@@ -21,6 +21,7 @@ from ipc.wire import (
     BashRestart,
     BashRestarted,
     BashRun,
+    EditFile,
     Exec,
     FileRead,
     FileWrite,
@@ -33,6 +34,7 @@ from ipc.wire import (
 )
 from sandbox_daemon.bash import BashSession
 from sandbox_daemon.children import ChildReaper, become_subreaper
+from sandbox_daemon.editor import Editor
 from sandbox_daemon.exec import run_exec
 from sandbox_daemon.files import read_file, write_file
 from sandbox_daemon.ipython import IpythonSession
@@ -151,6 +153,7 @@ class _Calls:
         env = tool_environment(start.env)
         cwd = start.cwd or env["HOME"]
         self._limiter = trio.CapacityLimiter(MAX_THREADS)
+        self._editor = Editor(cwd=cwd, limiter=self._limiter)
         self._run_exec = partial(run_exec, reaper=reaper, env=env, cwd=cwd, limiter=self._limiter)
         self.bash = BashSession(reaper, env=env, cwd=cwd, limiter=self._limiter)
         self.ipython = IpythonSession(
@@ -173,6 +176,8 @@ class _Calls:
                 return await self.ipython.run(call, context.send_chunk)
             case IpythonRestart():
                 return IpythonRestarted(pid=await self.ipython.restart())
+            case EditFile():
+                return await self._editor.run(call)
             case Exec():
                 return await self._run_exec(call)
             case FileRead():

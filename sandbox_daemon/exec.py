@@ -81,12 +81,8 @@ class _Command:
         self.stdout = trio.lowlevel.FdStream(stdout_fd)
         self.stderr = trio.lowlevel.FdStream(stderr_fd)
 
-    async def kill(self) -> None:
-        """End everything that can be told to be the command's. Shielded, for `KILL_DEADLINE_S` at most."""
-        with trio.move_on_after(KILL_DEADLINE_S, shield=True):
-            await kill_until_gone(self._members)
-
-    def _members(self, table: ProcessTable) -> set[ProcessEntry]:
+    def members(self, table: ProcessTable) -> set[ProcessEntry]:
+        """Everything that can be told to be the command's."""
         session = self.child.pid
         members = table.with_descendants(lambda entry: entry.session == session)
         return members | table.descendants(session) if self.child.exit_code is None else members
@@ -97,18 +93,19 @@ async def _run(command: _Command, request: Exec) -> ExecResult:
     stdout, stderr = OutputBuffer(request.max_output_bytes), OutputBuffer(request.max_output_bytes)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_feed, command.stdin, request.stdin)
-        drained = [trio.Event(), trio.Event()]
-        nursery.start_soon(_drain, command.stdout, stdout, drained[0])
-        nursery.start_soon(_drain, command.stderr, stderr, drained[1])
+        out_drained, err_drained = trio.Event(), trio.Event()
+        nursery.start_soon(_drain, command.stdout, stdout, out_drained)
+        nursery.start_soon(_drain, command.stderr, stderr, err_drained)
         try:
             with trio.move_on_after(request.timeout_s) as patience:
                 await command.child.wait()
             duration_s = trio.current_time() - started_s
         finally:
-            await command.kill()
+            with trio.move_on_after(KILL_DEADLINE_S, shield=True):
+                await kill_until_gone(command.members)
         with trio.move_on_after(DRAIN_TIMEOUT_S):
-            for event in drained:
-                await event.wait()
+            await out_drained.wait()
+            await err_drained.wait()
         nursery.cancel_scope.cancel()
     out, err = stdout.capped(), stderr.capped()
     return ExecResult(

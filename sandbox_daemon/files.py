@@ -18,7 +18,7 @@ from ipc.wire import MAX_FRAME_BYTES, FileData, FileRead, FileWrite, FileWritten
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["read_file", "write_file"]
+__all__ = ["read_file", "replace_file", "write_file"]
 
 ReplyT = TypeVar("ReplyT")
 
@@ -107,26 +107,39 @@ def _read(request: FileRead) -> FileData:
 def _write(request: FileWrite) -> FileWritten:
     path = os.path.realpath(request.path)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    exists = os.path.lexists(path)
-    if exists:
+    if os.path.lexists(path):
         _require_regular(os.stat(path), path)
     if request.append:
-        return _write_in_place(path, request, os.O_APPEND | os.O_CREAT)
+        size_bytes = _write_in_place(path, request.data, request.mode, os.O_APPEND | os.O_CREAT)
+        return FileWritten(size_bytes=size_bytes)
+    replace_file(path, request.data, mode=request.mode)
+    return FileWritten(size_bytes=len(request.data))
+
+
+def replace_file(path: str, content: bytes, *, mode: int) -> None:
+    """Give the file at `path`, which is no link, a new content: all of it or nothing. Blocks. Parents are made.
+
+    In a directory that takes no new file the old one is overwritten in place, and keeps its mode.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     try:
-        return _replace(path, request)
+        _replace(path, content, mode)
     except PermissionError:
-        if not exists:
+        if not os.path.lexists(path):
             raise
-        return _write_in_place(path, request, os.O_TRUNC)
+        _write_in_place(path, content, mode, os.O_TRUNC)
 
 
-def _replace(path: str, request: FileWrite) -> FileWritten:
+def _replace(path: str, content: bytes, mode: int) -> None:
     temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         try:
-            _write_all(fd, request.data)
-            os.fchmod(fd, request.mode)
+            _write_all(fd, content)
+            os.fchmod(fd, mode)
         finally:
             os.close(fd)
         os.replace(temporary, path)
@@ -134,14 +147,14 @@ def _replace(path: str, request: FileWrite) -> FileWritten:
         with suppress(OSError):
             os.unlink(temporary)
         raise
-    return FileWritten(size_bytes=len(request.data))
 
 
-def _write_in_place(path: str, request: FileWrite, flags: int) -> FileWritten:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, request.mode)
+def _write_in_place(path: str, content: bytes, mode: int, flags: int) -> int:
+    """Returns the file's size afterwards."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, mode)
     try:
-        _write_all(fd, request.data)
-        return FileWritten(size_bytes=os.fstat(fd).st_size)
+        _write_all(fd, content)
+        return os.fstat(fd).st_size
     finally:
         os.close(fd)
 

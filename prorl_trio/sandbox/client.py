@@ -13,9 +13,11 @@ from ipc.wire import (
     BashResult,
     BashRun,
     CellResult,
+    EditFile,
     Exec,
     ExecResult,
     FileData,
+    FileEdited,
     FileRead,
     FileWrite,
     FileWritten,
@@ -46,7 +48,7 @@ ACTION_MARGIN_S: Final = 15.0
 """What the daemon may take beyond an action's own timeout: to interrupt, to kill, to start a new shell."""
 
 FILE_TIMEOUT_S: Final = 60.0
-"""For one piece of a file."""
+"""For one piece of a file, or one edit."""
 
 RESTART_TIMEOUT_S: Final = 30.0
 PING_TIMEOUT_S: Final = 5.0
@@ -120,6 +122,9 @@ class DaemonSandbox(Sandbox):
                 piece = data[start : start + FILE_PIECE_BYTES]
                 call = FileWrite(path=path, data=piece, append=start > 0, mode=mode)
                 await self._call(call, FileWritten, FILE_TIMEOUT_S)
+
+    async def edit_file(self, edit: EditFile) -> FileEdited:
+        return await self._act(edit, FileEdited, FILE_TIMEOUT_S)
 
     async def ping(self) -> Pong:
         return await self._act(Ping(), Pong, PING_TIMEOUT_S)

@@ -21,7 +21,7 @@ from prorl_trio.sandbox.warm_pool import WarmLimits, WarmPool
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from ipc.wire import BashResult, CellResult, ExecResult, Pong
+    from ipc.wire import BashResult, CellResult, EditFile, ExecResult, FileEdited, Pong
     from prorl_trio.sandbox.provider import SandboxProvider
 
 __all__ = ["HostedSandbox", "SandboxHost", "open_sandbox_host"]
@@ -93,6 +93,9 @@ class HostedSandbox(Sandbox):
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         await self._sandbox.write_file(path, data, mode=mode)
+
+    async def edit_file(self, edit: EditFile) -> FileEdited:
+        return await self._sandbox.edit_file(edit)
 
     async def aclose(self) -> None:
         """End the sandbox and return when nothing of it is left. Idempotent; an action in flight raises `SandboxLost`.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from ipc.wire import BashResult, CellResult, ExecResult, Pong
+    from ipc.wire import BashResult, CellResult, EditFile, ExecResult, FileEdited, Pong
 
 __all__ = ["ProviderReport", "Sandbox", "SandboxProvider", "SandboxSpec"]
 
@@ -115,6 +115,10 @@ class Sandbox(abc.ABC):
     @abc.abstractmethod
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Replace the file at the absolute `path` inside; parents are made. Errors as `read_file`."""
+
+    @abc.abstractmethod
+    async def edit_file(self, edit: EditFile) -> FileEdited:
+        """View or edit a text file inside, in the way agents know; what is wrong with the call is in the result."""
 
 
 class SandboxProvider(abc.ABC):

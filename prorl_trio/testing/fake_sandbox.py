@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import trio
 
-from ipc.wire import BashResult, CellError, CellResult, ExecResult, Pong
+from ipc.wire import BashResult, CellError, CellResult, ExecResult, FileEdited, Pong
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+
+    from ipc.wire import EditFile
 
 __all__ = ["FakeProvider", "FakeSandbox"]
 
@@ -248,6 +250,7 @@ class FakeSandbox(Sandbox):
             if argv[0] not in ("true", "false", "echo", "cat", "sleep"):
                 raise FileNotFoundError(errno.ENOENT, argv[0])
             with trio.move_on_after(timeout_s) as patience:
+                await trio.lowlevel.checkpoint()
                 if argv[0] == "sleep":
                     with self._lost:
                         await trio.sleep(float(argv[1]))
@@ -284,6 +287,24 @@ class FakeSandbox(Sandbox):
             await self._begin(f"write {path}")
             self._check_path(path)
             self.files[path] = bytes(data)
+
+    async def edit_file(self, edit: EditFile) -> FileEdited:
+        """Knows `view` of a whole file, `create` and `str_replace`."""
+        async with self._turn:
+            await self._begin(f"{edit.command} {edit.path}")
+            known = edit.path in self.files
+            text = self.files.get(edit.path, b"").decode()
+            match edit.command:
+                case "create" if not known:
+                    self.files[edit.path] = (edit.file_text or "").encode()
+                    return FileEdited(output=f"File created successfully at: {edit.path}", ok=True)
+                case "view" if known:
+                    lines = "".join(f"{number:6}\t{line}\n" for number, line in enumerate(text.splitlines(), 1))
+                    return FileEdited(output=f"Here's the result of running `cat -n` on {edit.path}:\n{lines}", ok=True)
+                case "str_replace" if known and edit.old_str and text.count(edit.old_str) == 1:
+                    self.files[edit.path] = text.replace(edit.old_str, edit.new_str or "").encode()
+                    return FileEdited(output=f"The file {edit.path} has been edited.", ok=True)
+            return FileEdited(output=f"{edit.command} cannot be done to {edit.path}.", ok=False)
 
     def _check_path(self, path: str) -> None:
         if not path.startswith("/"):

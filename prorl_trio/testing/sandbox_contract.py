@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 import trio
 
 import prorl_trio
+from ipc.wire import EditFile
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import descendants, is_alive
@@ -171,6 +172,22 @@ async def check_exec_is_one_shot(contract: Contract) -> None:
         assert (late.exit_code, late.timed_out) == (None, True)
         await _raises(FileNotFoundError, sandbox.exec(["no-such-program"], timeout_s=ACTION_TIMEOUT_S))
         assert await _bash(sandbox, "echo alive") == "alive"
+
+
+async def check_editor(contract: Contract) -> None:
+    """An agent's editor creates once, replaces what is there exactly once, and says what it did not do."""
+    async with _sandbox(contract) as sandbox:
+        path = f"/tmp/edited-{secrets.token_hex(4)}"
+        assert (await sandbox.edit_file(EditFile(command="create", path=path, file_text="a\nb\nb\n"))).ok
+        assert not (await sandbox.edit_file(EditFile(command="create", path=path, file_text="other"))).ok
+        assert not (await sandbox.edit_file(EditFile(command="str_replace", path=path, old_str="b", new_str="c"))).ok
+        assert (await sandbox.edit_file(EditFile(command="str_replace", path=path, old_str="a", new_str="x"))).ok
+        viewed = await sandbox.edit_file(EditFile(command="view", path=path))
+        assert viewed.ok
+        assert viewed.output.endswith("     1\tx\n     2\tb\n     3\tb\n")
+        assert await sandbox.read_file(path) == b"x\nb\nb\n"
+        await sandbox.bash(f"rm {path}", timeout_s=ACTION_TIMEOUT_S)  # not every provider has a /tmp of its own
+        assert not (await sandbox.edit_file(EditFile(command="view", path="/tmp/none"))).ok
 
 
 async def _raises(kind: type[E], action: Awaitable[object]) -> E:
@@ -452,6 +469,7 @@ CORE_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
     check_ipython_keeps_state,
     check_exec_is_one_shot,
     check_files_round_trip,
+    check_editor,
     check_output_is_capped,
     check_closed_is_lost,
     check_error_in_the_block,

@@ -1,0 +1,80 @@
+"""`str_replace_editor`: the file editor that agents are trained on. The work is done inside the sandbox."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+import trio
+
+from ipc.wire import EditFile
+from prorl_trio.errors import HandlerError
+from prorl_trio.tools.base import Observation, Tool
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from prorl_trio.sandbox.provider import Sandbox
+
+__all__ = ["EditorTool"]
+
+DESCRIPTION = """\
+View, create and edit text files.
+* `view` shows a file with line numbers, as `cat -n` does, or lists a directory two levels deep without hidden items
+* `create` makes a new file; it does not overwrite an existing one
+* `str_replace` replaces `old_str` with `new_str`; `old_str` must match exactly one place of the file, whitespace \
+included, so give it enough lines of context to be unique
+* `insert` puts `new_str` after the line `insert_line`
+* `undo_edit` takes back the last edit made to the file
+Long output is clipped and marked with `<response clipped>`. Files keep their state between calls."""
+
+
+class EditorTool(Tool):
+    """One command of the editor on one path."""
+
+    name = "str_replace_editor"
+    description = DESCRIPTION
+    parameters: ClassVar[Mapping[str, Any]] = {
+        "type": "object",
+        "properties": {
+            "command": {
+                "type": "string",
+                "enum": ["view", "create", "str_replace", "insert", "undo_edit"],
+                "description": "The command to run.",
+            },
+            "path": {"type": "string", "description": "Absolute path to file or directory, e.g. `/repo/file.py`."},
+            "file_text": {"type": "string", "description": "Required by `create`: the content of the file."},
+            "old_str": {"type": "string", "description": "Required by `str_replace`: the text in `path` to replace."},
+            "new_str": {
+                "type": "string",
+                "description": "The new text of `str_replace` (nothing if left out); required by `insert`.",
+            },
+            "insert_line": {
+                "type": "integer",
+                "description": "Required by `insert`: `new_str` goes AFTER this line of `path`; 0 is the beginning.",
+            },
+            "view_range": {
+                "type": "array",
+                "items": {"type": "integer"},
+                "description": "For `view` of a file: the lines to show, e.g. [11, 12]; -1 is the last line.",
+            },
+        },
+        "required": ["command", "path"],
+    }
+
+    async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
+        """Raises SandboxLost when the sandbox is gone."""
+        if sandbox is None:
+            raise HandlerError(f"the tool {self.name!r} needs a sandbox, but this handler opens none")
+        known = {key: arguments[key] for key in self.parameters["properties"] if key in arguments}
+        try:
+            # Not strict: policies write numbers as strings.
+            edit = msgspec.convert({**known, "type": "EditFile"}, EditFile, strict=False)
+        except msgspec.ValidationError as exc:
+            return Observation(text=f"Error: an argument is of the wrong type: {str(exc).replace('`$.', '`')}.")
+        edited = None
+        with trio.move_on_after(timeout_s):
+            edited = await sandbox.edit_file(edit)
+        if edited is None:
+            return Observation(text=f"Error: not done within {timeout_s:g} s. Look at the file before you go on.")
+        return Observation(text=edited.output)
