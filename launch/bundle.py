@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 from launch.progress import SetupError
 from launch.venv import exclusive
 from prorl_trio.sandbox.bundle import BUNDLE_DIR, BUNDLE_PACKAGES, bundle_path, bundled_distributions
+from prorl_trio.sandbox.runtime import LIB_DIR
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +39,13 @@ _NOT_NEEDED: Final = shutil.ignore_patterns(
 )
 _BY_NAME: Final = ("libnss_files.so.2", "libnss_dns.so.2", "libresolv.so.2", "libgcc_s.so.1")
 """What glibc opens while it runs: user look-up, DNS, the end of a thread. No list of dependencies has them."""
+
+_SEARCH_PATH: Final = f"""\
+import sys
+
+sys.path += [{LIB_DIR!r}, {BUNDLE_PACKAGES!r}]
+"""
+"""The module Python runs before any other: it holds also when the environment, an image's, is ignored (`python -I`)."""
 
 _PROOF: Final = """
 import sys
@@ -84,6 +92,8 @@ def _fill(root: Path) -> None:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     (root / "bin").mkdir()
     shutil.copytree(sysconfig.get_path("stdlib"), root / "lib" / version, ignore=_NOT_NEEDED)
+    (root / "lib" / version / "sitecustomize.py").unlink(missing_ok=True)
+    (root / "lib" / version / "sitecustomize.py").write_text(_SEARCH_PATH)
     shutil.copy2(python, root / "bin/python3")
     _copy_packages(root / _PACKAGES)
     loader = _run([patchelf, "--print-interpreter", str(python)]).strip()

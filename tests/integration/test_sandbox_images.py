@@ -239,3 +239,32 @@ async def test_reference_that_was_not_pulled(provider_type, tmp_path, monkeypatc
     with pytest.raises(SandboxUnavailable, match="image pull docker://nothing"):
         async with provider.open_sandbox(SandboxSpec(image="docker://nothing")):
             pass
+
+
+@pytest.mark.parametrize("provider_type", PROVIDERS, ids=lambda p: p.name)
+async def test_what_the_image_sets_is_for_the_tools(provider_type, tmp_path):
+    """Its variables, PATH, locale, library and Python path, which do not lead our Python astray; no launcher's."""
+    image = tmp_path / "image"
+    _glibc_root(_empty_root(image))
+    scripts = image / ".singularity.d/env"
+    scripts.mkdir(parents=True)
+    (scripts / "90-environment.sh").write_text(
+        'export JAVA_HOME=/opt/java LANG=POSIX HOME=/nobody\nexport PATH="/opt/java/bin:$PATH"\n'
+        "export PYTHONPATH=/opt/shadows LD_LIBRARY_PATH=/opt/java/lib:/.singularity.d/libs PS1='# '\n"
+    )
+    (image / "opt/shadows").mkdir(parents=True)
+    for module in ("trio", "msgspec", "sandbox_daemon"):
+        (image / f"opt/shadows/{module}.py").write_text("raise RuntimeError('the wrong module')")
+    (tmp_path / "run").mkdir()
+    provider = await _usable(provider_type, tmp_path / "run")
+    with trio.fail_after(60):
+        async with provider.open_sandbox(SandboxSpec(image=str(image), env={"OURS": "too"})) as sandbox:
+            lines = (await sandbox.bash("env", timeout_s=20)).output.splitlines()
+            cell = await sandbox.ipython("import os; os.environ['JAVA_HOME']", timeout_s=20)
+    expected = {"JAVA_HOME=/opt/java", "LANG=POSIX", "LD_LIBRARY_PATH=/opt/java/lib", "HOME=/home/agent", "OURS=too"}
+    assert expected <= set(lines)
+    assert next(line for line in lines if line.startswith("PATH=")).startswith("PATH=/opt/java/bin:")
+    assert "PYTHONPATH=/opt/shadows" in lines
+    launchers = ("APPTAINER", "SINGULARITY", "PS1=#", "PROMPT_COMMAND")
+    assert not [line for line in lines if line.startswith(launchers)]
+    assert cell.result == "'/opt/java'"
