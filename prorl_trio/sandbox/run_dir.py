@@ -7,6 +7,7 @@ too, the next node that starts here.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -41,6 +42,7 @@ CLOSE_TIMEOUT_S: Final = 10.0
 _PREFIX: Final = "prorl-"
 _UNBORN_PREFIX: Final = "new-prorl-"
 _NAME: Final = re.compile(r"prorl-[0-9]+-[a-z0-9_]{8}")
+_UNBORN_NAME: Final = re.compile(r"new-prorl-(?P<namespace>[0-9]+)-(?P<start_time>[0-9]+)-(?P<pid>[0-9]+)-[a-z0-9_]{8}")
 MARKER_NAME: Final = ".prorl-run-dir"
 """In every run folder. Nothing without it is ever swept, whatever it is called."""
 _NETWORK_FILE_SYSTEMS: Final = frozenset(
@@ -66,8 +68,10 @@ class RunDir:
     """A locked folder of this process. Made by `open_run_dir`."""
 
     def __init__(self, base: Path) -> None:
-        unborn = tempfile.mkdtemp(prefix=f"{_UNBORN_PREFIX}{os.getpid()}-", dir=base)
-        self.path = base / os.path.basename(unborn).removeprefix("new-")
+        # Until it is locked only its name can say whose it is: a pid, and what makes that pid one process for ever.
+        prefix = f"{_UNBORN_PREFIX}{_pid_namespace()}-{_start_time()}-"
+        unborn = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base)
+        self.path = base / (_PREFIX + os.path.basename(unborn).removeprefix(prefix))
         self._lock = os.open(unborn, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         Path(unborn, MARKER_NAME).touch()
@@ -114,6 +118,16 @@ class RunDir:
         finally:
             with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
                 await run_blocking(shutil.rmtree, folder.path, True)
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _start_time() -> int:
+    process = reaper.identify(os.getpid())
+    assert process is not None, "this process is alive"
+    return process.start_time
 
 
 def _make_sandbox_dir(folder: SandboxDir) -> None:
@@ -237,6 +251,7 @@ def file_system_of(path: Path, mountinfo: str) -> str:
 
 def sweep(base: Path) -> None:
     """End and remove what dead nodes of this user left in `base`. Blocks. Leaves alone what does not bear our mark."""
+    _sweep_unborn(base)
     for entry in base.glob(f"{_PREFIX}*"):
         try:
             status = entry.lstat()
@@ -254,3 +269,21 @@ def sweep(base: Path) -> None:
             reaper.reap(entry)
         finally:
             os.close(lock)
+
+
+def _sweep_unborn(base: Path) -> None:
+    """Remove the folders, empty but for the mark, of nodes killed between making a folder and giving it its name.
+
+    Those of another PID namespace are left alone: whether their owner lives cannot be seen from here.
+    """
+    namespace = _pid_namespace()
+    for entry in base.glob(f"{_UNBORN_PREFIX}*"):
+        name = _UNBORN_NAME.fullmatch(entry.name)
+        if name is None or int(name["namespace"]) != namespace:
+            continue
+        if reaper.is_alive(reaper.ProcessId(int(name["pid"]), int(name["start_time"]))):
+            continue
+        with contextlib.suppress(OSError):  # another's, or somebody else is sweeping too
+            if entry.lstat().st_uid == os.geteuid():
+                (entry / MARKER_NAME).unlink(missing_ok=True)
+                entry.rmdir()

@@ -125,3 +125,38 @@ def test_forbidden_user_namespaces_name_the_setting(setting, value, words, tmp_p
     path.parent.mkdir(parents=True)
     path.write_text(value + "\n")
     assert words in user_namespace_remedy(tmp_path)
+
+
+NODE_KILLED_WHILE_UNBORN = """
+import os, signal, sys
+from pathlib import Path
+from prorl_trio.sandbox import run_dir
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(run_dir.fcntl if sys.argv[2] == "flock" else run_dir.os, sys.argv[2], die)
+run_dir.RunDir(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("moment", ["flock", "rename"])
+def test_killed_before_the_folder_has_its_name(moment, tmp_path):
+    subprocess.run([sys.executable, "-c", NODE_KILLED_WHILE_UNBORN, tmp_path, moment], check=False, timeout=30)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("new-prorl-")
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unborn_folders_of_others_are_not_swept(tmp_path):
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    own = reaper.identify(os.getpid())
+    living = f"new-prorl-{namespace}-{own.start_time}-{own.pid}-abcdefgh"
+    elsewhere = f"new-prorl-{namespace + 1}-1-4194303-abcdefgh"
+    full = f"new-prorl-{namespace}-1-4194303-abcdefgh"
+    for name in ("new-prorl-notes", living, elsewhere, full):
+        (tmp_path / name).mkdir()
+    (tmp_path / full / "somebody's").touch()
+    sweep(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4

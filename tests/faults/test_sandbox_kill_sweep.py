@@ -1,0 +1,263 @@
+"""Open, bash, upload and close, cut off at growing delays, by a cancel or by `kill -9` of the daemon, of the starter or
+of the node: nothing is left. No process, mount, socket, folder, file descriptor, thread token, permit.
+
+Delays are parts of the time that one whole run takes here, so every stage is hit on any machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trio
+
+from prorl_trio.errors import SandboxLost, SandboxUnavailable
+from prorl_trio.sandbox import threads
+from prorl_trio.sandbox.host import open_sandbox_host
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.reaper import descendants, is_alive, kill
+from prorl_trio.sandbox.registry import PROVIDERS
+from prorl_trio.sandbox.run_dir import open_run_dir
+from prorl_trio.sandbox.warm_pool import WarmLimits
+from prorl_trio.testing.cancel_sweep import cancel_sweep
+
+SPEC = SandboxSpec(prestart_ipython=True)
+QUICK_CUTS, MANY_CUTS = 6, 40
+RUN_TIMEOUT_S = 60.0
+GONE_WITHIN_S = 10.0
+
+NODE = """
+import sys
+from pathlib import Path
+import trio
+from prorl_trio.sandbox.host import open_sandbox_host
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.registry import PROVIDERS
+from prorl_trio.sandbox.warm_pool import WarmLimits
+
+async def work(host):
+    while True:
+        sandbox = await host.open(SandboxSpec(prestart_ipython=True))
+        await sandbox.bash("sleep 3609 &", timeout_s=30)
+        await sandbox.write_file("/tmp/f", bytes(1_000_000))
+        await sandbox.aclose()
+
+async def main():
+    provider = PROVIDERS[sys.argv[1]](Path(sys.argv[2]))
+    async with open_sandbox_host(provider, warm=WarmLimits(max_warm=2)) as host, trio.open_nursery() as nursery:
+        print("UP", flush=True)
+        for _ in range(2):
+            nursery.start_soon(work, host)
+
+trio.run(main)
+"""
+
+
+@pytest.fixture(params=["apptainer", "bubblewrap"])
+async def provider_name(request):
+    report = await PROVIDERS[request.param]().probe()
+    if not report.usable:
+        pytest.skip(f"{request.param} cannot run here: {report.problem}. What to do: {report.remedy}")
+    return request.param
+
+
+cuts = pytest.mark.parametrize("cuts", [QUICK_CUTS, pytest.param(MANY_CUTS, marks=pytest.mark.slow)])
+
+
+async def use(host):
+    """One of each kind of action, from open to close."""
+    sandbox = await host.open(SPEC)
+    try:
+        assert (await sandbox.bash("(setsid sleep 3610 &); sleep 0.05", timeout_s=30)).exit_code == 0
+        await sandbox.write_file("/tmp/upload", bytes(5_000_000))
+        await sandbox.ipython("x = 1", timeout_s=30)
+    finally:
+        await sandbox.aclose()
+
+
+class Machine:
+    """What there is of ours, to compare afterwards. `seen` are all processes that were ever noticed."""
+
+    def __init__(self, host, base):
+        self.host = host
+        self.base = base
+        self.own = descendants(os.getpid())
+        self.seen = set()
+        self.before = self._look()
+
+    def notice(self):
+        found = descendants(os.getpid()) - self.own
+        self.seen |= found
+        return found
+
+    def _look(self):
+        gc.collect()
+        return {
+            "processes": descendants(os.getpid()) - self.own,
+            "mounts": Path("/proc/self/mounts").read_text(),
+            "folders": sorted(map(str, self.base.glob("*/sbx-*"))),
+            "fds": len(os.listdir("/proc/self/fd")),
+            "permits": (self.host._gates.starting, self.host._gates.images),
+            "thread tokens": (
+                trio.to_thread.current_default_thread_limiter().borrowed_tokens,
+                threads._limiter.get().borrowed_tokens,
+            ),
+            "sandboxes": [self.host.statistics()[name] for name in ("live", "starting", "warm")],
+        }
+
+    def assert_nothing_left(self, when):
+        alive = [(p, Path(f"/proc/{p.pid}/cmdline").read_bytes()) for p in self.seen if is_alive(p)]
+        assert not alive, when
+        assert self._look() == self.before, when
+
+
+async def measure(host, machine):
+    """Seconds that one undisturbed run takes; the first one only warms the caches."""
+    for _ in range(2):
+        began = trio.current_time()
+        await use(host)
+        took_s = trio.current_time() - began
+    machine.assert_nothing_left("after an undisturbed run")
+    return took_s
+
+
+def _starters(found):
+    """Children of ours."""
+    return {process for process in found if _parent(process) == os.getpid()}
+
+
+def _daemons(found):
+    """Whoever runs the daemon's code: it, and its helpers."""
+    return {process for process in found if b"sandbox_daemon" in _command_line(process)} - _starters(found)
+
+
+def _parent(process):
+    try:
+        return int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _command_line(process):
+    try:
+        return Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@cuts
+@pytest.mark.parametrize("victims", [None, _starters, _daemons], ids=["cancel", "kill starter", "kill daemon"])
+async def test_cut_off_at_every_stage(provider_name, tmp_path, cuts, victims):
+    outcomes = []
+    with trio.fail_after(RUN_TIMEOUT_S * (cuts + 2)):
+        async with open_sandbox_host(PROVIDERS[provider_name](tmp_path)) as host:
+            machine = Machine(host, tmp_path)
+            whole_s = await measure(host, machine)
+            for cut in range(1, cuts + 1):
+                delay_s = whole_s * cut / cuts
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(cut_off, machine, victims, delay_s, nursery.cancel_scope)
+                    try:
+                        await use(host)
+                    except (SandboxLost, SandboxUnavailable) as exc:
+                        outcomes.append(type(exc).__name__)
+                    nursery.cancel_scope.cancel()
+                machine.assert_nothing_left(f"cut off after {delay_s:.3f} of {whole_s:.3f} s, {outcomes}")
+            await use(host)
+            machine.assert_nothing_left("a run after all that")
+    assert list(tmp_path.iterdir()) == []
+    if victims is not None:
+        assert outcomes, "at least one of the kills must have hit"
+
+
+async def cut_off(machine, victims, delay_s, scope):
+    await trio.sleep(delay_s)
+    found = machine.notice()
+    if victims is None:
+        scope.cancel()
+    else:
+        kill(victims(found))
+
+
+async def test_warm_ones_that_were_killed_reach_nobody(provider_name, tmp_path):
+    with trio.fail_after(RUN_TIMEOUT_S * 2):
+        async with open_sandbox_host(PROVIDERS[provider_name](tmp_path), warm=WarmLimits(max_warm=2)) as host:
+            await (await host.open(SPEC)).aclose()
+            await host.wait_stocked()
+            own = {p for p in descendants(os.getpid()) if b"reaper.py" in _command_line(p)}
+            warm = descendants(os.getpid()) - own
+            assert host.statistics()["warm"] >= 1
+            kill(warm)
+            sandbox = await host.open(SPEC)
+            assert (await sandbox.bash("echo well", timeout_s=30)).output == "well\n"
+            assert host.statistics()["warm_dead_total"] >= 1
+            await sandbox.aclose()
+        assert not any(map(is_alive, warm))
+        assert descendants(os.getpid()) == set()
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+async def test_cancelled_at_any_step_of_the_loop(tmp_path):
+    """Without isolation, since that is quick, and the code that owns the processes is the same."""
+
+    async def check(_run):
+        machine.assert_nothing_left(_run)
+
+    async def operation():
+        sandbox = None
+        try:
+            sandbox = await host.open(SandboxSpec())
+            machine.notice()
+            await sandbox.bash("true", timeout_s=30)
+            await sandbox.write_file("/tmp/prorl-kill-sweep", b"x")
+        finally:
+            if sandbox is not None:
+                with trio.move_on_after(RUN_TIMEOUT_S, shield=True):
+                    await sandbox.aclose()
+
+    with trio.fail_after(RUN_TIMEOUT_S * 9):
+        async with open_sandbox_host(PROVIDERS["process"](tmp_path)) as host:
+            machine = Machine(host, tmp_path)
+            runs = await cancel_sweep(operation, check)
+    Path("/tmp/prorl-kill-sweep").unlink(missing_ok=True)
+    assert runs > 30
+    assert list(tmp_path.iterdir()) == []
+
+
+@cuts
+async def test_kill_9_of_the_node(provider_name, tmp_path, cuts):
+    mounts = Path("/proc/self/mounts").read_text()
+    for cut in range(cuts):
+        with trio.fail_after(RUN_TIMEOUT_S):
+            family = await run_node_until_killed(provider_name, tmp_path, after_s=2.0 * cut / cuts)
+            await wait_gone(family)
+            async with open_run_dir(tmp_path):  # for a node that was killed before its reaper was there
+                pass
+            assert list(tmp_path.iterdir()) == [], cut
+    assert Path("/proc/self/mounts").read_text() == mounts
+
+
+async def run_node_until_killed(provider_name, base, *, after_s):
+    argv = [sys.executable, "-c", NODE, provider_name, str(base)]
+    node = await trio.lowlevel.open_process(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert (await node.stdout.receive_some()).startswith(b"UP")
+        await trio.sleep(after_s)
+        return descendants(node.pid)
+    finally:
+        node.kill()
+        with trio.move_on_after(GONE_WITHIN_S, shield=True):
+            await node.wait()
+        node.stdout.close()
+
+
+async def wait_gone(processes):
+    with trio.fail_after(GONE_WITHIN_S):
+        await trio.lowlevel.checkpoint()
+        while any(map(is_alive, processes)):  # the end of a stranger's process is no event for us
+            await trio.sleep(0.02)
