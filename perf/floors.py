@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import signal
 import socket
@@ -27,7 +28,6 @@ DONE_FD = 200
 COMMAND_TIMEOUT_S = 30.0
 READ_BYTES = 64 * 1024
 DONE_BYTES = 16
-TAIL_TIMEOUT_S = 0.002
 
 
 class BarePty:
@@ -51,14 +51,18 @@ class BarePty:
                 return int(done)
 
     def take_output(self) -> str:
-        """What was put out since the last call. Waits `TAIL_TIMEOUT_S` for the end of it.
+        """What was put out since the last call.
 
         The pipe has no order with the terminal, so the end of the output may come after the exit code. A shell that
-        is to give both must mark the end in the terminal; the floor does not, so this belongs outside what is timed.
+        is to give both must mark the end in the terminal, too. The floor does that here, outside what is timed.
         """
-        while select.select([self._process.fd], [], [], TAIL_TIMEOUT_S)[0]:
+        mark = secrets.token_hex(16)
+        os.write(self._process.fd, f"printf {mark}\n".encode())
+        while (end := self._output.find(mark.encode())) < 0:
+            if not select.select([self._process.fd], [], [], COMMAND_TIMEOUT_S)[0]:
+                raise TimeoutError(f"the shell said nothing more for {COMMAND_TIMEOUT_S:g} s")
             self._output += os.read(self._process.fd, READ_BYTES)
-        output = self._output.decode(errors="replace")
+        output = self._output[:end].decode(errors="replace")
         self._output.clear()
         return output
 

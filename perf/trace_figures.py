@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Answered", "Figures", "Step", "figures_of", "words_of"]
 
-ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-Z\\-_]|\x1b\][^\a\x1b]*(?:\a|\x1b\\)")
+ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\a\x1b]*(?:\a|\x1b\\)|\x1b[@-Z\\-_]")
 RULER = re.compile(r"[=_]{3,}")
 CLOCK = re.compile(r"\b\d+\.\d+s\b|\b\d\d:\d\d\b")
 

@@ -44,6 +44,7 @@ class PeerProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         self.peer = peer
+        self._process = process
         self._stdin, self._stdout = process.stdin, process.stdout
         self._log = log
         self._answers = msgspec.json.Decoder(PeerAnswer)
@@ -57,7 +58,7 @@ class PeerProcess:
         try:
             await self._stdin.send_all(msgspec.json.encode({"command": command}) + b"\n")
         except trio.BrokenResourceError as exc:
-            raise self._failed("ended") from exc
+            raise await self._ended(command) from exc
         return self._answers.decode(await self._line(COMMAND_TIMEOUT_S, command))
 
     async def wait_ready(self) -> None:
@@ -78,11 +79,16 @@ class PeerProcess:
         while not received.endswith(b"\n"):
             piece = await self._stdout.receive_some(READ_BYTES)
             if not piece:
-                raise self._failed(f"ended at {what!r}")
+                raise await self._ended(what)
             received += piece
             if len(received) > MAX_LINE_BYTES:
                 raise self._failed(f"answered {what!r} with over {MAX_LINE_BYTES} bytes")
         return bytes(received)
+
+    async def _ended(self, what: str) -> PeerUnavailable:
+        with trio.move_on_after(END_TIMEOUT_S):  # until then its last words may not be written
+            await self._process.wait()
+        return self._failed(f"ended at {what!r}")
 
     def _failed(self, what: str) -> PeerUnavailable:
         said = self._log.read_text(errors="replace")[-ERROR_BYTES:].strip()
