@@ -210,8 +210,9 @@ class BashRestarted(_Wire, frozen=True):
 
 
 class IpythonRun(_Wire, frozen=True):
-    """Run one cell in the persistent IPython shell, started on first use.
+    """Run one cell in the persistent shell of `kernel`, started on first use.
 
+    `kernel` is empty for the IPython that comes with the daemon, or the name of an installed Jupyter kernelspec.
     After `timeout_s` the cell is interrupted (KeyboardInterrupt); if it does not end, the shell is killed and started
     anew (`restarted`). Stdout and stderr are each capped to `max_output_bytes`, head and tail kept.
     """
@@ -220,6 +221,7 @@ class IpythonRun(_Wire, frozen=True):
     timeout_s: float
     max_output_bytes: int = 64 * 1024
     stream: bool = False
+    kernel: str = ""
 
 
 class CellError(_Wire, frozen=True):
@@ -263,7 +265,9 @@ class CellResult(_Wire, frozen=True):
 
 
 class IpythonRestart(_Wire, frozen=True):
-    """Throw the IPython shell's state away and start a new one."""
+    """Throw the state of a kernel's shell away and start a new one. `kernel` as in `IpythonRun`."""
+
+    kernel: str = ""
 
 
 class IpythonRestarted(_Wire, frozen=True):

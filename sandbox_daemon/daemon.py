@@ -37,7 +37,7 @@ from sandbox_daemon.children import ChildReaper, become_subreaper
 from sandbox_daemon.editor import Editor
 from sandbox_daemon.exec import run_exec
 from sandbox_daemon.files import read_file, write_file
-from sandbox_daemon.ipython import IpythonSession
+from sandbox_daemon.kernels import KernelSessions
 from sandbox_daemon.processes import kill_until_gone, read_process_table
 from sandbox_daemon.settings import runtime_environment, tool_environment
 
@@ -102,7 +102,7 @@ async def _serve(
             await nursery.start(reaper.serve)
             calls = _Calls(reaper, start)
             nursery.start_soon(calls.bash.serve)
-            nursery.start_soon(partial(calls.ipython.serve, prestart=prestart_ipython))
+            await nursery.start(partial(calls.ipython.serve, prestart=prestart_ipython))
             stream = await _accept_one(listener, accept_timeout_s, stdin_fd)
             if stream is not None:
                 with suppress(IpcError):
@@ -156,7 +156,7 @@ class _Calls:
         self._editor = Editor(cwd=cwd, limiter=self._limiter)
         self._run_exec = partial(run_exec, reaper=reaper, env=env, cwd=cwd, limiter=self._limiter)
         self.bash = BashSession(reaper, env=env, cwd=cwd, limiter=self._limiter)
-        self.ipython = IpythonSession(
+        self.ipython = KernelSessions(
             reaper, env=env, cwd=cwd, runtime_env=runtime_environment(), limiter=self._limiter
         )
         self._started_s = time.monotonic()
@@ -175,7 +175,7 @@ class _Calls:
             case IpythonRun():
                 return await self.ipython.run(call, context.send_chunk)
             case IpythonRestart():
-                return IpythonRestarted(pid=await self.ipython.restart())
+                return IpythonRestarted(pid=await self.ipython.restart(call))
             case EditFile():
                 return await self._editor.run(call)
             case Exec():

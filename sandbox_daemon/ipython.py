@@ -1,28 +1,29 @@
-"""The persistent IPython session: one cell at a time, its deadline, and a new kernel when the old one is lost."""
+"""A persistent session of cells: one at a time, its deadline, and a new kernel when the old one is lost."""
 
 from __future__ import annotations
 
 import signal
 import time
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
 from ipc.nursery import single_exception
 from ipc.rpc import CallError
 from ipc.wire import CellError, CellResult, IpythonRun
+from sandbox_daemon.cell_output import CellOutput
 from sandbox_daemon.children import SIGNAL_EXIT_BASE
 from sandbox_daemon.keeper import Keeper, StartFailed, Turn
-from sandbox_daemon.kernel import CellOutput, Kernel, open_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import Awaitable, Callable
+    from contextlib import AbstractAsyncContextManager
 
     from sandbox_daemon.child_wire import CellDone
-    from sandbox_daemon.children import ChildReaper
+    from sandbox_daemon.children import Child
 
-__all__ = ["IpythonSession"]
+__all__ = ["CellKernel", "IpythonSession"]
 
 MAX_OUTPUT_BYTES = 1024 * 1024
 """Most a cell's result may keep of each of stdout, stderr, result, error and traceback: together they fit a frame."""
@@ -32,32 +33,40 @@ STOP_DEADLINE_S = 4.0
 STREAM_BUFFER_CHUNKS = 16
 
 
+class CellKernel(Protocol):
+    """A process that runs cells, one at a time: our own IPython child, or a Jupyter kernel."""
+
+    @property
+    def child(self) -> Child:
+        """Its process."""
+
+    async def begin(self, code: str, *, max_text_bytes: int, stdout: CellOutput, stderr: CellOutput) -> None:
+        """Send a cell. If the process is gone or goes, `wait_done` says so."""
+
+    async def wait_done(self) -> CellDone | None:
+        """The end of the cell, with all its output taken; None if the process ended instead. May be called again."""
+
+    async def interrupt(self) -> None:
+        """Interrupt the cell that was begun, and no other. Returns when that was asked for."""
+
+    async def kill(self) -> None:
+        """Kill the process if it still runs, with everything in its session or below it. Returns when that ended."""
+
+    async def wait_gone(self) -> None:
+        """Returns when the process has ended, by whatever cause, and its last output has been taken."""
+
+
 class IpythonSession:
-    """An IPython shell that keeps its variables from one cell to the next.
+    """A shell that keeps its variables from one cell to the next.
 
     Cells run one after another; a second caller waits for the first. The session lives in `serve`.
 
     Args:
-        env: what the cells and what they start see.
-        cwd: where each new kernel starts.
-        runtime_env: what this daemon's Python needs to start.
+        open_kernel: Yields a kernel ready for its first cell, and ends it on leaving. Raises `StartFailed`.
     """
 
-    def __init__(
-        self,
-        reaper: ChildReaper,
-        *,
-        env: dict[str, str],
-        cwd: str,
-        runtime_env: dict[str, str],
-        limiter: trio.CapacityLimiter,
-    ) -> None:
-        self._reaper = reaper
-        self._env = {"MPLBACKEND": "Agg", **env}
-        self._cwd = cwd
-        self._runtime_env = runtime_env
-        self._limiter = limiter
-        self._keeper: Keeper[Kernel] = Keeper(self._open_kernel)
+    def __init__(self, open_kernel: Callable[[], AbstractAsyncContextManager[CellKernel]]) -> None:
+        self._keeper: Keeper[CellKernel] = Keeper(open_kernel)
         self._turn = Turn()
         self._last_generation = 0
         self._execution_count = 0
@@ -132,18 +141,11 @@ class IpythonSession:
             dropped_displays=0 if cell.done is None else cell.done.dropped_displays,
         )
 
-    async def _current_kernel(self, after_generation: int = 0) -> Kernel:
+    async def _current_kernel(self, after_generation: int = 0) -> CellKernel:
         try:
             return await self._keeper.current(after_generation=after_generation)
         except StartFailed as exc:
             raise CallError("no_ipython", str(exc)) from exc
-
-    @asynccontextmanager
-    async def _open_kernel(self) -> AsyncIterator[Kernel]:
-        async with open_kernel(
-            self._reaper, env=self._env, cwd=self._cwd, runtime_env=self._runtime_env, limiter=self._limiter
-        ) as kernel:
-            yield kernel
 
 
 class _Cell:
@@ -156,7 +158,7 @@ class _Cell:
         self.stdout = CellOutput("stdout", request.max_output_bytes)
         self.stderr = CellOutput("stderr", request.max_output_bytes)
 
-    async def run(self, kernel: Kernel) -> None:
+    async def run(self, kernel: CellKernel) -> None:
         """Run it; on time-out and on cancellation it is stopped before this returns."""
         ended = False
         try:
@@ -175,7 +177,7 @@ class _Cell:
                 with trio.move_on_after(STOP_DEADLINE_S, shield=True):
                     await self._stop(kernel)
 
-    async def run_streamed(self, kernel: Kernel, send_output: Callable[[str, bytes], Awaitable[None]]) -> None:
+    async def run_streamed(self, kernel: CellKernel, send_output: Callable[[str, bytes], Awaitable[None]]) -> None:
         """As `run`, handing output on while it comes, all of it before this returns."""
         send_chunk, receive_chunk = trio.open_memory_channel[tuple[str, bytes]](STREAM_BUFFER_CHUNKS)
         self.stdout.chunks = self.stderr.chunks = send_chunk
@@ -189,7 +191,7 @@ class _Cell:
                 nursery.start_soon(forward)
                 await self.run(kernel)
 
-    async def _stop(self, kernel: Kernel) -> None:
+    async def _stop(self, kernel: CellKernel) -> None:
         await kernel.interrupt()
         with trio.move_on_after(INTERRUPT_GRACE_S):
             self.done = await kernel.wait_done()
@@ -207,7 +209,7 @@ def _check(request: IpythonRun) -> None:
         raise CallError("bad_request", f"timeout_s: {request.timeout_s} is not positive")
 
 
-def _death(kernel: Kernel, *, timed_out: bool) -> CellError:
+def _death(kernel: CellKernel, *, timed_out: bool) -> CellError:
     if timed_out:
         value = "the cell ran out of time and did not react to an interrupt"
     else:

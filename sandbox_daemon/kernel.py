@@ -1,15 +1,12 @@
-"""One IPython child process, seen from the daemon: its control channel, and its output pipes."""
+"""One IPython child process, seen from the daemon: its control channel and its end."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import termios
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -18,18 +15,19 @@ import trio
 
 from ipc.channel import Channel
 from ipc.errors import ChannelBroken, IpcError
+from sandbox_daemon.cell_output import OutputPipe
 from sandbox_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, CellDone, ChildReady, RunCell, StartChild
 from sandbox_daemon.keeper import StartFailed
-from sandbox_daemon.output import OutputBuffer
 from sandbox_daemon.processes import kill_until_gone
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from sandbox_daemon.cell_output import CellOutput
     from sandbox_daemon.children import Child, ChildReaper
     from sandbox_daemon.processes import ProcessEntry, ProcessTable
 
-__all__ = ["CellOutput", "Kernel", "open_kernel"]
+__all__ = ["Kernel", "open_kernel"]
 
 START_TIMEOUT_S = 30.0
 KILL_DEADLINE_S = 2.0
@@ -37,95 +35,9 @@ BEGIN_GRACE_S = 0.25
 """How long an interrupt waits for a child that has not begun with its cell yet."""
 DRAIN_GRACE_S = 0.1
 """How long output is awaited after the child ended while something else still holds its pipes."""
-READ_BYTES = 64 * 1024
 BEGUN_READ_BYTES = 64
-IDLE_OUTPUT_BYTES = 64 * 1024
-"""Kept of what threads and background processes write between two cells, for each of the two streams."""
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[ChildReady | CellDone] = msgspec.msgpack.Decoder(ChildReady | CellDone)
-
-
-class CellOutput:
-    """What one cell writes to one stream.
-
-    Args:
-        name: `stdout` or `stderr`.
-        chunks: where it goes as it comes, if anywhere, with its name.
-    """
-
-    def __init__(
-        self, name: str, max_bytes: int, chunks: trio.MemorySendChannel[tuple[str, bytes]] | None = None
-    ) -> None:
-        self.name = name
-        self.buffer = OutputBuffer(max_bytes)
-        self.chunks = chunks
-
-    async def take(self, data: bytes) -> None:
-        """Waits while a stream's reader is behind, which holds the cell up in turn."""
-        if not data:
-            return
-        self.buffer.append(data)
-        if self.chunks is not None:
-            try:
-                await self.chunks.send((self.name, data))
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                self.chunks = None  # nobody listens any more
-
-
-class OutputPipe:
-    """The reading end of one of the child's output streams. Always read, so that nothing in the child ever blocks."""
-
-    def __init__(self, name: str, fd: int) -> None:
-        os.set_blocking(fd, False)
-        self._name = name
-        self._fd = fd
-        self._closed = False
-        self._cell: CellOutput | None = None
-        self._idle_output = OutputBuffer(IDLE_OUTPUT_BYTES)
-
-    async def serve(self) -> None:
-        """Read until the stream ends, that is until every process that has it is gone."""
-        while True:
-            await trio.lowlevel.wait_readable(self._fd)
-            try:
-                data = os.read(self._fd, READ_BYTES)
-            except BlockingIOError:  # `finish` was faster
-                continue
-            if not data:
-                return
-            await self._take(data)
-
-    async def begin(self, cell: CellOutput) -> None:
-        """From here on output is the cell's; what came since the last one is its beginning."""
-        idle_output, self._idle_output = self._idle_output, OutputBuffer(IDLE_OUTPUT_BYTES)
-        self._cell = cell
-        await cell.take(idle_output.capped().data)
-
-    async def finish(self) -> None:
-        """The cell has ended: take what is in the pipe by now, and no more. What comes later is not the cell's."""
-        if not self._closed:
-            (waiting_bytes,) = struct.unpack("i", fcntl.ioctl(self._fd, termios.FIONREAD, bytes(4)))
-            while waiting_bytes > 0:
-                data = os.read(self._fd, min(waiting_bytes, READ_BYTES))
-                waiting_bytes -= len(data)
-                await self._take(data)
-        self._cell = None
-
-    def recent_text(self) -> str:
-        """What came between cells and has not been handed on."""
-        return self._idle_output.capped().text
-
-    def close(self) -> None:
-        """Idempotent. `serve` must have ended."""
-        if not self._closed:
-            self._closed = True
-            os.close(self._fd)
-
-    async def _take(self, data: bytes) -> None:
-        if self._cell is None:
-            self._idle_output.append(data)
-        else:
-            await self._cell.take(data)
 
 
 class Kernel:

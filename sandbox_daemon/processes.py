@@ -20,7 +20,10 @@ MAX_KILLED_AT_ONCE = 256
 
 
 class ProcessEntry(msgspec.Struct, frozen=True):
-    """One process. `start_ticks` tells it from a later one with its pid; a zombie is not `alive`."""
+    """One process. `start_ticks` tells it from a later one with its pid; a zombie is not `alive`.
+
+    A process whose first thread has ended while others run, which the kernel calls a zombie as well, is alive.
+    """
 
     pid: int
     parent: int
@@ -118,4 +121,5 @@ def _read_entry(pid: int) -> ProcessEntry | None:
     # The second field is the name in brackets, and may itself hold brackets and spaces.
     state, *numbers = stat[stat.rindex(b")") + 2 :].split()
     parent, group, session = (int(number) for number in numbers[:3])
-    return ProcessEntry(pid, parent, group, session, int(numbers[18]), state not in (b"Z", b"X"))
+    alive = state not in (b"Z", b"X") or int(numbers[16]) > 1
+    return ProcessEntry(pid, parent, group, session, int(numbers[18]), alive)

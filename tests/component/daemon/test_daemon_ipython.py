@@ -192,6 +192,15 @@ async def test_a_loop_in_c_that_sees_no_interrupt_is_killed_and_told(sandbox):
     assert (await cell(sandbox, "'x' in globals()")).result == "False"
 
 
+async def test_a_kernel_whose_first_thread_ended_is_killed_all_the_same(sandbox):
+    code = "import ctypes, os, threading, time; threading.Thread(target=time.sleep, args=(1000,)).start()\n"
+    code += "print(os.getpid(), flush=True); ctypes.CDLL(None).pthread_exit(None)"
+    result = await cell(sandbox, code, timeout_s=0.5)
+    assert (result.timed_out, result.restarted, result.error.name) == (True, True, "KernelDied")
+    assert not running({int(result.stdout)})
+    assert (await cell(sandbox, "1")).result == "1"
+
+
 async def test_magics(sandbox, tmp_path):
     expected = [
         ("%timeit -n 1 -r 1 pass", "per loop"),
