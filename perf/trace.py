@@ -70,6 +70,8 @@ async def benchmark(options: Options) -> Report:
         for name, answered in (await run_round(steps, names, failures)).items():
             answers.setdefault(name, []).append(answered)
     figures = {name: figures_of(steps, rounds, answers[FLOOR]) for name, rounds in answers.items()}
+    if not figures[OURS].steps:
+        raise RuntimeError("ours answered every command otherwise than the bare pty")
     return report_of(steps, {name: one for name, one in figures.items() if one.steps}, failures)
 
 
@@ -104,20 +106,20 @@ async def run_round(steps: Sequence[Step], names: Sequence[str], failures: dict[
 def report_of(steps: Sequence[Step], figures: dict[str, Figures], failures: dict[str, str]) -> Report:
     """Ratios are over the steps that both sides answered right. Peers without a right answer are left out."""
     ours, floor = figures[OURS], figures[FLOOR]
-    noise_s = abs(figures[FLOOR_AGAIN].total_overhead_s(floor.steps))
     both = sorted(set(ours.steps) & set(floor.steps))
+    ours_s, floor_s = ours.among(ours.elapsed_s, both), floor.among(floor.elapsed_s, both)
+    noise_s = abs(sum(figures[FLOOR_AGAIN].overhead_s))
     metrics = {
         "trace.commands": float(len(steps)),
-        "trace.ours_over_pty": p50_s(ours, both) / p50_s(floor, both),
-        "trace.ours_over_pty_total": ours.total_elapsed_s(both) / floor.total_elapsed_s(both),
+        "trace.ours_over_pty": statistics.median(ours_s) / statistics.median(floor_s),
+        "trace.ours_over_pty_total": sum(ours_s) / sum(floor_s),
     }
     for name in PEER_SYSTEMS:
-        if name in figures:
-            both = sorted(set(ours.steps) & set(figures[name].steps))
-            overhead_s = max(ours.total_overhead_s(both), noise_s)
-            metrics[f"trace.{name}_over_ours"] = figures[name].total_overhead_s(both) / overhead_s
-            whole = figures[name].total_elapsed_s(both) / ours.total_elapsed_s(both)
-            metrics[f"trace.{name}_over_ours_whole"] = whole
+        if (peer := figures.get(name)) is not None and (both := sorted(set(ours.steps) & set(peer.steps))):
+            overhead_s = max(sum(ours.among(ours.overhead_s, both)), noise_s)
+            metrics[f"trace.{name}_over_ours"] = sum(peer.among(peer.overhead_s, both)) / overhead_s
+            whole_s = sum(ours.among(ours.first_s, both))
+            metrics[f"trace.{name}_over_ours_whole"] = sum(peer.among(peer.first_s, both)) / whole_s
     return Report(
         title=f"trace: {len(steps)} shell commands of an agent",
         series=[series_of(name, one) for name, one in figures.items()],
@@ -126,14 +128,6 @@ def report_of(steps: Sequence[Step], figures: dict[str, Figures], failures: dict
         at_least=AT_LEAST,
         more_tables=[overhead_table(figures), kind_table(steps, figures)],
         notes=[*(f"left out: {reason}" for reason in failures.values()), *wrong_notes(steps, figures), *NOTES],
-    )
-
-
-def p50_s(figures: Figures, among: Sequence[int]) -> float:
-    """The median over those of `among` that are in its steps."""
-    wanted = set(among)
-    return statistics.median(
-        value for step, value in zip(figures.steps, figures.elapsed_s, strict=True) if step in wanted
     )
 
 
@@ -160,10 +154,10 @@ def details_of(figures: dict[str, Figures]) -> dict[str, float]:
     """What the tables say, for the file."""
     details: dict[str, float] = {}
     for name, one in figures.items():
-        details[f"trace.{name}.total_s"] = round(one.total_elapsed_s(one.steps), 4)
+        details[f"trace.{name}.total_s"] = round(sum(one.elapsed_s), 4)
         details[f"trace.{name}.wrong"] = len(one.wrong)
         if name != FLOOR:
-            details[f"trace.{name}.overhead_total_s"] = round(one.total_overhead_s(one.steps), 4)
+            details[f"trace.{name}.overhead_total_s"] = round(sum(one.overhead_s), 4)
             for percent in PERCENTS:
                 details[f"trace.{name}.overhead_p{percent}_ms"] = round(one.overhead_percentile_ms(percent), 4)
     return details
@@ -180,22 +174,21 @@ def overhead_table(figures: dict[str, Figures]) -> Table:
             TITLES[name],
             str(len(one.steps)),
             str(len(one.wrong)),
-            f"{one.total_elapsed_s(one.steps):.2f} s",
-            *(("", "", "", "") if name == FLOOR else (f"{one.total_overhead_s(one.steps):.3f} s", *percentiles)),
+            f"{sum(one.elapsed_s):.2f} s",
+            *(("", "", "", "") if name == FLOOR else (f"{sum(one.overhead_s):.3f} s", *percentiles)),
         )
     return table
 
 
 def kind_table(steps: Sequence[Step], figures: dict[str, Figures]) -> Table:
-    """The median time of the commands of each kind."""
-    table = Table("kind", title="median time by kind of command, ms")
+    """The median time of the commands of each kind, in the round that all systems ran."""
+    table = Table("kind", title="median time by kind of command in the first round, ms")
     for heading in ("commands", *figures):
         table.add_column(heading, justify="right")
     for kind in dict.fromkeys(step.kind for step in steps):
         members = [index for index, step in enumerate(steps) if step.kind == kind]
-        cells = [
-            f"{p50_s(one, members) * 1e3:.2f}" if set(members) & set(one.steps) else "" for one in figures.values()
-        ]
+        times_s = [one.among(one.first_s, members) for one in figures.values()]
+        cells = [f"{statistics.median(some_s) * 1e3:.2f}" if some_s else "" for some_s in times_s]
         table.add_row(kind, str(len(members)), *cells)
     return table
 

@@ -41,24 +41,21 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         steps: their indices, the same for all lists below.
         elapsed_s: the median over rounds.
+        first_s: in the first round, which all systems ran: for comparing times of systems with fewer rounds.
         overhead_s: the time beyond the floor's in the same round, median over rounds. Below zero is noise.
         wrong: the steps that it answered otherwise than the floor or the record, or not at all.
     """
 
     steps: list[int]
     elapsed_s: list[float]
+    first_s: list[float]
     overhead_s: list[float]
     wrong: list[int]
 
-    def total_overhead_s(self, among: Sequence[int]) -> float:
-        """The sum over those of `among` that are in `steps`."""
-        wanted = set(among)
-        return sum(value for step, value in zip(self.steps, self.overhead_s, strict=True) if step in wanted)
-
-    def total_elapsed_s(self, among: Sequence[int]) -> float:
-        """The sum over those of `among` that are in `steps`."""
-        wanted = set(among)
-        return sum(value for step, value in zip(self.steps, self.elapsed_s, strict=True) if step in wanted)
+    def among(self, values: Sequence[float], steps: Sequence[int]) -> list[float]:
+        """Those of `values`, one of the lists above, that belong to `steps`."""
+        wanted = set(steps)
+        return [value for step, value in zip(self.steps, values, strict=True) if step in wanted]
 
     def overhead_percentile_ms(self, percent: float) -> float:
         """Over steps."""
@@ -82,6 +79,7 @@ def figures_of(
     """Compare a system with the floor, round by round. Rounds that the system did not finish are shorter."""
     right: list[int] = []
     elapsed_s: list[float] = []
+    first_s: list[float] = []
     overhead_s: list[float] = []
     for index, step in enumerate(steps):
         pairs = [
@@ -92,9 +90,14 @@ def figures_of(
         if pairs and all(_is_right(answer, floor, step) for answer, floor in pairs):
             right.append(index)
             elapsed_s.append(statistics.median(answer.elapsed_s for answer, _ in pairs))
+            first_s.append(pairs[0][0].elapsed_s)
             overhead_s.append(statistics.median(answer.elapsed_s - floor.elapsed_s for answer, floor in pairs))
     return Figures(
-        steps=right, elapsed_s=elapsed_s, overhead_s=overhead_s, wrong=sorted(set(range(len(steps))) - set(right))
+        steps=right,
+        elapsed_s=elapsed_s,
+        first_s=first_s,
+        overhead_s=overhead_s,
+        wrong=sorted(set(range(len(steps))) - set(right)),
     )
 
 
