@@ -20,6 +20,9 @@ from prorl_trio.cache import cache_dir
 from prorl_trio.errors import SandboxUnavailable
 
 __all__ = [
+    "RECORD_NAME",
+    "ROOT_NAME",
+    "SIF_NAME",
     "ImageRecord",
     "StoredImage",
     "find_image",

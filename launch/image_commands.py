@@ -1,0 +1,152 @@
+"""`prorl-trio image`: the images that sandboxes are started from."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+import trio
+from rich.console import Console
+from rich.table import Table
+
+from launch.bundle import build_bundle
+from launch.image_store import build_image, check_image, pull_image, references_in, unpack_image
+from launch.progress import SetupError
+from prorl_trio.config import SandboxConfig
+from prorl_trio.sandbox.images import find_image, is_reference, list_images
+from prorl_trio.sandbox.registry import choose_provider
+
+if TYPE_CHECKING:
+    from prorl_trio.sandbox.images import StoredImage
+
+__all__ = ["image"]
+
+_MIB = 1024 * 1024
+_DAY_S = 24 * 3600.0
+
+
+class _Group(click.Group):
+    """Says a `SetupError` in its own words instead of a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SetupError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Group)
+def image() -> None:
+    """Pull, build, list and verify the images that sandboxes are started from.
+
+    A sandbox's image is `host`, an unpacked root directory, a .sif file, or a name of this store.
+    """
+
+
+@image.command()
+@click.argument("references", nargs=-1, metavar="[REFERENCE]...")
+@click.option("--tasks", type=click.Path(path_type=Path), help="Pull all that a JSONL task file names in `image`.")
+@click.option("--again", is_flag=True, help="Also what is stored already: its tag may have moved.")
+@click.option("--no-https", is_flag=True, help="The registry speaks plain HTTP.")
+def pull(references: tuple[str, ...], tasks: Path | None, again: bool, no_https: bool) -> None:
+    """Pull docker://, library:// or oras:// images into the store. What is there is left alone.
+
+    With --tasks one that fails does not hold the others up; the exit code is 1 then, and the same command goes on.
+    """
+    wanted = [*references]
+    if tasks is not None:
+        wanted += [name for name in references_in(tasks) if is_reference(name)]
+    elif not references:
+        raise click.UsageError("name a REFERENCE, or a task file with --tasks")
+    failed = 0
+    for reference in dict.fromkeys(wanted):
+        try:
+            _say(pull_image(reference, again=again, plain_http=no_https))
+        except SetupError as error:
+            if tasks is None:
+                raise
+            failed += 1
+            click.secho(f"error: {reference}: {error}", fg="red", err=True)
+    if failed:
+        raise click.ClickException(f"{failed} of {len(set(wanted))} images were not pulled")
+
+
+@image.command()
+@click.argument("definition", type=click.Path(path_type=Path))
+@click.option("--name", help="What sandboxes call it; default: the file's name without .def.")
+@click.option("--fakeroot", is_flag=True, help="For a normal user: root inside by way of /etc/subuid.")
+def build(definition: Path, name: str | None, fakeroot: bool) -> None:
+    """Build an Apptainer definition file into the store."""
+    _say(build_image(definition, name or definition.stem, fakeroot=fakeroot))
+
+
+@image.command()
+@click.argument("name", metavar="IMAGE")
+def unpack(name: str) -> None:
+    """Unpack a .sif file or a stored image, for the bubblewrap provider, and for faster starts with any."""
+    _say(unpack_image(name))
+
+
+@image.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_(as_json: bool) -> None:
+    """List the stored images."""
+    images = list_images()
+    if as_json:
+        rows = [
+            {**msgspec.to_builtins(found.record), "kind": _kind(found), "path": str(_place(found))} for found in images
+        ]
+        click.echo(msgspec.json.format(msgspec.json.encode(rows)))
+        return
+    table = Table("name", "kind", "MiB", "digest", "used")
+    for found in images:
+        record = found.record
+        days = int((time.time() - found.used_at_s) / _DAY_S)
+        used = "today" if days < 1 else f"{days} days ago"
+        table.add_row(record.name, _kind(found), f"{record.size_bytes / _MIB:.0f}", record.digest[:19], used)
+    Console().print(table)
+
+
+@image.command()
+@click.argument("names", nargs=-1, metavar="[IMAGE]...")
+def verify(names: tuple[str, ...]) -> None:
+    """Compare checksums and start a sandbox, for each stored image or those named. Exit code 1 if one is not well."""
+    images = list_images()
+    if names:
+        found = {name: find_image(name) for name in names}
+        if missing := [name for name, stored in found.items() if stored is None]:
+            raise click.ClickException(f"not in the store: {', '.join(missing)}")
+        images = [stored for stored in found.values() if stored is not None]
+    problems = trio.run(_verify, images)
+    for stored in images:
+        problem = problems[stored.record.name]
+        click.secho(f"{stored.record.name}: {problem or 'ok'}", fg="red" if problem else "green")
+    sys.exit(1 if any(problems.values()) else 0)
+
+
+async def _verify(images: list[StoredImage]) -> dict[str, str]:
+    provider = await choose_provider(SandboxConfig())
+    async with provider.open_shared():
+        return {stored.record.name: await check_image(stored, provider) for stored in images}
+
+
+@image.command()
+def runtime() -> None:
+    """Make the self-contained Python that sandboxes in other images than `host` run on. Some seconds, once."""
+    click.echo(build_bundle())
+
+
+def _say(stored: StoredImage) -> None:
+    click.echo(f"{stored.record.name}: {stored.record.digest} in {_place(stored)}")
+
+
+def _kind(stored: StoredImage) -> str:
+    return " + ".join(kind for kind, path in (("sif", stored.sif), ("directory", stored.root)) if path is not None)
+
+
+def _place(stored: StoredImage) -> Path:
+    return stored.root or stored.sif or stored.folder
