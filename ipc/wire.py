@@ -6,6 +6,9 @@ Two layers, both msgpack by msgspec, both tagged unions that refuse unknown fiel
 * the **sandbox calls** (`SandboxCall`) and their replies are what the daemon understands. Each call's reply type is
   in `REPLY_OF`.
 
+A result's `breach` is the limit of the sandbox that was run into since the result before, empty if none; `breach_text`
+says in a sentence what it was and what was done about it.
+
 Sizes are bytes, times are seconds. Times on the wire are relative (a budget, not a clock reading).
 """
 
@@ -14,6 +17,8 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+
+from ipc.limits import Breach
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -197,6 +202,8 @@ class BashResult(_Wire, frozen=True):
     restarted: bool = False
     dropped_bytes: int = 0
     running: bool = False
+    breach: Breach = ""
+    breach_text: str = ""
 
 
 class BashRestart(_Wire, frozen=True):
@@ -262,6 +269,8 @@ class CellResult(_Wire, frozen=True):
     dropped_bytes: int = 0
     displays: list[Display] = []
     dropped_displays: int = 0
+    breach: Breach = ""
+    breach_text: str = ""
 
 
 class IpythonRestart(_Wire, frozen=True):
@@ -307,6 +316,8 @@ class ExecResult(_Wire, frozen=True):
     timed_out: bool = False
     stdout_dropped_bytes: int = 0
     stderr_dropped_bytes: int = 0
+    breach: Breach = ""
+    breach_text: str = ""
 
 
 # ---------------------------------------------------------------- files

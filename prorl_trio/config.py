@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from ipc.limits import SandboxLimits
 from prorl_trio.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class SandboxConfig(_Config, frozen=True):
     max_warm: int = 8
     max_warm_per_image: int = 8
     max_warm_idle_s: float = 120.0
+    limits: SandboxLimits = SandboxLimits()
     runtime_dir: str = ""
     """Node-local folder for control sockets. Empty: a private one below the system's temporary folder."""
 

@@ -27,6 +27,7 @@ def main() -> int:
     import trio
 
     from sandbox_daemon.daemon import serve_daemon
+    from sandbox_daemon.limits import limit_self
     from sandbox_daemon.settings import read_start_line
 
     try:
@@ -37,6 +38,7 @@ def main() -> int:
             raise ValueError("the token is empty")
         if start.cwd and not os.path.isdir(start.cwd):
             raise ValueError(f"cwd {start.cwd!r} is not a directory")
+        limit_self(start.limits)
         trio.run(
             partial(
                 serve_daemon,

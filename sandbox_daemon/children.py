@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from sandbox_daemon.limits import limit_process
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from ipc.limits import SandboxLimits
 
 __all__ = ["Child", "ChildReaper", "become_subreaper"]
 
@@ -63,9 +67,16 @@ class Child:
 
 
 class ChildReaper:
-    """Waits for every child of the process. Nothing else in it may call `wait` in any form."""
+    """Waits for every child of the process. Nothing else in it may call `wait` in any form.
 
-    def __init__(self) -> None:
+    Args:
+        limits: what each child that is adopted may use, with all that it starts.
+        isolated: see `limit_process`.
+    """
+
+    def __init__(self, limits: SandboxLimits, *, isolated: bool) -> None:
+        self._limits = limits
+        self._isolated = isolated
         self._children: dict[int, Child] = {}
         self._starting = 0
 
@@ -91,7 +102,8 @@ class ChildReaper:
             self.reap()
 
     def adopt(self, pid: int) -> Child:
-        """Watch a process just started. Call inside `starting`."""
+        """Watch a process just started, and limit it. Call inside `starting`."""
+        limit_process(pid, self._limits, isolated=self._isolated)
         child = self._children[pid] = Child(pid)
         return child
 

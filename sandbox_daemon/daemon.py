@@ -31,6 +31,7 @@ from ipc.wire import (
     Ping,
     Pong,
     SandboxCall,
+    SandboxReply,
 )
 from sandbox_daemon.bash import BashSession
 from sandbox_daemon.children import ChildReaper, become_subreaper
@@ -40,6 +41,7 @@ from sandbox_daemon.files import read_file, write_file
 from sandbox_daemon.kernels import KernelSessions
 from sandbox_daemon.processes import kill_until_gone, read_process_table
 from sandbox_daemon.settings import runtime_environment, tool_environment
+from sandbox_daemon.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,11 +98,12 @@ async def _serve(
     stdin_fd: int | None,
     prestart_ipython: bool,
 ) -> None:
-    reaper = ChildReaper()
+    reaper = ChildReaper(start.limits, isolated=start.isolated)
     try:
         async with trio.open_nursery() as nursery:
             await nursery.start(reaper.serve)
             calls = _Calls(reaper, start)
+            nursery.start_soon(calls.watchdog.serve)
             nursery.start_soon(calls.bash.serve)
             await nursery.start(partial(calls.ipython.serve, prestart=prestart_ipython))
             stream = await _accept_one(listener, accept_timeout_s, stdin_fd)
@@ -159,12 +162,23 @@ class _Calls:
         self.ipython = KernelSessions(
             reaper, env=env, cwd=cwd, runtime_env=runtime_environment(), limiter=self._limiter
         )
+        self.watchdog = Watchdog(
+            start.limits,
+            writable=("/", "/tmp", "/dev/shm", env["HOME"]) if start.isolated else (),
+            isolated=start.isolated,
+            limiter=self._limiter,
+        )
         self._started_s = time.monotonic()
         self._decoder: msgspec.msgpack.Decoder[SandboxCall] = msgspec.msgpack.Decoder(SandboxCall)
 
     async def answer(self, body: msgspec.Raw, context: CallContext) -> msgspec.Struct:
         """Handler for `serve_rpc`."""
         call: SandboxCall = self._decoder.decode(body)
+        with self.watchdog.watching():
+            result = await self._act(self.watchdog.allowed(call), context)
+        return self.watchdog.judge(call, result)
+
+    async def _act(self, call: SandboxCall, context: CallContext) -> SandboxReply:
         match call:
             case BashRun():
                 return await self.bash.run(call, partial(context.send_chunk, "output"))

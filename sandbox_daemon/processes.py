@@ -13,7 +13,7 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["ProcessEntry", "ProcessTable", "kill_until_gone", "read_process_table"]
+__all__ = ["ProcessEntry", "ProcessTable", "kill_until_gone", "read_process_table", "wait_until_gone"]
 
 MAX_KILLED_AT_ONCE = 256
 """Processes killed and waited for together: each holds one file descriptor meanwhile."""
@@ -89,6 +89,21 @@ async def kill_until_gone(choose: Callable[[ProcessTable], set[ProcessEntry]]) -
             return forbidden
         for start in range(0, len(victims), MAX_KILLED_AT_ONCE):
             forbidden |= await _kill_and_wait(victims[start : start + MAX_KILLED_AT_ONCE])
+
+
+async def wait_until_gone(entries: Iterable[ProcessEntry]) -> None:
+    """Return when all of them have ended. Waits for ever on one that does not: call it under a deadline."""
+    for entry in entries:
+        try:
+            pidfd = os.pidfd_open(entry.pid)
+        except ProcessLookupError:
+            continue
+        try:
+            current = _read_entry(entry.pid)
+            if current is not None and current.start_ticks == entry.start_ticks:
+                await trio.lowlevel.wait_readable(pidfd)
+        finally:
+            os.close(pidfd)
 
 
 async def _kill_and_wait(victims: list[ProcessEntry]) -> set[ProcessEntry]:

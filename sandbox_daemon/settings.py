@@ -10,6 +10,8 @@ import time
 
 import msgspec
 
+from ipc.limits import SandboxLimits
+
 __all__ = ["StartLine", "read_start_line", "runtime_environment", "tool_environment"]
 
 MAX_START_LINE_BYTES = 1024 * 1024
@@ -28,7 +30,8 @@ class StartLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `env` is added to the tools' environment. `cwd` is where shells start; empty takes the home directory.
     `prestart_ipython`: as the option of that name. `inherit_env`: the daemon's environment is its image's, and what the
-    image sets is for the tools too; otherwise they get none of it but PATH and HOME.
+    image sets is for the tools too; otherwise they get none of it but PATH and HOME. `limits`: what the tools may use.
+    `isolated`: what this process sees and may signal is the sandbox, and file systems in memory are its own.
     """
 
     token: str
@@ -36,6 +39,8 @@ class StartLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cwd: str = ""
     prestart_ipython: bool = False
     inherit_env: bool = False
+    limits: SandboxLimits = SandboxLimits()
+    isolated: bool = False
 
 
 def read_start_line(fd: int, *, timeout_s: float) -> StartLine | None:

@@ -92,6 +92,7 @@ class MathHandler(AgentHandler):
             network=sandbox.network,
             start_timeout_s=sandbox.start_timeout_s,
             prestart_ipython=True,
+            limits=sandbox.limits,
         )
 
     async def init(self, context: RolloutContext) -> None:

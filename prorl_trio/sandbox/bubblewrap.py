@@ -58,8 +58,8 @@ class BubblewrapProvider(SandboxProvider):
     """bwrap in a user namespace, no privileges anywhere.
 
     Everything is its own: user, PID, IPC, UTS, cgroup and (without `spec.network`) network namespace. It may make no
-    further user namespaces. /tmp, /dev/shm and the home directory are tmpfs of `spec.tmpfs_bytes` each. An image other
-    than `host` needs bubblewrap 0.11; it is writable, and what is written to it is thrown away.
+    further user namespaces. /tmp, /dev/shm and the home directory are tmpfs of `spec.limits.disk_bytes` each. An image
+    other than `host` needs bubblewrap 0.11; it is writable, and what is written to it is thrown away.
     """
 
     name: ClassVar[str] = "bubblewrap"
@@ -104,7 +104,7 @@ class BubblewrapProvider(SandboxProvider):
             root = ("--overlay-src", image, "--tmp-overlay", "/")
             runtime = image_runtime()
             mounts = runtime.mounts
-        size = ("--size", str(spec.tmpfs_bytes))
+        size = ("--size", str(spec.limits.disk_bytes))
         argv = [self._executable, *_ISOLATION, *root]
         if spec.network:
             argv.append("--share-net")

@@ -52,4 +52,5 @@ def _plan(spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
         raise SandboxUnavailable(f"image {spec.image}: the provider `process` has no images; use `host`")
     runtime = host_runtime(str(run_dir.lib))
     tool_env = {**runtime.tool_env, "HOME": str(folder.home)}
-    return Launch(runtime.daemon_argv(str(folder.socket)), {**runtime.env, **tool_env}, tool_env, str(folder.home))
+    env = {**runtime.env, **tool_env}
+    return Launch(runtime.daemon_argv(str(folder.socket)), env, tool_env, str(folder.home), isolated=False)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
+from ipc.limits import SandboxLimits
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
@@ -26,7 +28,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         network: False gives an empty network namespace with loopback only.
         env: variables for the tools. Nothing of the node's environment is passed on.
         start_timeout_s: from the start of the process to the daemon's handshake.
-        tmpfs_bytes: size limit of /tmp and the home directory each.
+        limits: what the tools may use.
         prestart_ipython: start the IPython shell with the sandbox, not with its first cell.
     """
 
@@ -34,7 +36,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     network: bool = False
     env: dict[str, str] = {}
     start_timeout_s: float = 30.0
-    tmpfs_bytes: int = 256 * 1024 * 1024
+    limits: SandboxLimits = SandboxLimits()
     prestart_ipython: bool = False
 
 

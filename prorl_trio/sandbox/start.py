@@ -34,6 +34,7 @@ class Launch(NamedTuple):
     """How one sandbox is started: the command, its environment, and what the daemon gives to the tools.
 
     `inherit_env`: the tools also get what the image sets in the daemon's environment.
+    `isolated`: the daemon sees, and may signal, nothing but the sandbox.
     """
 
     argv: tuple[str, ...]
@@ -41,6 +42,7 @@ class Launch(NamedTuple):
     tool_env: Mapping[str, str]
     cwd: str
     inherit_env: bool = False
+    isolated: bool = True
 
 
 @asynccontextmanager
@@ -62,6 +64,8 @@ async def open_daemon_sandbox(
             "cwd": launch.cwd,
             "prestart_ipython": spec.prestart_ipython,
             "inherit_env": launch.inherit_env,
+            "limits": spec.limits,
+            "isolated": launch.isolated,
         }
         deadline = trio.current_time() + spec.start_timeout_s
         tree = await stack.enter_async_context(

@@ -38,6 +38,8 @@ def render_cell(result: CellResult, timeout_s: float) -> str:
         parts.append(f"[{result.dropped_displays} more were not kept]")
     if result.error is not None:
         parts.append(result.error.traceback.rstrip("\n") or f"{result.error.name}: {result.error.value}")
+    if result.breach_text:
+        parts.append(f"[{result.breach_text}]")
     if result.timed_out:
         parts.append(f"[stopped after {timeout_s:g} s]")
     if result.restarted:
@@ -48,6 +50,8 @@ def render_cell(result: CellResult, timeout_s: float) -> str:
 def render_bash(result: BashResult, timeout_s: float) -> str:
     """What the policy reads after a command: output, the exit code if not 0, and whether state was lost."""
     parts = [result.output.rstrip("\n")] if result.output.strip() else []
+    if result.breach_text:
+        parts.append(f"[{result.breach_text}]")
     if result.timed_out:
         parts.append(f"[stopped after {timeout_s:g} s]")
     elif result.exit_code:

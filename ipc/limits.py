@@ -1,0 +1,39 @@
+"""What a sandbox may use. Set by the node, enforced inside the sandbox by its daemon and by the kernel."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+import msgspec
+
+__all__ = ["BREACHES", "Breach", "SandboxLimits"]
+
+Breach = Literal["", "memory", "processes", "cpu", "file_size", "disk", "wall"]
+"""Which limit an action ran into; empty if none."""
+
+BREACHES: tuple[Breach, ...] = get_args(Breach)[1:]
+
+_MIB = 1024 * 1024
+
+
+class SandboxLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The limits of one sandbox. There is no way to have none: give a large number instead.
+
+    Attributes:
+        memory_bytes: of all processes together; also of the private memory of each, where more is refused to it.
+        max_processes: processes and threads, all together, without those of the sandbox itself.
+        max_open_files: of each process.
+        cpu_s: CPU time of each process. The shells are processes too.
+        max_file_bytes: of one file.
+        disk_bytes: of what can be written: /tmp, the home directory, /dev/shm and the image's writable layer. Where
+            they are separate file systems, of each.
+        wall_s: of one action, whatever time-out it asked for.
+    """
+
+    memory_bytes: Annotated[int, msgspec.Meta(ge=64 * _MIB)] = 2048 * _MIB
+    max_processes: Annotated[int, msgspec.Meta(ge=16)] = 512
+    max_open_files: Annotated[int, msgspec.Meta(ge=1024)] = 4096
+    cpu_s: Annotated[int, msgspec.Meta(ge=1)] = 3600
+    max_file_bytes: Annotated[int, msgspec.Meta(ge=32 * _MIB)] = 1024 * _MIB
+    disk_bytes: Annotated[int, msgspec.Meta(ge=_MIB)] = 256 * _MIB
+    wall_s: Annotated[float, msgspec.Meta(gt=0, le=7 * 24 * 3600)] = 3600.0

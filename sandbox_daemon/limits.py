@@ -1,0 +1,52 @@
+"""The limits that the kernel keeps for each process of a tool."""
+
+from __future__ import annotations
+
+import resource
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ipc.limits import SandboxLimits
+
+__all__ = ["limit_process", "limit_self"]
+
+BACKSTOP_FACTOR = 2
+"""The kernel refuses a fork at this many times `max_processes`: the watchdog acts, and reports, before that."""
+BACKSTOP_CPU_S = 10
+"""The kernel kills a process so long after the watchdog should have."""
+OOM_SCORE_ADJUSTMENT = 500
+"""When the machine itself runs out of memory, tools go first: 0 is usual, 1000 the most."""
+
+
+def limit_self(limits: SandboxLimits) -> None:
+    """Limits that the daemon keeps too, so that whatever it starts has them from its first instruction."""
+    for what, limit in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, limits.max_open_files),
+        (resource.RLIMIT_FSIZE, limits.max_file_bytes),
+    ):
+        hard = resource.getrlimit(what)[1]
+        resource.setrlimit(what, (_lower(limit, hard), _lower(limit, hard)))
+
+
+def limit_process(pid: int, limits: SandboxLimits, *, isolated: bool) -> None:
+    """Limits for a process the daemon has just started, and for all that it starts. Nothing happens if it has ended.
+
+    Of memory it gets private pages only up to the limit: more is refused to it, which most programs report themselves.
+    Reserved address space is free. The number of processes is counted in the sandbox if that is `isolated`; otherwise
+    all those of the user would count, and there is no such limit. Nor is there for root, whom the kernel exempts.
+    """
+    kept = [(resource.RLIMIT_DATA, limits.memory_bytes), (resource.RLIMIT_CPU, limits.cpu_s + BACKSTOP_CPU_S)]
+    if isolated:
+        kept.append((resource.RLIMIT_NPROC, BACKSTOP_FACTOR * limits.max_processes))
+    for what, limit in kept:
+        with suppress(ProcessLookupError, PermissionError):  # it may have ended, or run a setuid program
+            hard = resource.prlimit(pid, what)[1]
+            resource.prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
+    with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w", encoding="ascii") as file:
+        file.write(str(OOM_SCORE_ADJUSTMENT))
+
+
+def _lower(limit: int, hard: int) -> int:
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)

@@ -1,0 +1,214 @@
+"""Measures what the tools use, ends what uses too much, and says so in the result of the action that ran into it.
+
+For the limits that no kernel interface open to a sandbox keeps for a whole tree of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import trio
+
+from ipc.wire import BashResult, CellResult, ExecResult
+from sandbox_daemon.processes import kill_until_gone, read_process_table, wait_until_gone
+from sandbox_daemon.usage import in_memory, measure_disks, measure_processes, measure_proportional
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ipc.limits import Breach, SandboxLimits
+    from ipc.wire import SandboxCall, SandboxReply
+    from sandbox_daemon.processes import ProcessEntry, ProcessTable
+    from sandbox_daemon.usage import ProcessUsage
+
+__all__ = ["Watchdog"]
+
+BUSY_INTERVAL_S = 0.2
+"""Between two looks while an action runs. A look takes about 0.1 ms, and some 20 us more for each process."""
+IDLE_INTERVAL_S = 2.0
+"""Between two looks while none does: for what runs in the background."""
+KILL_DEADLINE_S = 2.0
+_MIB = 1024 * 1024
+_SIGNALLED = 128
+_FILE_TOO_LARGE = "[Errno 27]"
+
+
+class _Found(NamedTuple):
+    breach: Breach
+    text: str
+
+
+class Watchdog:
+    """Watches everything below this process. Lives in `serve`.
+
+    Args:
+        writable: the paths whose file systems are looked at, those in memory that can be written.
+        isolated: this process sees, and may signal, nothing but the sandbox.
+        limiter: for threads.
+    """
+
+    def __init__(
+        self,
+        limits: SandboxLimits,
+        *,
+        writable: Sequence[str],
+        isolated: bool,
+        limiter: trio.CapacityLimiter,
+    ) -> None:
+        self._limits = limits
+        self._writable = in_memory(writable)
+        self._isolated = isolated
+        self._limiter = limiter
+        self._found: _Found | None = None
+        self._disk_bytes = {disk.path: disk.used_bytes for disk in measure_disks(self._writable)}
+        """Used when last looked at, or at the beginning; by path."""
+        self._disk_floor = dict(self._disk_bytes)
+        self._actions = 0
+        self._acted = trio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Watchdog: {self._actions} actions, {self._found}>"
+
+    def allowed(self, call: SandboxCall) -> SandboxCall:
+        """The call, with no more time than an action may take."""
+        if _timeout_s(call) <= self._limits.wall_s:
+            return call
+        return msgspec.structs.replace(call, timeout_s=self._limits.wall_s)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """An action runs: look often."""
+        self._actions += 1
+        self._acted.set()
+        try:
+            yield
+        finally:
+            self._actions -= 1
+
+    def judge(self, call: SandboxCall, result: SandboxReply) -> SandboxReply:
+        """The result of an action, with the limit that was run into since the last one, if any."""
+        if not isinstance(result, BashResult | CellResult | ExecResult):
+            return result
+        found, self._found = self._found, None
+        if found is None:
+            found = self._what_else(result, _timeout_s(call))
+        if found is None:
+            return result
+        return msgspec.structs.replace(result, breach=found.breach, breach_text=found.text)
+
+    async def serve(self) -> None:
+        """Look, until cancelled."""
+        while True:
+            if not self._actions:
+                with trio.move_on_after(IDLE_INTERVAL_S):
+                    await self._acted.wait()
+            self._acted = trio.Event()
+            await trio.sleep(BUSY_INTERVAL_S)
+            await self._look()
+
+    async def _look(self) -> None:
+        if self._isolated and _count_processes() > self._limits.max_processes:
+            await self._end_all("processes", self._too_many())
+            return
+        below = read_process_table().descendants(os.getpid())
+        processes = measure_processes(entry.pid for entry in below)
+        if sum(process.threads for process in processes) > self._limits.max_processes:
+            await self._end_all("processes", self._too_many())
+            return
+        for process in processes:
+            if process.cpu_s > self._limits.cpu_s:
+                text = f"{_name(process)} was killed: it had used more than {self._limits.cpu_s} s of CPU time"
+                await self._end_one(process, "cpu", text)
+        if sum(process.memory_bytes for process in processes) > self._limits.memory_bytes:
+            await self._reduce_memory(processes)
+        await self._look_at_disks()
+
+    async def _reduce_memory(self, processes: list[ProcessUsage]) -> None:
+        """Kill the largest, and the next, until the rest keeps to the limit."""
+        sizes = await trio.to_thread.run_sync(measure_proportional, processes, limiter=self._limiter)
+        total_bytes = sum(sizes.values())
+        largest_first = sorted(processes, key=lambda process: sizes[process.pid], reverse=True)
+        for process in largest_first:
+            if total_bytes <= self._limits.memory_bytes:
+                return
+            text = (
+                f"{_name(process)} was killed: all processes together used {total_bytes // _MIB} MiB of memory, and "
+                f"{self._limits.memory_bytes // _MIB} MiB are allowed"
+            )
+            await self._end_one(process, "memory", text)
+            total_bytes -= sizes[process.pid]
+
+    async def _look_at_disks(self) -> None:
+        """For file systems without a size of their own. What frees space is let alone, so that one can clean up."""
+        for disk in measure_disks(self._writable):
+            before_bytes = self._disk_bytes.get(disk.path, 0)
+            self._disk_bytes[disk.path] = disk.used_bytes
+            own_bytes = disk.used_bytes - self._disk_floor.get(disk.path, 0)
+            if own_bytes > self._limits.disk_bytes and disk.used_bytes > before_bytes:
+                text = (
+                    f"all processes were killed: the files in {disk.path} took {own_bytes // _MIB} MiB, and "
+                    f"{self._limits.disk_bytes // _MIB} MiB are allowed; remove some"
+                )
+                await self._end_all("disk", text)
+
+    async def _end_one(self, process: ProcessUsage, breach: Breach, text: str) -> None:
+        def chosen(table: ProcessTable) -> set[ProcessEntry]:
+            below = table.descendants(os.getpid())
+            return {entry for entry in below if (entry.pid, entry.start_ticks) == (process.pid, process.start_ticks)}
+
+        self._found = _Found(breach, text)
+        with trio.move_on_after(KILL_DEADLINE_S):
+            await kill_until_gone(chosen)
+
+    async def _end_all(self, breach: Breach, text: str) -> None:
+        self._found = _Found(breach, text)
+        with trio.move_on_after(KILL_DEADLINE_S):
+            if self._isolated:
+                # In one go: nothing forks away from it. It spares the caller and the first process of the namespace. A
+                # shell that is started afterwards is not among those that are waited for.
+                os.kill(-1, signal.SIGKILL)
+                await wait_until_gone(read_process_table().descendants(os.getpid()))
+            else:
+                await kill_until_gone(lambda table: table.descendants(os.getpid()))
+
+    def _too_many(self) -> str:
+        return f"all processes were killed: there were more than {self._limits.max_processes} of them"
+
+    def _what_else(self, result: BashResult | CellResult | ExecResult, asked_timeout_s: float) -> _Found | None:
+        """What the kernel did, as far as the result shows it: the signal that a limit ends a process with, or the error
+        that Python makes of its refusal."""
+        exit_code = None if isinstance(result, CellResult) else result.exit_code
+        error = result.error if isinstance(result, CellResult) else None
+        if exit_code == _SIGNALLED + signal.SIGXCPU:
+            return _Found("cpu", f"the command was killed: it used more than {self._limits.cpu_s} s of CPU time")
+        if exit_code == _SIGNALLED + signal.SIGXFSZ or (error is not None and error.value.startswith(_FILE_TOO_LARGE)):
+            return _Found("file_size", f"a file may have at most {self._limits.max_file_bytes // _MIB} MiB")
+        if error is not None and error.name == "MemoryError":
+            return _Found("memory", f"a process may use at most {self._limits.memory_bytes // _MIB} MiB of memory")
+        if result.timed_out and asked_timeout_s > self._limits.wall_s:
+            return _Found("wall", f"no action may take more than {self._limits.wall_s:g} s here")
+        for disk in measure_disks(self._writable):
+            if disk.full:
+                size = f"{self._limits.disk_bytes // _MIB} MiB are allowed"
+                return _Found("disk", f"the disk of {disk.path} is full: {size}; remove some files")
+        return None
+
+
+def _count_processes() -> int:
+    try:
+        return sum(name.isdigit() for name in os.listdir("/proc"))
+    except OSError:
+        return 0
+
+
+def _timeout_s(call: SandboxCall) -> float:
+    timeout_s: float = getattr(call, "timeout_s", 0.0)
+    return timeout_s
+
+
+def _name(process: ProcessUsage) -> str:
+    return f"{process.name} (pid {process.pid})"

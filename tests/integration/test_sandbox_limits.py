@@ -1,0 +1,84 @@
+"""What a sandbox may use: each limit, in each isolating provider, is kept, named in the result, and survived."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from ipc.limits import SandboxLimits
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.registry import PROVIDERS
+from prorl_trio.tools.builtin import render_bash
+
+MIB = 1024 * 1024
+LIMITS = SandboxLimits(
+    memory_bytes=384 * MIB, max_processes=150, max_open_files=1024, max_file_bytes=32 * MIB, disk_bytes=64 * MIB
+)
+ACTION_TIMEOUT_S = 60
+HOG = "python3 -c 'import time; x = bytearray(160 * 2**20); time.sleep(300)'"
+BOMBS = {
+    "fork bomb of a shell": ("bomb() { bomb | bomb & }; bomb; sleep 300", "processes"),
+    "fork bomb of a program": ("python3 -c 'import os\nwhile True: os.fork()'", "processes"),
+    "fork bomb that ignores signals": ("trap '' INT TERM HUP; bomb() { bomb | bomb & }; bomb; sleep 300", "processes"),
+    "memory of many processes": (f"for i in 1 2 3; do {HOG} & done; sleep 3", "memory"),
+    "a file": ("head -c 64M /dev/zero > /tmp/large", "file_size"),
+    "a file of the home directory": ("head -c 64M /dev/zero > ~/large", "file_size"),
+}
+
+
+@pytest.fixture(params=[name for name, provider in PROVIDERS.items() if provider.isolated])
+async def provider(request, tmp_path):
+    found = PROVIDERS[request.param](tmp_path)
+    report = await found.probe()
+    if not report.usable:
+        pytest.skip(f"{request.param} cannot run here: {report.problem}. What to do: {report.remedy}")
+    return found
+
+
+async def test_bombs_are_ended_named_and_survived(provider):
+    with trio.fail_after(300):
+        async with provider.open_sandbox(SandboxSpec(limits=LIMITS)) as sandbox:
+            for name, (command, breach) in BOMBS.items():
+                result = await sandbox.bash(command, timeout_s=ACTION_TIMEOUT_S)
+                assert result.breach == breach, f"{name}: {result}"
+                assert result.breach_text
+                assert f"[{result.breach_text}]" in render_bash(result, ACTION_TIMEOUT_S)
+                after = await sandbox.bash("rm -rf /tmp/large ~/large; echo alive", timeout_s=ACTION_TIMEOUT_S)
+                assert (after.output.strip().splitlines()[-1], after.exit_code) == ("alive", 0), name
+                assert after.breach == "", name
+
+
+async def test_cpu_time(provider):
+    with trio.fail_after(200):
+        async with provider.open_sandbox(SandboxSpec(limits=SandboxLimits(cpu_s=1))) as sandbox:
+            busy = await sandbox.bash("python3 -c 'while True: pass'", timeout_s=150)
+    assert (busy.breach, busy.exit_code, busy.restarted) == ("cpu", 137, False)
+    assert "CPU time" in busy.breach_text
+
+
+async def test_wall_clock(provider):
+    with trio.fail_after(200):
+        async with provider.open_sandbox(SandboxSpec(limits=SandboxLimits(wall_s=3.0))) as sandbox:
+            idle = await sandbox.bash("sleep 300", timeout_s=ACTION_TIMEOUT_S)
+            cell = await sandbox.ipython("import time; time.sleep(300)", timeout_s=ACTION_TIMEOUT_S)
+            short = await sandbox.bash("sleep 300", timeout_s=0.5)
+    assert (idle.breach, idle.timed_out) == ("wall", True)
+    assert (cell.breach, cell.timed_out) == ("wall", True)
+    assert (short.breach, short.timed_out) == ("", True)
+
+
+async def test_one_process_is_refused_more_and_says_so(provider):
+    refused = {
+        "x = bytearray(600 * 2**20)": ("memory", "MemoryError"),
+        "open('/tmp/large', 'wb').write(bytes(64 * 2**20))": ("file_size", "OSError"),
+        "import os; files = [os.open('/', 0) for _ in range(2000)]": ("", "OSError"),
+    }
+    with trio.fail_after(200):
+        async with provider.open_sandbox(SandboxSpec(limits=LIMITS)) as sandbox:
+            for code, (breach, error) in refused.items():
+                cell = await sandbox.ipython(code, timeout_s=ACTION_TIMEOUT_S)
+                assert (cell.breach, cell.error and cell.error.name, cell.restarted) == (breach, error, False), code
+            with pytest.raises(ValueError, match="File too large"):
+                await sandbox.write_file("/tmp/large", bytes(40 * MIB))
+            program = await sandbox.exec(["head", "-c", "64M", "/dev/zero"], timeout_s=ACTION_TIMEOUT_S)
+    assert (program.exit_code, program.breach) == (0, "")
