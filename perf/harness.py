@@ -58,6 +58,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             as an agent's action does; a longer row shows the cost of the code alone.
         every: takes part in every n-th round only, for what is slow.
         floor: name of the case that shows what the machine allows. Its ratio is the metric `NAME.x_floor`.
+        peer: is somebody else's; the plot has it in another colour.
         max_p50: what p50 is to stay below, in `unit`.
         max_x_floor: what the ratio to the floor is to stay below.
     """
@@ -69,6 +70,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     burst: int = 1
     every: int = 1
     floor: str | None = None
+    peer: bool = False
     max_p50: float | None = None
     max_x_floor: float | None = None
 
@@ -210,10 +212,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         for series in reversed(self.series):
             per_ms = PER_SECOND["ms"] / PER_SECOND[series.case.unit]
             p50, p95 = series.percentile(50) * per_ms, series.percentile(95) * per_ms
-            color = "lightgrey" if series.case.name in floors else "tab:blue"
+            own_color = "tab:orange" if series.case.peer else "tab:blue"
+            color = "lightgrey" if series.case.name in floors else own_color
             axes.barh(series.case.name, p50, xerr=[[0], [p95 - p50]], color=color, ecolor="grey", capsize=2)
         axes.set_xscale("log")
-        axes.set_xlabel("ms (p50, whisker to p95; grey: the floor)")
+        axes.set_xlabel("ms (p50, whisker to p95; blue: ours, grey: floors, orange: peers)")
         axes.set_title(self.title)
         figure.text(0.01, 0, describe_machine(), fontsize=5, va="bottom", color="grey")
         figure.tight_layout()

@@ -41,7 +41,7 @@ async def benchmark(options: Options) -> Report:
         echo = await stack.enter_async_context(open_unix_echo())
         tcp_echo = await stack.enter_async_context(open_tcp_echo())
         notes: list[str] = []
-        cases: list[Case] = []
+        peer_cases: list[Case] = []
         try:
             peer_dir = runtime_dir / "peer"
             peer_dir.mkdir()
@@ -58,9 +58,13 @@ async def benchmark(options: Options) -> Report:
                 assert answer.exit_code == 0, answer
                 return answer.elapsed_s
 
-            cases += [
+            peer_cases += [
                 Case(
-                    name=f"ipython.zmq_{transport}", run=partial(zmq, transport), self_timed=True, floor="ipython.floor"
+                    name=f"ipython.zmq_{transport}",
+                    run=partial(zmq, transport),
+                    self_timed=True,
+                    floor="ipython.floor",
+                    peer=True,
                 )
                 for transport in ("tcp", "ipc")
             ]
@@ -87,7 +91,7 @@ async def benchmark(options: Options) -> Report:
         async def bare_cell(code: str) -> None:
             run_cell(code)
 
-        cases += [
+        cases = [
             Case(name="bash.true", run=partial(bash, "true"), floor="bash.floor_true", max_p50=1),
             Case(name="bash.floor_true", run=partial(bare_bash, "true")),
             Case(
@@ -112,6 +116,7 @@ async def benchmark(options: Options) -> Report:
             Case(name="uds.floor", run=bare_echo, unit="us", burst=RPC_BURST),
             Case(name="uds.daemon_ping", run=ping, unit="us", burst=RPC_BURST),
         ]
+        cases += peer_cases
         await ipython(CELL)
         series = await measure_interleaved(
             cases, rounds=QUICK_ROUNDS if options.quick else ROUNDS, warm_up_rounds=WARM_UP_ROUNDS

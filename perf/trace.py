@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from perf.trace_systems import Run
 
 TRACE_PATH = Path(__file__).with_name("traces") / "agent_shell.jsonl"
-QUICK_STEPS = 30
+QUICK_STEPS = 29
 SHOWN_WRONG = 5
-QUICK_ROUNDS, ROUNDS = 3, 5
+QUICK_ROUNDS, ROUNDS = 4, 5
 AT_LEAST = {"trace.tmux_over_ours": 50.0, "trace.swerex_over_ours": 20.0}
 TITLES = {
     FLOOR: "bare pty",
@@ -133,9 +133,11 @@ def report_of(steps: Sequence[Step], figures: dict[str, Figures], failures: dict
 
 def series_of(name: str, figures: Figures) -> Series:
     """One sample a command."""
-    is_ours = name == OURS
     case = Case(
-        name=f"trace.{name}", floor=None if name == FLOOR else f"trace.{FLOOR}", max_x_floor=2 if is_ours else None
+        name=f"trace.{name}",
+        floor=None if name == FLOOR else f"trace.{FLOOR}",
+        peer=name in PEER_SYSTEMS,
+        max_x_floor=2 if name == OURS else None,
     )
     return Series(case=case, samples=[elapsed_s * 1e3 for elapsed_s in figures.elapsed_s])
 
