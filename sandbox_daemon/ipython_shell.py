@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import getpass
+import resource
 import sys
 import warnings
 from contextlib import contextmanager, suppress
@@ -115,8 +116,12 @@ class CellShell(InteractiveShell):
         error = outcome.error_before_exec or outcome.error_in_exec
         cell_error = None
         if error is not None:
-            value, traceback = cap_text(_text_of(error), max_text_bytes), cap_text(self._traceback, max_text_bytes)
-            cell_error = CellError(name=type(error).__name__, value=value.text, traceback=traceback.text)
+            name, text = type(error).__name__, _text_of(error)
+            if isinstance(error, MemoryError):
+                name, note = MemoryError.__name__, _memory_note()
+                text, self._traceback = f"{text} {note}".lstrip(), f"{self._traceback.rstrip()}\n{note}"
+            value, traceback = cap_text(text, max_text_bytes), cap_text(self._traceback, max_text_bytes)
+            cell_error = CellError(name=name, value=value.text, traceback=traceback.text)
             dropped_bytes += value.dropped_bytes + traceback.dropped_bytes
         elif self._traceback:  # of a `__repr__` that failed, of a script of `%run`: shown, but not the cell's end
             with suppress(OSError, ValueError, AttributeError):  # a cell may close or replace it
@@ -177,6 +182,13 @@ class CellShell(InteractiveShell):
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
         self._traceback = self.InteractiveTB.stb2text(stb)
+
+
+def _memory_note() -> str:
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit_bytes == resource.RLIM_INFINITY:
+        return "[the machine has no more memory]"
+    return f"[a process may use {limit_bytes} bytes of memory here]"
 
 
 def _figure_png(figure: Any) -> Any:

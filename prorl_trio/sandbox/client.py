@@ -50,6 +50,9 @@ ACTION_MARGIN_S: Final = 15.0
 FILE_TIMEOUT_S: Final = 60.0
 """For one piece of a file, or one edit."""
 
+KERNEL_START_S: Final = 75.0
+"""What a Jupyter kernel, of any language, may take to start, and then `ACTION_MARGIN_S`."""
+
 RESTART_TIMEOUT_S: Final = 30.0
 PING_TIMEOUT_S: Final = 5.0
 
@@ -74,13 +77,17 @@ class DaemonSandbox(Sandbox):
         call = BashRun(command=command, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
         return await self._act(call, BashResult, timeout_s + ACTION_MARGIN_S)
 
-    async def ipython(self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> CellResult:
+    async def ipython(
+        self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024, kernel: str = ""
+    ) -> CellResult:
         _check_limits(timeout_s, max_output_bytes)
-        call = IpythonRun(code=code, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
-        return await self._act(call, CellResult, timeout_s + ACTION_MARGIN_S)
+        call = IpythonRun(code=code, timeout_s=timeout_s, max_output_bytes=max_output_bytes, kernel=kernel)
+        return await self._act(call, CellResult, timeout_s + (KERNEL_START_S if kernel else ACTION_MARGIN_S))
 
-    async def restart_ipython(self) -> None:
-        await self._act(IpythonRestart(), IpythonRestarted, RESTART_TIMEOUT_S)
+    async def restart_ipython(self, *, kernel: str = "") -> None:
+        await self._act(
+            IpythonRestart(kernel=kernel), IpythonRestarted, KERNEL_START_S if kernel else RESTART_TIMEOUT_S
+        )
 
     async def exec(
         self,
@@ -170,7 +177,7 @@ def _error_of(failure: CallFailed, sandbox_id: str) -> Exception:
             return OSError(errno.EIO, failure.message)
         case "not_absolute" | "too_large" | "bad_request":
             return ValueError(failure.message)
-        case "no_shell":
+        case "no_shell" | "no_ipython" | "no_kernel":
             return SandboxUnavailable(f"sandbox {sandbox_id}: {failure.message}")
         case _:
             return SandboxLost(f"sandbox {sandbox_id}: the daemon failed: {failure}")

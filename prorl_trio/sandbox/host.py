@@ -65,11 +65,13 @@ class HostedSandbox(Sandbox):
     async def bash(self, command: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> BashResult:
         return await self._sandbox.bash(command, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
 
-    async def ipython(self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> CellResult:
-        return await self._sandbox.ipython(code, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+    async def ipython(
+        self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024, kernel: str = ""
+    ) -> CellResult:
+        return await self._sandbox.ipython(code, timeout_s=timeout_s, max_output_bytes=max_output_bytes, kernel=kernel)
 
-    async def restart_ipython(self) -> None:
-        await self._sandbox.restart_ipython()
+    async def restart_ipython(self, *, kernel: str = "") -> None:
+        await self._sandbox.restart_ipython(kernel=kernel)
 
     async def ping(self) -> Pong:
         return await self._sandbox.ping()

@@ -68,12 +68,22 @@ class Sandbox(abc.ABC):
         """Run `command` in the persistent shell (started on first use). A non-zero exit is a result, not an error."""
 
     @abc.abstractmethod
-    async def ipython(self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> CellResult:
-        """Run one cell in the persistent IPython shell (started on first use). An exception in it is a result."""
+    async def ipython(
+        self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024, kernel: str = ""
+    ) -> CellResult:
+        """Run one cell in a persistent shell (started on first use). An exception in it is a result.
+
+        Args:
+            kernel: empty for the IPython that every sandbox has, or the name of a Jupyter kernelspec installed in it.
+                Each has a shell of its own.
+
+        Raises:
+            SandboxUnavailable: there is no such kernel, or it cannot be started. The sandbox itself lives on.
+        """
 
     @abc.abstractmethod
-    async def restart_ipython(self) -> None:
-        """Throw the IPython shell's state away."""
+    async def restart_ipython(self, *, kernel: str = "") -> None:
+        """Throw the state of a kernel's shell away. `kernel` and errors as in `ipython`."""
 
     @abc.abstractmethod
     async def exec(

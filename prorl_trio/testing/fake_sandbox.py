@@ -172,9 +172,12 @@ class FakeSandbox(Sandbox):
             text = text.replace(f"${name}", value)
         return text
 
-    async def ipython(self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> CellResult:
+    async def ipython(
+        self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024, kernel: str = ""
+    ) -> CellResult:
         async with self._turn:
             await self._begin(code)
+            self._check_kernel(kernel)
             self._execution_count += 1
             printed: list[str] = []
             value: float | str | None = None
@@ -228,9 +231,14 @@ class FakeSandbox(Sandbox):
             return value
         raise TypeError(f"{value!r} is not a number")
 
-    async def restart_ipython(self) -> None:
+    def _check_kernel(self, kernel: str) -> None:
+        if kernel:
+            raise SandboxUnavailable(f"{self.sandbox_id}: there is no Jupyter kernel {kernel!r}; installed: none")
+
+    async def restart_ipython(self, *, kernel: str = "") -> None:
         async with self._turn:
             await self._begin("restart_ipython")
+            self._check_kernel(kernel)
             self._names, self._execution_count = {}, 0
 
     async def exec(

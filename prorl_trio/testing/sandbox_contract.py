@@ -145,6 +145,18 @@ async def check_ipython_keeps_state(contract: Contract) -> None:
         assert forgotten.error.name == "NameError"
 
 
+async def check_unknown_kernel(contract: Contract) -> None:
+    """A Jupyter kernel that is not there is refused by its name; the sandbox and its own shell live on."""
+    async with _sandbox(contract) as sandbox:
+        await sandbox.ipython("x = 41", timeout_s=ACTION_TIMEOUT_S)
+        error = await _raises(
+            SandboxUnavailable, sandbox.ipython("1", timeout_s=ACTION_TIMEOUT_S, kernel="no-such-kernel")
+        )
+        assert "no-such-kernel" in str(error)
+        await _raises(SandboxUnavailable, sandbox.restart_ipython(kernel="no-such-kernel"))
+        assert (await sandbox.ipython("x", timeout_s=ACTION_TIMEOUT_S)).result == "41"
+
+
 async def check_files_round_trip(contract: Contract) -> None:
     """5 MB come back bit for bit; what cannot be read says so as a file would."""
     content = os.urandom(5 * 1024 * 1024)
@@ -286,6 +298,23 @@ async def check_cancelled_call(contract: Contract) -> None:
 
 
 # ---------------------------------------------------------------- providers with processes
+
+
+async def check_mathematics(contract: Contract) -> None:
+    """NumPy, SciPy and SymPy can be imported and work."""
+    code = "import numpy, scipy.optimize, sympy\nroot = scipy.optimize.brentq(lambda x: x * x - 4, 0, 9)\n"
+    code += "float(numpy.ones(3).sum()), round(root, 6), sympy.factorint(12)"
+    async with _sandbox(contract) as sandbox:
+        cell = await sandbox.ipython(code, timeout_s=CHECK_TIMEOUT_S / 2)
+        assert (cell.error, cell.result) == (None, "(3.0, 2.0, {2: 2, 3: 1})")
+
+
+async def check_images_of_cells(contract: Contract) -> None:
+    """An image that a cell shows arrives as its own bytes."""
+    code = "class Dot:\n    def _repr_png_(self): return b'\\x89PNG' + bytes(1000)\nDot()"
+    async with _sandbox(contract) as sandbox:
+        cell = await sandbox.ipython(code, timeout_s=ACTION_TIMEOUT_S)
+        assert [(display.mime, display.data) for display in cell.displays] == [("image/png", b"\x89PNG" + bytes(1000))]
 
 
 async def check_cancelled_start(contract: Contract) -> None:
@@ -467,6 +496,7 @@ CORE_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
     check_bash_timeout,
     check_environment_is_as_specified,
     check_ipython_keeps_state,
+    check_unknown_kernel,
     check_exec_is_one_shot,
     check_files_round_trip,
     check_editor,
@@ -480,6 +510,8 @@ CORE_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
 )
 
 PROCESS_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
+    check_mathematics,
+    check_images_of_cells,
     check_cancelled_start,
     check_start_timeout,
     check_killed_from_outside,

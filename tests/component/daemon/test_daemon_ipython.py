@@ -201,6 +201,21 @@ async def test_a_kernel_whose_first_thread_ended_is_killed_all_the_same(sandbox)
     assert (await cell(sandbox, "1")).result == "1"
 
 
+async def test_a_cell_beyond_the_memory_limit_gets_a_memory_error(start_daemon):
+    limit_bytes = 512 * 1024 * 1024
+    daemon = start_daemon(limits={"memory_bytes": limit_bytes})
+    daemon.wait_ready()
+    async with daemon.connect() as sandbox:
+        await cell(sandbox, "x = 'kept'")
+        for code in (f"bytearray({limit_bytes})", f"import numpy; numpy.ones({limit_bytes})"):
+            result = await cell(sandbox, code)
+            assert (result.error.name, result.restarted) == ("MemoryError", False), result
+            assert f"may use {limit_bytes} bytes" in result.error.value
+            assert f"may use {limit_bytes} bytes" in result.error.traceback
+        assert (await cell(sandbox, "x")).result == "'kept'"
+    assert await daemon.wait_ended() == (0, "")
+
+
 async def test_magics(sandbox, tmp_path):
     expected = [
         ("%timeit -n 1 -r 1 pass", "per loop"),
