@@ -18,6 +18,7 @@ import trio
 from launch import model, paths, venv
 from launch.engine_env import engine_key
 from launch.userns import user_namespace_problem
+from prorl_trio.sandbox.bundle import bundle_path
 from prorl_trio.sandbox.registry import probe_providers
 from prorl_trio.sandbox.userns import user_namespace_remedy
 
@@ -69,7 +70,7 @@ async def examine(kind: EngineKind, *, with_engine: bool = True) -> Report:
     checks = [
         *await trio.to_thread.run_sync(_all_of, [_python, _user_namespaces]),
         *_sandboxes(await probe_providers()),
-        *await trio.to_thread.run_sync(_all_of, [_fuse, *engine, _memory, _disk, _shared_memory, _cgroups]),
+        *await trio.to_thread.run_sync(_all_of, [_runtime, _fuse, *engine, _memory, _disk, _shared_memory, _cgroups]),
         await _gpu(),
     ]
     return Report(usable=all(check.state != "missing" for check in checks), checks=checks)
@@ -98,6 +99,13 @@ def _sandboxes(reports: list[ProviderReport]) -> list[Check]:
         else Check(name=report.name, state=state, detail=report.problem, remedy=report.remedy)
         for report in reports
     ]
+
+
+def _runtime() -> Check:
+    if (path := bundle_path()).is_dir():
+        return Check(name="image runtime", state="ok", detail=f"{path}: the daemon starts in any image")
+    detail = f"not in {path}: sandboxes can have the image `host` only"
+    return Check(name="image runtime", state="warning", detail=detail, remedy="prorl-trio image runtime")
 
 
 def _fuse(device: Path = Path("/dev/fuse")) -> Check:

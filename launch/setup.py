@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import shutil
+import subprocess
 import sys
 import time
 import tomllib
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["main", "setup_dev", "setup_engine", "setup_model"]
+__all__ = ["main", "setup_dev", "setup_engine", "setup_model", "setup_runtime"]
 
 _RECIPE = 1
 _ENGINE_DISK_BYTES = 6_000_000_000
@@ -43,6 +44,20 @@ def setup_dev(checkout: Path) -> None:
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     steps = [("the project and its tools", ["-m", "pip", "install", "--editable", f"{checkout}[dev]"])]
     venv.install(checkout / ".venv", key, steps, log_file=_log_file("dev"), hint=_OFFLINE_HINT)
+
+
+def setup_runtime(checkout: Path) -> None:
+    """Make the runtime of images other than `host` from what `checkout/.venv` has. Some seconds; without it, a warning.
+
+    The node works without: only such images do not start then.
+    """
+    argv = [str(checkout / ".venv/bin/python"), "-m", "launch.bundle"]
+    if subprocess.run([*argv, "--is-made"], cwd=checkout, stdout=subprocess.DEVNULL, check=False).returncode == 0:
+        return
+    try:
+        run_step("the runtime for sandbox images", argv, log_file=_log_file("runtime"))
+    except SetupError as error:
+        say(f"WARNING: sandboxes can have the image `host` only.\n{error}")
 
 
 def setup_engine(kind: engine_env.EngineKind, checkout: Path) -> None:
@@ -90,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if "dev" in parts:
             setup_dev(checkout)
+            setup_runtime(checkout)
         if "engine" in parts:
             setup_engine(options.engine, checkout)
             setup_model(options.engine)

@@ -34,6 +34,7 @@ _RECIPE: Final = 2
 """Raise it when `launch.bundle` makes something else of the same parts."""
 
 _REQUIRED: Final = ("trio", "msgspec", "ptyprocess", "ipython")
+_OPTIONAL: Final = ("jupyter-client",)
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -41,25 +42,26 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 def bundled_distributions() -> tuple[importlib.metadata.Distribution, ...]:
     """What the daemon and IPython need, and what that needs, as installed beside this project; by name.
 
-    A requirement that is not installed is one for another system or another Python.
+    Jupyter's client too, where it is. A requirement that is not installed is one for another system or another Python.
 
     Raises:
         importlib.metadata.PackageNotFoundError: one of the daemon's own is not installed.
     """
-    found = {name: importlib.metadata.distribution(name) for name in _REQUIRED}
-    pending = list(found)
+    found: dict[str, importlib.metadata.Distribution] = {}
+    pending = [*_REQUIRED, *_OPTIONAL]
     while pending:
-        for requirement in found[pending.pop()].requires or ():
-            match = _NAME.match(requirement)
-            if match is None or "extra ==" in requirement:
-                continue
-            name = re.sub(r"[-_.]+", "-", match[0]).lower()
-            if name not in found:
-                try:
-                    found[name] = importlib.metadata.distribution(name)
-                except importlib.metadata.PackageNotFoundError:
-                    continue
-                pending.append(name)
+        name = pending.pop()
+        if name in found:
+            continue
+        try:
+            found[name] = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name in _REQUIRED:
+                raise
+            continue
+        requirements = [text for text in found[name].requires or () if "extra ==" not in text]
+        matches = filter(None, map(_NAME.match, requirements))
+        pending += [re.sub(r"[-_.]+", "-", match[0]).lower() for match in matches]
     return tuple(found[name] for name in sorted(found))
 
 

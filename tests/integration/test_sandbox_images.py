@@ -21,7 +21,7 @@ from prorl_trio.testing import sandbox_contract
 from prorl_trio.testing.sandbox_contract import Contract
 
 PROGRAMS = ("bash", "sh", "cat", "env", "ls", "mkdir", "rm", "seq", "sleep", "tr")
-APPLETS = ("sh", "cat", "env", "ls", "sleep")
+APPLETS = ("sh", "cat", "env", "ls", "mkdir", "rm", "sleep", "tr")
 MAPPED = "import subprocess; print(subprocess.run(['/bin/{}', '/proc/self/maps'], capture_output=True).stdout.decode())"
 CONTRACT = (
     sandbox_contract.check_ipython_keeps_state,
@@ -151,10 +151,12 @@ async def test_contract_in_a_directory(provider_type, userland, check, image_of,
 
 
 @pytest.mark.parametrize("check", SHELL_CONTRACT, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("userland", ["glibc", "busybox"])
 @pytest.mark.parametrize("provider_type", PROVIDERS, ids=lambda p: p.name)
-async def test_contract_of_the_shell(provider_type, check, image_of, tmp_path):
+async def test_contract_of_the_shell(provider_type, userland, check, image_of, tmp_path):
+    """bash, and busybox's `sh` where there is no bash."""
     provider = await _usable(provider_type, tmp_path)
-    await check(Contract(Imaged(provider, image_of("glibc", "dir")), tmp_path))
+    await check(Contract(Imaged(provider, image_of(userland, "dir")), tmp_path))
 
 
 @pytest.mark.parametrize("userland", USERLANDS)

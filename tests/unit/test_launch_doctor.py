@@ -27,6 +27,14 @@ def test_working_providers_are_named_with_their_version():
     assert doctor._sandboxes([WORKS])[0].detail.startswith("0.11")
 
 
+def test_image_runtime(tmp_path, monkeypatch):
+    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path))
+    check = doctor._runtime()
+    assert (check.state, check.remedy) == ("warning", "prorl-trio image runtime")
+    doctor.bundle_path().mkdir(parents=True)
+    assert doctor._runtime().state == "ok"
+
+
 def test_fuse(tmp_path):
     assert doctor._fuse(tmp_path / "none").state == "warning"
     assert "mknod" in doctor._fuse(tmp_path / "none").remedy
