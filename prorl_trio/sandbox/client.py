@@ -10,6 +10,9 @@ import trio
 
 from ipc.errors import CallFailed, CallTimedOut, FrameTooLarge, IpcError
 from ipc.wire import (
+    BashInput,
+    BashRestart,
+    BashRestarted,
     BashResult,
     BashRun,
     CellResult,
@@ -29,7 +32,7 @@ from ipc.wire import (
     SandboxCall,
 )
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
-from prorl_trio.sandbox.provider import Sandbox
+from prorl_trio.sandbox.provider import Sandbox, ShellBusy, ShellIdle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -72,10 +75,46 @@ class DaemonSandbox(Sandbox):
     def __repr__(self) -> str:
         return f"<DaemonSandbox {self.sandbox_id}: {f'lost: {self._lost}' if self._lost else 'live'}>"
 
-    async def bash(self, command: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> BashResult:
+    async def bash(
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        quiet_timeout_s: float | None = None,
+        max_output_bytes: int = 64 * 1024,
+        raw: bool = False,
+    ) -> BashResult:
         _check_limits(timeout_s, max_output_bytes)
-        call = BashRun(command=command, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+        call = BashRun(
+            command=command,
+            timeout_s=timeout_s,
+            quiet_timeout_s=quiet_timeout_s,
+            max_output_bytes=max_output_bytes,
+            raw=raw,
+        )
         return await self._act(call, BashResult, timeout_s + ACTION_MARGIN_S)
+
+    async def bash_input(
+        self,
+        keys: bytes,
+        *,
+        timeout_s: float,
+        quiet_timeout_s: float | None = None,
+        max_output_bytes: int = 64 * 1024,
+        raw: bool = False,
+    ) -> BashResult:
+        _check_limits(timeout_s, max_output_bytes)
+        call = BashInput(
+            keys=keys,
+            timeout_s=timeout_s,
+            quiet_timeout_s=quiet_timeout_s,
+            max_output_bytes=max_output_bytes,
+            raw=raw,
+        )
+        return await self._act(call, BashResult, timeout_s + ACTION_MARGIN_S)
+
+    async def restart_bash(self) -> None:
+        await self._act(BashRestart(), BashRestarted, RESTART_TIMEOUT_S)
 
     async def ipython(
         self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024, kernel: str = ""
@@ -177,6 +216,10 @@ def _error_of(failure: CallFailed, sandbox_id: str) -> Exception:
             return OSError(errno.EIO, failure.message)
         case "not_absolute" | "too_large" | "bad_request":
             return ValueError(failure.message)
+        case "busy":
+            return ShellBusy(f"sandbox {sandbox_id}: {failure.message}")
+        case "not_running":
+            return ShellIdle(f"sandbox {sandbox_id}: {failure.message}")
         case "no_shell" | "no_ipython" | "no_kernel":
             return SandboxUnavailable(f"sandbox {sandbox_id}: {failure.message}")
         case _:

@@ -62,8 +62,42 @@ class HostedSandbox(Sandbox):
         state = "gone" if self._gone.is_set() else "closing" if self._closing.is_set() else "live"
         return f"<HostedSandbox {self.sandbox_id}: {state}>"
 
-    async def bash(self, command: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> BashResult:
-        return await self._sandbox.bash(command, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+    async def bash(
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        quiet_timeout_s: float | None = None,
+        max_output_bytes: int = 64 * 1024,
+        raw: bool = False,
+    ) -> BashResult:
+        return await self._sandbox.bash(
+            command,
+            timeout_s=timeout_s,
+            quiet_timeout_s=quiet_timeout_s,
+            max_output_bytes=max_output_bytes,
+            raw=raw,
+        )
+
+    async def bash_input(
+        self,
+        keys: bytes,
+        *,
+        timeout_s: float,
+        quiet_timeout_s: float | None = None,
+        max_output_bytes: int = 64 * 1024,
+        raw: bool = False,
+    ) -> BashResult:
+        return await self._sandbox.bash_input(
+            keys,
+            timeout_s=timeout_s,
+            quiet_timeout_s=quiet_timeout_s,
+            max_output_bytes=max_output_bytes,
+            raw=raw,
+        )
+
+    async def restart_bash(self) -> None:
+        await self._sandbox.restart_bash()
 
     async def ipython(
         self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024, kernel: str = ""

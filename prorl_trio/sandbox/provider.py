@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from ipc.limits import SandboxLimits
+from prorl_trio.errors import HandlerError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,7 +17,15 @@ if TYPE_CHECKING:
 
     from ipc.wire import BashResult, CellResult, EditFile, ExecResult, FileEdited, Pong
 
-__all__ = ["ProviderReport", "Sandbox", "SandboxProvider", "SandboxSpec"]
+__all__ = ["ProviderReport", "Sandbox", "SandboxProvider", "SandboxSpec", "ShellBusy", "ShellIdle"]
+
+
+class ShellBusy(HandlerError):
+    """A command that was left running has not ended; the new one was not started."""
+
+
+class ShellIdle(HandlerError):
+    """There is no command to type keys for, or to wait for."""
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,8 +73,46 @@ class Sandbox(abc.ABC):
     sandbox_id: str
 
     @abc.abstractmethod
-    async def bash(self, command: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> BashResult:
-        """Run `command` in the persistent shell (started on first use). A non-zero exit is a result, not an error."""
+    async def bash(
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        quiet_timeout_s: float | None = None,
+        max_output_bytes: int = 64 * 1024,
+        raw: bool = False,
+    ) -> BashResult:
+        """Run `command` in the persistent shell (started on first use). A non-zero exit is a result, not an error.
+
+        After `timeout_s` it is stopped. If no output comes for `quiet_timeout_s`, the result says `running` and the
+        command goes on; `bash_input` follows it up, and until its end is known no other command can be run.
+        The output is plain text (no escape sequences, progress bars in their last state) unless `raw`.
+
+        Raises:
+            ShellBusy: a command is still running; this one was not started.
+        """
+
+    @abc.abstractmethod
+    async def bash_input(
+        self,
+        keys: bytes,
+        *,
+        timeout_s: float,
+        quiet_timeout_s: float | None = None,
+        max_output_bytes: int = 64 * 1024,
+        raw: bool = False,
+    ) -> BashResult:
+        """Type `keys` for the command that is still running, and wait for it as `bash` does.
+
+        `b"\\x03"` is C-c, `b"\\x04"` C-d, `b"\\x1a"` C-z; nothing only waits. Keys never reach the shell itself.
+
+        Raises:
+            ShellIdle: no command was left running, or its end has been told.
+        """
+
+    @abc.abstractmethod
+    async def restart_bash(self) -> None:
+        """End the shell with everything that runs in it, and start a new one."""
 
     @abc.abstractmethod
     async def ipython(

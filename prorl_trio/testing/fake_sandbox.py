@@ -18,7 +18,8 @@ import trio
 
 from ipc.wire import BashResult, CellError, CellResult, ExecResult, FileEdited, Pong
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
-from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec
+from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec, ShellBusy, ShellIdle
+from prorl_trio.testing.fake_shell import HOME, FakeShell
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -36,7 +37,6 @@ _BINARY: Final[dict[type[ast.operator], Callable[[float, float], float]]] = {
     ast.Mod: operator.mod,
 }
 _ROOT: Final = PurePosixPath("/")
-_HOME: Final = "/home/agent"
 
 
 class FakeProvider(SandboxProvider):
@@ -86,53 +86,80 @@ class FakeProvider(SandboxProvider):
 class FakeSandbox(Sandbox):
     """State in dictionaries. `actions` is what was asked of it, in order; `lose` ends it as a crash would.
 
-    bash knows `NAME=VALUE`, `echo WORDS` with `$NAME` and `$?`, `cd DIR`, `pwd`, `true`, `false`, `sleep SECONDS` and
-    `exit CODE`, one command a line or after `;`. A cell may assign and evaluate arithmetic and `print`.
+    bash is a `FakeShell`. A cell may assign and evaluate arithmetic and `print`.
     """
 
     def __init__(self, sandbox_id: str, env: dict[str, str]) -> None:
         self.sandbox_id = sandbox_id
         self.actions: list[str] = []
         self.files: dict[str, bytes] = {}
-        self._env = env
         self._turn = trio.Lock()
-        self._lost = trio.CancelScope()
+        self._lost = trio.Event()
         self._why_lost = ""
-        self._variables: dict[str, str] = {}
-        self._cwd = _HOME
-        self._exit_code = 0
+        self._shell = FakeShell(env, self._lost)
         self._names: dict[str, float | str | None] = {}
         self._execution_count = 0
 
     def lose(self, reason: str) -> None:
         """Every call from now on, and the one going on, raises `SandboxLost`."""
         self._why_lost = self._why_lost or f"sandbox {self.sandbox_id} is gone: {reason}"
-        self._lost.cancel(reason)
+        self._lost.set()
 
-    async def bash(self, command: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024) -> BashResult:
+    async def bash(
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        quiet_timeout_s: float | None = None,
+        max_output_bytes: int = 64 * 1024,
+        raw: bool = False,
+    ) -> BashResult:
+        del raw
         async with self._turn:
+            if self._shell.is_running:
+                raise ShellBusy(f"sandbox {self.sandbox_id}: a command is still running")
             await self._begin(command)
-            start = trio.current_time()
-            output: list[str] = []
-            restarted = False
-            with trio.move_on_after(timeout_s) as patience:
-                await trio.lowlevel.checkpoint()
-                for line in command.replace(";", "\n").splitlines():
-                    if not await self._run_line(line.strip(), output):
-                        restarted = True
-                        self._variables, self._cwd = {}, _HOME
-                        break
-            self._raise_if_lost()
-            text, dropped = _cap("".join(output), max_output_bytes)
-            return BashResult(
-                output=text,
-                exit_code=None if patience.cancelled_caught else self._exit_code,
-                cwd=self._cwd,
-                duration_s=trio.current_time() - start,
-                timed_out=patience.cancelled_caught,
-                restarted=restarted,
-                dropped_bytes=dropped,
-            )
+            self._shell.begin(command)
+            return await self._go_on(timeout_s, quiet_timeout_s, max_output_bytes)
+
+    async def bash_input(
+        self,
+        keys: bytes,
+        *,
+        timeout_s: float,
+        quiet_timeout_s: float | None = None,
+        max_output_bytes: int = 64 * 1024,
+        raw: bool = False,
+    ) -> BashResult:
+        del raw
+        async with self._turn:
+            if not self._shell.is_running:
+                raise ShellIdle(f"sandbox {self.sandbox_id}: no command is running")
+            await self._begin(repr(keys))
+            self._shell.type_keys(keys)
+            return await self._go_on(timeout_s, quiet_timeout_s, max_output_bytes)
+
+    async def restart_bash(self) -> None:
+        async with self._turn:
+            await self._begin("restart_bash")
+            self._shell.restart()
+
+    async def _go_on(self, timeout_s: float, quiet_timeout_s: float | None, max_output_bytes: int) -> BashResult:
+        start_s = trio.current_time()
+        output: list[str] = []
+        how = await self._shell.go_on(output, timeout_s=timeout_s, quiet_timeout_s=quiet_timeout_s)
+        self._raise_if_lost()
+        text, dropped = _cap("".join(output), max_output_bytes)
+        return BashResult(
+            output=text,
+            exit_code=self._shell.exit_code if how == "ended" else None,
+            cwd=self._shell.cwd,
+            duration_s=trio.current_time() - start_s,
+            timed_out=how == "timed_out",
+            restarted=self._shell.restarted,
+            dropped_bytes=dropped,
+            running=how == "quiet",
+        )
 
     async def _begin(self, action: str) -> None:
         await trio.lowlevel.checkpoint()
@@ -142,35 +169,6 @@ class FakeSandbox(Sandbox):
     def _raise_if_lost(self) -> None:
         if self._why_lost:
             raise SandboxLost(self._why_lost)
-
-    async def _run_line(self, line: str, output: list[str]) -> bool:
-        """Run one simple command; False if it ended the shell."""
-        word, _, rest = line.partition(" ")
-        name, assigned, value = word.partition("=")
-        rest = self._expand(rest)
-        self._exit_code = 0 if word != "exit" else int(rest or 0)
-        if assigned and name.isidentifier():
-            self._variables[name] = self._expand(value)
-        elif word == "echo":
-            output.append(rest + "\n")
-        elif word == "pwd":
-            output.append(self._cwd + "\n")
-        elif word == "cd":
-            self._cwd = str(PurePosixPath(self._cwd) / (rest or _HOME))
-        elif word == "false":
-            self._exit_code = 1
-        elif word == "sleep":
-            with self._lost:
-                await trio.sleep(float(rest))
-        elif word not in ("", "true", "exit"):
-            output.append(f"bash: {word}: command not found\n")
-            self._exit_code = 127
-        return word != "exit"
-
-    def _expand(self, text: str) -> str:
-        for name, value in {"?": str(self._exit_code), **self._env, **self._variables}.items():
-            text = text.replace(f"${name}", value)
-        return text
 
     async def ipython(
         self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024, kernel: str = ""
@@ -260,8 +258,8 @@ class FakeSandbox(Sandbox):
             with trio.move_on_after(timeout_s) as patience:
                 await trio.lowlevel.checkpoint()
                 if argv[0] == "sleep":
-                    with self._lost:
-                        await trio.sleep(float(argv[1]))
+                    with trio.move_on_after(float(argv[1])):
+                        await self._lost.wait()
             self._raise_if_lost()
             written = stdin if argv[0] == "cat" else f"{' '.join(argv[1:])}\n".encode() if argv[0] == "echo" else b""
             kept, dropped = _cap_bytes(written, max_output_bytes)
@@ -318,7 +316,7 @@ class FakeSandbox(Sandbox):
         if not path.startswith("/"):
             raise ValueError(f"{path} is not absolute")
         folders = {parent for file in self.files for parent in PurePosixPath(file).parents}
-        if PurePosixPath(path) in {_ROOT, PurePosixPath("/tmp"), PurePosixPath(_HOME), *folders}:
+        if PurePosixPath(path) in {_ROOT, PurePosixPath("/tmp"), PurePosixPath(HOME), *folders}:
             raise IsADirectoryError(errno.EISDIR, path)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from prorl_trio.errors import HandlerError
+from prorl_trio.sandbox.provider import ShellBusy, ShellIdle
 from prorl_trio.tools.base import Observation, Tool
 
 if TYPE_CHECKING:
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import Sandbox
 
 __all__ = ["BashTool", "FinishTool", "IpythonTool", "render_bash", "render_cell"]
+
+
+QUIET_TIMEOUT_S: Final = 30.0
+CONTROL_KEYS: Final = {"C-c": b"\x03", "C-d": b"\x04", "C-z": b"\x1a"}
+GO_ON: Final = (
+    "Call bash with is_input true: an empty command waits for more output, text is typed into the program with Enter, "
+    "C-c interrupts it, C-d ends its input, C-z stops it; with a timeout it is killed after that"
+)
 
 
 def _text_argument(arguments: Mapping[str, Any], key: str) -> str | None:
@@ -48,11 +57,13 @@ def render_cell(result: CellResult, timeout_s: float) -> str:
 
 
 def render_bash(result: BashResult, timeout_s: float) -> str:
-    """What the policy reads after a command: output, the exit code if not 0, and whether state was lost."""
+    """What the policy reads after a command: output, how it stands with it, and whether state was lost."""
     parts = [result.output.rstrip("\n")] if result.output.strip() else []
     if result.breach_text:
         parts.append(f"[{result.breach_text}]")
-    if result.timed_out:
+    if result.running:
+        parts.append(f"[still running, and silent for a while. {GO_ON}]")
+    elif result.timed_out:
         parts.append(f"[stopped after {timeout_s:g} s]")
     elif result.exit_code:
         parts.append(f"[exit code {result.exit_code}]")
@@ -82,23 +93,80 @@ class IpythonTool(Tool):
 
 
 class BashTool(Tool):
-    """Runs a command in the sandbox's persistent bash."""
+    """Runs commands in the sandbox's persistent bash, and follows up those that go on.
+
+    Args:
+        quiet_timeout_s: a command without new output for this long is handed back to the policy, still running.
+    """
 
     name = "bash"
-    description = "Run a command in a persistent bash shell and see its output."
+    description = (
+        "Run a command in a persistent bash shell and see its output. Variables and the directory are kept. "
+        "A command that waits for input or is silent for long is handed back still running: "
+        "go on with is_input."
+    )
     parameters: ClassVar[Mapping[str, Any]] = {
         "type": "object",
-        "properties": {"command": {"type": "string", "description": "The command to run."}},
+        "properties": {
+            "command": {
+                "type": "string",
+                "description": "The command to run. With is_input: a line of text for the running program, "
+                "C-c, C-d or C-z, or empty to wait for more output.",
+            },
+            "is_input": {
+                "type": "boolean",
+                "description": "Whether the text is input for the command that is still running. Default: false.",
+            },
+            "timeout": {
+                "type": "number",
+                "description": "Seconds after which the command is stopped. Give it for commands that are silent for "
+                "long.",
+            },
+        },
         "required": ["command"],
     }
+
+    def __init__(self, *, quiet_timeout_s: float = QUIET_TIMEOUT_S) -> None:
+        self._quiet_timeout_s = quiet_timeout_s
 
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
         """Raises SandboxLost when the sandbox is gone."""
         command = _text_argument(arguments, "command")
+        is_input = arguments.get("is_input", False)
+        wanted_s = arguments.get("timeout")
         if command is None:
             return Observation(text="Error: the argument 'command' must be a string.")
-        result = await _need(sandbox, self.name).bash(command, timeout_s=timeout_s)
+        if not isinstance(is_input, bool):
+            return Observation(text="Error: the argument 'is_input' must be true or false.")
+        if wanted_s is not None and not _is_positive_number(wanted_s):
+            return Observation(text="Error: the argument 'timeout' must be a positive number of seconds.")
+        quiet_timeout_s = self._quiet_timeout_s if wanted_s is None else None
+        timeout_s = timeout_s if wanted_s is None else min(timeout_s, float(wanted_s))
+        shell = _need(sandbox, self.name)
+        try:
+            if is_input:
+                keys = _keys(command)
+                result = await shell.bash_input(keys, timeout_s=timeout_s, quiet_timeout_s=quiet_timeout_s)
+            else:
+                result = await shell.bash(command, timeout_s=timeout_s, quiet_timeout_s=quiet_timeout_s)
+        except ShellBusy:
+            return Observation(text=f"Error: not run, because the command before is still running. {GO_ON}.")
+        except ShellIdle:
+            return Observation(text="Error: no command is running that could take input. Run it without is_input.")
+        except ValueError as exc:
+            return Observation(text=f"Error: {exc}")
         return Observation(text=render_bash(result, timeout_s))
+
+
+def _is_positive_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _keys(text: str) -> bytes:
+    """What to type for `text`: a control key by its name, or a line."""
+    if text in CONTROL_KEYS:
+        return CONTROL_KEYS[text]
+    return text.encode(errors="replace") if not text or text.endswith("\n") else f"{text}\n".encode(errors="replace")
 
 
 class FinishTool(Tool):
