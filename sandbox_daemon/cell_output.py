@@ -70,9 +70,10 @@ class OutputPipe:
 
     async def begin(self, cell: CellOutput) -> None:
         """From here on output is the cell's; what came since the last one is its beginning."""
-        idle_output, self._idle_output = self._idle_output, OutputBuffer(IDLE_OUTPUT_BYTES)
         self._cell = cell
-        await cell.take(idle_output.capped().data)
+        if self._idle_output.total_bytes:
+            idle_output, self._idle_output = self._idle_output, OutputBuffer(IDLE_OUTPUT_BYTES)
+            await cell.take(idle_output.capped().data)
 
     async def finish(self) -> None:
         """The cell has ended: take what is in the pipe by now, and no more. What comes later is not the cell's."""

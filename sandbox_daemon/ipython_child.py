@@ -6,6 +6,7 @@ daemon; what is written there, by whatever the cell starts, is the cell's output
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -73,6 +74,7 @@ def _serve(control: ControlSocket, begun_fd: int) -> None:
     from sandbox_daemon.ipython_shell import CellShell
 
     shell = CellShell.instance()
+    gc.freeze()  # what IPython itself is made of need not be looked through again and again
     control.send(ChildReady())
     while isinstance(cell := control.receive(), RunCell):
         try:

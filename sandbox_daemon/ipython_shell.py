@@ -158,6 +158,13 @@ class CellShell(InteractiveShell):
     def init_profile_dir(self, profile_dir: Any) -> None:
         """None, for the same reason."""
 
+    def should_run_async(self, raw_cell: str, *, transformed_cell: str | None = None, **options: Any) -> bool:
+        """As IPython's own, which compiles the cell once more to find out, without asking it where no word says so."""
+        cell = raw_cell if transformed_cell is None else transformed_cell
+        if "await" not in cell and "async" not in cell:
+            return False
+        return bool(super().should_run_async(raw_cell, transformed_cell=transformed_cell, **options))
+
     def enable_gui(self, gui: str | None = None) -> None:
         """None: there is no window. `%matplotlib inline` asks for this."""
 
