@@ -32,8 +32,10 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """What a sandbox is made of.
 
     Attributes:
-        image: `host` (the host's own /usr, /bin and /lib* and the project's Python, read-only over an empty root), or
-            the path of an unpacked root directory, or of a `.sif` file (apptainer only).
+        image: `host` (the host's own /usr, /bin and /lib* and the project's Python, read-only over an empty root), the
+            path of an unpacked root directory or of a `.sif` file, or what `prorl-trio image` has stored: the reference
+            it was pulled by, or the name it was built as. Such an image needs no Python and no bash; its tools have its
+            own libraries, PATH and variables. bubblewrap takes directories only (`prorl-trio image unpack`).
         network: False gives an empty network namespace with loopback only.
         env: variables for the tools. Nothing of the node's environment is passed on.
         start_timeout_s: from the start of the process to the daemon's handshake.
