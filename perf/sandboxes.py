@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.host import HostedSandbox, SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
 
+__all__ = ["Size", "Start", "benchmark", "measure_live"]
+
 logger = logging.getLogger(__name__)
 
 COLD_TARGET_MS, WARM_TARGET_MS = 400.0, 10.0
@@ -75,7 +77,7 @@ async def benchmark(options: Options) -> Report:
         series = await _measure_cold(starts, floors, size.rounds)
         usual = next((start for start in starts if start.name == "cold.dir"), starts[0])
         series.append(await _measure_warm(usual, size.warm_opens))
-        metrics = await _measure_live(starts[0], size.live)
+        metrics = await measure_live(starts[0], size.live)
     return Report(title="sandboxes: from open() to ready, and the launchers alone", series=series, more_metrics=metrics)
 
 
@@ -170,7 +172,7 @@ async def _measure_warm(start: Start, opens: int) -> Series:
     return _series("warm", samples, None)
 
 
-async def _measure_live(start: Start, count: int) -> dict[str, float]:
+async def measure_live(start: Start, count: int) -> dict[str, float]:
     """So many at once, each with a shell that ran a command. Memory is the proportional set size of its processes."""
     spec = SandboxSpec(image=start.image, start_timeout_s=START_TIMEOUT_S)
     sandboxes: list[HostedSandbox] = []

@@ -158,9 +158,11 @@ class ProcessTree:
 
     async def _end(self) -> None:
         self._members |= descendants(self.pid)
+        # A leader that died by itself, or was killed, may have left children that nobody has noted.
+        left_orphans = self.describe_exit() != "running"
         await self._stdin.aclose()
         await self._end_leader()
-        if any(map(is_alive, self._members)):
+        if left_orphans or any(map(is_alive, self._members)):
             self._members |= await run_blocking(session_members, self.pid)
             await run_blocking(self._kill_members)
 

@@ -65,9 +65,13 @@ def _stat_fields(pid: int) -> list[str] | None:
 def identify(pid: int) -> ProcessId | None:
     """Who has this pid now; None if nobody, or a zombie."""
     fields = _stat_fields(pid)
-    if fields is None or fields[0] in "ZX":
-        return None
-    return ProcessId(pid, int(fields[19]))
+    return None if fields is None or _has_ended(fields) else ProcessId(pid, int(fields[19]))
+
+
+def _has_ended(fields: list[str]) -> bool:
+    """Whether it is a zombie with all its threads. With the first of them alone it may yet be the init of a PID
+    namespace: the kernel ends the processes in there with the last."""
+    return fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
 
 
 def is_alive(process: ProcessId) -> bool:
@@ -104,7 +108,7 @@ def session_members(session: int) -> set[ProcessId]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             fields = _stat_fields(int(name))
-            if fields is not None and fields[3] == str(session) and fields[0] not in "ZX":
+            if fields is not None and fields[3] == str(session) and not _has_ended(fields):
                 members.add(ProcessId(int(name), int(fields[19])))
     return members
 
