@@ -34,6 +34,8 @@ __all__ = [
     "CellResult",
     "Chunk",
     "Display",
+    "DownloadBegin",
+    "DownloadParts",
     "EditFile",
     "Envelope",
     "Exec",
@@ -56,6 +58,18 @@ __all__ = [
     "Result",
     "SandboxCall",
     "SandboxReply",
+    "TransferAbort",
+    "TransferAborted",
+    "TransferBegun",
+    "TreeContent",
+    "TreeEntry",
+    "TreePart",
+    "TreeParts",
+    "UploadBegin",
+    "UploadEnd",
+    "UploadEnded",
+    "UploadParts",
+    "UploadTaken",
 ]
 
 PROTOCOL_VERSION = 1
@@ -354,6 +368,110 @@ class FileWritten(_Wire, frozen=True):
     size_bytes: int
 
 
+# ---------------------------------------------------------------- transfers of files and folders
+
+
+class TreeEntry(_Wire, frozen=True):
+    """One member of a tree. `path` is relative, `/` between names, empty for the root, which comes first.
+
+    A folder comes before what is in it. `mode` has permission bits only. `target` is a symbolic link's text, or the
+    path of the file in the tree of which a hard link is a second name. A file's content follows it.
+    """
+
+    path: bytes
+    kind: Literal["folder", "file", "symlink", "hardlink"]
+    mode: int
+    target: bytes = b""
+
+
+class TreeContent(_Wire, frozen=True):
+    """The next bytes, at least one, of the file whose entry came last."""
+
+    data: bytes
+
+
+TreePart = TreeEntry | TreeContent
+
+
+class UploadBegin(_Wire, frozen=True):
+    """Begin to make the file or folder at the absolute `path`, which must lie below one of `roots` (`~`: the home).
+
+    Without `overwrite` nothing may be there. It appears with `UploadEnd`, whole. `transfer_id` is the caller's choice,
+    unlike those of open transfers, of which there may be four.
+    """
+
+    transfer_id: int
+    path: str
+    roots: list[str]
+    overwrite: bool
+    max_bytes: int
+    max_entries: int
+
+
+class DownloadBegin(_Wire, frozen=True):
+    """Begin to read the file or folder at the absolute `path`, which must lie below one of `roots` or be one."""
+
+    transfer_id: int
+    path: str
+    roots: list[str]
+    max_bytes: int
+    max_entries: int
+
+
+class TransferBegun(_Wire, frozen=True):
+    """Answer to `UploadBegin` and `DownloadBegin`."""
+
+
+class UploadParts(_Wire, frozen=True):
+    """The next parts of an upload: about 1 MiB at most."""
+
+    transfer_id: int
+    parts: list[TreePart]
+
+
+class UploadTaken(_Wire, frozen=True):
+    """Answer to `UploadParts`: they are written."""
+
+
+class UploadEnd(_Wire, frozen=True):
+    """That was all: give the tree its name."""
+
+    transfer_id: int
+
+
+class UploadEnded(_Wire, frozen=True):
+    """Answer to `UploadEnd`: the tree is there."""
+
+
+class DownloadParts(_Wire, frozen=True):
+    """Ask for the next parts of a download."""
+
+    transfer_id: int
+
+
+class TreeParts(_Wire, frozen=True):
+    """Answer to `DownloadParts`: at least one part, unless `done`, which ends the transfer.
+
+    With `done`, `left_out` names the first 100 of what was left out, and `left_out_total` counts all of it: links that
+    lead out of the tree, devices, pipes, sockets, what vanished meanwhile.
+    """
+
+    parts: list[TreePart]
+    done: bool
+    left_out: list[bytes] = []
+    left_out_total: int = 0
+
+
+class TransferAbort(_Wire, frozen=True):
+    """Forget a transfer; nothing of it is left. An unknown or ended one is fine."""
+
+    transfer_id: int
+
+
+class TransferAborted(_Wire, frozen=True):
+    """Answer to `TransferAbort`."""
+
+
 # ---------------------------------------------------------------- editor
 
 
@@ -382,10 +500,38 @@ class FileEdited(_Wire, frozen=True):
 
 
 SandboxCall = (
-    Ping | Exec | BashRun | BashInput | BashRestart | IpythonRun | IpythonRestart | FileRead | FileWrite | EditFile
+    Ping
+    | Exec
+    | BashRun
+    | BashInput
+    | BashRestart
+    | IpythonRun
+    | IpythonRestart
+    | FileRead
+    | FileWrite
+    | EditFile
+    | UploadBegin
+    | UploadParts
+    | UploadEnd
+    | DownloadBegin
+    | DownloadParts
+    | TransferAbort
 )
 SandboxReply = (
-    Pong | ExecResult | BashResult | BashRestarted | CellResult | IpythonRestarted | FileData | FileWritten | FileEdited
+    Pong
+    | ExecResult
+    | BashResult
+    | BashRestarted
+    | CellResult
+    | IpythonRestarted
+    | FileData
+    | FileWritten
+    | FileEdited
+    | TransferBegun
+    | UploadTaken
+    | UploadEnded
+    | TreeParts
+    | TransferAborted
 )
 
 REPLY_OF: dict[type[SandboxCall], type[SandboxReply]] = {
@@ -399,4 +545,10 @@ REPLY_OF: dict[type[SandboxCall], type[SandboxReply]] = {
     FileRead: FileData,
     FileWrite: FileWritten,
     EditFile: FileEdited,
+    UploadBegin: TransferBegun,
+    UploadParts: UploadTaken,
+    UploadEnd: UploadEnded,
+    DownloadBegin: TransferBegun,
+    DownloadParts: TreeParts,
+    TransferAbort: TransferAborted,
 }

@@ -21,6 +21,8 @@ from ipc.wire import (
     BashRestart,
     BashRestarted,
     BashRun,
+    DownloadBegin,
+    DownloadParts,
     EditFile,
     Exec,
     FileRead,
@@ -32,6 +34,10 @@ from ipc.wire import (
     Pong,
     SandboxCall,
     SandboxReply,
+    TransferAbort,
+    UploadBegin,
+    UploadEnd,
+    UploadParts,
 )
 from sandbox_daemon.bash import BashSession
 from sandbox_daemon.children import ChildReaper, become_subreaper
@@ -41,6 +47,7 @@ from sandbox_daemon.files import read_file, write_file
 from sandbox_daemon.kernels import KernelSessions
 from sandbox_daemon.processes import kill_until_gone, read_process_table
 from sandbox_daemon.settings import runtime_environment, tool_environment
+from sandbox_daemon.transfers import Transfers
 from sandbox_daemon.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -108,8 +115,11 @@ async def _serve(
             await nursery.start(partial(calls.ipython.serve, prestart=prestart_ipython))
             stream = await _accept_one(listener, accept_timeout_s, stdin_fd)
             if stream is not None:
-                with suppress(IpcError):
-                    await serve_rpc(stream, calls.answer, token=start.token)
+                try:
+                    with suppress(IpcError):
+                        await serve_rpc(stream, calls.answer, token=start.token)
+                finally:
+                    calls.transfers.close()
             nursery.cancel_scope.cancel()
     finally:
         with trio.move_on_after(END_DEADLINE_S, shield=True):
@@ -157,6 +167,7 @@ class _Calls:
         cwd = start.cwd or env["HOME"]
         self._limiter = trio.CapacityLimiter(MAX_THREADS)
         self._editor = Editor(cwd=cwd, limiter=self._limiter)
+        self.transfers = Transfers(home=env["HOME"], limiter=self._limiter)
         self._run_exec = partial(run_exec, reaper=reaper, env=env, cwd=cwd, limiter=self._limiter)
         self.bash = BashSession(reaper, env=env, cwd=cwd, limiter=self._limiter)
         self.ipython = KernelSessions(
@@ -190,6 +201,8 @@ class _Calls:
                 return await self.ipython.run(call, context.send_chunk)
             case IpythonRestart():
                 return IpythonRestarted(pid=await self.ipython.restart(call))
+            case UploadBegin() | UploadParts() | UploadEnd() | DownloadBegin() | DownloadParts() | TransferAbort():
+                return await self.transfers.answer(call)
             case EditFile():
                 return await self._editor.run(call)
             case Exec():

@@ -18,7 +18,7 @@ from ipc.wire import MAX_FRAME_BYTES, FileData, FileRead, FileWrite, FileWritten
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["read_file", "replace_file", "write_file"]
+__all__ = ["file_error", "read_file", "replace_file", "write_file"]
 
 ReplyT = TypeVar("ReplyT")
 
@@ -79,8 +79,12 @@ async def _in_thread(action: Callable[[], ReplyT], path: str, limiter: trio.Capa
     try:
         return await trio.to_thread.run_sync(action, limiter=limiter)
     except OSError as exc:
-        code = _CODES.get(exc.errno or 0, "io")
-        raise CallError(code, f"{path}: {exc.strerror or exc}") from exc
+        raise file_error(exc, path) from exc
+
+
+def file_error(exc: OSError, path: str) -> CallError:
+    """How a caller is told of an error of the file system."""
+    return CallError(_CODES.get(exc.errno or 0, "io"), f"{path}: {exc.strerror or exc}")
 
 
 def _read(request: FileRead) -> FileData:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from itertools import count
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -32,12 +33,15 @@ from ipc.wire import (
     SandboxCall,
 )
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
-from prorl_trio.sandbox.provider import Sandbox, ShellBusy, ShellIdle
+from prorl_trio.sandbox.provider import DEFAULT_TRANSFER, Sandbox, ShellBusy, ShellIdle
+from prorl_trio.sandbox.transfer import download_tree, upload_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from ipc.rpc import RpcClient
+    from prorl_trio.sandbox.provider import TransferOptions, TransferReport
 
 __all__ = ["FILE_PIECE_BYTES", "MAX_OUTPUT_BYTES", "DaemonSandbox"]
 
@@ -70,6 +74,7 @@ class DaemonSandbox(Sandbox):
         self._rpc = rpc
         self._explain = explain
         self._turn = trio.Lock()
+        self._transfer_ids = count(1)
         self._lost = ""
 
     def __repr__(self) -> str:
@@ -172,6 +177,28 @@ class DaemonSandbox(Sandbox):
     async def edit_file(self, edit: EditFile) -> FileEdited:
         return await self._act(edit, FileEdited, FILE_TIMEOUT_S)
 
+    async def upload(
+        self,
+        local: Path,
+        remote: str,
+        *,
+        options: TransferOptions = DEFAULT_TRANSFER,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> TransferReport:
+        async with self._turn:
+            return await upload_tree(self._call, next(self._transfer_ids), local, remote, options, on_progress)
+
+    async def download(
+        self,
+        remote: str,
+        local: Path,
+        *,
+        options: TransferOptions = DEFAULT_TRANSFER,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> TransferReport:
+        async with self._turn:
+            return await download_tree(self._call, next(self._transfer_ids), remote, local, options, on_progress)
+
     async def ping(self) -> Pong:
         return await self._act(Ping(), Pong, PING_TIMEOUT_S)
 
@@ -212,9 +239,11 @@ def _error_of(failure: CallFailed, sandbox_id: str) -> Exception:
             return PermissionError(errno.EACCES, failure.message)
         case "no_space":
             return OSError(errno.ENOSPC, failure.message)
+        case "exists":
+            return FileExistsError(errno.EEXIST, failure.message)
         case "io":
             return OSError(errno.EIO, failure.message)
-        case "not_absolute" | "too_large" | "bad_request":
+        case "not_absolute" | "too_large" | "unsafe" | "bad_request":
             return ValueError(failure.message)
         case "busy":
             return ShellBusy(f"sandbox {sandbox_id}: {failure.message}")

@@ -14,15 +14,16 @@ import trio
 
 from ipc.nursery import single_exception
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
-from prorl_trio.sandbox.provider import Sandbox, SandboxSpec
+from prorl_trio.sandbox.provider import DEFAULT_TRANSFER, Sandbox, SandboxSpec
 from prorl_trio.sandbox.start_gates import StartGates
 from prorl_trio.sandbox.warm_pool import WarmLimits, WarmPool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from pathlib import Path
 
     from ipc.wire import BashResult, CellResult, EditFile, ExecResult, FileEdited, Pong
-    from prorl_trio.sandbox.provider import SandboxProvider
+    from prorl_trio.sandbox.provider import SandboxProvider, TransferOptions, TransferReport
 
 __all__ = ["HostedSandbox", "SandboxHost", "open_sandbox_host"]
 
@@ -132,6 +133,26 @@ class HostedSandbox(Sandbox):
 
     async def edit_file(self, edit: EditFile) -> FileEdited:
         return await self._sandbox.edit_file(edit)
+
+    async def upload(
+        self,
+        local: Path,
+        remote: str,
+        *,
+        options: TransferOptions = DEFAULT_TRANSFER,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> TransferReport:
+        return await self._sandbox.upload(local, remote, options=options, on_progress=on_progress)
+
+    async def download(
+        self,
+        remote: str,
+        local: Path,
+        *,
+        options: TransferOptions = DEFAULT_TRANSFER,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> TransferReport:
+        return await self._sandbox.download(remote, local, options=options, on_progress=on_progress)
 
     async def aclose(self) -> None:
         """End the sandbox and return when nothing of it is left. Idempotent; an action in flight raises `SandboxLost`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
@@ -12,12 +12,23 @@ from ipc.limits import SandboxLimits
 from prorl_trio.errors import HandlerError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
     from ipc.wire import BashResult, CellResult, EditFile, ExecResult, FileEdited, Pong
 
-__all__ = ["ProviderReport", "Sandbox", "SandboxProvider", "SandboxSpec", "ShellBusy", "ShellIdle"]
+__all__ = [
+    "DEFAULT_TRANSFER",
+    "ProviderReport",
+    "Sandbox",
+    "SandboxProvider",
+    "SandboxSpec",
+    "ShellBusy",
+    "ShellIdle",
+    "TransferOptions",
+    "TransferReport",
+]
 
 
 class ShellBusy(HandlerError):
@@ -62,6 +73,38 @@ class ProviderReport(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     problem: str = ""
     remedy: str = ""
+
+
+class TransferOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How files and folders travel in and out.
+
+    Attributes:
+        overwrite: what has the name already is replaced, as a whole. Otherwise it is an error.
+        max_bytes: of all files together.
+        max_entries: files, folders and links.
+        remote_roots: where inside a transfer may go to or come from, links resolved; `~` is the home directory.
+    """
+
+    overwrite: bool = False
+    max_bytes: int = 4 * 1024**3
+    max_entries: int = 200_000
+    remote_roots: tuple[str, ...] = ("~", "/tmp", "/workspace", "/testbed")
+
+
+DEFAULT_TRANSFER: Final = TransferOptions()
+
+
+class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was transferred.
+
+    `left_out` names the first 100 of what was not, `left_out_total` counts all of it: links that lead out of the
+    folder, devices, pipes, sockets, and what vanished meanwhile.
+    """
+
+    entries: int
+    size_bytes: int
+    left_out: tuple[str, ...] = ()
+    left_out_total: int = 0
 
 
 class Sandbox(abc.ABC):
@@ -180,6 +223,47 @@ class Sandbox(abc.ABC):
     @abc.abstractmethod
     async def edit_file(self, edit: EditFile) -> FileEdited:
         """View or edit a text file inside, in the way agents know; what is wrong with the call is in the result."""
+
+    @abc.abstractmethod
+    async def upload(
+        self,
+        local: Path,
+        remote: str,
+        *,
+        options: TransferOptions = DEFAULT_TRANSFER,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> TransferReport:
+        """Copy the file or folder `local` to the absolute path `remote` inside. It appears there whole or not at all.
+
+        Missing parents are made. Permission bits travel (not set-user-id), and so do symbolic links, as links, if they
+        stay in the folder; second names of a file stay second names. One piece of about 1 MiB is in memory at a time.
+        A cancelled or failed transfer leaves nothing on either side. No other action goes on meanwhile.
+
+        Args:
+            on_progress: called with the number of entries and of bytes so far, after each piece.
+
+        Raises:
+            FileExistsError: something is there, and `options.overwrite` is not set.
+            FileNotFoundError, PermissionError, OSError: as seen here or inside; also outside of `remote_roots`.
+            ValueError: a limit is exceeded; `remote` is not absolute; `local` is neither a file nor a folder.
+        """
+
+    @abc.abstractmethod
+    async def download(
+        self,
+        remote: str,
+        local: Path,
+        *,
+        options: TransferOptions = DEFAULT_TRANSFER,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> TransferReport:
+        """Copy the file or folder `remote` inside to `local`. As `upload`, the other way.
+
+        Whatever code inside does meanwhile, nothing outside of `local` is written or read, and no link in it leads out.
+
+        Raises:
+            ValueError: besides the above: what came out of the sandbox is not a tree of files.
+        """
 
 
 class SandboxProvider(abc.ABC):

@@ -18,13 +18,24 @@ import trio
 
 from ipc.wire import BashResult, CellError, CellResult, ExecResult, FileEdited, Pong
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
-from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec, ShellBusy, ShellIdle
+from prorl_trio.sandbox.provider import (
+    DEFAULT_TRANSFER,
+    ProviderReport,
+    Sandbox,
+    SandboxProvider,
+    SandboxSpec,
+    ShellBusy,
+    ShellIdle,
+    TransferReport,
+)
 from prorl_trio.testing.fake_shell import HOME, FakeShell
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from ipc.wire import EditFile
+    from prorl_trio.sandbox.provider import TransferOptions
 
 __all__ = ["FakeProvider", "FakeSandbox"]
 
@@ -312,12 +323,76 @@ class FakeSandbox(Sandbox):
                     return FileEdited(output=f"The file {edit.path} has been edited.", ok=True)
             return FileEdited(output=f"{edit.command} cannot be done to {edit.path}.", ok=False)
 
+    async def upload(
+        self,
+        local: Path,
+        remote: str,
+        *,
+        options: TransferOptions = DEFAULT_TRANSFER,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> TransferReport:
+        """Keeps files, and no folders or links."""
+        async with self._turn:
+            await self._begin(f"upload {remote}")
+            known = [path for path in self.files if path == remote or path.startswith(f"{remote}/")]
+            if known and not options.overwrite:
+                raise FileExistsError(errno.EEXIST, remote)
+            taken = _read_tree(local, remote)
+            for path_inside in known:
+                del self.files[path_inside]
+            self.files.update(taken)
+            return _reported(taken.values(), options, on_progress)
+
+    async def download(
+        self,
+        remote: str,
+        local: Path,
+        *,
+        options: TransferOptions = DEFAULT_TRANSFER,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> TransferReport:
+        async with self._turn:
+            await self._begin(f"download {remote}")
+            found = {path: self.files[path] for path in self.files if path == remote or path.startswith(f"{remote}/")}
+            if not found:
+                raise FileNotFoundError(errno.ENOENT, remote)
+            report = _reported(found.values(), options, on_progress)
+            _write_tree(local, remote, found, overwrite=options.overwrite)
+            return report
+
     def _check_path(self, path: str) -> None:
         if not path.startswith("/"):
             raise ValueError(f"{path} is not absolute")
         folders = {parent for file in self.files for parent in PurePosixPath(file).parents}
         if PurePosixPath(path) in {_ROOT, PurePosixPath("/tmp"), PurePosixPath(HOME), *folders}:
             raise IsADirectoryError(errno.EISDIR, path)
+
+
+def _read_tree(local: Path, remote: str) -> dict[str, bytes]:
+    if local.is_file():
+        return {remote: local.read_bytes()}
+    files = (path for path in sorted(local.rglob("*")) if path.is_file())
+    return {f"{remote}/{path.relative_to(local).as_posix()}": path.read_bytes() for path in files}
+
+
+def _write_tree(local: Path, remote: str, files: Mapping[str, bytes], *, overwrite: bool) -> None:
+    if local.exists() and not overwrite:
+        raise FileExistsError(errno.EEXIST, str(local))
+    for path, content in files.items():
+        target = local if path == remote else local / path.removeprefix(f"{remote}/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+
+
+def _reported(
+    contents: Collection[bytes], options: TransferOptions, on_progress: Callable[[int, int], None] | None
+) -> TransferReport:
+    size_bytes = sum(map(len, contents))
+    if size_bytes > options.max_bytes:
+        raise ValueError(f"the tree has more than {options.max_bytes} bytes (max_bytes)")
+    if on_progress is not None:
+        on_progress(len(contents), size_bytes)
+    return TransferReport(entries=len(contents), size_bytes=size_bytes)
 
 
 def _cap(text: str, max_bytes: int) -> tuple[str, int]:

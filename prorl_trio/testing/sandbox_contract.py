@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import socket
+import tempfile
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
@@ -21,7 +22,7 @@ import trio
 import prorl_trio
 from ipc.wire import EditFile
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
-from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.provider import SandboxSpec, TransferOptions
 from prorl_trio.sandbox.reaper import descendants, is_alive
 
 if TYPE_CHECKING:
@@ -200,6 +201,43 @@ async def check_editor(contract: Contract) -> None:
         assert await sandbox.read_file(path) == b"x\nb\nb\n"
         await sandbox.bash(f"rm {path}", timeout_s=ACTION_TIMEOUT_S)  # not every provider has a /tmp of its own
         assert not (await sandbox.edit_file(EditFile(command="view", path="/tmp/none"))).ok
+
+
+async def check_folders_travel(contract: Contract) -> None:
+    """A folder goes in and comes out with its files bit for bit; what is there is not overwritten unless told so."""
+    async with _sandbox(contract) as sandbox:
+        remote = f"/tmp/tree-{secrets.token_hex(4)}"
+        with tempfile.TemporaryDirectory() as scratch:
+            await _travel(sandbox, Path(scratch), remote)
+        await sandbox.bash(f"rm -r {remote}", timeout_s=ACTION_TIMEOUT_S)  # not every provider has a /tmp of its own
+
+
+async def _travel(sandbox: Sandbox, scratch: Path, remote: str) -> None:
+    content = {"deep/er/file": os.urandom(3_000_000), "script": b"#!/bin/sh"}
+    for name, data in content.items():
+        _write(scratch / "in" / name, data)
+    report = await sandbox.upload(scratch / "in", remote)
+    assert report.size_bytes == 3_000_009
+    assert await sandbox.read_file(f"{remote}/script") == content["script"]
+    await _raises(FileExistsError, sandbox.upload(scratch / "in", remote))
+    await sandbox.upload(scratch / "in", remote, options=TransferOptions(overwrite=True))
+    await sandbox.download(remote, scratch / "out")
+    assert _contents(scratch / "out") == content
+    await sandbox.download(f"{remote}/script", scratch / "one")
+    await _raises(FileExistsError, sandbox.download(remote, scratch / "out"))
+    await _raises(FileNotFoundError, sandbox.download("/tmp/none", scratch / "none"))
+    small = TransferOptions(max_bytes=1000)
+    await _raises(ValueError, sandbox.download(remote, scratch / "large", options=small))
+    assert sorted(os.listdir(scratch)) == ["in", "one", "out"]
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 async def _raises(kind: type[E], action: Awaitable[object]) -> E:
@@ -500,6 +538,7 @@ CORE_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
     check_exec_is_one_shot,
     check_files_round_trip,
     check_editor,
+    check_folders_travel,
     check_output_is_capped,
     check_closed_is_lost,
     check_error_in_the_block,

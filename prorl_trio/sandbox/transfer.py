@@ -1,0 +1,175 @@
+"""Uploads and downloads, at the node's end. What comes out of a sandbox is taken for hostile."""
+
+from __future__ import annotations
+
+import os
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+import msgspec
+import trio
+
+from ipc.tree import TreeLimits, TreeRefused
+from ipc.tree_reader import TreeReader
+from ipc.tree_writer import TreeWriter
+from ipc.wire import (
+    DownloadBegin,
+    DownloadParts,
+    TransferAbort,
+    TransferAborted,
+    TransferBegun,
+    TreeParts,
+    UploadBegin,
+    UploadEnd,
+    UploadEnded,
+    UploadParts,
+    UploadTaken,
+)
+from prorl_trio.sandbox.provider import TransferReport
+from prorl_trio.sandbox.threads import run_blocking
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from ipc.tree import TreeCounts
+    from ipc.wire import SandboxCall
+    from prorl_trio.sandbox.provider import TransferOptions
+
+__all__ = ["download_tree", "upload_tree"]
+
+STEP_TIMEOUT_S: Final = 60.0
+"""For the sandbox's end to read or write one piece."""
+END_TIMEOUT_S: Final = 30.0
+"""For what an ended transfer leaves to be removed."""
+
+T = TypeVar("T")
+R = TypeVar("R", bound=msgspec.Struct)
+Tree = TypeVar("Tree", TreeReader, TreeWriter)
+
+
+class Call(Protocol):
+    """Sends one call to the daemon and returns its reply."""
+
+    async def __call__(self, call: SandboxCall, reply_type: type[R], timeout_s: float, /) -> R: ...
+
+
+async def upload_tree(
+    call: Call,
+    transfer_id: int,
+    local: Path,
+    remote: str,
+    options: TransferOptions,
+    on_progress: Callable[[int, int], None] | None,
+) -> TransferReport:
+    """See `Sandbox.upload`."""
+    limits = _limits(options)
+    async with (
+        _opened(lambda: TreeReader(os.fsencode(os.path.realpath(local)), limits)) as reader,
+        _remote(call, transfer_id),
+    ):
+        begin = UploadBegin(
+            transfer_id=transfer_id,
+            path=remote,
+            roots=list(options.remote_roots),
+            overwrite=options.overwrite,
+            max_bytes=options.max_bytes,
+            max_entries=options.max_entries,
+        )
+        await call(begin, TransferBegun, STEP_TIMEOUT_S)
+        done = False
+        while not done:
+            parts, done = await _guarded(reader.next_parts)
+            if parts:
+                await call(UploadParts(transfer_id=transfer_id, parts=parts), UploadTaken, STEP_TIMEOUT_S)
+                _tell(on_progress, reader.counts)
+        await call(UploadEnd(transfer_id=transfer_id), UploadEnded, STEP_TIMEOUT_S)
+        return _report(reader.counts, reader.left_out, reader.left_out_total)
+
+
+async def download_tree(
+    call: Call,
+    transfer_id: int,
+    remote: str,
+    local: Path,
+    options: TransferOptions,
+    on_progress: Callable[[int, int], None] | None,
+) -> TransferReport:
+    """See `Sandbox.download`."""
+    limits = _limits(options)
+
+    def open_writer() -> TreeWriter:
+        path = os.path.join(os.path.realpath(local.parent), local.name)
+        return TreeWriter(os.fsencode(path), limits, overwrite=options.overwrite)
+
+    async with (
+        _opened(open_writer) as writer,
+        _remote(call, transfer_id),
+    ):
+        begin = DownloadBegin(
+            transfer_id=transfer_id,
+            path=remote,
+            roots=list(options.remote_roots),
+            max_bytes=options.max_bytes,
+            max_entries=options.max_entries,
+        )
+        await call(begin, TransferBegun, STEP_TIMEOUT_S)
+        while True:
+            piece = await call(DownloadParts(transfer_id=transfer_id), TreeParts, STEP_TIMEOUT_S)
+            if not piece.parts and not piece.done:
+                raise ValueError(f"{remote}: the sandbox sends pieces without anything in them")
+            await _guarded(partial(writer.take, piece.parts))
+            _tell(on_progress, writer.counts)
+            if piece.done:
+                break
+        await _guarded(writer.finish)
+        return _report(writer.counts, piece.left_out, piece.left_out_total)
+
+
+@asynccontextmanager
+async def _opened(open_tree: Callable[[], Tree]) -> AsyncIterator[Tree]:
+    tree = await _guarded(open_tree)
+    try:
+        yield tree
+    finally:
+        with trio.move_on_after(END_TIMEOUT_S, shield=True):
+            await run_blocking(tree.close)
+
+
+@asynccontextmanager
+async def _remote(call: Call, transfer_id: int) -> AsyncIterator[None]:
+    """Whatever ends the block early also ends the transfer at the other side."""
+    ended = False
+    try:
+        yield
+        ended = True
+    finally:
+        if not ended:
+            with trio.move_on_after(END_TIMEOUT_S, shield=True):
+                await call(TransferAbort(transfer_id=transfer_id), TransferAborted, END_TIMEOUT_S)
+
+
+async def _guarded(action: Callable[[], T]) -> T:
+    try:
+        return await run_blocking(action)
+    except TreeRefused as exc:
+        if exc.code == "exists":
+            raise FileExistsError(exc.message) from exc
+        raise ValueError(exc.message) from exc
+
+
+def _limits(options: TransferOptions) -> TreeLimits:
+    return TreeLimits(max_bytes=options.max_bytes, max_entries=options.max_entries)
+
+
+def _tell(on_progress: Callable[[int, int], None] | None, counts: TreeCounts) -> None:
+    if on_progress is not None:
+        on_progress(counts.entries, counts.size_bytes)
+
+
+def _report(counts: TreeCounts, left_out: list[bytes], left_out_total: int) -> TransferReport:
+    names = tuple(name.decode(errors="backslashreplace") for name in left_out)
+    return TransferReport(
+        entries=counts.entries, size_bytes=counts.size_bytes, left_out=names, left_out_total=left_out_total
+    )
