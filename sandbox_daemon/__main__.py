@@ -19,7 +19,12 @@ def main() -> int:
         description="Serves bash, IPython and files to one connection on a Unix socket, and ends with it. The first "
         'line of standard input is JSON: {"token": ..., "env": {...}, "cwd": ...}. Prints READY when it listens.',
     )
-    parser.add_argument("--socket", required=True, metavar="PATH", help="where to listen; in a directory of mode 0700")
+    parser.add_argument(
+        "--socket",
+        default="",
+        metavar="PATH",
+        help="where to listen; in a directory of mode 0700. Without it the start line names an inherited socket",
+    )
     parser.add_argument("--accept-timeout-s", type=float, default=30.0, metavar="S", help="end if nobody connects")
     parser.add_argument("--prestart-ipython", action="store_true", help="do not wait for the first cell")
     options = parser.parse_args()
@@ -36,6 +41,8 @@ def main() -> int:
             return 0
         if not start.token:
             raise ValueError("the token is empty")
+        if not options.socket and start.listen_fd < 0:
+            raise ValueError("neither --socket nor the start line's listen_fd says where to listen")
         if start.cwd and not os.path.isdir(start.cwd):
             raise ValueError(f"cwd {start.cwd!r} is not a directory")
         limit_self(start.limits)

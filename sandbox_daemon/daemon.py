@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -79,12 +80,13 @@ async def serve_daemon(
     when there is none within `accept_timeout_s`. The socket is removed at the end. Later connections are refused.
 
     Args:
+        socket_path: empty: the socket is inherited, `start.listen_fd`, and its path is the node's.
         on_ready: called when clients can connect.
 
     Raises:
         OSError, ValueError: it cannot listen on `socket_path`.
     """
-    listener = listen_unix(socket_path)
+    listener = listen_unix(socket_path) if socket_path else _inherited_listener(start.listen_fd)
     try:
         on_ready()
         become_subreaper()
@@ -94,8 +96,17 @@ async def serve_daemon(
             nursery.cancel_scope.cancel()
     finally:
         listener.socket.close()
-        with suppress(FileNotFoundError):
-            os.unlink(socket_path)
+        if socket_path:
+            with suppress(FileNotFoundError):
+                os.unlink(socket_path)
+
+
+def _inherited_listener(fd: int) -> trio.SocketListener:
+    """The node listens for us: so nothing of the host has to be writable inside, not even for a socket."""
+    listening = socket.socket(fileno=fd)
+    listening.set_inheritable(False)
+    listening.setblocking(False)
+    return trio.SocketListener(trio.socket.from_stdlib_socket(listening))
 
 
 async def _serve(

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import shutil
+import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.sandbox.images import locate_image
-from prorl_trio.sandbox.probe import run_probe
+from prorl_trio.sandbox.probe import PROBE_TIMEOUT_S, run_probe
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
-from prorl_trio.sandbox.run_dir import SOCKET_NAME, open_run_dir, open_shared_run_dir
+from prorl_trio.sandbox.run_dir import open_run_dir, open_shared_run_dir
 from prorl_trio.sandbox.runtime import LIB_DIR, Mount, host_runtime, image_runtime
-from prorl_trio.sandbox.skeleton import CONTROL_DIR, HOME, USER, host_mounts, read_only_proc
+from prorl_trio.sandbox.skeleton import HOME, USER, host_mounts, read_only_proc
 from prorl_trio.sandbox.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.userns import user_namespace_remedy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractAsyncContextManager
-    from pathlib import Path
 
     from prorl_trio.sandbox.provider import Sandbox, SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
@@ -28,6 +31,8 @@ __all__ = ["ApptainerProvider", "find_apptainer"]
 
 _INSTALL: Final = "install it (`make apptainer` on Debian and Ubuntu), or use the bubblewrap provider"
 _LAUNCHER_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_MIB: Final = 1024 * 1024
+_SIZE_SETTING: Final = re.compile(r"^\s*sessiondir max size\s*=.*$", re.MULTILINE)
 _IDENTITY_FILES: Final = ("passwd", "group")
 
 
@@ -39,10 +44,11 @@ def find_apptainer() -> str | None:
 class ApptainerProvider(SandboxProvider):
     """`apptainer exec` in a user namespace, also for root, and also where it is installed setuid.
 
-    Own PID, IPC, UTS and (without `spec.network`) network namespace, no host environment, no capabilities. /tmp and the
-    home directory are tmpfs of Apptainer's `sessiondir max size` (64 MB together unless configured), whatever
-    `spec.tmpfs_bytes` says; where the project itself is below them, they are folders on disk instead. A root other than
-    `host` is writable, and what is written to it is thrown away.
+    Own PID, IPC, UTS and (without `spec.network`) network namespace, no host environment, no capabilities. /tmp, the
+    home directory, /dev/shm and what is written to an image other than `host` share one tmpfs, which is thrown away.
+    Its size is `spec.limits.disk_bytes`; for root, to whom Apptainer gives one without a size, the watchdog keeps
+    to that; where Apptainer is installed setuid, the size is its own `sessiondir max size`. Where the project itself is
+    below /tmp or the home directory, those are folders on disk instead, without a limit of size.
     """
 
     name: ClassVar[str] = "apptainer"
@@ -82,7 +88,7 @@ class ApptainerProvider(SandboxProvider):
     def _plan(self, spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
         if self._executable is None:
             raise SandboxUnavailable(f"no apptainer or singularity program in PATH; {_INSTALL}")
-        argv = [*_exec_argv(self._executable, network=spec.network)]
+        argv = [*_exec_argv(self._executable, network=spec.network, config=self._write_config(spec, folder))]
         mounts = [Mount(path, path) for path in read_only_proc()]
         if spec.image == "host":
             image = str(run_dir.root)
@@ -96,22 +102,53 @@ class ApptainerProvider(SandboxProvider):
             runtime = image_runtime()
             argv.append("--writable-tmpfs")
             mounts += [*runtime.mounts, Mount(str(run_dir.lib), LIB_DIR)]
-        mounts.append(Mount(str(folder.control), CONTROL_DIR, writable=True))
         mounts += _mounts_with_mount_points(mounts, folder)
         argv += _mount_argv(mounts)
         for name, value in runtime.env.items():
             argv += ["--env", f"{name}={value}"]
         tool_env = {**runtime.tool_env, "HOME": HOME, "USER": USER}
-        command = runtime.daemon_argv(f"{CONTROL_DIR}/{SOCKET_NAME}")
+        command = runtime.daemon_argv()
         return Launch((*argv, image, *command), _launcher_env(folder), tool_env, HOME, inherit_env=spec.image != "host")
 
+    def _write_config(self, spec: SandboxSpec, folder: SandboxDir) -> Path | None:
+        """Apptainer's own configuration, with our size of the tmpfs, where it lets us give one."""
+        text = None if self._executable is None else _installed_config(self._executable)
+        if text is None:
+            return None
+        size_mib = max(1, spec.limits.disk_bytes // _MIB)
+        path = folder.path / "apptainer.conf"
+        path.write_text(f"{_SIZE_SETTING.sub('', text)}\nsessiondir max size = {size_mib}\n", encoding="utf-8")
+        return path
 
-def _exec_argv(executable: str, *, network: bool) -> tuple[str, ...]:
+
+@functools.cache
+def _installed_config(executable: str) -> str | None:
+    """The text of Apptainer's own configuration; None if another cannot be given: it is setuid, or not to be asked."""
+    try:
+        asked = subprocess.run(
+            (executable, "buildcfg"),
+            env={"PATH": _LAUNCHER_PATH},
+            capture_output=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=True,
+        )
+        settings = dict(line.partition("=")[::2] for line in asked.stdout.decode().splitlines())
+        name = "APPTAINER" if "APPTAINER_CONF_FILE" in settings else "SINGULARITY"
+        if settings[f"{name}_SUID_INSTALL"] != "0":
+            return None
+        return Path(settings[f"{name}_CONF_FILE"]).read_text(encoding="utf-8")
+    except (OSError, subprocess.SubprocessError, KeyError, UnicodeDecodeError):
+        return None
+
+
+def _exec_argv(executable: str, *, network: bool, config: Path | None = None) -> tuple[str, ...]:
     privileges = ("--no-privs",) if os.geteuid() == 0 else ()
     net = () if network else ("--net", "--network", "none")
     isolation = ("--userns", *privileges, "--containall", *net, "--no-mount", "sys,bind-paths", "--no-eval")
     inside = ("--no-umask", "--home", HOME, "--cwd", "/", "--hostname", "sandbox")
-    return (executable, "--quiet", "exec", *isolation, *inside)
+    configured = () if config is None else ("--config", str(config))
+    # /dev/shm as well is then of the one tmpfs whose size the configuration limits, rather than one without a limit.
+    return (executable, "--quiet", *configured, "exec", *isolation, *inside, "--scratch", "/dev/shm")
 
 
 def _launcher_env(folder: SandboxDir) -> dict[str, str]:

@@ -12,9 +12,9 @@ from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.sandbox.images import locate_directory
 from prorl_trio.sandbox.probe import run_probe
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
-from prorl_trio.sandbox.run_dir import SOCKET_NAME, open_shared_run_dir
+from prorl_trio.sandbox.run_dir import open_shared_run_dir
 from prorl_trio.sandbox.runtime import LIB_DIR, host_runtime, image_runtime
-from prorl_trio.sandbox.skeleton import CONTROL_DIR, HOME, USER, host_mounts, read_only_proc
+from prorl_trio.sandbox.skeleton import HOME, USER, host_mounts, read_only_proc
 from prorl_trio.sandbox.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.userns import user_namespace_remedy
 
@@ -121,9 +121,9 @@ class BubblewrapProvider(SandboxProvider):
             argv += ["--ro-bind", str(run_dir.lib), LIB_DIR]
         for name, value in runtime.env.items():
             argv += ["--setenv", name, value]
-        argv += ["--bind", str(folder.control), CONTROL_DIR, "--chdir", "/", "--"]
+        argv += ["--chdir", "/", "--"]
         tool_env = {**runtime.tool_env, "HOME": HOME, "USER": USER}
-        command = runtime.daemon_argv(f"{CONTROL_DIR}/{SOCKET_NAME}")
+        command = runtime.daemon_argv()
         if inherit_env := os.path.isdir(f"{image}/{_IMAGE_ENV_DIR}"):
             command = ("/bin/sh", "-c", _WITH_IMAGE_ENV, "sh", *command)
         return Launch((*argv, *command), {}, tool_env, HOME, inherit_env=inherit_env)

@@ -53,4 +53,4 @@ def _plan(spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
     runtime = host_runtime(str(run_dir.lib))
     tool_env = {**runtime.tool_env, "HOME": str(folder.home)}
     env = {**runtime.env, **tool_env}
-    return Launch(runtime.daemon_argv(str(folder.socket)), env, tool_env, str(folder.home), isolated=False)
+    return Launch(runtime.daemon_argv(), env, tool_env, str(folder.home), isolated=False)

@@ -52,7 +52,9 @@ END_TIMEOUT_S: Final = 15.0
 class ProcessTree:
     """A child process and everything that descends from it. Made by `open_process_tree`."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
+    def __init__(
+        self, argv: Sequence[str], env: Mapping[str, str], folder: Path, inherited_fds: Sequence[int] = ()
+    ) -> None:
         stdin, self._stdin_fd = os.pipe()
         self._stdout_fd, stdout = os.pipe()
         self._stderr_fd, stderr = os.pipe()
@@ -60,7 +62,14 @@ class ProcessTree:
             # Not in a thread: bwrap asks the kernel to be killed when its parent *thread* ends, and trio's threads end
             # when idle. The child is made by vfork: about a millisecond, however large this process is.
             self._popen = subprocess.Popen(
-                argv, stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd="/", start_new_session=True
+                argv,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=env,
+                cwd="/",
+                start_new_session=True,
+                pass_fds=inherited_fds,
             )
         except OSError as exc:
             for fd in (self._stdin_fd, self._stdout_fd, self._stderr_fd):
@@ -205,7 +214,13 @@ class ProcessTree:
 
 @asynccontextmanager
 async def open_process_tree(
-    argv: Sequence[str], *, env: Mapping[str, str], stdin_line: bytes, folder: Path, start_timeout_s: float
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdin_line: bytes,
+    folder: Path,
+    start_timeout_s: float,
+    inherited_fds: Sequence[int] = (),
 ) -> AsyncIterator[ProcessTree]:
     """Start `argv` in a session of its own, give it `stdin_line`, and yield when it has printed READY.
 
@@ -219,12 +234,13 @@ async def open_process_tree(
         stdin_line: sent first.
         folder: an existing folder.
         start_timeout_s: until READY.
+        inherited_fds: open there too, under the same numbers.
 
     Raises:
         SandboxUnavailable: it cannot be run, ended early, or was not ready in time; with what it said.
         InternalError: something survived all of that.
     """
-    tree = ProcessTree(argv, env, folder)
+    tree = ProcessTree(argv, env, folder, inherited_fds)
     try:
         with single_exception():
             async with trio.open_nursery() as nursery:

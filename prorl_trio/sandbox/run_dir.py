@@ -33,7 +33,7 @@ from prorl_trio.sandbox.threads import run_blocking
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["MAX_SOCKET_PATH_BYTES", "SOCKET_NAME", "RunDir", "SandboxDir", "open_run_dir", "open_shared_run_dir"]
+__all__ = ["MAX_SOCKET_PATH_BYTES", "RunDir", "SandboxDir", "open_run_dir", "open_shared_run_dir"]
 
 MAX_SOCKET_PATH_BYTES: Final = 107
 SOCKET_NAME: Final = "s"
@@ -51,7 +51,7 @@ _NETWORK_FILE_SYSTEMS: Final = frozenset(
 
 
 class SandboxDir:
-    """The folder of one sandbox. `control` is what the sandbox sees of it, and all it sees.
+    """The folder of one sandbox, which sees nothing of it. `control` holds the socket.
 
     Names are short: the path of a socket may have 107 bytes.
     """

@@ -56,9 +56,9 @@ class Runtime(NamedTuple):
     mounts: tuple[Mount, ...]
     tool_env: dict[str, str]
 
-    def daemon_argv(self, socket_path: str) -> tuple[str, ...]:
+    def daemon_argv(self) -> tuple[str, ...]:
         """The daemon's command line."""
-        return (*self.python, "-m", "sandbox_daemon", "--socket", socket_path)
+        return (*self.python, "-m", "sandbox_daemon")
 
 
 def host_runtime(lib: str = LIB_DIR) -> Runtime:

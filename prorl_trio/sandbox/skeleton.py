@@ -11,15 +11,13 @@ from prorl_trio.sandbox.runtime import LIB_DIR, Mount, host_runtime, install_dae
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["CONTROL_DIR", "HOME", "READ_ONLY_PROC", "USER", "build_skeleton", "host_mounts", "read_only_proc"]
+__all__ = ["HOME", "READ_ONLY_PROC", "USER", "build_skeleton", "host_mounts", "read_only_proc"]
 
 HOME: Final = "/home/agent"
 USER: Final = "agent"
-CONTROL_DIR: Final = "/run/prorl"
-"""Where the folder of the control socket is, inside."""
 
 _SYSTEM_DIRS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-_EMPTY_DIRS: Final = ("dev", "proc", "sys", "tmp", "var", "run", "mnt", "srv", CONTROL_DIR[1:], HOME[1:], "usr")
+_EMPTY_DIRS: Final = ("dev", "proc", "sys", "tmp", "var", "run", "mnt", "srv", HOME[1:], "usr")
 
 _ETC_FILES: Final = (
     "ld.so.cache",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import trio
 
-from ipc.channel import connect_unix
+from ipc.channel import connect_unix, listen_unix
 from ipc.errors import IpcError
 from ipc.rpc import open_rpc_client
 from prorl_trio.errors import SandboxUnavailable
@@ -58,6 +58,8 @@ async def open_daemon_sandbox(
         folder = await stack.enter_async_context(run_dir.open_sandbox_dir())
         launch = await run_blocking(plan, run_dir, folder)
         token = secrets.token_hex(TOKEN_BYTES)
+        # Made here and inherited: nothing of the host is writable inside, which a folder for a socket would have to be.
+        listener = stack.enter_context(closing(listen_unix(folder.socket).socket))
         start_line = {
             "token": token,
             "env": {**launch.tool_env, **spec.env},
@@ -66,6 +68,7 @@ async def open_daemon_sandbox(
             "inherit_env": launch.inherit_env,
             "limits": spec.limits,
             "isolated": launch.isolated,
+            "listen_fd": listener.fileno(),
         }
         deadline = trio.current_time() + spec.start_timeout_s
         tree = await stack.enter_async_context(
@@ -75,8 +78,10 @@ async def open_daemon_sandbox(
                 stdin_line=msgspec.json.encode(start_line) + b"\n",
                 folder=folder.path,
                 start_timeout_s=spec.start_timeout_s,
+                inherited_fds=(listener.fileno(),),
             )
         )
+        listener.close()  # only the daemon has it now: when that ends, no connection waits for it
         try:
             left_s = max(0.0, deadline - trio.current_time())
             stream = await connect_unix(folder.socket, connect_timeout_s=left_s)
