@@ -5,7 +5,8 @@ above 9 by number: it gets the daemon's files by their paths in /proc, and inher
 2. `PS1` has a command substitution that sources the hook: at each prompt it sends `PROMPT_MARK` and the record, writes
    the nonce to the terminal, and passes the gate. It runs in a subshell, so it cannot remember what it did: later
    prompts repeat it. A command that changes `PS1` and then does not return to the trigger (a syntax error, C-c) takes
-   its own report away; its time runs out and the shell is replaced.
+   its own report away; its time runs out and the shell is replaced. busybox shows our next trigger after a command that
+   left the terminal's echo on.
 """
 
 from __future__ import annotations
