@@ -36,8 +36,8 @@ _SHM_BYTES = _GIB // 2
 _ENGINE_MEMORY_BYTES = 6 * _GIB
 _GPU_TIMEOUT_S = 15.0
 _LIMIT_CONTROLLERS = {"memory", "pids"}
-_PER_PROCESS = "a sandbox's limits hold per process, not for the whole"
-_NO_GROUPS = f"not in use: {_PER_PROCESS}"
+_BY_WATCHDOG = "each sandbox keeps to its limits by its own watchdog, a fifth of a second late"
+_NO_GROUPS = f"not in use: {_BY_WATCHDOG}"
 _UNIFIED = "boot with systemd.unified_cgroup_hierarchy=1"
 
 
@@ -178,7 +178,7 @@ def _cgroups(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
     if not lacking and os.access(group, os.W_OK):
         return Check(name=name, state="ok", detail=f"{path}: {' '.join(sorted(delegated))}")
     why = f"lacks {' and '.join(sorted(lacking))}" if lacking else "is not writable"
-    detail = f"{path} {why}: {_PER_PROCESS}"
+    detail = f"{path} {why}: {_BY_WATCHDOG}"
     remedy = "systemd: run under `systemd-run --user --scope -p Delegate=yes`; Slurm: ConstrainRAMSpace in cgroup.conf"
     return Check(name=name, state="warning", detail=detail, remedy=remedy)
 
