@@ -209,7 +209,8 @@ async def test_killed_launcher_of_a_sif_leaves_no_fuse_process(image_of, tmp_pat
             before = descendants(os.getpid())
             async with provider.open_sandbox(SandboxSpec(image=str(sif))) as sandbox:
                 started = descendants(os.getpid()) - before
-                (launcher,) = (p for p in started if os.getsid(p.pid) == p.pid)
+                ours = f"PPid:\t{os.getpid()}\n"
+                (launcher,) = (p for p in started if ours in Path(f"/proc/{p.pid}/status").read_text())
                 os.kill(launcher.pid, signal.SIGKILL)
                 with pytest.raises(SandboxLost):
                     await sandbox.bash("sleep 100", timeout_s=200)
