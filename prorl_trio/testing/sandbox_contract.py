@@ -22,7 +22,7 @@ import trio
 import prorl_trio
 from ipc.wire import EditFile
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
-from prorl_trio.sandbox.provider import SandboxSpec, TransferOptions
+from prorl_trio.sandbox.provider import SandboxSpec, ShellBusy, ShellIdle, TransferOptions
 from prorl_trio.sandbox.reaper import descendants, is_alive
 
 if TYPE_CHECKING:
@@ -262,6 +262,23 @@ async def check_output_is_capped(contract: Contract) -> None:
         assert len(result.output) < 1200
         assert result.output.startswith("word0 ")
         assert result.output.rstrip().endswith("word1999")
+
+
+async def check_commands_that_go_on(contract: Contract) -> None:
+    """A silent command is handed back running, takes input and C-c, and keeps others out; a restart ends it."""
+    async with _sandbox(contract) as sandbox:
+        result = await sandbox.bash("read name; echo got $name", timeout_s=ACTION_TIMEOUT_S, quiet_timeout_s=0.2)
+        assert (result.running, result.exit_code) == (True, None)
+        await _raises(ShellBusy, sandbox.bash("true", timeout_s=ACTION_TIMEOUT_S))
+        result = await sandbox.bash_input(b"you\n", timeout_s=ACTION_TIMEOUT_S)
+        assert (result.running, result.exit_code, result.output) == (False, 0, "got you\n")
+        await _raises(ShellIdle, sandbox.bash_input(b"", timeout_s=ACTION_TIMEOUT_S))
+        await sandbox.bash("sleep 3604", timeout_s=ACTION_TIMEOUT_S, quiet_timeout_s=0.2)
+        result = await sandbox.bash_input(b"\x03", timeout_s=ACTION_TIMEOUT_S)
+        assert (result.running, result.exit_code) == (False, 130)
+        await sandbox.bash("sleep 3605", timeout_s=ACTION_TIMEOUT_S, quiet_timeout_s=0.2)
+        await sandbox.restart_bash()
+        assert await _bash(sandbox, "echo anew") == "anew"
 
 
 async def check_closed_is_lost(contract: Contract) -> None:
@@ -540,6 +557,7 @@ CORE_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
     check_editor,
     check_folders_travel,
     check_output_is_capped,
+    check_commands_that_go_on,
     check_closed_is_lost,
     check_error_in_the_block,
     check_unusable_image,
