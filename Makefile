@@ -71,4 +71,4 @@ clean: ## remove what was made in the checkout
 
 clean-cache: python ## remove what was made in the cache folder: engine environments, the model, images, packages, logs
 	cd "$$($(PYTHON) -c 'from launch.paths import cache_dir; print(cache_dir())')" && \
-		rm -rf engine-* models apptainer runtimes images logs
+		rm -rf engine-* models apptainer runtimes images test-images logs
