@@ -13,7 +13,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
 
 .NOTPARALLEL:
-.PHONY: help setup setup-dev engine apptainer apptainer-if-possible demo doctor check test e2e format clean clean-cache
+.PHONY: help setup setup-dev engine apptainer apptainer-if-possible demo doctor check test e2e soak format clean clean-cache
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,10 +60,13 @@ format: setup-dev ## let ruff format and repair what it can
 	$(VENV)/ruff check --fix $(PACKAGES) tests
 
 test: setup apptainer-if-possible check ## check, then the whole suite but for the slow marks
-	$(VENV)/python -m pytest -m "not slow"
+	$(VENV)/python -m pytest -m "not slow and not soak"
 
 e2e: setup apptainer-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
-	$(VENV)/python -m pytest -m slow
+	$(VENV)/python -m pytest -m "slow and not soak"
+
+soak: setup apptainer-if-possible ## a thousand sandboxes in a row and two hundred at once (up to an hour)
+	$(VENV)/python -m pytest -m soak
 
 clean: ## remove what was made in the checkout
 	rm -rf .venv build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

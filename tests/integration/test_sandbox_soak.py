@@ -16,7 +16,7 @@ from prorl_trio.sandbox.reaper import descendants
 from prorl_trio.sandbox.registry import PROVIDERS
 from prorl_trio.sandbox.warm_pool import WarmLimits
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 IN_A_ROW, AT_A_TIME, WARM_UP = 1_000, 20, 60
 LIVE_AT_ONCE = 200
