@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ pytestmark = pytest.mark.slow
 CHECKOUT = Path(__file__).resolve().parents[2]
 PR_SET_CHILD_SUBREAPER = 36
 KILL_DEADLINE_S = 5.0
+DAEMON = re.compile(r"\d+: \S*python\S* (-\w )*-m sandbox_daemon( |$)")
+"""A daemon's own process, not its launcher's, which names it too."""
 
 
 @pytest.fixture(params=["apptainer", "bubblewrap"])
@@ -83,7 +86,7 @@ class Machine:
     def wait_for_sandboxes(self, demo, count):
         """Until so many sandboxes are live."""
         deadline = time.monotonic() + 120
-        while sum("sandbox_daemon --socket" in line for line in self.leftovers()) < count:
+        while sum(bool(DAEMON.match(line)) for line in self.leftovers()) < count:
             assert demo.poll() is None, demo.stdout.read()
             assert time.monotonic() < deadline, "no sandboxes within 120 s"
             time.sleep(0.05)
