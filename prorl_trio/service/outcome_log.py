@@ -31,6 +31,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class _Entry(NamedTuple):
+    """One outcome. After `OutcomeLog.forget` only its place is left: no job id, no frame."""
+
     job_id: str
     frame: bytes
     end_bytes: int
@@ -40,7 +42,8 @@ class _Entry(NamedTuple):
 class OutcomeLog:
     """Cursors are consecutive integers; `last` was given last, everything up to `acked` is forgotten.
 
-    Each outcome is held once, as the frame that carries it, however often it is sent.
+    Each outcome is held once, as the frame that carries it, however often it is sent. A single outcome may be forgotten
+    out of order: its cursor stays given, and is passed over.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -48,23 +51,44 @@ class OutcomeLog:
         self.last = start
         self.acked_bytes = 0
         self._last_bytes = 0
+        self._size_bytes = 0
         self._entries: dict[int, _Entry] = {}
+        self._cursors: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._cursors)
 
     @property
     def size_bytes(self) -> int:
         """Of all frames held."""
-        return self._last_bytes - self.acked_bytes
+        return self._size_bytes
 
     def append(self, job_id: str, outcome: bytes) -> int:
         """Add an encoded outcome; returns its cursor."""
         self.last += 1
         frame = _encoder.encode(OutcomeFrame(cursor=self.last, job_id=job_id, outcome=msgspec.Raw(outcome)))
         self._last_bytes += len(frame)
+        self._size_bytes += len(frame)
         self._entries[self.last] = _Entry(job_id, frame, self._last_bytes)
+        self._cursors[job_id] = self.last
         return self.last
+
+    def find(self, job_id: str) -> int | None:
+        """The cursor of the job's outcome, if it is held."""
+        return self._cursors.get(job_id)
+
+    def forget(self, job_id: str) -> None:
+        """Drop the outcome of one job, wherever it stands. It is never sent (again).
+
+        Raises:
+            KeyError: there is no outcome of that job.
+        """
+        cursor = self._cursors.pop(job_id)
+        entry = self._entries[cursor]
+        self._size_bytes -= len(entry.frame)
+        self._entries[cursor] = _Entry("", b"", entry.end_bytes)
+        while self.acked < self.last and not self._entries[self.acked + 1].frame:
+            self._drop_first()
 
     def ack(self, cursor: int) -> list[str]:
         """Forget everything up to `cursor`; returns the job ids forgotten. An old cursor changes nothing.
@@ -76,19 +100,26 @@ class OutcomeLog:
             raise ProtocolError(f"cursor {cursor} acknowledged, but {self.last} is the last one this session has given")
         forgotten = []
         while self.acked < cursor:
-            self.acked += 1
-            entry = self._entries.pop(self.acked)
-            self.acked_bytes = entry.end_bytes
-            forgotten.append(entry.job_id)
+            entry = self._drop_first()
+            if entry.frame:
+                del self._cursors[entry.job_id]
+                self._size_bytes -= len(entry.frame)
+                forgotten.append(entry.job_id)
         return forgotten
 
     def frame(self, cursor: int) -> bytes:
-        """The encoded `OutcomeFrame` at `acked < cursor <= last`."""
+        """The encoded `OutcomeFrame` at `acked < cursor <= last`; empty if that one was forgotten."""
         return self._entries[cursor].frame
 
     def end_bytes(self, cursor: int) -> int:
         """Where frame `cursor` ends in the session's stream of frames; `acked <= cursor <= last`."""
         return self._entries[cursor].end_bytes if cursor > self.acked else self.acked_bytes
+
+    def _drop_first(self) -> _Entry:
+        self.acked += 1
+        entry = self._entries.pop(self.acked)
+        self.acked_bytes = entry.end_bytes
+        return entry
 
 
 class Feed:
@@ -116,6 +147,8 @@ class Feed:
         """The next frame to send, counted as sent; None if there is none, or the window is full."""
         log = self._log
         self._sent = max(self._sent, log.acked)
+        while self._sent < log.last and not log.frame(self._sent + 1):
+            self._sent += 1
         if self._sent >= log.last:
             return None
         in_flight = self._sent - log.acked

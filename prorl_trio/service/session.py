@@ -6,22 +6,23 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 import trio
 
-from ipc.session import MAX_MESSAGE_BYTES, JobEvent
-from prorl_trio.errors import AdmissionRejected, DuplicateJob, ProtocolError
+from ipc.session import MAX_MESSAGE_BYTES, JobEvent, OutcomeFrame
+from prorl_trio.errors import AdmissionRejected, DuplicateJob, MalformedJob, ProtocolError
+from prorl_trio.models import Outcome
 from prorl_trio.service.outcome_log import Feed, OutcomeLog, encode_outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from prorl_trio.models import JobSpec, Outcome, Status
+    from prorl_trio.models import JobSpec, Status
     from prorl_trio.service.node_api import NodeApi
 
-__all__ = ["Listener", "Session", "SessionLimits", "SessionTable"]
+__all__ = ["Held", "Listener", "RunningJob", "Session", "SessionLimits", "SessionTable"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ SESSION_ID_CHARS: Final = 200
 RETRY_AFTER_S: Final = 1.0
 
 _canonical = msgspec.msgpack.Encoder(order="sorted")
+_decode_frame = msgspec.msgpack.Decoder(OutcomeFrame).decode
+_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +62,30 @@ class Listener(Protocol):
         """Another connection has taken the session over."""
 
 
+class RunningJob:
+    """What a session knows of a job that has no outcome yet. `ended` is set with the outcome."""
+
+    __slots__ = ("ended", "spec", "status", "submitted_s")
+
+    def __init__(self, spec: JobSpec, submitted_s: float) -> None:
+        self.spec = spec
+        self.status: Status = "queued"
+        self.submitted_s = submitted_s
+        self.ended = trio.Event()
+
+
+class Held(NamedTuple):
+    """An outcome that is not acknowledged. `outcome` is as it goes to the trainer, undecoded."""
+
+    cursor: int
+    job_id: str
+    outcome: msgspec.Raw
+
+    def decode(self) -> Outcome:
+        """The outcome itself; its arrays stay views of the frame."""
+        return _decode_outcome(self.outcome)
+
+
 class Session:
     """One trainer's jobs and outcomes. It is the `JobSink` of every job it submits."""
 
@@ -73,12 +100,18 @@ class Session:
         self.session_id = session_id
         self.log = OutcomeLog(start)
         self.idle_since_s = clock()
+        self.retention_s: float | None = None
+        """Set by an edge without a standing connection: outcomes older than that are dropped by `expire`."""
+        self.expired_total = 0
         self._clock = clock
         self._limits = limits
         self._on_change = on_change
         self._fingerprints: dict[str, bytes] = {}
         """Of every job, running or finished and not acknowledged."""
-        self._running: set[str] = set()
+        self._running: dict[str, RunningJob] = {}
+        self._ended_s: dict[str, float] = {}
+        """When the outcomes that are held came, oldest first."""
+        self._arrival = trio.lowlevel.ParkingLot()
         self._listener: Listener | None = None
 
     def __repr__(self) -> str:
@@ -105,6 +138,14 @@ class Session:
         """The job was submitted here and has no outcome yet."""
         return job_id in self._running
 
+    def running_job(self, job_id: str) -> RunningJob | None:
+        """A job submitted here that has no outcome yet."""
+        return self._running.get(job_id)
+
+    def running_jobs(self) -> Iterator[RunningJob]:
+        """All of them, oldest first. Not to be iterated across a checkpoint."""
+        return iter(self._running.values())
+
     def submit(self, spec: JobSpec, node: NodeApi) -> None:
         """Hand a job to the node, once: the same spec again joins the job, running or finished.
 
@@ -120,26 +161,31 @@ class Session:
             return
         self._check_room()
         self._fingerprints[spec.job_id] = fingerprint
-        self._running.add(spec.job_id)
+        self._running[spec.job_id] = RunningJob(spec, self._clock())
         try:
             node.submit(spec, self)
         except BaseException:
             self._fingerprints.pop(spec.job_id, None)
-            self._running.discard(spec.job_id)
+            self._running.pop(spec.job_id, None)
             raise
 
     def deliver(self, outcome: Outcome) -> None:
         """See `JobSink`. A second outcome of a job is dropped, loudly: the first one stands."""
-        if outcome.job_id not in self._running:
+        job = self._running.pop(outcome.job_id, None)
+        if job is None:
             logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, outcome.job_id)
             return
-        self._running.discard(outcome.job_id)
         self.log.append(outcome.job_id, encode_outcome(outcome, self._limits.max_message_bytes))
+        self._ended_s[outcome.job_id] = self._clock()
+        job.ended.set()
+        self._arrival.unpark_all()
         if self._listener is not None:
             self._listener.wake()
 
     def report(self, job_id: str, status: Status, detail: str) -> None:
         """See `JobSink`."""
+        if (job := self._running.get(job_id)) is not None:
+            job.status = status
         if self._listener is not None:
             self._listener.event(JobEvent(job_id=job_id, status=status, detail=detail))
 
@@ -151,9 +197,66 @@ class Session:
         """
         for job_id in self.log.ack(cursor):
             del self._fingerprints[job_id]
+            del self._ended_s[job_id]
         if self._listener is not None:
             self._listener.wake()
         self._on_change()
+
+    # ------------------------------------------------------------ without a standing connection
+
+    def held(self, cursor: int) -> Held | None:
+        """The outcome at `cursor`, if it was given and not forgotten."""
+        if not self.log.acked < cursor <= self.log.last or not (frame := self.log.frame(cursor)):
+            return None
+        decoded = _decode_frame(frame)
+        return Held(cursor, decoded.job_id, decoded.outcome)
+
+    def held_of(self, job_id: str) -> Held | None:
+        """The outcome of a job, if it has ended and was not forgotten."""
+        cursor = self.log.find(job_id)
+        return None if cursor is None else self.held(cursor)
+
+    def held_after(self, cursor: int) -> Iterator[Held]:
+        """The outcomes after `cursor` in order. Not to be iterated across a checkpoint."""
+        for place in range(max(cursor, self.log.acked) + 1, self.log.last + 1):
+            if (held := self.held(place)) is not None:
+                yield held
+
+    async def wait_arrival(self) -> None:
+        """Return when the next outcome came. The caller sets the deadline."""
+        await self._arrival.park()
+
+    def forget(self, job_id: str) -> None:
+        """Drop the outcome of one job: it is not delivered (again), and its id is free.
+
+        Raises:
+            KeyError: no outcome of that job is here.
+        """
+        self.log.forget(job_id)
+        del self._fingerprints[job_id]
+        del self._ended_s[job_id]
+        self._on_change()
+
+    def touch(self) -> None:
+        """Somebody uses this session without a connection of its own."""
+        self.idle_since_s = self._clock()
+
+    def expire(self) -> int:
+        """Drop what is older than `retention_s`, unless a connection is there to take it. Returns how many."""
+        if self.retention_s is None or self.connected:
+            return 0
+        limit_s = self._clock() - self.retention_s
+        old = []
+        for job_id, ended_s in self._ended_s.items():
+            if ended_s > limit_s:
+                break
+            old.append(job_id)
+        for job_id in old:
+            self.forget(job_id)
+        self.expired_total += len(old)
+        return len(old)
+
+    # ------------------------------------------------------------ connections
 
     def attach(self, listener: Listener, resume_after: int) -> Feed:
         """A connection takes the session; one that had it is told so. Returns what is to be sent, after `resume_after`.
@@ -187,6 +290,7 @@ class Session:
             "undelivered_bytes": self.log.size_bytes,
             "acked_cursor": self.log.acked,
             "last_cursor": self.log.last,
+            "expired_total": self.expired_total,
         }
 
     def _check_room(self) -> None:
@@ -210,6 +314,8 @@ def _fingerprint(spec: JobSpec) -> bytes:
         canonical = _canonical.encode(spec)
     except TypeError:  # A mapping whose keys are not strings cannot be sorted: its order counts.
         canonical = msgspec.msgpack.encode(spec)
+    except (OverflowError, UnicodeEncodeError) as exc:  # JSON has numbers and strings that the wire has not.
+        raise MalformedJob(f"job {spec.job_id!r} has a value without a wire form: {exc}", "$") from None
     return hashlib.blake2b(canonical, digest_size=16).digest()
 
 
@@ -250,6 +356,14 @@ class SessionTable:
         while any(session.connected and len(session.log) for session in self._sessions.values()):
             self._changed = trio.Event()
             await self._changed.wait()
+
+    def get(self, session_id: str) -> Session | None:
+        """The session of that id, if there is one."""
+        return self._sessions.get(session_id)
+
+    def all(self) -> list[Session]:
+        """Every session, oldest first."""
+        return list(self._sessions.values())
 
     def statistics(self) -> dict[str, object]:
         """Live state, by session id."""
