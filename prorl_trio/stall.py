@@ -1,0 +1,221 @@
+"""How long the event loop was away: a trio instrument that measures each pass, and names the task that held it up.
+
+While tasks run, the loop answers nobody: no socket, no deadline, no cancel. One pass is the time between two looks at
+the outside world, so it is what every other task and every peer waits. Measured on the monotonic clock, in about 0.6 us
+a step; `python -m perf.node` reports it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+import time
+import traceback
+from bisect import bisect_right
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["BOUNDS_S", "LoopStalls", "Stall", "StallReport", "open_loop_stalls"]
+
+logger = logging.getLogger(__name__)
+
+BOUNDS_S: Final = tuple(1e-5 * 10 ** (n / 8) for n in range(8 * 7 + 1))
+"""Upper bounds of the buckets passes are counted in: 10 us to 100 s, each 1.33 times the one before."""
+WORST_STALLS: Final = 10
+WARN_INTERVAL_S: Final = 10.0
+"""At most one warning in so long; it says how many others there were."""
+WORST_FROM_S: Final = 0.001
+"""A shorter pass is not worth remembering."""
+
+
+class Stall(msgspec.Struct, frozen=True, kw_only=True):
+    """One long pass.
+
+    Attributes:
+        pass_s: how long the loop was away.
+        step_s: the part of it in the step of `task` that took longest. Much less than `pass_s`: many tasks ran.
+        task: its name, and where it waits now, or that it has ended.
+        ago_s: how long since.
+    """
+
+    pass_s: float
+    step_s: float
+    task: str
+    ago_s: float
+
+
+class StallReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the loop since the beginning. Percentiles are over passes, and exact to a bucket (33 %)."""
+
+    passes: int
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    worst: list[Stall]
+
+
+class LoopStalls(trio.abc.Instrument):
+    """Add it with `trio.lowlevel.add_instrument`, or use `open_loop_stalls`. Reads are from the loop's own thread.
+
+    Attributes:
+        counts: passes by bucket of `BOUNDS_S`, and one more for what is longer than all.
+        sum_s: of all passes.
+    """
+
+    def __init__(self, warn_s: float, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.counts = [0] * (len(BOUNDS_S) + 1)
+        self.sum_s = 0.0
+        self._warn_s = warn_s
+        self._clock = clock
+        self._max_s = 0.0
+        self._worst: list[tuple[float, float, str, float]] = []
+        self._worst_from_s = WORST_FROM_S
+        self._began_s = self._mark_s = clock()
+        self._running = False
+        self._longest_s = 0.0
+        self._longest: trio.lowlevel.Task | None = None
+        self._warned_s = -math.inf
+        self._unsaid = 0
+
+    # ------------------------------------------------------------ called by trio, for every pass and every step
+
+    def after_io_wait(self, timeout: float) -> None:
+        self._began_s = self._mark_s = self._clock()
+        self._longest_s = 0.0
+        self._longest = None
+        self._running = True
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        now_s = self._clock()
+        step_s = now_s - self._mark_s
+        self._mark_s = now_s
+        if step_s > self._longest_s:
+            self._longest_s = step_s
+            self._longest = task
+
+    def before_io_wait(self, timeout: float) -> None:
+        pass_s = self._clock() - self._began_s
+        self._running = False
+        self.counts[bisect_right(BOUNDS_S, pass_s)] += 1
+        self.sum_s += pass_s
+        if pass_s > self._max_s:
+            self._max_s = pass_s
+        if pass_s > self._worst_from_s or pass_s > self._warn_s:
+            self._note(pass_s)
+        self._longest = None
+
+    # ------------------------------------------------------------ for people
+
+    def away_s(self) -> float:
+        """How long the present pass has lasted; 0 while the loop waits for the outside. Safe from any thread."""
+        return self._clock() - self._began_s if self._running else 0.0
+
+    def report(self) -> StallReport:
+        """The figures so far."""
+        now_s = self._clock()
+        worst = [Stall(pass_s=p, step_s=s, task=t, ago_s=now_s - at_s) for p, s, t, at_s in reversed(self._worst)]
+        return StallReport(
+            passes=sum(self.counts),
+            p50_ms=1e3 * self._percentile_s(0.50),
+            p99_ms=1e3 * self._percentile_s(0.99),
+            max_ms=1e3 * self._max_s,
+            worst=worst,
+        )
+
+    def _percentile_s(self, fraction: float) -> float:
+        wanted, seen = fraction * sum(self.counts), 0
+        for bound_s, count in zip(BOUNDS_S, self.counts, strict=False):
+            seen += count
+            if seen >= wanted:
+                return min(bound_s, self._max_s)
+        return self._max_s
+
+    def _note(self, pass_s: float) -> None:
+        culprit = "no task" if self._longest is None else _describe(self._longest)
+        now_s = self._clock()
+        if pass_s > self._worst_from_s:
+            self._worst.append((pass_s, self._longest_s, culprit, now_s))
+            self._worst.sort()
+            if len(self._worst) > WORST_STALLS:
+                del self._worst[0]
+            if len(self._worst) == WORST_STALLS:
+                self._worst_from_s = self._worst[0][0]
+        if pass_s <= self._warn_s:
+            return
+        if now_s - self._warned_s < WARN_INTERVAL_S:
+            self._unsaid += 1
+            return
+        logger.warning(
+            "the loop was away for %.0f ms, %.0f ms of it in task %s%s",
+            1e3 * pass_s,
+            1e3 * self._longest_s,
+            culprit,
+            f"; {self._unsaid} more stalls since the last warning" if self._unsaid else "",
+        )
+        self._warned_s, self._unsaid = now_s, 0
+
+
+def _describe(task: trio.lowlevel.Task) -> str:
+    """Name of the task, and where it waits. Never its arguments or locals: they may be secret."""
+    frames = [frame for frame, _ in task.iter_await_frames()]
+    own = [frame for frame in frames if not frame.f_globals.get("__name__", "").startswith("trio.")]
+    if not own:
+        return f"{task.name}, which has ended"
+    return f"{task.name}, now at {own[-1].f_globals.get('__name__')}:{own[-1].f_lineno}"
+
+
+class _Watchdog(threading.Thread):
+    """Says where the loop's thread is while it is stalled: afterwards nobody can tell."""
+
+    def __init__(self, stalls: LoopStalls, after_s: float) -> None:
+        super().__init__(name="stall watchdog", daemon=True)
+        self._stalls = stalls
+        self._after_s = after_s
+        self._watched = threading.get_ident()
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        said = False
+        while not self._stop.wait(self._after_s / 2):
+            away_s = self._stalls.away_s()
+            if away_s < self._after_s:
+                said = False
+            elif not said:
+                said = True
+                frame = sys._current_frames().get(self._watched)
+                stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+                logger.warning("the loop has been away for %.0f ms, in:\n%s", 1e3 * away_s, stack)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self.join(self._after_s + 1.0)
+
+
+@contextmanager
+def open_loop_stalls(warn_s: float, *, dump_after_s: float = 0.0) -> Iterator[LoopStalls]:
+    """Measure the running loop inside the block, which must be in its thread.
+
+    Args:
+        warn_s: a longer pass is logged, with the task's name; at most one warning in `WARN_INTERVAL_S`.
+        dump_after_s: log the loop's stack while a pass lasts longer, from a thread of its own. 0: never.
+    """
+    stalls = LoopStalls(warn_s)
+    watchdog = _Watchdog(stalls, dump_after_s) if dump_after_s > 0 else None
+    trio.lowlevel.add_instrument(stalls)
+    try:
+        if watchdog is not None:
+            watchdog.start()
+        yield stalls
+    finally:
+        if watchdog is not None:
+            watchdog.stop()
+        with suppress(KeyError):  # trio drops an instrument that raised
+            trio.lowlevel.remove_instrument(stalls)
