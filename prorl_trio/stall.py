@@ -180,11 +180,11 @@ class _Watchdog(threading.Thread):
         self._stalls = stalls
         self._after_s = after_s
         self._watched = threading.get_ident()
-        self._stop = threading.Event()
+        self._ending = threading.Event()
 
     def run(self) -> None:
         said = False
-        while not self._stop.wait(self._after_s / 2):
+        while not self._ending.wait(self._after_s / 2):
             away_s = self._stalls.away_s()
             if away_s < self._after_s:
                 said = False
@@ -195,7 +195,7 @@ class _Watchdog(threading.Thread):
                 logger.warning("the loop has been away for %.0f ms, in:\n%s", 1e3 * away_s, stack)
 
     def stop(self) -> None:
-        self._stop.set()
+        self._ending.set()
         self.join(self._after_s + 1.0)
 
 
