@@ -79,7 +79,7 @@ class LoopStalls(trio.abc.Instrument):
         self._worst: list[tuple[float, float, str, float]] = []
         self._worst_from_s = WORST_FROM_S
         self._began_s = self._mark_s = clock()
-        self._running = False
+        self._running = True  # whoever makes one is running
         self._longest_s = 0.0
         self._longest: trio.lowlevel.Task | None = None
         self._warned_s = -math.inf
