@@ -7,6 +7,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+from ipc.file_calls import TreeContent, TreeEntry
 from ipc.tree import (
     FOLDER_FLAGS,
     MAX_PIECE_ENTRIES,
@@ -17,13 +18,12 @@ from ipc.tree import (
     link_stays_inside,
     open_parent,
 )
-from ipc.wire import TreeContent, TreeEntry
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from ipc.file_calls import TreePart
     from ipc.tree import TreeLimits
-    from ipc.wire import TreePart
 
 __all__ = ["TreeReader"]
 

@@ -8,14 +8,14 @@ import stat
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ipc.file_calls import TreeContent
 from ipc.tree import FOLDER_FLAGS, TreeCounts, TreeRefused, link_stays_inside, open_folder, open_parent, split_path
-from ipc.wire import TreeContent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ipc.file_calls import TreeEntry, TreePart
     from ipc.tree import TreeLimits
-    from ipc.wire import TreeEntry, TreePart
 
 __all__ = ["TreeWriter"]
 

@@ -15,7 +15,7 @@ import trio
 from ipc.channel import connect_unix
 from ipc.nursery import open_single_nursery
 from ipc.rpc import CallContext, RpcClient, open_rpc_client, serve_rpc
-from ipc.wire import Ping, Pong, SandboxCall
+from ipc.sandbox_calls import Ping, Pong, SandboxCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

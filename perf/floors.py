@@ -16,7 +16,7 @@ import trio
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from ipc.wire import Ping, Pong, SandboxCall
+from ipc.sandbox_calls import Ping, Pong, SandboxCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator

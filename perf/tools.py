@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
-from ipc.wire import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
+from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
 from perf import trace
 from perf.daemon import CALL_TIMEOUT_S, open_daemon, open_tcp_echo, open_unix_echo
 from perf.floors import open_bare_echo, open_bare_ipython, open_bare_pty

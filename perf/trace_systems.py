@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from ipc.wire import BashResult, BashRun
+from ipc.sandbox_calls import BashResult, BashRun
 from perf.daemon import CALL_TIMEOUT_S, open_daemon
 from perf.floors import open_bare_pty
 from perf.peers.environments import PEERS

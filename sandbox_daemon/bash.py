@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import trio
 
 from ipc.rpc import CallError
-from ipc.wire import BashInput, BashResult, BashRun
+from ipc.sandbox_calls import BashInput, BashResult, BashRun
 from sandbox_daemon.bash_protocol import Bash
 from sandbox_daemon.keeper import Keeper, StartFailed, Turn
 from sandbox_daemon.plain_text import CommandOutput

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ipc.wire import CellError, Display
+from ipc.sandbox_calls import CellError, Display
 
 __all__ = ["CONTROL_MAX_FRAME_BYTES", "CellDone", "ChildReady", "RunCell", "StartChild"]
 

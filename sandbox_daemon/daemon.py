@@ -16,18 +16,24 @@ import trio
 
 from ipc.channel import listen_unix
 from ipc.errors import IpcError
+from ipc.file_calls import (
+    DownloadBegin,
+    DownloadParts,
+    EditFile,
+    FileRead,
+    FileWrite,
+    TransferAbort,
+    UploadBegin,
+    UploadEnd,
+    UploadParts,
+)
 from ipc.rpc import CallContext, serve_rpc
-from ipc.wire import (
+from ipc.sandbox_calls import (
     BashInput,
     BashRestart,
     BashRestarted,
     BashRun,
-    DownloadBegin,
-    DownloadParts,
-    EditFile,
     Exec,
-    FileRead,
-    FileWrite,
     IpythonRestart,
     IpythonRestarted,
     IpythonRun,
@@ -35,10 +41,6 @@ from ipc.wire import (
     Pong,
     SandboxCall,
     SandboxReply,
-    TransferAbort,
-    UploadBegin,
-    UploadEnd,
-    UploadParts,
 )
 from sandbox_daemon.bash import BashSession
 from sandbox_daemon.children import ChildReaper, become_subreaper

@@ -6,7 +6,7 @@ import base64
 import binascii
 from typing import TYPE_CHECKING, Any
 
-from ipc.wire import Display
+from ipc.sandbox_calls import Display
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

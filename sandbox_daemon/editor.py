@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
+from ipc.file_calls import FileEdited
 from ipc.rpc import CallError
-from ipc.wire import FileEdited
 from sandbox_daemon.editor_text import (
     EditRefused,
     decode,
@@ -24,7 +24,7 @@ from sandbox_daemon.editor_text import (
 from sandbox_daemon.files import replace_file
 
 if TYPE_CHECKING:
-    from ipc.wire import EditFile
+    from ipc.file_calls import EditFile
 
 __all__ = ["Editor"]
 

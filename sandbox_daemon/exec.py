@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 import trio
 
 from ipc.rpc import CallError
-from ipc.wire import MAX_FRAME_BYTES, ExecResult
+from ipc.sandbox_calls import ExecResult
+from ipc.wire import MAX_FRAME_BYTES
 from sandbox_daemon.output import OutputBuffer
 from sandbox_daemon.processes import kill_until_gone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ipc.wire import Exec
+    from ipc.sandbox_calls import Exec
     from sandbox_daemon.children import Child, ChildReaper
     from sandbox_daemon.processes import ProcessEntry, ProcessTable
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
+from ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
 from ipc.rpc import CallError
-from ipc.wire import MAX_FRAME_BYTES, FileData, FileRead, FileWrite, FileWritten
+from ipc.wire import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

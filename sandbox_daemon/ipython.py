@@ -11,7 +11,7 @@ import trio
 
 from ipc.nursery import single_exception
 from ipc.rpc import CallError
-from ipc.wire import CellError, CellResult, IpythonRun
+from ipc.sandbox_calls import CellError, CellResult, IpythonRun
 from sandbox_daemon.cell_output import CellOutput
 from sandbox_daemon.children import SIGNAL_EXIT_BASE
 from sandbox_daemon.keeper import Keeper, StartFailed, Turn

@@ -20,7 +20,7 @@ from IPython.utils.text import DollarFormatter
 from traitlets import Type
 from traitlets.config import Config
 
-from ipc.wire import CellError
+from ipc.sandbox_calls import CellError
 from sandbox_daemon.child_wire import CellDone
 from sandbox_daemon.displays import CARRIED_TYPES, NAMED_TYPES, Displays
 from sandbox_daemon.output import cap_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from ipc.wire import CellError
+from ipc.sandbox_calls import CellError
 from sandbox_daemon.child_wire import CellDone
 from sandbox_daemon.displays import Displays
 from sandbox_daemon.output import cap_text

@@ -15,7 +15,7 @@ from sandbox_daemon.kernelspec import find_kernelspec
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from ipc.wire import CellResult, IpythonRestart, IpythonRun
+    from ipc.sandbox_calls import CellResult, IpythonRestart, IpythonRun
     from sandbox_daemon.children import ChildReaper
 
 __all__ = ["KernelSessions"]

@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
-from ipc.rpc import CallError
-from ipc.tree import TreeLimits, TreeRefused
-from ipc.tree_reader import TreeReader
-from ipc.tree_writer import TreeWriter
-from ipc.wire import (
+from ipc.file_calls import (
     DownloadBegin,
     DownloadParts,
     TransferAbort,
@@ -24,6 +20,10 @@ from ipc.wire import (
     UploadParts,
     UploadTaken,
 )
+from ipc.rpc import CallError
+from ipc.tree import TreeLimits, TreeRefused
+from ipc.tree_reader import TreeReader
+from ipc.tree_writer import TreeWriter
 from sandbox_daemon.files import file_error
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import trio
 
-from ipc.wire import BashResult, CellResult, ExecResult
+from ipc.sandbox_calls import BashResult, CellResult, ExecResult
 from sandbox_daemon.processes import kill_until_gone, read_process_table, wait_until_gone
 from sandbox_daemon.usage import in_memory, measure_disks, measure_processes, measure_proportional
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ipc.limits import Breach, SandboxLimits
-    from ipc.wire import SandboxCall, SandboxReply
+    from ipc.sandbox_calls import SandboxCall, SandboxReply
     from sandbox_daemon.processes import ProcessEntry, ProcessTable
     from sandbox_daemon.usage import ProcessUsage
 

@@ -10,21 +10,16 @@ import msgspec
 import trio
 
 from ipc.errors import CallFailed, CallTimedOut, FrameTooLarge, IpcError
-from ipc.wire import (
+from ipc.file_calls import EditFile, FileData, FileEdited, FileRead, FileWrite, FileWritten
+from ipc.sandbox_calls import (
     BashInput,
     BashRestart,
     BashRestarted,
     BashResult,
     BashRun,
     CellResult,
-    EditFile,
     Exec,
     ExecResult,
-    FileData,
-    FileEdited,
-    FileRead,
-    FileWrite,
-    FileWritten,
     IpythonRestart,
     IpythonRestarted,
     IpythonRun,

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from pathlib import Path
 
-    from ipc.wire import BashResult, CellResult, EditFile, ExecResult, FileEdited, Pong
+    from ipc.file_calls import EditFile, FileEdited
+    from ipc.sandbox_calls import BashResult, CellResult, ExecResult, Pong
     from prorl_trio.sandbox.provider import SandboxProvider, TransferOptions, TransferReport
 
 __all__ = ["HostedSandbox", "SandboxHost", "open_sandbox_host"]

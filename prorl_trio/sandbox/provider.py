@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
-    from ipc.wire import BashResult, CellResult, EditFile, ExecResult, FileEdited, Pong
+    from ipc.file_calls import EditFile, FileEdited
+    from ipc.sandbox_calls import BashResult, CellResult, ExecResult, Pong
 
 __all__ = [
     "DEFAULT_TRANSFER",

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 import msgspec
 import trio
 
-from ipc.tree import TreeLimits, TreeRefused
-from ipc.tree_reader import TreeReader
-from ipc.tree_writer import TreeWriter
-from ipc.wire import (
+from ipc.file_calls import (
     DownloadBegin,
     DownloadParts,
     TransferAbort,
@@ -26,6 +23,9 @@ from ipc.wire import (
     UploadParts,
     UploadTaken,
 )
+from ipc.tree import TreeLimits, TreeRefused
+from ipc.tree_reader import TreeReader
+from ipc.tree_writer import TreeWriter
 from prorl_trio.sandbox.provider import TransferReport
 from prorl_trio.sandbox.threads import run_blocking
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
+    from ipc.sandbox_calls import SandboxCall
     from ipc.tree import TreeCounts
-    from ipc.wire import SandboxCall
     from prorl_trio.sandbox.provider import TransferOptions
 
 __all__ = ["download_tree", "upload_tree"]

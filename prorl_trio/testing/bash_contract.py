@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import trio
 
 if TYPE_CHECKING:
-    from ipc.wire import BashResult
+    from ipc.sandbox_calls import BashResult
     from prorl_trio.sandbox.provider import Sandbox
 
 __all__ = ["PORTABLE", "SESSIONS", "Session", "Step", "check_session"]

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import trio
 
-from ipc.wire import BashResult, CellError, CellResult, ExecResult, FileEdited, Pong
+from ipc.file_calls import FileEdited
+from ipc.sandbox_calls import BashResult, CellError, CellResult, ExecResult, Pong
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import (
     DEFAULT_TRANSFER,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from ipc.wire import EditFile
+    from ipc.file_calls import EditFile
     from prorl_trio.sandbox.provider import TransferOptions
 
 __all__ = ["FakeProvider", "FakeSandbox"]

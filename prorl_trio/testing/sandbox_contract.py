@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 import trio
 
 import prorl_trio
-from ipc.wire import EditFile
+from ipc.file_calls import EditFile
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import SandboxSpec, ShellBusy, ShellIdle, TransferOptions
 from prorl_trio.sandbox.reaper import descendants, is_alive

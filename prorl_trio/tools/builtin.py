@@ -11,7 +11,7 @@ from prorl_trio.tools.base import Observation, Tool
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ipc.wire import BashResult, CellResult
+    from ipc.sandbox_calls import BashResult, CellResult
     from prorl_trio.sandbox.provider import Sandbox
 
 __all__ = ["BashTool", "FinishTool", "IpythonTool", "render_bash", "render_cell"]

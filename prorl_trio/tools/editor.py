@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import trio
 
-from ipc.wire import EditFile
+from ipc.file_calls import EditFile
 from prorl_trio.errors import HandlerError
 from prorl_trio.tools.base import Observation, Tool
 

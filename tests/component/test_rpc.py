@@ -24,19 +24,8 @@ from ipc.errors import (
     ProtocolViolation,
 )
 from ipc.rpc import CallContext, CallError, RpcClient, open_rpc_client, serve_rpc
-from ipc.wire import (
-    PROTOCOL_VERSION,
-    Cancel,
-    Chunk,
-    Failure,
-    Hello,
-    HelloOk,
-    Ping,
-    Pong,
-    Refused,
-    Request,
-    Result,
-)
+from ipc.sandbox_calls import Ping, Pong
+from ipc.wire import PROTOCOL_VERSION, Cancel, Chunk, Failure, Hello, HelloOk, Refused, Request, Result
 from prorl_trio.testing.cancel_sweep import CancelledRun, cancel_sweep
 
 if TYPE_CHECKING:

@@ -5,38 +5,44 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 import msgspec
 import pytest
 
 import ipc
-from ipc import rpc, session, wire
+from ipc import file_calls, rpc, sandbox_calls, session, wire
 from ipc.channel import MAX_SOCKET_PATH_BYTES
 from ipc.envelope import encode_envelope
 from ipc.framing import encode_frame
 from prorl_trio.models import JobSpec, Outcome, Segment
 from prorl_trio.service import outcome_log
 
+if TYPE_CHECKING:
+    from types import ModuleType
+
 TEXT = (Path(ipc.__file__).parent / "PROTOCOL.md").read_text()
 
 
-def structs(module: object) -> list[type[msgspec.Struct]]:
+def structs(module: ModuleType) -> list[type[msgspec.Struct]]:
     return [
         struct
         for name, struct in inspect.getmembers(module, inspect.isclass)
-        if issubclass(struct, msgspec.Struct) and not name.startswith("_")
+        if issubclass(struct, msgspec.Struct) and not name.startswith("_") and struct.__module__ == module.__name__
     ]
 
 
-@pytest.mark.parametrize("struct", [*structs(wire), *structs(session), JobSpec, Outcome], ids=lambda s: s.__name__)
+WIRE = [struct for module in (wire, sandbox_calls, file_calls, session) for struct in structs(module)]
+
+
+@pytest.mark.parametrize("struct", [*WIRE, JobSpec, Outcome], ids=lambda s: s.__name__)
 def test_every_struct_and_every_field_is_described(struct: type[msgspec.Struct]):
     assert f"`{struct.__name__}`" in TEXT
     missing = [field for field in struct.__struct_encode_fields__ if f"`{field}`" not in TEXT]
     assert not missing
 
 
-@pytest.mark.parametrize("struct", [*structs(wire), *structs(session)], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("struct", WIRE, ids=lambda s: s.__name__)
 def test_the_tag_is_the_name_under_the_key_type(struct: type[msgspec.Struct]):
     info = msgspec.inspect.type_info(struct)
     assert isinstance(info, msgspec.inspect.StructType)

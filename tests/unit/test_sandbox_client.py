@@ -9,8 +9,9 @@ import pytest
 import trio
 import trio.testing
 
+from ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
 from ipc.rpc import CallError, open_rpc_client, serve_rpc
-from ipc.wire import BashRun, FileData, FileRead, FileWrite, FileWritten, Ping, Pong, SandboxCall
+from ipc.sandbox_calls import BashRun, Ping, Pong, SandboxCall
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.client import FILE_PIECE_BYTES, MAX_OUTPUT_BYTES, DaemonSandbox
 

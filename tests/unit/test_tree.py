@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ipc.file_calls import TreeContent, TreeEntry
 from ipc.tree import TreeLimits, TreeRefused, link_stays_inside, split_path
 from ipc.tree_reader import TreeReader
 from ipc.tree_writer import TreeWriter
-from ipc.wire import TreeContent, TreeEntry
 
 LIMITS = TreeLimits()
 ROOT = TreeEntry(path=b"", kind="folder", mode=0o755)

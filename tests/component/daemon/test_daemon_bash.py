@@ -10,7 +10,8 @@ import pytest
 import trio
 
 from ipc.errors import CallFailed
-from ipc.wire import BashResult, BashRun, FileData, FileRead
+from ipc.file_calls import FileData, FileRead
+from ipc.sandbox_calls import BashResult, BashRun
 from prorl_trio.testing.cancel_sweep import cancel_sweep
 from sandbox_daemon.processes import read_process_table
 

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from ipc.errors import CallFailed
-from ipc.wire import EditFile, FileEdited
+from ipc.file_calls import EditFile, FileEdited
 
 
 @pytest.fixture

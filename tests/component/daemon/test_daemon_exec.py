@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from ipc.errors import CallFailed
-from ipc.wire import Exec, ExecResult, Ping, Pong
+from ipc.sandbox_calls import Exec, ExecResult, Ping, Pong
 
 CALLS = 8
 """A call that leaks a file descriptor is told by so many of them: a young daemon's own number varies by a few."""

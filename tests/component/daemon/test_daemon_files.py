@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from ipc.errors import CallFailed
-from ipc.wire import FileData, FileRead, FileWrite, FileWritten
+from ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
 
 
 async def read(sandbox, path, **options):

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from ipc.errors import CallFailed
-from ipc.wire import BashResult, BashRun, CellResult, IpythonRestart, IpythonRestarted, IpythonRun
+from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRestart, IpythonRestarted, IpythonRun
 from prorl_trio.testing.cancel_sweep import cancel_sweep
 from sandbox_daemon.processes import read_process_table
 

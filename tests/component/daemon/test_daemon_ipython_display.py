@@ -8,7 +8,7 @@ import zlib
 import pytest
 import trio
 
-from ipc.wire import CellResult, Display, IpythonRun
+from ipc.sandbox_calls import CellResult, Display, IpythonRun
 from prorl_trio.tools.builtin import render_cell
 from sandbox_daemon.displays import MAX_DISPLAY_BYTES, MAX_DISPLAYS, Displays
 

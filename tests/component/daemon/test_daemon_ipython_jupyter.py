@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from ipc.errors import CallFailed
-from ipc.wire import BashResult, BashRun, CellResult, IpythonRestart, IpythonRestarted, IpythonRun
+from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRestart, IpythonRestarted, IpythonRun
 from sandbox_daemon.jupyter_cell import without_control_codes
 from sandbox_daemon.processes import read_process_table
 

@@ -12,7 +12,7 @@ import trio
 
 from ipc.channel import connect_unix
 from ipc.errors import ChannelBroken, HandshakeRefused
-from ipc.wire import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
+from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
 
 ESCAPING = """
 sleep 1000 &
@@ -60,7 +60,7 @@ async def test_a_killed_client_ends_the_daemon_in_the_middle_of_a_command(start_
 import sys, trio
 from ipc.channel import connect_unix
 from ipc.rpc import open_rpc_client
-from ipc.wire import BashRun, BashResult
+from ipc.sandbox_calls import BashRun, BashResult
 async def main():
     stream = await connect_unix({daemon.socket_path!r}, connect_timeout_s=5)
     async with open_rpc_client(stream, token="the token of the tests") as client:
@@ -222,7 +222,7 @@ async def test_it_works_as_the_first_process_of_a_pid_namespace(tmp_path):
 import json, os, subprocess, sys, trio
 from ipc.channel import connect_unix
 from ipc.rpc import open_rpc_client
-from ipc.wire import *
+from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun
 async def main():
     os.makedirs({str(tmp_path / "s")!r}, mode=0o700)
     path = {str(tmp_path / "s" / "s")!r}

@@ -1,0 +1,295 @@
+"""What a sandbox daemon is asked, and what it answers: bash, IPython, one-shot commands, files. Text: PROTOCOL.md.
+
+`SandboxCall` is a tagged union that refuses unknown fields; each call's reply type is in `REPLY_OF`. Both travel as
+bodies in the envelope of `wire`.
+
+A result's `breach` is the limit of the sandbox that was run into since the result before, empty if none; `breach_text`
+says in a sentence what it was and what was done about it.
+
+Sizes are bytes, times are seconds. Times on the wire are relative (a budget, not a clock reading).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ipc.file_calls import (
+    DownloadBegin,
+    DownloadParts,
+    EditFile,
+    FileData,
+    FileEdited,
+    FileRead,
+    FileWrite,
+    FileWritten,
+    TransferAbort,
+    TransferAborted,
+    TransferBegun,
+    TreeParts,
+    UploadBegin,
+    UploadEnd,
+    UploadEnded,
+    UploadParts,
+    UploadTaken,
+)
+from ipc.limits import Breach
+
+__all__ = [
+    "REPLY_OF",
+    "BashInput",
+    "BashRestart",
+    "BashRestarted",
+    "BashResult",
+    "BashRun",
+    "CellError",
+    "CellResult",
+    "Display",
+    "Exec",
+    "ExecResult",
+    "IpythonRestart",
+    "IpythonRestarted",
+    "IpythonRun",
+    "Ping",
+    "Pong",
+    "SandboxCall",
+    "SandboxReply",
+]
+
+
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
+    """Base of every struct here: immutable, tagged with its class name, strict."""
+
+
+class Ping(_Wire, frozen=True):
+    """Is the daemon alive?"""
+
+
+class Pong(_Wire, frozen=True):
+    """Answer to `Ping`. `uptime_s` since the daemon listened, `open_fds` of the daemon process."""
+
+    uptime_s: float
+    open_fds: int
+
+
+class BashRun(_Wire, frozen=True):
+    """Run `command` in the persistent shell. Refused with the code `busy` while a command is still running there.
+
+    After `timeout_s` the foreground process group is interrupted and then killed; if the shell itself does not come
+    back, it is killed with everything in its session and started anew (`restarted`). With `quiet_timeout_s`, the call
+    is answered (`running`) when that long no output came; the command goes on, and `BashInput` follows it up.
+    Of the output at most `max_output_bytes` are kept: the first and the last half. It is plain text, or, if `raw`,
+    what the terminal got. With `stream` it is sent as it comes as well, as chunks of stream `output`, always raw.
+    """
+
+    command: str
+    timeout_s: float
+    max_output_bytes: int = 64 * 1024
+    stream: bool = False
+    quiet_timeout_s: float | None = None
+    raw: bool = False
+
+
+class BashInput(_Wire, frozen=True):
+    """Type `keys` into the terminal of the command that is still running, and wait for it as `BashRun` does.
+
+    0x03 interrupts (C-c), 0x04 ends its input (C-d), 0x1a stops it (C-z); no keys: only wait. Keys are dropped if the
+    command has ended meanwhile, which the result tells. Without a command to follow up: the code `not_running`.
+    """
+
+    keys: bytes
+    timeout_s: float
+    max_output_bytes: int = 64 * 1024
+    stream: bool = False
+    quiet_timeout_s: float | None = None
+    raw: bool = False
+
+
+class BashResult(_Wire, frozen=True):
+    """What a command did since the call before.
+
+    `output` is the terminal's (stdout and stderr in order), decoded as UTF-8 with replacement, newlines plain.
+    `exit_code` is None if the command was killed by the timeout, took the shell with it and left no code, or is still
+    `running`. `dropped_bytes` were left out in the middle of `output`, where a line says so. `cwd` is the shell's
+    afterwards. `restarted`: the shell was lost (`exit`, `exec`, killed, or timed out beyond rescue); a new one has
+    taken its place, without the old one's variables, functions and working directory.
+    """
+
+    output: str
+    exit_code: int | None
+    cwd: str
+    duration_s: float
+    timed_out: bool = False
+    restarted: bool = False
+    dropped_bytes: int = 0
+    running: bool = False
+    breach: Breach = ""
+    breach_text: str = ""
+
+
+class BashRestart(_Wire, frozen=True):
+    """Kill the shell with everything in its session, also a running command, and start a new one."""
+
+
+class BashRestarted(_Wire, frozen=True):
+    """Answer to `BashRestart`: the new shell is ready. `pid` is its own, in the daemon's PID namespace."""
+
+    pid: int
+
+
+class IpythonRun(_Wire, frozen=True):
+    """Run one cell in the persistent shell of `kernel`, started on first use.
+
+    `kernel` is empty for the IPython that comes with the daemon, or the name of an installed Jupyter kernelspec.
+    After `timeout_s` the cell is interrupted (KeyboardInterrupt); if it does not end, the shell is killed and started
+    anew (`restarted`). Stdout and stderr are each capped to `max_output_bytes`, head and tail kept.
+    """
+
+    code: str
+    timeout_s: float
+    max_output_bytes: int = 64 * 1024
+    stream: bool = False
+    kernel: str = ""
+
+
+class CellError(_Wire, frozen=True):
+    """An exception that ended a cell. `traceback` is plain text without colour codes."""
+
+    name: str
+    value: str
+    traceback: str
+
+
+class Display(_Wire, frozen=True):
+    """Something a cell showed beside text: an image (`image/png`, `image/jpeg`), `image/svg+xml` or `text/html`.
+
+    `data` is the image's file as it is; empty if only named: whatever is no PNG or JPEG, and what the limits leave out
+    (4 MiB a cell, all images together). `size_bytes` is its size in either case.
+    """
+
+    mime: str
+    data: bytes
+    size_bytes: int
+
+
+class CellResult(_Wire, frozen=True):
+    """What a cell did. `result` is the `repr` of its last expression, None if there was none.
+
+    `displays` are in order, results with a rich form and open matplotlib figures among them; `dropped_displays` counts
+    those beyond the first 32.
+    """
+
+    stdout: str
+    stderr: str
+    result: str | None
+    error: CellError | None
+    execution_count: int
+    duration_s: float
+    timed_out: bool = False
+    restarted: bool = False
+    dropped_bytes: int = 0
+    displays: list[Display] = []
+    dropped_displays: int = 0
+    breach: Breach = ""
+    breach_text: str = ""
+
+
+class IpythonRestart(_Wire, frozen=True):
+    """Throw the state of a kernel's shell away and start a new one. `kernel` as in `IpythonRun`."""
+
+    kernel: str = ""
+
+
+class IpythonRestarted(_Wire, frozen=True):
+    """Answer to `IpythonRestart`: the new shell is ready. `pid` is its own, in the daemon's PID namespace."""
+
+    pid: int
+
+
+# ---------------------------------------------------------------- one-shot commands
+
+
+class Exec(_Wire, frozen=True):
+    """Run `argv` (no shell) to its end, in a session of its own, with `stdin` as its whole input.
+
+    `cwd` empty is where shells start; `env` is added to the tools' environment. After `timeout_s` it is killed, and
+    however it ends, so is what it left running. Of stdout and of stderr at most `max_output_bytes` are kept each.
+    """
+
+    argv: list[str]
+    timeout_s: float
+    cwd: str = ""
+    env: dict[str, str] = {}
+    stdin: bytes = b""
+    max_output_bytes: int = 1024 * 1024
+
+
+class ExecResult(_Wire, frozen=True):
+    """What a one-shot command did. `exit_code` is 128 + n after signal n, None if the timeout ended it.
+
+    Output is as it was written, not decoded. `*_dropped_bytes` were left out in the middle, where a line says so.
+    """
+
+    exit_code: int | None
+    stdout: bytes
+    stderr: bytes
+    duration_s: float
+    timed_out: bool = False
+    stdout_dropped_bytes: int = 0
+    stderr_dropped_bytes: int = 0
+    breach: Breach = ""
+    breach_text: str = ""
+
+
+SandboxCall = (
+    Ping
+    | Exec
+    | BashRun
+    | BashInput
+    | BashRestart
+    | IpythonRun
+    | IpythonRestart
+    | FileRead
+    | FileWrite
+    | EditFile
+    | UploadBegin
+    | UploadParts
+    | UploadEnd
+    | DownloadBegin
+    | DownloadParts
+    | TransferAbort
+)
+SandboxReply = (
+    Pong
+    | ExecResult
+    | BashResult
+    | BashRestarted
+    | CellResult
+    | IpythonRestarted
+    | FileData
+    | FileWritten
+    | FileEdited
+    | TransferBegun
+    | UploadTaken
+    | UploadEnded
+    | TreeParts
+    | TransferAborted
+)
+
+REPLY_OF: dict[type[SandboxCall], type[SandboxReply]] = {
+    Ping: Pong,
+    Exec: ExecResult,
+    BashRun: BashResult,
+    BashInput: BashResult,
+    BashRestart: BashRestarted,
+    IpythonRun: CellResult,
+    IpythonRestart: IpythonRestarted,
+    FileRead: FileData,
+    FileWrite: FileWritten,
+    EditFile: FileEdited,
+    UploadBegin: TransferBegun,
+    UploadParts: UploadTaken,
+    UploadEnd: UploadEnded,
+    DownloadBegin: TransferBegun,
+    DownloadParts: TreeParts,
+    TransferAbort: TransferAborted,
+}
