@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 __all__ = [
     "AdmissionRejected",
     "BackendError",
+    "BackendsBusy",
     "BudgetExceeded",
     "ConfigError",
     "ContextLengthExceeded",
@@ -21,6 +22,7 @@ __all__ = [
     "InternalError",
     "JobCancelled",
     "MalformedJob",
+    "PauseTimeout",
     "ProrlError",
     "ProtocolError",
     "RolloutError",
@@ -110,6 +112,18 @@ class ProtocolError(ServiceError):
     """The peer speaks another protocol, or another version of this one."""
 
     code = "protocol"
+
+
+class BackendsBusy(ServiceError):
+    """A pause or a resume of the backends is under way; one at a time."""
+
+    code = "backends_busy"
+
+
+class PauseTimeout(ServiceError):
+    """The backends could not be paused in time. The pause is undone; the message says what still runs."""
+
+    code = "pause_timeout"
 
 
 # ---------------------------------------------------------------- recorded on the job, with its cause

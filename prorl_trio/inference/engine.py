@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import abc
+from typing import TYPE_CHECKING
 
 import msgspec
+import trio
 
 from prorl_trio.models import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from prorl_trio.inference.gate import PauseMode
 
 __all__ = ["Completion", "EngineClient", "EngineInfo"]
 
@@ -67,6 +72,23 @@ class EngineClient(abc.ABC):
             BackendError: after the retries, or at once when counts of ids, logprobs and usage differ.
             ContextLengthExceeded: the engine says that the prompt does not fit.
         """
+
+    async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
+        """Have the engine itself stop sampling, for a change of weights. False if it does not offer that.
+
+        Raises:
+            BackendError: it offers it and failed.
+        """
+        await trio.lowlevel.checkpoint()
+        return False
+
+    async def resume(self, *, timeout_s: float) -> None:
+        """End a `pause` that returned True.
+
+        Raises:
+            BackendError: it failed.
+        """
+        await trio.lowlevel.checkpoint()
 
     @abc.abstractmethod
     async def aclose(self) -> None:

@@ -2,31 +2,80 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import trio
 
-from prorl_trio.errors import BackendError
+from ipc.nursery import open_single_nursery
+from prorl_trio.errors import BackendError, BackendsBusy, PauseTimeout
+from prorl_trio.inference.gate import CompletionGate, PauseMode, unseen
 from prorl_trio.inference.placement import Backend, BackendPool, BackendState, BackendStatistics, Lease
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
 
-    from prorl_trio.inference.engine import EngineClient, EngineInfo
+    from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
+    from prorl_trio.models import SamplingParams
 
-__all__ = ["Backend", "BackendLease", "BackendPool", "BackendState", "BackendStatistics", "Backends", "Lease"]
+__all__ = [
+    "Backend",
+    "BackendLease",
+    "BackendPool",
+    "BackendState",
+    "BackendStatistics",
+    "Backends",
+    "GateReport",
+    "GatedBackend",
+    "Lease",
+]
 
 CLOSE_GRACE_S = 5.0
+UNPAUSE_TIMEOUT_S = 10.0
+"""For telling the engines to go on, where the caller set no other limit."""
+UNKNOWN_VERSION = "0"
+"""What a probe says of an engine that does not tell the version of its weights."""
 
 
 class _Engine:
-    """What a registered backend is called with."""
+    """What a registered backend is called with. `paused` by its own API."""
 
     def __init__(self, client: EngineClient, info: EngineInfo) -> None:
         self.client = client
         self.info = info
+        self.paused = False
+
+
+_EngineAnswer = Literal["paused", "resumed", "not_offered", "failed"]
+_Told = tuple[_EngineAnswer, str]
+
+
+class GatedBackend(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pause or a resume did to one backend.
+
+    Attributes:
+        in_flight: completions that run there now; after `pause`, only those that were kept.
+        engine: `paused` or `resumed` by its own API, `not_offered` (it has none: only the node's gate holds), `failed`.
+        error: why, if it failed.
+        policy_version: what its next completions are recorded under.
+    """
+
+    url: str
+    in_flight: int
+    engine: _EngineAnswer
+    error: str
+    policy_version: str
+
+
+class GateReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool after a pause or a resume. `waiting`: completions that wait for the resume."""
+
+    paused: bool
+    waiting: int
+    backends: list[GatedBackend]
 
 
 class BackendLease:
@@ -58,6 +107,35 @@ class BackendLease:
     def info(self) -> EngineInfo:
         """What the last probe of the backend held now found."""
         return self._backends._engines[self._lease.backend].info
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        request_id: str,
+        timeout_s: float,
+        waiting: Callable[[str], AbstractContextManager[None]] = unseen,
+    ) -> Completion:
+        """One completion of the backend held now, once the pool is not paused; see `EngineClient.generate`.
+
+        A pause that aborts lets it begin again after the resume: nothing of the first attempt is kept. `timeout_s` is
+        for one attempt, the pause not counted; `waiting` is entered while it lasts (see `CompletionGate.run`). The
+        completion carries the policy version that was in force when it began.
+        """
+        version = ""
+
+        async def call() -> Completion:
+            nonlocal version
+            engine = self._backends._engines[self._lease.backend]
+            version = engine.info.policy_version
+            return await engine.client.generate(
+                prompt_token_ids, sampling, max_tokens=max_tokens, request_id=request_id, timeout_s=timeout_s
+            )
+
+        completion = await self._backends._gate.run(self.url, call, waiting)
+        return msgspec.structs.replace(completion, policy_version=version)
 
     def repin(self) -> bool:
         """Move to the least loaded other backend, after this one failed.
@@ -93,6 +171,9 @@ class Backends:
         self._pool = BackendPool(random or Random())
         self._engines: dict[Backend, _Engine] = {}
         self._waiting = trio.lowlevel.ParkingLot()
+        self._gate = CompletionGate()
+        self._changing = False
+        self._policy_version = UNKNOWN_VERSION
         self._closed = False
 
     def __repr__(self) -> str:
@@ -157,6 +238,92 @@ class Backends:
             with trio.move_on_after(CLOSE_GRACE_S, shield=True):
                 await self._close_unused()
 
+    async def pause(self, mode: PauseMode, timeout_s: float) -> GateReport:
+        """Let no completion begin until `resume`; return when those in flight are dealt with as `mode` says.
+
+        Jobs go on up to their next completion and wait there. Engines that can be paused are paused too. A paused pool
+        may be paused again, in another mode.
+
+        Raises:
+            PauseTimeout: completions still run after `timeout_s`. The pause is undone, and so it is by a cancel: the
+                pool is then as it was before.
+            BackendsBusy: another pause or resume is under way.
+        """
+        with self._change():
+            was_closed = self._gate.closed
+            self._gate.close()
+            try:
+                with trio.move_on_after(timeout_s):
+                    if mode == "abort":
+                        self._gate.abort()
+                    if mode != "keep":
+                        await self._gate.wait_idle()
+                    return self._report(await self._tell_engines(mode, timeout_s))
+                running = ", ".join(f"{n} on {url}" for url, n in self._gate.in_flight().items()) or "none"
+                raise PauseTimeout(
+                    f"the pause took more than {timeout_s:g} s and is undone: completions go on; in flight: {running}. "
+                    "Give it more time, or abort them"
+                )
+            except BaseException:
+                if not was_closed:
+                    with trio.move_on_after(UNPAUSE_TIMEOUT_S, shield=True):
+                        await self._tell_engines(None, UNPAUSE_TIMEOUT_S)
+                    self._gate.open()
+                raise
+
+    async def resume(self, policy_version: str | None = None) -> GateReport:
+        """Let completions begin again, recorded under `policy_version` if that is given. A pool need not be paused.
+
+        Engines that were paused are resumed first; one that fails to is reported, not raised. If this is cancelled, the
+        pool stays paused.
+
+        Raises:
+            BackendsBusy: another pause or resume is under way.
+        """
+        with self._change():
+            told = await self._tell_engines(None, UNPAUSE_TIMEOUT_S)
+            if policy_version is not None:
+                self._policy_version = policy_version
+                for engine in self._engines.values():
+                    engine.info = msgspec.structs.replace(engine.info, policy_version=policy_version)
+            self._gate.open()
+            return self._report(told)
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        if self._changing:
+            raise BackendsBusy("another pause or resume of the backends is under way; await it")
+        self._changing = True
+        try:
+            yield
+        finally:
+            self._changing = False
+
+    async def _tell_engines(self, mode: PauseMode | None, timeout_s: float) -> dict[_Engine, _Told]:
+        """Pause the engines, or resume (None) those that were paused. Returns how each took it."""
+        told: dict[_Engine, _Told] = {}
+        async with open_single_nursery() as nursery:
+            for engine in self._engines.values():
+                nursery.start_soon(_tell_engine, engine, mode, timeout_s, told)
+        return told
+
+    def _report(self, told: dict[_Engine, _Told]) -> GateReport:
+        in_flight = self._gate.in_flight()
+        backends = []
+        for backend, engine in self._engines.items():
+            if backend.state != "removed":
+                answer, error = told.get(engine, ("not_offered", ""))
+                backends.append(
+                    GatedBackend(
+                        url=backend.url,
+                        in_flight=in_flight[backend.url],
+                        engine=answer,
+                        error=error,
+                        policy_version=engine.info.policy_version,
+                    )
+                )
+        return GateReport(paused=self._gate.closed, waiting=self._gate.waiting, backends=backends)
+
     async def aclose(self) -> None:
         """Close every client; calls in flight and whoever waits for a backend fail. Idempotent."""
         self._closed = True
@@ -165,12 +332,18 @@ class Backends:
             await _close_all(engine.client for engine in self._engines.values())
 
     def statistics(self) -> dict[str, object]:
-        """`open_leases`, tasks `waiting` for a backend, and `backends`: one `BackendStatistics` each. Encodable."""
+        """Leases, tasks `waiting` for a backend, the gate, and `backends`: one `BackendStatistics` each. Encodable."""
         return {
             "open_leases": self._pool.open_leases,
             "waiting": len(self._waiting),
+            "gate": self._gate.statistics(),
             "backends": self._pool.statistics(),
         }
+
+    @property
+    def accepting(self) -> bool:
+        """A task that comes now gets a backend."""
+        return any(backend.state == "active" for backend in self._engines)
 
     def list(self) -> tuple[EngineInfo, ...]:
         """What is known of each registered backend, in order of arrival."""
@@ -185,6 +358,8 @@ class Backends:
             raise BackendError(f"{url}: {self._max_backends} backends are registered; remove one", retryable=False)
         backend = self._pool.add(url)
         engine = self._engines.setdefault(backend, _Engine(client, info))
+        if info.policy_version == UNKNOWN_VERSION:
+            info = msgspec.structs.replace(info, policy_version=self._policy_version)
         engine.info = info
         self._waiting.unpark_all()
 
@@ -213,3 +388,21 @@ async def _close_all(clients: Iterable[EngineClient]) -> None:
     async with trio.open_nursery() as nursery:
         for client in clients:
             nursery.start_soon(client.aclose)
+
+
+async def _tell_engine(engine: _Engine, mode: PauseMode | None, timeout_s: float, told: dict[_Engine, _Told]) -> None:
+    if mode is None and not engine.paused:
+        told[engine] = ("not_offered", "")
+        return
+    try:
+        if mode is None:
+            await engine.client.resume(timeout_s=timeout_s)
+            engine.paused = False
+            told[engine] = ("resumed", "")
+        elif await engine.client.pause(mode, timeout_s=timeout_s):
+            engine.paused = True
+            told[engine] = ("paused", "")
+        else:
+            told[engine] = ("not_offered", "")
+    except BackendError as exc:
+        told[engine] = ("failed", str(exc))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -32,6 +32,9 @@ from prorl_trio.inference.vllm_api import (
     read_completion,
 )
 from prorl_trio.models import SamplingParams
+
+if TYPE_CHECKING:
+    from prorl_trio.inference.gate import PauseMode
 
 __all__ = ["RetryPolicy", "VllmClient"]
 
@@ -148,6 +151,25 @@ class VllmClient(EngineClient):
         if response.status != 200:
             self._refused("POST", "/v1/completions", response, len(prompt_token_ids))
         return self._read(response, prompt_token_ids, budget, info)
+
+    async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
+        """See `EngineClient.pause`. Only a server in development mode (`VLLM_SERVER_DEV_MODE=1`) offers it."""
+        response = await self._control(f"/pause?mode={mode}", timeout_s)
+        return response.status == 200
+
+    async def resume(self, *, timeout_s: float) -> None:
+        """See `EngineClient.resume`."""
+        await self._control("/resume", timeout_s)
+
+    async def _control(self, path: str, timeout_s: float) -> Response:
+        """One call, not retried: status 200, or 404 where the server does not have it."""
+        try:
+            response = await self._http.request("POST", path, body=b"", headers=[], timeout_s=timeout_s)
+        except HttpError as exc:
+            raise self._failed(exc) from exc
+        if response.status not in (200, 404):
+            self._refused("POST", path, response, 0)
+        return response
 
     async def aclose(self) -> None:
         """Close every connection. Calls in flight raise `BackendError`. Idempotent."""

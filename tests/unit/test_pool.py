@@ -17,6 +17,8 @@ from prorl_trio.testing.cancel_sweep import cancel_sweep
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
+OPEN = {"paused": False, "waiting": 0, "completions_in_flight": 0}
+
 
 def pool_of(*urls, seed=0):
     pool = BackendPool(Random(seed))
@@ -207,7 +209,7 @@ async def test_added_listed_leased_removed(backends, clients, autojump_clock):
         assert lease.client is clients[A]
         assert clients[A].closed == 0
     assert clients[A].closed == 1
-    assert backends.statistics() == {"open_leases": 0, "waiting": 0, "backends": []}
+    assert backends.statistics() == {"open_leases": 0, "waiting": 0, "gate": OPEN, "backends": []}
 
 
 async def test_statistics_can_be_sent(backends):
@@ -216,6 +218,7 @@ async def test_statistics_can_be_sent(backends):
         packed = msgspec.msgpack.decode(msgspec.msgpack.encode(backends.statistics()))
     assert packed == {
         "open_leases": 1,
+        "gate": OPEN,
         "waiting": 0,
         "backends": [{"url": A, "state": "active", "in_flight": 1, "assigned_total": 1}],
     }
@@ -344,7 +347,7 @@ async def test_a_removed_backends_client_is_closed_also_when_the_last_task_is_ca
             scope.cancel()
             await trio.sleep_forever()
     assert clients[A].closed == 1
-    assert backends.statistics() == {"open_leases": 0, "waiting": 0, "backends": []}
+    assert backends.statistics() == {"open_leases": 0, "waiting": 0, "gate": OPEN, "backends": []}
 
 
 async def test_repin_moves_to_another_backend(backends, clients):

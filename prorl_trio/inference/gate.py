@@ -1,0 +1,105 @@
+"""What a policy update pauses: whether completions may begin, and which are in flight. No I/O of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from prorl_trio.inference.engine import Completion
+
+__all__ = ["PAUSED", "CompletionGate", "PauseMode", "unseen"]
+
+PauseMode = Literal["wait", "abort", "keep"]
+"""What becomes of completions in flight: `wait` for them, `abort` them (they are sampled again from the same prompt
+after the resume), or `keep` them: they go on, or stand still where the engine can do that."""
+
+PAUSED = "backends paused"
+"""What a job that stands before a closed gate is shown to wait for."""
+
+
+@contextmanager
+def unseen(_what: str) -> Iterator[None]:
+    """A wait that nobody is shown."""
+    yield
+
+
+class CompletionGate:
+    """Every completion of a pool goes through here."""
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._calls: dict[trio.CancelScope, str] = {}
+        self._opened = trio.lowlevel.ParkingLot()
+        self._idle = trio.lowlevel.ParkingLot()
+
+    def __repr__(self) -> str:
+        return f"<CompletionGate {'closed' if self._closed else 'open'}, {len(self._calls)} in flight>"
+
+    @property
+    def closed(self) -> bool:
+        """No completion begins."""
+        return self._closed
+
+    @property
+    def waiting(self) -> int:
+        """Completions that wait for the gate to open."""
+        return len(self._opened)
+
+    def in_flight(self) -> Counter[str]:
+        """Running completions by backend url."""
+        return Counter(self._calls.values())
+
+    def statistics(self) -> dict[str, object]:
+        """Live state, encodable."""
+        return {"paused": self._closed, "waiting": self.waiting, "completions_in_flight": len(self._calls)}
+
+    def close(self) -> None:
+        """Let no completion begin. Idempotent."""
+        self._closed = True
+
+    def open(self) -> None:
+        """Let completions begin, all that wait among them. Idempotent."""
+        self._closed = False
+        self._opened.unpark_all()
+
+    def abort(self) -> None:
+        """Cancel the calls in flight, upon which their engines abort; they begin anew once the gate is open."""
+        for scope in self._calls:
+            scope.cancel()
+
+    async def wait_idle(self) -> None:
+        """Return when no completion is in flight. Only of use while the gate is closed."""
+        await trio.lowlevel.checkpoint()
+        while self._calls:
+            await self._idle.park()
+
+    async def run(
+        self,
+        url: str,
+        call: Callable[[], Awaitable[Completion]],
+        waiting: Callable[[str], AbstractContextManager[None]] = unseen,
+    ) -> Completion:
+        """`call`, as soon as the gate is open; again from the beginning, if a pause aborted it.
+
+        `waiting(PAUSED)` is entered while the gate is closed. Raises what `call` raises; a cancel passes as ever.
+        """
+        while True:
+            if self._closed:
+                with waiting(PAUSED):
+                    while self._closed:
+                        await self._opened.park()
+            with trio.CancelScope() as scope:
+                self._calls[scope] = url
+                try:
+                    return await call()
+                finally:
+                    del self._calls[scope]
+                    if not self._calls:
+                        self._idle.unpark_all()

@@ -1,0 +1,172 @@
+"""Pausing the pool for a policy update: what begins, what ends, what is sampled again, and what a time-out leaves."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+
+from prorl_trio.errors import BackendsBusy, PauseTimeout
+from prorl_trio.inference.pool import Backends
+from prorl_trio.inference.vllm import RetryPolicy, VllmClient
+from prorl_trio.models import SamplingParams
+from prorl_trio.testing.fake_engine import open_fake_engine
+
+
+@pytest.fixture(autouse=True)
+async def deadline():
+    with trio.fail_after(20):
+        yield
+
+
+@asynccontextmanager
+async def open_pool():
+    async with open_fake_engine() as engine:
+        backends = Backends(lambda url: VllmClient(url, retry=RetryPolicy(max_attempts=1)))
+        await backends.add(engine.url)
+        try:
+            yield backends, engine
+        finally:
+            await backends.aclose()
+
+
+async def sample(backends, into, task="task"):
+    async with backends.lease(task) as lease:
+        completion = await lease.generate([5, 6, 7], SamplingParams(), max_tokens=8, request_id=task, timeout_s=10)
+        into.append(completion)
+
+
+async def test_paused_pool_begins_nothing_and_resume_stamps_the_new_version():
+    got = []
+    async with open_pool() as (backends, engine), trio.open_nursery() as nursery:
+        report = await backends.pause("wait", 5)
+        assert report.paused
+        assert [(b.url, b.in_flight, b.engine) for b in report.backends] == [(engine.url, 0, "not_offered")]
+        probes = engine.stats.completions_total
+        nursery.start_soon(sample, backends, got)
+        while not backends.statistics()["gate"]["waiting"]:
+            await trio.testing.wait_all_tasks_blocked()
+        assert engine.stats.completions_total == probes
+        report = await backends.resume("v7")
+        assert (report.paused, report.backends[0].policy_version) == (False, "v7")
+    assert [completion.policy_version for completion in got] == ["v7"]
+
+
+async def test_wait_lets_what_runs_end_under_the_old_version():
+    got = []
+    async with open_pool() as (backends, engine), trio.open_nursery() as nursery:
+        engine.hold()
+        nursery.start_soon(sample, backends, got)
+        await engine.wait_until(lambda stats: stats.running == 1)
+        async with trio.open_nursery() as pausing:
+            pausing.start_soon(backends.pause, "wait", 10)
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(BackendsBusy):
+                await backends.resume()
+            engine.release()
+        assert [completion.policy_version for completion in got] == ["0"]
+        await backends.resume("v1")
+
+
+async def test_abort_samples_again_from_the_same_prompt_after_the_resume():
+    got = []
+    async with open_pool() as (backends, engine), trio.open_nursery() as nursery:
+        engine.hold()
+        nursery.start_soon(sample, backends, got)
+        await engine.wait_until(lambda stats: stats.running == 1)
+        report = await backends.pause("abort", 10)
+        assert report.backends[0].in_flight == 0
+        await engine.wait_until(lambda stats: stats.aborted_total == 1)
+        assert not got
+        engine.release()
+        await backends.resume("v2")
+    assert [completion.policy_version for completion in got] == ["v2"]
+    assert engine.requests[-1].prompt == engine.requests[-2].prompt == [5, 6, 7]
+
+
+async def test_keep_leaves_what_runs_and_holds_what_comes():
+    got = []
+    async with open_pool() as (backends, engine), trio.open_nursery() as nursery:
+        engine.hold()
+        nursery.start_soon(sample, backends, got)
+        await engine.wait_until(lambda stats: stats.running == 1)
+        report = await backends.pause("keep", 10)
+        assert report.backends[0].in_flight == 1
+        nursery.start_soon(sample, backends, got, "second")
+        while not backends.statistics()["gate"]["waiting"]:
+            await trio.testing.wait_all_tasks_blocked()
+        engine.release()
+        await backends.resume("v3")
+    assert sorted(completion.policy_version for completion in got) == ["0", "v3"]
+
+
+async def test_time_out_undoes_the_pause_and_says_what_runs():
+    got = []
+    async with open_pool() as (backends, engine), trio.open_nursery() as nursery:
+        engine.hold()
+        nursery.start_soon(sample, backends, got)
+        await engine.wait_until(lambda stats: stats.running == 1)
+        with pytest.raises(PauseTimeout, match=f"1 on {engine.url}"):
+            await backends.pause("wait", 0.05)
+        assert backends.statistics()["gate"]["paused"] is False
+        engine.release()
+    assert len(got) == 1
+
+
+async def test_time_out_of_a_second_pause_leaves_the_first():
+    async with open_pool() as (backends, engine), trio.open_nursery() as nursery:
+        engine.hold()
+        nursery.start_soon(sample, backends, [])
+        await engine.wait_until(lambda stats: stats.running == 1)
+        await backends.pause("keep", 5)
+        with pytest.raises(PauseTimeout):
+            await backends.pause("wait", 0.05)
+        assert backends.statistics()["gate"]["paused"] is True
+        await backends.resume()
+        engine.release()
+
+
+async def test_cancelled_pause_is_undone():
+    async with open_pool() as (backends, engine), trio.open_nursery() as nursery:
+        engine.hold()
+        nursery.start_soon(sample, backends, [])
+        await engine.wait_until(lambda stats: stats.running == 1)
+        with trio.move_on_after(0.05):
+            await backends.pause("wait", 60)
+        assert backends.statistics()["gate"]["paused"] is False
+        engine.release()
+
+
+class PausableClient(VllmClient):
+    """An engine with a pause of its own."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        self.told = []
+
+    async def pause(self, mode, *, timeout_s):
+        await trio.lowlevel.checkpoint()
+        self.told.append(mode)
+        return True
+
+    async def resume(self, *, timeout_s):
+        await trio.lowlevel.checkpoint()
+        self.told.append("resume")
+
+
+async def test_engine_that_can_pause_is_paused_after_the_gate_and_resumed_before_it():
+    clients = []
+
+    def client(url):
+        clients.append(PausableClient(url))
+        return clients[-1]
+
+    async with open_fake_engine() as engine:
+        backends = Backends(client)
+        await backends.add(engine.url)
+        assert (await backends.pause("abort", 5)).backends[0].engine == "paused"
+        assert (await backends.resume()).backends[0].engine == "resumed"
+        assert clients[0].told == ["abort", "resume"]
+        await backends.aclose()
