@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["Supervised", "open_supervised"]
 
 _START_TIMEOUT_S = 10.0
-_STOP_MARGIN_S = 3.0
+_STOP_MARGIN_S = 4.0
 _KILL_TIMEOUT_S = 1.0
 _KILL_ROUND_S = 0.02
+_REPORT_READ_BYTES = 4096
 
 
 class Supervised:
@@ -47,8 +48,8 @@ async def open_supervised(
     """Run `command` in a session of its own, with a private temporary folder; end its whole tree on leaving.
 
     The tree has gone when the block is left, whether by return, error or cancellation: SIGTERM to the group, `grace_s`
-    seconds, SIGKILL to all. Leaving takes at most `grace_s` + 5 s. If this process is killed, its end takes `grace_s`
-    + 1 s.
+    seconds, SIGKILL to all. So has what it left in /dev/shm. Leaving takes at most `grace_s` + 6 s. If this process is
+    killed, its end takes `grace_s` + 2 s.
 
     Args:
         command: what to execute.
@@ -73,9 +74,13 @@ async def open_supervised(
         yield Supervised(pid, process)
     finally:
         with trio.move_on_after(grace_s + _STOP_MARGIN_S, shield=True):
-            await process.stdout.aclose()
-            await process.stdin.aclose()  # drops the leash
-            await process.wait()
+            try:
+                await process.stdin.aclose()  # drops the leash
+                while await process.stdout.receive_some():  # it closes when the last of the supervisor has ended
+                    pass
+                await process.wait()
+            finally:
+                await trio.aclose_forcefully(process.stdout)
         if process.returncode is None or process.returncode in (-signal.SIGKILL, supervisor.EXIT_SURVIVORS):
             with trio.move_on_after(2 * _KILL_TIMEOUT_S, shield=True):
                 await _kill(process, pid)
@@ -87,8 +92,11 @@ async def _read_report(stdout: trio.abc.ReceiveStream) -> tuple[int, str]:
     """The command's pid and temporary folder; 0 and nothing if the supervisor ended without having started it."""
     report = b""
     with trio.move_on_after(_START_TIMEOUT_S):
-        while chunk := await stdout.receive_some(64):
+        while True:
+            chunk = await stdout.receive_some(_REPORT_READ_BYTES)
             report += chunk
+            if not chunk or report.endswith(b"\n"):
+                break
         pid, _, folder = report.decode().rstrip("\n").partition(" ")
         return int(pid or 0), folder
     raise InternalError(f"the supervisor has not started its command within {_START_TIMEOUT_S:g} s")
@@ -99,24 +107,25 @@ async def _kill(process: trio.Process, session: int) -> None:
     with suppress(ProcessLookupError):
         process.kill()
     await process.wait()
+    sessions = {process.pid, session} - {0}
     deadline = trio.current_time() + _KILL_TIMEOUT_S
-    while members := _session_members(session):
+    while members := _session_members(sessions):
         if trio.current_time() > deadline:
-            raise InternalError(f"processes {members} of session {session} survived SIGKILL")
+            raise InternalError(f"processes {members} of sessions {sorted(sessions)} survived SIGKILL")
         for pid in members:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         await trio.sleep(_KILL_ROUND_S)
 
 
-def _session_members(session: int) -> list[int]:
-    """Pids in `session`, zombies left out."""
+def _session_members(sessions: set[int]) -> list[int]:
+    """Pids in these sessions, zombies left out."""
     found = []
     for entry in os.listdir("/proc"):
         with suppress(OSError):
-            if session and entry.isdigit():
+            if entry.isdigit():
                 with open(f"/proc/{entry}/stat", "rb") as file:
                     fields = file.read().rpartition(b")")[2].split()
-                if int(fields[3]) == session and fields[0] != b"Z":
+                if int(fields[3]) in sessions and (fields[0] != b"Z" or int(fields[17]) > 1):
                     found.append(int(entry))
     return found

@@ -125,15 +125,53 @@ async def test_kill_9_of_the_launcher_does_too(log_file):
             await wait_gone(pids, folder)
 
 
-async def test_a_killed_supervisor_is_made_up_for(log_file):
-    """Here both deaf ones stay in the command's session: what left that, and its supervisor too, is beyond reach."""
+def children(pid: int) -> list[int]:
+    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+
+
+@pytest.mark.parametrize("victim", ["keeper", "guard"])
+async def test_a_killed_supervisor_is_made_up_for(log_file, victim):
+    with trio.fail_after(TIMEOUT_S):
+        async with open_supervised(python(TREE), env={}, log_file=log_file, grace_s=GRACE_S) as server:
+            folder, pids = await wait_tree(log_file)
+            keeper = server._supervisor.pid
+            (guard,) = children(keeper)
+            os.kill({"keeper": keeper, "guard": guard}[victim], signal.SIGKILL)
+            await wait_gone([server.pid, *pids, keeper, guard], folder)
+            assert await server.wait() in (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+
+async def test_both_halves_of_the_supervisor_killed_at_once(log_file):
+    """Here both deaf ones stay in the command's session: what left that, and both halves too, is beyond reach."""
     code = TREE.replace("os.setsid()", "")
     with trio.fail_after(TIMEOUT_S):
         async with open_supervised(python(code), env={}, log_file=log_file, grace_s=GRACE_S) as server:
             folder, pids = await wait_tree(log_file)
-            os.kill(server._supervisor.pid, signal.SIGKILL)
-        assert not any(is_alive(pid) for pid in [server.pid, *pids])
+            keeper = server._supervisor.pid
+            os.kill(keeper, signal.SIGSTOP)
+            (guard,) = children(keeper)
+            for pid in (guard, keeper):
+                os.kill(pid, signal.SIGKILL)
+        assert not any(is_alive(pid) for pid in [server.pid, *pids, guard])
         assert not Path(folder).exists()
+
+
+async def test_kill_9_of_the_launcher_and_of_the_guard(log_file):
+    with trio.fail_after(TIMEOUT_S):
+        launcher = await trio.lowlevel.open_process(
+            [sys.executable, "-c", LAUNCHER, str(log_file), TREE], cwd=checkout_dir()
+        )
+        try:
+            folder, pids = await wait_tree(log_file)
+            (keeper,) = children(launcher.pid)
+            (guard,) = children(keeper)
+        finally:
+            launcher.kill()
+            with trio.move_on_after(5, shield=True):
+                await launcher.wait()
+        os.kill(guard, signal.SIGKILL)
+        with trio.fail_after(5):
+            await wait_gone([*pids, guard, keeper], folder)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 CHECKOUT = Path(__file__).resolve().parents[2]
 PR_SET_CHILD_SUBREAPER = 36
 KILL_DEADLINE_S = 5.0
+SHARED_MEMORY = Path("/dev/shm")
 DAEMON = re.compile(r"\d+: \S*python\S* (-\w )*-m sandbox_daemon( |$)")
 """A daemon's own process, not its launcher's, which names it too."""
 
@@ -58,7 +59,7 @@ def subreaper():
 
 @pytest.fixture
 def machine(vllm_url, monkeypatch):
-    """What is on the machine because of the test: processes, mounts, temporary files."""
+    """What is on the machine because of the test: processes, mounts, temporary files, shared memory."""
     with tempfile.TemporaryDirectory(prefix="e2e-") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield Machine(Path(folder))
@@ -68,13 +69,22 @@ class Machine:
     def __init__(self, folder):
         self.folder = folder
         self.before = descendants()
+        self.shared_before = set(os.listdir(SHARED_MEMORY))
 
     def leftovers(self):
-        """Processes (zombies left out) as `pid: command line`, mounts, and files in the temporary folder."""
+        """Processes (zombies left out) as `pid: command line`, mounts, and files: temporary ones, shared memory."""
         found = {f"{pid}: {line}" for pid, line in descendants().items() if pid not in self.before}
         mounts = Path("/proc/self/mounts").read_text().splitlines()
         found |= {f"mount {line}" for line in mounts if str(self.folder) in line}
-        return found | {f"file {path}" for path in self.folder.iterdir()}
+        return found | {f"file {path}" for path in self.folder.iterdir()} | self.shared_memory()
+
+    def shared_memory(self):
+        """New files there, those left out that a stranger uses, whoever that is on a shared machine."""
+        new = [SHARED_MEMORY / name for name in set(os.listdir(SHARED_MEMORY)) - self.shared_before]
+        ours = descendants().keys() - self.before.keys()
+        maps = [f"/proc/{pid}/maps" for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid not in ours]
+        text = "".join(map(read, maps)) if new else ""
+        return {f"file {path}" for path in new if f"{path}\n" not in text}
 
     def wait_until_gone(self, deadline_s, part=""):
         """What is left, of what mentions `part`, after at most `deadline_s`."""
@@ -95,6 +105,13 @@ class Machine:
         """The process of the node: the one that runs `prorl_trio.cli serve`, and not its supervisor."""
         lines = [line for line in self.leftovers() if " serve --config" in line and "supervisor" not in line]
         return min(int(line.split(":")[0]) for line in lines)  # a child about to execute has its line too
+
+
+def read(path):
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def descendants():

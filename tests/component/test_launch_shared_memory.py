@@ -1,0 +1,168 @@
+"""What a killed engine leaves in /dev/shm is removed, that and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import pytest
+import trio
+
+from launch.paths import checkout_dir
+from launch.shared_memory import FOLDER, SharedMemory
+from launch.supervised import open_supervised
+
+TIMEOUT_S = 30
+GRACE_S = 0.3
+
+ENGINE = """
+import os, signal, sys, time
+from multiprocessing import get_context, resource_tracker, shared_memory
+
+# As vLLM does it, in two processes; the tracker that would clean up is killed with them in reality.
+resource_tracker.register = lambda *_: None
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+memory = shared_memory.SharedMemory(create=True, size=100_000)
+semaphore = get_context("spawn").Semaphore()
+names = [memory.name, "sem." + semaphore._semlock.name.lstrip("/")]
+if os.fork() == 0:
+    os.setsid()
+    mine = shared_memory.SharedMemory(create=True, size=200_000)
+    names.append(mine.name)
+    print(*names, flush=True)
+    time.sleep(60)
+time.sleep(60)
+"""
+LAUNCHER = """
+import pathlib, sys, trio
+from launch.supervised import open_supervised
+async def main():
+    command = [sys.executable, "-c", sys.argv[2]]
+    async with open_supervised(command, env={}, log_file=pathlib.Path(sys.argv[1]), grace_s=0.3):
+        await trio.sleep_forever()
+trio.run(main)
+"""
+
+
+def only_child(pid):
+    (child,) = (int(word) for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split())
+    return child
+
+
+def python(code):
+    return [sys.executable, "-c", code]
+
+
+async def wait_files(log_file):
+    """The three files of `ENGINE`, once they are all there."""
+    while True:
+        names = log_file.read_text().split() if log_file.exists() else []
+        if len(names) == 3:
+            paths = [Path(FOLDER, name) for name in names]
+            assert all(path.exists() for path in paths)
+            return paths
+        await trio.sleep(0.02)
+
+
+async def wait_removed(paths):
+    while any(path.exists() for path in paths):
+        await trio.sleep(0.02)
+
+
+@pytest.fixture
+def foreign():
+    """Memory of this test, made while an engine runs."""
+    memory = shared_memory.SharedMemory(create=True, size=1000)
+    memory.close()
+    yield Path(FOLDER, memory.name)
+    memory.unlink()
+
+
+async def test_leaving_the_block_removes_it(tmp_path):
+    with trio.fail_after(TIMEOUT_S):
+        async with open_supervised(python(ENGINE), env={}, log_file=tmp_path / "log", grace_s=GRACE_S):
+            paths = await wait_files(tmp_path / "log")
+            other = shared_memory.SharedMemory(create=True, size=1000)
+        assert not any(path.exists() for path in paths)
+        assert Path(FOLDER, other.name).exists()
+        other.close()
+        other.unlink()
+
+
+@pytest.mark.parametrize("victim", ["launcher", "guard", "keeper", "engine"])
+async def test_kill_9_does_too(tmp_path, victim, foreign):
+    with trio.fail_after(TIMEOUT_S):
+        launcher = await trio.lowlevel.open_process(
+            [sys.executable, "-c", LAUNCHER, str(tmp_path / "log"), ENGINE], cwd=checkout_dir()
+        )
+        try:
+            paths = await wait_files(tmp_path / "log")
+            if victim != "launcher":
+                pid = launcher.pid
+                for _ in range(["keeper", "guard", "engine"].index(victim) + 1):
+                    pid = only_child(pid)
+                os.kill(pid, signal.SIGKILL)
+                await wait_removed(paths)
+        finally:
+            launcher.kill()
+            with trio.move_on_after(5, shield=True):
+                await launcher.wait()
+        await wait_removed(paths)
+    assert foreign.exists()
+
+
+async def test_the_whole_engine_killed_from_outside(tmp_path):
+    """Nobody is left at whom one could look: the supervisor has to have looked before."""
+    with trio.fail_after(TIMEOUT_S):
+        async with open_supervised(python(ENGINE), env={}, log_file=tmp_path / "log", grace_s=GRACE_S) as server:
+            paths = await wait_files(tmp_path / "log")
+            child = only_child(server.pid)
+            await trio.sleep(1.5)  # the time in which it does look: that it has done so shows nowhere
+            for pid in (server.pid, child):
+                os.kill(pid, signal.SIGKILL)
+            assert await server.wait() == 128 + signal.SIGKILL
+            assert not any(path.exists() for path in paths)
+
+
+async def test_what_another_process_still_has_stays(tmp_path):
+    with trio.fail_after(TIMEOUT_S):
+        async with open_supervised(python(ENGINE), env={}, log_file=tmp_path / "log", grace_s=GRACE_S):
+            paths = await wait_files(tmp_path / "log")
+            with paths[0].open("rb") as held:
+                holder = subprocess.Popen(["sleep", "60"], stdin=held, stdout=subprocess.DEVNULL)
+        try:
+            assert [path.exists() for path in paths] == [True, False, False]
+        finally:
+            holder.kill()
+            holder.wait()
+            paths[0].unlink()
+
+
+def test_what_was_there_before_is_not_the_trees(foreign):
+    files = SharedMemory()
+    later = shared_memory.SharedMemory(create=True, size=1000)
+    with foreign.open("rb"):
+        files.look([os.getpid()])
+        assert files._made == {(os.stat(FOLDER).st_dev, Path(FOLDER, later.name).stat().st_ino)}
+    files.unlink()
+    assert Path(FOLDER, later.name).exists()  # this process still has it
+    later.close()
+    files.unlink()
+    assert not Path(FOLDER, later.name).exists()
+    assert foreign.exists()
+    assert files.fd is not None
+    os.close(files.fd)
+
+
+def test_without_inotify_a_look_is_enough(monkeypatch):
+    monkeypatch.setattr("launch.shared_memory._watch", lambda _folder: None)
+    files = SharedMemory()
+    memory = shared_memory.SharedMemory(create=True, size=1000)
+    files.look([os.getpid()])
+    memory.close()
+    files.unlink()
+    assert not Path(FOLDER, memory.name).exists()
