@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -58,7 +59,9 @@ async def run_agent(
     resources = context.resources
     conversation = await trio.to_thread.run_sync(resources.chat_format.open, messages, tools.schemas())
     context.conversation = conversation
-    async with resources.backends.lease(context.spec.job_id) as lease:
+    async with AsyncExitStack() as stack:
+        with context.waiting("backend room"):
+            lease = await stack.enter_async_context(resources.backends.lease(context.spec.job_id))
         limit = resources.config.agent.max_trajectory_tokens or lease.info.max_model_len
         limit = min(limit, lease.info.max_model_len)
         if len(conversation) + 1 > limit:
@@ -88,7 +91,7 @@ async def _loop(
         calls = parsed.tool_calls or style.implied_calls(parsed)
         observations = await _act(context, calls, tools)
         sampled = conversation.completion_ranges[-1]
-        context.turns.append(
+        context.record(
             Turn(
                 segment=sampled.segment,
                 completion_start=sampled.start,
@@ -130,16 +133,20 @@ async def _sample(context: RolloutContext, lease: BackendLease, turn: int, room:
     sampling = msgspec.structs.replace(asked, stop_token_ids=stops)
     for attempt in ("first", "repinned"):
         try:
-            return await lease.client.generate(
-                conversation.prompt_token_ids(),
-                sampling,
-                max_tokens=min(sampling.max_output_tokens, room),
-                request_id=f"{context.spec.job_id}-t{turn}-{attempt}",
-                timeout_s=request_timeout_s,
-            )
+            with context.waiting(f"backend {lease.url}: completion"):
+                completion = await lease.client.generate(
+                    conversation.prompt_token_ids(),
+                    sampling,
+                    max_tokens=min(sampling.max_output_tokens, room),
+                    request_id=f"{context.spec.job_id}-t{turn}-{attempt}",
+                    timeout_s=request_timeout_s,
+                )
         except BackendError as exc:
             if attempt == "repinned" or not exc.retryable or not lease.repin():
                 raise
+        else:
+            context.activity.progress()
+            return completion
     raise AssertionError("unreachable")
 
 
@@ -150,7 +157,11 @@ async def _act(context: RolloutContext, calls: Sequence[ToolCall], tools: ToolSe
         if context.answer is not None:
             observations.append("Not run: the task had ended.")
             continue
-        observation = await tools.call(call, context.sandbox, timeout_s=context.resources.config.agent.tool_timeout_s)
+        with context.waiting(f"tool {call.name}"):
+            observation = await tools.call(
+                call, context.sandbox, timeout_s=context.resources.config.agent.tool_timeout_s
+            )
+        context.activity.progress()
         observations.append(observation.text)
         context.answer = observation.answer
     return observations

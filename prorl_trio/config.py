@@ -121,7 +121,10 @@ class AgentConfig(_Config, frozen=True):
 
 
 class NodeConfig(_Config, frozen=True):
-    """Everything one node needs."""
+    """Everything one node needs.
+
+    A job in a stage to which nothing happens for `stuck_after_s` is shown as stuck; its budgets end it.
+    """
 
     model: ModelConfig
     node_id: str = ""
@@ -132,6 +135,7 @@ class NodeConfig(_Config, frozen=True):
     budgets: BudgetConfig = BudgetConfig()
     agent: AgentConfig = AgentConfig()
     drain_timeout_s: float = 60.0
+    stuck_after_s: float = 300.0
     max_undelivered: int = 100_000
 
 

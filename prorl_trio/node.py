@@ -46,12 +46,13 @@ from prorl_trio.service.server import serve_websocket
 from prorl_trio.service.session import SessionLimits, SessionTable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from prorl_trio.config import NodeConfig, SandboxConfig
     from prorl_trio.handlers.base import AgentHandler
     from prorl_trio.models import JobSpec
+    from prorl_trio.observer import Observer
     from prorl_trio.pipeline import JobSink, Pipeline
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
@@ -139,11 +140,15 @@ class Node:
             "node_id": self.node_id,
             "draining": self.draining,
             "pipeline": self._pipeline.statistics(),
-            "jobs": self._pipeline.live_jobs(),
+            "jobs": self.live_jobs(),
             "backends": self._backends.statistics(),
             "sandboxes": {"provider": self._provider.name, **self._sandboxes.statistics()},
             "scorers": self._resources.scorers.statistics(),
         }
+
+    def live_jobs(self) -> list[dict[str, object]]:
+        """Every live job as a plain dict: the fields of `observer.JobView`, oldest first."""
+        return [msgspec.structs.asdict(view) for view in self._pipeline.live_jobs()]
 
     async def cancel_all(self, reason: str) -> None:
         """Take nothing new; cancel every live job and return when they are over."""
@@ -168,8 +173,12 @@ def _validate(handler: AgentHandler, spec: JobSpec) -> None:
 
 
 @asynccontextmanager
-async def open_node(config: NodeConfig, handlers: HandlerRegistry | None = None) -> AsyncIterator[Node]:
+async def open_node(
+    config: NodeConfig, handlers: HandlerRegistry | None = None, *, observers: Sequence[Observer] = ()
+) -> AsyncIterator[Node]:
     """Everything of a node but its listener. On leaving, all jobs end and nothing of them is left.
+
+    `observers` are told of every job.
 
     Raises:
         ConfigError: the model folder, the sandbox provider or the configuration cannot be used; says what to do.
@@ -192,7 +201,7 @@ async def open_node(config: NodeConfig, handlers: HandlerRegistry | None = None)
             await _add_configured_backend(backends, url, required=config.backends.required)
         for name in handlers.names:
             await handlers.get(name).prepare(resources)
-        pipeline = await stack.enter_async_context(open_pipeline(resources, sandboxes, service))
+        pipeline = await stack.enter_async_context(open_pipeline(resources, sandboxes, service, observers=observers))
         yield Node(config, handlers, pipeline, backends, sandboxes, provider, resources)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
@@ -23,19 +23,19 @@ from prorl_trio.errors import (
     JobCancelled,
     RolloutError,
 )
-from prorl_trio.lifecycle import Lifecycle
+from prorl_trio.job import Job, JobSink
 from prorl_trio.models import Outcome
-from prorl_trio.rollout import RolloutContext
+from prorl_trio.observer import Observers
 from prorl_trio.stage_queue import StageQueue
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from prorl_trio.errors import FailureCause
-    from prorl_trio.handlers.base import AgentHandler, Evaluation
-    from prorl_trio.models import JobSpec, Stage, Status, TerminalStatus
+    from prorl_trio.models import Stage, Status, TerminalStatus
+    from prorl_trio.observer import JobView, Observer
     from prorl_trio.rollout import Resources
-    from prorl_trio.sandbox.host import HostedSandbox, SandboxHost
+    from prorl_trio.sandbox.host import SandboxHost
 
 __all__ = ["Job", "JobSink", "Pipeline", "open_pipeline"]
 
@@ -44,48 +44,7 @@ logger = logging.getLogger(__name__)
 CLEANUP_TIMEOUT_S: Final = 30.0
 """Longest a job's end may take to close its sandbox, whatever else is going on."""
 SHUTDOWN_REASON: Final = "the node is shutting down"
-PRIORITY: Final = {"eval": 0, "train": 1}
 _BUDGET_CAUSE: Final[dict[Stage, FailureCause]] = {"init": "sandbox", "run": "agent_budget", "eval": "evaluator"}
-
-
-class JobSink(Protocol):
-    """Where a job's outcome goes. Synchronous, never blocks, never raises; called in the node's loop."""
-
-    def deliver(self, outcome: Outcome) -> None:
-        """The job's one terminal outcome. Never called again for this job."""
-
-    def report(self, job_id: str, status: Status, detail: str) -> None:
-        """The job entered `status`. May be dropped on the way to the trainer."""
-
-
-class Job:
-    """One live rollout. Owned by the pipeline from `submit` until its outcome is delivered."""
-
-    def __init__(self, spec: JobSpec, handler: AgentHandler, resources: Resources, sink: JobSink) -> None:
-        self.spec = spec
-        self.handler = handler
-        self.sinks = [sink]
-        self.lifecycle = Lifecycle(trio.current_time())
-        self.context = RolloutContext(spec=spec, resources=resources)
-        self.sandbox: HostedSandbox | None = None
-        self.scope: trio.CancelScope | None = None
-        self.cancel_reason: str | None = None
-        self.evaluation: Evaluation | None = None
-        self.finished = trio.Event()
-
-    @property
-    def priority(self) -> int:
-        """Place in a stage's queue; lower goes first."""
-        return PRIORITY[self.spec.priority]
-
-    def move(self, to: Status, detail: str = "") -> None:
-        """Enter `to` and tell those who watch."""
-        self.lifecycle.move(to, trio.current_time())
-        for sink in self.sinks:
-            sink.report(self.spec.job_id, to, detail)
-
-    def __repr__(self) -> str:
-        return f"<Job {self.spec.job_id} {self.lifecycle.status}>"
 
 
 class _Stage:
@@ -116,7 +75,12 @@ class _Stage:
 class Pipeline:
     """Takes jobs, delivers outcomes. Use `open_pipeline`."""
 
-    def __init__(self, resources: Resources, sandboxes: SandboxHost, service: trio.Nursery) -> None:
+    def __init__(
+        self, resources: Resources, sandboxes: SandboxHost, service: trio.Nursery, observers: Sequence[Observer] = ()
+    ) -> None:
+        self.observers: list[Observer] = list(observers)
+        """Told of every job; may be added to and removed from at any time."""
+        self._watch = Observers(self.observers)
         self._resources = resources
         self._sandboxes = sandboxes
         self._service = service
@@ -149,8 +113,7 @@ class Pipeline:
         self._jobs[job.spec.job_id] = job
         if self._idle.is_set():
             self._idle = trio.Event()
-        for sink in job.sinks:
-            sink.report(job.spec.job_id, "queued", "")
+        job.accepted(self._watch)
 
     async def cancel(self, job: Job, reason: str) -> None:
         """Cancel the job wherever it is, and return when nothing of it is left and its outcome is delivered.
@@ -185,13 +148,9 @@ class Pipeline:
             "prefix_breaks": self._prefix_breaks,
         }
 
-    def live_jobs(self) -> list[dict[str, object]]:
-        """Each live job's id, status and seconds in it, oldest first."""
-        now_s = trio.current_time()
-        return [
-            {"job_id": j.spec.job_id, "status": j.lifecycle.status, "age_s": j.lifecycle.age_s(now_s)}
-            for j in self._jobs.values()
-        ]
+    def live_jobs(self) -> list[JobView]:
+        """Every live job as it is now, oldest first."""
+        return [job.view() for job in self._jobs.values()]
 
     # ------------------------------------------------------------ stages
 
@@ -254,7 +213,9 @@ class Pipeline:
     async def _init(self, job: Job) -> None:
         spec = job.handler.sandbox_spec(job.context)
         if spec is not None:
-            job.sandbox = await self._sandboxes.open(spec)
+            with job.context.waiting(f"sandbox start (image {spec.image})"):
+                job.sandbox = await self._sandboxes.open(spec)
+            job.context.activity.progress()
             job.context.sandbox = job.sandbox
         await job.handler.init(job.context)
 
@@ -302,9 +263,7 @@ class Pipeline:
             self._tokens_sampled += sum(t.completion_end - t.completion_start for t in outcome.trajectory.turns)
             self._prefix_breaks += outcome.trajectory.prefix_breaks
         del self._jobs[job.spec.job_id]
-        for sink in job.sinks:
-            sink.deliver(outcome)
-        job.finished.set()
+        job.ended(outcome)
         if not self._jobs:
             self._idle.set()
 
@@ -370,13 +329,15 @@ class Pipeline:
 
 
 @asynccontextmanager
-async def open_pipeline(resources: Resources, sandboxes: SandboxHost, service: trio.Nursery) -> AsyncIterator[Pipeline]:
+async def open_pipeline(
+    resources: Resources, sandboxes: SandboxHost, service: trio.Nursery, *, observers: Sequence[Observer] = ()
+) -> AsyncIterator[Pipeline]:
     """Start the workers: an EVAL nursery around a RUN nursery around an INIT nursery.
 
     On leaving the block the INIT workers are cancelled first, then RUN, then EVAL; jobs they hold end as `cancelled`,
     and so do those still queued. To drain, `wait_idle` before leaving.
     """
-    pipeline = Pipeline(resources, sandboxes, service)
+    pipeline = Pipeline(resources, sandboxes, service, observers)
     try:
         async with open_single_nursery() as eval_nursery:
             async with open_single_nursery() as run_nursery:

@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from prorl_trio.models import Trajectory
+from prorl_trio.observer import Activity
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from prorl_trio.chat import ChatFormat, Conversation
     from prorl_trio.config import NodeConfig
     from prorl_trio.inference.pool import Backends
@@ -34,6 +38,7 @@ class RolloutContext:
 
     `sandbox` is set from INIT until the handler's `after_run` releases it. `conversation`, `turns` and `stop_reason`
     grow while the agent runs, so that a failure leaves a partial trajectory. `answer` is what the agent gave as final.
+    `activity` is what those who watch see; `on_turn` is called with each recorded turn.
     """
 
     spec: JobSpec
@@ -43,6 +48,19 @@ class RolloutContext:
     turns: list[Turn] = field(default_factory=list)
     stop_reason: StopReason = "aborted"
     answer: str | None = None
+    activity: Activity = field(default_factory=Activity)
+    on_turn: Callable[[Turn], None] | None = None
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """`with context.waiting("tool bash"): ...`: who watches sees what the job waits for in the block."""
+        return self.activity.waiting(what)
+
+    def record(self, turn: Turn) -> None:
+        """The policy acted and has its observations: keep the turn."""
+        self.turns.append(turn)
+        self.activity.progress()
+        if self.on_turn is not None:
+            self.on_turn(turn)
 
     def trajectory(self) -> Trajectory | None:
         """What was recorded so far; None before the first completion."""

@@ -24,6 +24,8 @@ from prorl_trio.testing.tiny_model import make_tiny_model
 class Observer:
     """Records what a session would get."""
 
+    session_id = "trainer"
+
     def __init__(self):
         self.outcomes, self.statuses = {}, []
         self._changed = trio.lowlevel.ParkingLot()

@@ -55,6 +55,8 @@ class KeepsSandbox(Steps):
 
 
 class Observer:
+    session_id = "s"
+
     def __init__(self):
         self.outcomes = {}
 

@@ -1,0 +1,120 @@
+"""One live rollout: its spec, where it is, what it owns, and who is told about it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+import trio
+
+from prorl_trio.lifecycle import Lifecycle
+from prorl_trio.observer import JobView
+from prorl_trio.rollout import RolloutContext
+
+if TYPE_CHECKING:
+    from prorl_trio.handlers.base import AgentHandler, Evaluation
+    from prorl_trio.models import JobSpec, Outcome, Status, Turn
+    from prorl_trio.observer import Observers
+    from prorl_trio.rollout import Resources
+    from prorl_trio.sandbox.host import HostedSandbox
+
+__all__ = ["Job", "JobSink"]
+
+PRIORITY: Final = {"eval": 0, "train": 1}
+_QUEUE: Final[dict[Status, str]] = {"queued": "init worker", "ready": "run worker", "ran": "eval worker"}
+"""What a job waits for that stands in line."""
+
+
+class JobSink(Protocol):
+    """Where a job's outcome goes. Synchronous, never blocks, never raises; called in the node's loop."""
+
+    session_id: str
+    """Whose jobs these are: fairness is between sessions."""
+
+    def deliver(self, outcome: Outcome) -> None:
+        """The job's one terminal outcome. Never called again for this job."""
+
+    def report(self, job_id: str, status: Status, detail: str) -> None:
+        """The job entered `status`. May be dropped on the way to the trainer."""
+
+
+class Job:
+    """One live rollout. Owned by the pipeline from `submit` until its outcome is delivered."""
+
+    def __init__(
+        self, spec: JobSpec, handler: AgentHandler, resources: Resources, sink: JobSink, *, attempt: int = 1
+    ) -> None:
+        self.spec = spec
+        self.handler = handler
+        self.resources = resources
+        self.sinks = [sink]
+        self.session_id = sink.session_id
+        self.attempt = attempt
+        self.accepted_s = trio.current_time()
+        self.lifecycle = Lifecycle(self.accepted_s)
+        self.context = RolloutContext(spec=spec, resources=resources, on_turn=self._turn_done)
+        self.sandbox: HostedSandbox | None = None
+        self.scope: trio.CancelScope | None = None
+        self.cancel_reason: str | None = None
+        self.evaluation: Evaluation | None = None
+        self.finished = trio.Event()
+        self._observers: Observers | None = None
+
+    @property
+    def priority(self) -> int:
+        """Place in a stage's queue; lower goes first."""
+        return PRIORITY[self.spec.priority]
+
+    def accepted(self, observers: Observers) -> None:
+        """The pipeline has taken the job: tell those who watch, now and from now on."""
+        self._observers = observers
+        self._tell("queued", "")
+
+    def move(self, to: Status, detail: str = "") -> None:
+        """Enter `to` and tell those who watch."""
+        self.lifecycle.move(to, trio.current_time())
+        self._tell(to, detail)
+
+    def ended(self, outcome: Outcome) -> None:
+        """Hand the outcome to those it is for. Once."""
+        for sink in self.sinks:
+            sink.deliver(outcome)
+        if self._observers is not None:
+            self._observers.job_ended(self.view, outcome)
+        self.finished.set()
+
+    def view(self) -> JobView:
+        """What the job is now."""
+        now_s = trio.current_time()
+        spec, status, activity = self.spec, self.lifecycle.status, self.context.activity
+        idle_s = activity.idle_s(now_s)
+        return JobView(
+            job_id=spec.job_id,
+            session_id=self.session_id,
+            group_id=spec.group_id,
+            instance_id=spec.instance.instance_id,
+            handler=spec.instance.handler,
+            priority=spec.priority,
+            attempt=self.attempt,
+            tags=spec.tags,
+            status=status,
+            age_s=now_s - self.accepted_s,
+            status_age_s=self.lifecycle.age_s(now_s),
+            turns=len(self.context.turns),
+            last_progress_s=idle_s,
+            waiting_on=activity.waiting_on or _QUEUE.get(status, ""),
+            stuck=status in ("init", "run", "eval") and idle_s > self.resources.config.stuck_after_s,
+        )
+
+    def _tell(self, status: Status, detail: str) -> None:
+        self.context.activity.progress()
+        for sink in self.sinks:
+            sink.report(self.spec.job_id, status, detail)
+        if self._observers is not None:
+            self._observers.job_moved(self.view, status, detail)
+
+    def _turn_done(self, turn: Turn) -> None:
+        if self._observers is not None:
+            self._observers.turn_done(self.view, turn)
+
+    def __repr__(self) -> str:
+        return f"<Job {self.spec.job_id} {self.lifecycle.status}>"
