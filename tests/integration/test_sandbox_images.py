@@ -17,25 +17,25 @@ from prorl_trio.sandbox.apptainer import ApptainerProvider, find_apptainer
 from prorl_trio.sandbox.bubblewrap import BubblewrapProvider
 from prorl_trio.sandbox.provider import SandboxProvider, SandboxSpec
 from prorl_trio.sandbox.reaper import descendants, is_alive
-from prorl_trio.testing import sandbox_contract
+from prorl_trio.testing import sandbox_core_checks, sandbox_isolation_checks, sandbox_process_checks
 from prorl_trio.testing.sandbox_contract import Contract
 
 PROGRAMS = ("bash", "sh", "cat", "env", "ls", "mkdir", "rm", "seq", "sleep", "tr")
 APPLETS = ("sh", "cat", "env", "ls", "mkdir", "rm", "sleep", "tr")
 MAPPED = "import subprocess; print(subprocess.run(['/bin/{}', '/proc/self/maps'], capture_output=True).stdout.decode())"
 CONTRACT = (
-    sandbox_contract.check_ipython_keeps_state,
-    sandbox_contract.check_files_round_trip,
-    sandbox_contract.check_no_network,
+    sandbox_core_checks.check_ipython_keeps_state,
+    sandbox_core_checks.check_files_round_trip,
+    sandbox_isolation_checks.check_no_network,
 )
 SHELL_CONTRACT = (
-    sandbox_contract.check_bash_keeps_state,
-    sandbox_contract.check_exit_code_is_a_result,
-    sandbox_contract.check_bash_timeout,
-    sandbox_contract.check_environment_is_as_specified,
-    sandbox_contract.check_environment_is_clean,
-    sandbox_contract.check_cancelled_call,
-    sandbox_contract.check_cancelled_start,
+    sandbox_core_checks.check_bash_keeps_state,
+    sandbox_core_checks.check_exit_code_is_a_result,
+    sandbox_core_checks.check_bash_timeout,
+    sandbox_core_checks.check_environment_is_as_specified,
+    sandbox_process_checks.check_environment_is_clean,
+    sandbox_core_checks.check_cancelled_call,
+    sandbox_process_checks.check_cancelled_start,
 )
 USERLANDS = ("glibc", "busybox", "musl")
 PROVIDERS = (ApptainerProvider, BubblewrapProvider)

@@ -1,0 +1,124 @@
+"""What the checks of the sandbox contract share: a sandbox of whom to check, and proof that nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+import trio
+
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.reaper import descendants
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Iterator
+
+    from prorl_trio.sandbox.provider import Sandbox, SandboxProvider
+
+__all__ = [
+    "ACTION_TIMEOUT_S",
+    "CHECK_TIMEOUT_S",
+    "Contract",
+    "Traces",
+    "assert_no_more",
+    "bash",
+    "checked_sandbox",
+    "command_of",
+    "open_and_close",
+    "planted_secret",
+    "raises",
+    "traces",
+]
+
+CHECK_TIMEOUT_S: Final = 60.0
+ACTION_TIMEOUT_S: Final = 20.0
+
+E = TypeVar("E", bound=Exception)
+
+
+class Contract(NamedTuple):
+    """Whom to check. `base` is the provider's `runtime_dir`, empty, and used by nobody else."""
+
+    provider: SandboxProvider
+    base: Path
+
+
+@asynccontextmanager
+async def checked_sandbox(contract: Contract, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
+    """A sandbox to look at, and afterwards proof that nothing is left of it."""
+    with trio.fail_after(CHECK_TIMEOUT_S):
+        before = traces(contract.base)
+        async with contract.provider.open_sandbox(spec or SandboxSpec()) as sandbox:
+            yield sandbox
+        assert_no_more(before, traces(contract.base))
+
+
+class Traces(NamedTuple):
+    """What there is of sandboxes: below this process, on this machine, in `base`."""
+
+    processes: frozenset[str]
+    mounts: frozenset[str]
+    files: frozenset[str]
+    open_fds: int
+
+
+def traces(base: Path) -> Traces:
+    """As of now."""
+    return Traces(
+        frozenset(f"{process.pid} {command_of(process.pid)}" for process in descendants(os.getpid())),
+        frozenset(Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()),
+        frozenset(str(path) for path in base.rglob("*")),
+        len(os.listdir("/proc/self/fd")),
+    )
+
+
+def assert_no_more(before: Traces, after: Traces) -> None:
+    """Nothing came to be between the two that is still there."""
+    assert after.processes <= before.processes, f"processes left: {after.processes - before.processes}"
+    assert after.mounts <= before.mounts, f"mounts left: {after.mounts - before.mounts}"
+    assert after.files <= before.files, f"files left: {after.files - before.files}"
+    assert after.open_fds <= before.open_fds, f"{after.open_fds - before.open_fds} file descriptors left open"
+
+
+def command_of(pid: int) -> str:
+    """Its command line; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+async def bash(sandbox: Sandbox, command: str) -> str:
+    """The output of a command that must not fail."""
+    result = await sandbox.bash(command, timeout_s=ACTION_TIMEOUT_S)
+    assert result.exit_code == 0, f"{command!r} exited with {result.exit_code}: {result.output}"
+    return result.output.strip()
+
+
+async def raises(kind: type[E], action: Awaitable[object]) -> E:
+    """The exception of `kind` that `action` must raise."""
+    try:
+        await action
+    except kind as exc:
+        return exc
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+async def open_and_close(contract: Contract, spec: SandboxSpec) -> None:
+    """A sandbox of which nothing is asked."""
+    async with contract.provider.open_sandbox(spec):
+        pass
+
+
+@contextmanager
+def planted_secret() -> Iterator[str]:
+    """A secret in the environment of this process."""
+    secret = f"planted-{secrets.token_hex(8)}"
+    os.environ["PRORL_PLANTED"] = secret
+    try:
+        yield secret
+    finally:
+        del os.environ["PRORL_PLANTED"]

@@ -1,0 +1,161 @@
+"""What a sandbox provider promises that starts processes on this machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from prorl_trio.errors import SandboxLost, SandboxUnavailable
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.reaper import descendants, is_alive
+from prorl_trio.testing.sandbox_check import (
+    ACTION_TIMEOUT_S,
+    CHECK_TIMEOUT_S,
+    Contract,
+    assert_no_more,
+    bash,
+    checked_sandbox,
+    command_of,
+    open_and_close,
+    planted_secret,
+    raises,
+    traces,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from prorl_trio.sandbox.reaper import ProcessId
+
+__all__ = [
+    "PROCESS_CHECKS",
+    "check_background_processes_end",
+    "check_cancelled_start",
+    "check_environment_is_clean",
+    "check_images_of_cells",
+    "check_killed_from_outside",
+    "check_mathematics",
+    "check_python_is_the_projects",
+    "check_start_timeout",
+]
+
+
+async def check_mathematics(contract: Contract) -> None:
+    """NumPy, SciPy and SymPy can be imported and work."""
+    code = "import numpy, scipy.optimize, sympy\nroot = scipy.optimize.brentq(lambda x: x * x - 4, 0, 9)\n"
+    code += "float(numpy.ones(3).sum()), round(root, 6), sympy.factorint(12)"
+    async with checked_sandbox(contract) as sandbox:
+        cell = await sandbox.ipython(code, timeout_s=CHECK_TIMEOUT_S / 2)
+        assert (cell.error, cell.result) == (None, "(3.0, 2.0, {2: 2, 3: 1})")
+
+
+async def check_images_of_cells(contract: Contract) -> None:
+    """An image that a cell shows arrives as its own bytes."""
+    code = "class Dot:\n    def _repr_png_(self): return b'\\x89PNG' + bytes(1000)\nDot()"
+    async with checked_sandbox(contract) as sandbox:
+        cell = await sandbox.ipython(code, timeout_s=ACTION_TIMEOUT_S)
+        assert [(display.mime, display.data) for display in cell.displays] == [("image/png", b"\x89PNG" + bytes(1000))]
+
+
+async def check_cancelled_start(contract: Contract) -> None:
+    """Cancelled at any moment of its start, nothing of a sandbox is left. Moments are doubled until it succeeds."""
+    with trio.fail_after(CHECK_TIMEOUT_S):
+        before = traces(contract.base)
+        for exponent in range(30):
+            with trio.move_on_after(0.001 * 1.5**exponent) as scope:
+                await open_and_close(contract, SandboxSpec())
+            assert_no_more(before, traces(contract.base))
+            if not scope.cancelled_caught:
+                return
+        raise AssertionError("it never started")
+
+
+async def check_start_timeout(contract: Contract) -> None:
+    """A start that takes too long says so, with its limit, and leaves nothing."""
+    with trio.fail_after(CHECK_TIMEOUT_S):
+        before = traces(contract.base)
+        error = await raises(SandboxUnavailable, open_and_close(contract, SandboxSpec(start_timeout_s=0.02)))
+        assert "0.02 s" in str(error)
+        assert_no_more(before, traces(contract.base))
+
+
+async def check_killed_from_outside(contract: Contract) -> None:
+    """A daemon that dies is noticed at once, also in the middle of a command."""
+    async with checked_sandbox(contract) as sandbox:
+        await bash(sandbox, "true")
+        lost_after_s = math.inf
+
+        async def act() -> None:
+            nonlocal lost_after_s
+            try:
+                await sandbox.bash("sleep 3602", timeout_s=3600)
+            except SandboxLost:
+                lost_after_s = trio.current_time() - killed_at
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(act)
+            await _wait_for_command("sleep 3602")
+            killed_at = trio.current_time()
+            (daemon,) = (process for process in descendants(os.getpid()) if _is_daemon(process.pid))
+            os.kill(daemon.pid, signal.SIGKILL)
+        assert lost_after_s < 2.0
+        await raises(SandboxLost, sandbox.bash("true", timeout_s=ACTION_TIMEOUT_S))
+
+
+async def _wait_for_command(command: str) -> None:
+    # Another process's exec is no event we could wait for.
+    while not any(command in command_of(process.pid) for process in descendants(os.getpid())):  # noqa: ASYNC110
+        await trio.sleep(0.01)
+
+
+def _is_daemon(pid: int) -> bool:
+    arguments = command_of(pid).split()
+    return arguments[1:3] == ["-m", "sandbox_daemon"]
+
+
+async def check_background_processes_end(contract: Contract) -> None:
+    """Nothing that was started inside outlives the sandbox, also what left its session or ignores signals."""
+    async with checked_sandbox(contract) as sandbox:
+        stubborn = "(setsid sh -c 'trap \"\" TERM HUP INT; sleep 3603; true' &)"
+        for command in ("sleep 3603 &", "setsid sleep 3603 &", stubborn):
+            await bash(sandbox, command)
+        started: set[ProcessId] = set()
+        while len(started) < 4:  # three sleeps and a sh; another process's exec is no event we could wait for
+            await trio.sleep(0.01)
+            started = {process for process in descendants(os.getpid()) if "sleep 3603" in command_of(process.pid)}
+    assert not any(map(is_alive, started))
+
+
+async def check_environment_is_clean(contract: Contract) -> None:
+    """Nothing of this process's environment, nor of the daemon's own, is in a tool's."""
+    with planted_secret() as secret:
+        async with checked_sandbox(contract) as sandbox:
+            seen = await bash(sandbox, "env; tr '\\0' '\\n' < /proc/$PPID/environ")
+            cell = await sandbox.ipython("import os; print(dict(os.environ))", timeout_s=ACTION_TIMEOUT_S)
+            tools = await bash(sandbox, "env")
+    assert secret not in seen + cell.stdout
+    assert not [line for line in tools.splitlines() if line.startswith(("PYTHON", "LD_", "APPTAINER"))]
+
+
+async def check_python_is_the_projects(contract: Contract) -> None:
+    """`python3` has the packages agents are promised, in the shell and in IPython."""
+    async with checked_sandbox(contract) as sandbox:
+        assert await bash(sandbox, "python3 -c 'import numpy, sympy; print(sympy.sqrt(16))'") == "4"
+        cell = await sandbox.ipython("import sympy; sympy.sqrt(16)", timeout_s=ACTION_TIMEOUT_S)
+        assert cell.result == "4"
+
+
+PROCESS_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
+    check_mathematics,
+    check_images_of_cells,
+    check_cancelled_start,
+    check_start_timeout,
+    check_killed_from_outside,
+    check_background_processes_end,
+    check_environment_is_clean,
+    check_python_is_the_projects,
+)
