@@ -19,6 +19,7 @@ __all__ = ["BashTool", "FinishTool", "IpythonTool", "render_bash", "render_cell"
 
 QUIET_TIMEOUT_S: Final = 30.0
 CONTROL_KEYS: Final = {"C-c": b"\x03", "C-d": b"\x04", "C-z": b"\x1a"}
+RESTARTED: Final = "[the shell was restarted; its variables are gone]"
 GO_ON: Final = (
     "Call bash with is_input true: an empty command waits for more output, text is typed into the program with Enter, "
     "C-c interrupts it, C-d ends its input, C-z stops it; with a timeout it is killed after that"
@@ -26,7 +27,7 @@ GO_ON: Final = (
 
 
 def _text_argument(arguments: Mapping[str, Any], key: str) -> str | None:
-    value = arguments[key]
+    value = arguments.get(key)
     return value if isinstance(value, str) else None
 
 
@@ -52,7 +53,7 @@ def render_cell(result: CellResult, timeout_s: float) -> str:
     if result.timed_out:
         parts.append(f"[stopped after {timeout_s:g} s]")
     if result.restarted:
-        parts.append("[the shell was restarted; its variables are gone]")
+        parts.append(RESTARTED)
     return "\n".join(parts) or "[no output]"
 
 
@@ -68,12 +69,17 @@ def render_bash(result: BashResult, timeout_s: float) -> str:
     elif result.exit_code:
         parts.append(f"[exit code {result.exit_code}]")
     if result.restarted:
-        parts.append("[the shell was restarted; its variables are gone]")
+        parts.append(RESTARTED)
     return "\n".join(parts) or "[no output]"
 
 
 class IpythonTool(Tool):
-    """Runs a cell in the sandbox's persistent IPython shell."""
+    """Runs a cell in the sandbox's persistent IPython shell.
+
+    Args:
+        kernel: the Jupyter kernelspec, installed in the sandbox, whose shell it is; empty for the IPython that every
+            sandbox has. For another language, subclass it with a `name` and a `description` of its own.
+    """
 
     name = "ipython"
     description = "Run Python code in a persistent IPython shell and see its output and the value of its last line."
@@ -83,12 +89,15 @@ class IpythonTool(Tool):
         "required": ["code"],
     }
 
+    def __init__(self, *, kernel: str = "") -> None:
+        self._kernel = kernel
+
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
-        """Raises SandboxLost when the sandbox is gone."""
+        """Raises SandboxLost when the sandbox is gone, SandboxUnavailable when it has no such kernel."""
         code = _text_argument(arguments, "code")
         if code is None:
             return Observation(text="Error: the argument 'code' must be a string.")
-        result = await _need(sandbox, self.name).ipython(code, timeout_s=timeout_s)
+        result = await _need(sandbox, self.name).ipython(code, timeout_s=timeout_s, kernel=self._kernel)
         return Observation(text=render_cell(result, timeout_s))
 
 
@@ -122,8 +131,13 @@ class BashTool(Tool):
                 "description": "Seconds after which the command is stopped. Give it for commands that are silent for "
                 "long.",
             },
+            "restart": {
+                "type": "boolean",
+                "description": "true, without a command: end the shell with everything that runs in it, and start a "
+                "new one.",
+            },
         },
-        "required": ["command"],
+        "required": [],
     }
 
     def __init__(self, *, quiet_timeout_s: float = QUIET_TIMEOUT_S) -> None:
@@ -133,11 +147,18 @@ class BashTool(Tool):
         """Raises SandboxLost when the sandbox is gone."""
         command = _text_argument(arguments, "command")
         is_input = arguments.get("is_input", False)
+        restart = arguments.get("restart", False)
         wanted_s = arguments.get("timeout")
+        for key, value in (("is_input", is_input), ("restart", restart)):
+            if not isinstance(value, bool):
+                return Observation(text=f"Error: the argument '{key}' must be true or false.")
+        if restart and command:
+            return Observation(text="Error: nothing was done: give 'restart' without 'command', and the command then.")
+        if restart:
+            await _need(sandbox, self.name).restart_bash()
+            return Observation(text=RESTARTED)
         if command is None:
             return Observation(text="Error: the argument 'command' must be a string.")
-        if not isinstance(is_input, bool):
-            return Observation(text="Error: the argument 'is_input' must be true or false.")
         if wanted_s is not None and not _is_positive_number(wanted_s):
             return Observation(text="Error: the argument 'timeout' must be a positive number of seconds.")
         quiet_timeout_s = self._quiet_timeout_s if wanted_s is None else None

@@ -54,10 +54,21 @@ async def test_a_timeout_waits_through_silence_and_then_stops_the_command(autoju
     assert await ask(command="sleep 1000", timeout=10_000) == "[stopped after 300 s]"
 
 
+async def test_a_restart_ends_what_runs_and_forgets(autojump_clock, ask):
+    assert await ask(command="x=kept; cd /tmp") == "[no output]"
+    assert "still running" in await ask(command="sleep 1000")
+    assert await ask(restart=True) == "[the shell was restarted; its variables are gone]"
+    assert await ask(command="", restart=True) == "[the shell was restarted; its variables are gone]"
+    assert await ask(command="echo $x; pwd") != "kept\n/tmp"
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         ({"command": 1}, "command"),
+        ({}, "command"),
+        ({"restart": "yes"}, "restart"),
+        ({"restart": True, "command": "echo not run"}, "restart"),
         ({"command": "", "is_input": "yes"}, "is_input"),
         ({"command": "", "timeout": 0}, "timeout"),
         ({"command": "", "timeout": True}, "timeout"),
