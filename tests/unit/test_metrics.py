@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from prorl_trio.metrics import MAX_LABEL_VALUES, Metrics
+from prorl_trio.models import Timing, ToolCall, Trajectory, Turn
+from prorl_trio.observer import JobView
+from prorl_trio.stall import LoopStalls
+from prorl_trio.testing.fake_node import make_outcome, make_spec
+
+
+def view(job_id="job", **fields):
+    defaults = {
+        "job_id": job_id,
+        "session_id": "trainer",
+        "group_id": "",
+        "instance_id": "i",
+        "handler": "math",
+        "priority": "train",
+        "attempt": 1,
+        "tags": {},
+        "status": "run",
+        "age_s": 3.0,
+        "status_age_s": 1.0,
+        "turns": 1,
+        "last_progress_s": 0.0,
+        "waiting_on": "",
+        "stuck": False,
+    }
+    return JobView(**{**defaults, **fields})
+
+
+def turn(calls=(), observations=()):
+    return Turn(
+        segment=0,
+        completion_start=2,
+        completion_end=7,
+        text="",
+        finish_reason="stop",
+        tool_calls=list(calls),
+        observations=list(observations),
+        inference_s=0.2,
+        tools_s=0.1,
+    )
+
+
+def samples(metrics):
+    content_type, body = metrics.render()
+    assert content_type.startswith("text/plain")
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+
+
+def value(metrics, name, **labels):
+    return samples(metrics).get((name, tuple(sorted(labels.items()))))
+
+
+def test_a_job_from_its_acceptance_to_its_end():
+    metrics = Metrics()
+    outcome = make_outcome(make_spec("job"), tokens=12, reward=0.5)
+    trajectory = Trajectory(
+        segments=outcome.trajectory.segments, turns=[turn()], stop_reason="finished", prefix_breaks=2
+    )
+    timing = Timing(queued_init_s=0.3, init_s=0.02, queued_run_s=0.0, run_s=40.0)
+    metrics.job_moved(view(), "queued", "")
+    metrics.job_moved(view(), "init", "")
+    metrics.turn_done(view(), turn())
+    metrics.job_ended(view(), msgspec.structs.replace(outcome, trajectory=trajectory, timing=timing))
+    assert value(metrics, "prorl_jobs_accepted_total", handler="math", priority="train") == 1
+    assert value(metrics, "prorl_outcomes_total", handler="math", status="completed", cause="") == 1
+    assert value(metrics, "prorl_turns_total", handler="math") == 1
+    assert value(metrics, "prorl_tokens_total", kind="sampled") == 5
+    assert value(metrics, "prorl_tokens_total", kind="given") == 7
+    assert value(metrics, "prorl_prefix_breaks_total") == 2
+    assert value(metrics, "prorl_reward_sum", handler="math") == 0.5
+    assert value(metrics, "prorl_stage_duration_seconds_sum", stage="run") == 40
+    assert value(metrics, "prorl_queue_wait_seconds_sum", stage="init") == 0.3
+    assert value(metrics, "prorl_stage_duration_seconds_count", stage="eval") is None, "it never came there"
+    assert value(metrics, "prorl_job_duration_seconds_sum", status="completed") == 3
+    assert value(metrics, "prorl_turn_inference_seconds_sum") == 0.2
+
+
+def test_a_failure_has_a_cause_and_no_reward():
+    metrics = Metrics()
+    outcome = make_outcome(make_spec("job"), reward=None)
+    metrics.job_ended(
+        view(), msgspec.structs.replace(outcome, status="failed", cause="sandbox", trajectory=None, reward=None)
+    )
+    assert value(metrics, "prorl_outcomes_total", handler="math", status="failed", cause="sandbox") == 1
+    assert value(metrics, "prorl_reward_count", handler="math") is None
+
+
+def test_tool_calls_are_told_apart_and_made_up_names_are_no_labels():
+    def call(name, error=""):
+        return ToolCall(name=name, arguments={}, raw="", error=error)
+
+    metrics = Metrics()
+    calls = [call("bash"), call("bash"), call("x" * 50), call("y", error="not JSON"), call("finish")]
+    texts = [
+        "hello",
+        "Error: bash needs the argument 'command'.",
+        "Error: there is no tool 'xx'. The tools are: bash.",
+        "Error: not JSON",
+        "Not run: the task had ended.",
+    ]
+    metrics.turn_done(view(), turn(calls, texts))
+    counted = {labels: n for (name, labels), n in samples(metrics).items() if name == "prorl_tool_calls_total"}
+    assert counted == {
+        (("result", "ok"), ("tool", "bash")): 1,
+        (("result", "error"), ("tool", "bash")): 1,
+        (("result", "unknown"), ("tool", "")): 1,
+        (("result", "malformed"), ("tool", "")): 1,
+        (("result", "not_run"), ("tool", "")): 1,
+    }
+
+
+def test_the_number_of_label_values_is_bounded():
+    metrics = Metrics()
+    for n in range(MAX_LABEL_VALUES + 50):
+        metrics.backend_called(f"http://backend-{n}", "completed", 0.1)
+    calls = [key for key in samples(metrics) if key[0] == "prorl_backend_calls_total"]
+    assert len(calls) == MAX_LABEL_VALUES + 1
+    assert value(metrics, "prorl_backend_calls_total", backend="other", result="other") == 50
+
+
+def test_what_is_watched_is_read_when_asked_for():
+    metrics = Metrics()
+    stages = {"init": {"busy": 1, "workers": 4}, "run": {"busy": 9, "workers": 32}}
+    arena = {"used_bytes": 5, "spills_total": 7, "path": "/dev/shm/x", "full": False, "blocks": {"free": 3}}
+    metrics.watch("stage", lambda: stages, label="stage")
+    metrics.watch("arena", lambda: arena)
+    arena["full"] = True
+    assert value(metrics, "prorl_stage_busy", stage="run") == 9
+    assert value(metrics, "prorl_arena_used_bytes") == 5
+    assert value(metrics, "prorl_arena_spills_total") == 7
+    assert value(metrics, "prorl_arena_full") == 1
+    assert value(metrics, "prorl_arena_blocks_free") == 3
+    assert b"/dev/shm" not in metrics.render()[1]
+    metrics.unwatch("arena")
+    assert value(metrics, "prorl_arena_used_bytes") is None
+
+
+def test_the_loop_and_the_process_are_shown():
+    now = [0.0]
+    stalls = LoopStalls(warn_s=1e9, clock=lambda: now[0])
+    for seconds in (0.0001, 0.0001, 2.0):
+        stalls.after_io_wait(0)
+        now[0] += seconds
+        stalls.before_io_wait(0)
+    metrics = Metrics(node_id="n1", version="1.2")
+    metrics.watch_loop(stalls)
+    assert value(metrics, "prorl_loop_pass_seconds_count") == 3
+    assert value(metrics, "prorl_loop_pass_seconds_bucket", le="0.1") == 2
+    assert value(metrics, "prorl_loop_pass_seconds_bucket", le="+Inf") == 3
+    assert 1.99 < value(metrics, "prorl_loop_pass_max_seconds") < 2.01
+    assert value(metrics, "process_resident_memory_bytes") > 1e6
+    assert value(metrics, "process_open_fds") > 0
+    assert value(metrics, "prorl_node_info", node_id="n1", version="1.2") == 1
+
+
+def test_two_nodes_in_a_process_share_nothing():
+    first, second = Metrics(), Metrics()
+    first.backend_called("u", "completed", 0.1)
+    assert value(second, "prorl_backend_calls_total", backend="u", result="completed") is None
+
+
+def test_no_job_id_reaches_a_label():
+    metrics = Metrics()
+    for n in range(3):
+        metrics.job_moved(view(f"secret-job-{n}"), "queued", "")
+        metrics.job_ended(view(f"secret-job-{n}"), make_outcome(make_spec(f"secret-job-{n}")))
+    assert b"secret-job" not in metrics.render()[1]
