@@ -197,6 +197,9 @@ class DaemonSandbox(Sandbox):
     async def ping(self) -> Pong:
         return await self._act(Ping(), Pong, PING_TIMEOUT_S)
 
+    async def wait_lost(self) -> None:
+        await self._rpc.wait_closed()
+
     async def _act(self, call: SandboxCall, reply_type: type[T], timeout_s: float) -> T:
         async with self._turn:
             return await self._call(call, reply_type, timeout_s)

@@ -112,6 +112,9 @@ class HostedSandbox(Sandbox):
     async def ping(self) -> Pong:
         return await self._sandbox.ping()
 
+    async def wait_lost(self) -> None:
+        await self._sandbox.wait_lost()
+
     async def exec(
         self,
         argv: Sequence[str],
@@ -189,7 +192,8 @@ class SandboxHost:
         """Numbers now, and `*_total` since the beginning.
 
         `live` are in use and `warm` wait for their first user. `starting` includes those waiting for a gate, and those
-        that will be warm. `warm_dead_total` did not answer when they were to be handed out.
+        that will be warm. `warm_dead_total` died before their first user came, or did not answer when they were to be
+        handed out.
         """
         return {
             "live": len(self._in_use),
@@ -268,15 +272,28 @@ class SandboxHost:
             in_stock = True
             self._pool.started(key, hosted, start_s, trio.current_time())
             self._pool_changed.set()
+            nursery.start_soon(self._replace_when_lost, key, hosted)
 
         try:
-            await self._own(msgspec.json.decode(key, type=SandboxSpec), 1, put_in_stock)
+            with single_exception():
+                async with trio.open_nursery() as nursery:
+                    await self._own(msgspec.json.decode(key, type=SandboxSpec), 1, put_in_stock)
+                    nursery.cancel_scope.cancel()
         except SandboxUnavailable as exc:
             logger.warning("a sandbox could not be started in advance: %s", exc)
         finally:
             if not in_stock:
                 self._pool.failed(key, trio.current_time())
                 self._pool_changed.set()
+
+    async def _replace_when_lost(self, key: bytes, hosted: HostedSandbox) -> None:
+        """If it dies in stock, end it, and have another one started. Who has taken it, notices by itself."""
+        await hosted.wait_lost()
+        if self._pool.died(key, hosted, trio.current_time()):
+            logger.warning("the warm sandbox %s died while it waited for its first user", hosted.sandbox_id)
+            self._warm_dead_total += 1
+            hosted._closing.set()
+            self._pool_changed.set()
 
     async def _own(
         self, spec: SandboxSpec, max_attempts: int, give_away: Callable[[HostedSandbox, float], None]

@@ -209,6 +209,10 @@ class Sandbox(abc.ABC):
         """Return when the sandbox answers, after the action that is going on. It is no action itself."""
 
     @abc.abstractmethod
+    async def wait_lost(self) -> None:
+        """Return when the sandbox is known to be lost, or is closed, whether or not anybody acts on it."""
+
+    @abc.abstractmethod
     async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
         """The whole file at the absolute `path` inside.
 

@@ -27,7 +27,8 @@ START_WEIGHT: Final = 0.3
 SAFETY_SIGMAS: Final = 2.0
 
 REFILL_BACKOFF_S: Final = 1.0
-"""Wait after a failed start before the next of its kind; doubled by each further failure in a row."""
+"""Wait after a failed start, or a death in stock, before the next start of its kind. Doubled by each further failure
+until one is taken."""
 
 MAX_REFILL_BACKOFF_S: Final = 60.0
 
@@ -148,7 +149,10 @@ class WarmPool(Generic[T]):
     def take_another(self, key: bytes) -> T | None:
         """As `take`, in place of one that turned out to be dead: the demand is the same."""
         kind = self._kinds.get(key)
-        return kind.idle.popleft().sandbox if kind is not None and kind.idle else None
+        if kind is None or not kind.idle:
+            return None
+        kind.failures_in_a_row = 0
+        return kind.idle.popleft().sandbox
 
     def measured(self, key: bytes, start_s: float) -> None:
         """A start of this kind that the pool did not plan took so long."""
@@ -159,7 +163,6 @@ class WarmPool(Generic[T]):
         """A planned start succeeded: the sandbox is in stock now."""
         kind = self._kinds[key]
         kind.starting -= 1
-        kind.failures_in_a_row = 0
         kind.note_start(start_s)
         kind.idle.append(_Idle(sandbox, now_s))
 
@@ -168,6 +171,16 @@ class WarmPool(Generic[T]):
         kind = self._kinds[key]
         kind.starting -= 1
         kind.note_failure(now_s)
+
+    def died(self, key: bytes, sandbox: T, now_s: float) -> bool:
+        """Take this one out of stock, if it is there; as after a failed start, no other of its kind for a while."""
+        kind = self._kinds.get(key)
+        dead = next((idle for idle in kind.idle if idle.sandbox is sandbox), None) if kind is not None else None
+        if kind is None or dead is None:
+            return False
+        kind.idle.remove(dead)
+        kind.note_failure(now_s)
+        return True
 
     def plan(self, now_s: float) -> Plan[T]:
         """What to start and what to end, so that stock follows demand within the limits.

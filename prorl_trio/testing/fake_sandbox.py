@@ -290,6 +290,9 @@ class FakeSandbox(Sandbox):
             self._raise_if_lost()
             return Pong(uptime_s=0.0, open_fds=0)
 
+    async def wait_lost(self) -> None:
+        await self._lost.wait()
+
     async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
         async with self._turn:
             await self._begin(f"read {path}")

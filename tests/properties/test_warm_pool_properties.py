@@ -76,6 +76,14 @@ class Pool(RuleBasedStateMachine):
     def fail(self):
         self.pool.failed(self.starting.pop(0), self.now_s)
 
+    @precondition(lambda self: self.stock)
+    @rule(data=st.data())
+    def die(self, data):
+        sandbox = data.draw(st.sampled_from(list(self.stock)))
+        key = self.stock.pop(sandbox)
+        assert self.pool.died(key, sandbox, self.now_s)
+        assert not self.pool.died(key, sandbox, self.now_s), "once"
+
     @precondition(lambda self: self.pool)
     @rule(key=st.sampled_from(list(KINDS)), start_s=st.floats(0.0, 20.0))
     def measure(self, key, start_s):

@@ -89,6 +89,52 @@ async def test_where_all_are_dead_one_is_started(autojump_clock):
         assert host.statistics()["warm_dead_total"] == len(dead)
 
 
+async def test_one_that_dies_in_stock_is_replaced_before_anybody_comes(autojump_clock):
+    provider = FakeProvider(start_s=START_S)
+    async with open_sandbox_host(provider, warm=WARM) as host:
+        await (await host.open(SPEC)).aclose()
+        await stocked(host)
+        before = list(provider.live)
+        before[0].lose("it crashed")
+        await trio.testing.wait_all_tasks_blocked()
+        assert host.statistics()["warm_dead_total"] == 1
+        assert provider.live == before[1:]
+        await trio.sleep(REFILL_BACKOFF_S)
+        await stocked(host)
+        assert host.statistics()["warm"] == len(provider.live) == len(before)
+
+
+async def test_ones_that_keep_dying_are_not_started_in_a_loop(autojump_clock):
+    async def kill_all():
+        while True:
+            for sandbox in provider.live:
+                sandbox.lose("it crashed")
+            await trio.sleep(START_S)
+
+    provider = FakeProvider(start_s=START_S)
+    async with open_sandbox_host(provider, warm=WARM) as host, trio.open_nursery() as nursery:
+        await (await host.open(SPEC)).aclose()
+        nursery.start_soon(kill_all)
+        await trio.sleep(WARM.max_idle_s)
+        assert 4 <= provider.opened_total <= 12, "each wait is twice as long as the one before"
+        nursery.cancel_scope.cancel()
+
+
+async def test_one_that_dies_in_use_is_its_users(autojump_clock):
+    provider = FakeProvider(start_s=START_S)
+    async with open_sandbox_host(provider, warm=WARM) as host:
+        await (await host.open(SPEC)).aclose()
+        await stocked(host)
+        sandbox = await host.open(SPEC)
+        next(fake for fake in provider.live if fake.sandbox_id == sandbox.sandbox_id).lose("it crashed")
+        await sandbox.wait_lost()
+        await trio.testing.wait_all_tasks_blocked()
+        assert host.statistics()["warm_dead_total"] == 0
+        assert host.statistics()["live"] == 1
+        await sandbox.aclose()
+        assert host.statistics()["live"] == 0
+
+
 async def keep_busy(sandbox):
     async with sandbox._turn:
         await trio.sleep_forever()
