@@ -18,6 +18,7 @@ from prorl_trio.chat import ChatFormat
 from prorl_trio.client import connect
 from prorl_trio.client.collect import make_jobs
 from prorl_trio.client.recording import RUN_INFO, RunInfo, read_outcomes, run_folder
+from prorl_trio.client.transport import Address
 from prorl_trio.config import load_config
 from prorl_trio.errors import ConfigError, ProrlError
 from prorl_trio.models import SamplingParams
@@ -105,20 +106,25 @@ def serve(config_path: Path, token: str | None) -> None:
     if token:
         listen = msgspec.structs.replace(config.listen, token=token, token_file="")
         config = msgspec.structs.replace(config, listen=listen)
-    clean = trio.run(lambda: serve_node(config, task_status=_Ready()))
+    clean = trio.run(lambda: serve_node(config, task_status=_Ready(secure=bool(config.listen.tls_cert))))
     sys.exit(0 if clean else 1)
 
 
 class _Ready:
     """Tells on standard output that the node listens."""
 
+    def __init__(self, *, secure: bool) -> None:
+        self._secure = secure
+
     def started(self, value: Any = None) -> None:
-        click.echo(f"READY {endpoint_url(value)}")
+        click.echo(f"READY {endpoint_url(value, secure=self._secure)}")
 
 
 def _node_url(_context: click.Context, _parameter: click.Parameter, url: str) -> str:
-    if not url.startswith("ws://"):
-        raise click.BadParameter(f"a node's URL is ws://HOST:PORT, got {url!r}")
+    try:
+        Address.parse(url)
+    except ValueError as exc:
+        raise click.BadParameter(str(exc)) from None
     return url
 
 
@@ -130,6 +136,12 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
         required=True,
         help="The node's token; better in PRORL_TOKEN than on the command line.",
     )(command)
+    command = click.option(
+        "--tls-ca",
+        envvar="PRORL_TLS_CA",
+        type=click.Path(exists=True, dir_okay=False),
+        help="For wss://: a PEM file with the certificates to believe; without, the system's.",
+    )(command)
     return click.option(
         "--url",
         envvar="PRORL_URL",
@@ -140,9 +152,9 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
     )(command)
 
 
-def _with_client(url: str, token: str, work: Callable[[RolloutClient], Awaitable[object]]) -> None:
+def _with_client(url: str, token: str, tls_ca: str | None, work: Callable[[RolloutClient], Awaitable[object]]) -> None:
     async def run() -> None:
-        async with connect(url, token) as client:
+        async with connect(url, token, tls_ca=tls_ca) as client:
             await work(client)
 
     trio.run(run)
@@ -163,6 +175,7 @@ def _with_client(url: str, token: str, work: Callable[[RolloutClient], Awaitable
 def submit(
     url: str,
     token: str,
+    tls_ca: str | None,
     tasks: str,
     limit: int | None,
     rollouts: int,
@@ -180,25 +193,25 @@ def submit(
     """
     sampling = SamplingParams(temperature=temperature, max_output_tokens=max_output_tokens)
     specs = make_jobs(load_task_set(tasks)[:limit], rollouts=rollouts, sampling=sampling, max_turns=max_turns)
-    _with_client(url, token, lambda client: run_jobs(client, specs, run_folder(out), model=model, tasks=tasks))
+    _with_client(url, token, tls_ca, lambda client: run_jobs(client, specs, run_folder(out), model=model, tasks=tasks))
 
 
 @main.command()
 @_connection
-def status(url: str, token: str) -> None:
+def status(url: str, token: str, tls_ca: str | None) -> None:
     """Print a node's live state as JSON: jobs by stage, backends, sandboxes."""
 
     async def work(client: RolloutClient) -> None:
         report = await client.status()
         click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
 
-    _with_client(url, token, work)
+    _with_client(url, token, tls_ca, work)
 
 
 @main.command()
 @_connection
 @click.argument("job_ids", nargs=-1, required=True, metavar="JOB_ID...")
-def cancel(url: str, token: str, job_ids: tuple[str, ...]) -> None:
+def cancel(url: str, token: str, tls_ca: str | None, job_ids: tuple[str, ...]) -> None:
     """Cancel jobs; returns when nothing of them is left on the node."""
 
     async def work(client: RolloutClient) -> None:
@@ -208,7 +221,7 @@ def cancel(url: str, token: str, job_ids: tuple[str, ...]) -> None:
         if answer.unknown:
             raise ConfigError(f"unknown to this node (over, or never submitted): {', '.join(answer.unknown)}")
 
-    _with_client(url, token, work)
+    _with_client(url, token, tls_ca, work)
 
 
 @main.command()

@@ -33,6 +33,7 @@ class ListenConfig(_Config, frozen=True):
     """The trainer-facing socket. `token` may instead be in the file `token_file` (mode 0600); one is required.
 
     `port` 0 takes a free one. `endpoint_file`, if set, is written once the node listens: `{"url": "ws://..."}`.
+    With `tls_cert` and `tls_key` (PEM files; the key 0600) it speaks TLS, and its URL is `wss://`.
     """
 
     host: str = "127.0.0.1"
@@ -40,6 +41,8 @@ class ListenConfig(_Config, frozen=True):
     token: str = ""
     token_file: str = ""
     endpoint_file: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
     max_message_bytes: int = 64 * 1024 * 1024
     max_sessions: int = 64
     heartbeat_interval_s: float = 10.0

@@ -251,8 +251,9 @@ async def serve_node(
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with open_node(config, handlers) as node, open_single_nursery() as accept:
             address = await accept.start(partial(serve_websocket, node, listen, sessions=sessions))
+            url = endpoint_url(address, secure=bool(listen.tls_cert))
             if listen.endpoint_file:
-                await trio.to_thread.run_sync(_announce, Path(listen.endpoint_file), address)
+                await trio.to_thread.run_sync(_announce, Path(listen.endpoint_file), url)
             task_status.started(address)
             await anext(signals)
             logger.info("draining: %s", node.statistics()["pipeline"])
@@ -269,16 +270,16 @@ async def serve_node(
     return not patience.cancelled_caught
 
 
-def endpoint_url(address: tuple[str, int]) -> str:
-    """The URL a trainer connects to, for a listener's (host, port)."""
+def endpoint_url(address: tuple[str, int], *, secure: bool = False) -> str:
+    """The URL a trainer connects to, for a listener's (host, port); `secure`: it speaks TLS."""
     host, port = address
-    return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
+    return f"{'wss' if secure else 'ws'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _announce(endpoint_file: Path, address: tuple[str, int]) -> None:
+def _announce(endpoint_file: Path, url: str) -> None:
     """Write the endpoint so that a reader sees all of it or nothing."""
     draft = endpoint_file.with_name(endpoint_file.name + ".new")
-    draft.write_bytes(msgspec.json.encode({"url": endpoint_url(address)}))
+    draft.write_bytes(msgspec.json.encode({"url": url}))
     draft.replace(endpoint_file)
 
 

@@ -23,15 +23,18 @@ from ipc.session import (
     StatusReport,
     StatusRequest,
 )
+from ipc.tls import client_context
 from ipc.websocket import LinkLimits
 from prorl_trio.client.requests import AnswerT, Call, RequestFrame, SubmitCall
 from prorl_trio.client.state import ClientState
 from prorl_trio.client.transport import Address, Patience, Transport
-from prorl_trio.errors import BackendError, ProtocolError
+from prorl_trio.errors import BackendError, ConfigError, ProtocolError
 from prorl_trio.models import JobSpec, Outcome
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from os import PathLike
 
 __all__ = ["EventStream", "ResultStream", "RolloutClient", "connect"]
 
@@ -291,8 +294,9 @@ async def connect(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     heartbeat_interval_s: float = 10.0,
     heartbeat_timeout_s: float = 30.0,
+    tls_ca: str | PathLike[str] | None = None,
 ) -> AsyncIterator[RolloutClient]:
-    """Open a session on the node at `url` (`ws://HOST:PORT`).
+    """Open a session on the node at `url` (`ws://HOST:PORT`, `wss://HOST:PORT` with TLS).
 
         async with connect("ws://127.0.0.1:8700", token) as client:
             await client.submit(specs)
@@ -309,6 +313,7 @@ async def connect(
         max_message_bytes: of one message, either way; at most what the node's config says.
         heartbeat_interval_s: how often to send a heartbeat.
         heartbeat_timeout_s: a connection on which nothing came for so long is lost.
+        tls_ca: for `wss://`, a PEM file with the certificates to believe; without, the system's.
 
     Leaving without an exception acknowledges what `results` has yielded; with one, or by a cancel, the outcome yielded
     last is kept for the next client of the session. Either way the connection is closed, within 2 s, and jobs go on.
@@ -316,10 +321,13 @@ async def connect(
     Raises:
         ConnectionLost: no connection within `connect_timeout_s`.
         Unauthorized: wrong token.
-        ProtocolError: it is no node, or one of another version.
+        ProtocolError: it is no node, or one of another version, or its certificate is not to be believed.
         AdmissionRejected: the node has too many sessions.
+        ConfigError: `tls_ca` cannot be used.
         ValueError: `url` is no node's.
     """
+    address = Address.parse(url)
+    tls = await trio.to_thread.run_sync(_tls_context, tls_ca) if address.secure else None
     state = ClientState(session_id or uuid.uuid4().hex, resume_after)
     limits = LinkLimits(
         max_message_bytes=max_message_bytes,
@@ -327,7 +335,7 @@ async def connect(
         heartbeat_timeout_s=heartbeat_timeout_s,
     )
     patience = Patience(connect_timeout_s=connect_timeout_s, reconnect_timeout_s=reconnect_timeout_s)
-    transport = Transport(Address.parse(url), token, state, limits, patience)
+    transport = Transport(address, token, state, limits, patience, tls=tls)
     client = RolloutClient(state, max_message_bytes)
     with single_exception():
         async with trio.open_nursery() as nursery:
@@ -341,6 +349,13 @@ async def connect(
                 client.acknowledge(client.cursor)
             finally:
                 transport.close()
+
+
+def _tls_context(ca_file: str | PathLike[str] | None) -> ssl.SSLContext:
+    try:
+        return client_context(ca_file)
+    except OSError as exc:  # an SSLError is one
+        raise ConfigError(f"tls_ca: {ca_file} cannot be used: {exc}") from exc
 
 
 def _check(answer: BackendChanged) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -12,10 +12,14 @@ import trio
 
 from ipc.errors import ProtocolViolation
 from ipc.session import SESSION_PROTOCOL_VERSION, Ack, ServerFrame, SessionHello, SessionRefused, SessionWelcome
+from ipc.tls import open_tls
 from ipc.websocket import CloseCode, LinkClosed, LinkLimits, WebSocketLink, open_client_link
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.client.state import ClientState, refusal
 from prorl_trio.errors import ProtocolError, ServiceError
+
+if TYPE_CHECKING:
+    import ssl
 
 __all__ = ["Address", "Patience", "Transport"]
 
@@ -34,14 +38,15 @@ class Address(msgspec.Struct, frozen=True):
     host: str
     port: int
     resource: str
+    secure: bool = False
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """From `ws://HOST:PORT[/PATH]`. Raises ValueError if it is something else."""
+        """From `ws://HOST:PORT[/PATH]` or `wss://...`. Raises ValueError if it is something else."""
         parts = urlsplit(url)
-        if parts.scheme != "ws" or not parts.hostname or parts.port is None:
-            raise ValueError(f"the url of a node is ws://HOST:PORT, got {url!r}")
-        return cls(parts.hostname, parts.port, parts.path or "/")
+        if parts.scheme not in ("ws", "wss") or not parts.hostname or parts.port is None:
+            raise ValueError(f"the url of a node is ws://HOST:PORT, or wss:// with TLS; got {url!r}")
+        return cls(parts.hostname, parts.port, parts.path or "/", secure=parts.scheme == "wss")
 
     @property
     def authority(self) -> str:
@@ -49,7 +54,7 @@ class Address(msgspec.Struct, frozen=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
-        return f"ws://{self.authority}{self.resource}"
+        return f"{'wss' if self.secure else 'ws'}://{self.authority}{self.resource}"
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,9 +68,18 @@ class Transport:
     """Runs in one task of the client's nursery; `close` ends it. What happens to the session goes into `state`."""
 
     def __init__(
-        self, address: Address, token: str, state: ClientState, limits: LinkLimits, patience: Patience
+        self,
+        address: Address,
+        token: str,
+        state: ClientState,
+        limits: LinkLimits,
+        patience: Patience,
+        *,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        """`tls` is used, and needed, where `address` is secure."""
         self._address = address
+        self._tls = tls
         self._token = token
         self._state = state
         self._limits = limits
@@ -128,8 +142,12 @@ class Transport:
             LinkClosed, OSError, trio.TooSlowError: it did not come about.
         """
         with trio.fail_at(min(deadline_s, trio.current_time() + ATTEMPT_TIMEOUT_S)):
-            stream = await trio.open_tcp_stream(self._address.host, self._address.port)
+            stream: trio.abc.Stream = await trio.open_tcp_stream(self._address.host, self._address.port)
         try:
+            if self._tls is not None:
+                stream = await open_tls(
+                    stream, self._tls, server_hostname=self._address.host, timeout_s=ATTEMPT_TIMEOUT_S
+                )
             async with open_client_link(
                 stream, self._address.authority, self._address.resource, _decode, self._limits
             ) as link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +12,7 @@ import trio
 from ipc.errors import ProtocolViolation
 from ipc.nursery import single_exception
 from ipc.session import SESSION_PROTOCOL_VERSION, ClientFrame, SessionHello, SessionWelcome
+from ipc.tls import open_tls, server_context
 from ipc.websocket import LinkClosed, LinkLimits, WebSocketLink, open_server_link
 from prorl_trio.errors import AdmissionRejected, ConfigError, ProtocolError
 from prorl_trio.service.auth import load_token, token_matches
@@ -18,6 +20,8 @@ from prorl_trio.service.connection import Connection, refuse
 from prorl_trio.service.session import Session, SessionLimits, SessionTable
 
 if TYPE_CHECKING:
+    import ssl
+
     from prorl_trio.config import ListenConfig
     from prorl_trio.service.node_api import NodeApi
 
@@ -59,12 +63,19 @@ async def serve_websocket(
     if not 0 <= config.port <= 65_535:
         raise ConfigError(f"listen.port must be 0 (any free one) to 65535, got {config.port}")
     token = await trio.to_thread.run_sync(load_token, config)
+    tls = await trio.to_thread.run_sync(_load_tls, config)
     if sessions is None:
         limits = SessionLimits(max_sessions=config.max_sessions, max_message_bytes=config.max_message_bytes)
         sessions = SessionTable(limits)
     listener = await _listen(config)
     host, port = listener.socket.getsockname()[:2]
-    server = _Server(node, config, token, sessions)
+    if tls is None and not ipaddress.ip_address(host).is_loopback:
+        logger.warning(
+            "listening on %s WITHOUT TLS: the token and everything else can be read on the network; "
+            "set listen.tls_cert and listen.tls_key, or listen on 127.0.0.1",
+            host,
+        )
+    server = _Server(node, config, token, sessions, tls)
     with single_exception():
         async with trio.open_nursery() as connections:
             try:
@@ -72,6 +83,19 @@ async def serve_websocket(
                 await trio.serve_listeners(server.serve_stream, [listener], handler_nursery=connections)
             finally:
                 server.go_away()
+
+
+def _load_tls(config: ListenConfig) -> ssl.SSLContext | None:
+    if not config.tls_cert and not config.tls_key:
+        return None
+    if not config.tls_cert or not config.tls_key:
+        raise ConfigError("listen.tls_cert and listen.tls_key go together; one of them is missing")
+    try:
+        return server_context(config.tls_cert, config.tls_key)
+    except OSError as exc:  # an SSLError is one
+        raise ConfigError(
+            f"listen.tls_cert {config.tls_cert}, tls_key {config.tls_key}: cannot be used: {exc}"
+        ) from exc
 
 
 async def _listen(config: ListenConfig) -> trio.SocketListener:
@@ -88,8 +112,11 @@ async def _listen(config: ListenConfig) -> trio.SocketListener:
 class _Server:
     """What all connections share."""
 
-    def __init__(self, node: NodeApi, config: ListenConfig, token: bytes, sessions: SessionTable) -> None:
+    def __init__(
+        self, node: NodeApi, config: ListenConfig, token: bytes, sessions: SessionTable, tls: ssl.SSLContext | None
+    ) -> None:
         self._node = node
+        self._tls = tls
         self._token = token
         self._sessions = sessions
         self._max_streams = config.max_sessions + STRANGERS
@@ -121,12 +148,14 @@ class _Server:
         with trio.CancelScope(shield=True) as scope:
             await self._serve_shielded(stream, scope)
 
-    async def _serve_shielded(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+    async def _serve_shielded(self, stream: trio.abc.Stream, scope: trio.CancelScope) -> None:
         self._scopes[scope] = None
         try:
+            if self._tls is not None:
+                stream = await open_tls(stream, self._tls, server_hostname=None, timeout_s=HELLO_TIMEOUT_S)
             async with open_server_link(stream, _decode, self._limits) as link:
                 await self._serve_link(link, scope)
-        except LinkClosed as exc:
+        except (LinkClosed, ProtocolViolation) as exc:
             logger.info("stranger left: %s", exc)
         finally:
             del self._scopes[scope]

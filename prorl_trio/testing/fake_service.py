@@ -26,10 +26,10 @@ TOKEN = "a token"
 class Service:
     """Where it listens: `connect(service.url, TOKEN)`. `stopped` is set when it does no more."""
 
-    def __init__(self, host: str, port: int, scope: trio.CancelScope) -> None:
+    def __init__(self, host: str, port: int, scope: trio.CancelScope, *, secure: bool = False) -> None:
         self.host = host
         self.port = port
-        self.url = f"ws://{host}:{port}"
+        self.url = f"{'wss' if secure else 'ws'}://{host}:{port}"
         self.stopped = trio.Event()
         self._scope = scope
 
@@ -46,17 +46,21 @@ async def open_service(
     config = ListenConfig(port=port, token=TOKEN, **listen)
     with single_exception():
         async with trio.open_nursery() as nursery:
-            service = await nursery.start(_serve, partial(serve_websocket, node, config, sessions=sessions))
+            service = await nursery.start(
+                _serve, partial(serve_websocket, node, config, sessions=sessions), bool(config.tls_cert)
+            )
             try:
                 yield service
             finally:
                 service.stop()
 
 
-async def _serve(server: Callable[..., Awaitable[None]], *, task_status: trio.TaskStatus[Service]) -> None:
+async def _serve(
+    server: Callable[..., Awaitable[None]], secure: bool, *, task_status: trio.TaskStatus[Service]
+) -> None:
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
             host, port = await nursery.start(server)
-            service = Service(host, port, scope)
+            service = Service(host, port, scope, secure=secure)
             task_status.started(service)
     service.stopped.set()

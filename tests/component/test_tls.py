@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import logging
+import ssl
+
+import pytest
+import trio
+import trio.testing
+import trustme
+
+from ipc.errors import ProtocolViolation
+from ipc.tls import client_context, open_tls
+from ipc.websocket import LinkClosed
+from prorl_trio.client import connect
+from prorl_trio.client.errors import ConnectionLost
+from prorl_trio.config import ListenConfig
+from prorl_trio.errors import ConfigError, ProtocolError, Unauthorized
+from prorl_trio.service import server as server_module
+from prorl_trio.service.server import serve_websocket
+from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
+from prorl_trio.testing.fake_service import TOKEN, open_service
+
+
+@pytest.fixture(autouse=True)
+async def deadline():
+    with trio.fail_after(30):
+        yield
+
+
+class Certificates:
+    """An authority of our own, and what it signed for 127.0.0.1."""
+
+    def __init__(self, folder, identity="127.0.0.1"):
+        authority = trustme.CA()
+        leaf = authority.issue_cert(identity)
+        self.ca, cert, key = str(folder / "ca.pem"), folder / "cert.pem", folder / "key.pem"
+        authority.cert_pem.write_to_path(self.ca)
+        cert.write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
+        leaf.private_key_pem.write_to_path(str(key))
+        self.listen = {"tls_cert": str(cert), "tls_key": str(key)}
+
+
+@pytest.fixture
+def certificates(tmp_path):
+    return Certificates(tmp_path)
+
+
+async def test_a_session_over_tls(certificates):
+    node = FakeNode(on_submit=lambda spec: make_outcome(spec, tokens=200_000))
+    async with open_service(node, **certificates.listen) as service:
+        assert service.url.startswith("wss://")
+        async with connect(service.url, TOKEN, tls_ca=certificates.ca) as client:
+            await client.submit([make_spec(f"j{n}") for n in range(5)])
+            ids = [outcome.job_id async for outcome in client.results(5)]
+        assert ids == [f"j{n}" for n in range(5)]
+        with pytest.raises(Unauthorized):
+            async with connect(service.url, "no", tls_ca=certificates.ca):
+                pass
+
+
+async def test_a_certificate_that_is_not_to_be_believed_is_refused_at_once(certificates, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    wrong_name = Certificates(other, "node.example")
+    async with open_service(FakeNode(), **certificates.listen) as service:
+        with pytest.raises(ProtocolError, match="not to be believed"):
+            async with connect(service.url, TOKEN):
+                pass
+    async with open_service(FakeNode(), **wrong_name.listen) as service:
+        with pytest.raises(ProtocolError, match=r"not to be believed.*mismatch"):
+            async with connect(service.url, TOKEN, tls_ca=wrong_name.ca):
+                pass
+
+
+async def test_one_side_with_tls_and_the_other_without(certificates):
+    async with open_service(FakeNode()) as service:
+        with pytest.raises(ProtocolError, match="TLS"):
+            async with connect(service.url.replace("ws:", "wss:"), TOKEN, tls_ca=certificates.ca):
+                pass
+    async with open_service(FakeNode(), **certificates.listen) as service:
+        with pytest.raises(ConnectionLost):
+            async with connect(service.url.replace("wss:", "ws:"), TOKEN, connect_timeout_s=0.3):
+                pass
+        async with connect(service.url, TOKEN, tls_ca=certificates.ca):
+            pass
+
+
+async def test_versions_before_1_2_are_refused(certificates):
+    context = client_context(certificates.ca)
+    with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    async with open_service(FakeNode(), **certificates.listen) as service:
+        stream = await trio.open_tcp_stream(service.host, service.port)
+        with pytest.raises((LinkClosed, ProtocolViolation), match="TLS"):
+            await open_tls(stream, context, server_hostname=service.host, timeout_s=5)
+
+
+async def test_a_stranger_that_says_nothing_is_shown_out(certificates, monkeypatch):
+    monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.1)
+    async with (
+        open_service(FakeNode(), **certificates.listen) as service,
+        await trio.open_tcp_stream(service.host, service.port) as stream,
+    ):
+        assert await stream.receive_some() == b""
+
+
+async def test_a_server_that_says_nothing_is_given_up():
+    ours, theirs = trio.testing.memory_stream_pair()
+    with pytest.raises(LinkClosed, match=r"no TLS handshake within 0\.05 s"):
+        await open_tls(ours, ssl.create_default_context(), server_hostname="x", timeout_s=0.05)
+    assert await theirs.receive_some() != b"", "the client's hello"
+    assert await theirs.receive_some() == b"", "and it is closed"
+
+
+@pytest.mark.parametrize("missing", ["tls_cert", "tls_key", "file", "pair"])
+async def test_what_cannot_be_used_is_said_at_the_start(certificates, tmp_path, missing):
+    listen = dict(certificates.listen)
+    if missing == "file":
+        listen["tls_cert"] = str(tmp_path / "none.pem")
+    elif missing == "pair":
+        listen["tls_key"] = listen["tls_cert"]
+    else:
+        listen[missing] = ""
+    with pytest.raises(ConfigError, match="tls_cert"):
+        await serve_websocket(FakeNode(), ListenConfig(port=0, token=TOKEN, **listen))
+    with pytest.raises(ConfigError, match="tls_ca"):
+        async with connect("wss://127.0.0.1:1", TOKEN, tls_ca=tmp_path / "none.pem"):
+            pass
+
+
+async def test_beyond_loopback_without_tls_is_said_loudly(certificates, caplog):
+    def warned():
+        return "WITHOUT TLS" in caplog.text
+
+    with caplog.at_level(logging.WARNING):
+        async with open_service(FakeNode()):
+            assert not warned()
+        async with open_service(FakeNode(), host="0.0.0.0", **certificates.listen):
+            assert not warned()
+        async with open_service(FakeNode(), host="0.0.0.0"):
+            assert warned()
