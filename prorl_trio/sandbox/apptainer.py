@@ -47,8 +47,7 @@ class ApptainerProvider(SandboxProvider):
     Own PID, IPC, UTS and (without `spec.network`) network namespace, no host environment, no capabilities. /tmp, the
     home directory, /dev/shm and what is written to an image other than `host` share one tmpfs, which is thrown away.
     Its size is `spec.limits.disk_bytes`; for root, to whom Apptainer gives one without a size, the watchdog keeps
-    to that; where Apptainer is installed setuid, the size is its own `sessiondir max size`. Where the project itself is
-    below /tmp or the home directory, those are folders on disk instead, without a limit of size.
+    to that; where Apptainer is installed setuid, the size is its own `sessiondir max size`.
     """
 
     name: ClassVar[str] = "apptainer"
@@ -70,9 +69,7 @@ class ApptainerProvider(SandboxProvider):
             return ProviderReport(name=self.name, usable=False, problem=problem, remedy=_INSTALL)
         try:
             async with open_run_dir(self._runtime_dir) as run_dir, run_dir.open_sandbox_dir() as folder:
-                mounts = [*host_mounts()]
-                mounts += _mounts_with_mount_points(mounts, folder)
-                exec_argv = (*_exec_argv(self._executable, network=False), *_mount_argv(mounts))
+                exec_argv = (*_exec_argv(self._executable, network=False), *_mount_argv(host_mounts()))
                 _, problem = await run_probe((*exec_argv, str(run_dir.root), "/bin/true"), _launcher_env(folder))
         except SandboxUnavailable as exc:
             problem = str(exc)
@@ -102,7 +99,6 @@ class ApptainerProvider(SandboxProvider):
             runtime = image_runtime()
             argv.append("--writable-tmpfs")
             mounts += [*runtime.mounts, Mount(str(run_dir.lib), LIB_DIR)]
-        mounts += _mounts_with_mount_points(mounts, folder)
         argv += _mount_argv(mounts)
         for name, value in runtime.env.items():
             argv += ["--env", f"{name}={value}"]
@@ -166,17 +162,3 @@ def _mount_argv(mounts: Iterable[Mount]) -> list[str]:
         # The option is one line of CSV.
         argv += ["--mount", ",".join('"{}"'.format(field.replace('"', '""')) for field in fields)]
     return argv
-
-
-def _mounts_with_mount_points(mounts: Iterable[Mount], folder: SandboxDir) -> list[Mount]:
-    """Folders for /tmp and the home directory where something is to be mounted below: in its own tmpfs Apptainer makes
-    no mount points. For a project that is itself in /tmp, say. They end with the sandbox's folder. Blocks."""
-    needed: dict[str, Mount] = {}
-    for mount in mounts:
-        for place, mode in (("/tmp", 0o1777), (HOME, 0o700)):
-            if mount.target.startswith(f"{place}/"):
-                source = folder.path / "below" / os.path.basename(place)
-                (source / os.path.relpath(mount.target, place)).mkdir(parents=True, exist_ok=True)
-                source.chmod(mode)
-                needed[place] = Mount(str(source), place, writable=True)
-    return list(needed.values())

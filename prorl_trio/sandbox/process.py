@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
 from prorl_trio.sandbox.run_dir import open_shared_run_dir
-from prorl_trio.sandbox.runtime import host_runtime
+from prorl_trio.sandbox.runtime import process_runtime
 from prorl_trio.sandbox.start import Launch, open_daemon_sandbox
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class ProcessProvider(SandboxProvider):
 def _plan(spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
     if spec.image != "host":
         raise SandboxUnavailable(f"image {spec.image}: the provider `process` has no images; use `host`")
-    runtime = host_runtime(str(run_dir.lib))
+    runtime = process_runtime(str(run_dir.lib))
     tool_env = {**runtime.tool_env, "HOME": str(folder.home)}
     env = {**runtime.env, **tool_env}
-    return Launch(runtime.daemon_argv(), env, tool_env, str(folder.home), isolated=False)
+    return Launch((*runtime.daemon_argv(), "--guard"), env, tool_env, str(folder.home), isolated=False)

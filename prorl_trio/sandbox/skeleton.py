@@ -6,14 +6,13 @@ import os
 import shutil
 from typing import TYPE_CHECKING, Final
 
-from prorl_trio.sandbox.runtime import LIB_DIR, Mount, host_runtime, install_daemon
+from prorl_trio.sandbox.runtime import HOME, LIB_DIR, Mount, host_runtime, install_daemon
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["HOME", "READ_ONLY_PROC", "USER", "build_skeleton", "host_mounts", "read_only_proc"]
 
-HOME: Final = "/home/agent"
 USER: Final = "agent"
 
 _SYSTEM_DIRS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
