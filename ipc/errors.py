@@ -1,8 +1,12 @@
-"""What can go wrong on a Unix-socket channel. Every message says what, the limit, the actual value, what to do."""
+"""What can go wrong on a Unix-socket channel and in shared memory.
+
+Every message says what, the limit, the actual value, what to do.
+"""
 
 from __future__ import annotations
 
 __all__ = [
+    "ArenaFull",
     "CallFailed",
     "CallTimedOut",
     "ChannelBroken",
@@ -10,6 +14,7 @@ __all__ = [
     "HandshakeRefused",
     "IpcError",
     "ProtocolViolation",
+    "StaleReference",
 ]
 
 
@@ -57,3 +62,19 @@ class CallTimedOut(IpcError):
     def __init__(self, what: str, timeout_s: float) -> None:
         super().__init__(f"{what} got no answer within its {timeout_s:g} s")
         self.timeout_s = timeout_s
+
+
+class ArenaFull(IpcError):
+    """There is no run of free blocks that long in the arena now. Nothing was changed; room comes with releases."""
+
+    def __init__(self, tokens: int, largest_free_tokens: int) -> None:
+        super().__init__(
+            f"no room for {tokens} tokens in the arena: its largest free run holds {largest_free_tokens}; "
+            "wait for acknowledgements, or make the arena larger"
+        )
+        self.tokens = tokens
+        self.largest_free_tokens = largest_free_tokens
+
+
+class StaleReference(IpcError):
+    """The tokens a reference stands for are gone: acknowledged, released, or of another node's life."""

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import ipc
-from ipc import file_calls, rpc, sandbox_calls, session, wire
+from ipc import arena_memory, arena_socket, arena_wire, file_calls, rpc, sandbox_calls, session, wire
 from ipc.channel import MAX_SOCKET_PATH_BYTES
 from ipc.envelope import encode_envelope
 from ipc.framing import encode_frame
@@ -32,7 +32,7 @@ def structs(module: ModuleType) -> list[type[msgspec.Struct]]:
     ]
 
 
-WIRE = [struct for module in (wire, sandbox_calls, file_calls, session) for struct in structs(module)]
+WIRE = [struct for module in (wire, sandbox_calls, file_calls, session, arena_wire) for struct in structs(module)]
 
 
 @pytest.mark.parametrize("struct", [*WIRE, JobSpec, Outcome], ids=lambda s: s.__name__)
@@ -60,7 +60,9 @@ def test_the_example_frame_is_what_we_send():
 
 def test_the_codes_are_described():
     codes = [
-        code for struct in (wire.Refused, session.SessionRefused) for code in get_args(get_type_hints(struct)["code"])
+        code
+        for struct in (wire.Refused, session.SessionRefused, arena_wire.ArenaRefused)
+        for code in get_args(get_type_hints(struct)["code"])
     ]
     assert {"token", "replaced"} <= set(codes)
     assert not [code for code in codes if f"`{code}`" not in TEXT]
@@ -71,6 +73,10 @@ def test_the_codes_are_described():
     [
         f"Sandbox RPC**, version {wire.PROTOCOL_VERSION}:",
         f"Trainer session**, version {session.SESSION_PROTOCOL_VERSION}:",
+        f"**Arena**, version {arena_wire.ARENA_PROTOCOL_VERSION}:",
+        f"layout version u32 = {arena_memory.ARENA_LAYOUT_VERSION}",
+        f"frames of at most {arena_socket.MAX_FRAME_BYTES} bytes",
+        f"{arena_socket.MAX_ARENA_READERS} readers (default)",
         f"{wire.MAX_FRAME_BYTES:,} bytes of payload",
         f"{session.MAX_MESSAGE_BYTES:,} bytes",
         f"at most {MAX_SOCKET_PATH_BYTES} bytes",

@@ -1,0 +1,76 @@
+"""Which blocks of an arena are free. Pure state: no memory, no waiting."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Blocks"]
+
+
+class Blocks:
+    """Runs of consecutive blocks, given out first-fit, joined with their neighbours when they come back.
+
+    Attributes:
+        total: how many blocks there are.
+        free: how many of them are free.
+        high_water: the most that were ever used at once.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.free = total
+        self.high_water = 0
+        self._starts = [0] if total else []
+        self._ends = [total] if total else []
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The free runs in order, as (first block, one past the last)."""
+        return zip(self._starts, self._ends, strict=True)
+
+    @property
+    def largest_free_run(self) -> int:
+        """In blocks; 0 if there is none."""
+        return max((end - start for start, end in self.runs()), default=0)
+
+    def take(self, count: int) -> int | None:
+        """Take `count` >= 1 consecutive blocks; returns the first, or None if no free run is that long."""
+        for index, (start, end) in enumerate(self.runs()):
+            if end - start >= count:
+                if end - start == count:
+                    del self._starts[index], self._ends[index]
+                else:
+                    self._starts[index] = start + count
+                self.free -= count
+                self.high_water = max(self.high_water, self.total - self.free)
+                return start
+        return None
+
+    def give_back(self, first: int, count: int) -> None:
+        """Free `count` >= 1 blocks from `first` on, all of them taken.
+
+        Raises:
+            ValueError: they are not: outside of the arena, or (partly) free. Nothing was changed.
+        """
+        end = first + count
+        index = bisect_right(self._starts, first)
+        free_before = index > 0 and self._ends[index - 1] > first
+        free_after = bisect_left(self._starts, end) > index
+        if count < 1 or first < 0 or end > self.total or free_before or free_after:
+            raise ValueError(f"blocks {first} to {end - 1} of {self.total} are not all taken")
+        joins_before = index > 0 and self._ends[index - 1] == first
+        joins_after = index < len(self._starts) and self._starts[index] == end
+        if joins_before and joins_after:
+            self._ends[index - 1] = self._ends.pop(index)
+            del self._starts[index]
+        elif joins_before:
+            self._ends[index - 1] = end
+        elif joins_after:
+            self._starts[index] = first
+        else:
+            self._starts.insert(index, first)
+            self._ends.insert(index, end)
+        self.free += count
