@@ -27,7 +27,12 @@ def main() -> int:
     )
     parser.add_argument("--accept-timeout-s", type=float, default=30.0, metavar="S", help="end if nobody connects")
     parser.add_argument("--prestart-ipython", action="store_true", help="do not wait for the first cell")
+    parser.add_argument("--guard", action="store_true", help="for where no PID namespace ends what a killed one leaves")
     options = parser.parse_args()
+    if options.guard:
+        from sandbox_daemon.guard import stay_behind
+
+        stay_behind()
 
     import trio
 

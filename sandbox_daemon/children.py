@@ -16,24 +16,10 @@ if TYPE_CHECKING:
 
     from ipc.limits import SandboxLimits
 
-__all__ = ["Child", "ChildReaper", "become_subreaper"]
+__all__ = ["Child", "ChildReaper"]
 
-PR_SET_CHILD_SUBREAPER = 36
 SIGNAL_EXIT_BASE = 128
 """Exit code of a process ended by signal n, as shells report it: this plus n."""
-
-
-def become_subreaper() -> None:
-    """Let orphaned descendants of this process become its children, however often they fork and detach.
-
-    Needed where the daemon is not PID 1 of its namespace; harmless where it is.
-    """
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        errno = ctypes.get_errno()
-        raise OSError(errno, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(errno)}")
 
 
 class Child:

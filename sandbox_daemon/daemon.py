@@ -43,10 +43,11 @@ from ipc.sandbox_calls import (
     SandboxReply,
 )
 from sandbox_daemon.bash import BashSession
-from sandbox_daemon.children import ChildReaper, become_subreaper
+from sandbox_daemon.children import ChildReaper
 from sandbox_daemon.editor import Editor
 from sandbox_daemon.exec import run_exec
 from sandbox_daemon.files import read_file, write_file
+from sandbox_daemon.guard import become_subreaper
 from sandbox_daemon.kernels import KernelSessions
 from sandbox_daemon.processes import kill_until_gone, read_process_table
 from sandbox_daemon.settings import runtime_environment, tool_environment
