@@ -166,14 +166,22 @@ class ProcessTree:
         return f"{program}: {what}" + (f"; it said: {said}" if said else "")
 
     async def _end(self) -> None:
-        self._members |= descendants(self.pid)
+        self._note_family()
         # A leader that died by itself, or was killed, may have left children that nobody has noted.
         left_orphans = self.describe_exit() != "running"
         await self._stdin.aclose()
+        if left_orphans:
+            # A daemon among those that are known ends all it started, which nobody else may know of.
+            await run_blocking(wait_gone, self._members, GRACE_S)
         await self._end_leader()
         if left_orphans or any(map(is_alive, self._members)):
             self._members |= await run_blocking(session_members, self.pid)
             await run_blocking(self._kill_members)
+
+    def _note_family(self) -> None:
+        for process in tuple(self._members):
+            if is_alive(process):
+                self._members |= descendants(process.pid)
 
     def _close(self) -> None:
         """Reap the first process, close the pipes, and see whether anything survived."""
