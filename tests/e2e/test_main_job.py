@@ -29,9 +29,23 @@ pytestmark = pytest.mark.slow
 CHECKOUT = Path(__file__).resolve().parents[2]
 PR_SET_CHILD_SUBREAPER = 36
 KILL_DEADLINE_S = 5.0
+ENGINE_DEADLINE_S = 15.0
+"""For an engine it is 3 s to end by itself and 2 s to be killed, on a machine with nothing else to do."""
+
 SHARED_MEMORY = Path("/dev/shm")
 DAEMON = re.compile(r"\d+: \S*python\S* (-\w )*-m sandbox_daemon( |$)")
 """A daemon's own process, not its launcher's, which names it too."""
+
+ENGINE_LAUNCHER = """
+import pathlib, sys, trio
+from launch.paths import engine_python, model_dir
+from launch.vllm import open_vllm
+async def main():
+    async with open_vllm(engine_python(), model_dir(), log_file=pathlib.Path(sys.argv[1])):
+        print("UP", flush=True)
+        await trio.sleep_forever()
+trio.run(main)
+"""
 
 
 @pytest.fixture(params=["apptainer", "bubblewrap"])
@@ -104,7 +118,11 @@ class Machine:
     def node_pid(self):
         """The process of the node: the one that runs `prorl_trio.cli serve`, and not its supervisor."""
         lines = [line for line in self.leftovers() if " serve --config" in line and "supervisor" not in line]
-        return min(int(line.split(":")[0]) for line in lines)  # a child about to execute has its line too
+        return min(map(pid_of, lines))  # a child about to execute has its line too
+
+
+def pid_of(line):
+    return int(line.split(":")[0])
 
 
 def read(path):
@@ -224,3 +242,27 @@ def test_nothing_is_left_after(end, provider, vllm_url, machine, tmp_path):
     finally:
         demo.kill()
         demo.communicate()
+
+
+@pytest.mark.parametrize("victims", [["engine core", "launcher"], ["guard"]], ids=" and ".join)
+def test_nothing_is_left_of_a_killed_engine(victims, machine, tmp_path):
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", ENGINE_LAUNCHER, str(tmp_path / "log")], cwd=CHECKOUT, stdout=subprocess.PIPE
+    )
+    try:
+        assert launcher.stdout.readline() == b"UP\n", (tmp_path / "log").read_text()[-3000:]
+        assert any(f"file {SHARED_MEMORY}" in line for line in machine.leftovers()), "a real engine shares memory"
+        found = machine.leftovers()
+        pids = {
+            "launcher": launcher.pid,
+            "guard": max(pid_of(line) for line in found if "supervisor.py" in line),
+            "engine core": max((pid_of(line) for line in found if "EngineCore" in line), default=0),
+        }
+        for victim in victims:
+            os.kill(pids[victim], signal.SIGKILL)
+        assert machine.wait_until_gone(ENGINE_DEADLINE_S, "supervisor.py") == set()
+        assert machine.wait_until_gone(KILL_DEADLINE_S, str(SHARED_MEMORY)) == set()
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    assert machine.wait_until_gone(KILL_DEADLINE_S) == set()
