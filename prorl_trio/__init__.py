@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from prorl_trio.batch import PaddedBatch, pad_batch
     from prorl_trio.client import BlockingClient, RolloutClient, connect
     from prorl_trio.errors import ProrlError, RolloutError, ServiceError
     from prorl_trio.handlers.base import AgentHandler, Evaluation
@@ -30,6 +31,7 @@ __all__ = [
     "Evaluation",
     "JobSpec",
     "Outcome",
+    "PaddedBatch",
     "ProrlError",
     "RolloutClient",
     "RolloutError",
@@ -40,9 +42,11 @@ __all__ = [
     "Trajectory",
     "Turn",
     "connect",
+    "pad_batch",
 ]
 
 _HOMES = {
+    "prorl_trio.batch": ("PaddedBatch", "pad_batch"),
     "prorl_trio.client": ("BlockingClient", "RolloutClient", "connect"),
     "prorl_trio.errors": ("ProrlError", "RolloutError", "ServiceError"),
     "prorl_trio.handlers.base": ("AgentHandler", "Evaluation"),

@@ -338,11 +338,11 @@ class _Tokens:
         self.loss_mask += bytes([logprobs is not None]) * len(ids)
 
     def as_segment(self) -> Segment:
-        return Segment(
-            token_ids_le=np.asarray(self.token_ids, dtype="<i4").tobytes(),
-            logprobs_le=np.asarray(self.logprobs, dtype="<f4").tobytes(),
-            loss_mask_le=bytes(self.loss_mask),
-            spans=list(self.spans),
+        return Segment.from_arrays(
+            np.frombuffer(self.token_ids, "i4"),
+            np.frombuffer(self.logprobs, "f4"),
+            np.frombuffer(self.loss_mask, "u1"),
+            list(self.spans),
         )
 
 

@@ -6,6 +6,7 @@ a token) and read-only numpy views in Python, without a copy.
 
 from __future__ import annotations
 
+from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -15,7 +16,9 @@ import numpy.typing as npt
 from prorl_trio.errors import FailureCause
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from prorl_trio.batch import PaddedBatch
 
 __all__ = [
     "Budgets",
@@ -54,6 +57,9 @@ StopReason = Literal[
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why the engine stopped sampling one completion: end-of-turn token, token limit, or aborted."""
+
+OUT_OF_BAND_PROTOCOL = 5
+"""Of pickles that may carry buffers beside themselves (PEP 574)."""
 
 
 class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -151,6 +157,9 @@ class PolicySpan(_Model, frozen=True):
 class Segment(_Model, frozen=True):
     """Parallel arrays over one unbroken token sequence of length T, prompt included.
 
+    The arrays are views of whatever memory they came in: the message an outcome was decoded from, the node's arena, an
+    array of your own. `copy.deepcopy` makes one that owns its memory; so does pickling, unless out of band (PEP 574).
+
     Attributes:
         token_ids: int32 [T]. Bit for bit what the engine received and returned.
         logprobs: float32 [T]. The engine's log-probability (natural log) of each sampled token; 0.0 elsewhere.
@@ -158,12 +167,14 @@ class Segment(_Model, frozen=True):
         spans: run-length policy versions over the sampled tokens.
     """
 
-    token_ids_le: bytes = msgspec.field(name="token_ids")
-    logprobs_le: bytes = msgspec.field(name="logprobs")
-    loss_mask_le: bytes = msgspec.field(name="loss_mask")
+    token_ids_le: memoryview = msgspec.field(name="token_ids")
+    logprobs_le: memoryview = msgspec.field(name="logprobs")
+    loss_mask_le: memoryview = msgspec.field(name="loss_mask")
     spans: list[PolicySpan]
 
     def __post_init__(self) -> None:
+        for name in ("token_ids_le", "logprobs_le", "loss_mask_le"):
+            msgspec.structs.force_setattr(self, name, _flat(getattr(self, name)))
         n = len(self.loss_mask_le)
         if len(self.token_ids_le) != 4 * n or len(self.logprobs_le) != 4 * n:
             raise ValueError(
@@ -179,13 +190,24 @@ class Segment(_Model, frozen=True):
         loss_mask: Sequence[int] | npt.NDArray[np.uint8],
         spans: list[PolicySpan],
     ) -> Segment:
-        """Build from sequences of equal length T. Raises ValueError if they differ."""
+        """Build from sequences of equal length T, by a copy. Raises ValueError if they differ."""
         return cls(
-            token_ids_le=np.asarray(token_ids, dtype="<i4").tobytes(),
-            logprobs_le=np.asarray(logprobs, dtype="<f4").tobytes(),
-            loss_mask_le=np.asarray(loss_mask, dtype="u1").tobytes(),
+            token_ids_le=memoryview(np.asarray(token_ids, dtype="<i4").tobytes()),
+            logprobs_le=memoryview(np.asarray(logprobs, dtype="<f4").tobytes()),
+            loss_mask_le=memoryview(np.asarray(loss_mask, dtype="u1").tobytes()),
             spans=spans,
         )
+
+    @classmethod
+    def over_arrays(
+        cls,
+        token_ids: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+        loss_mask: npt.NDArray[np.uint8],
+        spans: list[PolicySpan],
+    ) -> Segment:
+        """Build over contiguous arrays of equal length T, without a copy. Raises ValueError if they differ."""
+        return cls(token_ids_le=token_ids.data, logprobs_le=logprobs.data, loss_mask_le=loss_mask.data, spans=spans)
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
@@ -204,6 +226,25 @@ class Segment(_Model, frozen=True):
 
     def __len__(self) -> int:
         return len(self.loss_mask_le)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Segment], tuple[Any, ...]]:
+        arrays = (self.token_ids_le, self.logprobs_le, self.loss_mask_le)
+        if protocol >= OUT_OF_BAND_PROTOCOL:
+            return _segment, (*map(PickleBuffer, arrays), self.spans)
+        return _segment, (*(array.tobytes() for array in arrays), self.spans)
+
+
+def _segment(token_ids: Any, logprobs: Any, loss_mask: Any, spans: list[PolicySpan]) -> Segment:
+    """What a pickle calls; the arrays come as any bytes-like object."""
+    return Segment(token_ids_le=token_ids, logprobs_le=logprobs, loss_mask_le=loss_mask, spans=spans)
+
+
+def _flat(buffer: Any) -> memoryview:
+    """The bytes of a contiguous buffer, read-only."""
+    view = memoryview(buffer)
+    if view.format != "B" or view.ndim != 1:
+        view = view.cast("B") if view.nbytes else memoryview(b"")
+    return view.toreadonly()
 
 
 class Turn(_Model, frozen=True):
@@ -230,6 +271,19 @@ class Trajectory(_Model, frozen=True):
     turns: list[Turn]
     stop_reason: StopReason
     prefix_breaks: int = 0
+
+    def to_padded(
+        self,
+        *,
+        pad_token_id: int,
+        max_len: int | None = None,
+        side: Literal["left", "right"] = "right",
+        truncate: bool = False,
+    ) -> PaddedBatch:
+        """Its segments as [segments, time] arrays: `prorl_trio.batch.pad_batch` of this trajectory alone."""
+        from prorl_trio.batch import pad_batch
+
+        return pad_batch([self], pad_token_id=pad_token_id, max_len=max_len, side=side, truncate=truncate)
 
 
 class Timing(_Model, frozen=True):

@@ -1,12 +1,26 @@
 from __future__ import annotations
 
+import copy
+import pickle
+from array import array
+
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_trio.models import Budgets, JobSpec, PolicySpan, SamplingParams, Segment, TaskInstance, Trajectory
+from prorl_trio.models import (
+    Budgets,
+    JobSpec,
+    Outcome,
+    PolicySpan,
+    SamplingParams,
+    Segment,
+    TaskInstance,
+    Timing,
+    Trajectory,
+)
 
 INT32 = st.integers(0, 2**31 - 1)
 TOKENS = st.lists(st.tuples(INT32, st.floats(-100, 0, width=32), st.integers(0, 1)))
@@ -69,3 +83,95 @@ def test_a_bad_spec_is_refused_on_decoding_with_its_field(field, value):
 def test_unknown_fields_are_refused():
     with pytest.raises(msgspec.ValidationError, match="rollouts"):
         msgspec.convert({"instance_id": "i", "handler": "math", "payload": {}, "rollouts": 3}, TaskInstance)
+
+
+def outcome_of(tokens):
+    segment = Segment.from_arrays(range(tokens), np.full(tokens, -0.5), np.ones(tokens), [])
+    return Outcome(
+        job_id="j",
+        instance_id="i",
+        group_id="g",
+        status="completed",
+        reward=1.0,
+        cause=None,
+        error="",
+        trajectory=Trajectory(segments=[segment], turns=[], stop_reason="finished"),
+        details={},
+        timing=Timing(),
+    )
+
+
+def arrays_of(outcome):
+    segment = outcome.trajectory.segments[0]
+    return [segment.token_ids, segment.logprobs, segment.loss_mask]
+
+
+def test_decoding_copies_no_token():
+    message = msgspec.msgpack.encode({"cursor": 1, "outcome": outcome_of(32_768)})
+
+    class Frame(msgspec.Struct):
+        cursor: int
+        outcome: msgspec.Raw
+
+    raw = msgspec.msgpack.decode(message, type=Frame).outcome
+    outcome = msgspec.msgpack.decode(raw, type=Outcome)
+    whole = np.frombuffer(message, np.uint8)
+    assert all(np.shares_memory(whole, part) for part in arrays_of(outcome))
+    assert outcome == outcome_of(32_768)
+
+
+def test_encoding_an_outcome_of_32k_tokens_is_a_copy_of_its_bytes():
+    outcome = outcome_of(32_768)
+    encoded = msgspec.msgpack.encode(outcome)
+    assert len(encoded) < 9.1 * 32_768
+    assert all(part.tobytes() in encoded for part in arrays_of(outcome))
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda b: np.frombuffer(b, np.uint8)])
+def test_any_bytes_like_object_will_do(kind):
+    ids = kind(np.asarray([1, 2], "<i4").tobytes())
+    segment = Segment(token_ids_le=ids, logprobs_le=array("f", [0.0, -1.0]), loss_mask_le=b"\0\1", spans=[])
+    assert segment == Segment.from_arrays([1, 2], [0.0, -1.0], [0, 1], [])
+    assert np.shares_memory(segment.token_ids, np.frombuffer(ids, np.uint8))
+    assert not segment.token_ids.flags.writeable
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(segment), type=Segment) == segment
+    assert msgspec.json.decode(msgspec.json.encode(segment), type=Segment) == segment
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_a_segment_over_arrays_is_a_view_of_them(tokens):
+    ids, logprobs, mask = np.arange(tokens, dtype="i4"), np.zeros(tokens, "f4"), np.ones(tokens, "u1")
+    segment = Segment.over_arrays(ids, logprobs, mask, [])
+    assert segment == Segment.from_arrays(ids, logprobs, mask, [])
+    assert len(segment) == tokens
+    if tokens:
+        ids[0] = 7
+        assert segment.token_ids[0] == 7
+        with pytest.raises((TypeError, ValueError, BufferError)):
+            Segment.over_arrays(ids[::2], logprobs[::2], mask[::2], [])
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_outcomes_can_be_pickled(protocol):
+    outcome = outcome_of(100)
+    assert pickle.loads(pickle.dumps(outcome, protocol)) == outcome
+
+
+def test_a_pickle_with_buffers_beside_it_copies_no_token():
+    outcome = outcome_of(1000)
+    buffers = []
+    pickled = pickle.dumps(outcome, 5, buffer_callback=buffers.append)
+    assert len(buffers) == 3
+    assert len(pickled) < 1000
+    again = pickle.loads(pickled, buffers=buffers)
+    assert again == outcome
+    assert all(map(np.shares_memory, arrays_of(again), arrays_of(outcome)))
+
+
+def test_a_deep_copy_owns_its_memory():
+    ids = np.arange(3, dtype="i4")
+    segment = Segment.over_arrays(ids, np.zeros(3, "f4"), np.ones(3, "u1"), [])
+    for again in (copy.deepcopy(segment), pickle.loads(pickle.dumps(segment))):
+        assert again == segment
+        assert not np.shares_memory(again.token_ids, ids)
+    assert np.shares_memory(copy.copy(segment).token_ids, ids)
