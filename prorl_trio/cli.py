@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 import trio
-from rich.console import Console
-from rich.logging import RichHandler
 
 from prorl_trio.chat import ChatFormat
 from prorl_trio.client import connect
@@ -20,7 +18,8 @@ from prorl_trio.client.collect import make_jobs
 from prorl_trio.client.recording import RUN_INFO, RunInfo, read_outcomes, run_folder
 from prorl_trio.client.transport import Address
 from prorl_trio.config import load_config
-from prorl_trio.errors import ConfigError, ProrlError
+from prorl_trio.errors import ConfigError, InternalError, ProrlError
+from prorl_trio.logs import LOG_FORMATS, open_logging
 from prorl_trio.models import SamplingParams
 from prorl_trio.node import endpoint_url, serve_node
 from prorl_trio.progress import console, run_jobs
@@ -31,9 +30,13 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_trio.client import RolloutClient
+    from prorl_trio.logs import LogFormat
 
 __all__ = ["main"]
 
+EXIT_JOBS_CUT = 3
+EXIT_INTERNAL = 70
+"""EX_SOFTWARE of sysexits.h."""
 EXIT_INTERRUPTED = 130
 COMMANDS = "prorl_trio.commands"
 
@@ -54,9 +57,12 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except* ProrlError as group:
-            for error in _leaves(group):
+            leaves = _leaves(group)
+            code = EXIT_INTERNAL if any(isinstance(error, InternalError) for error in leaves) else 1
+            if code == EXIT_INTERNAL:
+                logging.getLogger(__name__).error("a bug of ours", exc_info=group)
+            for error in leaves:
                 click.secho(f"error: {error}", fg="red", err=True)
-            code = 1
         except* KeyboardInterrupt:
             click.secho("interrupted", fg="yellow", err=True)
             code = EXIT_INTERRUPTED
@@ -72,26 +78,42 @@ def _leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="prorl-trio")
-@click.option("-v", "--verbose", is_flag=True, help="Log what happens inside, too.")
-def main(verbose: bool) -> None:
+@click.option("-v", "--verbose", is_flag=True, help="Log what happens inside, too; --log-level debug.")
+@click.option(
+    "--log-level",
+    envvar="PRORL_LOG_LEVEL",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="What to log, on standard error; or PRORL_LOG_LEVEL.",
+)
+@click.option(
+    "--log-format",
+    envvar="PRORL_LOG_FORMAT",
+    type=click.Choice(LOG_FORMATS),
+    default="auto",
+    show_default=True,
+    help="json: one object a line; auto: colours on a terminal, text elsewhere; or PRORL_LOG_FORMAT.",
+)
+@click.pass_context
+def main(context: click.Context, verbose: bool, log_level: str, log_format: LogFormat) -> None:
     """Rollout-as-a-service for RL training of multi-turn LLM agents.
 
     A node (`serve`) takes jobs from a trainer over a WebSocket, works on them with an LLM backend and a sandbox each,
     and streams token-exact trajectories with rewards back. Begin with `prorl-trio doctor` and `prorl-trio demo`.
     """
-    level = logging.DEBUG if verbose else logging.INFO
-    if sys.stderr.isatty():
-        pretty = RichHandler(console=Console(stderr=True), show_path=False)
-        logging.basicConfig(level=level, format="%(message)s", handlers=[pretty])
-    else:
-        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    level = logging.DEBUG if verbose else logging.getLevelNamesMapping()[log_level.upper()]
+    context.with_resource(open_logging(level, log_format))
 
 
 @main.command()
 @click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The node's TOML file.")
 @click.option("--token", envvar="PRORL_TOKEN", help="Overrules listen.token; better in PRORL_TOKEN than in sight.")
 def serve(config_path: Path, token: str | None) -> None:
-    """Run a node until SIGTERM or Ctrl-C: the first drains it, the second cancels what is left.
+    """Run a node until SIGTERM or Ctrl-C: the first drains it, the second cancels what is left, a third kills it.
+
+    Exit code: 0 every job had its own outcome; 3 jobs were cut short (they end as `cancelled`); 1 it could not start
+    or its configuration is wrong; 70 a bug of ours ended it.
 
     \b
     A minimal node.toml:
@@ -107,7 +129,7 @@ def serve(config_path: Path, token: str | None) -> None:
         listen = msgspec.structs.replace(config.listen, token=token, token_file="")
         config = msgspec.structs.replace(config, listen=listen)
     clean = trio.run(lambda: serve_node(config, task_status=_Ready(secure=bool(config.listen.tls_cert))))
-    sys.exit(0 if clean else 1)
+    sys.exit(0 if clean else EXIT_JOBS_CUT)
 
 
 class _Ready:

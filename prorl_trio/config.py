@@ -18,6 +18,7 @@ __all__ = [
     "BudgetConfig",
     "ListenConfig",
     "ModelConfig",
+    "MonitoringConfig",
     "NodeConfig",
     "SandboxConfig",
     "StagesConfig",
@@ -123,6 +124,17 @@ class AgentConfig(_Config, frozen=True):
     max_observation_chars: int = 8_000
 
 
+class MonitoringConfig(_Config, frozen=True):
+    """What the node says of itself.
+
+    `stall_warn_s`: a longer pass of the event loop, in which it answers nobody, is logged with the task's name.
+    `stall_dump_after_s`: log the loop's stack while a pass lasts longer, from a thread of its own; 0 never does.
+    """
+
+    stall_warn_s: float = 0.25
+    stall_dump_after_s: float = 0.0
+
+
 class NodeConfig(_Config, frozen=True):
     """Everything one node needs.
 
@@ -137,6 +149,7 @@ class NodeConfig(_Config, frozen=True):
     stages: StagesConfig = StagesConfig()
     budgets: BudgetConfig = BudgetConfig()
     agent: AgentConfig = AgentConfig()
+    monitoring: MonitoringConfig = MonitoringConfig()
     drain_timeout_s: float = 60.0
     stuck_after_s: float = 300.0
     max_undelivered: int = 100_000

@@ -59,6 +59,7 @@ class Metrics:
     def __init__(self, node_id: str = "", version: str = "") -> None:
         self.registry = registry = CollectorRegistry()
         self._gauges = Gauges()
+        self._turns_total = self._tokens_total = self._ended_total = 0
         registry.register(self._gauges)
         ProcessCollector(registry=registry)
         Info("prorl_node", "Which node this is.", registry=registry).info({"node_id": node_id, "version": version})
@@ -111,6 +112,10 @@ class Metrics:
         """Content type and body of the text exposition. Call it in the node's loop."""
         return CONTENT_TYPE_LATEST, generate_latest(self.registry)
 
+    def totals(self) -> dict[str, int]:
+        """Jobs ended, turns taken and tokens sampled since the beginning, up to date with each turn."""
+        return {"jobs_ended": self._ended_total, "turns": self._turns_total, "tokens_sampled": self._tokens_total}
+
     def backend_called(self, url: str, result: str, used_s: float) -> None:
         """One call of the backend ended after `used_s`; `result` is of a closed set (completed, failed, ...)."""
         self._calls(url, result).inc()
@@ -125,8 +130,11 @@ class Metrics:
 
     def turn_done(self, job: JobView, turn: Turn) -> None:
         """See `Observer`."""
+        sampled = turn.completion_end - turn.completion_start
+        self._turns_total += 1
+        self._tokens_total += sampled
         self._turns(job.handler).inc()
-        self._tokens("sampled").inc(turn.completion_end - turn.completion_start)
+        self._tokens("sampled").inc(sampled)
         self._inference().observe(turn.inference_s)
         if turn.tool_calls:
             self._tools().observe(turn.tools_s)
@@ -135,6 +143,7 @@ class Metrics:
 
     def job_ended(self, job: JobView, outcome: Outcome) -> None:
         """See `Observer`."""
+        self._ended_total += 1
         self._outcomes(job.handler, outcome.status, outcome.cause or "").inc()
         self._job(outcome.status).observe(job.age_s)
         self._stages_ended(outcome.timing)

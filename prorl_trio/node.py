@@ -24,6 +24,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.chat import ChatFormat
+from prorl_trio.drain import drain
 from prorl_trio.errors import (
     AdmissionRejected,
     BackendError,
@@ -36,6 +37,7 @@ from prorl_trio.errors import (
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.inference.pool import Backends
 from prorl_trio.inference.vllm import VllmClient
+from prorl_trio.monitoring import open_monitoring
 from prorl_trio.pipeline import Job, open_pipeline
 from prorl_trio.rollout import Resources
 from prorl_trio.sandbox.host import open_sandbox_host
@@ -46,7 +48,7 @@ from prorl_trio.service.server import serve_websocket
 from prorl_trio.service.session import SessionLimits, SessionTable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from prorl_trio.config import NodeConfig, SandboxConfig
@@ -82,6 +84,14 @@ class Node:
     ) -> None:
         self.node_id = config.node_id or f"{socket.gethostname()}-{os.getpid()}"
         self.draining = False
+        self._started_s = trio.current_time()
+        self._parts: dict[str, Callable[[], object]] = {
+            "pipeline": pipeline.statistics,
+            "jobs": self.live_jobs,
+            "backends": backends.statistics,
+            "sandboxes": lambda: {"provider": provider.name, **sandboxes.statistics()},
+            "scorers": resources.scorers.statistics,
+        }
         self._handlers = handlers
         self._pipeline = pipeline
         self._backends = backends
@@ -134,17 +144,23 @@ class Node:
         """Take the backend out; its running calls finish. Raises BackendError if it is not in the pool."""
         await self._backends.remove(url)
 
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the node was put together."""
+        return trio.current_time() - self._started_s
+
+    def describe(self, name: str, read: Callable[[], object]) -> None:
+        """Let `statistics` show what `read` returns, msgpack-ready, as `name`."""
+        self._parts[name] = read
+
+    def part(self, name: str) -> object:
+        """One part of `statistics`. Raises KeyError if there is none of that name."""
+        return self._parts[name]()
+
     def statistics(self) -> dict[str, object]:
         """Live state, msgpack-ready: what `prorl-trio status` prints."""
-        return {
-            "node_id": self.node_id,
-            "draining": self.draining,
-            "pipeline": self._pipeline.statistics(),
-            "jobs": self.live_jobs(),
-            "backends": self._backends.statistics(),
-            "sandboxes": {"provider": self._provider.name, **self._sandboxes.statistics()},
-            "scorers": self._resources.scorers.statistics(),
-        }
+        parts = {name: read() for name, read in self._parts.items()}
+        return {"node_id": self.node_id, "draining": self.draining, "uptime_s": self.uptime_s, **parts}
 
     def live_jobs(self) -> list[dict[str, object]]:
         """Every live job as a plain dict: the fields of `observer.JobView`, oldest first."""
@@ -248,26 +264,24 @@ async def serve_node(
             max_message_bytes=listen.max_message_bytes,
         )
     )
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async with open_node(config, handlers) as node, open_single_nursery() as accept:
+    cut = 0
+    with open_monitoring(config) as monitoring, trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with (
+            open_node(config, handlers, observers=monitoring.observers) as node,
+            open_single_nursery() as accept,
+        ):
+            monitoring.watch(node, sessions)
             address = await accept.start(partial(serve_websocket, node, listen, sessions=sessions))
             url = endpoint_url(address, secure=bool(listen.tls_cert))
             if listen.endpoint_file:
                 await trio.to_thread.run_sync(_announce, Path(listen.endpoint_file), url)
             task_status.started(address)
             await anext(signals)
-            logger.info("draining: %s", node.statistics()["pipeline"])
-            with trio.move_on_after(config.drain_timeout_s) as patience:
-                async with open_single_nursery() as either:
-                    either.start_soon(_cancel_on_next, signals, patience)
-                    await node.drain()
-                    either.cancel_scope.cancel("drained")
-            if patience.cancelled_caught:
-                await node.cancel_all("the node is shutting down")
+            cut = await drain(node, signals, config.drain_timeout_s)
             with trio.move_on_after(DELIVERY_TIMEOUT_S):
                 await sessions.wait_delivered()
             accept.cancel_scope.cancel("shutdown")
-    return not patience.cancelled_caught
+    return cut == 0
 
 
 def endpoint_url(address: tuple[str, int], *, secure: bool = False) -> str:
@@ -281,8 +295,3 @@ def _announce(endpoint_file: Path, url: str) -> None:
     draft = endpoint_file.with_name(endpoint_file.name + ".new")
     draft.write_bytes(msgspec.json.encode({"url": url}))
     draft.replace(endpoint_file)
-
-
-async def _cancel_on_next(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
-    await anext(signals)
-    scope.cancel()

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import json
+import logging
+
 import pytest
 from click.testing import CliRunner
 
+from prorl_trio import cli
 from prorl_trio.cli import main
+from prorl_trio.errors import InternalError
 
 TOKEN = {"PRORL_TOKEN": "a-token"}
 
@@ -47,3 +52,46 @@ def test_a_command_that_needs_a_token_says_where_it_is_looked_for():
     result = run("status", env={"PRORL_TOKEN": ""})
     assert result.exit_code == 2
     assert "--token" in result.output
+
+
+@pytest.fixture
+def node_toml(tmp_path):
+    path = tmp_path / "node.toml"
+    path.write_text('[model]\npath = "/nowhere"\n[listen]\ntoken = "t"\n')
+    return str(path)
+
+
+@pytest.mark.parametrize(("clean", "code"), [(True, 0), (False, cli.EXIT_JOBS_CUT)])
+def test_the_exit_code_says_whether_jobs_were_cut(monkeypatch, node_toml, clean, code):
+    async def serve(config, *, task_status):
+        logging.getLogger("prorl_trio.node").info("working")
+        task_status.started(("127.0.0.1", 1234))
+        return clean
+
+    monkeypatch.setattr(cli, "serve_node", serve)
+    result = run("--log-format", "json", "serve", "--config", node_toml)
+    assert result.exit_code == code
+    assert "READY ws://127.0.0.1:1234\n" in result.stdout
+    (line,) = [json.loads(line) for line in result.stderr.splitlines()]
+    assert (line["level"], line["message"], line["logger"]) == ("info", "working", "prorl_trio.node")
+
+
+def test_a_bug_of_ours_has_an_exit_code_of_its_own(monkeypatch, node_toml):
+    async def serve(config, *, task_status):
+        raise InternalError("impossible")
+
+    monkeypatch.setattr(cli, "serve_node", serve)
+    result = run("serve", "--config", node_toml)
+    assert result.exit_code == cli.EXIT_INTERNAL
+    assert "error: impossible" in result.stderr
+
+
+def test_the_level_of_the_log_is_an_option(monkeypatch, node_toml):
+    async def serve(config, *, task_status):
+        task_status.started(("127.0.0.1", 1))
+        logging.getLogger("x").info("quiet please")
+        return True
+
+    monkeypatch.setattr(cli, "serve_node", serve)
+    assert "quiet" not in run("--log-level", "warning", "serve", "--config", node_toml).stderr
+    assert "quiet" in run("serve", "--config", node_toml, env={"PRORL_LOG_LEVEL": "debug"}).stderr

@@ -74,6 +74,7 @@ def test_a_job_from_its_acceptance_to_its_end():
     assert value(metrics, "prorl_outcomes_total", handler="math", status="completed", cause="") == 1
     assert value(metrics, "prorl_turns_total", handler="math") == 1
     assert value(metrics, "prorl_tokens_total", kind="sampled") == 5
+    assert metrics.totals() == {"jobs_ended": 1, "turns": 1, "tokens_sampled": 5}
     assert value(metrics, "prorl_tokens_total", kind="given") == 7
     assert value(metrics, "prorl_prefix_breaks_total") == 2
     assert value(metrics, "prorl_reward_sum", handler="math") == 0.5

@@ -1,0 +1,79 @@
+"""What watches a node: metrics, the loop's stalls, the log of its jobs. Shown in the node's statistics, too."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from prorl_trio.logs import JobLog
+from prorl_trio.metrics import Metrics
+from prorl_trio.stall import LoopStalls, open_loop_stalls
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from prorl_trio.config import NodeConfig
+    from prorl_trio.node import Node
+    from prorl_trio.observer import Observer
+    from prorl_trio.service.session import SessionTable
+
+__all__ = ["Monitoring", "open_monitoring"]
+
+
+class Monitoring:
+    """`observers` are for `open_node`; then `watch` the node that came of it."""
+
+    def __init__(self, config: NodeConfig, stalls: LoopStalls) -> None:
+        self.stalls = stalls
+        self.metrics = Metrics(config.node_id, version("prorl-trio"))
+        self.metrics.watch_loop(stalls)
+        self.observers: list[Observer] = [JobLog(), self.metrics]
+
+    def watch(self, node: Node, sessions: SessionTable) -> None:
+        """Show the node's parts as metrics, and what is measured here in `node.statistics()`."""
+        metrics = self.metrics
+        metrics.watch("stage", lambda: _part(node, "pipeline", "stages"), label="stage")
+        metrics.watch("backend", lambda: _by_url(_part(node, "backends", "backends")), label="backend")
+        metrics.watch("backends", lambda: _part(node, "backends"))
+        metrics.watch("sandbox", lambda: _part(node, "sandboxes"))
+        metrics.watch("scorers", lambda: _part(node, "scorers"))
+        metrics.watch("outbox", lambda: _outbox(sessions.statistics()))
+        metrics.watch("node", lambda: {"draining": node.draining, "uptime_seconds": node.uptime_s})
+        node.describe("loop", lambda: msgspec.structs.asdict(self.stalls.report()))
+        node.describe("totals", metrics.totals)
+        node.describe("sessions", sessions.statistics)
+
+
+@contextmanager
+def open_monitoring(config: NodeConfig) -> Iterator[Monitoring]:
+    """Watch the running loop, which must be the node's, until the block is left."""
+    settings = config.monitoring
+    with open_loop_stalls(settings.stall_warn_s, dump_after_s=settings.stall_dump_after_s) as stalls:
+        yield Monitoring(config, stalls)
+
+
+def _part(node: Node, *path: str) -> Any:
+    part: Any = node.part(path[0])
+    for name in path[1:]:
+        part = part[name]
+    return part
+
+
+def _by_url(backends: list[Any]) -> dict[str, Mapping[str, Any]]:
+    return {backend.url: msgspec.structs.asdict(backend) for backend in backends}
+
+
+def _outbox(sessions: Mapping[str, Any]) -> dict[str, int]:
+    """Of all sessions together: a session's id is its trainer's choice, and no label."""
+    each = list(sessions.values())
+    return {
+        "sessions": len(each),
+        "sessions_connected": sum(session["connected"] for session in each),
+        "running_jobs": sum(session["running"] for session in each),
+        "undelivered_outcomes": sum(session["undelivered"] for session in each),
+        "undelivered_bytes": sum(session["undelivered_bytes"] for session in each),
+        "undelivered_bytes_of_largest": max((session["undelivered_bytes"] for session in each), default=0),
+    }

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import logging
+import signal
+
+import pytest
+import trio
+import trio.testing
+
+from prorl_trio import drain as drain_module
+from prorl_trio.drain import drain
+
+
+@pytest.fixture(autouse=True)
+async def deadline():
+    with trio.fail_after(30):
+        yield
+
+
+class Jobs:
+    """Drains when told to; cancels when `gate` is open."""
+
+    def __init__(self, *statuses):
+        self.jobs = [{"job_id": str(n), "status": status} for n, status in enumerate(statuses)]
+        self.done, self.gate = trio.Event(), trio.Event()
+        self.gate.set()
+        self.cancelled = []
+
+    def live_jobs(self):
+        return list(self.jobs)
+
+    async def drain(self):
+        await self.done.wait()
+        self.jobs.clear()
+
+    async def cancel_all(self, reason):
+        self.cancelled.append(reason)
+        await self.gate.wait()
+        self.jobs.clear()
+
+
+async def drain_with(jobs, act, timeout_s=1000.0):
+    """Drain, do `act(send)` meanwhile, return how many were cut."""
+    send, signals = trio.open_memory_channel(10)
+    cut = []
+
+    async def run():
+        cut.append(await drain(jobs, signals, timeout_s))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        await trio.testing.wait_all_tasks_blocked()
+        await act(send)
+    return cut[0]
+
+
+async def test_jobs_that_finish_make_a_clean_end(caplog):
+    jobs = Jobs("run")
+
+    async def finish(_send):
+        jobs.done.set()
+
+    with caplog.at_level(logging.INFO):
+        assert await drain_with(jobs, finish) == 0
+    assert jobs.cancelled == []
+    assert "1 jobs left (1 run)" in caplog.text
+    assert "every job had its own outcome" in caplog.text
+
+
+async def test_a_second_signal_cancels_what_is_left(caplog):
+    jobs = Jobs("run", "run", "queued")
+
+    async def signal_again(send):
+        await send.send(signal.SIGTERM)
+
+    assert await drain_with(jobs, signal_again) == 3
+    assert jobs.cancelled == ["the node is shutting down"]
+    assert "cancelling 3 jobs left (2 run, 1 queued)" in caplog.text
+
+
+async def test_the_end_of_patience_cancels_and_progress_is_said(caplog, autojump_clock):
+    jobs = Jobs("run", "eval")
+
+    async def wait(_send):
+        pass
+
+    with caplog.at_level(logging.INFO):
+        assert await drain_with(jobs, wait, timeout_s=12.0) == 2
+    lines = [record.getMessage() for record in caplog.records if "what is left in" in record.getMessage()]
+    assert lines == [
+        "draining: 2 jobs left (1 run, 1 eval); what is left in 7 s is cancelled",
+        "draining: 2 jobs left (1 run, 1 eval); what is left in 2 s is cancelled",
+    ]
+
+
+async def test_a_third_signal_ends_the_process(monkeypatch):
+    jobs = Jobs("run")
+    jobs.gate = trio.Event()
+    done = []
+    monkeypatch.setattr(drain_module.signal, "signal", lambda number, handler: done.append((number, handler)))
+
+    def kill(_pid, number):
+        done.append(number)
+        jobs.gate.set()
+
+    monkeypatch.setattr(drain_module.os, "kill", kill)
+
+    async def two_more(send):
+        await send.send(signal.SIGTERM)
+        await trio.testing.wait_all_tasks_blocked()
+        assert done == []
+        await send.send(signal.SIGTERM)
+
+    assert await drain_with(jobs, two_more) == 1
+    assert done == [(signal.SIGTERM, signal.SIG_DFL), signal.SIGTERM]
