@@ -25,6 +25,7 @@ import trio
 from trio.lowlevel import RunVar
 
 from prorl_trio.errors import SandboxUnavailable
+from prorl_trio.file_systems import NETWORK_FILE_SYSTEMS, file_system_of
 from prorl_trio.sandbox import reaper
 from prorl_trio.sandbox.runtime import LIB_DIR
 from prorl_trio.sandbox.skeleton import build_skeleton
@@ -45,9 +46,6 @@ _NAME: Final = re.compile(r"prorl-[0-9]+-[a-z0-9_]{8}")
 _UNBORN_NAME: Final = re.compile(r"new-prorl-(?P<namespace>[0-9]+)-(?P<start_time>[0-9]+)-(?P<pid>[0-9]+)-[a-z0-9_]{8}")
 MARKER_NAME: Final = ".prorl-run-dir"
 """In every run folder. Nothing without it is ever swept, whatever it is called."""
-_NETWORK_FILE_SYSTEMS: Final = frozenset(
-    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "afs", "9p", "panfs", "pvfs2", "fuse.sshfs"}
-)
 
 
 class SandboxDir:
@@ -233,20 +231,8 @@ def check_base(base: Path, mountinfo: str) -> None:
         raise SandboxUnavailable(
             f"control sockets in {base} would need paths of {length} bytes, above {MAX_SOCKET_PATH_BYTES}; {advice}"
         )
-    if (kind := file_system_of(base, mountinfo)) in _NETWORK_FILE_SYSTEMS:
+    if (kind := file_system_of(base, mountinfo)) in NETWORK_FILE_SYSTEMS:
         raise SandboxUnavailable(f"{base} is on a network file system ({kind}); {advice}")
-
-
-def file_system_of(path: Path, mountinfo: str) -> str:
-    """The type of the file system that `path` is on, by the text of /proc/self/mountinfo."""
-    real = os.path.realpath(path)
-    best, kind = "", ""
-    for line in mountinfo.splitlines():
-        left, _, right = line.partition(" - ")
-        mount_point = left.split()[4].replace("\\040", " ")
-        if (real + "/").startswith(mount_point.rstrip("/") + "/") and len(mount_point) >= len(best):
-            best, kind = mount_point, right.split()[0]
-    return kind
 
 
 def sweep(base: Path) -> None:

@@ -11,12 +11,12 @@ import pytest
 import trio
 
 from prorl_trio.errors import SandboxUnavailable
+from prorl_trio.file_systems import file_system_of
 from prorl_trio.sandbox import reaper
 from prorl_trio.sandbox.run_dir import (
     MARKER_NAME,
     MAX_SOCKET_PATH_BYTES,
     check_base,
-    file_system_of,
     open_run_dir,
     sweep,
 )

@@ -1,0 +1,51 @@
+"""Durable jobs and outcomes: nothing accepted or finished is lost.
+
+    async with open_ledger(folder) as ledger:
+        await ledger.open_session("trainer", first_cursor=0)
+        await ledger.accept("trainer", [NewJob(job_id="a", fingerprint=b"..", spec=b"...")])
+        await ledger.begin_attempt("a", 1)
+        ref = await ledger.finish("trainer", "a", 1, 1, [outcome])
+        payload = await ledger.read(ref)
+        await ledger.acknowledge("trainer", 1)
+
+Payloads go to a log of preallocated segments, written in groups with one sync each (`store`, `segments`, `records`). An
+index says where they are (`index`); it follows from the log (`recovery`).
+"""
+
+from __future__ import annotations
+
+from prorl_trio.ledger.disk import Disk
+from prorl_trio.ledger.errors import LedgerCorrupt, LedgerError, LedgerFailed, LedgerFull, StaleAttempt
+from prorl_trio.ledger.ledger import (
+    KnownJob,
+    Ledger,
+    Recovered,
+    RecoveredSession,
+    Ref,
+    UndeliveredOutcome,
+    UnfinishedJob,
+    open_ledger,
+)
+from prorl_trio.ledger.limits import LedgerLimits
+from prorl_trio.ledger.operations import NewJob
+from prorl_trio.ledger.store import LedgerStatistics
+
+__all__ = [
+    "Disk",
+    "KnownJob",
+    "Ledger",
+    "LedgerCorrupt",
+    "LedgerError",
+    "LedgerFailed",
+    "LedgerFull",
+    "LedgerLimits",
+    "LedgerStatistics",
+    "NewJob",
+    "Recovered",
+    "RecoveredSession",
+    "Ref",
+    "StaleAttempt",
+    "UndeliveredOutcome",
+    "UnfinishedJob",
+    "open_ledger",
+]

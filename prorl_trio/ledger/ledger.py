@@ -1,0 +1,391 @@
+"""The ledger as the node's tasks use it: calls are gathered, and a thread commits what came together."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+import trio
+
+from ipc.nursery import open_single_nursery
+from prorl_trio.ledger.disk import Disk
+from prorl_trio.ledger.errors import LedgerFailed
+from prorl_trio.ledger.limits import LedgerLimits
+from prorl_trio.ledger.operations import (
+    Accept,
+    Acknowledge,
+    BeginAttempt,
+    CloseSession,
+    Finish,
+    Forget,
+    NewJob,
+    OpenSession,
+    Operation,
+)
+from prorl_trio.ledger.store import Answer, LedgerStatistics, Store, WaitForRoom
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from prorl_trio.ledger.index import Index, Job
+
+__all__ = [
+    "KnownJob",
+    "Ledger",
+    "Recovered",
+    "RecoveredSession",
+    "Ref",
+    "UndeliveredOutcome",
+    "UnfinishedJob",
+    "open_ledger",
+]
+
+CLOSE_TIMEOUT_S: Final = 60.0
+
+
+class Ref(msgspec.Struct, frozen=True):
+    """A stored payload: the job's spec if `cursor` is None, else its outcome. Good until it is acknowledged or
+    forgotten, or, for a spec, until the job is finished; and after a restart, too."""
+
+    job_id: str
+    cursor: int | None
+    size_bytes: int
+
+
+class RecoveredSession(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything up to `acked` is acknowledged; `last` is the highest cursor ever given."""
+
+    session_id: str
+    acked: int
+    last: int
+
+
+class UnfinishedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """To be run again, as attempt `last_attempt + 1`; 0: none began."""
+
+    session_id: str
+    job_id: str
+    fingerprint: bytes
+    last_attempt: int
+    spec: Ref
+
+
+class UndeliveredOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """An outcome that nobody acknowledged."""
+
+    session_id: str
+    job_id: str
+    fingerprint: bytes
+    attempt: int
+    cursor: int
+    outcome: Ref
+
+
+class Recovered(msgspec.Struct, frozen=True, kw_only=True):
+    """What a former process left.
+
+    Attributes:
+        sessions: all that were not closed.
+        unfinished: in the order of acceptance.
+        undelivered: by session, in the order of cursors, which need not be consecutive.
+        damage: a sentence for each part of the log that could not be read; it was logged, too. Payloads are checked
+            when they are read.
+    """
+
+    sessions: list[RecoveredSession]
+    unfinished: list[UnfinishedJob]
+    undelivered: list[UndeliveredOutcome]
+    damage: list[str]
+
+
+class KnownJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that the ledger has, or had until lately (`acknowledged`)."""
+
+    session_id: str
+    fingerprint: bytes
+    state: Literal["unfinished", "undelivered", "acknowledged"]
+
+
+class _Call:
+    """A task that waits for its operation."""
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        self.answer: Answer = None
+        self.done = trio.Event()
+        self.abandoned = False
+        self.size_bytes = 0
+        if isinstance(operation, Finish):
+            self.size_bytes = _size(operation.outcome)
+        elif isinstance(operation, Accept):
+            self.size_bytes = _size([job.spec for job in operation.jobs])
+
+
+class Ledger:
+    """Jobs and outcomes that outlive the process. Made by `open_ledger`; used from one trio loop.
+
+    Every call that changes something returns when it is stored, together with what others asked for at the same time.
+    `open_session`, `accept` and `finish` are then on the disk. The others are in the file, so they outlive this
+    process; a loss of power may undo them unless one of those three returned since.
+
+    A cancelled call may or may not have been carried out, as if the process had died at that moment. At no time are
+    there more waiting operations than tasks that wait for them.
+
+    Raises, all of them:
+        LedgerFailed: the ledger is closed, or, for `finish`, its disk failed.
+    """
+
+    def __init__(self, store: Store, recovered: Recovered, limits: LedgerLimits, writing: trio.CapacityLimiter) -> None:
+        self._store = store
+        self._limits = limits
+        self._writing = writing
+        self._reading = trio.CapacityLimiter(limits.max_reads)
+        self._calls: deque[_Call] = deque()
+        self._waiting: deque[_Call] = deque()
+        """Outcomes without room, in order."""
+        self._arrived = trio.Event()
+        self._closed = False
+        self.recovered = recovered
+
+    def __repr__(self) -> str:
+        statistics = self.statistics()
+        return f"<Ledger {statistics.jobs} jobs, {statistics.disk_bytes} bytes, {statistics.full or 'open'}>"
+
+    async def open_session(self, session_id: str, first_cursor: int) -> None:
+        """A session whose outcomes get cursors above `first_cursor`. One that is open stays as it is.
+
+        Raises:
+            LedgerFull: not opened.
+        """
+        await self._call(OpenSession(session_id, first_cursor))
+
+    async def close_session(self, session_id: str) -> None:
+        """Drop it, with all its jobs and outcomes. Nothing happens if it is not open."""
+        await self._call(CloseSession(session_id))
+
+    async def accept(self, session_id: str, jobs: Sequence[NewJob]) -> None:
+        """Store new jobs of an open session, all or none. Ids are unique among all sessions.
+
+        Raises:
+            LedgerFull: no space, `max_bytes`, `max_jobs`, or a failed disk.
+            DuplicateJob: an unfinished or undelivered job has one of the ids, or two in the batch have the same.
+            ProtocolError: the session is not open.
+        """
+        await self._call(Accept(session_id, jobs))
+
+    async def begin_attempt(self, job_id: str, attempt: int) -> None:
+        """From now on no outcome of an earlier attempt is taken. Attempts count from 1.
+
+        Raises:
+            StaleAttempt: the job has an outcome, or this or a later attempt began, or it is not here.
+        """
+        await self._call(BeginAttempt(job_id, attempt))
+
+    async def finish(
+        self, session_id: str, job_id: str, attempt: int, cursor: int, outcome: Sequence[bytes | memoryview]
+    ) -> Ref:
+        """Store a job's one outcome, the parts joined. Its spec is dropped.
+
+        The parts must never change: a cancelled call leaves them in use for as long as the group is being written.
+        When the disk is full or `max_bytes` is reached, outcomes go to the reserve; when that is full, too, this waits
+        until space returns, in order, and holds the parts meanwhile. `statistics().full` says why. So memory is
+        bounded by what the jobs that run can produce; nothing new is accepted during that time.
+
+        Raises:
+            StaleAttempt: the job has an outcome, or a later attempt began.
+            UnknownJob: the session has no such job: never accepted, acknowledged, or forgotten.
+            ProtocolError: the cursor is taken, or the session not open.
+            LedgerFailed: the disk failed. The outcome may or may not be found at the next start.
+        """
+        await self._call(Finish(session_id, job_id, attempt, cursor, outcome))
+        return Ref(job_id, cursor, _size(outcome))
+
+    async def acknowledge(self, session_id: str, cursor: int) -> None:
+        """Everything up to `cursor` may be dropped. An old cursor, or that of a closed session, changes nothing.
+
+        The jobs' fingerprints are kept for `tombstone_s`, see `lookup`. If the index is lost together with the
+        process, those of segments already removed are, too.
+
+        Raises:
+            ProtocolError: no such cursor was ever given.
+        """
+        await self._call(Acknowledge(session_id, cursor))
+
+    async def forget(self, session_id: str, job_ids: Sequence[str]) -> None:
+        """Drop jobs of a session, whatever their state; unknown ones are ignored. No fingerprints are kept."""
+        await self._call(Forget(session_id, job_ids))
+
+    async def read(self, ref: Ref) -> bytes:
+        """The payload. Safe to cancel.
+
+        Raises:
+            UnknownJob: it is not there any more, see `Ref`.
+            LedgerCorrupt: it is not what was written; the job, the file and the offset are named.
+        """
+        return await trio.to_thread.run_sync(self._store.read, ref.job_id, ref.cursor, limiter=self._reading)
+
+    async def lookup(self, job_ids: Sequence[str]) -> dict[str, KnownJob]:
+        """What is known of these jobs; unknown ones are left out. Safe to cancel."""
+        found = await trio.to_thread.run_sync(self._store.lookup, job_ids, limiter=self._reading)
+        known = {}
+        for job_id, (job, tombstone) in found.items():
+            if job is not None:
+                state: Literal["unfinished", "undelivered"] = "unfinished" if job.cursor is None else "undelivered"
+                known[job_id] = KnownJob(session_id=job.session_id, fingerprint=job.fingerprint, state=state)
+            elif tombstone is not None:
+                known[job_id] = KnownJob(session_id=tombstone[0], fingerprint=tombstone[1], state="acknowledged")
+        return known
+
+    def statistics(self) -> LedgerStatistics:
+        """Live state, as after the last group."""
+        return msgspec.structs.replace(self._store.statistics(), waiting=len(self._waiting))
+
+    # ------------------------------------------------------------ groups
+
+    async def _call(self, operation: Operation) -> None:
+        if self._closed:
+            await trio.lowlevel.checkpoint()
+            raise LedgerFailed("the ledger is closed")
+        call = _Call(operation)
+        self._calls.append(call)
+        self._arrived.set()
+        try:
+            await call.done.wait()
+        finally:
+            call.abandoned = True
+        if isinstance(call.answer, Exception):
+            raise call.answer
+
+    async def _commit_groups(self) -> None:
+        """One group after the other, until cancelled; what was handed to the thread is still answered."""
+        retry_at = trio.current_time()
+        while True:
+            if not self._calls and not self._store.cleaning_due:
+                await self._wait_for_work(retry_at)
+            group = self._take_group(retry=trio.current_time() >= retry_at)
+            removed = self._store.removed_segments
+            try:
+                operations = [call.operation for call in group]
+                answers = await trio.to_thread.run_sync(self._store.commit, operations, limiter=self._writing)
+            except BaseException:
+                self._calls.extendleft(reversed(group))
+                raise
+            no_room = []
+            for call, answer in zip(group, answers, strict=True):
+                if isinstance(answer, WaitForRoom):
+                    no_room.append(call)
+                else:
+                    call.answer = answer
+                    call.done.set()
+            self._waiting.extendleft(reversed(no_room))
+            if self._store.removed_segments > removed:
+                retry_at = trio.current_time()
+            elif no_room:
+                retry_at = trio.current_time() + self._limits.retry_interval_s
+
+    async def _wait_for_work(self, retry_at: float) -> None:
+        self._arrived = trio.Event()
+        if self._waiting:
+            with trio.move_on_at(retry_at):  # nobody says when somebody else makes room on a disk
+                await self._arrived.wait()
+        else:
+            await self._arrived.wait()
+
+    def _take_group(self, *, retry: bool) -> list[_Call]:
+        """The next calls within the limits of a group: as they came, but outcomes not before those without room."""
+        group: list[_Call] = []
+        size_bytes = 0
+        sources = (self._waiting, self._calls) if retry else (self._calls,)
+        for source in sources:
+            while source and len(group) < self._limits.max_group_operations:
+                call = source[0]
+                if call.abandoned:
+                    source.popleft()
+                elif source is self._calls and self._waiting and isinstance(call.operation, Finish):
+                    self._waiting.append(source.popleft())
+                elif group and size_bytes + call.size_bytes > self._limits.max_group_bytes:
+                    return group
+                else:
+                    group.append(source.popleft())
+                    size_bytes += call.size_bytes
+        return group
+
+    def _close(self) -> None:
+        self._closed = True
+        for call in (*self._calls, *self._waiting):
+            call.answer = LedgerFailed("the ledger was closed")
+            call.done.set()
+        self._calls.clear()
+        self._waiting.clear()
+
+
+@asynccontextmanager
+async def open_ledger(
+    folder: Path, limits: LedgerLimits | None = None, *, disk: Disk | None = None
+) -> AsyncIterator[Ledger]:
+    """The ledger in `folder`, which is made if it does not exist, and is this process's alone.
+
+    What a former process left is in `recovered`. On leaving, calls still waiting get `LedgerFailed`, and everything
+    is made durable, shielded, within `CLOSE_TIMEOUT_S`. `disk` is for fault injection.
+
+    Raises:
+        ConfigError: another process has the folder (it is named), or it cannot be used, or is on a network file system.
+        OSError: the disk failed while the log was read.
+    """
+    limits = limits or LedgerLimits()
+    writing = trio.CapacityLimiter(1)
+    store, recovered = await trio.to_thread.run_sync(_open, folder, limits, disk or Disk(), limiter=writing)
+    ledger = Ledger(store, recovered, limits, writing)
+    try:
+        async with open_single_nursery() as nursery:
+            nursery.start_soon(ledger._commit_groups, name=f"ledger {folder}")
+            yield ledger
+            nursery.cancel_scope.cancel(reason="the ledger is closed")
+    finally:
+        ledger._close()
+        with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+            await trio.to_thread.run_sync(store.close, limiter=writing)
+
+
+def _open(folder: Path, limits: LedgerLimits, disk: Disk) -> tuple[Store, Recovered]:
+    store = Store(folder, limits, disk)
+    return store, _recovered(store.index, store.damage)
+
+
+def _recovered(index: Index, damage: list[str]) -> Recovered:
+    return Recovered(
+        sessions=[
+            RecoveredSession(session_id=session.session_id, acked=session.acked, last=session.last)
+            for session in index.sessions()
+        ],
+        unfinished=[
+            UnfinishedJob(
+                session_id=job.session_id,
+                job_id=job.job_id,
+                fingerprint=job.fingerprint,
+                last_attempt=job.attempt,
+                spec=Ref(job.job_id, None, job.length),
+            )
+            for job in index.unfinished()
+        ],
+        undelivered=[_undelivered(job, job.cursor) for job in index.undelivered() if job.cursor is not None],
+        damage=damage,
+    )
+
+
+def _undelivered(job: Job, cursor: int) -> UndeliveredOutcome:
+    return UndeliveredOutcome(
+        session_id=job.session_id,
+        job_id=job.job_id,
+        fingerprint=job.fingerprint,
+        attempt=job.attempt,
+        cursor=cursor,
+        outcome=Ref(job.job_id, cursor, job.length),
+    )
+
+
+def _size(parts: Sequence[bytes | memoryview]) -> int:
+    return sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)

@@ -1,0 +1,44 @@
+"""The ledger's limits."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["LedgerLimits"]
+
+_MIB = 1024 * 1024
+
+
+class LedgerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ledger may use.
+
+    Attributes:
+        segment_bytes: preallocated at a time; a larger record gets a segment of its own size.
+        reserve_bytes: preallocated for outcomes when the disk is full; no smaller than the largest outcome.
+        max_bytes: of all segments and the reserve. Beside them is the index, some 300 bytes a job.
+        max_jobs: unfinished, or finished and not acknowledged. In memory they take some 300 bytes each.
+        max_group_bytes: payload written together; one record may be larger.
+        max_group_operations: calls committed together.
+        tombstone_s: how long the fingerprint of an acknowledged job is remembered.
+        max_tombstones: how many such fingerprints.
+        retry_interval_s: how often a full disk is tried again.
+        max_reads: payloads read at the same time.
+    """
+
+    segment_bytes: int = 64 * _MIB
+    reserve_bytes: int = 128 * _MIB
+    max_bytes: int = 16 * 1024 * _MIB
+    max_jobs: int = 500_000
+    max_group_bytes: int = 16 * _MIB
+    max_group_operations: int = 1_024
+    tombstone_s: float = 3600.0
+    max_tombstones: int = 100_000
+    retry_interval_s: float = 1.0
+    max_reads: int = 4
+
+    def __post_init__(self) -> None:
+        if self.max_bytes < self.reserve_bytes + 2 * self.segment_bytes:
+            raise ValueError(
+                f"max_bytes ({self.max_bytes}) must hold the reserve ({self.reserve_bytes}) and two segments of "
+                f"{self.segment_bytes}"
+            )

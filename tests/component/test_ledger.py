@@ -1,0 +1,489 @@
+"""What the ledger promises while it runs and when it is opened again."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+
+import pytest
+import trio
+import trio.lowlevel
+import trio.testing
+
+from prorl_trio.errors import ConfigError, DuplicateJob, ProtocolError, UnknownJob
+from prorl_trio.ledger import (
+    LedgerCorrupt,
+    LedgerFailed,
+    LedgerFull,
+    LedgerLimits,
+    NewJob,
+    RecoveredSession,
+    Ref,
+    StaleAttempt,
+    folder,
+    open_ledger,
+)
+from prorl_trio.testing.cancel_sweep import cancel_sweep
+from prorl_trio.testing.faulty_disk import FaultyDisk
+
+KIB = 1024
+SMALL = LedgerLimits(segment_bytes=64 * KIB, reserve_bytes=64 * KIB, max_bytes=1024 * KIB, retry_interval_s=0.01)
+
+
+def job(job_id, spec=b"spec"):
+    return NewJob(job_id=job_id, fingerprint=job_id.encode(), spec=spec)
+
+
+def unfinished(ledger):
+    return [(job.session_id, job.job_id, job.fingerprint, job.last_attempt) for job in ledger.recovered.unfinished]
+
+
+def undelivered(ledger):
+    return [(job.session_id, job.cursor, job.job_id, job.attempt) for job in ledger.recovered.undelivered]
+
+
+async def test_what_was_stored_is_there_after_a_restart(tmp_path):
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path / "new" / "ledger", SMALL) as ledger:
+            assert ledger.recovered.sessions == []
+            await ledger.open_session("s", 7)
+            await ledger.open_session("idle", 0)
+            await ledger.accept("s", [job("b", b"spec of b"), job("a"), job("empty", b"")])
+            await ledger.accept("s", [job("late")])
+            await ledger.begin_attempt("a", 1)
+            await ledger.begin_attempt("b", 1)
+            await ledger.begin_attempt("b", 2)
+            ref = await ledger.finish("s", "a", 1, 8, [b"out", memoryview(b"come"), b""])
+            assert ref.size_bytes == 7
+            assert await ledger.read(ref) == b"outcome"
+        for _ in range(2):
+            async with open_ledger(tmp_path / "new" / "ledger", SMALL) as ledger:
+                assert ledger.recovered.sessions == [
+                    RecoveredSession(session_id="idle", acked=0, last=0),
+                    RecoveredSession(session_id="s", acked=7, last=8),
+                ]
+                assert unfinished(ledger) == [
+                    ("s", "b", b"b", 2),
+                    ("s", "empty", b"empty", 0),
+                    ("s", "late", b"late", 0),
+                ]
+                assert undelivered(ledger) == [("s", 8, "a", 1)]
+                specs = [await ledger.read(job.spec) for job in ledger.recovered.unfinished]
+                assert specs == [b"spec of b", b"", b"spec"]
+                assert await ledger.read(ledger.recovered.undelivered[0].outcome) == b"outcome"
+                assert ledger.recovered.damage == []
+
+
+async def test_a_job_has_one_outcome_and_no_late_one(tmp_path):
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            await ledger.open_session("s", 0)
+            await ledger.open_session("other", 0)
+            await ledger.accept("s", [job("a"), job("b")])
+            await ledger.begin_attempt("a", 2)
+            with pytest.raises(StaleAttempt, match="attempt 1 of job 'a' refused: it is at attempt 2"):
+                await ledger.finish("s", "a", 1, 1, [b"late"])
+            with pytest.raises(StaleAttempt):
+                await ledger.begin_attempt("a", 2)
+            with pytest.raises(UnknownJob):
+                await ledger.finish("other", "a", 2, 1, [b"not its session"])
+            await ledger.finish("s", "a", 2, 1, [b"first"])
+            with pytest.raises(StaleAttempt, match="has ended it with cursor 1"):
+                await ledger.finish("s", "a", 2, 2, [b"second"])
+            with pytest.raises(StaleAttempt):
+                await ledger.begin_attempt("a", 3)
+            with pytest.raises(ProtocolError, match="cursor 1 of session 's' is taken"):
+                await ledger.finish("s", "b", 1, 1, [b"same cursor"])
+            with pytest.raises(UnknownJob):
+                await ledger.finish("s", "nobody", 1, 2, [b""])
+            with pytest.raises(ProtocolError, match="not open"):
+                await ledger.finish("closed", "a", 1, 2, [b""])
+            assert await ledger.read(Ref("a", 1, 5)) == b"first"
+            with pytest.raises(UnknownJob):
+                await ledger.read(Ref("a", None, 4))
+
+
+async def test_of_outcomes_at_the_same_time_one_counts(tmp_path):
+    disk = FaultyDisk()
+    results = []
+
+    async def finish(ledger, number):
+        try:
+            results.append(await ledger.finish("s", "a", 1, number, [b"%d" % number]))
+        except StaleAttempt as exc:
+            results.append(exc)
+
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path, SMALL, disk=disk) as ledger:
+            await ledger.open_session("s", 0)
+            await ledger.accept("s", [job("a"), job("b"), job("c")])
+            async with trio.open_nursery() as nursery:
+                for number in (1, 2, 3):
+                    nursery.start_soon(finish, ledger, number)
+            (ref,) = [result for result in results if isinstance(result, Ref)]
+            assert await ledger.read(ref) == b"%d" % ref.cursor
+
+            async with trio.open_nursery() as nursery:  # and of two jobs, one gets the cursor
+                refused = []
+                for job_id in ("b", "c"):
+
+                    async def claim(job_id=job_id):
+                        try:
+                            await ledger.finish("s", job_id, 1, 9, [job_id.encode()])
+                        except ProtocolError:
+                            refused.append(job_id)
+
+                    nursery.start_soon(claim)
+            assert len(refused) == 1
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            assert len(ledger.recovered.undelivered) == 2
+            assert [job.job_id for job in ledger.recovered.unfinished] == refused
+
+
+async def test_a_batch_is_accepted_whole_or_not_at_all(tmp_path):
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            await ledger.open_session("s", 0)
+            await ledger.open_session("other", 0)
+            await ledger.accept("s", [job("a")])
+            with pytest.raises(DuplicateJob, match="'a' is here already, in session 's'"):
+                await ledger.accept("other", [job("b"), job("a")])
+            with pytest.raises(DuplicateJob):
+                await ledger.accept("s", [job("c"), job("c")])
+            with pytest.raises(ProtocolError):
+                await ledger.accept("nobody", [job("d")])
+            await ledger.accept("s", [])
+            assert set(await ledger.lookup(["a", "b", "c", "d"])) == {"a"}
+
+
+async def test_the_number_of_jobs_is_limited(tmp_path):
+    limits = LedgerLimits(segment_bytes=64 * KIB, reserve_bytes=64 * KIB, max_bytes=1024 * KIB, max_jobs=3)
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path, limits) as ledger:
+            await ledger.open_session("s", 0)
+            await ledger.accept("s", [job("a"), job("b")])
+            with pytest.raises(LedgerFull, match=r"2 jobs are stored; 2 more would exceed max_jobs \(3\)"):
+                await ledger.accept("s", [job("c"), job("d")])
+            await ledger.finish("s", "a", 1, 1, [b""])
+            await ledger.acknowledge("s", 1)
+            await ledger.accept("s", [job("c"), job("d")])
+
+
+async def test_acknowledged_jobs_are_known_for_a_while(tmp_path):
+    limits = LedgerLimits(segment_bytes=64 * KIB, reserve_bytes=64 * KIB, max_bytes=1024 * KIB, max_tombstones=2)
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path, limits) as ledger:
+            await ledger.open_session("s", 0)
+            await ledger.accept("s", [job(name) for name in "abcde"])
+            for cursor, name in enumerate("abc", 1):
+                await ledger.finish("s", name, 1, cursor, [b""])
+            known = await ledger.lookup(list("abcdex"))
+            assert {name: found.state for name, found in known.items()} == {
+                **dict.fromkeys("abc", "undelivered"),
+                **dict.fromkeys("de", "unfinished"),
+            }
+            for cursor in (1, 2, 1, 3):
+                await ledger.acknowledge("s", cursor)
+            with pytest.raises(ProtocolError, match="cursor 4 acknowledged, but 3 is the last one"):
+                await ledger.acknowledge("s", 4)
+            await ledger.acknowledge("closed", 1)
+            await ledger.forget("s", ["d", "unknown"])
+            await ledger.forget("other", ["e"])
+        for snapshot in (True, False):
+            if not snapshot:
+                (tmp_path / "index.snapshot").unlink()
+            async with open_ledger(tmp_path, limits) as ledger:
+                known = await ledger.lookup(list("abcdex"))
+                assert {name: found.state for name, found in known.items()} == {
+                    "b": "acknowledged",
+                    "c": "acknowledged",
+                    "e": "unfinished",
+                }
+                assert known["b"].fingerprint == b"b"
+                assert ledger.recovered.sessions == [RecoveredSession(session_id="s", acked=3, last=3)]
+        async with open_ledger(tmp_path, limits) as ledger:
+            await ledger.accept("s", [job("b")])
+            assert (await ledger.lookup(["b"]))["b"].state == "unfinished"
+
+
+async def test_fingerprints_expire(tmp_path):
+    limits = LedgerLimits(segment_bytes=64 * KIB, reserve_bytes=64 * KIB, max_bytes=1024 * KIB, tombstone_s=0.0)
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path, limits) as ledger:
+            await ledger.open_session("s", 0)
+            await ledger.accept("s", [job("a")])
+            await ledger.finish("s", "a", 1, 1, [b""])
+            await ledger.acknowledge("s", 1)
+            assert await ledger.lookup(["a"]) == {}
+
+
+async def test_a_closed_session_leaves_nothing(tmp_path):
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            await ledger.open_session("s", 0)
+            await ledger.accept("s", [job("a"), job("b")])
+            ref = await ledger.finish("s", "a", 1, 1, [b"x"])
+            await ledger.close_session("s")
+            await ledger.close_session("s")
+            with pytest.raises(UnknownJob):
+                await ledger.read(ref)
+            assert ledger.statistics().jobs == 0
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            assert (ledger.recovered.sessions, unfinished(ledger), undelivered(ledger)) == ([], [], [])
+
+
+async def test_calls_that_come_during_a_sync_share_the_next(tmp_path):
+    disk = FaultyDisk()
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path, SMALL, disk=disk) as ledger:
+            await ledger.open_session("s", 0)
+            await ledger.accept("s", [job(f"{n}") for n in range(20)])
+            disk.may_sync.clear()
+            disk.syncing.clear()
+            syncs = disk.syncs
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ledger.finish, "s", "0", 1, 1, [b"first"])
+                await trio.to_thread.run_sync(disk.syncing.wait)
+                for number in range(1, 20):
+                    nursery.start_soon(ledger.finish, "s", str(number), 1, number + 1, [b"next"])
+                await trio.testing.wait_all_tasks_blocked()
+                disk.may_sync.set()
+            assert disk.syncs == syncs + 2
+            assert ledger.statistics().largest_group == 19
+
+
+async def test_what_needs_no_sync_has_none(tmp_path):
+    disk = FaultyDisk()
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path, SMALL, disk=disk) as ledger:
+            await ledger.open_session("s", 0)
+            await ledger.accept("s", [job("a"), job("b")])
+            await ledger.finish("s", "a", 1, 1, [b""])
+            syncs = disk.syncs
+            await ledger.begin_attempt("b", 1)
+            await ledger.acknowledge("s", 1)
+            await ledger.forget("s", ["b"])
+            await ledger.close_session("s")
+            assert disk.syncs == syncs
+
+
+async def test_a_call_cancelled_before_its_group_is_not_made(tmp_path):
+    disk = FaultyDisk()
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path, SMALL, disk=disk) as ledger:
+            await ledger.open_session("s", 0)
+            disk.may_sync.clear()
+            disk.syncing.clear()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ledger.accept, "s", [job("a")])
+                await trio.to_thread.run_sync(disk.syncing.wait)
+                with trio.CancelScope() as scope:
+                    scope.cancel()
+                    await ledger.accept("s", [job("b")])
+                disk.may_sync.set()
+            assert set(await ledger.lookup(["a", "b"])) == {"a"}
+
+
+async def test_cancelled_anywhere_the_state_is_consistent(tmp_path):
+    numbers = iter(range(1, 10_000))
+    tried = []
+    with trio.fail_after(30):
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            await ledger.open_session("s", 0)
+
+            async def work():
+                number = next(numbers)
+                tried.append(number)
+                await ledger.accept("s", [job(f"{number}")])
+                await ledger.begin_attempt(f"{number}", 1)
+                await ledger.finish("s", f"{number}", 1, number, [b"%d" % number])
+
+            async def check(run):
+                number = tried[-1]
+                found = (await ledger.lookup([f"{number}"])).get(f"{number}")
+                if run.completed:
+                    assert found is not None
+                    assert found.state == "undelivered"
+                if found is not None and found.state == "undelivered":
+                    assert await ledger.read(Ref(f"{number}", number, 0)) == b"%d" % number
+
+            await cancel_sweep(work, check)
+            known = await ledger.lookup([str(number) for number in tried])
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            found = {job.job_id for job in (*ledger.recovered.unfinished, *ledger.recovered.undelivered)}
+            assert found == set(known)
+
+
+async def test_leaving_answers_who_still_waits(tmp_path):
+    disk = FaultyDisk()
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            failed = trio.Event()
+
+            async def wait_for_ever(ledger):
+                with pytest.raises(LedgerFailed, match="closed"):
+                    await ledger.finish("s", "a", 1, 1, [bytes(100 * KIB)])
+                failed.set()
+
+            async with open_ledger(tmp_path, SMALL, disk=disk) as ledger:
+                await ledger.open_session("s", 0)
+                await ledger.accept("s", [job("a")])
+                disk.free_bytes = 0
+                nursery.start_soon(wait_for_ever, ledger)  # noqa: ASYNC111 - it is to outlive the ledger
+                while not ledger.statistics().waiting:
+                    await trio.lowlevel.checkpoint()
+            await failed.wait()
+        with pytest.raises(LedgerFailed):
+            await ledger.accept("s", [job("b")])
+
+
+async def test_one_process_at_a_time(tmp_path):
+    code = (
+        "import sys, trio\nfrom pathlib import Path\nfrom prorl_trio.ledger import open_ledger\n"
+        "async def main():\n    async with open_ledger(Path(sys.argv[1])):\n        pass\ntrio.run(main)\n"
+    )
+    with trio.fail_after(30):
+        async with open_ledger(tmp_path, SMALL):
+            with pytest.raises(ConfigError, match=f"in use by another node, process {os.getpid()}"):
+                async with open_ledger(tmp_path, SMALL):
+                    pass
+            child = await trio.run_process(
+                [sys.executable, "-c", code, str(tmp_path)], check=False, capture_stderr=True, stdin=subprocess.DEVNULL
+            )
+            assert f"process {os.getpid()}".encode() in child.stderr
+        async with open_ledger(tmp_path, SMALL):
+            pass
+
+
+async def test_nobody_else_may_look(tmp_path):
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path / "ledger", SMALL) as ledger:
+            await ledger.open_session("s", 0)
+        assert stat.S_IMODE((tmp_path / "ledger").stat().st_mode) == 0o700
+        files = list((tmp_path / "ledger").iterdir())
+        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+        assert {"lock", "reserve", "index.snapshot"} < {file.name for file in files}
+
+
+async def test_network_file_systems_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "file_system_of", lambda path, mountinfo: "lustre")
+    with trio.fail_after(10), pytest.raises(ConfigError, match=r"network file system \(lustre\)"):
+        async with open_ledger(tmp_path, SMALL):
+            pass
+
+
+async def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with trio.fail_after(10), pytest.raises(ConfigError, match="cannot be used"):
+        async with open_ledger(tmp_path / "file" / "ledger", SMALL):
+            pass
+
+
+async def test_segments_go_when_nothing_in_them_is_wanted(tmp_path):
+    with trio.fail_after(20):
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            await ledger.open_session("s", 0)
+            for number in range(1, 101):
+                await ledger.accept("s", [job(f"{number}")])
+                await ledger.finish("s", f"{number}", 1, number, [bytes(30 * KIB)])
+                await ledger.acknowledge("s", number)
+                assert ledger.statistics().segments <= 3
+            assert ledger.statistics().live_bytes == 0
+            assert ledger.statistics().disk_bytes <= 3 * 64 * KIB
+
+
+async def test_an_old_outcome_does_not_keep_what_came_after_it(tmp_path):
+    with trio.fail_after(20):
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            await ledger.open_session("slow", 0)
+            await ledger.open_session("s", 0)
+            await ledger.accept("slow", [job("waits"), job("old", b"old spec")])
+            old = await ledger.finish("slow", "old", 3, 1, [b"old outcome"])
+            for number in range(1, 101):
+                await ledger.accept("s", [job(f"{number}")])
+                await ledger.finish("s", f"{number}", 1, number, [bytes(30 * KIB)])
+                await ledger.acknowledge("s", number)
+                assert ledger.statistics().segments <= 6
+            assert await ledger.read(old) == b"old outcome"
+        (tmp_path / "index.snapshot").unlink()
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            assert unfinished(ledger) == [("slow", "waits", b"waits", 0)]
+            assert undelivered(ledger) == [("slow", 1, "old", 3)]
+            assert await ledger.read(old) == b"old outcome"
+            assert ledger.recovered.damage == []
+
+
+async def test_a_record_larger_than_a_segment_gets_one_of_its_size(tmp_path):
+    limits = LedgerLimits(segment_bytes=16 * KIB, reserve_bytes=64 * KIB, max_bytes=1024 * KIB)
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path, limits) as ledger:
+            await ledger.open_session("s", 0)
+            await ledger.accept("s", [job("a"), job("b")])
+            large = os.urandom(200 * KIB)
+            await ledger.finish("s", "a", 1, 1, [large])
+            await ledger.finish("s", "b", 1, 2, [b"small"])
+        async with open_ledger(tmp_path, limits) as ledger:
+            payloads = [await ledger.read(job.outcome) for job in ledger.recovered.undelivered]
+            assert payloads == [large, b"small"]
+
+
+async def test_a_snapshot_of_another_shape_is_not_read(tmp_path):
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            await ledger.open_session("s", 0)
+            await ledger.accept("s", [job("a")])
+        db = sqlite3.connect(":memory:")
+        db.execute("CREATE TABLE other (x)")
+        (tmp_path / "index.snapshot").write_bytes(db.serialize())
+        db.close()
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            assert unfinished(ledger) == [("s", "a", b"a", 0)]
+
+
+async def test_the_loop_never_waits_for_the_disk(tmp_path):
+    """With a sync that does not return, everything that only looks still answers."""
+    disk = FaultyDisk()
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path, SMALL, disk=disk) as ledger:
+            await ledger.open_session("s", 0)
+            await ledger.accept("s", [job("a"), job("b")])
+            ref = await ledger.finish("s", "a", 1, 1, [b"outcome"])
+            disk.may_sync.clear()
+            disk.syncing.clear()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ledger.finish, "s", "b", 1, 2, [b""])
+                await trio.to_thread.run_sync(disk.syncing.wait)
+                assert ledger.statistics().jobs == 2
+                assert await ledger.read(ref) == b"outcome"
+                assert (await ledger.lookup(["b"]))["b"].state == "unfinished"
+                assert "2 jobs" in repr(ledger)
+                disk.may_sync.set()
+
+
+async def test_a_missing_segment_is_said_and_the_rest_is_read(tmp_path):
+    with trio.fail_after(10):
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            await ledger.open_session("s", 0)
+            await ledger.accept("s", [job(f"{n}") for n in range(1, 7)])
+            for number in range(1, 7):
+                await ledger.finish("s", f"{number}", 1, number, [bytes(30 * KIB)])
+        segments = sorted(tmp_path.glob("*.log"))
+        assert len(segments) >= 3
+        segments[1].unlink()
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            lost = []
+            for outcome in ledger.recovered.undelivered:
+                try:
+                    await ledger.read(outcome.outcome)
+                except LedgerCorrupt:
+                    lost.append(outcome.job_id)
+            assert lost
+            assert len(lost) < 6
+        (tmp_path / "index.snapshot").unlink()
+        async with open_ledger(tmp_path, SMALL) as ledger:
+            assert len(ledger.recovered.damage) == 1
+            assert "cannot be read" in ledger.recovered.damage[0]
+            assert {job.job_id for job in ledger.recovered.unfinished} == set(lost)
