@@ -11,12 +11,15 @@ from typing import Literal
 
 import msgspec
 
+from ipc.arena_wire import ArenaRef
+
 __all__ = [
     "MAX_MESSAGE_BYTES",
     "SESSION_PROTOCOL_VERSION",
     "Accepted",
     "Ack",
     "AddBackend",
+    "AttachArena",
     "BackendChanged",
     "CancelJobs",
     "CancelledJobs",
@@ -25,6 +28,7 @@ __all__ = [
     "HeartbeatPong",
     "JobEvent",
     "OutcomeFrame",
+    "OutcomeRefFrame",
     "Rejected",
     "RemoveBackend",
     "ServerFrame",
@@ -102,6 +106,15 @@ class RemoveBackend(_Frame, frozen=True):
     url: str
 
 
+class AttachArena(_Frame, frozen=True):
+    """This trainer has mapped the node's arena, as `reader_id`: from now on outcomes may come as `OutcomeRefFrame`.
+
+    Not answered. Counts for this connection; a reader the node does not know (any more) changes nothing.
+    """
+
+    reader_id: str
+
+
 class HeartbeatPing(_Frame, frozen=True):
     """Application heartbeat, either way; answered by `HeartbeatPong` with the same `nonce`."""
 
@@ -118,13 +131,15 @@ class HeartbeatPong(_Frame, frozen=True):
 
 
 class SessionWelcome(_Frame, frozen=True):
-    """The session is open. `resumed`: it was known; `pending`: outcomes waiting to be sent again."""
+    """The session is open. `resumed`: it was known; `pending`: outcomes waiting to be sent again. `arena_socket`: where the
+    arena is to be had, on the node's own host; empty if it is not."""
 
     version: int
     node_id: str
     session_id: str
     resumed: bool
     pending: int
+    arena_socket: str = ""
 
 
 class SessionRefused(_Frame, frozen=True):
@@ -162,6 +177,18 @@ class OutcomeFrame(_Frame, frozen=True):
     cursor: int
     job_id: str
     outcome: msgspec.Raw
+
+
+class OutcomeRefFrame(_Frame, frozen=True):
+    """As `OutcomeFrame`, for a trainer that has mapped the arena: `outcome` has empty token arrays.
+
+    `segments` says where they are, one reference for each segment of the trajectory, in order.
+    """
+
+    cursor: int
+    job_id: str
+    outcome: msgspec.Raw
+    segments: list[ArenaRef]
 
 
 class JobEvent(_Frame, frozen=True):
@@ -203,6 +230,7 @@ ClientFrame = (
     | StatusRequest
     | AddBackend
     | RemoveBackend
+    | AttachArena
     | HeartbeatPing
     | HeartbeatPong
 )
@@ -212,6 +240,7 @@ ServerFrame = (
     | Accepted
     | Rejected
     | OutcomeFrame
+    | OutcomeRefFrame
     | JobEvent
     | CancelledJobs
     | StatusReport

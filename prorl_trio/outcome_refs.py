@@ -1,0 +1,79 @@
+"""An outcome for a trainer on the node's own host: everything but the token arrays, and references to those."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from ipc.session import OutcomeRefFrame
+from prorl_trio.errors import ProtocolError
+from prorl_trio.models import Outcome, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ipc.arena_memory import TokenArrays
+    from ipc.arena_wire import ArenaRef
+
+__all__ = ["Mapped", "join_outcome", "split_outcome"]
+
+_NOTHING = memoryview(b"")
+_encode = msgspec.msgpack.Encoder().encode
+_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+
+
+class Mapped(Protocol):
+    """An arena to look into: `ipc.arena_socket.MappedArena`, or the node's own `ipc.arena_memory.ArenaMemory`."""
+
+    def view(self, ref: ArenaRef) -> TokenArrays:
+        """The tokens of `ref`."""
+        ...
+
+
+def split_outcome(cursor: int, outcome: Outcome, refs: Sequence[ArenaRef]) -> OutcomeRefFrame:
+    """The frame that carries `outcome`, whose segments' arrays are where `refs` say, one for each segment, in order.
+
+    Raises:
+        ValueError: there are not as many references as segments, or one is of another length.
+    """
+    trajectory = outcome.trajectory
+    lengths = [] if trajectory is None else [len(segment) for segment in trajectory.segments]
+    if lengths != [ref.length for ref in refs]:
+        raise ValueError(f"segments of {lengths} tokens, references to {[ref.length for ref in refs]}")
+    if trajectory is not None:
+        empty = [
+            Segment(token_ids_le=_NOTHING, logprobs_le=_NOTHING, loss_mask_le=_NOTHING, spans=segment.spans)
+            for segment in trajectory.segments
+        ]
+        outcome = msgspec.structs.replace(outcome, trajectory=msgspec.structs.replace(trajectory, segments=empty))
+    encoded = msgspec.Raw(_encode(outcome))
+    return OutcomeRefFrame(cursor=cursor, job_id=outcome.job_id, outcome=encoded, segments=list(refs))
+
+
+def join_outcome(frame: OutcomeRefFrame, mapped: Mapped) -> Outcome:
+    """The whole outcome. Its arrays are views of the arena, and stay what they are until it is acknowledged.
+
+    `copy.deepcopy` makes one that owns its memory.
+
+    Raises:
+        StaleReference: its tokens are gone.
+        ProtocolViolation: a reference is none into this arena.
+        ProtocolError: the outcome cannot be read, or the references do not belong to it.
+    """
+    try:
+        outcome = _decode_outcome(frame.outcome)
+    except msgspec.DecodeError as exc:
+        raise ProtocolError(f"outcome {frame.cursor} of job {frame.job_id!r} cannot be read: {exc}") from None
+    trajectory = outcome.trajectory
+    segments = [] if trajectory is None else trajectory.segments
+    if len(segments) != len(frame.segments) or any(map(len, segments)):
+        counts = f"{len(segments)} segments and {len(frame.segments)} references"
+        raise ProtocolError(f"outcome {frame.cursor} of job {frame.job_id!r} has {counts}, or arrays beside references")
+    if trajectory is None:
+        return outcome
+    whole = [
+        Segment.over_arrays(*mapped.view(ref), spans=segment.spans)
+        for segment, ref in zip(segments, frame.segments, strict=True)
+    ]
+    return msgspec.structs.replace(outcome, trajectory=msgspec.structs.replace(trajectory, segments=whole))
