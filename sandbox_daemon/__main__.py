@@ -37,7 +37,7 @@ def main() -> int:
     import trio
 
     from sandbox_daemon.daemon import serve_daemon
-    from sandbox_daemon.limits import limit_self
+    from sandbox_daemon.limits import hide_self, limit_self
     from sandbox_daemon.settings import read_start_line
 
     try:
@@ -51,6 +51,7 @@ def main() -> int:
         if start.cwd and not os.path.isdir(start.cwd):
             raise ValueError(f"cwd {start.cwd!r} is not a directory")
         limit_self(start.limits)
+        hide_self()
         trio.run(
             partial(
                 serve_daemon,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ipc.limits import SandboxLimits
 
-__all__ = ["limit_process", "limit_self"]
+__all__ = ["hide_self", "limit_process", "limit_self"]
 
+PR_SET_DUMPABLE = 4
 BACKSTOP_FACTOR = 2
 """The kernel refuses a fork at this many times `max_processes`: the watchdog acts, and reports, before that."""
 BACKSTOP_CPU_S = 10
@@ -28,6 +30,20 @@ def limit_self(limits: SandboxLimits) -> None:
     ):
         hard = resource.getrlimit(what)[1]
         resource.setrlimit(what, (_lower(limit, hard), _lower(limit, hard)))
+
+
+def hide_self() -> None:
+    """Keep this process's memory, descriptors and environment from the tools, which run as the same user.
+
+    They can neither trace it nor open anything of it in /proc. What they can still do is kill it. What it starts is not
+    hidden: a program that is executed begins anew.
+    """
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"prctl(PR_SET_DUMPABLE): {os.strerror(errno)}")
 
 
 def limit_process(pid: int, limits: SandboxLimits, *, isolated: bool) -> None:

@@ -1,5 +1,6 @@
 """A POSIX shell (dash, busybox) in the words of `shell_protocol`. It has no `PROMPT_COMMAND`, and reads no descriptor
-above 9 by number: it gets the daemon's files by their paths in /proc, and inherits none.
+above 9 by number: what it inherits it opens by the paths in /proc/self. (The daemon's own descriptors cannot be opened
+from another process: see `limits.hide_self`.)
 
 1. The trigger writes `BEGUN_MARK`, sets `PS1` and sources the command's file.
 2. `PS1` has a command substitution that sources the hook: at each prompt it sends `PROMPT_MARK` and the record, writes
@@ -11,7 +12,6 @@ above 9 by number: it gets the daemon's files by their paths in /proc, and inher
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, ClassVar
 
 from sandbox_daemon.shell_protocol import Dialect, replace_content
@@ -35,6 +35,7 @@ _TRIGGER = (
     r""". {command}; {{ __prorl_status=$?; PS1='{prompt}' PS2=; }} 2>/dev/null"""
 )
 _RESTORE_STATUS = "(exit {}); "
+_FIRST_FD = 60
 _PROMPT = "$({{ . {hook}; }} 2>/dev/null)"
 
 
@@ -47,20 +48,19 @@ class PosixShell(Dialect):
 
     def __init__(self, files: ShellFiles) -> None:
         super().__init__(files)
-        self._paths = {
-            name: f"/proc/{os.getpid()}/fd/{fd}"
-            for name, fd in {
-                "command": files.command,
-                "nonce": files.nonce,
-                "record": files.record_write,
-                "gate": files.gate,
-                "hook": files.hook,
-            }.items()
+        fds = {
+            "command": files.command,
+            "nonce": files.nonce,
+            "record": files.record_write,
+            "gate": files.gate,
+            "hook": files.hook,
         }
+        self._inherited = dict(enumerate(fds.values(), _FIRST_FD))
+        self._paths = {name: f"/proc/self/fd/{fd}" for name, fd in zip(fds, self._inherited, strict=True)}
         replace_content(files.hook, _HOOK.format(**self._paths))
 
     def inherited(self) -> dict[int, int]:
-        return {}
+        return self._inherited
 
     def lay_ready(self, command: str, nonce: str) -> None:
         replace_content(self.files.command, f"{command}\n")
