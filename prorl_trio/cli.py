@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from prorl_trio.node import endpoint_url, serve_node
 from prorl_trio.progress import console, run_jobs
 from prorl_trio.report import outcome_list, render_trajectory
 from prorl_trio.tasksets import load_task_set
+from prorl_trio.top import SORTS, TopOptions, run_top
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -228,6 +230,23 @@ def status(url: str, token: str, tls_ca: str | None) -> None:
         click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
 
     _with_client(url, token, tls_ca, work)
+
+
+@main.command()
+@_connection
+@click.option("--once", is_flag=True, help="One report, then end.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON a report: what `status` prints.")
+@click.option("--sort", type=click.Choice(SORTS), default="progress", show_default=True, help="Order of the jobs.")
+@click.option("--stuck", "only_stuck", is_flag=True, help="Only jobs to which nothing happened for stuck_after_s.")
+@click.option("--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="In s.")
+def top(url: str, token: str, tls_ca: str | None, **options: Any) -> None:
+    """Watch a node: stages, backends, sandboxes, sessions, and what every job waits for. Ctrl-C ends it.
+
+    Jobs that are stuck come first, marked with `!`. `quiet` is how long nothing happened to a job.
+    """
+    chosen = TopOptions(**options)
+    with suppress(KeyboardInterrupt):
+        _with_client(url, token, tls_ca, lambda client: run_top(client.status, console, chosen))
 
 
 @main.command()
