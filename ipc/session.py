@@ -133,8 +133,8 @@ class HeartbeatPong(_Frame, frozen=True):
 class SessionWelcome(_Frame, frozen=True):
     """The session is open.
 
-    `resumed`: it was known; `pending`: outcomes waiting to be sent again. `arena_socket`: where, on the node's own host,
-    its arena is to be had; empty if it is not.
+    `resumed`: it was known; `pending`: outcomes waiting to be sent again. `arena_socket`: where its arena is to be had,
+    on the node's own host; empty if it is not.
     """
 
     version: int
