@@ -146,14 +146,26 @@ class Channel:
 
     async def _read(self) -> bytes:
         try:
-            chunk = await self._stream.receive_some(RECEIVE_CHUNK_BYTES)
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
+            chunk = await self._receive_some()
+        except (trio.BrokenResourceError, trio.ClosedResourceError, OSError) as exc:
             raise ChannelBroken(self._broken or f"a receive failed: {exc.__cause__ or exc}") from exc
         if not chunk:
             partial_bytes = self._decoder.partial_bytes
             in_frame = f" in the middle of a frame, after {partial_bytes} bytes of it" if partial_bytes else ""
             raise ChannelBroken(f"the peer closed it{in_frame}")
-        return bytes(chunk)
+        return chunk
+
+    async def _receive_some(self) -> bytes:
+        if self._socket is None:
+            return bytes(await self._stream.receive_some(RECEIVE_CHUNK_BYTES))
+        while True:
+            if self._socket.fileno() < 0:
+                raise trio.ClosedResourceError("its stream was closed elsewhere")
+            await trio.lowlevel.wait_readable(self._socket)  # trio's own stream first tries in vain, then waits
+            try:
+                return os.read(self._socket.fileno(), RECEIVE_CHUNK_BYTES)
+            except BlockingIOError:
+                continue
 
     async def _write_unsent(self) -> None:
         reason = "a send was cancelled half-way"
