@@ -20,6 +20,7 @@ __all__ = [
     "ModelConfig",
     "MonitoringConfig",
     "NodeConfig",
+    "RestConfig",
     "SandboxConfig",
     "StagesConfig",
     "load_config",
@@ -48,6 +49,38 @@ class ListenConfig(_Config, frozen=True):
     max_sessions: int = 64
     heartbeat_interval_s: float = 10.0
     heartbeat_timeout_s: float = 30.0
+
+
+class RestConfig(_Config, frozen=True):
+    """REST beside the WebSocket, with the same token, sessions and jobs. `port` 0 takes a free one.
+
+    Attributes:
+        max_connections: at once, event streams and long polls included; more are closed at once.
+        idle_timeout_s: for a request's headers to come in whole, and between two requests of a connection.
+        body_timeout_s, send_timeout_s: for a request's body to come in, and for a client to take a part of an answer.
+        max_wait_s: whatever `?wait=` asks for, an answer comes by then.
+        results_retention_s: an outcome of a session that was begun here, and that no trainer is connected to, is
+            dropped after so long if it was neither acknowledged nor deleted.
+        max_results_per_reply, max_reply_bytes: outcomes in one answer; the first one always fits.
+        max_event_streams, event_buffer_events: listeners of `/v1/events`, and what each may lag behind.
+    """
+
+    enabled: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8701
+    max_connections: int = 256
+    max_body_bytes: int = 64 * 1024 * 1024
+    idle_timeout_s: float = 15.0
+    body_timeout_s: float = 60.0
+    send_timeout_s: float = 60.0
+    max_wait_s: float = 600.0
+    results_retention_s: float = 86_400.0
+    max_jobs_per_request: int = 10_000
+    max_results_per_reply: int = 256
+    max_reply_bytes: int = 256 * 1024 * 1024
+    max_event_streams: int = 16
+    event_buffer_events: int = 4096
+    event_heartbeat_interval_s: float = 15.0
 
 
 class ModelConfig(_Config, frozen=True):
@@ -144,6 +177,7 @@ class NodeConfig(_Config, frozen=True):
     model: ModelConfig
     node_id: str = ""
     listen: ListenConfig = ListenConfig()
+    rest: RestConfig = RestConfig()
     backends: BackendConfig = BackendConfig()
     sandbox: SandboxConfig = SandboxConfig()
     stages: StagesConfig = StagesConfig()

@@ -5,7 +5,7 @@ serve_node()
    └─ EVAL nursery    workers                                             third
       └─ RUN nursery  workers                                             second
          └─ INIT nursery workers                                          first
-            └─ accept nursery  WebSocket listener and trainer sessions    closed before all of them
+            └─ accept nursery  WebSocket and REST listeners, sessions     closed before all of them
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.registry import choose_provider
 from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.scoring import open_scorer_pool
+from prorl_trio.service.auth import load_token
+from prorl_trio.service.rest import serve_rest
+from prorl_trio.service.rest.events import EventFeed
 from prorl_trio.service.server import serve_websocket
 from prorl_trio.service.session import SessionLimits, SessionTable
 
@@ -53,13 +56,15 @@ if TYPE_CHECKING:
 
     from prorl_trio.config import NodeConfig, SandboxConfig
     from prorl_trio.handlers.base import AgentHandler
+    from prorl_trio.inference.gate import PauseMode
+    from prorl_trio.inference.pool import GateReport
     from prorl_trio.models import JobSpec
     from prorl_trio.observer import Observer
     from prorl_trio.pipeline import JobSink, Pipeline
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
 
-__all__ = ["Node", "endpoint_url", "open_node", "serve_node"]
+__all__ = ["Node", "endpoint_url", "open_node", "rest_url", "serve_node"]
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +148,24 @@ class Node:
     async def remove_backend(self, url: str) -> None:
         """Take the backend out; its running calls finish. Raises BackendError if it is not in the pool."""
         await self._backends.remove(url)
+
+    def backend_urls(self) -> list[str]:
+        """Of the backends in the pool, in order of arrival."""
+        return [info.url for info in self._backends.list()]
+
+    async def pause_backends(self, mode: PauseMode, timeout_s: float) -> GateReport:
+        """Let no completion begin until `resume_backends`. See `Backends.pause`."""
+        return await self._backends.pause(mode, timeout_s)
+
+    async def resume_backends(self, policy_version: str | None) -> GateReport:
+        """Let completions begin again. See `Backends.resume`."""
+        return await self._backends.resume(policy_version)
+
+    def unreadiness(self) -> str:
+        """Why a job submitted now would not be worked on; empty if it would."""
+        if self.draining:
+            return "the node is draining"
+        return "" if self._backends.accepting else "no backend takes tasks; add one"
 
     @property
     def uptime_s(self) -> float:
@@ -264,17 +287,26 @@ async def serve_node(
             max_message_bytes=listen.max_message_bytes,
         )
     )
+    rest = config.rest
+    feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events) if rest.enabled else None
     cut = 0
     with open_monitoring(config) as monitoring, trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async with (
-            open_node(config, handlers, observers=monitoring.observers) as node,
-            open_single_nursery() as accept,
-        ):
+        observers = [*monitoring.observers, feed] if feed is not None else monitoring.observers
+        async with open_node(config, handlers, observers=observers) as node, open_single_nursery() as accept:
             monitoring.watch(node, sessions)
             address = await accept.start(partial(serve_websocket, node, listen, sessions=sessions))
-            url = endpoint_url(address, secure=bool(listen.tls_cert))
+            endpoints = {"url": endpoint_url(address, secure=bool(listen.tls_cert))}
+            if feed is not None:
+                token = await trio.to_thread.run_sync(load_token, listen)
+                rest_address = await accept.start(
+                    partial(
+                        serve_rest, node, rest, token, sessions=sessions, feed=feed, metrics=monitoring.metrics.render
+                    )
+                )
+                endpoints["rest_url"] = rest_url(rest_address)
+                logger.info("REST at %s", endpoints["rest_url"])
             if listen.endpoint_file:
-                await trio.to_thread.run_sync(_announce, Path(listen.endpoint_file), url)
+                await trio.to_thread.run_sync(_announce, Path(listen.endpoint_file), endpoints)
             task_status.started(address)
             await anext(signals)
             cut = await drain(node, signals, config.drain_timeout_s)
@@ -290,8 +322,14 @@ def endpoint_url(address: tuple[str, int], *, secure: bool = False) -> str:
     return f"{'wss' if secure else 'ws'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _announce(endpoint_file: Path, url: str) -> None:
-    """Write the endpoint so that a reader sees all of it or nothing."""
+def rest_url(address: tuple[str, int]) -> str:
+    """The origin of the REST endpoints, for a listener's (host, port)."""
+    host, port = address
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _announce(endpoint_file: Path, endpoints: dict[str, str]) -> None:
+    """Write the endpoints so that a reader sees all of it or nothing."""
     draft = endpoint_file.with_name(endpoint_file.name + ".new")
-    draft.write_bytes(msgspec.json.encode({"url": url}))
+    draft.write_bytes(msgspec.json.encode(endpoints))
     draft.replace(endpoint_file)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from prorl_trio.inference.gate import PauseMode
+    from prorl_trio.inference.pool import GateReport
     from prorl_trio.models import JobSpec
     from prorl_trio.pipeline import JobSink
 
@@ -32,6 +34,34 @@ class NodeApi(Protocol):
 
     def statistics(self) -> dict[str, object]:
         """Live state as msgpack-ready values."""
+        ...
+
+    def live_jobs(self) -> list[dict[str, object]]:
+        """Every live job as a plain dict: the fields of `observer.JobView`, oldest first."""
+        ...
+
+    def unreadiness(self) -> str:
+        """Why a job submitted now would not be worked on; empty if it would."""
+        ...
+
+    def backend_urls(self) -> list[str]:
+        """Of the backends in the pool, in order of arrival."""
+        ...
+
+    async def pause_backends(self, mode: PauseMode, timeout_s: float) -> GateReport:
+        """Let no completion begin until `resume_backends`; see `Backends.pause`.
+
+        Raises:
+            PauseTimeout, BackendsBusy: nothing has changed.
+        """
+        ...
+
+    async def resume_backends(self, policy_version: str | None) -> GateReport:
+        """Let completions begin again, recorded under `policy_version`; see `Backends.resume`.
+
+        Raises:
+            BackendsBusy: nothing has changed.
+        """
         ...
 
     async def add_backend(self, url: str) -> None:

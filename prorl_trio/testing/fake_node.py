@@ -9,13 +9,17 @@ import msgspec
 import numpy as np
 import trio
 
-from prorl_trio.errors import BackendError, Draining, DuplicateJob, UnknownHandler, UnknownJob
+from prorl_trio.errors import BackendError, Draining, DuplicateJob, ServiceError, UnknownHandler, UnknownJob
+from prorl_trio.inference.pool import GatedBackend, GateReport
 from prorl_trio.models import JobSpec, Outcome, PolicySpan, Segment, TaskInstance, Timing, Trajectory
+from prorl_trio.observer import JobView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from prorl_trio.inference.gate import PauseMode
     from prorl_trio.models import Status
+    from prorl_trio.observer import Observer
     from prorl_trio.pipeline import JobSink
 
 __all__ = ["FakeNode", "make_outcome", "make_spec"]
@@ -62,6 +66,9 @@ class FakeNode:
         backends: urls, in order of arrival. Urls in `unfit_backends` are refused.
         draining: refuse new jobs.
         cancel_gate: cancels wait for it; set at first.
+        paused: the mode of the pause in force, or None. `policy_version` is what the last resume said.
+        pause_error: what the next pauses raise.
+        observers: are told of every job, as a node does.
     """
 
     def __init__(self, on_submit: Callable[[JobSpec], Outcome | None] | None = None) -> None:
@@ -73,6 +80,11 @@ class FakeNode:
         self.draining = False
         self.cancel_gate = trio.Event()
         self.cancel_gate.set()
+        self.paused: PauseMode | None = None
+        self.policy_version = "0"
+        self.pause_error: ServiceError | None = None
+        self.observers: list[Observer] = []
+        self._statuses: dict[str, Status] = {}
         self._on_submit = on_submit
         self._sinks: dict[str, list[JobSink]] = {}
         self._changed = trio.Event()
@@ -90,6 +102,7 @@ class FakeNode:
         if live is None:
             self.submitted.append(spec)
             self.live[spec.job_id] = spec
+            self._move(spec.job_id, "queued", "")
             self._notify()
             outcome = self._on_submit(spec) if self._on_submit else None
             if outcome is not None:
@@ -109,6 +122,35 @@ class FakeNode:
         """See `NodeApi`."""
         return {"node_id": self.node_id, "live": len(self.live), "backends": list(self.backends)}
 
+    def live_jobs(self) -> list[dict[str, object]]:
+        """See `NodeApi`."""
+        return [msgspec.structs.asdict(self._view(job_id)) for job_id in self.live]
+
+    def unreadiness(self) -> str:
+        """See `NodeApi`."""
+        if self.draining:
+            return "the node is draining"
+        return "" if self.backends else "no backend takes tasks"
+
+    def backend_urls(self) -> list[str]:
+        """See `NodeApi`."""
+        return list(self.backends)
+
+    async def pause_backends(self, mode: PauseMode, timeout_s: float) -> GateReport:
+        """See `NodeApi`."""
+        await trio.lowlevel.checkpoint()
+        if self.pause_error is not None:
+            raise self.pause_error
+        self.paused = mode
+        return self._gate()
+
+    async def resume_backends(self, policy_version: str | None) -> GateReport:
+        """See `NodeApi`."""
+        await trio.lowlevel.checkpoint()
+        self.paused = None
+        self.policy_version = policy_version or self.policy_version
+        return self._gate()
+
     async def add_backend(self, url: str) -> None:
         """See `NodeApi`."""
         await trio.lowlevel.checkpoint()
@@ -127,6 +169,9 @@ class FakeNode:
         """End a live job with `outcome`, or a small completed one. Raises UnknownJob."""
         spec = self._live(job_id)
         outcome = outcome or make_outcome(spec)
+        self._move(job_id, outcome.status, outcome.error)
+        for observer in self.observers:
+            observer.job_ended(self._view(job_id), outcome)
         del self.live[job_id]
         for sink in self._sinks.pop(job_id):
             sink.deliver(outcome)
@@ -136,6 +181,7 @@ class FakeNode:
     def advance(self, job_id: str, status: Status, detail: str = "") -> None:
         """Report a stage of a live job. Raises UnknownJob."""
         self._live(job_id)
+        self._move(job_id, status, detail)
         for sink in self._sinks[job_id]:
             sink.report(job_id, status, detail)
 
@@ -144,6 +190,38 @@ class FakeNode:
         await trio.lowlevel.checkpoint()
         while len(self.live) != count:
             await self._changed.wait()
+
+    def _move(self, job_id: str, status: Status, detail: str) -> None:
+        self._statuses[job_id] = status
+        for observer in self.observers:
+            observer.job_moved(self._view(job_id), status, detail)
+
+    def _view(self, job_id: str) -> JobView:
+        spec = self.live[job_id]
+        return JobView(
+            job_id=job_id,
+            session_id=next((getattr(sink, "session_id", "") for sink in self._sinks[job_id]), ""),
+            group_id=spec.group_id,
+            instance_id=spec.instance.instance_id,
+            handler=spec.instance.handler,
+            priority=spec.priority,
+            attempt=1,
+            tags=spec.tags,
+            status=self._statuses[job_id],
+            age_s=0.0,
+            status_age_s=0.0,
+            turns=0,
+            last_progress_s=0.0,
+            waiting_on="",
+            stuck=False,
+        )
+
+    def _gate(self) -> GateReport:
+        backends = [
+            GatedBackend(url=url, in_flight=0, engine="not_offered", error="", policy_version=self.policy_version)
+            for url in self.backends
+        ]
+        return GateReport(paused=self.paused is not None, waiting=0, backends=backends)
 
     def _live(self, job_id: str) -> JobSpec:
         try:

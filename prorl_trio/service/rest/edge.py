@@ -1,0 +1,64 @@
+"""The REST edge as a whole: application, listener, and the clock that forgets outcomes nobody takes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from ipc.nursery import open_single_nursery
+from prorl_trio.errors import ConfigError
+from prorl_trio.service.rest.app import make_app
+from prorl_trio.service.rest.call import Api
+from prorl_trio.service.rest.server import serve_http
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prorl_trio.config import RestConfig
+    from prorl_trio.service.node_api import NodeApi
+    from prorl_trio.service.rest.events import EventFeed
+    from prorl_trio.service.session import SessionTable
+
+__all__ = ["serve_rest"]
+
+logger = logging.getLogger(__name__)
+
+MAX_EXPIRY_INTERVAL_S: Final = 60.0
+
+
+async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
+    node: NodeApi,
+    config: RestConfig,
+    token: bytes,
+    *,
+    sessions: SessionTable,
+    feed: EventFeed,
+    metrics: Callable[[], tuple[str, bytes]] | None = None,
+    task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve `node` over HTTP until cancelled. Reports the bound (host, port) through `task_status`.
+
+    `sessions` are the node's, shared with the WebSocket; `feed` is one of the node's observers. On cancel, requests
+    that wait answer with what there is, within `server.GOODBYE_TIMEOUT_S`. Jobs are not touched: they are the node's.
+
+    Raises:
+        ConfigError: the address cannot be bound, or the configuration contradicts itself.
+    """
+    if not 0 <= config.port <= 65_535:
+        raise ConfigError(f"rest.port must be 0 (any free one) to 65535, got {config.port}")
+    api = Api(node=node, sessions=sessions, config=config, feed=feed, closing=trio.Event(), metrics=metrics)
+    app = make_app(api, token)
+    async with open_single_nursery() as nursery:
+        nursery.start_soon(_expire, sessions, config.results_retention_s)
+        await serve_http(app, config, api.closing, task_status=task_status)
+
+
+async def _expire(sessions: SessionTable, retention_s: float) -> None:
+    """Drop outcomes that nobody took in time."""
+    while True:
+        await trio.sleep(min(MAX_EXPIRY_INTERVAL_S, retention_s / 2))
+        for session in sessions.all():
+            if count := session.expire():
+                logger.warning("%r: %d outcomes dropped, not taken for %g s", session, count, retention_s)

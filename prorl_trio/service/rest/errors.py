@@ -1,0 +1,97 @@
+"""Errors as answers: a status, and a body `{"error": {"code", "message", "path", "retry_after_s"}}`."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+
+from prorl_trio.errors import AdmissionRejected, BackendError, MalformedJob, ServiceError
+from prorl_trio.service.rest.schema import ErrorDetail
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["ApiError", "decode_body", "decode_query", "error_of", "read_body_as", "status_of"]
+
+BACKEND_RETRY_AFTER_S: Final = 5.0
+
+STATUS_OF_CODE: Final[dict[str, int]] = {
+    "admission": 429,
+    "backends_busy": 409,
+    "draining": 503,
+    "duplicate_job": 409,
+    "malformed": 422,
+    "pause_timeout": 504,
+    "protocol": 422,
+    "token": 401,
+    "unknown_handler": 422,
+    "unknown_job": 404,
+}
+_FIELD_PATH = re.compile(r" - at `(?:key in )?(\$[^`]*)`$")
+_T = TypeVar("_T")
+
+
+class ApiError(Exception):
+    """A request is answered by an error. Raised anywhere in an endpoint."""
+
+    def __init__(self, status: int, detail: ErrorDetail) -> None:
+        super().__init__(detail.message)
+        self.status = status
+        self.detail = detail
+
+
+def error_of(exc: ServiceError | BackendError) -> ErrorDetail:
+    """The answer's words for an error of the node."""
+    if isinstance(exc, BackendError):
+        code, retry = ("backend_down", BACKEND_RETRY_AFTER_S) if exc.retryable else ("backend_unfit", None)
+        return ErrorDetail(code=code, message=str(exc), retry_after_s=retry)
+    return ErrorDetail(
+        code=exc.code,
+        message=str(exc),
+        path=exc.path if isinstance(exc, MalformedJob) else "",
+        retry_after_s=exc.retry_after_s if isinstance(exc, AdmissionRejected) else None,
+    )
+
+
+def status_of(detail: ErrorDetail) -> int:
+    """The HTTP status that goes with an error."""
+    return STATUS_OF_CODE.get(detail.code, 422)
+
+
+def malformed(message: str, path: str = "$") -> ApiError:
+    """The request does not have the documented shape."""
+    return ApiError(422, ErrorDetail(code="malformed", message=message, path=path))
+
+
+def decode_body(body: bytes | msgspec.Raw, kind: type[_T], *, prefix: str = "$") -> _T:
+    """Decode JSON into `kind`.
+
+    Raises:
+        MalformedJob: it is not that; `path` is the offending field, its `$` replaced by `prefix`.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        found = _FIELD_PATH.search(str(exc))
+        path = prefix + found[1][1:] if found else prefix
+        raise MalformedJob(str(exc) or "nested too deeply", path) from None
+
+
+def read_body_as(body: bytes, kind: type[_T]) -> _T:
+    """As `decode_body`, for a whole request: an empty body is an empty object."""
+    return decode_body(body or b"{}", kind)
+
+
+def decode_query(query: Mapping[str, Any], kind: type[_T]) -> _T:
+    """Convert a query string's parameters.
+
+    Raises:
+        ApiError: 422, with the parameter's name as path.
+    """
+    try:
+        return msgspec.convert(query, kind, strict=False)
+    except msgspec.ValidationError as exc:
+        found = _FIELD_PATH.search(str(exc))
+        raise malformed(str(exc), f"query.{found[1][2:]}" if found else "query") from None

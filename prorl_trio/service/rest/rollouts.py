@@ -1,0 +1,287 @@
+"""`/v1/rollouts`: submit, look, wait, cancel."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import trio
+
+from prorl_trio.errors import MalformedJob, ServiceError, UnknownJob
+from prorl_trio.models import JobSpec
+from prorl_trio.observer import JobView
+from prorl_trio.service.rest.call import Call, Endpoint, Reply
+from prorl_trio.service.rest.errors import decode_body, error_of, malformed, status_of
+from prorl_trio.service.rest.schema import (
+    Acknowledged,
+    ArraysQuery,
+    CancelQuery,
+    CancelReply,
+    ErrorDetail,
+    JobQuery,
+    JobReply,
+    JobsQuery,
+    JobsReply,
+    SubmitBatch,
+    SubmitQuery,
+    SubmitReply,
+    SubmittedJob,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from prorl_trio.service.rest.call import Api
+    from prorl_trio.service.session import Session
+
+__all__ = ["ENDPOINTS", "cancel_jobs"]
+
+JOBS_PER_CHECKPOINT: Final = 50
+CANCELS_AT_ONCE: Final = 64
+CANCEL_REASON: Final = "cancelled through REST"
+
+
+class _Batch(msgspec.Struct, forbid_unknown_fields=True):
+    jobs: list[msgspec.Raw]
+
+
+class _Shape(msgspec.Struct):
+    """Tells a batch from a single job without reading either."""
+
+    jobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _OnlyId(msgspec.Struct):
+    job_id: str
+
+
+# ---------------------------------------------------------------- submit
+
+
+async def submit(call: Call) -> Reply:
+    """Take one job or several; each by itself. A client that leaves in the middle asks again: ids are idempotent."""
+    query: SubmitQuery = call.query
+    api = call.api
+    raws, batch = _jobs(call.body)
+    limit = api.config.max_results_per_reply if query.wait > 0 else api.config.max_jobs_per_request
+    if not 1 <= len(raws) <= limit:
+        raise malformed(f"one request takes 1 to {limit} jobs, this has {len(raws)}", "$.jobs")
+    session = api.open_session(call.session_id)
+    taken: list[SubmittedJob] = []
+    for index, raw in enumerate(raws):
+        taken.append(_take(session, api, index, raw, f"$.jobs[{index}]" if batch else "$"))
+        if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
+            await trio.lowlevel.checkpoint()
+    running = [session.running_job(job.job_id) for job in taken if job.accepted and job.job_id is not None]
+    await api.wait_all([job.ended for job in running if job is not None], query.wait)
+    jobs = [_standing(session, job, with_outcome=query.wait > 0) for job in taken]
+    status, error = _summary(jobs)
+    outcomes = sum(job.outcome is not None for job in jobs)
+    body = SubmitReply(session=session.session_id, jobs=jobs, error=error)
+    return Reply(body=body, status=status, outcomes=outcomes, error=error)
+
+
+def _jobs(body: bytes) -> tuple[list[msgspec.Raw], bool]:
+    """The jobs of a request, and whether they came as a batch."""
+    shape = decode_body(body, _Shape)
+    if shape.jobs is msgspec.UNSET:
+        return [msgspec.Raw(body)], False
+    return decode_body(body, _Batch).jobs, True
+
+
+def _take(session: Session, api: Api, index: int, raw: msgspec.Raw, prefix: str) -> SubmittedJob:
+    try:
+        spec = decode_body(raw, JobSpec, prefix=prefix)
+        session.submit(spec, api.node)
+    except ServiceError as exc:
+        detail = error_of(exc)
+        if isinstance(exc, MalformedJob) and not exc.path.startswith(prefix):
+            detail = msgspec.structs.replace(detail, path=prefix + exc.path.removeprefix("$"))
+        return SubmittedJob(index=index, job_id=_job_id(raw), accepted=False, error=detail)
+    return SubmittedJob(index=index, job_id=spec.job_id, accepted=True)
+
+
+def _job_id(raw: msgspec.Raw) -> str | None:
+    try:
+        return msgspec.json.decode(raw, type=_OnlyId).job_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _standing(session: Session, job: SubmittedJob, *, with_outcome: bool) -> SubmittedJob:
+    """How an accepted job stands now."""
+    if not job.accepted or job.job_id is None:
+        return job
+    held = session.held_of(job.job_id)
+    if held is None:
+        running = session.running_job(job.job_id)
+        # Neither: it ended and was acknowledged by somebody else while we waited.
+        return msgspec.structs.replace(job, status=running.status if running is not None else "completed")
+    outcome = held.decode()
+    return msgspec.structs.replace(
+        job, status=outcome.status, cursor=held.cursor, outcome=outcome if with_outcome else None
+    )
+
+
+def _summary(jobs: list[SubmittedJob]) -> tuple[int, ErrorDetail | None]:
+    """The status of the whole: 200 all ended, 202 all accepted, 207 mixed, or the error that rejected them all."""
+    rejected = [job.error for job in jobs if job.error is not None]
+    if not rejected:
+        return (HTTPStatus.OK if all(job.outcome is not None for job in jobs) else HTTPStatus.ACCEPTED), None
+    statuses = {status_of(error) for error in rejected}
+    if len(rejected) == len(jobs) and len(statuses) == 1:
+        return statuses.pop(), rejected[0]
+    return HTTPStatus.MULTI_STATUS, None
+
+
+# ---------------------------------------------------------------- look and wait
+
+
+async def list_jobs(call: Call) -> Reply:
+    """Live jobs that pass the filters."""
+    query: JobsQuery = call.query
+    await trio.lowlevel.checkpoint()
+    matching = [
+        job for job in _live(call.api, query.group, query.session, query.tag) if query.status in (None, job.status)
+    ]
+    return Reply(body=JobsReply(total=len(matching), jobs=matching[: query.limit]))
+
+
+async def get_job(call: Call) -> Reply:
+    """One job, live or ended; with `wait`, its end."""
+    query: JobQuery = call.query
+    job_id = call.path["job_id"]
+    session, status = call.session_of(job_id)
+    running = session.running_job(job_id)
+    if running is not None:
+        await call.api.wait_all([running.ended], query.wait)
+    held = session.held_of(job_id)
+    if held is not None:
+        outcome = held.decode()
+        body = JobReply(
+            job_id=job_id, session=session.session_id, status=outcome.status, cursor=held.cursor, outcome=outcome
+        )
+        return Reply(body=body, outcomes=1)
+    if session.running_job(job_id) is None:  # acknowledged by somebody else while we waited
+        session, status = call.session_of(job_id)
+    view = next((job for job in _views(call.api) if job.job_id == job_id), None)
+    reply = JobReply(job_id=job_id, session=session.session_id, status=view.status if view else status, job=view)
+    return Reply(body=reply, status=HTTPStatus.ACCEPTED if query.wait > 0 else HTTPStatus.OK)
+
+
+# ---------------------------------------------------------------- cancel
+
+
+async def delete_job(call: Call) -> Reply:
+    """Cancel a live job and return when nothing of it is left; forget one that has ended."""
+    job_id = call.path["job_id"]
+    session, status = call.session_of(job_id)
+    live = session.is_running(job_id)
+    if live:
+        await cancel_jobs(call.api, [job_id])
+        held = session.held_of(job_id)
+        status = held.decode().status if held is not None else "cancelled"
+    else:
+        await trio.lowlevel.checkpoint()
+        session.forget(job_id)
+    return Reply(body=Acknowledged(job_id=job_id, session=session.session_id, status=status, forgotten=not live))
+
+
+async def delete_jobs(call: Call) -> Reply:
+    """Cancel every live job that passes the filters."""
+    query: CancelQuery = call.query
+    if query.group is None and query.session is None and not query.tag:
+        raise malformed("give at least one of group, session, tag; nothing was cancelled", "query")
+    job_ids = [job.job_id for job in _live(call.api, query.group, query.session, query.tag)]
+    await cancel_jobs(call.api, job_ids)
+    return Reply(body=CancelReply(cancelled=job_ids))
+
+
+async def cancel_jobs(api: Api, job_ids: Sequence[str], reason: str = CANCEL_REASON) -> None:
+    """Cancel live jobs; return when nothing of them is left. Those that have ended meanwhile are fine."""
+    await trio.lowlevel.checkpoint()
+    pending = iter(job_ids)
+    async with trio.open_nursery() as workers:
+        for _ in range(min(CANCELS_AT_ONCE, len(job_ids))):
+            workers.start_soon(_cancel_each, api, pending, reason)
+
+
+async def _cancel_each(api: Api, job_ids: Iterator[str], reason: str) -> None:
+    for job_id in job_ids:
+        try:
+            await api.node.cancel(job_id, reason)
+        except UnknownJob:
+            await trio.lowlevel.checkpoint()  # it ended by itself: nothing of it is left
+
+
+# ---------------------------------------------------------------- live jobs
+
+
+def _views(api: Api) -> Iterator[JobView]:
+    return (msgspec.convert(job, JobView) for job in api.node.live_jobs())
+
+
+def _live(api: Api, group: str | None, session: str | None, tags: list[str]) -> list[JobView]:
+    wanted = []
+    for tag in tags:
+        name, colon, value = tag.partition(":")
+        if not colon:
+            raise malformed(f"a tag is name:value, got {tag!r}", "query.tag")
+        wanted.append((name, value))
+    return [
+        job
+        for job in _views(api)
+        if group in (None, job.group_id)
+        and session in (None, job.session_id)
+        and all(job.tags.get(name) == value for name, value in wanted)
+    ]
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        method="POST",
+        path="/v1/rollouts",
+        handler=submit,
+        summary="Submit one job, or several as {'jobs': [...]}. 200: all have ended (with wait); 202: all are taken; "
+        "207: some are rejected; a 4xx or 503: all are, for that reason.",
+        query=SubmitQuery,
+        bodies=(JobSpec, SubmitBatch),
+        replies={200: SubmitReply, 202: SubmitReply, 207: SubmitReply},
+        errors=(409, 429, 503),
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/rollouts",
+        handler=list_jobs,
+        summary="Live jobs, filtered.",
+        query=JobsQuery,
+        replies={200: JobsReply},
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/rollouts",
+        handler=delete_jobs,
+        summary="Cancel live jobs of a group, session or tag; returns when nothing of them is left.",
+        query=CancelQuery,
+        replies={200: CancelReply},
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/rollouts/{job_id}",
+        handler=get_job,
+        summary="One job: its state, or its outcome. With wait: 200 if it has ended, 202 if not.",
+        query=JobQuery,
+        replies={200: JobReply, 202: JobReply},
+        errors=(404,),
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/rollouts/{job_id}",
+        handler=delete_job,
+        summary="Cancel a live job, and return when nothing of it is left; forget the outcome of one that has ended.",
+        query=ArraysQuery,
+        replies={200: Acknowledged},
+        errors=(404,),
+    ),
+)

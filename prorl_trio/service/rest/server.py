@@ -1,0 +1,172 @@
+"""The REST listener: hypercorn's HTTP on our own accept loop, which bounds connections and what each may take."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import trio
+from hypercorn.config import Config
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ConnectionState
+from hypercorn.utils import wrap_app
+
+from ipc.nursery import single_exception
+from prorl_trio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hypercorn.typing import AppWrapper
+    from starlette.types import ASGIApp
+
+    from prorl_trio.config import RestConfig
+
+__all__ = ["serve_http"]
+
+logger = logging.getLogger(__name__)
+
+GOODBYE_TIMEOUT_S: Final = 5.0
+"""When the server is cancelled, requests in progress may take so long to be answered."""
+MAX_HEADER_BYTES: Final = 32 * 1024
+
+
+async def serve_http(
+    app: ASGIApp,
+    config: RestConfig,
+    closing: trio.Event,
+    *,
+    task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve `app` until cancelled. Reports the bound (host, port) through `task_status`.
+
+    On cancel nobody new is let in and `closing` is set; requests in progress have `GOODBYE_TIMEOUT_S` to be answered,
+    then their connections are closed.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    listener = await _listen(config)
+    host, port = listener.socket.getsockname()[:2]
+    server = _Server(app, config, closing)
+    with single_exception():
+        async with trio.open_nursery() as connections:
+            try:
+                task_status.started((host, port))
+                await trio.serve_listeners(server.serve_stream, [listener], handler_nursery=connections)
+            finally:
+                server.go_away()
+
+
+async def _listen(config: RestConfig) -> trio.SocketListener:
+    """One listener, also for a name with several addresses: the first."""
+    try:
+        first, *others = await trio.open_tcp_listeners(config.port, host=config.host)
+    except OSError as exc:
+        raise ConfigError(f"rest: cannot bind {config.host}:{config.port}: {exc}") from exc
+    for other in others:
+        await other.aclose()
+    return first
+
+
+class _Context(WorkerContext):
+    """Hypercorn's word of what is going on around its connections."""
+
+    def terminate_now(self) -> None:
+        """Close idle connections, and the others after their answer."""
+        self._terminated.set()
+
+    def __init__(self, max_requests: int | None) -> None:
+        super().__init__(max_requests)
+        self._terminated = trio.Event()
+        self.terminated = _TrioEvent(self._terminated)
+
+
+class _TrioEvent:
+    """A `trio.Event` as hypercorn wants events: it awaits even their setting."""
+
+    def __init__(self, event: trio.Event) -> None:
+        self._event = event
+        self.is_set = event.is_set
+        self.wait = event.wait
+
+    async def set(self) -> None:
+        self._event.set()
+
+    async def clear(self) -> None:
+        raise AssertionError("a server that has ended does not begin again")
+
+
+class _Connection(TCPServer):
+    """One connection. It ends with its client, where hypercorn would wait for `keep_alive_timeout`."""
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        await self.idle_task.stop()
+
+
+class _Server:
+    """What all connections share."""
+
+    def __init__(self, app: ASGIApp, config: RestConfig, closing: trio.Event) -> None:
+        self._app: AppWrapper = wrap_app(app, config.max_body_bytes, "asgi")  # type: ignore[arg-type]
+        self._config = config
+        self._closing = closing
+        self._context = _Context(None)
+        self._scopes: set[trio.CancelScope] = set()
+        self._http = Config()
+        self._http.h11_max_incomplete_size = MAX_HEADER_BYTES
+        self._http.keep_alive_timeout = config.idle_timeout_s
+        self._http.include_server_header = False
+        self._http.errorlog = logger
+        self._http.accesslog = None
+
+    def go_away(self) -> None:
+        """Let the connections finish what they answer; let nobody in. Ends within `GOODBYE_TIMEOUT_S`."""
+        self._closing.set()
+        self._context.terminate_now()
+        for scope in self._scopes:
+            scope.deadline = trio.current_time() + GOODBYE_TIMEOUT_S
+
+    async def serve_stream(self, stream: trio.SocketStream) -> None:
+        """Serve one accepted connection until it ends, however it ends."""
+        if self._closing.is_set() or len(self._scopes) >= self._config.max_connections:
+            await trio.aclose_forcefully(stream)
+            return
+        with trio.CancelScope(shield=True) as scope:
+            self._scopes.add(scope)
+            try:
+                await self._serve_shielded(_PatientStream(stream, self._config.send_timeout_s))
+            finally:
+                self._scopes.discard(scope)
+
+    async def _serve_shielded(self, stream: _PatientStream) -> None:
+        connection = _Connection(self._app, self._http, self._context, ConnectionState({}), stream)  # type: ignore[arg-type]
+        try:
+            await connection.run()
+        except Exception:  # one connection that hypercorn stumbles over must not end the node
+            logger.exception("a connection ended by an error")
+        finally:
+            with trio.move_on_after(GOODBYE_TIMEOUT_S, shield=True):
+                await trio.aclose_forcefully(stream)
+
+
+class _PatientStream(trio.abc.AsyncResource):
+    """A socket stream whose sends have a deadline: hypercorn shields them from every cancel, without one."""
+
+    def __init__(self, stream: trio.SocketStream, send_timeout_s: float) -> None:
+        self._stream = stream
+        self._send_timeout_s = send_timeout_s
+        self.socket = stream.socket
+        self.send_eof = stream.send_eof
+        self.receive_some = stream.receive_some
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def send_all(self, payload: bytes) -> None:
+        with trio.move_on_after(self._send_timeout_s):
+            await self._stream.send_all(payload)
+            return
+        logger.info("a client did not read for %g s; its connection is closed", self._send_timeout_s)
+        await trio.aclose_forcefully(self._stream)
+        raise trio.BrokenResourceError(f"the client did not read for {self._send_timeout_s:g} s")
