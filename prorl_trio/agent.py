@@ -9,7 +9,7 @@ import msgspec
 import trio
 
 from prorl_trio.errors import BackendError, ContextLengthExceeded
-from prorl_trio.models import ChatMessage, Turn
+from prorl_trio.models import PRIORITY, ChatMessage, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,9 +48,10 @@ async def run_agent(
 ) -> None:
     """Work on `messages` until the agent is done; everything is recorded in `context` turn by turn.
 
-    All calls of the task go to one backend, leased for the whole loop and released whatever happens. Sets
-    `context.stop_reason`, and `context.answer` if the agent gave one. Cancellation aborts the call in flight and leaves
-    what was recorded.
+    All calls of the task go to one backend, leased for the whole loop and released whatever happens; no budget is
+    charged for the wait for one. Sets `context.stop_reason`, and `context.answer` if the agent gave one. When the
+    budget `agent_s` is used up, counted from the lease, the loop ends with `agent_budget`: the call in flight is
+    aborted, and what was recorded is the agent's work. Cancellation, too, aborts it and leaves what was recorded.
 
     Raises:
         ContextLengthExceeded: the first prompt does not fit, so there is nothing to record.
@@ -60,13 +61,26 @@ async def run_agent(
     conversation = await trio.to_thread.run_sync(resources.chat_format.open, messages, tools.schemas())
     context.conversation = conversation
     async with AsyncExitStack() as stack:
-        with context.waiting("backend room"):
-            lease = await stack.enter_async_context(resources.backends.lease(context.spec.job_id))
+        lease = await _lease(context, stack)
         limit = resources.config.agent.max_trajectory_tokens or lease.info.max_model_len
         limit = min(limit, lease.info.max_model_len)
         if len(conversation) + 1 > limit:
             raise ContextLengthExceeded(len(conversation), limit)
-        context.stop_reason = await _loop(context, lease, limit, tools, style)
+        agent_s = context.spec.budgets.agent_s or resources.config.budgets.agent_s
+        with trio.move_on_after(agent_s) as budget:
+            context.stop_reason = await _loop(context, lease, limit, tools, style)
+        if budget.cancelled_caught:
+            context.stop_reason = "agent_budget"
+
+
+async def _lease(context: RolloutContext, stack: AsyncExitStack) -> BackendLease:
+    backends, at_most_s = context.resources.backends, context.resources.config.backends.lease_timeout_s
+    with trio.move_on_after(at_most_s), context.standing_in_line("backend room", "inference", at_most_s=at_most_s):
+        return await stack.enter_async_context(backends.lease(context.spec.job_id, PRIORITY[context.spec.priority]))
+    raise BackendError(
+        f"no backend had room for job {context.spec.job_id} within {at_most_s:g} s (backends.lease_timeout_s)",
+        retryable=True,
+    )
 
 
 async def _loop(
@@ -89,21 +103,25 @@ async def _loop(
             engine=completion.engine,
         )
         calls = parsed.tool_calls or style.implied_calls(parsed)
-        observations = await _act(context, calls, tools)
         sampled = conversation.completion_ranges[-1]
-        context.record(
-            Turn(
-                segment=sampled.segment,
-                completion_start=sampled.start,
-                completion_end=sampled.end,
-                text=parsed.text,
-                finish_reason=completion.finish_reason,
-                tool_calls=calls,
-                observations=observations,
-                inference_s=sampled_s - started_s,
-                tools_s=trio.current_time() - sampled_s,
+        observations: list[str] = []
+        try:
+            await _act(context, calls, tools, observations)
+        finally:
+            # Also where a tool is cut short: the tokens are in the trajectory, and so is their turn.
+            context.record(
+                Turn(
+                    segment=sampled.segment,
+                    completion_start=sampled.start,
+                    completion_end=sampled.end,
+                    text=parsed.text,
+                    finish_reason=completion.finish_reason,
+                    tool_calls=calls,
+                    observations=observations,
+                    inference_s=sampled_s - started_s,
+                    tools_s=trio.current_time() - sampled_s,
+                )
             )
-        )
         if context.answer is None and not calls:
             context.answer = style.final_answer(parsed)
         if context.answer is not None:
@@ -133,7 +151,7 @@ async def _sample(context: RolloutContext, lease: BackendLease, turn: int, room:
     sampling = msgspec.structs.replace(asked, stop_token_ids=stops)
     for attempt in ("first", "repinned"):
         try:
-            with context.waiting(f"backend {lease.url}: completion"):
+            with context.waiting(f"backend {lease.url}: completion", "inference"):
                 completion = await lease.client.generate(
                     conversation.prompt_token_ids(),
                     sampling,
@@ -150,18 +168,16 @@ async def _sample(context: RolloutContext, lease: BackendLease, turn: int, room:
     raise AssertionError("unreachable")
 
 
-async def _act(context: RolloutContext, calls: Sequence[ToolCall], tools: ToolSet) -> list[str]:
-    """Carry the calls out in order; stops at the first one that ends the episode."""
-    observations: list[str] = []
+async def _act(context: RolloutContext, calls: Sequence[ToolCall], tools: ToolSet, observations: list[str]) -> None:
+    """Carry the calls out in order, each result into `observations`; after one that ends the episode none is run."""
     for call in calls:
         if context.answer is not None:
             observations.append("Not run: the task had ended.")
             continue
-        with context.waiting(f"tool {call.name}"):
+        with context.waiting(f"tool {call.name}", "sandbox"):
             observation = await tools.call(
                 call, context.sandbox, timeout_s=context.resources.config.agent.tool_timeout_s
             )
         context.activity.progress()
         observations.append(observation.text)
         context.answer = observation.answer
-    return observations

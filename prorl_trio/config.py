@@ -92,6 +92,9 @@ class ModelConfig(_Config, frozen=True):
 class BackendConfig(_Config, frozen=True):
     """LLM backends known at the start; more may be added while running.
 
+    `max_tasks_per_backend`: rollouts that have a backend at the same time, 0 for no limit of its own (`run_workers` is
+    one for all backends). A rollout waits for one with room for `lease_timeout_s`, charged to no budget.
+
     `required`: refuse to start when a backend does not pass its probe; otherwise it is left out with a warning.
     """
 
@@ -100,6 +103,8 @@ class BackendConfig(_Config, frozen=True):
     probe_timeout_s: float = 60.0
     request_timeout_s: float = 600.0
     max_connections_per_backend: int = 512
+    max_tasks_per_backend: int = 0
+    lease_timeout_s: float = 900.0
 
 
 class SandboxConfig(_Config, frozen=True):
@@ -125,7 +130,10 @@ class SandboxConfig(_Config, frozen=True):
 
 class StagesConfig(_Config, frozen=True):
     """Workers of each stage, and how many jobs may wait for each. A full INIT queue rejects submissions; a full RUN or
-    EVAL queue holds the stage before it up."""
+    EVAL queue holds the stage before it up.
+
+    Of the handlers that want a fresh sandbox for the evaluation, `max_refreshing` may start it while RUN goes on.
+    """
 
     init_workers: int = 4
     run_workers: int = 32
@@ -133,14 +141,18 @@ class StagesConfig(_Config, frozen=True):
     init_queue: int = 10_000
     ready_queue: int = 16
     eval_queue: int = 1_000
+    max_refreshing: int = 8
 
 
 class BudgetConfig(_Config, frozen=True):
-    """Default seconds per stage of a job; a job may ask for others. Queue time is not charged."""
+    """Default seconds per stage of a job, for all stages together and for the agent's loop; a job may ask for others.
+    Queue time is not charged. See `models.Budgets`."""
 
     init_s: float = 120.0
     run_s: float = 900.0
     eval_s: float = 120.0
+    total_s: float = 3600.0
+    agent_s: float = 3600.0
 
 
 class AgentConfig(_Config, frozen=True):

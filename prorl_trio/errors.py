@@ -5,10 +5,11 @@ A message says what failed, which id, the limit and the actual value, and what t
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 __all__ = [
     "AdmissionRejected",
+    "AgentFault",
     "BackendError",
     "BackendsBusy",
     "BudgetExceeded",
@@ -16,6 +17,7 @@ __all__ = [
     "ContextLengthExceeded",
     "Draining",
     "DuplicateJob",
+    "ErrorCode",
     "EvaluationError",
     "FailureCause",
     "HandlerError",
@@ -39,6 +41,28 @@ FailureCause = Literal[
     "sandbox", "inference", "agent_fault", "agent_budget", "evaluator", "handler", "cancelled", "node"
 ]
 """Why a job has no success. Closed: a trainer may switch over it. Only `agent_*` are the policy's own doing."""
+
+ErrorCode = Literal[
+    "sandbox_start",  # a sandbox could not be started
+    "sandbox_lost",  # a running one died, or its channel broke
+    "backend_unreachable",  # an LLM backend could not be reached, or failed in a way that may pass
+    "backend_refused",  # it broke its contract, or refused the call for good
+    "context_overflow",  # the first prompt leaves no room for a token
+    "token_drift",  # a prompt does not begin with the tokens recorded
+    "agent_fault",  # the policy did what its task forbids
+    "handler_raised",  # the handler's own code failed
+    "evaluator_crashed",  # it raised, or its process died
+    "evaluator_timeout",  # it gave no score within its time-out or the EVAL budget
+    "evaluator_malformed",  # what it returned is no score: a wrong type, NaN, nothing
+    "budget_init",
+    "budget_run",
+    "budget_total",
+    "cancelled",  # on request
+    "early_stop",  # the job's group had what it needed, or its deadline had passed
+    "shutdown",  # the node ended before the job did
+    "node",  # none of the above
+]
+"""What exactly went wrong, finer than the cause. Closed."""
 
 
 class ProrlError(Exception):
@@ -130,9 +154,10 @@ class PauseTimeout(ServiceError):
 
 
 class RolloutError(ProrlError):
-    """Something ended a job. `cause` is what the trainer sees."""
+    """Something ended a job. `cause` is what the trainer sees, `error_code` what exactly it was."""
 
-    cause: ClassVar[FailureCause] = "node"
+    cause: FailureCause = "node"
+    error_code: ErrorCode = "node"
 
 
 class BackendError(RolloutError):
@@ -143,12 +168,14 @@ class BackendError(RolloutError):
     def __init__(self, message: str, *, retryable: bool) -> None:
         super().__init__(message)
         self.retryable = retryable
+        self.error_code = "backend_unreachable" if retryable else "backend_refused"
 
 
 class ContextLengthExceeded(RolloutError):
     """The prompt leaves no room for a single new token."""
 
     cause = "agent_budget"
+    error_code = "context_overflow"
 
     def __init__(self, prompt_tokens: int, max_model_len: int) -> None:
         super().__init__(
@@ -163,48 +190,90 @@ class TokenDrift(RolloutError):
     """A new prompt does not begin with the tokens already recorded. Never repaired silently."""
 
     cause = "node"
+    error_code = "token_drift"
+
+
+class AgentFault(RolloutError):
+    """The policy did what its task forbids, and there is nothing to evaluate. Its own doing, unlike `HandlerError`.
+
+    `reward` is what the trainer gets for it; None for no reward.
+    """
+
+    cause = "agent_fault"
+    error_code = "agent_fault"
+
+    def __init__(self, message: str, *, reward: float | None = None) -> None:
+        super().__init__(message)
+        self.reward = reward
 
 
 class SandboxUnavailable(RolloutError):
     """A sandbox could not be started. Nothing of it is left."""
 
     cause = "sandbox"
+    error_code = "sandbox_start"
 
 
 class SandboxLost(RolloutError):
     """A running sandbox died or its control channel broke. The action in flight may or may not have run."""
 
     cause = "sandbox"
+    error_code = "sandbox_lost"
 
 
 class HandlerError(RolloutError):
     """The agent handler's own code failed."""
 
     cause = "handler"
+    error_code = "handler_raised"
 
 
 class EvaluationError(RolloutError):
-    """The evaluator crashed, timed out or returned no score. Not a reward of 0."""
+    """The evaluator crashed, timed out or returned no score; `error_code` tells which. Not a reward of 0."""
 
     cause = "evaluator"
 
+    def __init__(
+        self,
+        message: str,
+        *,
+        error_code: Literal["evaluator_crashed", "evaluator_timeout", "evaluator_malformed"] = "evaluator_crashed",
+    ) -> None:
+        super().__init__(message)
+        self.error_code = error_code
+
 
 class BudgetExceeded(RolloutError):
-    """A stage used up its budget. Time in queues is not charged."""
+    """A stage, or the whole job, used up its budget. Time in queues is not charged. `cause`: where the time went."""
 
-    cause = "node"
-
-    def __init__(self, stage: Literal["init", "run", "eval"], budget_s: float, used_s: float) -> None:
-        super().__init__(f"stage {stage} used {used_s:.2f} s of its budget of {budget_s:g} s")
-        self.stage: Literal["init", "run", "eval"] = stage
+    def __init__(
+        self, stage: Literal["init", "run", "eval", "total"], budget_s: float, used_s: float, cause: FailureCause
+    ) -> None:
+        what = "the job" if stage == "total" else f"stage {stage}"
+        super().__init__(f"{what} used {used_s:.2f} s of its budget of {budget_s:g} s, most of it in: {cause}")
+        self.stage: Literal["init", "run", "eval", "total"] = stage
         self.budget_s = budget_s
         self.used_s = used_s
+        self.cause = cause
+        self.error_code = _BUDGET_CODE[stage]
+
+
+_BUDGET_CODE: Final[dict[str, ErrorCode]] = {
+    "init": "budget_init",
+    "run": "budget_run",
+    "eval": "evaluator_timeout",
+    "total": "budget_total",
+}
 
 
 class JobCancelled(RolloutError):
-    """The job was cancelled on request."""
+    """The job was cancelled: on request, or as `error_code` says."""
 
     cause = "cancelled"
+
+    def __init__(self, message: str, *, error_code: ErrorCode = "cancelled") -> None:
+        super().__init__(message)
+        self.error_code = error_code
 
 
 class InternalError(ProrlError):

@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Final, Protocol
 import trio
 
 from prorl_trio.lifecycle import Lifecycle
+from prorl_trio.models import PRIORITY
 from prorl_trio.observer import JobView
 from prorl_trio.rollout import RolloutContext
 
 if TYPE_CHECKING:
+    from prorl_trio.errors import ErrorCode
     from prorl_trio.handlers.base import AgentHandler, Evaluation
-    from prorl_trio.models import JobSpec, Outcome, Status, Turn
+    from prorl_trio.models import AttemptRecord, JobSpec, Outcome, Status, Turn
     from prorl_trio.observer import Observers
     from prorl_trio.rollout import Resources
     from prorl_trio.sandbox.host import HostedSandbox
 
 __all__ = ["Job", "JobSink"]
 
-PRIORITY: Final = {"eval": 0, "train": 1}
 _QUEUE: Final[dict[Status, str]] = {"queued": "init worker", "ready": "run worker", "ran": "eval worker"}
 """What a job waits for that stands in line."""
 
@@ -38,7 +39,11 @@ class JobSink(Protocol):
 
 
 class Job:
-    """One live rollout. Owned by the pipeline from `submit` until its outcome is delivered."""
+    """One live rollout. Owned by the pipeline from `submit` until its outcome is delivered.
+
+    `sandbox` is what the job owns now, `fresh_sandbox` what it will have for its evaluation. `scope` is there while the
+    job can be interrupted: in a stage, or waiting to get into a queue. `used_s` is what `total_s` is charged with.
+    """
 
     def __init__(
         self, spec: JobSpec, handler: AgentHandler, resources: Resources, sink: JobSink, *, attempt: int = 1
@@ -49,20 +54,51 @@ class Job:
         self.sinks = [sink]
         self.session_id = sink.session_id
         self.attempt = attempt
+        self.attempts: list[AttemptRecord] = []
         self.accepted_s = trio.current_time()
-        self.lifecycle = Lifecycle(self.accepted_s)
-        self.context = RolloutContext(spec=spec, resources=resources, on_turn=self._turn_done)
+        self.used_s = 0.0
         self.sandbox: HostedSandbox | None = None
+        self.fresh_sandbox: HostedSandbox | None = None
         self.scope: trio.CancelScope | None = None
         self.cancel_reason: str | None = None
-        self.evaluation: Evaluation | None = None
+        self.cancel_code: ErrorCode = "cancelled"
         self.finished = trio.Event()
         self._observers: Observers | None = None
+        self._begin(self.accepted_s)
+
+    def _begin(self, now_s: float) -> None:
+        self.lifecycle = Lifecycle(now_s)
+        self.context = RolloutContext(spec=self.spec, resources=self.resources, on_turn=self._turn_done)
+        self.evaluation: Evaluation | None = None
+
+    def begin_again(self, failed: AttemptRecord) -> None:
+        """The attempt failed, and nothing of it is left but its record: stand in line for the next one."""
+        self.attempts.append(failed)
+        self.attempt += 1
+        self._begin(trio.current_time())
+        self._tell("queued", f"attempt {self.attempt}, after {failed.cause}: {failed.error}")
+
+    def note_cancel(self, reason: str, code: ErrorCode) -> None:
+        """The job is to end as cancelled. The first reason stands."""
+        if self.cancel_reason is None:
+            self.cancel_reason, self.cancel_code = reason, code
+
+    async def release(self) -> None:
+        """End the sandboxes the job owns."""
+        for sandbox in (self.sandbox, self.fresh_sandbox):
+            if sandbox is not None:
+                await sandbox.aclose()
+        self.sandbox = self.fresh_sandbox = self.context.sandbox = None
 
     @property
     def priority(self) -> int:
         """Place in a stage's queue; lower goes first."""
         return PRIORITY[self.spec.priority]
+
+    @property
+    def group_key(self) -> tuple[str, str]:
+        """Group ids are the session's own."""
+        return self.session_id, self.spec.group_id
 
     def accepted(self, observers: Observers) -> None:
         """The pipeline has taken the job: tell those who watch, now and from now on."""

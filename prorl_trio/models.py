@@ -7,13 +7,13 @@ a token) and read-only numpy views in Python, without a copy.
 from __future__ import annotations
 
 from pickle import PickleBuffer
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from prorl_trio.errors import FailureCause
+from prorl_trio.errors import ErrorCode, FailureCause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from prorl_trio.batch import PaddedBatch
 
 __all__ = [
+    "PRIORITY",
+    "AttemptRecord",
     "Budgets",
     "ChatMessage",
     "FinishReason",
+    "GroupPolicy",
     "JobSpec",
     "Outcome",
     "PolicySpan",
+    "RetryPolicy",
     "SamplingParams",
     "Segment",
     "Stage",
@@ -62,6 +66,10 @@ OUT_OF_BAND_PROTOCOL = 5
 """Of pickles that may carry buffers beside themselves (PEP 574)."""
 
 
+PRIORITY: Final = {"eval": 0, "train": 1}
+"""The place of a job's priority in any line; lower goes first."""
+
+
 class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of the domain: immutable, strict about unknown fields."""
 
@@ -88,17 +96,70 @@ class SamplingParams(_Model, frozen=True):
 
 
 class Budgets(_Model, frozen=True):
-    """Seconds a job may spend in each stage. Time in queues is not charged. None takes the node's default."""
+    """Seconds a job may spend in each stage, and in all of them together. Time in queues is not charged. None takes the
+    node's default.
+
+    `init_s`, `run_s`, `eval_s` and `total_s` guard the infrastructure: where one is used up, the job has `timed_out`,
+    with a cause that says where the time went, and no reward. `agent_s` is the policy's: when it is used up, the
+    agent's loop ends (`stop_reason` `agent_budget`), and what it did is evaluated as ever.
+    `total_s` spans all attempts.
+    """
 
     init_s: float | None = None
     run_s: float | None = None
     eval_s: float | None = None
+    total_s: float | None = None
+    agent_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("init_s", "run_s", "eval_s"):
+        for name in self.__struct_fields__:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be > 0, got {value}")
+
+
+class GroupPolicy(_Model, frozen=True):
+    """When the rest of a group is cancelled, so that a straggler does not hold it up. All its rollouts say the same.
+
+    Attributes:
+        size: rollouts of the group.
+        min_completed: once so many are `completed`, the others are cancelled; 0: never.
+        deadline_s: so long after the first one was accepted, those that are not over are cancelled; None: never.
+    """
+
+    size: int
+    min_completed: int = 0
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size must be >= 1, got {self.size}")
+        if not 0 <= self.min_completed <= self.size:
+            raise ValueError(f"min_completed must be in [0, size], got {self.min_completed} of {self.size}")
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise ValueError(f"deadline_s must be > 0, got {self.deadline_s}")
+
+
+class RetryPolicy(_Model, frozen=True):
+    """Whether a rollout that failed is run again as a whole: from a fresh sandbox, with an empty conversation.
+
+    `max_attempts` counts the first one. `causes` are those that are retried, none of the policy's own. Before attempt n
+    + 1 the job waits `backoff_s` * 2 ** (n - 1), at most 60 s.
+    """
+
+    max_attempts: int = 1
+    causes: tuple[Literal["sandbox", "inference", "evaluator", "handler", "node"], ...] = (
+        "sandbox",
+        "inference",
+        "node",
+    )
+    backoff_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_attempts <= 100:
+            raise ValueError(f"max_attempts must be in [1, 100], got {self.max_attempts}")
+        if not 0 <= self.backoff_s <= 60:
+            raise ValueError(f"backoff_s must be in [0, 60], got {self.backoff_s}")
 
 
 class TaskInstance(_Model, frozen=True):
@@ -110,7 +171,10 @@ class TaskInstance(_Model, frozen=True):
 
 
 class JobSpec(_Model, frozen=True):
-    """One rollout to do. `job_id` is the submitter's and idempotent; rollouts of one instance share `group_id`."""
+    """One rollout to do. `job_id` is the submitter's and idempotent; rollouts of one instance share `group_id`.
+
+    `keep_partial`: an outcome other than `completed` carries what was recorded until then. `group` needs a `group_id`.
+    """
 
     job_id: str
     instance: TaskInstance
@@ -120,12 +184,17 @@ class JobSpec(_Model, frozen=True):
     max_turns: int = 8
     priority: Literal["train", "eval"] = "train"
     tags: dict[str, str] = {}
+    keep_partial: bool = True
+    group: GroupPolicy | None = None
+    retry: RetryPolicy = RetryPolicy()
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.job_id) <= 200:
             raise ValueError(f"job_id must have 1 to 200 characters, got {len(self.job_id)}")
         if self.max_turns < 1:
             raise ValueError(f"max_turns must be >= 1, got {self.max_turns}")
+        if self.group is not None and not self.group_id:
+            raise ValueError("group needs a group_id")
 
 
 class ToolCall(_Model, frozen=True):
@@ -250,6 +319,8 @@ def _flat(buffer: Any) -> memoryview:
 class Turn(_Model, frozen=True):
     """One action of the policy and what came back. Token positions index the segment.
 
+    `observations` answer `tool_calls` one by one; there are fewer where the rollout was cut short in the middle.
+
     `completion_start` (inclusive) to `completion_end` (exclusive) are the sampled tokens of this turn.
     """
 
@@ -297,11 +368,25 @@ class Timing(_Model, frozen=True):
     eval_s: float = 0.0
 
 
+class AttemptRecord(_Model, frozen=True):
+    """An attempt that failed and was followed by another."""
+
+    attempt: int
+    status: Literal["failed", "timed_out"]
+    cause: FailureCause
+    error_code: ErrorCode
+    error: str
+    timing: Timing
+
+
 class Outcome(_Model, frozen=True):
     """The one terminal record of a job.
 
     `reward` is None for every failure that is not the policy's own; never 0 in its place. `cause` is set unless
-    `status` is `completed`. `details` is the handler's (JSON-like). `trajectory` may be partial or None on failure.
+    `status` is `completed`, and `error_code` then says what exactly it was. `details` is the handler's (JSON-like),
+    `evaluation_log` the evaluator's, its middle left out if it is long. `trajectory` may be partial or None on failure.
+    `attempt` is the number of the attempt this is the outcome of, and `attempts` are those before it that failed;
+    `timing` is of the last one.
     """
 
     job_id: str
@@ -315,3 +400,7 @@ class Outcome(_Model, frozen=True):
     details: dict[str, Any]
     timing: Timing
     tags: dict[str, str] = {}
+    error_code: ErrorCode | None = None
+    evaluation_log: str = ""
+    attempt: int = 1
+    attempts: list[AttemptRecord] = []

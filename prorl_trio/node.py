@@ -231,6 +231,7 @@ async def open_node(
         backends = Backends(
             lambda url: VllmClient(url, max_connections=config.backends.max_connections_per_backend),
             probe_timeout_s=config.backends.probe_timeout_s,
+            max_tasks_per_backend=config.backends.max_tasks_per_backend,
         )
         stack.push_async_callback(backends.aclose)
         scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers))

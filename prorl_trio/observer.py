@@ -14,7 +14,7 @@ from prorl_trio.models import Outcome, Status, Turn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Activity", "JobView", "Observer", "Observers"]
+__all__ = ["Activity", "Charge", "JobView", "Observer", "Observers"]
 
 logger = logging.getLogger(__name__)
 
@@ -95,17 +95,25 @@ class Observers:
                 self.observers.remove(observer)
 
 
+Charge = Literal["sandbox", "inference", "evaluator", "handler"]
+"""Who time is charged to: the cause that is named when a budget is used up."""
+
+
 class Activity:
-    """What one job is doing: when something last happened, and what it waits for."""
+    """What one job is doing: when something last happened, what it waits for, and where its time went."""
 
     def __init__(self) -> None:
-        self._progress_s = trio.current_time()
-        self._waits: dict[object, str] = {}
+        now_s = trio.current_time()
+        self._progress_s = now_s
+        self._waits: dict[object, tuple[str, Charge]] = {}
+        self._settled_s = now_s
+        self._spent_s: dict[Charge, float] = {}
+        self._own: Charge = "handler"
 
     @property
     def waiting_on(self) -> str:
         """The wait begun last, of those that are not over; empty if there is none."""
-        return next(reversed(self._waits.values()), "")
+        return next(reversed(self._waits.values()), ("",))[0]
 
     def idle_s(self, now_s: float) -> float:
         """Seconds since something happened."""
@@ -115,12 +123,32 @@ class Activity:
         """Something happened: a transition, a completion, a tool's result."""
         self._progress_s = trio.current_time()
 
+    def begin_stage(self, own: Charge) -> None:
+        """Count from zero. What is not spent waiting is charged to `own`."""
+        self._settle()
+        self._spent_s.clear()
+        self._own = own
+
+    def blame(self) -> Charge:
+        """Where most of the time since `begin_stage` went."""
+        self._settle()
+        return max(self._spent_s, key=self._spent_s.__getitem__, default=self._own)
+
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """The block waits for `what`. Blocks may be nested, and be in several tasks of the job at once."""
+    def waiting(self, what: str, charge: Charge = "handler") -> Iterator[None]:
+        """The block waits for `what`. Blocks may be nested, and be in several tasks of the job at once: at any moment
+        the one begun last is shown, and charged."""
         key = object()
-        self._waits[key] = what
+        self._settle()
+        self._waits[key] = (what, charge)
         try:
             yield
         finally:
+            self._settle()
             del self._waits[key]
+
+    def _settle(self) -> None:
+        now_s = trio.current_time()
+        charge = next(reversed(self._waits.values()), ("", self._own))[1]
+        self._spent_s[charge] = self._spent_s.get(charge, 0.0) + now_s - self._settled_s
+        self._settled_s = now_s

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+import trio
+
+from prorl_trio.bounded_text import BoundedText
 from prorl_trio.models import Trajectory
 from prorl_trio.observer import Activity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from prorl_trio.chat import ChatFormat, Conversation
     from prorl_trio.config import NodeConfig
     from prorl_trio.inference.pool import Backends
     from prorl_trio.models import JobSpec, StopReason, Turn
+    from prorl_trio.observer import Charge
     from prorl_trio.sandbox.provider import Sandbox
     from prorl_trio.scoring import ScorerPool
 
-__all__ = ["Resources", "RolloutContext"]
+__all__ = ["MAX_EVALUATION_LOG_CHARS", "Resources", "RolloutContext"]
+
+MAX_EVALUATION_LOG_CHARS: Final = 64 * 1024
+"""Of `Outcome.evaluation_log`; of a longer one the middle is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +46,8 @@ class RolloutContext:
 
     `sandbox` is set from INIT until the handler's `after_run` releases it. `conversation`, `turns` and `stop_reason`
     grow while the agent runs, so that a failure leaves a partial trajectory. `answer` is what the agent gave as final.
-    `activity` is what those who watch see; `on_turn` is called with each recorded turn.
+    `activity` is what those who watch see; `on_turn` is called with each recorded turn. `stage_scope` and `uncharged_s`
+    are the pipeline's: the scope of the stage the job is in, and the seconds of it that no budget is charged for.
     """
 
     spec: JobSpec
@@ -50,10 +59,38 @@ class RolloutContext:
     answer: str | None = None
     activity: Activity = field(default_factory=Activity)
     on_turn: Callable[[Turn], None] | None = None
+    evaluation_log: BoundedText = field(default_factory=lambda: BoundedText(MAX_EVALUATION_LOG_CHARS))
+    stage_scope: trio.CancelScope | None = None
+    uncharged_s: float = 0.0
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """`with context.waiting("tool bash"): ...`: who watches sees what the job waits for in the block."""
-        return self.activity.waiting(what)
+    def waiting(self, what: str, charge: Charge = "handler") -> AbstractContextManager[None]:
+        """`with context.waiting("tool bash", "sandbox"): ...`: who watches sees what the job waits for in the block.
+        If a budget is used up, and most of it in such blocks, `charge` is the cause."""
+        return self.activity.waiting(what, charge)
+
+    @contextmanager
+    def standing_in_line(self, what: str, charge: Charge, *, at_most_s: float) -> Iterator[None]:
+        """The block waits for its turn, for `at_most_s` (which the caller sees to): no budget is charged for it."""
+        scope, since_s = self.stage_scope, trio.current_time()
+        if scope is not None:
+            scope.deadline += at_most_s
+        try:
+            with self.waiting(what, charge):
+                yield
+        finally:
+            waited_s = trio.current_time() - since_s
+            self.uncharged_s += waited_s
+            if scope is not None:
+                scope.deadline -= at_most_s - waited_s
+
+    def begin_stage(self, scope: trio.CancelScope, own: Charge) -> None:
+        """The job enters a stage: count its time from zero, to be charged to `own` where it waits for nothing else."""
+        self.stage_scope, self.uncharged_s = scope, 0.0
+        self.activity.begin_stage(own)
+
+    def log_evaluation(self, text: str) -> None:
+        """Add to the evaluator's log, which reaches the trainer however the evaluation ends."""
+        self.evaluation_log.append(text)
 
     def record(self, turn: Turn) -> None:
         """The policy acted and has its observations: keep the turn."""

@@ -59,7 +59,9 @@ class _Worker:
                 if reply.error:
                     raise EvaluationError(f"scorer {function} cannot be loaded: {reply.error}")
         except trio.TooSlowError:
-            raise EvaluationError(f"scorer {function} was not ready within {START_TIMEOUT_S:g} s") from None
+            raise EvaluationError(
+                f"scorer {function} was not ready within {START_TIMEOUT_S:g} s", error_code="evaluator_timeout"
+            ) from None
         return worker
 
     @asynccontextmanager
@@ -85,11 +87,13 @@ class _Worker:
     async def _receive(self) -> ScoreReply:
         (size,) = HEADER.unpack(await self._read_exactly(HEADER.size))
         if size > MAX_REPLY_BYTES:
-            raise EvaluationError(f"the scorer's reply of {size} bytes exceeds {MAX_REPLY_BYTES}")
+            raise EvaluationError(
+                f"the scorer's reply of {size} bytes exceeds {MAX_REPLY_BYTES}", error_code="evaluator_malformed"
+            )
         try:
             return msgspec.msgpack.decode(await self._read_exactly(size), type=ScoreReply)
         except msgspec.DecodeError as exc:
-            raise EvaluationError(f"the scorer's reply is malformed: {exc}") from exc
+            raise EvaluationError(f"the scorer's reply is malformed: {exc}", error_code="evaluator_malformed") from exc
 
     async def _read_exactly(self, size: int) -> bytes:
         stdout = self._process.stdout
@@ -136,10 +140,15 @@ class ScorerPool:
                     with trio.fail_after(timeout_s):
                         reply = await worker.ask(payload)
             except trio.TooSlowError:
-                raise EvaluationError(f"scorer {function} gave no score within {timeout_s:g} s") from None
+                raise EvaluationError(
+                    f"scorer {function} gave no score within {timeout_s:g} s", error_code="evaluator_timeout"
+                ) from None
             self._idle.setdefault(function, []).append(worker)
         if reply.result is None:
-            raise EvaluationError(f"scorer {function} failed: {reply.error or 'it returned no dict'}")
+            raise EvaluationError(
+                f"scorer {function} failed: {reply.error or 'it returned no dict'}",
+                error_code="evaluator_crashed" if reply.error else "evaluator_malformed",
+            )
         return reply.result
 
     async def prewarm(self, function: str) -> None:

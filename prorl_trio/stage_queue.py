@@ -1,11 +1,12 @@
-"""A bounded priority queue between stages: eval before train, first in first out within a class."""
+"""A bounded queue between stages, served in a `fair_order`."""
 
 from __future__ import annotations
 
-import heapq
 from typing import Generic, TypeVar
 
 import trio
+
+from prorl_trio.fair_order import FairOrder
 
 __all__ = ["StageQueue"]
 
@@ -24,49 +25,54 @@ class StageQueue(Generic[T]):
         if capacity < 1:
             raise ValueError(f"capacity must be >= 1, got {capacity}")
         self.capacity = capacity
-        self._heap: list[tuple[int, int, T]] = []
-        self._sequence = 0
+        self._order: FairOrder[T] = FairOrder()
         self._getters = trio.lowlevel.ParkingLot()
         self._putters = trio.lowlevel.ParkingLot()
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._order)
 
-    def put_nowait(self, item: T, priority: int) -> None:
-        """Queue `item`; a lower `priority` is taken first.
+    def resize(self, capacity: int) -> None:
+        """Change the capacity. What is queued beyond a smaller one stays; a larger one lets in who waits for room."""
+        if capacity < 1:
+            raise ValueError(f"capacity must be >= 1, got {capacity}")
+        self.capacity = capacity
+        self._putters.unpark(count=max(0, capacity - len(self)))
+
+    def put_nowait(self, item: T, priority: int, session: str = "") -> None:
+        """Queue `item`; a lower `priority` is taken first, and of one priority the sessions take turns.
 
         Raises:
             trio.WouldBlock: the queue is full.
         """
-        if len(self._heap) >= self.capacity:
+        if len(self) >= self.capacity:
             raise trio.WouldBlock
-        heapq.heappush(self._heap, (priority, self._sequence, item))
-        self._sequence += 1
+        self._order.push(item, priority, session)
         self._getters.unpark()
 
-    async def put(self, item: T, priority: int) -> None:
+    async def put(self, item: T, priority: int, session: str = "") -> None:
         """Queue `item`, waiting for room. Cancelled: the item is not queued."""
         await trio.lowlevel.checkpoint_if_cancelled()
-        while len(self._heap) >= self.capacity:
+        while len(self) >= self.capacity:
             await self._putters.park()
-        self.put_nowait(item, priority)
+        self.put_nowait(item, priority, session)
 
     async def get(self) -> T:
         """Take the first item, waiting for one. Cancelled: nothing is taken."""
         await trio.lowlevel.checkpoint()
-        while not self._heap:
+        while not len(self):
             await self._getters.park()
-        item = heapq.heappop(self._heap)[2]
-        self._putters.unpark()
+        item = self._order.pop()
+        self._make_room()
         return item
 
     def remove(self, item: T) -> bool:
         """Take `item` out if it is queued, and say whether it was."""
-        for index, (_, _, queued) in enumerate(self._heap):
-            if queued is item:
-                self._heap[index] = self._heap[-1]
-                self._heap.pop()
-                heapq.heapify(self._heap)
-                self._putters.unpark()
-                return True
-        return False
+        if not self._order.remove(item):
+            return False
+        self._make_room()
+        return True
+
+    def _make_room(self) -> None:
+        if len(self) < self.capacity:
+            self._putters.unpark()

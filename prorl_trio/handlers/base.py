@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["AfterRun", "AgentHandler", "Evaluation"]
 
-AfterRun = Literal["release", "keep"]
-"""What becomes of the sandbox between RUN and EVAL: ended at once, or kept for the evaluator."""
+AfterRun = Literal["release", "keep", "refresh"]
+"""What becomes of the sandbox between RUN and EVAL: ended at once; kept for the evaluator; or replaced by a fresh one
+of the same kind, in which the agent has left nothing, and which is started while RUN goes on."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """A score. `reward` is finite; `details` is JSON-like and reaches the trainer in `Outcome.details`."""
+    """A score. `reward` is finite; `details` is JSON-like and reaches the trainer in `Outcome.details`. What the
+    evaluator printed belongs into `RolloutContext.log_evaluation`."""
 
     reward: float
     details: dict[str, Any]

@@ -98,7 +98,8 @@ class MathHandler(AgentHandler):
     async def init(self, context: RolloutContext) -> None:
         """Start the IPython shell, so that the agent's first cell does not pay for it."""
         assert context.sandbox is not None
-        result = await context.sandbox.ipython("None", timeout_s=WARM_UP_TIMEOUT_S)
+        with context.waiting("start of IPython", "sandbox"):
+            result = await context.sandbox.ipython("None", timeout_s=WARM_UP_TIMEOUT_S)
         if result.error is not None or result.timed_out:
             what = result.error.traceback if result.error is not None else f"no answer in {WARM_UP_TIMEOUT_S:g} s"
             raise SandboxUnavailable(f"IPython does not start in the sandbox: {what}")

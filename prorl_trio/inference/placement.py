@@ -67,8 +67,9 @@ class BackendPool:
     evenly: among all in the lowest bucket.
     """
 
-    def __init__(self, random: Random) -> None:
-        """`random` breaks ties."""
+    def __init__(self, random: Random, max_tasks_per_backend: int = 0) -> None:
+        """`random` breaks ties. A backend with `max_tasks_per_backend` tasks is given no other; 0 for no limit."""
+        self.max_tasks_per_backend = max_tasks_per_backend
         self._random = random
         self._backends: dict[str, Backend] = {}  # active and draining, in order of arrival
         self._removed: set[Backend] = set()  # with open leases
@@ -109,7 +110,7 @@ class BackendPool:
         return self._backends.get(url)
 
     def assign(self, task_id: str) -> Lease | None:
-        """A lease for the whole task, or None while no backend accepts tasks.
+        """A lease for the whole task, or None while no backend accepts tasks and has room.
 
         Raises:
             ValueError: the task has one already.
@@ -117,14 +118,14 @@ class BackendPool:
         if task_id in self._leases:
             raise ValueError(f"task {task_id!r} already has a backend: {self._leases[task_id].backend.url}")
         backend = self._least()
-        if backend is None:
+        if backend is None or backend.in_flight >= self.max_tasks_per_backend > 0:
             return None
         lease = self._leases[task_id] = Lease(task_id, backend)
         self._count(backend, 1)
         return lease
 
     def move(self, lease: Lease) -> bool:
-        """Give the task another backend than it has. False, and nothing changes, if no other accepts tasks.
+        """Give the task another backend than it has, full or not. False, and nothing changes, if none accepts tasks.
 
         Raises:
             ValueError: the lease is not open.

@@ -155,6 +155,7 @@ class Backends:
         *,
         probe_timeout_s: float = 60.0,
         max_backends: int = 1024,
+        max_tasks_per_backend: int = 0,
         random: Random | None = None,
     ) -> None:
         """Nothing is contacted yet.
@@ -163,21 +164,23 @@ class Backends:
             client_factory: makes the client of a URL. The client is closed here, when its backend is gone.
             probe_timeout_s: for one probe.
             max_backends: registered at once.
+            max_tasks_per_backend: leases of one backend at once, 0 for no limit; more wait.
             random: breaks ties between equally loaded backends.
         """
         self._client_factory = client_factory
         self._probe_timeout_s = probe_timeout_s
         self._max_backends = max_backends
-        self._pool = BackendPool(random or Random())
+        self._pool = BackendPool(random or Random(), max_tasks_per_backend)
         self._engines: dict[Backend, _Engine] = {}
-        self._waiting = trio.lowlevel.ParkingLot()
+        self._waiting: dict[int, trio.lowlevel.ParkingLot] = {}
+        """By priority: those who wait for a backend with room."""
         self._gate = CompletionGate()
         self._changing = False
         self._policy_version = UNKNOWN_VERSION
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Backends: {len(self._engines)} with {self._pool.open_leases} leases, {len(self._waiting)} waiting>"
+        return f"<Backends: {len(self._engines)} with {self._pool.open_leases} leases, {self._waiting_count} waiting>"
 
     async def add(self, url: str) -> EngineInfo:
         """Probe the server at `url` and, if it is fit, give it tasks from now on.
@@ -219,22 +222,28 @@ class Backends:
         with trio.move_on_after(CLOSE_GRACE_S, shield=True):
             await self._close_unused()
 
+    def limit_tasks(self, max_tasks_per_backend: int) -> None:
+        """Change the limit, 0 for none. Tasks beyond a smaller one stay; a larger one lets in who waits."""
+        self._pool.max_tasks_per_backend = max_tasks_per_backend
+        self._wake_all()
+
     @asynccontextmanager
-    async def lease(self, task_id: str) -> AsyncIterator[BackendLease]:
+    async def lease(self, task_id: str, priority: int = 0) -> AsyncIterator[BackendLease]:
         """The least loaded backend, for as long as the block lasts, and given back however the block ends.
 
-        Waits while no backend accepts tasks: bounded by the caller's own deadline. A backend that comes lets all who
-        wait go on.
+        Waits while no backend accepts tasks and has room: bounded by the caller's own deadline. Of those who wait, the
+        lowest `priority` goes first, and of one priority who came first.
 
         Raises:
             BackendError: closed, also while waiting.
             ValueError: `task_id` holds a lease already.
         """
-        lease = await self._acquire(task_id)
+        lease = await self._acquire(task_id, priority)
         try:
             yield BackendLease(self, lease)
         finally:
             self._pool.release(lease)
+            self._wake_next()
             with trio.move_on_after(CLOSE_GRACE_S, shield=True):
                 await self._close_unused()
 
@@ -327,7 +336,7 @@ class Backends:
     async def aclose(self) -> None:
         """Close every client; calls in flight and whoever waits for a backend fail. Idempotent."""
         self._closed = True
-        self._waiting.unpark_all()
+        self._wake_all()
         with trio.move_on_after(CLOSE_GRACE_S, shield=True):
             await _close_all(engine.client for engine in self._engines.values())
 
@@ -335,7 +344,7 @@ class Backends:
         """Leases, tasks `waiting` for a backend, the gate, and `backends`: one `BackendStatistics` each. Encodable."""
         return {
             "open_leases": self._pool.open_leases,
-            "waiting": len(self._waiting),
+            "waiting": self._waiting_count,
             "gate": self._gate.statistics(),
             "backends": self._pool.statistics(),
         }
@@ -361,7 +370,7 @@ class Backends:
         if info.policy_version == UNKNOWN_VERSION:
             info = msgspec.structs.replace(info, policy_version=self._policy_version)
         engine.info = info
-        self._waiting.unpark_all()
+        self._wake_all()
 
     def _registered(self, url: str) -> str:
         url = url.rstrip("/")
@@ -370,14 +379,32 @@ class Backends:
             raise BackendError(f"{url}: no such backend; registered: {there}", retryable=False)
         return url
 
-    async def _acquire(self, task_id: str) -> Lease:
+    async def _acquire(self, task_id: str, priority: int) -> Lease:
         await trio.lowlevel.checkpoint()
+        lot = self._waiting.setdefault(priority, trio.lowlevel.ParkingLot())
+        overtakes = not any(len(other) for level, other in self._waiting.items() if level <= priority)
         while not self._closed:
-            lease = self._pool.assign(task_id)
+            lease = self._pool.assign(task_id) if overtakes else None
             if lease is not None:
                 return lease
-            await self._waiting.park()
+            await lot.park()
+            overtakes = True
         raise BackendError(f"task {task_id}: no backend any more: the node is closing", retryable=False)
+
+    @property
+    def _waiting_count(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def _wake_next(self) -> None:
+        """There may be room for one."""
+        for priority in sorted(self._waiting):
+            if len(self._waiting[priority]):
+                self._waiting[priority].unpark()
+                return
+
+    def _wake_all(self) -> None:
+        for lot in self._waiting.values():
+            lot.unpark_all()
 
     async def _close_unused(self) -> None:
         unused = [backend for backend in self._engines if backend.state == "removed" and not backend.in_flight]

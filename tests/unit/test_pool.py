@@ -427,3 +427,29 @@ async def test_close_under_cancellation_closes_every_client(backends, clients):
         scope.cancel()
         await backends.aclose()
     assert [clients[url].closed for url in (A, B, C)] == [1, 1, 1]
+
+
+async def test_tasks_beyond_the_limit_wait_by_priority_and_nobody_overtakes():
+    order = []
+
+    async def task(name, priority):
+        async with backends.lease(name, priority):
+            order.append(name)
+            await gate.wait()
+
+    gate = trio.Event()
+    backends = Backends(FakeClient, max_tasks_per_backend=1)
+    with trio.fail_after(10):
+        await backends.add("http://a")
+        async with trio.open_nursery() as nursery:
+            for name, priority in [("first", 1), ("t1", 1), ("t2", 1), ("e1", 0)]:
+                nursery.start_soon(task, name, priority)
+                await trio.testing.wait_all_tasks_blocked()
+            assert order == ["first"]
+            assert backends.statistics()["waiting"] == 3
+            backends.limit_tasks(2)
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(order) == 2
+            gate.set()
+        assert set(order) == {"first", "t1", "t2", "e1"}
+        assert backends.statistics()["open_leases"] == 0

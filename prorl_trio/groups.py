@@ -1,0 +1,97 @@
+"""Groups of rollouts that end early, pure: who is to be cancelled when enough of a group is done, or its time is over.
+
+Times are passed in, on one monotonic clock. A key is whatever tells groups apart (session and group id).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from prorl_trio.models import GroupPolicy
+
+__all__ = ["MAX_IDLE_GROUPS", "GroupTable"]
+
+MAX_IDLE_GROUPS: Final = 10_000
+"""Groups remembered of which nobody is live, but not all rollouts have come. Beyond, the oldest is forgotten."""
+
+J = TypeVar("J")
+
+
+class _Group(Generic[J]):
+    def __init__(self, policy: GroupPolicy, now_s: float) -> None:
+        self.policy = policy
+        self.deadline_s = None if policy.deadline_s is None else now_s + policy.deadline_s
+        self.live: list[J] = []
+        self.seen = 0
+        self.completed = 0
+        self.stopped = ""
+        """Why the rest was cancelled; empty as long as it is not."""
+
+
+class GroupTable(Generic[J]):
+    """The groups with a policy. The policy of the first rollout accepted counts for the group.
+
+    A group is forgotten when all its `size` rollouts have come and ended: its id may then be used again.
+    """
+
+    def __init__(self, max_idle: int = MAX_IDLE_GROUPS) -> None:
+        self._groups: dict[Hashable, _Group[J]] = {}
+        self._idle: dict[Hashable, None] = {}
+        """Those with nobody live, oldest first."""
+        self._max_idle = max_idle
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def accepted(self, key: Hashable, member: J, policy: GroupPolicy, now_s: float) -> str:
+        """A rollout of the group is live. Returns why it is to be cancelled at once, or an empty text."""
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(policy, now_s)
+        self._idle.pop(key, None)
+        group.live.append(member)
+        group.seen += 1
+        return group.stopped
+
+    def ended(self, key: Hashable, member: J, *, completed: bool) -> tuple[list[J], str]:
+        """A rollout of the group is over. Returns who is to be cancelled now, and why."""
+        group = self._groups.get(key)
+        if group is None or member not in group.live:
+            return [], ""
+        group.live.remove(member)
+        group.completed += completed
+        needed = group.policy.min_completed
+        rest: list[J] = []
+        if not group.stopped and needed and group.completed >= needed:
+            group.stopped = (
+                f"early stop: {group.completed} rollouts of the group have completed, min_completed is {needed}"
+            )
+            rest = list(group.live)
+        if not group.live:
+            self._idle[key] = None
+            if group.seen >= group.policy.size:
+                self._forget(key)
+            elif len(self._idle) > self._max_idle:
+                self._forget(next(iter(self._idle)))
+        return rest, group.stopped
+
+    def due(self, now_s: float) -> list[tuple[list[J], str]]:
+        """The groups whose deadline has come: who is to be cancelled, and why. Each group once."""
+        stopped: list[tuple[list[J], str]] = []
+        for group in self._groups.values():
+            if not group.stopped and group.deadline_s is not None and group.deadline_s <= now_s:
+                group.stopped = f"early stop: the group's deadline_s of {group.policy.deadline_s} s has passed"
+                stopped.append((list(group.live), group.stopped))
+        return stopped
+
+    def next_deadline_s(self) -> float | None:
+        """When the next group is due, if any will be."""
+        return min(
+            (g.deadline_s for g in self._groups.values() if g.deadline_s is not None and not g.stopped), default=None
+        )
+
+    def _forget(self, key: Hashable) -> None:
+        del self._groups[key], self._idle[key]

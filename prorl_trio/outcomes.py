@@ -1,0 +1,162 @@
+"""How a job's end becomes its outcome: the one place where a failure is turned into data."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from prorl_trio.errors import (
+    AgentFault,
+    BudgetExceeded,
+    EvaluationError,
+    HandlerError,
+    InternalError,
+    JobCancelled,
+    RolloutError,
+)
+from prorl_trio.handlers.base import Evaluation
+from prorl_trio.models import AttemptRecord, Outcome
+
+if TYPE_CHECKING:
+    from prorl_trio.job import Job
+    from prorl_trio.models import Stage, TerminalStatus
+
+__all__ = ["check_evaluation", "completed", "finalise", "not_completed", "retry_after"]
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKOFF_S: Final = 60.0
+
+
+def completed(job: Job) -> Outcome:
+    """The outcome of a job that went all the way."""
+    assert job.evaluation is not None
+    draft = _draft(job, "completed", job.context.trajectory())
+    return msgspec.structs.replace(draft, reward=float(job.evaluation.reward), details=job.evaluation.details)
+
+
+def not_completed(job: Job, failure: BaseException | None, stage: Stage | None) -> Outcome:
+    """The outcome of a job that was cancelled, or that `failure` ended in `stage`.
+
+    Raises:
+        InternalError: that is what it was. It is not data: it flies on.
+    """
+    while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
+        failure = failure.exceptions[0]
+    if isinstance(failure, InternalError):
+        raise failure
+    status: TerminalStatus
+    error: RolloutError
+    if job.cancel_reason is not None:
+        status, error = "cancelled", JobCancelled(job.cancel_reason, error_code=job.cancel_code)
+    elif isinstance(failure, BudgetExceeded):
+        status, error = "timed_out", failure
+    else:
+        assert failure is not None
+        assert stage is not None
+        status, error = "failed", _classify(job, stage, failure)
+    return msgspec.structs.replace(
+        _draft(job, status, job.context.trajectory() if job.spec.keep_partial else None),
+        cause=error.cause,
+        error_code=error.error_code,
+        error=str(error) or type(error).__name__,
+        reward=error.reward if isinstance(error, AgentFault) else None,
+    )
+
+
+def finalise(job: Job, draft: Outcome) -> Outcome:
+    """The handler's last look. If that fails, the job failed by its handler; what was recorded stays."""
+    try:
+        return job.handler.final_result(job.context, draft)
+    except Exception as exc:  # a plug-in's hook must not end the node
+        logger.exception("final_result of handler %s", job.handler.name)
+        return msgspec.structs.replace(
+            draft,
+            status="failed",
+            reward=None,
+            cause="handler",
+            error_code="handler_raised",
+            error=f"final_result raised {type(exc).__name__}: {exc}",
+        )
+
+
+def check_evaluation(job: Job, evaluation: Any) -> Evaluation:
+    """What the handler's `eval` returned, if it is a score.
+
+    Raises:
+        EvaluationError: it is none (`evaluator_malformed`).
+    """
+    what = f"handler {job.handler.name} returned"
+    reward: Any = getattr(evaluation, "reward", None)
+    details: Any = getattr(evaluation, "details", None)
+    if not isinstance(evaluation, Evaluation):
+        wrong = f"{what} {type(evaluation).__name__}, which is no Evaluation"
+    elif isinstance(reward, bool) or not isinstance(reward, int | float):
+        wrong = f"{what} a reward of type {type(reward).__name__}; it must be a number"
+    elif not math.isfinite(reward):
+        wrong = f"{what} the reward {reward}; it must be finite"
+    elif not isinstance(details, dict):
+        wrong = f"{what} details of type {type(details).__name__}; they must be a dict"
+    else:
+        return evaluation
+    raise EvaluationError(wrong, error_code="evaluator_malformed")
+
+
+def retry_after(job: Job, draft: Outcome) -> tuple[AttemptRecord, float] | None:
+    """Whether a job that ended with `draft` is run again: the record of this attempt, and the seconds to wait."""
+    policy = job.spec.retry
+    if (
+        draft.status not in ("failed", "timed_out")
+        or draft.cause not in policy.causes
+        or draft.error_code == "budget_total"
+        or job.attempt >= policy.max_attempts
+    ):
+        return None
+    assert draft.cause is not None
+    assert draft.error_code is not None
+    record = AttemptRecord(
+        attempt=job.attempt,
+        status=draft.status,
+        cause=draft.cause,
+        error_code=draft.error_code,
+        error=draft.error,
+        timing=draft.timing,
+    )
+    doublings = min(job.attempt - 1, 10)  # beyond, the cap holds whatever the policy's back-off
+    return record, min(MAX_BACKOFF_S, policy.backoff_s * 2.0**doublings)
+
+
+def _classify(job: Job, stage: Stage, failure: BaseException) -> RolloutError:
+    """Name the cause: the error's own, or whoever's code it was; the handler has the last word."""
+    if not isinstance(failure, RolloutError):
+        logger.error("job %s, stage %s", job.spec.job_id, stage, exc_info=failure)
+        kind = EvaluationError if stage == "eval" else HandlerError
+        failure = kind(f"{type(failure).__name__} in stage {stage}: {failure}")
+    try:
+        return job.handler.on_error(job.context, stage, failure)
+    except Exception as exc:  # a plug-in's hook must not end the node
+        logger.exception("on_error of handler %s", job.handler.name)
+        return HandlerError(f"on_error raised {type(exc).__name__}: {exc}, after {failure}")
+
+
+def _draft(job: Job, status: TerminalStatus, trajectory: Any) -> Outcome:
+    spec = job.spec
+    return Outcome(
+        job_id=spec.job_id,
+        instance_id=spec.instance.instance_id,
+        group_id=spec.group_id,
+        status=status,
+        reward=None,
+        cause=None,
+        error="",
+        trajectory=trajectory,
+        details={},
+        timing=job.lifecycle.timing(),
+        tags=spec.tags,
+        evaluation_log=str(job.context.evaluation_log),
+        attempt=job.attempt,
+        attempts=list(job.attempts),
+    )
