@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MIN_TURN_TOKENS", "AgentStyle", "run_agent"]
 
+MAX_PAUSE_S = 3600.0
+"""A pause of the backends is charged to no budget, up to this."""
 MIN_TURN_TOKENS = 16
 """A turn with less room than this in the context is not begun."""
 
@@ -152,12 +155,13 @@ async def _sample(context: RolloutContext, lease: BackendLease, turn: int, room:
     for attempt in ("first", "repinned"):
         try:
             with context.waiting(f"backend {lease.url}: completion", "inference"):
-                completion = await lease.client.generate(
+                completion = await lease.generate(
                     conversation.prompt_token_ids(),
                     sampling,
                     max_tokens=min(sampling.max_output_tokens, room),
                     request_id=f"{context.spec.job_id}-t{turn}-{attempt}",
                     timeout_s=request_timeout_s,
+                    waiting=partial(context.standing_in_line, charge="inference", at_most_s=MAX_PAUSE_S),
                 )
         except BackendError as exc:
             if attempt == "repinned" or not exc.retryable or not lease.repin():

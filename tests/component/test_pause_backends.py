@@ -9,9 +9,11 @@ import trio
 import trio.testing
 
 from prorl_trio.errors import BackendsBusy, PauseTimeout
+from prorl_trio.handlers.math import MathHandler
 from prorl_trio.inference.pool import Backends
 from prorl_trio.inference.vllm import RetryPolicy, VllmClient
-from prorl_trio.models import SamplingParams
+from prorl_trio.models import Budgets, SamplingParams
+from prorl_trio.pipeline import Job
 from prorl_trio.testing.fake_engine import open_fake_engine
 
 
@@ -170,3 +172,21 @@ async def test_engine_that_can_pause_is_paused_after_the_gate_and_resumed_before
         assert (await backends.resume()).backends[0].engine == "resumed"
         assert clients[0].told == ["abort", "resume"]
         await backends.aclose()
+
+
+async def test_job_on_paused_backends_says_so_and_is_not_charged(rig):
+    rig.says = [r"\boxed{42}"]
+    async with rig.open_pipeline():
+        backends = rig.resources.backends
+        await backends.pause("wait", 5)
+        rig.pipeline.submit(Job(rig.spec(budgets=Budgets(run_s=0.5)), MathHandler(), rig.resources, rig.observer))
+        while not backends.statistics()["gate"]["waiting"]:
+            await trio.sleep(0.01)
+        (job,) = rig.pipeline.live_jobs()
+        assert job.waiting_on == "backends paused"
+        await trio.sleep(0.6)
+        await backends.resume("v9")
+        await rig.pipeline.wait_idle()
+    outcome = rig.observer.outcomes["job"]
+    assert (outcome.status, outcome.reward) == ("completed", 1.0), outcome.error
+    assert [span.policy_version for span in outcome.trajectory.segments[0].spans] == ["v9"]
