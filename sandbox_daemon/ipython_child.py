@@ -97,7 +97,9 @@ def _take_environment(start: StartChild) -> None:
     sys.path[:0] = ["", *(entry for entry in start.env.get("PYTHONPATH", "").split(os.pathsep) if entry)]
     sys.argv = [""]
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+        stream.reconfigure(  # type: ignore[union-attr]
+            encoding="utf-8", errors="backslashreplace", line_buffering=True, write_through=False
+        )
 
 
 def _ignore_interrupt(signal_number: int, frame: FrameType | None) -> None:

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
+from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.text import DollarFormatter
 from traitlets import Type
 from traitlets.config import Config
 
 from ipc.sandbox_calls import CellError
+from sandbox_daemon.cell_syntax import CellSyntax
 from sandbox_daemon.child_wire import CellDone
 from sandbox_daemon.displays import CARRIED_TYPES, NAMED_TYPES, Displays
 from sandbox_daemon.output import cap_text
@@ -39,6 +41,7 @@ class ResultHook(DisplayHook):
     """Keeps the last expression's `repr` for the cell's result; `_`, `Out` and `_3` work as ever."""
 
     shell: Any
+    exec_result: Any = None  # plain, see `CellShell`
     _result: str | None = None
 
     def take_result(self) -> str | None:
@@ -76,20 +79,34 @@ class Publisher(DisplayPublisher):
         """Nothing: what was shown, was shown."""
 
 
+class History(HistoryManager):
+    """What `In`, `_i` and `%history` show. In memory."""
+
+    _i = _ii = _iii = _i00 = ""  # plain, see `CellShell`
+
+
 class CellShell(InteractiveShell):
-    """The shell. `run` is all that the child uses."""
+    """The shell. `run` is all that the child uses.
+
+    What changes with each cell is a plain attribute here and in the classes above. In IPython these are traits, checked
+    and announced at each change, which takes a quarter of a short cell's time; nobody listens.
+    """
 
     displayhook_class = Type(ResultHook)
     display_pub_class = Type(Publisher)
     system = InteractiveShell.system_raw  # `!cmd` writes to our descriptors, not through a pty of its own
 
     displayhook: ResultHook
+    execution_count = 1
+    last_execution_succeeded = True
+    last_execution_result = None
 
     def __init__(self) -> None:
         config = Config()
         config.HistoryManager.enabled = False
         config.HistoryManager.hist_file = ":memory:"
         super().__init__(config=config, colors="nocolor", color_info=False, autoindent=False, xmode="Context")  # type: ignore[no-untyped-call]
+        self.input_transformer_manager = CellSyntax()
         self.displays = Displays()
         self._traceback = ""
         self.db = {}
@@ -152,6 +169,11 @@ class CellShell(InteractiveShell):
         sys.stderr.flush()
         return str(super().var_expand(cmd, depth + 1, formatter))  # type: ignore[no-untyped-call]
 
+    def init_history(self) -> None:
+        """As IPython's own, with our class."""
+        self.history_manager = History(shell=self, parent=self)
+        self.configurables.append(self.history_manager)  # type: ignore[arg-type]
+
     def init_ipython_dir(self, ipython_dir: str | None) -> None:
         """None: no folder is made in the user's home."""
 
@@ -167,6 +189,14 @@ class CellShell(InteractiveShell):
 
     def enable_gui(self, gui: str | None = None) -> None:
         """None: there is no window. `%matplotlib inline` asks for this."""
+
+    def _format_exception_for_storage(self, exception: BaseException, *_: object, **__: object) -> dict[str, Any]:
+        """For `%notebook`: the traceback as it was shown. IPython's own makes it a second time, which takes longest."""
+        return {
+            "ename": type(exception).__name__,
+            "evalue": _text_of(exception),
+            "traceback": self._traceback.splitlines(),
+        }
 
     @contextmanager
     def _tee(self, channel: str) -> Iterator[None]:

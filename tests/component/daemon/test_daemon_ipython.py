@@ -97,6 +97,20 @@ async def test_errors_are_results_and_the_session_lives_on(sandbox):
     assert (await cell(sandbox, "x")).result == "1"
 
 
+async def test_the_history_of_the_session(sandbox):
+    for code in ("x = 1", "!true", "1/0", "exit()", "def f(:"):
+        await cell(sandbox, code)
+    shown = await cell(sandbox, "_i, _ii, _iii, _i2, In[1], len(In), get_ipython().execution_count")
+    assert shown.result == repr(("def f(:", "1/0", "!true", "!true", "x = 1", 6, 7))
+    assert (await cell(sandbox, "%history -n 1-2")).stdout == "   1: x = 1\n   2: !true\n"
+    kept = "kept = get_ipython().history_manager.exceptions; sorted(kept), kept[3]['ename'], kept[3]['evalue']"
+    assert (await cell(sandbox, kept)).result == "([3, 4, 5], 'ZeroDivisionError', 'division by zero')"
+    assert "1/0" in (await cell(sandbox, "'\\n'.join(kept[3]['traceback'])")).result
+    assert (await cell(sandbox, "get_ipython().last_execution_succeeded")).result == "True"
+    await cell(sandbox, "%reset -f")
+    assert (await cell(sandbox, "'x' in globals(), In[-1]")).result == "(False, \"'x' in globals(), In[-1]\")"
+
+
 async def test_the_traceback_shows_the_users_code_and_none_of_ours(sandbox):
     await cell(sandbox, "def inner():\n    return 1 / 0")
     result = await cell(sandbox, "inner()")
