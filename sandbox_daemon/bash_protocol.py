@@ -33,9 +33,11 @@ _PROMPT_COMMAND = (
     r"""__prorl_nonce= __prorl_status= __prorl_command=; \builtin unset -f __prorl_restore; } 2>/dev/null"""
 )
 # Begins with no reserved word: after a syntax error in `eval`, bash does not recognise one there. A command may have
-# switched line editing or the echo of input on.
+# switched line editing or the echo of input on. A `read` that was interrupted leaves what it had not looked at yet in a
+# buffer of bash's own, which the next `read` would take for what it reads: from /dev/null it only empties that.
 _TRIGGER = (
-    r"""__prorl_idle=; IFS= \builtin read -r -d "" -u 253 __prorl_nonce; """
+    r"""__prorl_idle=; \builtin read -r -d "" __prorl_nonce </dev/null || \builtin :; """
+    r"""IFS= \builtin read -r -d "" -u 253 __prorl_nonce; """
     r"""IFS= \builtin read -r -d "" -u 250 __prorl_command; \builtin printf "\2" >&251; """
     r"""PROMPT_COMMAND='{prompt}'; {status}"""
     r"""\builtin eval "${{__prorl_xtrace-}}${{__prorl_command}}" 250<&- 251>&- 252>&- 253<&- 254<&-; """

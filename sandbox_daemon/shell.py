@@ -284,12 +284,14 @@ class Shell:
             if not data:
                 self._output_ended.set()
                 return
-            if self._repeated_nonce:
-                data = data.replace(self._repeated_nonce, b"")
+            data = self._without_repeated_nonce(data)
             if self._running is None:
                 self._idle_output.append(data)
             else:
                 await self._take_command_output(self._running, data)
+
+    def _without_repeated_nonce(self, data: bytes) -> bytes:
+        return data.replace(self._repeated_nonce, b"") if self._repeated_nonce else data
 
     async def _take_command_output(self, running: RunningCommand, data: bytes) -> None:
         before, after = running.splitter.feed(data)
@@ -308,7 +310,7 @@ class Shell:
                     self._terminal.drop_input()
                     self._files.open_gate()
                 running.was_read = True
-                self._idle_output.append(after)
+                self._idle_output.append(self._without_repeated_nonce(after))
                 running.finish(end)
                 return
             await running.take(running.nonce.encode())  # printed by the command itself

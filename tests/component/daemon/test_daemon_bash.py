@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -11,12 +12,13 @@ import trio
 
 from ipc.errors import CallFailed
 from ipc.file_calls import FileData, FileRead
-from ipc.sandbox_calls import BashResult, BashRun
+from ipc.sandbox_calls import BashInput, BashResult, BashRun
 from prorl_trio.testing.cancel_sweep import cancel_sweep
 from sandbox_daemon.processes import read_process_table
 
 CALL_TIMEOUT_S = 30
 """Of each call's budget on the wire: far more than any command here needs."""
+INPUT_SWEEPS = 5
 
 
 async def bash(sandbox, command, *, timeout_s=20.0, on_chunk=None, **options):
@@ -361,6 +363,38 @@ async def test_a_command_cancelled_at_any_step_leaves_a_working_shell_and_no_out
 
     for command in ("true", "/bin/true", "seq 5"):
         assert await cancel_sweep(partial(bash, sandbox, command), check) > 1
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        ("read line; echo got $line", b"typed\n"),
+        ("read line; echo got $line", b"typed\0x=typed\0\n"),
+        ("sh -c 'read line; echo $line; sleep 0.01'", b"typed\n"),
+    ],
+    ids=["read", "read NULs", "program"],
+)
+async def test_input_cancelled_at_any_step_leaves_a_working_shell_and_no_process(sandbox, command, keys):
+    await bash(sandbox, "x=kept")
+    shell = int((await bash(sandbox, "echo $$")).output)
+
+    async def press(keys):
+        return await sandbox.call(BashInput(keys=keys, timeout_s=20), BashResult, timeout_s=CALL_TIMEOUT_S)
+
+    async def operation():
+        assert (await bash(sandbox, command, quiet_timeout_s=0.02)).running
+        assert (await press(keys)).exit_code == 0
+
+    async def check(run):
+        with suppress(CallFailed):  # not running: the call was sent, so that its cancel has ended the command
+            await press(b"\x03")
+        result = await bash(sandbox, "echo $x")
+        assert (result.exit_code, result.restarted, result.timed_out, result.running) == (0, False, False, False), run
+        assert result.output.lstrip("\n") == "kept\n", run
+        assert not read_process_table().descendants(shell), run
+
+    for _ in range(INPUT_SWEEPS):  # few steps are ours, and what the shell does meanwhile differs each time
+        assert await cancel_sweep(operation, check) > 2
 
 
 @pytest.mark.parametrize("delay_s", [0, 0.0005, 0.001, 0.002, 0.005, 0.02])
