@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_trio.client import RolloutClient
+    from prorl_trio.config import NodeConfig
     from prorl_trio.logs import LogFormat
 
 __all__ = ["main"]
@@ -117,6 +118,9 @@ def serve(config_path: Path, token: str | None) -> None:
     Exit code: 0 every job had its own outcome; 3 jobs were cut short (they end as `cancelled`); 1 it could not start
     or its configuration is wrong; 70 a bug of ours ended it.
 
+    SIGHUP reads the file again: worker counts, queue limits, budgets and the agents' limits change at once; the log
+    says what needs a restart.
+
     \b
     A minimal node.toml:
         [model]
@@ -126,11 +130,17 @@ def serve(config_path: Path, token: str | None) -> None:
         [backends]
         urls = ["http://127.0.0.1:8000"]    # vllm serve Qwen3-8B
     """
-    config = load_config(config_path)
-    if token:
+
+    def load() -> NodeConfig:
+        config = load_config(config_path)
+        if not token:
+            return config
         listen = msgspec.structs.replace(config.listen, token=token, token_file="")
-        config = msgspec.structs.replace(config, listen=listen)
-    clean = trio.run(lambda: serve_node(config, task_status=_Ready(secure=bool(config.listen.tls_cert))))
+        return msgspec.structs.replace(config, listen=listen)
+
+    config = load()
+    ready = _Ready(secure=bool(config.listen.tls_cert))
+    clean = trio.run(lambda: serve_node(config, load=load, task_status=ready))
     sys.exit(0 if clean else EXIT_JOBS_CUT)
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "RestConfig",
     "SandboxConfig",
     "StagesConfig",
+    "TelemetryConfig",
     "load_config",
 ]
 
@@ -180,6 +181,14 @@ class MonitoringConfig(_Config, frozen=True):
     stall_dump_after_s: float = 0.0
 
 
+class TelemetryConfig(_Config, frozen=True):
+    """OpenTelemetry: spans go to `otlp_endpoint` (`http://collector:4318/v1/traces`); empty turns it off."""
+
+    otlp_endpoint: str = ""
+    service_name: str = "prorl-trio"
+    max_queued_spans: int = 8192
+
+
 class NodeConfig(_Config, frozen=True):
     """Everything one node needs.
 
@@ -196,6 +205,7 @@ class NodeConfig(_Config, frozen=True):
     budgets: BudgetConfig = BudgetConfig()
     agent: AgentConfig = AgentConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     drain_timeout_s: float = 60.0
     stuck_after_s: float = 300.0
     max_undelivered: int = 100_000

@@ -1,8 +1,8 @@
-"""What watches a node: metrics, the loop's stalls, the log of its jobs. Shown in the node's statistics, too."""
+"""What watches a node: metrics, the loop's stalls, the log of its jobs, spans. Shown in the node's statistics, too."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,10 @@ import msgspec
 from prorl_trio.logs import JobLog
 from prorl_trio.metrics import Metrics
 from prorl_trio.stall import LoopStalls, open_loop_stalls
+from prorl_trio.telemetry import open_telemetry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import AsyncIterator, Mapping
 
     from prorl_trio.config import NodeConfig
     from prorl_trio.node import Node
@@ -47,12 +48,20 @@ class Monitoring:
         node.describe("sessions", sessions.statistics)
 
 
-@contextmanager
-def open_monitoring(config: NodeConfig) -> Iterator[Monitoring]:
-    """Watch the running loop, which must be the node's, until the block is left."""
+@asynccontextmanager
+async def open_monitoring(config: NodeConfig) -> AsyncIterator[Monitoring]:
+    """Watch the running loop, which must be the node's, until the block is left.
+
+    Raises:
+        ConfigError: telemetry is asked for, and not installed.
+    """
     settings = config.monitoring
     with open_loop_stalls(settings.stall_warn_s, dump_after_s=settings.stall_dump_after_s) as stalls:
-        yield Monitoring(config, stalls)
+        monitoring = Monitoring(config, stalls)
+        async with open_telemetry(config.telemetry, config.node_id) as spans:
+            if spans is not None:
+                monitoring.observers.append(spans)
+            yield monitoring
 
 
 def _part(node: Node, *path: str) -> Any:

@@ -39,6 +39,7 @@ from prorl_trio.inference.pool import Backends
 from prorl_trio.inference.vllm import VllmClient
 from prorl_trio.monitoring import open_monitoring
 from prorl_trio.pipeline import Job, open_pipeline
+from prorl_trio.reload import serve_reloads
 from prorl_trio.rollout import Resources
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.registry import choose_provider
@@ -103,6 +104,21 @@ class Node:
         self._sandboxes = sandboxes
         self._provider = provider
         self._resources = resources
+
+    @property
+    def config(self) -> NodeConfig:
+        """What the node works with now."""
+        return self._resources.config
+
+    def apply(self, config: NodeConfig) -> None:
+        """Work with `config` from now on; it differs in nothing but `reload.LIVE`, and was checked there."""
+        self._resources.config = config
+        sizes = config.stages
+        queues = {"init": sizes.init_queue, "run": sizes.ready_queue, "eval": sizes.eval_queue}
+        for stage in self._pipeline.stages:
+            self._pipeline.resize(stage.name, getattr(sizes, f"{stage.name}_workers"))
+            stage.queue.resize(queues[stage.name])
+        self._resources.scorers.resize(sizes.eval_workers)
 
     def submit(self, spec: JobSpec, sink: JobSink) -> None:
         """Take one job; `sink` gets its outcome. A live job of the same id and spec is joined.
@@ -273,12 +289,14 @@ async def serve_node(
     config: NodeConfig,
     handlers: HandlerRegistry | None = None,
     *,
+    load: Callable[[], NodeConfig] | None = None,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> bool:
     """Run a node until SIGTERM or SIGINT. The first drains, for `drain_timeout_s` at most; the second cancels.
 
     Reports the listener's (host, port) through `task_status`. Returns whether the drain was clean: every job had its
-    own outcome before the end. Must run in the main thread, for the signals.
+    own outcome before the end. At SIGHUP `load`, called in a thread, reads the configuration again; see `reload`. Must
+    run in the main thread, for the signals.
     """
     listen = config.listen
     sessions = SessionTable(
@@ -291,9 +309,12 @@ async def serve_node(
     rest = config.rest
     feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events) if rest.enabled else None
     cut = 0
-    with open_monitoring(config) as monitoring, trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        observers = [*monitoring.observers, feed] if feed is not None else monitoring.observers
-        async with open_node(config, handlers, observers=observers) as node, open_single_nursery() as accept:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with AsyncExitStack() as stack:
+            monitoring = await stack.enter_async_context(open_monitoring(config))
+            observers = [*monitoring.observers, feed] if feed is not None else monitoring.observers
+            node = await stack.enter_async_context(open_node(config, handlers, observers=observers))
+            accept = await stack.enter_async_context(open_single_nursery())
             monitoring.watch(node, sessions)
             address = await accept.start(partial(serve_websocket, node, listen, sessions=sessions))
             endpoints = {"url": endpoint_url(address, secure=bool(listen.tls_cert))}
@@ -308,9 +329,11 @@ async def serve_node(
                 logger.info("REST at %s", endpoints["rest_url"])
             if listen.endpoint_file:
                 await trio.to_thread.run_sync(_announce, Path(listen.endpoint_file), endpoints)
+            if load is not None:
+                await accept.start(serve_reloads, load, lambda: node.config, node.apply)
             task_status.started(address)
             await anext(signals)
-            cut = await drain(node, signals, config.drain_timeout_s)
+            cut = await drain(node, signals, node.config.drain_timeout_s)
             with trio.move_on_after(DELIVERY_TIMEOUT_S):
                 await sessions.wait_delivered()
             accept.cancel_scope.cancel("shutdown")

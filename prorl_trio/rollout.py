@@ -30,9 +30,10 @@ MAX_EVALUATION_LOG_CHARS: Final = 64 * 1024
 """Of `Outcome.evaluation_log`; of a longer one the middle is left out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Resources:
-    """What all jobs of a node share. Owned and closed by the node."""
+    """What all jobs of a node share. Owned and closed by the node, which replaces `config` when it is read again: ask
+    for it each time."""
 
     config: NodeConfig
     chat_format: ChatFormat

@@ -172,6 +172,10 @@ class ScorerPool:
             while idle:
                 await idle.pop().kill()
 
+    def resize(self, max_workers: int) -> None:
+        """Have so many processes at most from now on; those that are too many go when their call is over."""
+        self._limiter.total_tokens = max_workers
+
     def statistics(self) -> dict[str, int]:
         """Processes: `busy` with a call (or starting), `idle` waiting for one."""
         return {"busy": int(self._limiter.borrowed_tokens), "idle": sum(map(len, self._idle.values()))}

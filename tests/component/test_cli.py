@@ -63,7 +63,8 @@ def node_toml(tmp_path):
 
 @pytest.mark.parametrize(("clean", "code"), [(True, 0), (False, cli.EXIT_JOBS_CUT)])
 def test_the_exit_code_says_whether_jobs_were_cut(monkeypatch, node_toml, clean, code):
-    async def serve(config, *, task_status):
+    async def serve(config, *, load, task_status):
+        assert load() == config
         logging.getLogger("prorl_trio.node").info("working")
         task_status.started(("127.0.0.1", 1234))
         return clean
@@ -77,7 +78,7 @@ def test_the_exit_code_says_whether_jobs_were_cut(monkeypatch, node_toml, clean,
 
 
 def test_a_bug_of_ours_has_an_exit_code_of_its_own(monkeypatch, node_toml):
-    async def serve(config, *, task_status):
+    async def serve(config, *, load, task_status):
         raise InternalError("impossible")
 
     monkeypatch.setattr(cli, "serve_node", serve)
@@ -87,7 +88,7 @@ def test_a_bug_of_ours_has_an_exit_code_of_its_own(monkeypatch, node_toml):
 
 
 def test_the_level_of_the_log_is_an_option(monkeypatch, node_toml):
-    async def serve(config, *, task_status):
+    async def serve(config, *, load, task_status):
         task_status.started(("127.0.0.1", 1))
         logging.getLogger("x").info("quiet please")
         return True

@@ -45,18 +45,17 @@ async def test_a_node_says_what_it_does_and_what_it_did(tmp_path):
             backends=BackendConfig(urls=[engine.url]),
             sandbox=SandboxConfig(provider="process", max_warm=0),
         )
-        with open_monitoring(config) as monitoring:
-            async with open_node(config, observers=monitoring.observers) as node:
-                monitoring.watch(node, sessions)
-                session, _ = sessions.open("trainer", 0)
-                instance = TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})
-                spec = JobSpec(job_id="j", instance=instance, sampling=SamplingParams(max_output_tokens=100))
-                session.submit(spec, node)
-                assert values(monitoring.metrics)["prorl_outbox_running_jobs",] == 1
-                assert node.statistics()["jobs"][0]["waiting_on"] == "init worker"
-                await node.drain()
-                shown = values(monitoring.metrics)
-                statistics = node.statistics()
+        async with open_monitoring(config) as monitoring, open_node(config, observers=monitoring.observers) as node:
+            monitoring.watch(node, sessions)
+            session, _ = sessions.open("trainer", 0)
+            instance = TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})
+            spec = JobSpec(job_id="j", instance=instance, sampling=SamplingParams(max_output_tokens=100))
+            session.submit(spec, node)
+            assert values(monitoring.metrics)["prorl_outbox_running_jobs",] == 1
+            assert node.statistics()["jobs"][0]["waiting_on"] == "init worker"
+            await node.drain()
+            shown = values(monitoring.metrics)
+            statistics = node.statistics()
     assert shown["prorl_outcomes_total", "", "math", "completed"] == 1
     assert shown["prorl_stage_workers", "run"] == config.stages.run_workers
     assert shown["prorl_backend_assigned_total", engine.url] == 1

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+
+import msgspec
+import pytest
+import trio
+
+from prorl_trio import reload as reload_module
+from prorl_trio.config import (
+    BudgetConfig,
+    ListenConfig,
+    ModelConfig,
+    NodeConfig,
+    SandboxConfig,
+    StagesConfig,
+    load_config,
+)
+from prorl_trio.errors import ConfigError
+from prorl_trio.node import open_node
+from prorl_trio.reload import plan_reload, serve_reloads
+from prorl_trio.testing.tiny_model import make_tiny_model
+
+OLD = NodeConfig(model=ModelConfig(path="/m"), listen=ListenConfig(token="hush"))
+
+
+@pytest.fixture(autouse=True)
+async def deadline():
+    with trio.fail_after(30):
+        yield
+
+
+def new(**fields):
+    return NodeConfig(**{"model": OLD.model, "listen": OLD.listen, **fields})
+
+
+async def test_what_can_change_live_is_taken_over_and_the_rest_is_named():
+    plan = plan_reload(
+        OLD,
+        new(
+            stages=StagesConfig(run_workers=99),
+            budgets=BudgetConfig(run_s=7.0),
+            drain_timeout_s=5.0,
+            listen=ListenConfig(token="psst", port=1),
+        ),
+    )
+    assert [change.path for change in plan.live] == ["stages.run_workers", "budgets.run_s", "drain_timeout_s"]
+    assert str(plan.live[0]) == "stages.run_workers: 32 -> 99"
+    assert [change.path for change in plan.fixed] == ["listen.port", "listen.token"]
+    assert plan.config == new(stages=StagesConfig(run_workers=99), budgets=BudgetConfig(run_s=7.0), drain_timeout_s=5.0)
+    assert str(plan.fixed[1]) == "listen.token (not shown)"
+
+
+async def test_the_same_file_changes_nothing():
+    plan = plan_reload(OLD, new())
+    assert (plan.live, plan.fixed, plan.config) == ([], [], OLD)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"stages": StagesConfig(run_workers=0)}, {"stages": StagesConfig(ready_queue=0)}, {"stuck_after_s": -1.0}],
+)
+async def test_what_cannot_be_used_is_refused_as_a_whole(fields):
+    with pytest.raises(ConfigError, match="must be at least"):
+        plan_reload(OLD, new(drain_timeout_s=1.0, **fields))
+
+
+async def test_every_live_field_exists():
+    for path in reload_module.LIVE:
+        part = OLD
+        for name in path.split("."):
+            part = getattr(part, name)
+
+
+class Node:
+    def __init__(self):
+        self.config, self.applied = OLD, trio.Event()
+
+    def apply(self, config):
+        self.config = config
+        self.applied.set()
+
+
+class Said(logging.Handler):
+    """What was logged; somebody may wait for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines, self._more = [], trio.lowlevel.ParkingLot()
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+        self._more.unpark_all()
+
+    async def wait(self, text):
+        while not any(text in line for line in self.lines):
+            await self._more.park()
+
+
+@pytest.fixture
+def said(caplog):
+    handler = Said()
+    caplog.set_level(logging.INFO)
+    reload_module.logger.addHandler(handler)
+    yield handler
+    reload_module.logger.removeHandler(handler)
+
+
+async def test_a_hangup_reads_the_file_again(tmp_path, said):
+    path = tmp_path / "node.toml"
+    head = '[model]\npath = "/m"\n[listen]\ntoken = "hush"\n'
+    node = Node()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(serve_reloads, lambda: load_config(path), lambda: node.config, node.apply)
+
+        path.write_text("drain_timeout_s = 3.0\n" + head + "port = 9\n")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await node.applied.wait()
+        assert (node.config.drain_timeout_s, node.config.listen.port) == (3.0, OLD.listen.port)
+        await said.wait("need a restart, and stay: listen.port: 8700 -> 9")
+        assert "reload: drain_timeout_s: 60.0 -> 3.0" in said.lines
+
+        path.write_text(head + "nonsense = 1\n")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await said.wait("the configuration stays as it is")
+        assert "nonsense" in said.lines[-1]
+        assert node.config.drain_timeout_s == 3.0
+
+        path.write_text("drain_timeout_s = 3.0\n" + head)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await said.wait("nothing has changed that can change live")
+        nursery.cancel_scope.cancel()
+    assert "hush" not in str(said.lines)
+
+
+async def test_a_running_node_has_other_workers_and_limits_at_once(tmp_path):
+    make_tiny_model(tmp_path)
+    config = NodeConfig(model=ModelConfig(path=str(tmp_path)), sandbox=SandboxConfig(provider="process", max_warm=0))
+    wanted = msgspec.structs.replace(
+        config, stages=StagesConfig(init_workers=1, run_workers=50, eval_workers=2, init_queue=3), stuck_after_s=1.0
+    )
+    async with open_node(config) as node:
+        node.apply(plan_reload(node.config, wanted).config)
+        assert node.config == wanted
+        stages = node.statistics()["pipeline"]["stages"]
+        assert {name: stage["workers"] for name, stage in stages.items()} == {"init": 1, "run": 50, "eval": 2}
+        assert stages["init"]["queue_capacity"] == 3
