@@ -1,6 +1,7 @@
 """What the shell of every sandbox must do, as a table: sessions of commands and keys, and what comes of each.
 
-Run a `Session` against any sandbox with `check_session`. Those for `any_shell` hold for an image's `sh` as well.
+Run all of them with `check_sessions`, or one with `check_session`, against any sandbox. Those for `any_shell` hold for
+an image's `sh` as well.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
 
+from ipc.nursery import single_exception
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from ipc.sandbox_calls import BashResult
     from prorl_trio.sandbox.provider import Sandbox
 
-__all__ = ["PORTABLE", "SESSIONS", "Session", "Step", "check_session"]
+__all__ = ["PORTABLE", "SESSIONS", "ProgramMissing", "Session", "Step", "check_session", "check_sessions"]
 
 STEP_TIMEOUT_S: Final = 20.0
 QUIET_TIMEOUT_S: Final = 0.4
 C_C, C_D, C_Z = b"\x03", b"\x04", b"\x1a"
+_PRESENT: Final = "test -c {0} || command -v {0}"
 UTF8_IN_PIECES: Final = r"for b in '\303' '\251' '\342' '\202' '\254'; do printf $b; sleep 0.02; done; echo"
 
 
@@ -44,7 +50,7 @@ class Step(NamedTuple):
 
 
 class Session(NamedTuple):
-    """Steps in one shell, one after another. `needs`: a program, without which there is nothing to see."""
+    """Steps in one shell, one after another. `needs`: a program or a device, without which there is nothing to see."""
 
     name: str
     steps: tuple[Step, ...]
@@ -52,19 +58,55 @@ class Session(NamedTuple):
     needs: str = ""
 
 
-async def check_session(sandbox: Sandbox, session: Session) -> bool:
-    """Carry `session` out in a fresh shell. False if the program it needs is missing.
+class ProgramMissing(Exception):
+    """A session cannot be carried out: there is no such program or device as it needs."""
+
+
+async def check_sessions(sandboxes: Sequence[Sandbox], sessions: Iterable[Session]) -> list[str]:
+    """Carry all `sessions` out, shared among `sandboxes`: they mostly wait.
+
+    Returns:
+        The names of those that were left out, in order, because something is missing: compare it with what the image
+        is known to lack.
+
+    Raises:
+        AssertionError: some failed, with the step and what came of it for each.
+    """
+    waiting = list(sessions)[::-1]
+    failures: list[str] = []
+    left_out: list[str] = []
+
+    async def work(sandbox: Sandbox) -> None:
+        while waiting:
+            session = waiting.pop()
+            try:
+                await check_session(sandbox, session)
+            except ProgramMissing:
+                left_out.append(session.name)
+            except (AssertionError, trio.TooSlowError) as exc:
+                failures.append(f"{session.name}: {exc!r}")
+
+    with single_exception():
+        async with trio.open_nursery() as nursery:
+            for sandbox in sandboxes:
+                nursery.start_soon(work, sandbox)
+    assert not failures, "\n".join(failures)
+    return sorted(left_out)
+
+
+async def check_session(sandbox: Sandbox, session: Session) -> None:
+    """Carry `session` out in a fresh shell.
 
     Raises:
         AssertionError: with the step, and what came of it.
+        ProgramMissing: nothing was done.
     """
     with trio.fail_after(2 * STEP_TIMEOUT_S):
         await sandbox.restart_bash()
-        if session.needs and (await _call(sandbox, f"command -v {session.needs}")).exit_code != 0:
-            return False
+        if session.needs and (await _call(sandbox, _PRESENT.format(session.needs))).exit_code != 0:
+            raise ProgramMissing(f"{session.name}: {session.needs} is not there")
         for step in session.steps:
             await _check_step(sandbox, session, step)
-        return True
 
 
 async def _check_step(sandbox: Sandbox, session: Session, step: Step) -> None:
@@ -167,8 +209,12 @@ SESSIONS: Final[tuple[Session, ...]] = (
     Session("progress bar", (Step(r"printf '\r 10%%\r 50%%\r\033[K100%%\ndone\n'", "100%\ndone\n"),)),
     Session("invalid UTF-8", (Step(r"printf 'a\377\376b\n'", "a\ufffd\ufffdb\n"), Step("echo é€", "é€\n"))),
     Session("UTF-8 in pieces", (Step(UTF8_IN_PIECES, "é€\n"),)),
-    Session("disk full", (Step("echo lost > /dev/full", exit_code=1), _FINE), any_shell=False),
-    Session("disk full in sh", (Step("sh -c 'echo lost' > /dev/full || echo failed", has="failed\n"), _FINE)),
+    Session("disk full", (Step("echo lost > /dev/full", exit_code=1), _FINE), any_shell=False, needs="/dev/full"),
+    Session(
+        "disk full in sh",
+        (Step("sh -c 'echo lost' > /dev/full || echo failed", has="failed\n"), _FINE),
+        needs="/dev/full",
+    ),
     Session(
         "terminal spoilt", (Step("stty raw echo; echo a", "a\n"), Step("echo b", "b\n")), any_shell=False, needs="stty"
     ),

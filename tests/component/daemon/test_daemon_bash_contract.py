@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import AsyncExitStack
 
 import pytest
-import trio
 
 from prorl_trio.sandbox.client import DaemonSandbox
-from prorl_trio.testing.bash_contract import PORTABLE, SESSIONS, check_session
+from prorl_trio.testing.bash_contract import PORTABLE, SESSIONS, check_sessions
 
 SHELLS = {"bash": "bash", "dash": "sh", "busybox": "sh"}
 """The program, and the name by which the daemon finds it."""
@@ -43,23 +43,16 @@ def only_shell(tmp_path):
 @pytest.mark.parametrize("shell", SHELLS)
 async def test_shell(start_daemon, only_shell, shell):
     path = only_shell(shell)
-    sessions = list(SESSIONS if SHELLS[shell] == "bash" else PORTABLE)
-    failures: list[str] = []
-
-    async def work():
-        daemon = start_daemon(env={"PATH": path})
-        daemon.wait_ready()
-        async with daemon.connect() as client:
-            while sessions:
-                session = sessions.pop()
-                try:
-                    await check_session(DaemonSandbox("daemon", client, str), session)
-                except (AssertionError, trio.TooSlowError) as exc:
-                    failures.append(f"{session.name}: {exc!r}")
-        ended = await daemon.wait_ended()
-        assert ended == (0, "")
-
-    async with trio.open_nursery() as nursery:
-        for _ in range(DAEMONS):
-            nursery.start_soon(work)
-    assert not failures, "\n".join(failures)
+    daemons = [start_daemon(env={"PATH": path}) for _ in range(DAEMONS)]
+    async with AsyncExitStack() as stack:
+        clients = []
+        for daemon in daemons:
+            daemon.wait_ready()
+            clients.append(await stack.enter_async_context(daemon.connect()))
+        sandboxes = [DaemonSandbox("daemon", client, str) for client in clients]
+        sessions = SESSIONS if SHELLS[shell] == "bash" else PORTABLE
+        left_out = await check_sessions(sandboxes, sessions)
+    for daemon in daemons:
+        assert await daemon.wait_ended() == (0, "")
+    needing = [session for session in sessions if session.needs and not os.path.exists(session.needs)]
+    assert left_out == sorted(session.name for session in needing if not shutil.which(session.needs, path=path))
