@@ -53,8 +53,8 @@ async def open_vllm(
     """Start vLLM's OpenAI server on the loopback interface, wait until it has answered a request, end it on leaving.
 
     The first request is part of the start, because it takes many times as long as any later one. On leaving, whether by
-    return, error or cancellation, the whole process tree has gone (SIGTERM, 3 s, SIGKILL) and its temporary folder too;
-    if this process is killed, that happens within 5 s without us. A server that dies inside the block is not restarted:
+    return, error or cancellation, the whole process tree has gone (SIGTERM, 3 s, SIGKILL), and so have its temporary
+    folder and what it left in /dev/shm; if this process is killed, that happens within 5 s without us. A server that dies inside the block is not restarted:
     its requests fail.
 
     Args:
