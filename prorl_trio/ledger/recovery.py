@@ -163,7 +163,7 @@ def _is_of_this_log(position: Position, files: Sequence[SegmentFile]) -> bool:
             with _mapped(file) as view:
                 parsed = parse_record(view, file.salt, position.offset)
             return parsed is not None and parsed[0].sequence == position.sequence
-    return position == Position(0, 0, 0) and not files
+    return position.sequence == 0
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from prorl_trio.errors import ProrlError, UnknownJob
 from prorl_trio.ledger.errors import LedgerCorrupt, LedgerFailed, LedgerFull
 from prorl_trio.ledger.folder import LedgerFolder
 from prorl_trio.ledger.index import Index, Position
-from prorl_trio.ledger.operations import LAZY, Finish, Operation, Planned, plan, planned
+from prorl_trio.ledger.operations import LAZY, Finish, OpenSession, Operation, Planned, plan, planned
 from prorl_trio.ledger.records import (
     HEADER_BYTES,
     Damaged,
@@ -186,6 +186,8 @@ class Store:
             reason = self._why_no_room(todo.size_bytes, needs_reserve=not lazy and not finish, from_reserve=finish)
             if not reason:
                 chunk.add(todo, operation, number)
+                if isinstance(operation, OpenSession):  # what follows may be about it
+                    chunk = self._write(chunk, answers)
             elif lazy:
                 self._apply_unlogged(todo)
             else:

@@ -1,0 +1,248 @@
+"""The ledger's store against a simple model, killed or cut from power at any step.
+
+What an operation left that needs no sync is there after a kill; after a loss of power, some first part of such
+operations since the last sync is.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prorl_trio.errors import ProrlError
+from prorl_trio.ledger import LedgerLimits, NewJob
+from prorl_trio.ledger.operations import (
+    LAZY,
+    Accept,
+    Acknowledge,
+    BeginAttempt,
+    CloseSession,
+    Finish,
+    Forget,
+    OpenSession,
+)
+from prorl_trio.ledger.store import Store
+from prorl_trio.testing.faulty_disk import FaultyDisk
+
+LIMITS = LedgerLimits(segment_bytes=8_192, reserve_bytes=8_192, max_bytes=4_000_000, max_group_bytes=20_000)
+MEMORY = Path("/dev/shm")
+"""Syncs cost nothing there, and what they promise is the model's to check."""
+SESSIONS = ("s", "t")
+sizes = st.one_of(st.integers(0, 60), st.integers(0, 3_000), st.just(12_000))
+
+
+class Model:
+    """What a ledger is to hold."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, tuple[int, int]] = {}
+        self.unfinished: dict[str, tuple[str, int, bytes]] = {}
+        self.undelivered: dict[tuple[str, int], tuple[str, int, bytes]] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Model) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        return f"{self.sessions} {list(self.unfinished)} {list(self.undelivered)}"
+
+    def do(self, operation: object) -> None:
+        match operation:
+            case OpenSession(session_id, first):
+                self.sessions.setdefault(session_id, (first, first))
+            case CloseSession(session_id):
+                self.sessions.pop(session_id, None)
+                self.unfinished = {k: v for k, v in self.unfinished.items() if v[0] != session_id}
+                self.undelivered = {k: v for k, v in self.undelivered.items() if k[0] != session_id}
+            case Accept(session_id, jobs):
+                for job in jobs:
+                    self.unfinished[job.job_id] = (session_id, 0, job.spec)
+            case BeginAttempt(job_id, attempt):
+                session_id, _, spec = self.unfinished[job_id]
+                self.unfinished[job_id] = (session_id, attempt, spec)
+            case Finish(session_id, job_id, attempt, cursor, outcome):
+                del self.unfinished[job_id]
+                self.undelivered[session_id, cursor] = (job_id, attempt, b"".join(outcome))
+                acked, last = self.sessions[session_id]
+                self.sessions[session_id] = (acked, max(last, cursor))
+            case Acknowledge(session_id, cursor):
+                if session_id in self.sessions:
+                    acked, last = self.sessions[session_id]
+                    self.sessions[session_id] = (max(acked, cursor), last)
+                    self.undelivered = {
+                        k: v for k, v in self.undelivered.items() if k[0] != session_id or k[1] > cursor
+                    }
+            case Forget(session_id, job_ids):
+                gone = {job_id for job_id in job_ids if self.unfinished.get(job_id, (session_id,))[0] == session_id}
+                self.unfinished = {k: v for k, v in self.unfinished.items() if k not in gone}
+                self.undelivered = {k: v for k, v in self.undelivered.items() if k[0] != session_id or v[0] not in gone}
+
+
+def stored(store: Store) -> Model:
+    model = Model()
+    model.sessions = {session.session_id: (session.acked, session.last) for session in store.index.sessions()}
+    for job in store.index.unfinished():
+        model.unfinished[job.job_id] = (job.session_id, job.attempt, store.read(job.job_id, None))
+    for job in store.index.undelivered():
+        assert job.cursor is not None
+        payload = store.read(job.job_id, job.cursor)
+        model.undelivered[job.session_id, job.cursor] = (job.job_id, job.attempt, payload)
+    return model
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Operations in groups of any size; crashes between them."""
+
+    @initialize(seed=st.integers(0, 2**32))
+    def begin(self, seed: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="prorl-ledger-model-", dir=MEMORY if MEMORY.is_dir() else None))
+        self.chance = random.Random(seed)
+        self.numbers = 0
+        self.group: list[object] = []
+        self.model = Model()
+        self.possible = [Model()]
+        """What may be found after a loss of power; the last is what is there now."""
+        self.open()
+        self.run(OpenSession("s", 0))
+        self.commit()
+
+    def open(self) -> None:
+        self.disk = FaultyDisk()
+        self.store = Store(self.folder, LIMITS, self.disk)
+
+    def run(self, operation: object) -> None:
+        self.group.append(operation)
+
+    def payload(self, size: int) -> bytes:
+        return self.chance.randbytes(size)
+
+    @rule(session=st.sampled_from(SESSIONS), specs=st.lists(sizes, min_size=1, max_size=4))
+    def accept(self, session: str, specs: list[int]) -> None:
+        if session in self.model.sessions:
+            jobs = []
+            for size in specs:
+                self.numbers += 1
+                jobs.append(NewJob(job_id=f"j{self.numbers}", fingerprint=b"f", spec=self.payload(size)))
+            self.run(Accept(session, jobs))
+
+    @rule(pick=st.integers(0, 1_000), size=sizes)
+    def finish(self, pick: int, size: int) -> None:
+        jobs = sorted(self.model.unfinished)
+        if jobs:
+            job_id = jobs[pick % len(jobs)]
+            session_id, attempt, _ = self.model.unfinished[job_id]
+            in_group = sum(isinstance(operation, Finish) for operation in self.group)
+            cursor = self.model.sessions[session_id][1] + 1 + in_group
+            half = self.payload(size // 2)
+            self.run(Finish(session_id, job_id, attempt + pick % 2, cursor, [half, half]))
+
+    @rule(pick=st.integers(0, 1_000))
+    def attempt(self, pick: int) -> None:
+        jobs = sorted(self.model.unfinished)
+        if jobs:
+            job_id = jobs[pick % len(jobs)]
+            self.run(BeginAttempt(job_id, self.model.unfinished[job_id][1] + 1))
+
+    @rule(session=st.sampled_from(SESSIONS), back=st.integers(0, 3))
+    def acknowledge(self, session: str, back: int) -> None:
+        if session in self.model.sessions:
+            self.run(Acknowledge(session, max(0, self.model.sessions[session][1] - back)))
+
+    @rule(pick=st.integers(0, 1_000))
+    def forget(self, pick: int) -> None:
+        jobs = sorted(self.model.unfinished)
+        if jobs:
+            job_id = jobs[pick % len(jobs)]
+            self.run(Forget(self.model.unfinished[job_id][0], [job_id, "unknown"]))
+
+    @rule(session=st.sampled_from(SESSIONS), first=st.integers(0, 5))
+    def open_session(self, session: str, first: int) -> None:
+        self.run(OpenSession(session, first))
+
+    @precondition(lambda self: self.chance.random() < 0.2)
+    @rule()
+    def close_session(self) -> None:
+        self.run(CloseSession("t"))
+
+    @rule()
+    def commit(self) -> None:
+        operations, self.group = self.group, []
+        answers = self.store.commit(operations)
+        done = [operation for operation, answer in zip(operations, answers, strict=True) if answer is None]
+        for answer in answers:
+            assert answer is None or isinstance(answer, ProrlError)
+        for operation in sorted(done, key=lambda operation: isinstance(operation, LAZY)):
+            self.model.do(operation)
+            if isinstance(operation, LAZY):
+                self.possible.append(copy.deepcopy(self.model))
+            else:
+                self.possible = [copy.deepcopy(self.model)]
+
+    @rule(lose_index=st.sampled_from(["no", "gone", "old", "damaged"]), power=st.booleans())
+    def crash(self, lose_index: str, power: bool) -> None:
+        snapshot = self.folder / "index.snapshot"
+        self.group = []
+        self.store._segments.close()
+        self.store._folder.close()
+        if power:
+            self.disk.lose_power(self.chance)
+        if lose_index == "gone":
+            snapshot.unlink(missing_ok=True)
+        elif lose_index == "damaged" and snapshot.exists():
+            content = bytearray(snapshot.read_bytes())
+            content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
+            snapshot.write_bytes(content)
+        elif lose_index == "old" and hasattr(self, "old_snapshot"):
+            snapshot.write_bytes(self.old_snapshot)
+        self.open()
+        found = stored(self.store)
+        assert self.store.damage == []
+        if power:
+            assert found in self.possible, (found, self.possible)
+        else:
+            assert found == self.model
+        self.model = found
+        self.possible = [copy.deepcopy(found)]
+
+    @rule()
+    def restart(self) -> None:
+        self.group = []
+        self.store.close()
+        self.old_snapshot = (self.folder / "index.snapshot").read_bytes()
+        self.open()
+        assert stored(self.store) == self.model
+        self.possible = [copy.deepcopy(self.model)]
+
+    @invariant()
+    def holds_what_it_is_to_hold(self) -> None:
+        if not self.group:
+            assert stored(self.store) == self.model
+
+    @invariant()
+    def counts_what_is_live(self) -> None:
+        jobs, _ = self.store.index.live()
+        assert jobs == len(self.model.unfinished) + len(self.model.undelivered) or self.group
+        per_segment = Counter(job.segment for job in (*self.store.index.unfinished(), *self.store.index.undelivered()))
+        assert sorted(per_segment) == self.store.index.segments_in_use()
+
+    @invariant()
+    def disk_is_bounded_by_what_is_live(self) -> None:
+        if not self.store.cleaning_due:
+            _, live = self.store.index.live()
+            assert self.store._segments.log_bytes <= 2 * live + 4 * LIMITS.segment_bytes + 2 * 12_000
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            shutil.rmtree(self.folder)
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
