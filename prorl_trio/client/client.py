@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
+from ipc.errors import IpcError
 from ipc.nursery import single_exception
 from ipc.session import (
     MAX_MESSAGE_BYTES,
@@ -18,6 +19,8 @@ from ipc.session import (
     CancelJobs,
     CancelledJobs,
     JobEvent,
+    OutcomeFrame,
+    OutcomeRefFrame,
     Rejected,
     RemoveBackend,
     StatusReport,
@@ -30,6 +33,7 @@ from prorl_trio.client.state import ClientState
 from prorl_trio.client.transport import Address, Patience, Transport
 from prorl_trio.errors import BackendError, ConfigError, ProtocolError
 from prorl_trio.models import JobSpec, Outcome
+from prorl_trio.outcome_refs import join_outcome
 
 if TYPE_CHECKING:
     import ssl
@@ -189,16 +193,21 @@ class RolloutClient:
             if self._state.failure is not None:
                 self._state.raise_failure()
             return None
-        try:
-            outcome = _decode_outcome(frame.outcome)
-        except msgspec.DecodeError as exc:
-            raise ProtocolError(f"outcome {frame.cursor} of job {frame.job_id!r} cannot be read: {exc}") from None
+        outcome = self._read(frame)
         self._yielded = max(self._yielded, frame.cursor)
         return frame.cursor, outcome
 
     def acknowledge(self, cursor: int) -> None:
         """The outcomes up to `cursor` are taken care of: the node may forget them. `results` does this by itself."""
         self._state.settle(cursor)
+
+    def _read(self, frame: OutcomeFrame | OutcomeRefFrame) -> Outcome:
+        try:
+            if isinstance(frame, OutcomeFrame):
+                return _decode_outcome(frame.outcome)
+            return join_outcome(frame, self._state.arenas)
+        except (msgspec.DecodeError, IpcError) as exc:
+            raise ProtocolError(f"outcome {frame.cursor} of job {frame.job_id!r} cannot be read: {exc}") from None
 
     def _batches(self, specs: Sequence[JobSpec]) -> Iterator[list[tuple[str, msgspec.Raw]] | Rejected]:
         """Cut into frames; a spec that cannot travel is rejected here, and the others go on."""
@@ -295,6 +304,7 @@ async def connect(
     heartbeat_interval_s: float = 10.0,
     heartbeat_timeout_s: float = 30.0,
     tls_ca: str | PathLike[str] | None = None,
+    shared_memory: bool = False,
 ) -> AsyncIterator[RolloutClient]:
     """Open a session on the node at `url` (`ws://HOST:PORT`, `wss://HOST:PORT` with TLS).
 
@@ -314,6 +324,9 @@ async def connect(
         heartbeat_interval_s: how often to send a heartbeat.
         heartbeat_timeout_s: a connection on which nothing came for so long is lost.
         tls_ca: for `wss://`, a PEM file with the certificates to believe; without, the system's.
+        shared_memory: on the node's own host, map its token arrays in place of receiving them. The arrays of an outcome
+            are then views of the node's memory, which it uses again once the outcome is acknowledged, that is when the
+            next one is asked for: use them before, or keep a `copy.deepcopy`. Elsewhere it changes nothing.
 
     Leaving without an exception acknowledges what `results` has yielded; with one, or by a cancel, the outcome yielded
     last is kept for the next client of the session. Either way the connection is closed, within 2 s, and jobs go on.
@@ -335,7 +348,7 @@ async def connect(
         heartbeat_timeout_s=heartbeat_timeout_s,
     )
     patience = Patience(connect_timeout_s=connect_timeout_s, reconnect_timeout_s=reconnect_timeout_s)
-    transport = Transport(address, token, state, limits, patience, tls=tls)
+    transport = Transport(address, token, state, limits, patience, tls=tls, shared_memory=shared_memory)
     client = RolloutClient(state, max_message_bytes)
     with single_exception():
         async with trio.open_nursery() as nursery:

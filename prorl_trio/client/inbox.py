@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prorl_trio.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from ipc.session import OutcomeFrame
+    from ipc.session import OutcomeFrame, OutcomeRefFrame
 
 __all__ = ["Inbox"]
 
@@ -25,12 +25,12 @@ class Inbox:
         self.received = resume_after
         self.settled = resume_after
         self._begun = False
-        self._frames: deque[OutcomeFrame] = deque()
+        self._frames: deque[OutcomeFrame | OutcomeRefFrame] = deque()
 
     def __len__(self) -> int:
         return len(self._frames)
 
-    def put(self, frame: OutcomeFrame) -> bool:
+    def put(self, frame: OutcomeFrame | OutcomeRefFrame) -> bool:
         """Add what arrived. False: it had arrived before.
 
         The first one may have any cursor: those before it were acknowledged by an earlier client of the session.
@@ -56,6 +56,6 @@ class Inbox:
         self.settled = cursor
         return True
 
-    def first(self) -> OutcomeFrame | None:
+    def first(self) -> OutcomeFrame | OutcomeRefFrame | None:
         """The oldest one that is not settled."""
         return self._frames[0] if self._frames else None

@@ -14,12 +14,14 @@ from ipc.session import (
     CancelledJobs,
     JobEvent,
     OutcomeFrame,
+    OutcomeRefFrame,
     Rejected,
     ServerFrame,
     SessionRefused,
     SessionWelcome,
     StatusReport,
 )
+from prorl_trio.client.arenas import MappedArenas
 from prorl_trio.client.errors import SessionLost, SessionReplaced
 from prorl_trio.client.inbox import Inbox
 from prorl_trio.client.requests import Requests
@@ -47,6 +49,7 @@ class ClientState:
         self.events: deque[JobEvent] = deque(maxlen=EVENTS_KEPT)
         self.welcome: SessionWelcome | None = None
         self.link: WebSocketLink[ServerFrame] | None = None
+        self.arenas = MappedArenas()
         self.failure: ServiceError | None = None
         self._awaited: set[str] = set()
         self._changed = trio.Event()
@@ -87,7 +90,7 @@ class ClientState:
             ServiceError: it ends the client.
         """
         match frame:
-            case OutcomeFrame():
+            case OutcomeFrame() | OutcomeRefFrame():
                 if self.inbox.put(frame):
                     self._awaited.discard(frame.job_id)
                     self.requests.infer_accepted(frame.job_id)

@@ -10,8 +10,17 @@ from urllib.parse import urlsplit
 import msgspec
 import trio
 
-from ipc.errors import ProtocolViolation
-from ipc.session import SESSION_PROTOCOL_VERSION, Ack, ServerFrame, SessionHello, SessionRefused, SessionWelcome
+from ipc.arena_socket import open_mapped_arena
+from ipc.errors import IpcError, ProtocolViolation
+from ipc.session import (
+    SESSION_PROTOCOL_VERSION,
+    Ack,
+    AttachArena,
+    ServerFrame,
+    SessionHello,
+    SessionRefused,
+    SessionWelcome,
+)
 from ipc.tls import open_tls
 from ipc.websocket import CloseCode, LinkClosed, LinkLimits, WebSocketLink, open_client_link
 from prorl_trio.client.errors import ConnectionLost
@@ -76,10 +85,12 @@ class Transport:
         patience: Patience,
         *,
         tls: ssl.SSLContext | None = None,
+        shared_memory: bool = False,
     ) -> None:
-        """`tls` is used, and needed, where `address` is secure."""
+        """`tls` is used, and needed, where `address` is secure. `shared_memory`: map the node's arena if it can be."""
         self._address = address
         self._tls = tls
+        self._shared_memory = shared_memory
         self._token = token
         self._state = state
         self._limits = limits
@@ -195,9 +206,14 @@ class Transport:
                 failures.append(exc)
                 link.end(CloseCode.NORMAL, "")
 
+        async def start() -> None:
+            if self._shared_memory and welcome.arena_socket:
+                link.start_soon(self._map_arena, link, welcome.arena_socket)
+            await read()
+
         state.opened(link, welcome)
         try:
-            code, reason = await link.run(read)
+            code, reason = await link.run(start)
         finally:
             state.lost()
         if failures:
@@ -207,3 +223,13 @@ class Transport:
         if trio.current_time() - welcomed_s > MAX_DELAY_S:
             self._useful = True
         return f"closed ({code}): {reason}"
+
+    async def _map_arena(self, link: WebSocketLink[ServerFrame], path: str) -> None:
+        """Be a reader of the node's arena for as long as the link lasts. If that fails, outcomes come as ever."""
+        try:
+            async with open_mapped_arena(path, token=self._token) as arena:
+                self._state.arenas.add(arena)
+                link.post(AttachArena(reader_id=arena.reader_id))
+                await arena.wait_closed()
+        except (IpcError, ValueError) as exc:
+            logger.info("the arena at %s cannot be mapped, so outcomes come as frames: %s", path, exc)
