@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from prorl_trio.handlers.base import AgentHandler
     from prorl_trio.inference.gate import PauseMode
     from prorl_trio.inference.pool import GateReport
+    from prorl_trio.inference.vllm import OnCall
     from prorl_trio.models import JobSpec
     from prorl_trio.observer import Observer
     from prorl_trio.pipeline import JobSink, Pipeline
@@ -229,11 +230,15 @@ def _validate(handler: AgentHandler, spec: JobSpec) -> None:
 
 @asynccontextmanager
 async def open_node(
-    config: NodeConfig, handlers: HandlerRegistry | None = None, *, observers: Sequence[Observer] = ()
+    config: NodeConfig,
+    handlers: HandlerRegistry | None = None,
+    *,
+    observers: Sequence[Observer] = (),
+    on_backend_call: OnCall | None = None,
 ) -> AsyncIterator[Node]:
     """Everything of a node but its listener. On leaving, all jobs end and nothing of them is left.
 
-    `observers` are told of every job.
+    `observers` are told of every job, `on_backend_call` of every call of an LLM backend.
 
     Raises:
         ConfigError: the model folder, the sandbox provider or the configuration cannot be used; says what to do.
@@ -245,7 +250,9 @@ async def open_node(
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_single_nursery())
         backends = Backends(
-            lambda url: VllmClient(url, max_connections=config.backends.max_connections_per_backend),
+            lambda url: VllmClient(
+                url, max_connections=config.backends.max_connections_per_backend, on_call=on_backend_call
+            ),
             probe_timeout_s=config.backends.probe_timeout_s,
             max_tasks_per_backend=config.backends.max_tasks_per_backend,
         )
@@ -313,7 +320,9 @@ async def serve_node(
         async with AsyncExitStack() as stack:
             monitoring = await stack.enter_async_context(open_monitoring(config))
             observers = [*monitoring.observers, feed] if feed is not None else monitoring.observers
-            node = await stack.enter_async_context(open_node(config, handlers, observers=observers))
+            node = await stack.enter_async_context(
+                open_node(config, handlers, observers=observers, on_backend_call=monitoring.metrics.backend_called)
+            )
             accept = await stack.enter_async_context(open_single_nursery())
             monitoring.watch(node, sessions)
             address = await accept.start(partial(serve_websocket, node, listen, sessions=sessions))

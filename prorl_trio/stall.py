@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
+from prorl_trio.logs import current_job
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -164,12 +166,14 @@ class LoopStalls(trio.abc.Instrument):
 
 
 def _describe(task: trio.lowlevel.Task) -> str:
-    """Name of the task, and where it waits. Never its arguments or locals: they may be secret."""
+    """Name of the task, its job, and where it waits. Never its arguments or locals: they may be secret."""
+    job_id = current_job(task.context)
+    job = f" (job {job_id})" if job_id else ""
     frames = [frame for frame, _ in task.iter_await_frames()]
     own = [frame for frame in frames if not frame.f_globals.get("__name__", "").startswith("trio.")]
     if not own:
-        return f"{task.name}, which has ended"
-    return f"{task.name}, now at {own[-1].f_globals.get('__name__')}:{own[-1].f_lineno}"
+        return f"{task.name}{job}, which has ended"
+    return f"{task.name}{job}, now at {own[-1].f_globals.get('__name__')}:{own[-1].f_lineno}"
 
 
 class _Watchdog(threading.Thread):

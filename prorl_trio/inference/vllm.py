@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 from urllib.parse import quote
@@ -36,12 +37,15 @@ from prorl_trio.models import SamplingParams
 if TYPE_CHECKING:
     from prorl_trio.inference.gate import PauseMode
 
-__all__ = ["RetryPolicy", "VllmClient"]
+__all__ = ["OnCall", "RetryPolicy", "VllmClient"]
 
 RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 MAX_REQUEST_ID_CHARS = 200
 PROBE_PROMPT = [1, 2, 3]
 PROBE_TOKENS = 2
+
+OnCall = Callable[[str, str, float], None]
+"""Told of the URL, how a call ended (completed, failed, cancelled), and its seconds with retries. Must not raise."""
 
 _PROBE_SAMPLING = SamplingParams(max_output_tokens=PROBE_TOKENS)
 _Answer = TypeVar("_Answer", ModelList, Version, WeightInfo)
@@ -78,6 +82,7 @@ class VllmClient(EngineClient):
         max_connections: int = 512,
         retry: RetryPolicy | None = None,
         random: Random | None = None,
+        on_call: OnCall | None = None,
     ) -> None:
         """Nothing is sent yet.
 
@@ -86,6 +91,7 @@ class VllmClient(EngineClient):
             max_connections: calls that run at once; more wait, first come first served.
             retry: when and how often.
             random: draws the jitter of the retries.
+            on_call: told of every `generate` that ended.
 
         Raises:
             BackendError: not retryable: `url` is not an origin.
@@ -97,6 +103,7 @@ class VllmClient(EngineClient):
         self.url = self._http.origin
         self._retry = retry or RetryPolicy()
         self._random = random or Random()
+        self._on_call = on_call
         self._info: EngineInfo | None = None
 
     def __repr__(self) -> str:
@@ -147,10 +154,20 @@ class VllmClient(EngineClient):
             raise ContextLengthExceeded(len(prompt_token_ids), info.max_model_len)
         budget = min(max_tokens, room)
         body = completion_request(info.model, prompt_token_ids, sampling, max_tokens=budget)
-        response = await self._send_until_answered(body, request_id, timeout_s)
-        if response.status != 200:
-            self._refused("POST", "/v1/completions", response, len(prompt_token_ids))
-        return self._read(response, prompt_token_ids, budget, info)
+        started_s, result = trio.current_time(), "cancelled"
+        try:
+            response = await self._send_until_answered(body, request_id, timeout_s)
+            if response.status != 200:
+                self._refused("POST", "/v1/completions", response, len(prompt_token_ids))
+            completion = self._read(response, prompt_token_ids, budget, info)
+            result = "completed"
+        except (BackendError, ContextLengthExceeded):
+            result = "failed"
+            raise
+        finally:
+            if self._on_call is not None:
+                self._on_call(self.url, result, trio.current_time() - started_s)
+        return completion
 
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
         """See `EngineClient.pause`. Only a server in development mode (`VLLM_SERVER_DEV_MODE=1`) offers it."""

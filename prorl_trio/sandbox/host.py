@@ -183,12 +183,13 @@ class SandboxHost:
         self._in_use: set[HostedSandbox] = set()
         self._starting = 0
         self._started_total = 0
+        self._start_seconds_total = 0.0
         self._failed_total = 0
         self._warm_taken_total = 0
         self._warm_dead_total = 0
         self._warm_evicted_total = 0
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, float]:
         """Numbers now, and `*_total` since the beginning.
 
         `live` are in use and `warm` wait for their first user. `starting` includes those waiting for a gate, and those
@@ -200,6 +201,7 @@ class SandboxHost:
             "starting": self._starting,
             "warm": self._pool.idle_count,
             "started_total": self._started_total,
+            "start_seconds_total": round(self._start_seconds_total, 6),
             "failed_total": self._failed_total,
             "warm_taken_total": self._warm_taken_total,
             "warm_dead_total": self._warm_dead_total,
@@ -330,6 +332,7 @@ class SandboxHost:
                     await trio.sleep(backoff_s)
                 else:
                     self._started_total += 1
+                    self._start_seconds_total += start_s
                     return sandbox, start_s
             raise AssertionError("the last attempt returns or raises")
         finally:

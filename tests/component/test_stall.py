@@ -8,9 +8,15 @@ import pytest
 import trio
 import trio.testing
 
+from prorl_trio import logs
 from prorl_trio.stall import WORST_STALLS, LoopStalls, open_loop_stalls
 
 STALL_S = 0.03
+
+
+async def hog_for_a_job():
+    logs._job.set(logs._JobContext("job-7", "s", "run"))
+    await hog()
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +50,15 @@ async def test_a_blocking_call_is_found_and_its_task_named(caplog):
     assert report.p50_ms <= report.p99_ms <= report.max_ms
     assert report.passes == sum(stalls.counts)
     assert any("run-3" in line for line in stalls_of(caplog))
+
+
+async def test_the_job_is_named_too():
+    with open_loop_stalls(warn_s=10.0) as stalls:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hog_for_a_job, name="run worker")
+            nursery.start_soon(trio.lowlevel.checkpoint)
+        await trio.lowlevel.checkpoint()
+    assert "run worker (job job-7)" in stalls.report().worst[0].task
 
 
 async def test_many_warnings_are_one(caplog):

@@ -45,7 +45,12 @@ async def test_a_node_says_what_it_does_and_what_it_did(tmp_path):
             backends=BackendConfig(urls=[engine.url]),
             sandbox=SandboxConfig(provider="process", max_warm=0),
         )
-        async with open_monitoring(config) as monitoring, open_node(config, observers=monitoring.observers) as node:
+        async with (
+            open_monitoring(config) as monitoring,
+            open_node(
+                config, observers=monitoring.observers, on_backend_call=monitoring.metrics.backend_called
+            ) as node,
+        ):
             monitoring.watch(node, sessions)
             session, _ = sessions.open("trainer", 0)
             instance = TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})
@@ -59,7 +64,10 @@ async def test_a_node_says_what_it_does_and_what_it_did(tmp_path):
     assert shown["prorl_outcomes_total", "", "math", "completed"] == 1
     assert shown["prorl_stage_workers", "run"] == config.stages.run_workers
     assert shown["prorl_backend_assigned_total", engine.url] == 1
+    assert shown["prorl_backend_calls_total", engine.url, "completed"] == 1
+    assert shown["prorl_backend_call_seconds_count", engine.url] == 1
     assert shown["prorl_sandbox_started_total",] == 1
+    assert shown["prorl_sandbox_start_seconds_total",] > 0
     assert shown["prorl_outbox_undelivered_outcomes",] == 1
     assert shown["prorl_outbox_undelivered_bytes",] > 0
     assert shown["prorl_node_draining",] == 1
