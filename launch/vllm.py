@@ -54,8 +54,8 @@ async def open_vllm(
 
     The first request is part of the start, because it takes many times as long as any later one. On leaving, whether by
     return, error or cancellation, the whole process tree has gone (SIGTERM, 3 s, SIGKILL), and so have its temporary
-    folder and what it left in /dev/shm; if this process is killed, that happens within 5 s without us. A server that dies inside the block is not restarted:
-    its requests fail.
+    folder and what it left in /dev/shm; if this process is killed, that happens within 5 s without us. A server that
+    dies inside the block is not restarted: its requests fail.
 
     Args:
         engine_python: the interpreter of an environment with vLLM (`launch.paths.engine_python`).

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
-from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
@@ -74,33 +74,40 @@ async def wait_removed(paths):
 
 
 @pytest.fixture
-def foreign():
-    """Memory of this test, made while an engine runs."""
-    memory = shared_memory.SharedMemory(create=True, size=1000)
-    memory.close()
-    yield Path(FOLDER, memory.name)
-    memory.unlink()
+def make():
+    """Makes a file there and returns it open. (Python's own way would leave a process that tracks it.)"""
+    files = []
+
+    def make_one():
+        files.append(Path(FOLDER, f"prorl-test-{secrets.token_hex(8)}").open("xb"))  # noqa: SIM115
+        return files[-1]
+
+    yield make_one
+    for file in files:
+        file.close()
+        Path(file.name).unlink(missing_ok=True)
 
 
-async def test_leaving_the_block_removes_it(tmp_path):
+async def test_leaving_the_block_removes_it_and_nothing_else(tmp_path, make):
     with trio.fail_after(TIMEOUT_S):
         async with open_supervised(python(ENGINE), env={}, log_file=tmp_path / "log", grace_s=GRACE_S):
             paths = await wait_files(tmp_path / "log")
-            other = shared_memory.SharedMemory(create=True, size=1000)
+            other = make()
+            other.close()
         assert not any(path.exists() for path in paths)
-        assert Path(FOLDER, other.name).exists()
-        other.close()
-        other.unlink()
+        assert Path(other.name).exists()
 
 
 @pytest.mark.parametrize("victim", ["launcher", "guard", "keeper", "engine"])
-async def test_kill_9_does_too(tmp_path, victim, foreign):
+async def test_kill_9_does_too(tmp_path, victim, make):
     with trio.fail_after(TIMEOUT_S):
         launcher = await trio.lowlevel.open_process(
             [sys.executable, "-c", LAUNCHER, str(tmp_path / "log"), ENGINE], cwd=checkout_dir()
         )
         try:
             paths = await wait_files(tmp_path / "log")
+            other = make()
+            other.close()
             if victim != "launcher":
                 pid = launcher.pid
                 for _ in range(["keeper", "guard", "engine"].index(victim) + 1):
@@ -112,7 +119,7 @@ async def test_kill_9_does_too(tmp_path, victim, foreign):
             with trio.move_on_after(5, shield=True):
                 await launcher.wait()
         await wait_removed(paths)
-    assert foreign.exists()
+    assert Path(other.name).exists()
 
 
 async def test_the_whole_engine_killed_from_outside(tmp_path):
@@ -142,27 +149,29 @@ async def test_what_another_process_still_has_stays(tmp_path):
             paths[0].unlink()
 
 
-def test_what_was_there_before_is_not_the_trees(foreign):
+def test_what_was_there_before_is_not_the_trees(make):
+    before = make()
     files = SharedMemory()
-    later = shared_memory.SharedMemory(create=True, size=1000)
-    with foreign.open("rb"):
-        files.look([os.getpid()])
-        assert files._made == {(os.stat(FOLDER).st_dev, Path(FOLDER, later.name).stat().st_ino)}
+    later = make()
+    files.look([os.getpid()])
+    status = os.fstat(later.fileno())
+    assert files._made == {(status.st_dev, status.st_ino)}
     files.unlink()
-    assert Path(FOLDER, later.name).exists()  # this process still has it
+    assert Path(later.name).exists()  # this process still has it
     later.close()
+    before.close()
     files.unlink()
-    assert not Path(FOLDER, later.name).exists()
-    assert foreign.exists()
+    assert not Path(later.name).exists()
+    assert Path(before.name).exists()
     assert files.fd is not None
     os.close(files.fd)
 
 
-def test_without_inotify_a_look_is_enough(monkeypatch):
+def test_without_inotify_a_look_is_enough(make, monkeypatch):
     monkeypatch.setattr("launch.shared_memory._watch", lambda _folder: None)
     files = SharedMemory()
-    memory = shared_memory.SharedMemory(create=True, size=1000)
+    later = make()
     files.look([os.getpid()])
-    memory.close()
+    later.close()
     files.unlink()
-    assert not Path(FOLDER, memory.name).exists()
+    assert not Path(later.name).exists()
