@@ -19,6 +19,7 @@ from launch import model, paths, venv
 from launch.engine_env import engine_key
 from launch.userns import user_namespace_problem
 from prorl_trio.sandbox.bundle import bundle_path
+from prorl_trio.sandbox.cgroup import find_site
 from prorl_trio.sandbox.registry import probe_providers
 from prorl_trio.sandbox.userns import user_namespace_remedy
 
@@ -35,10 +36,11 @@ _DISK_BYTES = 2 * _GIB
 _SHM_BYTES = _GIB // 2
 _ENGINE_MEMORY_BYTES = 6 * _GIB
 _GPU_TIMEOUT_S = 15.0
-_LIMIT_CONTROLLERS = {"memory", "pids"}
-_BY_WATCHDOG = "each sandbox keeps to its limits by its own watchdog, a fifth of a second late"
-_NO_GROUPS = f"not in use: {_BY_WATCHDOG}"
-_UNIFIED = "boot with systemd.unified_cgroup_hierarchy=1"
+_BY_WATCHDOG = "each sandbox keeps to its limits by its own watchdog alone, a fifth of a second late"
+_DELEGATE = (
+    "systemd: run the node as a service with Delegate=yes and DelegateSubgroup=node; elsewhere, before it starts, in a "
+    "cgroup G that is yours: mkdir G/node; echo $$ > G/node/cgroup.procs; echo +memory +pids > G/cgroup.subtree_control"
+)
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,20 +169,12 @@ def _shared_memory(folder: Path = Path("/dev/shm")) -> Check:
 
 
 def _cgroups(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Check:
-    """Whether this process may limit the memory and the number of processes of groups below its own."""
-    name = "cgroup v2"
-    path = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), None)
-    if path is None or not (mount / "cgroup.controllers").is_file():
-        return Check(name=name, state="warning", detail=_NO_GROUPS, remedy=_UNIFIED)
-    group = mount / path.lstrip("/")
-    delegated = set((group / "cgroup.controllers").read_text().split()) if group.is_dir() else set()
-    lacking = _LIMIT_CONTROLLERS - delegated
-    if not lacking and os.access(group, os.W_OK):
-        return Check(name=name, state="ok", detail=f"{path}: {' '.join(sorted(delegated))}")
-    why = f"lacks {' and '.join(sorted(lacking))}" if lacking else "is not writable"
-    detail = f"{path} {why}: {_BY_WATCHDOG}"
-    remedy = "systemd: run under `systemd-run --user --scope -p Delegate=yes`; Slurm: ConstrainRAMSpace in cgroup.conf"
-    return Check(name=name, state="warning", detail=detail, remedy=remedy)
+    """Whether the kernel can keep the limits of each sandbox as a whole."""
+    site = find_site(mount, own)
+    if site.path is not None:
+        detail = f"{site.path}: the kernel limits memory and processes of each sandbox"
+        return Check(name="cgroup v2", state="ok", detail=detail)
+    return Check(name="cgroup v2", state="warning", detail=f"{site.problem}: {_BY_WATCHDOG}", remedy=_DELEGATE)
 
 
 async def _gpu() -> Check:

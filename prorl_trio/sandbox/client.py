@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from ipc.limits import Breach
     from ipc.rpc import RpcClient
     from prorl_trio.sandbox.provider import TransferOptions, TransferReport
 
@@ -62,12 +63,27 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class DaemonSandbox(Sandbox):
-    """Calls of `Sandbox` over `rpc`, which it does not own. `explain` adds to a message what the process said."""
+    """Calls of `Sandbox` over `rpc`, which it does not own.
 
-    def __init__(self, sandbox_id: str, rpc: RpcClient, explain: Callable[[str], str]) -> None:
+    Args:
+        sandbox_id: its name.
+        rpc: the daemon is at its other end.
+        explain: adds to a message what the process said.
+        next_breach: the limit that the kernel kept for the sandbox as a whole since it was last asked, and a sentence
+            about it; both empty if none.
+    """
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        rpc: RpcClient,
+        explain: Callable[[str], str],
+        next_breach: Callable[[], tuple[Breach, str]] | None = None,
+    ) -> None:
         self.sandbox_id = sandbox_id
         self._rpc = rpc
         self._explain = explain
+        self._next_breach = next_breach or _no_breach
         self._turn = trio.Lock()
         self._transfer_ids = count(1)
         self._lost = ""
@@ -208,15 +224,25 @@ class DaemonSandbox(Sandbox):
         if self._lost:
             raise SandboxLost(self._lost)
         try:
-            return await self._rpc.call(call, reply_type, timeout_s=timeout_s)
+            reply = await self._rpc.call(call, reply_type, timeout_s=timeout_s)
         except CallFailed as exc:
             raise _error_of(exc, self.sandbox_id) from exc
         except FrameTooLarge as exc:
             raise ValueError(f"sandbox {self.sandbox_id}: {exc}") from exc
         except IpcError as exc:
             what = "did not keep to its deadline" if isinstance(exc, CallTimedOut) else "is gone"
-            self._lost = self._explain(f"sandbox {self.sandbox_id} {what}: {exc}")
+            _, breach_text = self._next_breach()
+            self._lost = self._explain(f"sandbox {self.sandbox_id} {what}: {exc}{breach_text and f'; {breach_text}'}")
             raise SandboxLost(self._lost) from exc
+        if isinstance(reply, BashResult | CellResult | ExecResult):
+            breach, breach_text = self._next_breach()
+            if breach and not reply.breach:
+                return msgspec.structs.replace(reply, breach=breach, breach_text=breach_text)
+        return reply
+
+
+def _no_breach() -> tuple[Breach, str]:
+    return "", ""
 
 
 def _check_limits(timeout_s: float, max_output_bytes: int) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
+    "CGROUP_PREFIX",
     "RECORD_NAME",
     "ProcessId",
     "descendants",
@@ -31,13 +32,20 @@ __all__ = [
     "is_alive",
     "kill",
     "reap",
+    "remove_cgroup",
     "session_members",
     "wait_gone",
+    "write_cgroup_record",
     "write_record",
 ]
 
 RECORD_NAME = "processes"
 """File in a sandbox's folder: one `pid start_time` a line."""
+
+CGROUP_RECORD_NAME = "cgroup"
+"""File in a sandbox's folder: the path of its cgroup, if it has one."""
+CGROUP_PREFIX = "sandbox-of-"
+"""Of the name of every cgroup that is ours to remove."""
 
 ORPHAN_GRACE_S = 1.5
 """How long the processes of a dead node may take to end by themselves: their control channel has ended."""
@@ -165,8 +173,58 @@ def _read_records(run_dir: Path) -> set[ProcessId]:
     return processes
 
 
+def write_cgroup_record(folder: Path, cgroup: Path) -> None:
+    """Note which cgroup the sandbox of this folder will have, for the reaper."""
+    (folder / CGROUP_RECORD_NAME).write_text(str(cgroup), encoding="utf-8")
+
+
+def remove_cgroup(cgroup: Path) -> bool:
+    """Kill what is in `cgroup` and remove it. True when it is gone. Blocks, for `KILL_TIMEOUT_S` at most."""
+    for attempt in (1, 2):
+        with contextlib.suppress(OSError):
+            os.rmdir(cgroup)
+        if not cgroup.exists():
+            return True
+        if attempt == 1:
+            _kill_cgroup(cgroup)
+            _wait_until_empty(cgroup / "cgroup.events")
+    return False
+
+
+def _kill_cgroup(cgroup: Path) -> None:
+    with contextlib.suppress(OSError):
+        if (switch := cgroup / "cgroup.kill").exists():
+            switch.write_text("1", encoding="ascii")
+        else:  # Linux before 5.14
+            pids = (cgroup / "cgroup.procs").read_text(encoding="ascii").split()
+            kill(filter(None, map(identify, map(int, pids))))
+
+
+def _wait_until_empty(events: Path) -> None:
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    try:
+        fd = os.open(events, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLPRI)
+        while b"populated 1" in os.pread(fd, 4096, 0) and (left_s := deadline - time.monotonic()) > 0:
+            poll.poll(left_s * 1000)
+    finally:
+        os.close(fd)
+
+
+def _reap_cgroups(run_dir: Path) -> None:
+    for record in run_dir.glob(f"*/{CGROUP_RECORD_NAME}"):
+        with contextlib.suppress(OSError):
+            cgroup = Path(record.read_text(encoding="utf-8"))
+            if cgroup.is_absolute() and cgroup.name.startswith(CGROUP_PREFIX + run_dir.name):
+                remove_cgroup(cgroup)
+
+
 def reap(run_dir: Path) -> None:
-    """End what is left of a dead node: its recorded processes, their descendants, and its folder. Blocks.
+    """End what is left of a dead node: its recorded processes, their descendants, its cgroups and folder. Blocks.
 
     Only for a holder of the lock on `run_dir`. A folder that is already gone is fine.
     """
@@ -180,6 +238,7 @@ def reap(run_dir: Path) -> None:
         orphans |= descendants(process.pid)
     kill(orphans)
     wait_gone(orphans, KILL_TIMEOUT_S)
+    _reap_cgroups(run_dir)
     shutil.rmtree(run_dir, ignore_errors=True)
 
 

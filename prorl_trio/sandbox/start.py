@@ -13,6 +13,7 @@ from ipc.channel import connect_unix, listen_unix
 from ipc.errors import IpcError
 from ipc.rpc import open_rpc_client
 from prorl_trio.errors import SandboxUnavailable
+from prorl_trio.sandbox.cgroup import open_cgroup, own_site
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.process_tree import open_process_tree
 from prorl_trio.sandbox.run_dir import open_run_dir
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
     from pathlib import Path
 
+    from prorl_trio.sandbox.cgroup import Cgroup
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
 
@@ -57,6 +59,9 @@ async def open_daemon_sandbox(
         run_dir = await stack.enter_async_context(open_run_dir(runtime_dir))
         folder = await stack.enter_async_context(run_dir.open_sandbox_dir())
         launch = await run_blocking(plan, run_dir, folder)
+        cgroup: Cgroup | None = None
+        if (site := (await run_blocking(own_site)).path) is not None:
+            cgroup = await stack.enter_async_context(open_cgroup(site, folder.path, spec.limits))
         token = secrets.token_hex(TOKEN_BYTES)
         # Made here and inherited: nothing of the host is writable inside, which a folder for a socket would have to be.
         listener = stack.enter_context(closing(listen_unix(folder.socket).socket))
@@ -73,7 +78,7 @@ async def open_daemon_sandbox(
         deadline = trio.current_time() + spec.start_timeout_s
         tree = await stack.enter_async_context(
             open_process_tree(
-                launch.argv,
+                launch.argv if cgroup is None else cgroup.enter_argv(tuple(launch.argv)),
                 env=launch.env,
                 stdin_line=msgspec.json.encode(start_line) + b"\n",
                 folder=folder.path,
@@ -88,4 +93,4 @@ async def open_daemon_sandbox(
             rpc = await stack.enter_async_context(open_rpc_client(stream, token=token, handshake_timeout_s=left_s))
         except IpcError as exc:
             raise SandboxUnavailable(tree.explain(f"its daemon does not answer: {exc}")) from exc
-        yield DaemonSandbox(folder.sandbox_id, rpc, tree.explain)
+        yield DaemonSandbox(folder.sandbox_id, rpc, tree.explain, None if cgroup is None else cgroup.next_breach)

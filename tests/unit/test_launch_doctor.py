@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 import pytest
 from click.testing import CliRunner
@@ -9,9 +7,6 @@ from click.testing import CliRunner
 from launch import commands, doctor
 from launch.doctor import Check, Report
 from prorl_trio.sandbox.provider import ProviderReport
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WORKS = ProviderReport(name="bubblewrap", usable=True, version="0.11")
 BROKEN = ProviderReport(name="apptainer", usable=False, problem="no such program", remedy="make apptainer")
@@ -49,29 +44,12 @@ def test_memory(tmp_path, available_kib, state):
     assert doctor._memory(meminfo).state == state
 
 
-def _cgroup(tmp_path: Path, controllers: str, own: str = "0::/job") -> Check:
-    group = tmp_path / "cgroup" / "job"
-    group.mkdir(parents=True)
-    (tmp_path / "cgroup" / "cgroup.controllers").write_text("cpu memory pids")
-    (group / "cgroup.controllers").write_text(controllers)
-    (tmp_path / "own").write_text(f"{own}\n")
-    return doctor._cgroups(tmp_path / "cgroup", tmp_path / "own")
-
-
-def test_delegated_cgroups(tmp_path):
-    assert _cgroup(tmp_path, "cpu memory pids").state == "ok"
-
-
-def test_cgroups_without_the_memory_controller(tmp_path):
-    check = _cgroup(tmp_path, "cpu pids")
+def test_cgroups(tmp_path):
+    (tmp_path / "own").write_text("5:memory:/job\n")
+    check = doctor._cgroups(tmp_path / "cgroup", tmp_path / "own")
     assert check.state == "warning"
-    assert "lacks memory" in check.detail
-
-
-def test_the_old_cgroups(tmp_path):
-    check = _cgroup(tmp_path, "cpu memory pids", own="5:memory:/job")
-    assert check.state == "warning"
-    assert "not in use" in check.detail
+    assert "watchdog" in check.detail
+    assert "Delegate=yes" in check.remedy
 
 
 def test_disk_asks_for_the_nearest_folder_that_exists(monkeypatch, tmp_path):
