@@ -64,6 +64,10 @@ class RestConfig(_Config, frozen=True):
             dropped after so long if it was neither acknowledged nor deleted.
         max_results_per_reply, max_reply_bytes: outcomes in one answer; the first one always fits.
         max_event_streams, event_buffer_events: listeners of `/v1/events`, and what each may lag behind.
+        prorl_compat: serve the endpoints of the ProRL Agent server, too. `prorl_compat_token` false asks for no token
+            there, as that server does: on a loopback host only. `prorl_compat_timeout_s`: its `/process` answers by
+            then; the job goes on.
+        data_sources: for `prorl_compat`, which handler works on an instance of a `data_source`.
     """
 
     enabled: bool = False
@@ -82,6 +86,12 @@ class RestConfig(_Config, frozen=True):
     max_event_streams: int = 16
     event_buffer_events: int = 4096
     event_heartbeat_interval_s: float = 15.0
+    prorl_compat: bool = False
+    prorl_compat_token: bool = True
+    prorl_compat_timeout_s: float = 7200.0
+    data_sources: dict[str, str] = msgspec.field(
+        default_factory=lambda: {"deepscaler": "math", "gsm8k": "math", "math": "math"}
+    )
 
 
 class ModelConfig(_Config, frozen=True):

@@ -46,7 +46,7 @@ from prorl_trio.sandbox.registry import choose_provider
 from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.scoring import open_scorer_pool
 from prorl_trio.service.auth import load_token
-from prorl_trio.service.rest import serve_rest
+from prorl_trio.service.rest.edge import serve_rest
 from prorl_trio.service.rest.events import EventFeed
 from prorl_trio.service.server import serve_websocket
 from prorl_trio.service.session import SessionLimits, SessionTable

@@ -63,15 +63,17 @@ class Listener(Protocol):
 
 
 class RunningJob:
-    """What a session knows of a job that has no outcome yet. `ended` is set with the outcome."""
+    """What a session knows of a job that has no outcome yet. `ended` is set with `outcome`: who waits has it then, even
+    if it is acknowledged or forgotten at once."""
 
-    __slots__ = ("ended", "spec", "status", "submitted_s")
+    __slots__ = ("ended", "outcome", "spec", "status", "submitted_s")
 
     def __init__(self, spec: JobSpec, submitted_s: float) -> None:
         self.spec = spec
         self.status: Status = "queued"
         self.submitted_s = submitted_s
         self.ended = trio.Event()
+        self.outcome: Outcome | None = None
 
 
 class Held(NamedTuple):
@@ -177,6 +179,7 @@ class Session:
             return
         self.log.append(outcome.job_id, encode_outcome(outcome, self._limits.max_message_bytes))
         self._ended_s[outcome.job_id] = self._clock()
+        job.outcome = outcome
         job.ended.set()
         self._arrival.unpark_all()
         if self._listener is not None:

@@ -12,7 +12,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import RestConfig
-from prorl_trio.service.rest import serve_rest
+from prorl_trio.service.rest.edge import serve_rest
 from prorl_trio.service.rest.events import EventFeed
 from prorl_trio.service.session import SessionTable
 

@@ -55,17 +55,19 @@ class Api:
         session.touch()
         return session
 
-    async def wait_all(self, events: Iterable[trio.Event], timeout_s: float) -> None:
+    async def wait_all(self, events: Iterable[trio.Event], timeout_s: float, max_wait_s: float | None = None) -> None:
         """Return when all `events` are set, after `timeout_s` or `max_wait_s`, or when the server closes."""
         pending = [event for event in events if not event.is_set()]
-        await self.wait_for(lambda: _wait_each(pending), timeout_s if pending else 0.0)
+        await self.wait_for(lambda: _wait_each(pending), timeout_s if pending else 0.0, max_wait_s)
 
-    async def wait_for(self, wait: Callable[[], Awaitable[None]], timeout_s: float) -> None:
-        """Return when `wait` does, after `timeout_s` or `max_wait_s`, or when the server closes."""
+    async def wait_for(
+        self, wait: Callable[[], Awaitable[None]], timeout_s: float, max_wait_s: float | None = None
+    ) -> None:
+        """Return when `wait` does, after `timeout_s` or `max_wait_s` (the config's), or when the server closes."""
         await trio.lowlevel.checkpoint()
         if timeout_s <= 0 or self.closing.is_set():
             return
-        with trio.move_on_after(min(timeout_s, self.config.max_wait_s)):
+        with trio.move_on_after(min(timeout_s, self.config.max_wait_s if max_wait_s is None else max_wait_s)):
             async with open_single_nursery() as nursery:
                 nursery.start_soon(_cancel_at, self.closing, nursery.cancel_scope)
                 await wait()

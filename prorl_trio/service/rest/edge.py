@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 from typing import TYPE_CHECKING, Final
 
@@ -9,6 +10,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.errors import ConfigError
+from prorl_trio.service.prorl_compat import compat_endpoints
 from prorl_trio.service.rest.app import make_app
 from prorl_trio.service.rest.call import Api
 from prorl_trio.service.rest.server import serve_http
@@ -48,8 +50,12 @@ async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
     """
     if not 0 <= config.port <= 65_535:
         raise ConfigError(f"rest.port must be 0 (any free one) to 65535, got {config.port}")
+    if not config.prorl_compat_token and not _is_loopback(config.host):
+        raise ConfigError(
+            f"rest.prorl_compat_token = false is for a loopback rest.host only, not {config.host!r}: anyone could come"
+        )
     api = Api(node=node, sessions=sessions, config=config, feed=feed, closing=trio.Event(), metrics=metrics)
-    app = make_app(api, token)
+    app = make_app(api, token, compat_endpoints(config) if config.prorl_compat else ())
     async with open_single_nursery() as nursery:
         nursery.start_soon(_expire, sessions, config.results_retention_s)
         await serve_http(app, config, api.closing, task_status=task_status)
@@ -62,3 +68,10 @@ async def _expire(sessions: SessionTable, retention_s: float) -> None:
         for session in sessions.all():
             if count := session.expire():
                 logger.warning("%r: %d outcomes dropped, not taken for %g s", session, count, retention_s)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

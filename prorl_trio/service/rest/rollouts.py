@@ -163,8 +163,10 @@ async def get_job(call: Call) -> Reply:
             job_id=job_id, session=session.session_id, status=outcome.status, cursor=held.cursor, outcome=outcome
         )
         return Reply(body=body, outcomes=1)
-    if session.running_job(job_id) is None:  # acknowledged by somebody else while we waited
-        session, status = call.session_of(job_id)
+    if running is not None and running.outcome is not None:  # acknowledged by somebody else while we waited
+        outcome = running.outcome
+        body = JobReply(job_id=job_id, session=session.session_id, status=outcome.status, outcome=outcome)
+        return Reply(body=body, outcomes=1)
     view = next((job for job in _views(call.api) if job.job_id == job_id), None)
     reply = JobReply(job_id=job_id, session=session.session_id, status=view.status if view else status, job=view)
     return Reply(body=reply, status=HTTPStatus.ACCEPTED if query.wait > 0 else HTTPStatus.OK)

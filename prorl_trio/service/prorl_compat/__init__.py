@@ -1,0 +1,7 @@
+"""The endpoints of the ProRL Agent server, so that a client written for it works unchanged (`[rest] prorl_compat`)."""
+
+from __future__ import annotations
+
+from prorl_trio.service.prorl_compat.endpoints import compat_endpoints
+
+__all__ = ["compat_endpoints"]

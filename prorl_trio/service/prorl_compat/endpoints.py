@@ -1,0 +1,214 @@
+"""`/start /stop /process /cancel /status /add_llm_server /clear_llm_server` over the node's own sessions and pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import wraps
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import trio
+from starlette.responses import Response
+
+from prorl_trio.errors import BackendError, DuplicateJob, ServiceError, UnknownJob
+from prorl_trio.service.prorl_compat.request import (
+    CancelRequest,
+    Instance,
+    ProcessRequest,
+    ServerRequest,
+    UnknownDataSource,
+    make_spec,
+    question_of,
+)
+from prorl_trio.service.prorl_compat.result import make_result
+from prorl_trio.service.rest.call import Endpoint
+from prorl_trio.service.rest.errors import ApiError, decode_body, error_of, status_of
+from prorl_trio.service.rest.rollouts import cancel_jobs
+from prorl_trio.service.rest.schema import ErrorDetail, NoQuery
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from prorl_trio.config import RestConfig
+    from prorl_trio.models import JobSpec, Outcome
+    from prorl_trio.service.rest.call import Api, Call
+    from prorl_trio.service.session import Session
+
+__all__ = ["SESSION", "compat_endpoints"]
+
+SESSION: Final = "prorl"
+"""The session that all jobs of these endpoints belong to."""
+
+
+def compat_endpoints(config: RestConfig) -> list[Endpoint]:
+    """The endpoints, to be added to the REST application. Without a token if `prorl_compat_token` is off."""
+    server = _Server()
+    table: list[tuple[str, str, Callable[[Call], Awaitable[Response]], str, tuple[Any, ...], tuple[int, ...]]] = [
+        ("POST", "/start", server.start, "Take jobs from now on.", (), (400,)),
+        ("POST", "/stop", server.stop, "Cancel the jobs, forget their results.", (), (503,)),
+        ("GET", "/status", server.status, "How many jobs are where.", (), (503,)),
+        (
+            "POST",
+            "/process",
+            server.process,
+            "Do one rollout and answer with its result. A known job_id joins that job.",
+            (ProcessRequest,),
+            (400, 409, 429, 503, 504),
+        ),
+        ("POST", "/cancel", server.cancel, "Cancel a job: its /process answers.", (CancelRequest,), (404, 503)),
+        ("POST", "/add_llm_server", server.add_llm_server, "Add a backend.", (ServerRequest,), ()),
+        ("POST", "/clear_llm_server", server.clear_llm_server, "Take all backends out.", (), ()),
+    ]
+    return [
+        Endpoint(
+            method=method,
+            path=path,
+            handler=_with_detail(handler),
+            summary=summary,
+            query=NoQuery,
+            bodies=bodies,
+            replies={200: None},
+            errors=errors,
+            free=not config.prorl_compat_token,
+            tags=("ProRL",),
+        )
+        for method, path, handler, summary, bodies, errors in table
+    ]
+
+
+class _Server:
+    """What the endpoints share: whether `/start` was called. The jobs are in the session `SESSION`."""
+
+    def __init__(self) -> None:
+        self._started = False
+
+    async def start(self, _call: Call) -> Response:
+        await trio.lowlevel.checkpoint()
+        if self._started:
+            raise _error(HTTPStatus.BAD_REQUEST, "already_running", "Server is already running")
+        self._started = True
+        return _say("Server started successfully")
+
+    async def stop(self, call: Call) -> Response:
+        """Cancel this session's jobs and forget what is held of it; the node and its backends go on."""
+        session = self._session(call.api)
+        self._started = False
+        await cancel_jobs(call.api, [job.spec.job_id for job in session.running_jobs()], "stopped through /stop")
+        for held in list(session.held_after(0)):
+            session.forget(held.job_id)
+        return _say("Server stopped successfully")
+
+    async def status(self, call: Call) -> Response:
+        session = self._session(call.api)
+        await trio.lowlevel.checkpoint()
+        at = Counter(job.status for job in session.running_jobs())
+        stages = {stage: at[stage] for stage in ("init", "run", "eval")}
+        return _json({"status": "running", "pending_jobs": session.running, "jobs": session.running, **stages})
+
+    async def process(self, call: Call) -> Response:
+        """See the endpoint's summary. A client that leaves loses nothing: it asks again with the same job_id."""
+        api = call.api
+        session = self._session(api)
+        request = decode_body(call.body, ProcessRequest)
+        spec = make_spec(request, api.config.data_sources)
+        if not api.node.backend_urls():
+            raise _error(HTTPStatus.SERVICE_UNAVAILABLE, "no_llm_server", "No LLM server: /add_llm_server first")
+        self._submit(session, spec, api)
+        outcome = await self._outcome(session, spec.job_id, api)
+        instance = msgspec.convert(request.instance, Instance)
+        question = question_of(request.instance)
+        result = await trio.to_thread.run_sync(_encode, outcome, question, instance.trajectory_id)
+        return Response(result, media_type="application/json")
+
+    async def cancel(self, call: Call) -> Response:
+        """Returns when nothing of the job is left. One that has ended already is fine."""
+        session = self._session(call.api)
+        job_id = decode_body(call.body, CancelRequest).job_id
+        if not session.knows(job_id):
+            raise UnknownJob(f"Job {job_id} not found")
+        if session.is_running(job_id):
+            await cancel_jobs(call.api, [job_id], "cancelled through /cancel")
+        return _say(f"Cancel requested for job {job_id}")
+
+    async def add_llm_server(self, call: Call) -> Response:
+        """Works before `/start`, too. A server that is there already is probed again."""
+        address = decode_body(call.body, ServerRequest).address
+        url = address if "://" in address else f"http://{address}"
+        await call.api.node.add_backend(url)
+        return _say(f"Added LLM server {address}")
+
+    async def clear_llm_server(self, call: Call) -> Response:
+        """Jobs go on: they get the backends that are added next."""
+        for url in call.api.node.backend_urls():
+            await call.api.node.remove_backend(url)
+        await trio.lowlevel.checkpoint()
+        return _say("Cleared all LLM servers")
+
+    def _session(self, api: Api) -> Session:
+        if not self._started:
+            raise _error(HTTPStatus.SERVICE_UNAVAILABLE, "not_running", "Server is not running: /start first")
+        return api.open_session(SESSION)
+
+    @staticmethod
+    def _submit(session: Session, spec: JobSpec, api: Api) -> None:
+        """Join the job if it is the same; an ended one of the same id and another spec gives way."""
+        try:
+            session.submit(spec, api.node)
+        except DuplicateJob:
+            if session.held_of(spec.job_id) is None:
+                raise
+            session.forget(spec.job_id)
+            session.submit(spec, api.node)
+
+    @staticmethod
+    async def _outcome(session: Session, job_id: str, api: Api) -> Outcome:
+        running = session.running_job(job_id)
+        if running is not None:
+            await api.wait_all([running.ended], api.config.prorl_compat_timeout_s, api.config.prorl_compat_timeout_s)
+        held = session.held_of(job_id)
+        if held is not None:
+            return held.decode()
+        if running is not None and running.outcome is not None:  # forgotten meanwhile, by `/stop`
+            return running.outcome
+        if api.closing.is_set():
+            raise _error(HTTPStatus.SERVICE_UNAVAILABLE, "closing", "the node is shutting down")
+        limit_s = api.config.prorl_compat_timeout_s
+        message = f"Processing timed out: job {job_id} has not ended within {limit_s:g} s and goes on; ask again"
+        raise _error(HTTPStatus.GATEWAY_TIMEOUT, "timeout", message)
+
+
+def _encode(outcome: Outcome, question: str, trajectory_id: str | int | None) -> bytes:
+    return msgspec.json.encode(make_result(outcome, question, trajectory_id), enc_hook=str)
+
+
+def _with_detail(handler: Callable[[Call], Awaitable[Response]]) -> Callable[[Call], Awaitable[Response]]:
+    """Errors as that server words them, `{"detail": ...}`, beside our own form."""
+
+    @wraps(handler)
+    async def handle(call: Call) -> Response:
+        try:
+            return await handler(call)
+        except ApiError as exc:
+            status, detail = exc.status, exc.detail
+        except UnknownDataSource as exc:
+            status, detail = HTTPStatus.BAD_REQUEST, error_of(exc)
+        except (ServiceError, BackendError) as exc:
+            detail = error_of(exc)
+            status = status_of(detail)
+        await trio.lowlevel.checkpoint()
+        return _json({"detail": detail.message, "error": detail}, status)
+
+    return handle
+
+
+def _error(status: int, code: str, message: str) -> ApiError:
+    return ApiError(status, ErrorDetail(code=code, message=message))
+
+
+def _say(words: str) -> Response:
+    return _json({"status": words})
+
+
+def _json(body: object, status: int = HTTPStatus.OK) -> Response:
+    return Response(msgspec.json.encode(body), int(status), media_type="application/json")

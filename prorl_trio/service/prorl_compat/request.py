@@ -1,0 +1,156 @@
+"""What a ProRL client sends, and the job that it becomes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from uuid import uuid4
+
+import msgspec
+
+from prorl_trio.errors import MalformedJob
+from prorl_trio.models import JobSpec, SamplingParams, TaskInstance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = [
+    "CancelRequest",
+    "Instance",
+    "ProcessRequest",
+    "ServerRequest",
+    "UnknownDataSource",
+    "make_spec",
+    "question_of",
+]
+
+DEFAULT_DATA_SOURCE: Final = "swebench"
+_T = TypeVar("_T")
+_ROUTING: Final = frozenset({"data_source", "instance_id", "trajectory_id"})
+
+
+class UnknownDataSource(MalformedJob):
+    """`data_source` is not in the node's table."""
+
+    code = "unknown_data_source"
+
+
+class ProcessRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /process`. Unknown fields are ignored, as that server does."""
+
+    instance: dict[str, Any]
+    sampling_params: dict[str, Any] = {}
+    job_id: str | None = None
+
+
+class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /cancel`."""
+
+    job_id: str
+
+
+class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /add_llm_server`."""
+
+    address: str
+
+
+class _RewardModel(msgspec.Struct, frozen=True):
+    ground_truth: Any = None
+
+
+class Instance(msgspec.Struct, frozen=True, kw_only=True):
+    """What of an instance is read whatever its handler. The ids may be numbers."""
+
+    data_source: str = DEFAULT_DATA_SOURCE
+    instance_id: str | int = ""
+    trajectory_id: str | int | None = None
+
+
+class _Question(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance with a question and a gold answer: `prompt` is text or messages."""
+
+    prompt: str | list[dict[str, Any]]
+    reward_model: _RewardModel
+
+
+class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampling parameters that are honoured. All others (`model`, `api_key`, `max_model_len`, `custom_tokenizer`,
+    `native_tool_calling`, `token_level_generation`, `enable_thinking`, ...) are ignored: the node's model decides."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_output_tokens: int | None = None
+    max_iterations: int | None = None
+
+
+def make_spec(request: ProcessRequest, data_sources: Mapping[str, str]) -> JobSpec:
+    """The job of a request. Without a `job_id` each request is a job of its own.
+
+    Raises:
+        UnknownDataSource: no handler is configured for it.
+        MalformedJob: something that the handler or the sampling needs is missing or wrong, named by its path.
+    """
+    instance = _read(request.instance, Instance, "$.instance")
+    handler = data_sources.get(instance.data_source)
+    if handler is None:
+        known = ", ".join(sorted(data_sources))
+        raise UnknownDataSource(
+            f"no handler for data_source {instance.data_source!r}; configured in rest.data_sources: {known}",
+            "$.instance.data_source",
+        )
+    sampling = _read(request.sampling_params, _Sampling, "$.sampling_params")
+    asked = {name: value for name, value in msgspec.structs.asdict(sampling).items() if value is not None}
+    turns = {"max_turns": asked.pop("max_iterations")} if "max_iterations" in asked else {}
+    instance_id = str(instance.instance_id)
+    try:
+        return JobSpec(
+            job_id=request.job_id or f"{instance_id[:100]}-{uuid4().hex}",
+            instance=TaskInstance(
+                instance_id=instance_id, handler=handler, payload=_payload(handler, request.instance)
+            ),
+            group_id=instance_id,
+            sampling=SamplingParams(**asked),
+            **turns,
+        )
+    except ValueError as exc:
+        raise MalformedJob(str(exc), "$") from None
+
+
+def question_of(instance: dict[str, Any]) -> str:
+    """The text of an instance's prompt; of messages, the last one by the user."""
+    prompt = instance.get("prompt", instance.get("problem_statement", ""))
+    if isinstance(prompt, list):
+        texts = [message.get("content") for message in prompt if isinstance(message, dict)]
+        prompt = texts[-1] if texts else ""
+    return prompt if isinstance(prompt, str) else ""
+
+
+def _payload(handler: str, instance: dict[str, Any]) -> dict[str, Any]:
+    """What the handler reads. One that is not known here gets the instance itself, without what routes it."""
+    return _PAYLOADS.get(handler, _as_it_is)(instance)
+
+
+def _question_and_answer(instance: dict[str, Any]) -> dict[str, Any]:
+    read = _read(instance, _Question, "$.instance")
+    if read.reward_model.ground_truth is None:
+        raise MalformedJob("the instance has no gold answer", "$.instance.reward_model.ground_truth")
+    return {"question": question_of(instance), "answer": str(read.reward_model.ground_truth)}
+
+
+def _as_it_is(instance: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in instance.items() if name not in _ROUTING}
+
+
+_PAYLOADS: Final[dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "math": _question_and_answer,
+    "stem": _question_and_answer,
+}
+
+
+def _read(value: dict[str, Any], kind: type[_T], where: str) -> _T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as exc:
+        path = str(exc).rpartition("`$")[2].rstrip("`") if "`$" in str(exc) else ""
+        raise MalformedJob(str(exc), where + path) from None

@@ -1,0 +1,235 @@
+"""A client written for the ProRL Agent server, over a fake node."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import trio
+
+from prorl_trio.errors import ConfigError
+from prorl_trio.models import Segment, ToolCall, Trajectory, Turn
+from prorl_trio.testing.fake_node import FakeNode, make_outcome
+from prorl_trio.testing.fake_rest import open_rest
+
+SOURCES = {"deepscaler": "fake", "mathy": "math"}
+
+
+@pytest.fixture(autouse=True)
+async def deadline():
+    with trio.fail_after(30):
+        yield
+
+
+@pytest.fixture
+def node():
+    return FakeNode()
+
+
+def open_compat(node, **rest):
+    return open_rest(node, prorl_compat=True, data_sources=SOURCES, **rest)
+
+
+def request(job_id="j", **fields):
+    instance = {"data_source": "deepscaler", "instance_id": 7, "trajectory_id": 1, "prompt": "6*7?", **fields}
+    return {"instance": instance, "sampling_params": {"temperature": 0.5, "model": "x"}, "job_id": job_id}
+
+
+async def begin(rest, node):
+    assert (await rest.call("POST", "/start")).json() == {"status": "Server started successfully"}
+    await rest.call("POST", "/add_llm_server", {"address": "10.0.0.1:8000"})
+    assert node.backends == ["http://10.0.0.1:8000"]
+
+
+class Asking:
+    """A /process in the background."""
+
+    def __init__(self, nursery, rest, sent):
+        self.answer = None
+        self.done = trio.Event()
+        nursery.start_soon(self._ask, rest, sent)
+
+    async def _ask(self, rest, sent):
+        self.answer = await rest.call("POST", "/process", sent)
+        self.done.set()
+
+    async def result(self):
+        await self.done.wait()
+        return self.answer.status, self.answer.json()
+
+
+def two_turns(spec):
+    segment = Segment.from_arrays(
+        np.arange(100, 112), np.linspace(-1, 0, 12, dtype="<f4"), [0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1], []
+    )
+    call = ToolCall(name="ipython", arguments={"code": "6*7"}, raw="")
+    turns = [
+        Turn(segment=0, completion_start=3, completion_end=5, text="let me", finish_reason="stop", tool_calls=[call],
+             observations=["42"], inference_s=1.0, tools_s=1.0),
+        Turn(segment=0, completion_start=8, completion_end=12, text="42", finish_reason="stop", tool_calls=[],
+             observations=[], inference_s=1.0, tools_s=1.0),
+    ]  # fmt: skip
+    trajectory = Trajectory(segments=[segment], turns=turns, stop_reason="finished")
+    return msgspec.structs.replace(make_outcome(spec), trajectory=trajectory), segment
+
+
+async def test_process_blocks_until_the_result_and_has_the_tokens_message_by_message(node):
+    async with open_compat(node) as rest, trio.open_nursery() as nursery:
+        await begin(rest, node)
+        asking = Asking(nursery, rest, request())
+        await node.wait_live(1)
+        spec = node.live["j"]
+        assert (spec.sampling.temperature, spec.instance.instance_id) == (0.5, "7")
+        status = (await rest.call("GET", "/status")).json()
+        assert (status["status"], status["pending_jobs"]) == ("running", 1)
+        outcome, segment = two_turns(spec)
+        node.finish("j", outcome)
+        code, result = await asking.result()
+        assert code == 200
+        assert (result["instance_id"], result["trajectory_id"], result["resolved"], result["reward"]) == (
+            "7",
+            1,
+            True,
+            1.0,
+        )
+        assert (result["critical_error"], result["filter"], result["finish"], result["error"]) == (
+            None,
+            False,
+            True,
+            None,
+        )
+        messages = result["messages"]
+        assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+        assert messages[0]["content"] == "6*7?"
+        assert messages[1]["tool_calls"] == [{"name": "ipython", "arguments": {"code": "6*7"}}]
+        assert [token for message in messages for token in message["token_ids"]] == segment.token_ids.tolist()
+        assert messages[3]["input_ids"] == segment.token_ids[:8].tolist()
+        assert messages[3]["logprobs"] == segment.logprobs[8:].tolist()
+        assert set(result["timing"]) == {
+            "init_time", "run_time", "eval_time", "others_time", "counted_elapsed", "timeout_triggered"
+        }  # fmt: skip
+
+
+async def test_cancel_resolves_process_at_once_with_a_cancelled_result(node):
+    async with open_compat(node) as rest, trio.open_nursery() as nursery:
+        await begin(rest, node)
+        asking = Asking(nursery, rest, request())
+        await node.wait_live(1)
+        assert (await rest.call("POST", "/cancel", {"job_id": "j"})).json() == {"status": "Cancel requested for job j"}
+        code, result = await asking.result()
+        assert (code, result["critical_error"], result["resolved"]) == (200, "cancelled", False)
+        assert (result["reward"], result["filter"], result["success"]) == (None, True, False)
+        assert (await rest.call("POST", "/cancel", {"job_id": "j"})).status == 200
+        answer = await rest.call("POST", "/cancel", {"job_id": "never"})
+        assert (answer.status, answer.json()["detail"]) == (404, "Job never not found")
+
+
+async def test_same_job_id_joins_live_and_ended(node):
+    async with open_compat(node) as rest, trio.open_nursery() as nursery:
+        await begin(rest, node)
+        both = [Asking(nursery, rest, request()) for _ in range(2)]
+        await node.wait_live(1)
+        other = await rest.call("POST", "/process", request(prompt="another"))
+        assert other.status == 409
+        with trio.move_on_after(0.05):
+            await rest.call("POST", "/process", request())
+        node.finish("j")
+        assert [(await asking.result())[0] for asking in both] == [200, 200]
+        assert (await rest.call("POST", "/process", request())).json()["reward"] == 1.0
+        assert len(node.submitted) == 1
+        Asking(nursery, rest, request(prompt="another"))
+        await node.wait_live(1)
+        node.finish("j")
+
+
+async def test_stop_cancels_the_jobs_answers_who_waits_and_leaves_the_node(node):
+    async with open_compat(node) as rest, trio.open_nursery() as nursery:
+        await begin(rest, node)
+        asking = [Asking(nursery, rest, request(str(index))) for index in range(10)]
+        await node.wait_live(10)
+        assert (await rest.call("POST", "/stop")).json() == {"status": "Server stopped successfully"}
+        results = [await one.result() for one in asking]
+        assert {(code, result["critical_error"]) for code, result in results} == {(200, "cancelled")}
+        assert not node.draining
+        for method, path, sent in (
+            ("POST", "/stop", None),
+            ("GET", "/status", None),
+            ("POST", "/process", request()),
+            ("POST", "/cancel", {"job_id": "j"}),
+        ):
+            answer = await rest.call(method, path, sent)
+            assert (answer.status, answer.json()["error"]["code"]) == (503, "not_running")
+        assert (await rest.call("POST", "/start")).status == 200
+        answer = await rest.call("POST", "/start")
+        assert (answer.status, answer.json()["detail"]) == (400, "Server is already running")
+        assert (await rest.call("GET", "/status")).json()["pending_jobs"] == 0
+
+
+async def test_errors_of_process(node):
+    async with open_compat(node, prorl_compat_timeout_s=0.05) as rest:
+        await rest.call("POST", "/start")
+        answer = await rest.call("POST", "/process", request())
+        assert (answer.status, answer.json()["error"]["code"]) == (503, "no_llm_server")
+        await rest.call("POST", "/add_llm_server", {"address": "http://a"})
+        for sent, status, path in (
+            (b"nonsense", 422, "$"),
+            ({"instance": 3}, 422, "$.instance"),
+            (request(data_source="other"), 400, "$.instance.data_source"),
+            (request(data_source="mathy", prompt=3), 422, "$.instance.prompt"),
+            (request(data_source="mathy"), 422, "$.instance"),
+            ({**request(), "sampling_params": {"temperature": "hot"}}, 422, "$.sampling_params.temperature"),
+            ({**request(), "sampling_params": {"top_p": 3}}, 422, "$"),
+        ):
+            answer = await rest.call("POST", "/process", sent)
+            assert (answer.status, answer.json()["error"]["path"]) == (status, path), sent
+            assert answer.json()["detail"]
+        answer = await rest.call("POST", "/process", request())
+        assert (answer.status, answer.json()["error"]["code"]) == (504, "timeout")
+        assert list(node.live) == ["j"]
+
+
+async def test_infrastructure_failure_is_filtered_and_has_no_reward(node):
+    async with open_compat(node) as rest, trio.open_nursery() as nursery:
+        await begin(rest, node)
+        asking = Asking(nursery, rest, request())
+        await node.wait_live(1)
+        outcome = make_outcome(node.live["j"], reward=None)
+        node.finish("j", msgspec.structs.replace(outcome, status="timed_out", cause="sandbox", error="slow"))
+        _, result = await asking.result()
+        assert (result["critical_error"], result["filter"], result["reward"], result["resolved"], result["error"]) == (
+            "timeout", True, None, False, "slow"
+        )  # fmt: skip
+
+
+async def test_math_instance_becomes_question_and_answer(node):
+    async with open_compat(node) as rest:
+        await begin(rest, node)
+        prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "6*7?"}]
+        sent = request(data_source="mathy", prompt=prompt, reward_model={"ground_truth": 42})
+        taken = []
+        node.submit = lambda spec, sink: taken.append(spec)
+        with trio.move_on_after(0.2):
+            await rest.call("POST", "/process", sent)
+        assert (taken[0].instance.handler, taken[0].instance.payload) == ("math", {"question": "6*7?", "answer": "42"})
+
+
+async def test_backends_are_added_before_the_start_and_cleared(node):
+    node.unfit_backends.add("http://unfit")
+    async with open_compat(node) as rest:
+        answer = await rest.call("POST", "/add_llm_server", {"address": "http://a"})
+        assert answer.json() == {"status": "Added LLM server http://a"}
+        assert (await rest.call("POST", "/add_llm_server", {"address": "http://unfit"})).status == 422
+        assert (await rest.call("POST", "/add_llm_server", {"adress": "x"})).status == 422
+        assert (await rest.call("POST", "/clear_llm_server")).json() == {"status": "Cleared all LLM servers"}
+        assert node.backends == []
+
+
+async def test_no_token_only_where_it_is_said_and_only_on_loopback(node):
+    async with open_compat(node) as rest:
+        assert (await rest.call("POST", "/start", headers={"Authorization": ""})).status == 401
+    async with open_compat(node, prorl_compat_token=False) as rest:
+        assert (await rest.call("POST", "/start", headers={"Authorization": ""})).status == 200
+        assert (await rest.call("GET", "/v1/status", headers={"Authorization": ""})).status == 401
+    with pytest.raises(ConfigError, match="loopback"):
+        async with open_compat(node, prorl_compat_token=False, host="0.0.0.0"):
+            pass
