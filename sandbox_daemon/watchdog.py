@@ -192,7 +192,8 @@ class Watchdog:
         if result.timed_out and asked_timeout_s > self._limits.wall_s:
             return _Found("wall", f"no action may take more than {self._limits.wall_s:g} s here")
         for disk in measure_disks(self._writable):
-            if disk.full:
+            own_bytes = disk.used_bytes - self._disk_floor.get(disk.path, 0)
+            if disk.full or own_bytes > self._limits.disk_bytes:
                 size = f"{self._limits.disk_bytes // _MIB} MiB are allowed"
                 return _Found("disk", f"the disk of {disk.path} is full: {size}; remove some files")
         return None
