@@ -73,11 +73,19 @@ class Submit(_Frame, frozen=True):
 
 
 class CancelJobs(_Frame, frozen=True):
-    """Cancel these jobs. Answered by `CancelledJobs` when none of them owns anything any more."""
+    """Cancel these jobs, and those of this session without an outcome that are of the group `group_id`, or have all
+    `tags`, or all of them (`whole_session`). Answered by `CancelledJobs` when none of them owns anything any more.
+
+    `ahead`: an id in `job_ids` that is not known yet is cancelled when it is submitted.
+    """
 
     request_id: int
     job_ids: list[str]
     reason: str = "cancelled by the trainer"
+    group_id: str = ""
+    tags: dict[str, str] = {}
+    whole_session: bool = False
+    ahead: bool = False
 
 
 class Ack(_Frame, frozen=True):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "AdmissionConfig",
     "AgentConfig",
     "BackendConfig",
     "BudgetConfig",
@@ -155,6 +156,20 @@ class StagesConfig(_Config, frozen=True):
     max_refreshing: int = 8
 
 
+class AdmissionConfig(_Config, frozen=True):
+    """What a node holds before it rejects jobs, besides `stages.init_queue`: of all sessions, and of one.
+
+    `live` jobs have no outcome yet; `undelivered` outcomes are not acknowledged. Which limit it was, and when there
+    will probably be room, is in the rejection.
+    """
+
+    max_queued_per_session: int = 10_000
+    max_live: int = 20_000
+    max_live_per_session: int = 20_000
+    max_undelivered: int = 200_000
+    max_undelivered_bytes: int = 16 * 1024 * 1024 * 1024
+
+
 class BudgetConfig(_Config, frozen=True):
     """Default seconds per stage of a job, for all stages together and for the agent's loop; a job may ask for others.
     Queue time is not charged. See `models.Budgets`."""
@@ -212,6 +227,7 @@ class NodeConfig(_Config, frozen=True):
     backends: BackendConfig = BackendConfig()
     sandbox: SandboxConfig = SandboxConfig()
     stages: StagesConfig = StagesConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     budgets: BudgetConfig = BudgetConfig()
     agent: AgentConfig = AgentConfig()
     monitoring: MonitoringConfig = MonitoringConfig()

@@ -24,6 +24,10 @@ class FairOrder(Generic[T]):
     def __len__(self) -> int:
         return len(self._where)
 
+    def count(self, session: str) -> int:
+        """Items of that session, of all priorities."""
+        return sum(len(lines.get(session, ())) for lines in self._classes.values())
+
     def push(self, item: T, priority: int, session: str) -> None:
         """Add an item at the end of its session's line. Raises ValueError if it is in here."""
         if id(item) in self._where:

@@ -23,10 +23,10 @@ import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
+from prorl_trio.admission import Load
 from prorl_trio.chat import ChatFormat
 from prorl_trio.drain import drain
 from prorl_trio.errors import (
-    AdmissionRejected,
     BackendError,
     Draining,
     DuplicateJob,
@@ -72,8 +72,6 @@ logger = logging.getLogger(__name__)
 
 DELIVERY_TIMEOUT_S: Final = 5.0
 """Longest a shutdown waits for connected trainers to take their last outcomes."""
-RETRY_AFTER_S: Final = 5.0
-"""What a rejected submitter is told to wait."""
 
 
 class Node:
@@ -91,6 +89,9 @@ class Node:
     ) -> None:
         self.node_id = config.node_id or f"{socket.gethostname()}-{os.getpid()}"
         self.draining = False
+        self.admission = pipeline.admission
+        self.undelivered: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Outcomes not acknowledged, of all sessions, and their bytes. Set by whoever has the sessions."""
         self._started_s = trio.current_time()
         self._parts: dict[str, Callable[[], object]] = {
             "pipeline": pipeline.statistics,
@@ -120,6 +121,8 @@ class Node:
             self._pipeline.resize(stage.name, getattr(sizes, f"{stage.name}_workers"))
             stage.queue.resize(queues[stage.name])
         self._resources.scorers.resize(sizes.eval_workers)
+        self._backends.limit_tasks(config.backends.max_tasks_per_backend)
+        self.admission.limits = config.admission
 
     def submit(self, spec: JobSpec, sink: JobSink) -> None:
         """Take one job; `sink` gets its outcome. A live job of the same id and spec is joined.
@@ -138,14 +141,21 @@ class Node:
             if sink not in live.sinks:
                 live.sinks.append(sink)
             return
-        try:
-            self._pipeline.submit(Job(spec, handler, self._resources, sink))
-        except trio.WouldBlock:
-            limit = self._resources.config.stages.init_queue
-            raise AdmissionRejected(
-                f"{limit} jobs are queued, which is the limit (stages.init_queue); retry in {RETRY_AFTER_S:g} s",
-                RETRY_AFTER_S,
-            ) from None
+        self.admission.max_queued = self._pipeline.stages[0].queue.capacity
+        self.admission.check(self._load(sink.session_id), trio.current_time())
+        self._pipeline.submit(Job(spec, handler, self._resources, sink))
+
+    def _load(self, session_id: str) -> Load:
+        queued, live = self._pipeline.load_of(session_id)
+        undelivered, undelivered_bytes = self.undelivered()
+        return Load(
+            queued=len(self._pipeline.stages[0].queue),
+            live=len(self._pipeline),
+            queued_of_session=queued,
+            live_of_session=live,
+            undelivered=undelivered,
+            undelivered_bytes=undelivered_bytes,
+        )
 
     async def cancel(self, job_id: str, reason: str) -> None:
         """Return when nothing of the job is left.
@@ -157,6 +167,12 @@ class Node:
         if job is None:
             raise UnknownJob(f"job {job_id!r} is not live on node {self.node_id}")
         await self._pipeline.cancel(job, reason)
+
+    def cancel_soon(self, job_id: str, reason: str) -> None:
+        """As `cancel`, without waiting. Nothing happens if the job is not live here."""
+        job = self._pipeline.job(job_id)
+        if job is not None:
+            self._pipeline.cancel_soon(job, reason)
 
     async def add_backend(self, url: str) -> None:
         """Probe the backend and add it. Raises BackendError with the reason if it is not fit."""
@@ -325,6 +341,7 @@ async def serve_node(
             )
             accept = await stack.enter_async_context(open_single_nursery())
             monitoring.watch(node, sessions)
+            node.undelivered = sessions.undelivered
             address = await accept.start(partial(serve_websocket, node, listen, sessions=sessions))
             endpoints = {"url": endpoint_url(address, secure=bool(listen.tls_cert))}
             if feed is not None:

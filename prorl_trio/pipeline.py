@@ -7,6 +7,7 @@ Whatever ends a job in a stage comes to `_run_stage`; `outcomes` makes the job's
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -15,6 +16,7 @@ import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
+from prorl_trio.admission import Admission
 from prorl_trio.errors import InternalError, SandboxUnavailable
 from prorl_trio.groups import GroupTable
 from prorl_trio.job import Job, JobSink
@@ -50,9 +52,11 @@ class Pipeline:
         self.observers: list[Observer] = list(observers)
         """Told of every job; may be added to and removed from at any time."""
         self._watch = Observers(self.observers)
+        self.admission = Admission(resources.config.admission, resources.config.stages.init_queue)
         self._sandboxes = sandboxes
         self._service = service
         self._jobs: dict[str, Job] = {}
+        self._live_of: Counter[str] = Counter()
         self._groups: GroupTable[Job] = GroupTable()
         self._groups_changed = trio.Event()
         self._retries: trio.Nursery | None = None
@@ -101,6 +105,10 @@ class Pipeline:
         """The live job of that id, if there is one."""
         return self._jobs.get(job_id)
 
+    def load_of(self, session_id: str) -> tuple[int, int]:
+        """Jobs of that session that wait for INIT, and all of its live ones."""
+        return self.stages[0].queue.count(session_id), self._live_of[session_id]
+
     def jobs(self) -> list[Job]:
         """Every live job, oldest first."""
         return list(self._jobs.values())
@@ -113,6 +121,7 @@ class Pipeline:
         """
         self.stages[0].queue.put_nowait(job, job.priority, job.session_id)
         self._jobs[job.spec.job_id] = job
+        self._live_of[job.session_id] += 1
         if self._idle.is_set():
             self._idle = trio.Event()
         job.accepted(self._watch)
@@ -336,6 +345,10 @@ class Pipeline:
             self._tokens_sampled += sum(t.completion_end - t.completion_start for t in outcome.trajectory.turns)
             self._prefix_breaks += outcome.trajectory.prefix_breaks
         del self._jobs[job.spec.job_id]
+        self._live_of[job.session_id] -= 1
+        if not self._live_of[job.session_id]:
+            del self._live_of[job.session_id]
+        self.admission.rate.ended(trio.current_time())
         job.ended(outcome)
         if job.spec.group is not None:
             rest, why = self._groups.ended(job.group_key, job, completed=outcome.status == "completed")

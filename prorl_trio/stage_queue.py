@@ -32,6 +32,10 @@ class StageQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._order)
 
+    def count(self, session: str) -> int:
+        """Items of that session that are queued."""
+        return self._order.count(session)
+
     def resize(self, capacity: int) -> None:
         """Change the capacity. What is queued beyond a smaller one stays; a larger one lets in who waits for room."""
         if capacity < 1:

@@ -8,17 +8,18 @@ import time
 import weakref
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import trio
 from outcome import Error, capture
 
-from prorl_trio.client.client import RolloutClient, connect
+from prorl_trio.client.client import ADMISSION_PATIENCE_S, RolloutClient, connect
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
@@ -73,9 +74,11 @@ class BlockingClient:
         """Of the result given out last. Kept beside a checkpoint, it is the `resume_after` to come back with."""
         return self._cursor
 
-    def submit(self, specs: Sequence[JobSpec]) -> list[Accepted | Rejected]:
+    def submit(
+        self, specs: Sequence[JobSpec], *, patience_s: float = ADMISSION_PATIENCE_S
+    ) -> list[Accepted | Rejected]:
         """See `RolloutClient.submit`."""
-        return self._call(self._client.submit, specs)
+        return self._call(partial(self._client.submit, specs, patience_s=patience_s))
 
     def results(self, count: int | None = None, *, timeout_s: float | None = None) -> BlockingResults:
         """See `RolloutClient.results`. Threads may share the results out: each outcome goes to one of them.
@@ -85,9 +88,19 @@ class BlockingClient:
         """
         return BlockingResults(self, count, timeout_s)
 
-    def cancel(self, job_ids: Sequence[str], reason: str = "cancelled by the trainer") -> CancelledJobs:
+    def cancel(
+        self,
+        job_ids: Sequence[str] = (),
+        reason: str = "cancelled by the trainer",
+        *,
+        group_id: str = "",
+        tags: Mapping[str, str] | None = None,
+        whole_session: bool = False,
+        ahead: bool = False,
+    ) -> CancelledJobs:
         """See `RolloutClient.cancel`."""
-        return self._call(self._client.cancel, job_ids, reason)
+        cancel = partial(self._client.cancel, group_id=group_id, tags=tags, whole_session=whole_session, ahead=ahead)
+        return self._call(cancel, job_ids, reason)
 
     def status(self) -> dict[str, Any]:
         """See `RolloutClient.status`."""

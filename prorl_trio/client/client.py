@@ -31,13 +31,13 @@ from ipc.websocket import LinkLimits
 from prorl_trio.client.requests import AnswerT, Call, RequestFrame, SubmitCall
 from prorl_trio.client.state import ClientState
 from prorl_trio.client.transport import Address, Patience, Transport
-from prorl_trio.errors import BackendError, ConfigError, ProtocolError
+from prorl_trio.errors import AdmissionRejected, BackendError, ConfigError, ProtocolError
 from prorl_trio.models import JobSpec, Outcome
 from prorl_trio.outcome_refs import join_outcome
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
     from os import PathLike
 
 __all__ = ["EventStream", "ResultStream", "RolloutClient", "connect"]
@@ -47,6 +47,9 @@ BATCH_JOBS: Final = 1_000
 """A submit is sent in frames of at most so much, one job always."""
 FRAME_OVERHEAD_BYTES: Final = 64
 """More than `Submit` adds to its jobs."""
+ADMISSION_PATIENCE_S: Final = 600.0
+"""How long `submit` goes on asking a node that has no room."""
+MIN_RETRY_S: Final = 0.02
 MAX_CALLS: Final = 32
 """Requests of one client in flight; more wait for their turn."""
 
@@ -94,8 +97,13 @@ class RolloutClient:
         assert self._state.welcome is not None
         return self._state.welcome.resumed
 
-    async def submit(self, specs: Sequence[JobSpec]) -> list[Accepted | Rejected]:
+    async def submit(
+        self, specs: Sequence[JobSpec], *, patience_s: float = ADMISSION_PATIENCE_S
+    ) -> list[Accepted | Rejected]:
         """Hand jobs to the node; returns one answer per spec, in order (`index` is its position in `specs`).
+
+        A job for which the node has no room (`admission`) is submitted again when the node says so, for `patience_s` in
+        all; 0 takes the first answer. To make room is often up to the caller: somebody must take `results` meanwhile.
 
         An accepted job gets exactly one outcome, through `results`. A rejected one is not on the node: `code` and
         `message` say why, `path` which field, `retry_after_s` when there may be room. The same spec again joins the job
@@ -106,14 +114,31 @@ class RolloutClient:
         """
         await trio.lowlevel.checkpoint()
         answers: list[Accepted | Rejected] = []
+        deadline_s = trio.current_time() + patience_s
         for batch in self._batches(specs):
             if isinstance(batch, Rejected):
                 answers.append(batch)
                 continue
-            call = SubmitCall(batch)
-            await self._call(call)
-            answers += [answer for answer in call.answers if answer is not None]
+            answers += await self._submit_batch(batch, deadline_s)
         return [msgspec.structs.replace(answer, index=index) for index, answer in enumerate(answers)]
+
+    async def _submit_batch(
+        self, batch: Sequence[tuple[str, msgspec.Raw]], deadline_s: float
+    ) -> list[Accepted | Rejected]:
+        """One frame's worth; those without room again and again, until the deadline."""
+        answers: dict[int, Accepted | Rejected] = {}
+        waiting = list(range(len(batch)))
+        while True:
+            call = SubmitCall([batch[position] for position in waiting])
+            await self._call(call)
+            answers.update((p, answer) for p, answer in zip(waiting, call.answers, strict=True) if answer is not None)
+            waits_s = {p: _retry_after_s(answers[p]) for p in waiting}
+            waiting = [p for p in waiting if waits_s[p] is not None]
+            left_s = deadline_s - trio.current_time()
+            if not waiting or left_s <= 0:
+                return [answers[p] for p in sorted(answers)]
+            soonest_s = min(wait_s for wait_s in waits_s.values() if wait_s is not None)
+            await trio.sleep(min(left_s, max(MIN_RETRY_S, soonest_s)))
 
     def results(self, count: int | None = None) -> ResultStream:
         """The outcomes, in the order in which the jobs ended: `async for outcome in client.results(len(specs))`.
@@ -134,15 +159,44 @@ class RolloutClient:
         this client the oldest when nobody takes them. Ends with the session."""
         return EventStream(self._state)
 
-    async def cancel(self, job_ids: Sequence[str], reason: str = "cancelled by the trainer") -> CancelledJobs:
+    async def cancel(
+        self,
+        job_ids: Sequence[str] = (),
+        reason: str = "cancelled by the trainer",
+        *,
+        group_id: str = "",
+        tags: Mapping[str, str] | None = None,
+        whole_session: bool = False,
+        ahead: bool = False,
+    ) -> CancelledJobs:
         """Cancel jobs; returns when nothing of them is left on the node. Their outcomes come as any other's.
 
         `unknown` are ids this session never submitted, or whose outcome is acknowledged.
 
+        Args:
+            job_ids: jobs of this session.
+            reason: becomes the outcomes' `error`.
+            group_id: besides, all of that group that are not over.
+            tags: besides, all that are not over and have all these tags.
+            whole_session: all jobs of the session that are not over.
+            ahead: unknown ids are remembered, and cancelled when they are submitted: for a cancel that may overtake a
+                submit of another process.
+
         Raises:
             ServiceError: the session is over.
         """
-        return await self._ask(CancelledJobs, lambda i: CancelJobs(request_id=i, job_ids=list(job_ids), reason=reason))
+        return await self._ask(
+            CancelledJobs,
+            lambda i: CancelJobs(
+                request_id=i,
+                job_ids=list(job_ids),
+                reason=reason,
+                group_id=group_id,
+                tags=dict(tags or {}),
+                whole_session=whole_session,
+                ahead=ahead,
+            ),
+        )
 
     async def status(self) -> dict[str, Any]:
         """Live state of the node, for people and dashboards.
@@ -374,6 +428,11 @@ def _tls_context(ca_file: str | PathLike[str] | None) -> ssl.SSLContext:
 def _check(answer: BackendChanged) -> None:
     if answer.error:
         raise BackendError(answer.error, retryable=False)
+
+
+def _retry_after_s(answer: Accepted | Rejected) -> float | None:
+    """When to submit the job again; None if it is not to be."""
+    return answer.retry_after_s if isinstance(answer, Rejected) and answer.code == AdmissionRejected.code else None
 
 
 def _encode_spec(spec: JobSpec, limit_bytes: int) -> tuple[Rejected | None, bytes]:

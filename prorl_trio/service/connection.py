@@ -183,12 +183,15 @@ class Connection:
             self._operations -= 1
 
     async def _cancel(self, frame: CancelJobs) -> None:
-        known = [job_id for job_id in dict.fromkeys(frame.job_ids) if self._session.knows(job_id)]
+        chosen = [*frame.job_ids, *self._session.choose(frame.group_id, frame.tags, whole_session=frame.whole_session)]
+        known = [job_id for job_id in dict.fromkeys(chosen) if self._session.knows(job_id)]
+        unknown = sorted(set(frame.job_ids) - set(known))
+        if frame.ahead:
+            self._session.cancel_ahead(unknown, frame.reason)
         running = iter([job_id for job_id in known if self._session.is_running(job_id)])
         async with trio.open_nursery() as workers:
             for _ in range(min(CANCELS_AT_ONCE, len(known))):
                 workers.start_soon(self._cancel_each, running, frame.reason)
-        unknown = sorted(set(frame.job_ids) - set(known))
         self._link.post(CancelledJobs(request_id=frame.request_id, cancelled=known, unknown=unknown))
 
     async def _cancel_each(self, job_ids: Iterator[str], reason: str) -> None:

@@ -32,6 +32,9 @@ class NodeApi(Protocol):
             UnknownJob: it is not live here.
         """
 
+    def cancel_soon(self, job_id: str, reason: str) -> None:
+        """As `cancel`, without waiting. Nothing happens if the job is not live here."""
+
     def statistics(self) -> dict[str, object]:
         """Live state as msgpack-ready values."""
         ...

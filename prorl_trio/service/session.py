@@ -17,7 +17,7 @@ from prorl_trio.models import Outcome
 from prorl_trio.service.outcome_log import Feed, OutcomeLog, encode_outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from prorl_trio.models import JobSpec, Status
     from prorl_trio.service.node_api import NodeApi
@@ -27,6 +27,8 @@ __all__ = ["Held", "Listener", "RunningJob", "Session", "SessionLimits", "Sessio
 logger = logging.getLogger(__name__)
 
 SESSION_ID_CHARS: Final = 200
+MAX_CANCELS_AHEAD: Final = 10_000
+"""Ids of jobs cancelled before they came, kept per session; beyond, the oldest is forgotten."""
 RETRY_AFTER_S: Final = 1.0
 
 _canonical = msgspec.msgpack.Encoder(order="sorted")
@@ -110,6 +112,8 @@ class Session:
         self._on_change = on_change
         self._fingerprints: dict[str, bytes] = {}
         """Of every job, running or finished and not acknowledged."""
+        self._cancelled_ahead: dict[str, str] = {}
+        """Reasons, by id of jobs that have not come yet."""
         self._running: dict[str, RunningJob] = {}
         self._ended_s: dict[str, float] = {}
         """When the outcomes that are held came, oldest first."""
@@ -148,6 +152,23 @@ class Session:
         """All of them, oldest first. Not to be iterated across a checkpoint."""
         return iter(self._running.values())
 
+    def choose(self, group_id: str, tags: Mapping[str, str], *, whole_session: bool) -> list[str]:
+        """The ids of running jobs of that group (if it is not empty), or with all these tags (if there are any)."""
+        return [
+            job.spec.job_id
+            for job in self._running.values()
+            if whole_session
+            or (group_id and job.spec.group_id == group_id)
+            or (tags and tags.items() <= job.spec.tags.items())
+        ]
+
+    def cancel_ahead(self, job_ids: Iterable[str], reason: str) -> None:
+        """A job submitted later under one of these ids is cancelled at once."""
+        for job_id in job_ids:
+            self._cancelled_ahead[job_id] = reason
+            if len(self._cancelled_ahead) > MAX_CANCELS_AHEAD:
+                del self._cancelled_ahead[next(iter(self._cancelled_ahead))]
+
     def submit(self, spec: JobSpec, node: NodeApi) -> None:
         """Hand a job to the node, once: the same spec again joins the job, running or finished.
 
@@ -170,6 +191,9 @@ class Session:
             self._fingerprints.pop(spec.job_id, None)
             self._running.pop(spec.job_id, None)
             raise
+        reason = self._cancelled_ahead.pop(spec.job_id, None)
+        if reason is not None:
+            node.cancel_soon(spec.job_id, reason)
 
     def deliver(self, outcome: Outcome) -> None:
         """See `JobSink`. A second outcome of a job is dropped, loudly: the first one stands."""
@@ -367,6 +391,11 @@ class SessionTable:
     def all(self) -> list[Session]:
         """Every session, oldest first."""
         return list(self._sessions.values())
+
+    def undelivered(self) -> tuple[int, int]:
+        """Outcomes not acknowledged, of all sessions, and their bytes."""
+        logs = [session.log for session in self._sessions.values()]
+        return sum(map(len, logs)), sum(log.size_bytes for log in logs)
 
     def statistics(self) -> dict[str, object]:
         """Live state, by session id."""

@@ -111,6 +111,14 @@ class FakeNode:
     async def cancel(self, job_id: str, reason: str) -> None:
         """See `NodeApi`."""
         await self.cancel_gate.wait()
+        self._end_cancelled(job_id, reason)
+
+    def cancel_soon(self, job_id: str, reason: str) -> None:
+        """See `NodeApi`. The job ends at once."""
+        if job_id in self.live:
+            self._end_cancelled(job_id, reason)
+
+    def _end_cancelled(self, job_id: str, reason: str) -> None:
         spec = self._live(job_id)
         outcome = make_outcome(spec, reward=None)
         self.finish(

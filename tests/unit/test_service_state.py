@@ -432,7 +432,7 @@ async def test_an_answer_of_the_wrong_kind_is_refused():
 def test_addresses():
     assert Address.parse("ws://127.0.0.1:8700") == Address("127.0.0.1", 8700, "/")
     assert str(Address.parse("ws://[::1]:8700/a")) == "ws://[::1]:8700/a"
-    for url in ("127.0.0.1:8700", "http://127.0.0.1:8700", "ws://host", "wss://host:1", ""):
+    for url in ("127.0.0.1:8700", "http://127.0.0.1:8700", "ws://host", "wss://host", ""):
         with pytest.raises(ValueError, match=r"ws://HOST:PORT"):
             Address.parse(url)
 

@@ -1,0 +1,109 @@
+"""Cancels by id, group, tags and session, also ahead of the submit; and a client that waits for room."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import trio
+
+from prorl_trio.client import connect
+from prorl_trio.errors import AdmissionRejected
+from prorl_trio.models import JobSpec, TaskInstance
+from prorl_trio.testing.fake_node import FakeNode
+from prorl_trio.testing.fake_service import TOKEN, open_service
+
+
+def spec(name, **fields):
+    return JobSpec(job_id=name, instance=TaskInstance(instance_id="i", handler="fake", payload={}), **fields)
+
+
+@asynccontextmanager
+async def two_clients(node):
+    with trio.fail_after(20):
+        async with (
+            open_service(node) as service,
+            connect(service.url, TOKEN) as client,
+            connect(service.url, TOKEN) as other,
+        ):
+            yield client, other
+
+
+async def test_cancel_by_group_tags_and_session_takes_only_what_is_ours():
+    node = FakeNode()
+    async with two_clients(node) as (client, other):
+        await client.submit(
+            [
+                spec("g1", group_id="g"),
+                spec("g2", group_id="g"),
+                spec("t1", tags={"a": "1", "b": "2"}),
+                spec("t2", tags={"a": "1"}),
+                spec("rest"),
+            ]
+        )
+        await other.submit([spec("theirs", group_id="g", tags={"a": "1", "b": "2"})])
+        assert (await client.cancel(group_id="g")).cancelled == ["g1", "g2"]
+        assert (await client.cancel(tags={"a": "1", "b": "2"})).cancelled == ["t1"]
+        answer = await client.cancel(["nobody"], group_id="no such")
+        assert (answer.cancelled, answer.unknown) == ([], ["nobody"])
+        assert (await client.cancel(whole_session=True)).cancelled == ["t2", "rest"]
+        assert list(node.live) == ["theirs"]
+        outcomes = [outcome async for outcome in client.results(5)]
+        assert {outcome.status for outcome in outcomes} == {"cancelled"}
+
+
+async def test_a_cancel_ahead_of_its_submit_is_not_lost():
+    node = FakeNode()
+    async with two_clients(node) as (client, other):
+        answer = await client.cancel(["early"], "not wanted", ahead=True)
+        assert answer.unknown == ["early"]
+        await other.submit([spec("early")])
+        assert list(node.live) == ["early"], "another session's job of that id is its own"
+        await other.cancel(["early"])
+        await client.cancel(["plain"])
+        (accepted, plain) = await client.submit([spec("early"), spec("plain")])
+        assert (accepted.job_id, plain.job_id) == ("early", "plain")
+        outcome = await anext(client.results(1))
+        assert (outcome.job_id, outcome.status, outcome.error) == ("early", "cancelled", "not wanted")
+        assert list(node.live) == ["plain"], "without `ahead`, nothing is remembered"
+
+
+class FullNode(FakeNode):
+    """Has room for `room` jobs; says to come back in a moment."""
+
+    def __init__(self, room):
+        super().__init__()
+        self.room = room
+        self.rejected = 0
+
+    def submit(self, spec, sink):
+        if spec.job_id not in self.live and len(self.live) >= self.room:
+            self.rejected += 1
+            raise AdmissionRejected("full", 0.05)
+        super().submit(spec, sink)
+
+
+async def test_submit_waits_for_room():
+    node = FullNode(room=2)
+    async with two_clients(node) as (client, _), trio.open_nursery() as nursery:
+
+        async def work():
+            for _ in range(7):
+                await node.wait_live(2)
+                node.finish(next(iter(node.live)))
+
+        nursery.start_soon(work)
+        answers = await client.submit([spec(f"j{n}") for n in range(8)])
+        assert [type(answer).__name__ for answer in answers] == ["Accepted"] * 8
+        assert [answer.index for answer in answers] == list(range(8))
+        assert node.rejected
+        nursery.cancel_scope.cancel()
+
+
+async def test_patience_has_an_end():
+    node = FullNode(room=1)
+    async with two_clients(node) as (client, _):
+        for patience_s in (0, 0.2):
+            answers = await client.submit([spec("a"), spec("b")], patience_s=patience_s)
+            assert [answer.job_id for answer in answers] == ["a", "b"]
+            assert (answers[1].code, answers[1].retry_after_s) == ("admission", 0.05)
+        assert node.rejected > 2
