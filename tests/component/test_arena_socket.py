@@ -69,7 +69,7 @@ async def served(folder, **options):
             nursery.cancel_scope.cancel()
         assert arena.statistics().readers == 0
         assert not (folder / "arena").exists()
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def written(arena, tokens=3000):
@@ -77,6 +77,16 @@ def written(arena, tokens=3000):
     buffer.append(list(range(1000)))
     buffer.append(np.arange(1000, tokens, dtype=np.int32), np.full(tokens - 1000, -0.5, np.float32))
     return buffer, buffer.seal()
+
+
+async def line_of(stream):
+    """The next line, however many pieces it comes in, without its end."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        piece = await stream.receive_some(1)
+        assert piece, "the process has ended"
+        line += piece
+    return bytes(line[:-1])
 
 
 async def wait_readers(arena, count):
@@ -113,12 +123,12 @@ async def test_another_process_maps_it_and_its_pins_end_when_it_is_killed(folder
             argv = [sys.executable, "-c", READER, str(path), TOKEN]
             process = await trio.lowlevel.open_process(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             async with process.stdin, process.stdout:
-                reader_id = bytes(await process.stdout.receive_some()).decode().strip()
+                reader_id = (await line_of(process.stdout)).decode()
                 buffer, ref = written(arena)
                 arena.pin(ref, reader_id)
                 buffer.release()
                 await process.stdin.send_all(msgspec.json.encode(ref) + b"\n")
-                said = msgspec.json.decode(bytes(await process.stdout.receive_some()))
+                said = msgspec.json.decode(await line_of(process.stdout))
                 places = [ref.offset, ref.offset + 4 * ref.capacity, ref.offset + 8 * ref.capacity]
                 assert said == [sum(range(3000)), -1000.0, 2000, places]
                 assert arena.statistics().blocks_pinned == 3
@@ -278,4 +288,4 @@ async def test_a_node_that_is_none_is_told_apart(folder, answer, fds, message):
             with pytest.raises((ProtocolViolation, ChannelBroken), match=message):
                 async with open_mapped_arena(folder / "arena", token=TOKEN):
                     pass
-    assert descriptors() == before
+    assert descriptors() <= before
