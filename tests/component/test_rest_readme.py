@@ -1,0 +1,41 @@
+"""The README's curl session works as it is printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import trio
+
+from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
+from prorl_trio.testing.fake_rest import TOKEN, open_rest
+
+README = Path(__file__).parents[2] / "README.md"
+SESSION = re.compile(r"```sh\n((?:(?!```).)*?\bcurl\b.*?)```", re.DOTALL)
+
+
+async def test_curl_session_of_the_readme():
+    sessions = SESSION.findall(README.read_text())
+    if not sessions:
+        pytest.skip("the README has no curl session")
+    if shutil.which("curl") is None:
+        pytest.skip("no curl on this machine")
+    node = FakeNode(lambda spec: make_outcome(spec))
+    submit = node.submit
+
+    def submit_whatever_handler(spec, sink):
+        submit(make_spec(spec.job_id, group_id=spec.group_id), sink)
+
+    node.submit = submit_whatever_handler
+    with trio.fail_after(60):
+        async with open_rest(node) as rest:
+            script = "set -eu\n" + sessions[0].replace("curl ", "curl --fail --max-time 20 ")
+            env = {**os.environ, "PRORL_TOKEN": TOKEN, "PRORL_REST": rest.url}
+            done = await trio.run_process(
+                ["bash", "-c", script], env=env, capture_stdout=True, capture_stderr=True, check=False
+            )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b'"completed"' in done.stdout
