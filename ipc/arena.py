@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -383,7 +383,9 @@ class Arena:
             first_page = -(-self.memory.offset_of(start) // page) * page
             size = self.memory.offset_of(end) // page * page - first_page
             if size > 0:
-                self.memory.mapping.madvise(mmap.MADV_REMOVE, first_page, size)
+                # A kernel that cannot (gVisor) keeps the memory, which is no reason for a release to fail.
+                with suppress(OSError):
+                    self.memory.mapping.madvise(mmap.MADV_REMOVE, first_page, size)
 
     def _full(self, tokens: int) -> ArenaFull:
         return ArenaFull(tokens, self._blocks.largest_free_run * self.memory.block_tokens)
