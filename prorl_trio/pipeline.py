@@ -23,6 +23,7 @@ from prorl_trio.job import Job, JobSink
 from prorl_trio.observer import Observers
 from prorl_trio.outcomes import check_evaluation, completed, finalise, not_completed, retry_after
 from prorl_trio.stages import WorkStage
+from prorl_trio.watchdog import watch_jobs
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -393,6 +394,7 @@ async def open_pipeline(
                         pipeline.stages[index].start(nursery, partial(pipeline._run_stage, index))
                     pipeline._retries = init_nursery
                     init_nursery.start_soon(pipeline._watch_groups, name="group deadlines")
+                    init_nursery.start_soon(watch_jobs, pipeline.jobs, name="stuck jobs")
                     try:
                         yield pipeline
                     finally:
