@@ -12,7 +12,7 @@ import trio
 
 from ipc.session import Accepted, Rejected
 from prorl_trio.client import connect
-from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, SandboxConfig
+from prorl_trio.config import AdmissionConfig, BackendConfig, ListenConfig, ModelConfig, NodeConfig, SandboxConfig
 from prorl_trio.errors import BackendError, ConfigError, Unauthorized
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.models import JobSpec, SamplingParams, TaskInstance
@@ -262,3 +262,18 @@ async def test_a_required_backend_that_is_down_stops_the_start(tmp_path):
     with pytest.raises(BackendError):
         async with open_node(config):
             pytest.fail("the node started")
+
+
+async def test_a_full_node_rejects_with_advice_and_a_patient_client_gets_in(tmp_path):
+    says = [r"\boxed{42}"] * 8
+    limits = AdmissionConfig(max_live=2)
+    async with open_service(tmp_path, says=says, admission=limits) as (url, _, _), connect(url, TOKEN) as client:
+        with trio.fail_after(60):
+            answers = await client.submit([job(f"a{n}") for n in range(4)], patience_s=0)
+            assert [type(answer) for answer in answers] == [Accepted, Accepted, Rejected, Rejected]
+            assert "admission.max_live" in answers[2].message
+            assert 0 < answers[2].retry_after_s <= 60
+            patient = await client.submit([job(f"b{n}") for n in range(4)])
+            assert [type(answer) for answer in patient] == [Accepted] * 4
+            outcomes = [outcome async for outcome in client.results(6)]
+            assert {outcome.status for outcome in outcomes} == {"completed"}
