@@ -112,7 +112,8 @@ def main(context: click.Context, verbose: bool, log_level: str, log_format: LogF
 @main.command()
 @click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The node's TOML file.")
 @click.option("--token", envvar="PRORL_TOKEN", help="Overrules listen.token; better in PRORL_TOKEN than in sight.")
-def serve(config_path: Path, token: str | None) -> None:
+@click.option("--rest-port", type=click.IntRange(0, 65_535), help="Serve REST there (0: any free port), too.")
+def serve(config_path: Path, token: str | None, rest_port: int | None) -> None:
     """Run a node until SIGTERM or Ctrl-C: the first drains it, the second cancels what is left, a third kills it.
 
     Exit code: 0 every job had its own outcome; 3 jobs were cut short (they end as `cancelled`); 1 it could not start
@@ -133,6 +134,9 @@ def serve(config_path: Path, token: str | None) -> None:
 
     def load() -> NodeConfig:
         config = load_config(config_path)
+        if rest_port is not None:
+            rest = msgspec.structs.replace(config.rest, enabled=True, port=rest_port)
+            config = msgspec.structs.replace(config, rest=rest)
         if not token:
             return config
         listen = msgspec.structs.replace(config.listen, token=token, token_file="")
