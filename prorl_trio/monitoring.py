@@ -76,12 +76,14 @@ def _by_url(backends: list[Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _outbox(sessions: Mapping[str, Any]) -> dict[str, int]:
-    """Of all sessions together: a session's id is its trainer's choice, and no label."""
+    """Of the sessions there are, together: a session's id is its trainer's choice, and no label."""
     each = list(sessions.values())
     return {
         "sessions": len(each),
         "sessions_connected": sum(session["connected"] for session in each),
         "running_jobs": sum(session["running"] for session in each),
+        "offered_outcomes": sum(session["last_cursor"] for session in each),
+        "acknowledged_outcomes": sum(session["acked_cursor"] for session in each),
         "undelivered_outcomes": sum(session["undelivered"] for session in each),
         "undelivered_bytes": sum(session["undelivered_bytes"] for session in each),
         "undelivered_bytes_of_largest": max((session["undelivered_bytes"] for session in each), default=0),

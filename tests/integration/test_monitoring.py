@@ -70,6 +70,8 @@ async def test_a_node_says_what_it_does_and_what_it_did(tmp_path):
     assert shown["prorl_sandbox_start_seconds_total",] > 0
     assert shown["prorl_outbox_undelivered_outcomes",] == 1
     assert shown["prorl_outbox_undelivered_bytes",] > 0
+    assert shown["prorl_outbox_offered_outcomes",] == 1
+    assert shown["prorl_outbox_acknowledged_outcomes",] == 0
     assert shown["prorl_node_draining",] == 1
     assert shown["prorl_loop_pass_seconds_count",] > 10
     assert statistics["totals"]["jobs_ended"] == 1
