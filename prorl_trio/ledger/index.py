@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["Index", "Job", "Position"]
+__all__ = ["NO_CRC", "Index", "Job", "Position"]
 
 SNAPSHOT_HEADER: Final = struct.Struct("<8sIQ")
 SNAPSHOT_MAGIC: Final = b"prlidx01"
@@ -42,6 +42,7 @@ BATCH_POSITIONS: Final = 1 << 20
 place in the batch."""
 ROW_BYTES: Final = 96
 """About what a record has beside payload and names."""
+NO_CRC: Final = -1
 
 _SCHEMA: Final = f"""
 CREATE TABLE position (sequence INTEGER, segment INTEGER, offset INTEGER);
@@ -80,7 +81,7 @@ class Position(NamedTuple):
 class Job(NamedTuple):
     """A job and where its payload is: its spec while `cursor` is None, then its outcome.
 
-    A negative `segment` is one that was removed, and the payload in it was unreadable.
+    `crc` is `NO_CRC` if the payload could not be read when its segment was removed.
     """
 
     job_id: str
@@ -212,7 +213,8 @@ class Index:
                     [(job_id, record.session_id) for job_id in record.job_ids],
                 )
             case Damaged():
-                self._replace_segment(record)
+                job = (record.job_id, record.session_id, record.fingerprint, record.attempt)
+                execute(_PUT_JOB, (*job, record.accepted, record.cursor, segment, body, record.length, NO_CRC))
             case SessionOpened():
                 values = (record.session_id, record.first_cursor, record.first_cursor)
                 execute("INSERT OR IGNORE INTO sessions VALUES (?, ?, ?)", values)
@@ -224,7 +226,7 @@ class Index:
 
     def drop_segments_before(self, segment: int) -> None:
         """Recovery: those were removed because nothing in them was wanted any more."""
-        self._db.execute("DELETE FROM jobs WHERE segment BETWEEN 0 AND ?", (segment - 1,))
+        self._db.execute("DELETE FROM jobs WHERE segment < ?", (segment,))
 
     def adopt_orphans(self) -> None:
         """Recovery: open the sessions of jobs whose session's record was lost in a damaged part of the log."""
@@ -259,11 +261,6 @@ class Index:
                 "DELETE FROM tombstones WHERE job_id IN (SELECT job_id FROM tombstones ORDER BY at_s LIMIT ?)",
                 (count - self._max_tombstones,),
             )
-
-    def _replace_segment(self, record: Damaged) -> None:
-        job = self.job(record.job_id)
-        if job is not None and job.segment == record.segment:
-            self._db.execute(_PUT_JOB, job._replace(segment=-record.segment))
 
     def _take_over(self, head: SegmentHead) -> None:
         """While running this changes nothing. Recovery learns what no record that still exists says."""

@@ -187,7 +187,8 @@ class Ledger:
     async def finish(
         self, session_id: str, job_id: str, attempt: int, cursor: int, outcome: Sequence[bytes | memoryview]
     ) -> Ref:
-        """Store a job's one outcome, the parts joined. Its spec is dropped.
+        """Store a job's one outcome, the parts joined. Its spec is dropped. To be called in the order of the session's
+        cursors: an outcome whose cursor was acknowledged before it is refused.
 
         The parts must never change: a cancelled call leaves them in use for as long as the group is being written.
         When the disk is full or `max_bytes` is reached, outcomes go to the reserve; when that is full, too, this waits
@@ -197,7 +198,7 @@ class Ledger:
         Raises:
             StaleAttempt: the job has an outcome, or a later attempt began.
             UnknownJob: the session has no such job: never accepted, acknowledged, or forgotten.
-            ProtocolError: the cursor is taken, or the session not open.
+            ProtocolError: the cursor is taken or acknowledged, or the session not open.
             LedgerFailed: the disk failed. The outcome may or may not be found at the next start.
         """
         await self._call(Finish(session_id, job_id, attempt, cursor, outcome))

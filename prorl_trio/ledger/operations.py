@@ -195,7 +195,9 @@ def _finish(operation: Finish, index: Index) -> Planned:
     if job.cursor is not None or attempt < job.attempt:
         raise StaleAttempt(f"outcome of attempt {attempt} of job {job_id!r} refused: {_state(index, job_id)}")
     if cursor <= session.acked or index.cursor_taken(session_id, cursor):
-        raise ProtocolError(f"cursor {cursor} of session {session_id!r} is taken; {session.last} is the last one")
+        raise ProtocolError(
+            f"cursor {cursor} of session {session_id!r} is taken, or acknowledged; {session.last} is the last one"
+        )
     crc = 0
     for part in outcome:
         crc = zlib.crc32(part, crc)

@@ -139,10 +139,15 @@ class Relocated(_Record, frozen=True):
 
 
 class Damaged(_Record, frozen=True):
-    """A job's payload was found unreadable in `segment`, and the segment is about to be removed."""
+    """Instead of `Relocated`, where the payload could not be read: the job is kept, without it."""
 
+    session_id: str
     job_id: str
-    segment: int
+    fingerprint: bytes
+    attempt: int
+    accepted: int
+    cursor: int | None
+    length: int
 
 
 Record = (

@@ -19,7 +19,7 @@ import msgspec
 from prorl_trio.errors import ProrlError, UnknownJob
 from prorl_trio.ledger.errors import LedgerCorrupt, LedgerFailed, LedgerFull
 from prorl_trio.ledger.folder import LedgerFolder
-from prorl_trio.ledger.index import Index, Position
+from prorl_trio.ledger.index import NO_CRC, Index, Position
 from prorl_trio.ledger.operations import LAZY, Finish, OpenSession, Operation, Planned, plan, planned
 from prorl_trio.ledger.records import (
     HEADER_BYTES,
@@ -197,6 +197,8 @@ class Store:
         self._largest_group = max(self._largest_group, len(operations))
         self._retire()
         self._clean()
+        if self._full and not self._failed:
+            self._refill_reserve()
         if self._logged_bytes >= self._snapshot_due_bytes:
             self._save_index()
         self._note_statistics()
@@ -382,14 +384,13 @@ class Store:
         self._live = self.index.live()
 
     def _relocation(self, job: Job) -> Planned:
+        what = (job.session_id, job.job_id, job.fingerprint, job.attempt, job.accepted, job.cursor)
         try:
             payload = self._payload(job)
         except LedgerCorrupt as exc:
             logger.error("%s", exc)
-            return planned(Damaged(job.job_id, job.segment))
-        names = (job.session_id, job.job_id, job.fingerprint)
-        record = Relocated(*names, job.attempt, job.accepted, job.cursor, job.length, job.crc)
-        return planned(record, [payload])
+            return planned(Damaged(*what, job.length))
+        return planned(Relocated(*what, job.length, job.crc), [payload])
 
     def _save_index(self) -> None:
         """A snapshot never knows more than the disk. A failure costs time at the next start, no more."""
@@ -442,12 +443,14 @@ class Store:
 
     def _payload(self, job: Job) -> bytes:
         what = f"the {'spec' if job.cursor is None else 'outcome'} of job {job.job_id!r}"
-        where = f"at offset {job.offset} of segment {abs(job.segment)} in {self._folder.path}"
+        where = f"at offset {job.offset} of segment {job.segment} in {self._folder.path}"
+        if job.crc == NO_CRC:
+            raise LedgerCorrupt(f"{what} is lost: it was damaged when the segment it was in was removed")
         try:
             with self._lock:
                 fd = os.open(self._segments.path(job.segment), os.O_RDONLY)
         except (KeyError, FileNotFoundError):
-            raise LedgerCorrupt(f"{what} is lost: it was {where}, and unreadable, or the segment is gone") from None
+            raise LedgerCorrupt(f"{what} is lost: it was {where}, and the segment is gone") from None
         try:
             payload = pread_all(fd, job.length, job.offset)
         except OSError as exc:
