@@ -483,6 +483,20 @@ async def test_client_that_does_not_read_is_let_go(node):
         assert (await rest.call("GET", "/healthz")).status == 200
 
 
+async def test_client_that_does_not_read_does_not_hold_the_shutdown_up(node, monkeypatch):
+    monkeypatch.setattr("prorl_trio.service.rest.server.GOODBYE_TIMEOUT_S", 0.2)
+    async with open_rest(node) as rest:
+        await rest.call("POST", "/v1/rollouts", body("j"))
+        node.finish("j", make_outcome(make_spec("j"), tokens=2_000_000))
+        stream = await trio.open_tcp_stream(rest.host, rest.port)
+        await rest.send(stream, "GET", "/v1/rollouts/j")
+        await stream.receive_some(1)
+        rest.scope.cancel()
+        begun_s = trio.current_time()
+    assert trio.current_time() - begun_s < 10
+    await stream.aclose()
+
+
 async def test_shutdown_answers_those_who_wait(node):
     async with open_rest(node) as rest:
         await rest.call("POST", "/v1/rollouts", body("j"))

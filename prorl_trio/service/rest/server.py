@@ -112,7 +112,7 @@ class _Server:
         self._config = config
         self._closing = closing
         self._context = _Context(None)
-        self._scopes: set[trio.CancelScope] = set()
+        self._connections: dict[trio.CancelScope, _PatientStream] = {}
         self._http = Config()
         self._http.h11_max_incomplete_size = MAX_HEADER_BYTES
         self._http.keep_alive_timeout = config.idle_timeout_s
@@ -124,20 +124,22 @@ class _Server:
         """Let the connections finish what they answer; let nobody in. Ends within `GOODBYE_TIMEOUT_S`."""
         self._closing.set()
         self._context.terminate_now()
-        for scope in self._scopes:
+        for scope, stream in self._connections.items():
             scope.deadline = trio.current_time() + GOODBYE_TIMEOUT_S
+            stream.hurry(GOODBYE_TIMEOUT_S)
 
     async def serve_stream(self, stream: trio.SocketStream) -> None:
         """Serve one accepted connection until it ends, however it ends."""
-        if self._closing.is_set() or len(self._scopes) >= self._config.max_connections:
+        if self._closing.is_set() or len(self._connections) >= self._config.max_connections:
             await trio.aclose_forcefully(stream)
             return
+        patient = _PatientStream(stream, self._config.send_timeout_s)
         with trio.CancelScope(shield=True) as scope:
-            self._scopes.add(scope)
+            self._connections[scope] = patient
             try:
-                await self._serve_shielded(_PatientStream(stream, self._config.send_timeout_s))
+                await self._serve_shielded(patient)
             finally:
-                self._scopes.discard(scope)
+                del self._connections[scope]
 
     async def _serve_shielded(self, stream: _PatientStream) -> None:
         connection = _Connection(self._app, self._http, self._context, ConnectionState({}), stream)  # type: ignore[arg-type]
@@ -156,6 +158,7 @@ class _PatientStream(trio.abc.AsyncResource):
     def __init__(self, stream: trio.SocketStream, send_timeout_s: float) -> None:
         self._stream = stream
         self._send_timeout_s = send_timeout_s
+        self._sending = trio.CancelScope()
         self.socket = stream.socket
         self.send_eof = stream.send_eof
         self.receive_some = stream.receive_some
@@ -163,8 +166,13 @@ class _PatientStream(trio.abc.AsyncResource):
     async def aclose(self) -> None:
         await self._stream.aclose()
 
+    def hurry(self, timeout_s: float) -> None:
+        """Let no send last longer than that from now on, the one in progress included."""
+        self._send_timeout_s = min(self._send_timeout_s, timeout_s)
+        self._sending.deadline = min(self._sending.deadline, trio.current_time() + timeout_s)
+
     async def send_all(self, payload: bytes) -> None:
-        with trio.move_on_after(self._send_timeout_s):
+        with trio.move_on_after(self._send_timeout_s) as self._sending:
             await self._stream.send_all(payload)
             return
         logger.info("a client did not read for %g s; its connection is closed", self._send_timeout_s)
