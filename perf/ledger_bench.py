@@ -63,8 +63,8 @@ async def measure_ledger(options: Options) -> Report:
         },
         notes=[
             f"{TASKS} tasks at a time; outcomes of {OUTCOME_BYTES} bytes, specs of {SPEC_BYTES}. "
-            f"The floor writes {TASKS} outcomes into allocated space, syncs, and goes on; sqlite commits as many in one transaction "
-            "(journal_mode=WAL, synchronous=FULL).",
+            f"The floor writes {TASKS} outcomes into allocated space, syncs, and goes on; sqlite commits as many in "
+            "one transaction (journal_mode=WAL, synchronous=FULL).",
         ],
     )
 
