@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from prorl_trio.service.rest.call import Api
-    from prorl_trio.service.session import Session
+    from prorl_trio.service.session import RunningJob, Session
 
 __all__ = ["ENDPOINTS", "cancel_jobs"]
 
@@ -73,9 +73,10 @@ async def submit(call: Call) -> Reply:
         taken.append(_take(session, api, index, raw, f"$.jobs[{index}]" if batch else "$"))
         if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
             await trio.lowlevel.checkpoint()
-    running = [session.running_job(job.job_id) for job in taken if job.accepted and job.job_id is not None]
-    await api.wait_all([job.ended for job in running if job is not None], query.wait)
-    jobs = [_standing(session, job, with_outcome=query.wait > 0) for job in taken]
+    running = {job.spec.job_id: job for job in session.running_jobs()} if query.wait > 0 else {}
+    asked = {job.job_id: running[job.job_id] for job in taken if job.accepted and job.job_id in running}
+    await api.wait_all([job.ended for job in asked.values()], query.wait)
+    jobs = [_standing(session, job, asked, with_outcome=query.wait > 0) for job in taken]
     status, error = _summary(jobs)
     outcomes = sum(job.outcome is not None for job in jobs)
     body = SubmitReply(session=session.session_id, jobs=jobs, error=error)
@@ -109,15 +110,18 @@ def _job_id(raw: msgspec.Raw) -> str | None:
         return None
 
 
-def _standing(session: Session, job: SubmittedJob, *, with_outcome: bool) -> SubmittedJob:
-    """How an accepted job stands now."""
+def _standing(session: Session, job: SubmittedJob, asked: dict[str, RunningJob], *, with_outcome: bool) -> SubmittedJob:
+    """How an accepted job stands now; `asked` are those that were waited for."""
     if not job.accepted or job.job_id is None:
         return job
     held = session.held_of(job.job_id)
     if held is None:
-        running = session.running_job(job.job_id)
-        # Neither: it ended and was acknowledged by somebody else while we waited.
-        return msgspec.structs.replace(job, status=running.status if running is not None else "completed")
+        running = session.running_job(job.job_id) or asked.get(job.job_id)
+        if running is None:  # it has ended and was acknowledged by somebody else
+            return job
+        if running.outcome is not None:  # acknowledged by somebody else while we waited
+            return msgspec.structs.replace(job, status=running.outcome.status, outcome=running.outcome)
+        return msgspec.structs.replace(job, status=running.status)
     outcome = held.decode()
     return msgspec.structs.replace(
         job, status=outcome.status, cursor=held.cursor, outcome=outcome if with_outcome else None
