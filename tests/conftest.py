@@ -12,6 +12,14 @@ from launch.paths import engine_python, model_dir
 from launch.vllm import open_vllm
 
 VLLM_TIMEOUT_S = 400
+LONG_TEST_TIMEOUT_S = 3600
+
+
+def pytest_collection_modifyitems(items):
+    """What is marked as slow may take longer than pyproject.toml allows, but not for ever."""
+    for item in items:
+        if not item.get_closest_marker("timeout") and any(map(item.get_closest_marker, ("slow", "soak"))):
+            item.add_marker(pytest.mark.timeout(LONG_TEST_TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")

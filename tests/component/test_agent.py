@@ -27,10 +27,7 @@ async def rollout(rig, *turns, **fields):
     return context
 
 
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(30):
-        yield
+pytestmark = pytest.mark.timeout(30)
 
 
 async def test_a_tool_call_is_run_and_its_result_reaches_the_model(rig):

@@ -10,11 +10,7 @@ import trio.testing
 from prorl_trio import drain as drain_module
 from prorl_trio.drain import drain
 
-
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(30):
-        yield
+pytestmark = pytest.mark.timeout(30)
 
 
 class Jobs:

@@ -21,10 +21,7 @@ from prorl_trio.testing.fake_service import TOKEN, open_service
 logger = logging.getLogger("a.test")
 
 
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(30):
-        yield
+pytestmark = pytest.mark.timeout(30)
 
 
 def lines(stream):

@@ -12,11 +12,7 @@ from prorl_trio.observer import Activity, Observers
 from prorl_trio.pipeline import Job
 from prorl_trio.sandbox.provider import SandboxSpec
 
-
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(30):
-        yield
+pytestmark = pytest.mark.timeout(30)
 
 
 class Recorder:

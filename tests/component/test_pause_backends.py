@@ -16,11 +16,7 @@ from prorl_trio.models import Budgets, SamplingParams
 from prorl_trio.pipeline import Job
 from prorl_trio.testing.fake_engine import open_fake_engine
 
-
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(20):
-        yield
+pytestmark = pytest.mark.timeout(20)
 
 
 @asynccontextmanager

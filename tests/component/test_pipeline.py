@@ -14,10 +14,7 @@ from prorl_trio.sandbox.provider import SandboxSpec
 BOXED = r"It is \boxed{42}."
 
 
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(60):
-        yield
+pytestmark = pytest.mark.timeout(60)
 
 
 class Scripted(AgentHandler):

@@ -26,10 +26,7 @@ from prorl_trio.testing.tiny_model import make_tiny_model
 OLD = NodeConfig(model=ModelConfig(path="/m"), listen=ListenConfig(token="hush"))
 
 
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(30):
-        yield
+pytestmark = pytest.mark.timeout(30)
 
 
 def new(**fields):

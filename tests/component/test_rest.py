@@ -18,11 +18,7 @@ from prorl_trio.service.session import SessionLimits, SessionTable
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 from prorl_trio.testing.fake_rest import EventReader, open_rest
 
-
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(30):
-        yield
+pytestmark = pytest.mark.timeout(30)
 
 
 @pytest.fixture

@@ -15,10 +15,7 @@ from prorl_trio.testing.fake_rest import open_rest
 SOURCES = {"deepscaler": "fake", "mathy": "math"}
 
 
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(30):
-        yield
+pytestmark = pytest.mark.timeout(30)
 
 
 @pytest.fixture

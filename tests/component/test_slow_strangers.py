@@ -23,10 +23,7 @@ def little_patience(monkeypatch):
     monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.2)
 
 
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(30):
-        yield
+pytestmark = pytest.mark.timeout(30)
 
 
 async def dribble(stream, message):

@@ -19,10 +19,7 @@ async def hog_for_a_job():
     await hog()
 
 
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(30):
-        yield
+pytestmark = pytest.mark.timeout(30)
 
 
 async def hog(seconds=STALL_S):

@@ -17,10 +17,7 @@ memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_expo
 ON = TelemetryConfig(otlp_endpoint="http://127.0.0.1:1/v1/traces")
 
 
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(30):
-        yield
+pytestmark = pytest.mark.timeout(30)
 
 
 async def test_a_job_is_a_span_with_its_stages_and_turns_below(rig):

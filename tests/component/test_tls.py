@@ -20,11 +20,7 @@ from prorl_trio.service.server import serve_websocket
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 from prorl_trio.testing.fake_service import TOKEN, open_service
 
-
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(30):
-        yield
+pytestmark = pytest.mark.timeout(30)
 
 
 class Certificates:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import trio
 from prometheus_client.parser import text_string_to_metric_families
 
 from prorl_trio.config import BackendConfig, ModelConfig, NodeConfig, SandboxConfig
@@ -14,11 +13,7 @@ from prorl_trio.service.session import SessionLimits, SessionTable
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 
-
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(60):
-        yield
+pytestmark = pytest.mark.timeout(60)
 
 
 def values(metrics):

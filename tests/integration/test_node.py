@@ -24,10 +24,7 @@ from prorl_trio.testing.tiny_model import make_tiny_model
 TOKEN = "a-token-for-tests-0123456789"
 
 
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(90):
-        yield
+pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.fixture(params=["bubblewrap", "apptainer", "process"])

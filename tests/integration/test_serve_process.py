@@ -25,10 +25,7 @@ TOKEN = "a-token-for-tests-0123456789"
 CLI = [sys.executable, "-m", "prorl_trio.cli"]
 
 
-@pytest.fixture(autouse=True)
-async def deadline():
-    with trio.fail_after(120):
-        yield
+pytestmark = pytest.mark.timeout(120)
 
 
 class Serve:
