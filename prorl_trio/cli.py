@@ -26,6 +26,7 @@ from prorl_trio.node import endpoint_url, serve_node
 from prorl_trio.progress import console, run_jobs
 from prorl_trio.report import outcome_list, render_trajectory
 from prorl_trio.tasksets import load_task_set
+from prorl_trio.testing.simulation_command import simulate
 from prorl_trio.top import SORTS, TopOptions, run_top
 
 if TYPE_CHECKING:
@@ -310,6 +311,8 @@ def _chat_format(file: Path, model: Path | None) -> ChatFormat | None:
     remembered = Path(msgspec.json.decode(info.read_bytes(), type=RunInfo).model)
     return ChatFormat.load(remembered) if remembered.is_dir() else None
 
+
+main.add_command(simulate)
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,155 @@
+"""A handler and a sandbox provider that only take their time, and fail as often as they are told to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import trio
+
+from prorl_trio.errors import BackendError, EvaluationError, SandboxLost, SandboxUnavailable
+from prorl_trio.handlers.base import AgentHandler, Evaluation
+from prorl_trio.models import Turn
+from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec
+from prorl_trio.testing.fake_sandbox import FakeSandbox
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from prorl_trio.inference.pool import BackendLease
+    from prorl_trio.rollout import RolloutContext
+    from prorl_trio.testing.simulation_config import SimulationConfig
+
+__all__ = ["SimulatedHandler", "SimulatedProvider"]
+
+
+class SimulatedProvider(SandboxProvider):
+    """Starts `FakeSandbox`es in the time the model says. `starting`: how many starts go on."""
+
+    name: ClassVar[str] = "simulated"
+    isolated: ClassVar[bool] = False
+
+    def __init__(self, config: SimulationConfig) -> None:
+        self._config = config
+        self._random = Random(f"{config.seed} sandboxes")
+        self._started = 0
+        self.starting = 0
+
+    async def probe(self) -> ProviderReport:
+        await trio.lowlevel.checkpoint()
+        return ProviderReport(name=self.name, usable=True, version="simulated")
+
+    @asynccontextmanager
+    async def open_sandbox(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        start_s = self._config.work.sandbox_start_s.draw(self._random)
+        fails = self._random.random() < self._config.failures.sandbox_start
+        self._started += 1
+        sandbox = FakeSandbox(f"simulated-{self._started}", {})
+        self.starting += 1
+        try:
+            with trio.move_on_after(spec.start_timeout_s) as patience:
+                await trio.sleep(start_s)
+        finally:
+            self.starting -= 1
+        if patience.cancelled_caught or fails:
+            raise SandboxUnavailable(f"{sandbox.sandbox_id}: simulated failure of its start")
+        try:
+            yield sandbox
+        finally:
+            sandbox.lose("it was closed")
+
+
+class SimulatedHandler(AgentHandler):
+    """Goes through the turns of `agent.run_agent` without a model's text: what a job draws depends on its id only."""
+
+    name = "simulated"
+
+    def __init__(self, config: SimulationConfig) -> None:
+        self._config = config
+        self._draws: Counter[tuple[str, str]] = Counter()
+
+    def validate(self, payload: Mapping[str, Any]) -> None:
+        """Anything goes."""
+
+    def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
+        """The node's default image."""
+        sandbox = context.resources.config.sandbox
+        return SandboxSpec(image=sandbox.image, start_timeout_s=sandbox.start_timeout_s)
+
+    async def init(self, context: RolloutContext) -> None:
+        """Uploads, environments, shells."""
+        await trio.sleep(self._config.work.prepare_s.draw(self._random(context, "init")))
+
+    async def run(self, context: RolloutContext) -> None:
+        """Turns on one backend, leased for all of them."""
+        work, failures, random = self._config.work, self._config.failures, self._random(context, "run")
+        turns = work.turns.draw_count(random)
+        fails_at = random.randrange(turns) if random.random() < failures.handler else turns
+        context_tokens = work.prompt_tokens.draw_count(random)
+        async with AsyncExitStack() as stack:
+            lease = await self._lease(context, stack)
+            for turn in range(turns):
+                if turn == fails_at:
+                    raise RuntimeError("simulated failure of the handler")
+                began_s = trio.current_time()
+                sampled = work.completion_tokens.draw_count(random)
+                with context.waiting(f"backend {lease.url}: completion", "inference"):
+                    await lease.generate(
+                        [0] * context_tokens,
+                        context.spec.sampling,
+                        max_tokens=sampled,
+                        request_id=f"{context.spec.job_id}.{self._draws[context.spec.job_id, 'run']}-t{turn}",
+                        timeout_s=context.resources.config.backends.request_timeout_s,
+                    )
+                sampled_s = trio.current_time()
+                if turn + 1 < turns:
+                    await self._act(context, random)
+                context.record(_turn(context_tokens, sampled, sampled_s - began_s, trio.current_time() - sampled_s))
+                context_tokens += sampled + work.observation_tokens.draw_count(random, least=0)
+        context.stop_reason = "finished"
+
+    async def eval(self, context: RolloutContext) -> Evaluation:
+        """Takes its time; the reward says nothing."""
+        random = self._random(context, "eval")
+        fails = random.random() < self._config.failures.evaluation
+        await trio.sleep(self._config.work.evaluation_s.draw(random))
+        if fails:
+            raise EvaluationError("simulated failure of the evaluation")
+        return Evaluation(reward=1.0, details={})
+
+    async def _lease(self, context: RolloutContext, stack: AsyncExitStack) -> BackendLease:
+        backends, at_most_s = context.resources.backends, context.resources.config.backends.lease_timeout_s
+        with trio.move_on_after(at_most_s), context.standing_in_line("backend room", "inference", at_most_s=at_most_s):
+            return await stack.enter_async_context(backends.lease(context.spec.job_id))
+        raise BackendError(f"no backend had room within {at_most_s:g} s", retryable=True)
+
+    async def _act(self, context: RolloutContext, random: Random) -> None:
+        """One tool call, in the sandbox."""
+        assert context.sandbox is not None
+        fails = random.random() < self._config.failures.tool_call
+        tool_s = self._config.work.tool_s.draw(random)
+        with context.waiting("tool", "sandbox"):
+            await context.sandbox.exec(["sleep", str(tool_s)], timeout_s=context.resources.config.agent.tool_timeout_s)
+        if fails:
+            raise SandboxLost("simulated loss of the sandbox")
+
+    def _random(self, context: RolloutContext, stage: str) -> Random:
+        """Of one job's stage: whatever else goes on, a job draws the same. An attempt after a failure draws anew."""
+        self._draws[context.spec.job_id, stage] += 1
+        return Random(f"{self._config.seed} {context.spec.job_id} {stage} {self._draws[context.spec.job_id, stage]}")
+
+
+def _turn(prompt_tokens: int, sampled: int, inference_s: float, tools_s: float) -> Turn:
+    return Turn(
+        segment=0,
+        completion_start=prompt_tokens,
+        completion_end=prompt_tokens + sampled,
+        text="",
+        finish_reason="stop",
+        tool_calls=[],
+        observations=[],
+        inference_s=inference_s,
+        tools_s=tools_s,
+    )
