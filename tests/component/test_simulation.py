@@ -198,7 +198,9 @@ def test_distributions_have_the_percentiles_they_say():
 
 def test_the_command(tmp_path):
     file = tmp_path / "sim.toml"
-    file.write_text("jobs = 20\n[stages]\nrun_workers = 2\neval_workers = 16\n[work]\nturns = { value = 2 }\n[engine]\ncount = 2\n")
+    file.write_text(
+        "jobs = 20\n[stages]\nrun_workers = 2\neval_workers = 16\n[work]\nturns = { value = 2 }\n[engine]\ncount = 2\n"
+    )
     assert load_simulation(file).engine.count == 2
     run = CliRunner().invoke
     shown = run(main, ["simulate", "--config", str(file), "--double"])
