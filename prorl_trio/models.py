@@ -28,11 +28,13 @@ __all__ = [
     "FinishReason",
     "GroupPolicy",
     "JobSpec",
+    "LogprobKind",
     "Outcome",
     "PolicySpan",
     "RetryPolicy",
     "SamplingParams",
     "Segment",
+    "SegmentReason",
     "Stage",
     "Status",
     "StopReason",
@@ -61,6 +63,14 @@ StopReason = Literal[
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why the engine stopped sampling one completion: end-of-turn token, token limit, or aborted."""
+
+LogprobKind = Literal["raw", "processed", "unknown"]
+"""Of which distribution an engine's log-probabilities are: the model's own (temperature 1, nothing cut off), or what
+temperature, `top_p` and `top_k` made of it."""
+
+SegmentReason = Literal["template_rewrite", "compaction", "sub_agent", "retry"]
+"""Why a segment does not continue the one before it: the template renders earlier turns otherwise (it drops old
+reasoning, say); the dialogue was shortened; another agent was asked; a step is tried again."""
 
 OUT_OF_BAND_PROTOCOL = 5
 """Of pickles that may carry buffers beside themselves (PEP 574)."""
@@ -214,13 +224,24 @@ class ChatMessage(_Model, frozen=True):
     name: str | None = None
 
 
-class PolicySpan(_Model, frozen=True):
-    """Tokens `start` (inclusive) to `end` (exclusive) of a segment were sampled under one `policy_version`."""
+class PolicySpan(_Model, frozen=True, omit_defaults=True):
+    """Tokens `start` (inclusive) to `end` (exclusive) of a segment were sampled in one way.
+
+    Attributes:
+        policy_version: of the weights.
+        engine: its name and version, `vllm 0.32.0`.
+        temperature, top_p, top_k: see `SamplingParams`.
+        logprob_kind: what the recorded log-probabilities are of.
+    """
 
     start: int
     end: int
     policy_version: str
     engine: str
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    logprob_kind: LogprobKind = "raw"
 
 
 class Segment(_Model, frozen=True):
@@ -234,12 +255,16 @@ class Segment(_Model, frozen=True):
         logprobs: float32 [T]. The engine's log-probability (natural log) of each sampled token; 0.0 elsewhere.
         loss_mask: uint8 [T]. 1 exactly where the policy sampled the token, 0 on prompts and observations.
         spans: run-length policy versions over the sampled tokens.
+        parent: index of the segment of the trajectory that this one goes on from; None for the first.
+        reason: why it does not simply continue its parent; None where there is none.
     """
 
     token_ids_le: memoryview = msgspec.field(name="token_ids")
     logprobs_le: memoryview = msgspec.field(name="logprobs")
     loss_mask_le: memoryview = msgspec.field(name="loss_mask")
     spans: list[PolicySpan]
+    parent: int | None = None
+    reason: SegmentReason | None = None
 
     def __post_init__(self) -> None:
         for name in ("token_ids_le", "logprobs_le", "loss_mask_le"):
@@ -258,6 +283,9 @@ class Segment(_Model, frozen=True):
         logprobs: Sequence[float] | npt.NDArray[np.float32],
         loss_mask: Sequence[int] | npt.NDArray[np.uint8],
         spans: list[PolicySpan],
+        *,
+        parent: int | None = None,
+        reason: SegmentReason | None = None,
     ) -> Segment:
         """Build from sequences of equal length T, by a copy. Raises ValueError if they differ."""
         return cls(
@@ -265,6 +293,8 @@ class Segment(_Model, frozen=True):
             logprobs_le=memoryview(np.asarray(logprobs, dtype="<f4").tobytes()),
             loss_mask_le=memoryview(np.asarray(loss_mask, dtype="u1").tobytes()),
             spans=spans,
+            parent=parent,
+            reason=reason,
         )
 
     @classmethod
@@ -274,9 +304,19 @@ class Segment(_Model, frozen=True):
         logprobs: npt.NDArray[np.float32],
         loss_mask: npt.NDArray[np.uint8],
         spans: list[PolicySpan],
+        *,
+        parent: int | None = None,
+        reason: SegmentReason | None = None,
     ) -> Segment:
         """Build over contiguous arrays of equal length T, without a copy. Raises ValueError if they differ."""
-        return cls(token_ids_le=token_ids.data, logprobs_le=logprobs.data, loss_mask_le=loss_mask.data, spans=spans)
+        return cls(
+            token_ids_le=token_ids.data,
+            logprobs_le=logprobs.data,
+            loss_mask_le=loss_mask.data,
+            spans=spans,
+            parent=parent,
+            reason=reason,
+        )
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
@@ -298,14 +338,29 @@ class Segment(_Model, frozen=True):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Segment], tuple[Any, ...]]:
         arrays = (self.token_ids_le, self.logprobs_le, self.loss_mask_le)
+        rest = (self.spans, self.parent, self.reason)
         if protocol >= OUT_OF_BAND_PROTOCOL:
-            return _segment, (*map(PickleBuffer, arrays), self.spans)
-        return _segment, (*(array.tobytes() for array in arrays), self.spans)
+            return _segment, (*map(PickleBuffer, arrays), *rest)
+        return _segment, (*(array.tobytes() for array in arrays), *rest)
 
 
-def _segment(token_ids: Any, logprobs: Any, loss_mask: Any, spans: list[PolicySpan]) -> Segment:
+def _segment(
+    token_ids: Any,
+    logprobs: Any,
+    loss_mask: Any,
+    spans: list[PolicySpan],
+    parent: int | None = None,
+    reason: SegmentReason | None = None,
+) -> Segment:
     """What a pickle calls; the arrays come as any bytes-like object."""
-    return Segment(token_ids_le=token_ids, logprobs_le=logprobs, loss_mask_le=loss_mask, spans=spans)
+    return Segment(
+        token_ids_le=token_ids,
+        logprobs_le=logprobs,
+        loss_mask_le=loss_mask,
+        spans=spans,
+        parent=parent,
+        reason=reason,
+    )
 
 
 def _flat(buffer: Any) -> memoryview:
@@ -342,6 +397,16 @@ class Trajectory(_Model, frozen=True):
     turns: list[Turn]
     stop_reason: StopReason
     prefix_breaks: int = 0
+
+    @property
+    def policy_versions(self) -> list[str]:
+        """Every version it was sampled under, each once, in the order of first use: the oldest first."""
+        return list(dict.fromkeys(span.policy_version for segment in self.segments for span in segment.spans))
+
+    @property
+    def staleness(self) -> int:
+        """Policy updates between its first and its last sampled token: 0 where all of it is of one version."""
+        return max(0, len(self.policy_versions) - 1)
 
     def to_padded(
         self,

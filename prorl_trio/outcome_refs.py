@@ -43,7 +43,7 @@ def split_outcome(cursor: int, outcome: Outcome, refs: Sequence[ArenaRef]) -> Ou
         raise ValueError(f"segments of {lengths} tokens, references to {[ref.length for ref in refs]}")
     if trajectory is not None:
         empty = [
-            Segment(token_ids_le=_NOTHING, logprobs_le=_NOTHING, loss_mask_le=_NOTHING, spans=segment.spans)
+            msgspec.structs.replace(segment, token_ids_le=_NOTHING, logprobs_le=_NOTHING, loss_mask_le=_NOTHING)
             for segment in trajectory.segments
         ]
         outcome = msgspec.structs.replace(outcome, trajectory=msgspec.structs.replace(trajectory, segments=empty))
@@ -73,7 +73,7 @@ def join_outcome(frame: OutcomeRefFrame, mapped: Mapped) -> Outcome:
     if trajectory is None:
         return outcome
     whole = [
-        Segment.over_arrays(*mapped.view(ref), spans=segment.spans)
+        Segment.over_arrays(*mapped.view(ref), spans=segment.spans, parent=segment.parent, reason=segment.reason)
         for segment, ref in zip(segments, frame.segments, strict=True)
     ]
     return msgspec.structs.replace(outcome, trajectory=msgspec.structs.replace(trajectory, segments=whole))
