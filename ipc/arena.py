@@ -65,13 +65,14 @@ class TokenBuffer:
     `seal`.
     """
 
-    def __init__(self, arena: Arena, blocks: int) -> None:
+    def __init__(self, arena: Arena, blocks: int, *, reserved: bool) -> None:
         self._arena = arena
         self._length = 0
+        self._reserved = reserved
         self._released = False
         self._ref: ArenaRef | None = None
         self._readers: set[str] = set()
-        self._adopt(arena._begin(blocks), blocks)
+        self._adopt(arena._begin(blocks, from_end=reserved), blocks)
 
     def __len__(self) -> int:
         return self._length
@@ -133,12 +134,15 @@ class TokenBuffer:
     def seal(self) -> ArenaRef:
         """End the writing and shrink to the blocks that are needed; returns what names the tokens. Idempotent.
 
+        The tokens may move: a reservation was taken from the arena's end, and sealed ones are packed at its beginning.
+
         Raises:
             StaleReference: the buffer was released.
         """
         self._expect_held()
         if self._ref is None:
-            self._shrink()
+            if not (self._reserved and self._pack()):
+                self._shrink()
             self._arena.memory.set_length(self._first, self._length)
             self._ref = self._arena._sealed(self, self._first, self._capacity, self._generation)
         return self._ref
@@ -189,16 +193,27 @@ class TokenBuffer:
         needed = self._arena.blocks_for(tokens)
         wanted = max(needed, 2 * self._blocks)
         try:
-            run = self._arena._begin(wanted)
+            run = self._arena._begin(wanted, from_end=self._reserved)
         except ArenaFull:
             if wanted == needed:
                 raise
             wanted = needed
-            run = self._arena._begin(needed)
-        before, first, blocks = self._whole, self._first, self._blocks
-        self._adopt(run, wanted)
+            run = self._arena._begin(needed, from_end=self._reserved)
+        self._move(run, wanted)
+
+    def _pack(self) -> bool:
+        """Move to a run nearer to the arena's beginning, if one is free."""
+        needed = self._arena.blocks_for(self._length)
+        run = self._arena._begin_below(needed, self._first)
+        if run is not None:
+            self._move(run, needed)
+        return run is not None
+
+    def _move(self, run: tuple[int, int], blocks: int) -> None:
+        before, first, had = self._whole, self._first, self._blocks
+        self._adopt(run, blocks)
         self._copy_from(before)
-        self._arena._end(first, blocks)
+        self._arena._end(first, had)
 
     def _shrink(self) -> None:
         needed = self._arena.blocks_for(self._length)
@@ -253,13 +268,16 @@ class Arena:
         """How many blocks so many tokens take."""
         return max(1, -(-tokens // self.memory.block_tokens))
 
-    def open_nowait(self, tokens: int = 1) -> TokenBuffer:
+    def open_nowait(self, tokens: int = 1, *, reserve: bool = False) -> TokenBuffer:
         """A new buffer with room for `tokens` to begin with.
+
+        With `reserve` that is the most it will probably need: it comes from the arena's end, where no small sealed ones
+        lie between, and is packed when it is sealed. Memory is committed as it is written all the same.
 
         Raises:
             ArenaFull: there is no such room now.
         """
-        buffer = TokenBuffer(self, self.blocks_for(tokens))
+        buffer = TokenBuffer(self, self.blocks_for(tokens), reserved=reserve)
         self._open.add(buffer)
         return buffer
 
@@ -308,6 +326,23 @@ class Arena:
             raise StaleReference(f"reader {reader_id!r} is gone")
         self._by_block[self.memory.check(ref)].pin(reader_id)
 
+    def hold(self, ref: ArenaRef, holder: str) -> None:
+        """As `pin`, for somebody in this process, who `unpin`s it in the end.
+
+        Raises:
+            StaleReference: the tokens are gone.
+        """
+        self._by_block[self.memory.check(ref)].pin(holder)
+
+    def ref_of(self, arrays: TokenArrays) -> ArenaRef | None:
+        """What names these arrays, if they are all of a sealed buffer's; None if they are anything else."""
+        address = arrays.token_ids.__array_interface__["data"][0]
+        block, beside = divmod(address - self.memory.address - self.memory.blocks_at, self.memory.block_bytes)
+        buffer = self._by_block.get(block) if not beside else None
+        if buffer is None or buffer.ref is None:
+            return None
+        return buffer.ref if _places(arrays) == _places(self.memory.view(buffer.ref)) else None
+
     def unpin(self, ref: ArenaRef, reader_id: str) -> None:
         """The reader has done with `ref`. Idempotent; nothing happens where the tokens or the reader are gone."""
         try:
@@ -342,11 +377,15 @@ class Arena:
 
     # ------------------------------------------------------------ for its buffers
 
-    def _begin(self, blocks: int) -> tuple[int, int]:
-        first = self._blocks.take(blocks)
+    def _begin(self, blocks: int, *, from_end: bool) -> tuple[int, int]:
+        first = self._blocks.take(blocks, from_end=from_end)
         if first is None:
             raise self._full(blocks * self.memory.block_tokens)
         return first, self.memory.begin_run(first)
+
+    def _begin_below(self, blocks: int, limit: int) -> tuple[int, int] | None:
+        first = self._blocks.take(blocks, below=limit)
+        return None if first is None else (first, self.memory.begin_run(first))
 
     def _sealed(self, buffer: TokenBuffer, first: int, capacity: int, generation: int) -> ArenaRef:
         self._open.discard(buffer)
@@ -389,6 +428,12 @@ class Arena:
 
     def _full(self, tokens: int) -> ArenaFull:
         return ArenaFull(tokens, self._blocks.largest_free_run * self.memory.block_tokens)
+
+
+def _places(arrays: TokenArrays) -> list[tuple[int, int]]:
+    """Where each array begins in memory, and its bytes."""
+    each = (arrays.token_ids, arrays.logprobs, arrays.loss_mask)
+    return [(array.__array_interface__["data"][0], array.nbytes) for array in each]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ __all__ = ["Blocks"]
 
 
 class Blocks:
-    """Runs of consecutive blocks, given out first-fit, joined with their neighbours when they come back.
+    """Runs of consecutive blocks, given out first-fit from either end, joined with their neighbours on their return.
 
     Attributes:
         total: how many blocks there are.
@@ -36,18 +36,31 @@ class Blocks:
         """In blocks; 0 if there is none."""
         return max((end - start for start, end in self.runs()), default=0)
 
-    def take(self, count: int) -> int | None:
-        """Take `count` >= 1 consecutive blocks; returns the first, or None if no free run is that long."""
-        for index, (start, end) in enumerate(self.runs()):
+    def take(self, count: int, *, from_end: bool = False, below: int | None = None) -> int | None:
+        """Take `count` >= 1 consecutive blocks; returns the first, or None if there is no such run.
+
+        The first that fits is taken, or with `from_end` the last. `below`: it must begin before that block.
+        """
+        order = range(len(self._starts))
+        for index in reversed(order) if from_end else order:
+            start, end = self._starts[index], self._ends[index]
+            if below is not None and start >= below:
+                return None
             if end - start >= count:
-                if end - start == count:
-                    del self._starts[index], self._ends[index]
-                else:
-                    self._starts[index] = start + count
-                self.free -= count
-                self.high_water = max(self.high_water, self.total - self.free)
-                return start
+                return self._cut(index, count, from_end=from_end)
         return None
+
+    def _cut(self, index: int, count: int, *, from_end: bool) -> int:
+        start, end = self._starts[index], self._ends[index]
+        if end - start == count:
+            del self._starts[index], self._ends[index]
+        elif from_end:
+            self._ends[index] = end - count
+        else:
+            self._starts[index] = start + count
+        self.free -= count
+        self.high_water = max(self.high_water, self.total - self.free)
+        return end - count if from_end else start
 
     def give_back(self, first: int, count: int) -> None:
         """Free `count` >= 1 blocks from `first` on, all of them taken.

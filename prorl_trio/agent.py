@@ -62,6 +62,7 @@ async def run_agent(
     """
     resources = context.resources
     conversation = await trio.to_thread.run_sync(resources.chat_format.open, messages, tools.schemas())
+    conversation.keep_in(context.tokens)
     context.conversation = conversation
     async with AsyncExitStack() as stack:
         lease = await _lease(context, stack)

@@ -19,11 +19,16 @@ from prorl_trio.chat_template import Capabilities, ChatTemplate, Message, ToolSc
 from prorl_trio.errors import BackendError, ConfigError, HandlerError, TokenDrift
 from prorl_trio.model_folder import read_model_folder
 from prorl_trio.models import ChatMessage, PolicySpan, Segment, ToolCall
+from prorl_trio.token_memory import RolloutTokens
 from prorl_trio.tool_calls import parse_turn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
+
+    import numpy.typing as npt
+
+    from prorl_trio.token_memory import SegmentTokens
 
 __all__ = ["ChatFormat", "CompletionRange", "Conversation", "OnRewrite", "ParsedTurn"]
 
@@ -136,6 +141,8 @@ class ChatFormat:
 class Conversation:
     """The token state of one trajectory. Made by `ChatFormat.open`; not for concurrent use; nothing to close.
 
+    Tokens are written once, as they arrive, into memory of this process, or what `keep_in` was given.
+
     It alternates: `prompt_token_ids`, `add_completion`, `add_messages`, and again. A call out of turn raises
     RuntimeError; a call that raises has changed nothing.
 
@@ -159,18 +166,29 @@ class Conversation:
         self._tools = [_mark_strings(tool, chat_format.codec) for tool in tools]
         self._on_rewrite = on_rewrite if chat_format.capabilities.rewrites_history else "keep"
         self._history = self._marked(messages)
-        self._current = _Tokens()
-        self._closed: list[Segment] = []
+        self._tokens = RolloutTokens()
+        self._current = _OpenSegment(self._tokens.open_segment())
+        self._closed: list[_OpenSegment] = []
         self._awaits_completion = True
+        self._sealed = False
         self.prefix_breaks = 0
         self.completion_ranges = []
         prompt = chat_format.template.prompt(self._history, self._tools)
-        self._current.extend(array("i", chat_format.codec.encode(prompt)))
-        self._proven = self._current.token_ids.tobytes()
+        ids = array("i", chat_format.codec.encode(prompt))
+        self._current.tokens.append(ids)
+        self._proven = ids.tobytes()
 
     def __len__(self) -> int:
         """Return the number of tokens in the current segment, that is of the next prompt."""
-        return len(self._current.token_ids)
+        return len(self._current.tokens)
+
+    def keep_in(self, tokens: RolloutTokens) -> None:
+        """Record into `tokens` from now on, the prompt included. Before the first completion only."""
+        if self.completion_ranges:
+            raise RuntimeError("keep_in comes before the first completion")
+        moved = _OpenSegment(tokens.open_segment())
+        moved.tokens.append(self._current.tokens.arrays().token_ids)
+        self._tokens, self._current = tokens, moved
 
     def prompt_token_ids(self) -> list[int]:
         """Return what the engine gets now: everything so far, ending with the generation prompt.
@@ -180,7 +198,8 @@ class Conversation:
         """
         self._expect(awaits_completion=True)
         self._prove_prefix()
-        return self._current.token_ids.tolist()
+        ids: list[int] = self._current.token_ids.tolist()
+        return ids
 
     def add_completion(
         self, token_ids: Sequence[int], logprobs: Sequence[float], *, policy_version: str, engine: str
@@ -199,11 +218,10 @@ class Conversation:
         self._expect(awaits_completion=True)
         self._prove_prefix()
         ids, sampled_logprobs = _arrays(token_ids, logprobs)
-        tokens = self._current
-        start, end = len(tokens.token_ids), len(tokens.token_ids) + len(ids)
-        tokens.extend(ids, sampled_logprobs)
+        start, end = len(self), len(self) + len(ids)
+        self._current.tokens.append(ids, sampled_logprobs)
         if ids:
-            tokens.spans.append(PolicySpan(start=start, end=end, policy_version=policy_version, engine=engine))
+            self._current.spans.append(PolicySpan(start=start, end=end, policy_version=policy_version, engine=engine))
         self.completion_ranges.append(CompletionRange(start, end, len(self._closed)))
         self._proven += ids.tobytes()
         self._awaits_completion = False
@@ -236,16 +254,30 @@ class Conversation:
                 raise TokenDrift(f"the template closes this assistant turn with {codec.decode(delta[:4])!r}")
             if self._current.token_ids[-1] == delta[0]:
                 delta = delta[1:]
-            self._current.extend(delta)
+            self._current.tokens.append(delta)
             self._proven += delta.tobytes()
         self._history = [*answered, *new] if self._keeps_history else []
         self._awaits_completion = True
 
     def segments(self) -> list[Segment]:
         """Return a copy of everything recorded, as the trainer gets it. Allowed at any time."""
-        return [*self._closed, self._current.as_segment()]
+        return [Segment.from_arrays(*each.tokens.arrays(), list(each.spans)) for each in self._all]
+
+    def seal(self) -> list[Segment]:
+        """End the conversation: return everything recorded as views of the memory it is in, without a copy.
+
+        They are valid until that memory is released. Nothing can be added afterwards. Idempotent.
+        """
+        self._sealed = True
+        for each in self._all:
+            each.tokens.seal()
+        return [Segment.over_arrays(*each.tokens.arrays(), list(each.spans)) for each in self._all]
 
     # ------------------------------------------------------------ inside
+
+    @property
+    def _all(self) -> list[_OpenSegment]:
+        return [*self._closed, self._current]
 
     @property
     def _keeps_history(self) -> bool:
@@ -253,15 +285,16 @@ class Conversation:
         return self._on_rewrite != "keep" or not self._format.capabilities.short_history
 
     def _expect(self, *, awaits_completion: bool) -> None:
+        if self._sealed:
+            raise RuntimeError("the conversation has been sealed")
         if self._awaits_completion != awaits_completion:
             expected = "add_completion" if self._awaits_completion else "add_messages"
             raise RuntimeError(f"out of turn: the conversation expects {expected}")
 
     def _prove_prefix(self) -> None:
         """Compare what is recorded with what was sent and sampled, which is kept apart from it."""
-        recorded = self._current.token_ids.tobytes()
-        if recorded != self._proven:
-            now, then = (np.frombuffer(each, dtype=np.int32) for each in (recorded, self._proven))
+        now, then = self._current.token_ids, np.frombuffer(self._proven, dtype=np.int32)
+        if not np.array_equal(now, then):
             shared = min(len(now), len(then))
             differing = np.flatnonzero(now[:shared] != then[:shared])
             position = int(differing[0]) if len(differing) else shared
@@ -274,7 +307,7 @@ class Conversation:
         """Return the template's own rendering of the whole dialogue if its text does not begin with what was said."""
         codec = self._format.codec
         rendered = codec.encode(self._format.template.prompt(messages, self._tools))
-        if codec.decode(rendered).startswith(codec.decode(self._current.token_ids)):
+        if codec.decode(rendered).startswith(codec.decode(self._current.token_ids.tolist())):
             return None
         if self._on_rewrite == "fail":
             raise TokenDrift(
@@ -284,9 +317,10 @@ class Conversation:
         return array("i", rendered)
 
     def _begin_segment(self, prompt: array[int]) -> None:
-        self._closed.append(self._current.as_segment())
-        self._current = _Tokens()
-        self._current.extend(prompt)
+        self._current.tokens.seal()
+        self._closed.append(self._current)
+        self._current = _OpenSegment(self._tokens.open_segment())
+        self._current.tokens.append(prompt)
         self._proven = prompt.tobytes()
         self.prefix_breaks += 1
 
@@ -302,7 +336,7 @@ class Conversation:
     def _last_said(self) -> str:
         """Return the last completion as the content of a message: without its end-of-turn token."""
         start, end, _segment = self.completion_ranges[-1]
-        ids = self._current.token_ids[start:end]
+        ids = self._current.token_ids[start:end].tolist()
         if ids and ids[-1] in self._format.end_of_turn_ids:
             ids = ids[:-1]
         return self._format.codec.mark(self._format.decode(ids), speech=True)
@@ -323,27 +357,16 @@ class Conversation:
 
 
 @dataclass(slots=True)
-class _Tokens:
-    """A growing segment: 9 bytes a token."""
+class _OpenSegment:
+    """A segment as it grows."""
 
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-    loss_mask: bytearray = field(default_factory=bytearray)
+    tokens: SegmentTokens
     spans: list[PolicySpan] = field(default_factory=list)
 
-    def extend(self, ids: array[int], logprobs: array[float] | None = None) -> None:
-        """Append tokens: sampled ones with their `logprobs`, others without."""
-        self.token_ids.extend(ids)
-        self.logprobs.extend(array("f", bytes(4 * len(ids))) if logprobs is None else logprobs)
-        self.loss_mask += bytes([logprobs is not None]) * len(ids)
-
-    def as_segment(self) -> Segment:
-        return Segment.from_arrays(
-            np.frombuffer(self.token_ids, "i4"),
-            np.frombuffer(self.logprobs, "f4"),
-            np.frombuffer(self.loss_mask, "u1"),
-            list(self.spans),
-        )
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """A view of those so far."""
+        return self.tokens.arrays().token_ids
 
 
 def _arrays(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[array[int], array[float]]:

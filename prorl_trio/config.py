@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AdmissionConfig",
     "AgentConfig",
+    "ArenaConfig",
     "BackendConfig",
     "BudgetConfig",
     "ListenConfig",
@@ -195,6 +196,23 @@ class AgentConfig(_Config, frozen=True):
     max_observation_chars: int = 8_000
 
 
+class ArenaConfig(_Config, frozen=True):
+    """Memory for the tokens of live and undelivered trajectories, which trainers on the same host can map.
+
+    A rollout starts when there is room for the longest trajectory it can have. One that waited `room_timeout_s` for it,
+    which no budget is charged for, goes on in the node's private memory.
+
+    Attributes:
+        size_bytes: 0: 1 GiB, or a tenth of the memory if that is less. Committed as it is written.
+        shared_bytes: of outcomes that wait for trainers who map them; more are delivered as frames. 0: half of it.
+    """
+
+    enabled: bool = True
+    size_bytes: int = 0
+    shared_bytes: int = 0
+    room_timeout_s: float = 60.0
+
+
 class MonitoringConfig(_Config, frozen=True):
     """What the node says of itself.
 
@@ -230,6 +248,7 @@ class NodeConfig(_Config, frozen=True):
     admission: AdmissionConfig = AdmissionConfig()
     budgets: BudgetConfig = BudgetConfig()
     agent: AgentConfig = AgentConfig()
+    arena: ArenaConfig = ArenaConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     drain_timeout_s: float = 60.0

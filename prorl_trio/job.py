@@ -32,7 +32,10 @@ class JobSink(Protocol):
     """Whose jobs these are: fairness is between sessions."""
 
     def deliver(self, outcome: Outcome) -> None:
-        """The job's one terminal outcome. Never called again for this job."""
+        """The job's one terminal outcome. Never called again for this job.
+
+        Its token arrays may be views of the node's arena, valid until this returns: keep what was encoded, or a copy.
+        """
 
     def report(self, job_id: str, status: Status, detail: str) -> None:
         """The job entered `status`. May be dropped on the way to the trainer."""
@@ -75,6 +78,7 @@ class Job:
         """The attempt failed, and nothing of it is left but its record: stand in line for the next one."""
         self.attempts.append(failed)
         self.attempt += 1
+        self.context.tokens.release()
         self._begin(trio.current_time())
         self._tell("queued", f"attempt {self.attempt}, after {failed.cause}: {failed.error}")
 
@@ -112,10 +116,13 @@ class Job:
 
     def ended(self, outcome: Outcome) -> None:
         """Hand the outcome to those it is for. Once."""
-        for sink in self.sinks:
-            sink.deliver(outcome)
-        if self._observers is not None:
-            self._observers.job_ended(self.view, outcome)
+        try:
+            for sink in self.sinks:
+                sink.deliver(outcome)
+            if self._observers is not None:
+                self._observers.job_ended(self.view, outcome)
+        finally:
+            self.context.tokens.release()
         self.finished.set()
 
     def view(self) -> JobView:

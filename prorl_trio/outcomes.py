@@ -34,7 +34,7 @@ MAX_BACKOFF_S: Final = 60.0
 def completed(job: Job) -> Outcome:
     """The outcome of a job that went all the way."""
     assert job.evaluation is not None
-    draft = _draft(job, "completed", job.context.trajectory())
+    draft = _draft(job, "completed", job.context.sealed_trajectory())
     return msgspec.structs.replace(draft, reward=float(job.evaluation.reward), details=job.evaluation.details)
 
 
@@ -59,7 +59,7 @@ def not_completed(job: Job, failure: BaseException | None, stage: Stage | None) 
         assert stage is not None
         status, error = "failed", _classify(job, stage, failure)
     return msgspec.structs.replace(
-        _draft(job, status, job.context.trajectory() if job.spec.keep_partial else None),
+        _draft(job, status, job.context.sealed_trajectory() if job.spec.keep_partial else None),
         cause=error.cause,
         error_code=error.error_code,
         error=str(error) or type(error).__name__,

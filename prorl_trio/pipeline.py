@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from prorl_trio.rollout import Resources
     from prorl_trio.sandbox.host import HostedSandbox, SandboxHost
     from prorl_trio.sandbox.provider import SandboxSpec
+    from prorl_trio.token_memory import RolloutTokens
 
 __all__ = ["Job", "JobSink", "Pipeline", "open_pipeline"]
 
@@ -233,20 +234,31 @@ class Pipeline:
             await self._end_queued(job)
 
     async def _init(self, job: Job) -> None:
+        if job.resources.tokens.arena is not None:
+            job.context.tokens = await self._reserve_tokens(job)
         spec = job.handler.sandbox_spec(job.context)
         if spec is not None:
             job.sandbox = await self._open_sandbox(job, spec)
             job.context.sandbox = job.sandbox
         await job.handler.init(job.context)
 
+    async def _reserve_tokens(self, job: Job) -> RolloutTokens:
+        """Room for the longest trajectory the job can have: a full arena holds up new jobs, not running ones."""
+        resources = job.resources
+        tokens, at_most_s = resources.max_trajectory_tokens(), resources.config.arena.room_timeout_s
+        with job.context.standing_in_line("arena room", "handler", at_most_s=at_most_s):
+            return await resources.tokens.reserve(tokens, timeout_s=at_most_s)
+
     async def _run(self, job: Job) -> None:
         after_run = job.handler.after_run
         if after_run == "refresh" and job.sandbox is not None:
             await self._run_and_refresh(job)
-            return
-        await job.handler.run(job.context)
-        if after_run == "release":
-            await job.release()
+        else:
+            await job.handler.run(job.context)
+            if after_run == "release":
+                await job.release()
+        if job.context.conversation is not None:
+            job.context.conversation.seal()
 
     async def _run_and_refresh(self, job: Job) -> None:
         """RUN, while the evaluator's sandbox is opened if there is a place for one in advance; else afterwards."""

@@ -11,6 +11,7 @@ import trio
 from prorl_trio.bounded_text import BoundedText
 from prorl_trio.models import Trajectory
 from prorl_trio.observer import Activity
+from prorl_trio.token_memory import RolloutTokens, TokenMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from prorl_trio.chat import ChatFormat, Conversation
     from prorl_trio.config import NodeConfig
     from prorl_trio.inference.pool import Backends
-    from prorl_trio.models import JobSpec, StopReason, Turn
+    from prorl_trio.models import JobSpec, Segment, StopReason, Turn
     from prorl_trio.observer import Charge
     from prorl_trio.sandbox.provider import Sandbox
     from prorl_trio.scoring import ScorerPool
@@ -28,6 +29,8 @@ __all__ = ["MAX_EVALUATION_LOG_CHARS", "Resources", "RolloutContext"]
 
 MAX_EVALUATION_LOG_CHARS: Final = 64 * 1024
 """Of `Outcome.evaluation_log`; of a longer one the middle is left out."""
+UNKNOWN_CONTEXT_TOKENS: Final = 32_768
+"""Taken for the context of backends while there are none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +42,13 @@ class Resources:
     chat_format: ChatFormat
     backends: Backends
     scorers: ScorerPool
+    tokens: TokenMemory = field(default_factory=TokenMemory)
+
+    def max_trajectory_tokens(self) -> int:
+        """The longest context a rollout that starts now may have: the node's limit, or the largest of its backends."""
+        if limit := self.config.agent.max_trajectory_tokens:
+            return limit
+        return max((info.max_model_len for info in self.backends.list()), default=UNKNOWN_CONTEXT_TOKENS)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +57,7 @@ class RolloutContext:
 
     `sandbox` is set from INIT until the handler's `after_run` releases it. `conversation`, `turns` and `stop_reason`
     grow while the agent runs, so that a failure leaves a partial trajectory. `answer` is what the agent gave as final.
+    `tokens` is where the conversation is recorded, released when the attempt is over and its outcome delivered.
     `activity` is what those who watch see; `on_turn` is called with each recorded turn. `stage_scope` and `uncharged_s`
     are the pipeline's: the scope of the stage the job is in, and the seconds of it that no budget is charged for.
     """
@@ -55,6 +66,7 @@ class RolloutContext:
     resources: Resources
     sandbox: Sandbox | None = None
     conversation: Conversation | None = None
+    tokens: RolloutTokens = field(default_factory=RolloutTokens)
     turns: list[Turn] = field(default_factory=list)
     stop_reason: StopReason = "aborted"
     answer: str | None = None
@@ -101,11 +113,25 @@ class RolloutContext:
             self.on_turn(turn)
 
     def trajectory(self) -> Trajectory | None:
-        """What was recorded so far; None before the first completion."""
+        """A copy of what was recorded so far; None before the first completion."""
         if self.conversation is None or not self.turns:
             return None
+        return self._trajectory(self.conversation.segments())
+
+    def sealed_trajectory(self) -> Trajectory | None:
+        """As `trajectory`, without a copy: its arrays are views of `tokens`, valid until those are released.
+
+        Nothing can be recorded afterwards.
+        """
+        if self.conversation is None:
+            return None
+        segments = self.conversation.seal()
+        return self._trajectory(segments) if self.turns else None
+
+    def _trajectory(self, segments: list[Segment]) -> Trajectory:
+        assert self.conversation is not None
         return Trajectory(
-            segments=self.conversation.segments(),
+            segments=segments,
             turns=list(self.turns),
             stop_reason=self.stop_reason,
             prefix_breaks=self.conversation.prefix_breaks,

@@ -299,14 +299,15 @@ def test_a_backend_that_drops_or_garbles_ids_is_refused_and_changes_nothing(chat
 
 def test_tokens_changed_behind_our_back_are_drift(chat):
     conversation = chat.open([QUESTION])
-    conversation._current.token_ids[3] += 1
+    buffer = conversation._current.tokens._private
+    buffer._whole.token_ids[3] += 1
     with pytest.raises(TokenDrift, match="differ from position 3 on"):
         conversation.prompt_token_ids()
     with pytest.raises(TokenDrift):
         sample(conversation, chat, "x")
-    conversation._current.token_ids[3] -= 1
+    buffer._whole.token_ids[3] -= 1
     sample(conversation, chat, "x")
-    conversation._current.token_ids.pop()
+    buffer._length -= 1
     with pytest.raises(TokenDrift, match=f"differ from position {len(conversation)} on"):
         conversation.add_messages([RESULT])
 

@@ -1,0 +1,234 @@
+"""Where the tokens of rollouts are while they are recorded: in the node's arena, or in private memory.
+
+A rollout reserves room for the longest trajectory it can have before it starts, so that it never waits for room once it
+runs. One that gets none, or outgrows it while the arena is full, goes on in private memory, and is counted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import trio
+
+from ipc.arena_memory import TokenArrays
+from ipc.errors import ArenaFull
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    from ipc.arena import Arena, TokenBuffer
+
+__all__ = ["PrivateTokens", "RolloutTokens", "SegmentTokens", "TokenMemory", "TokenMemoryStatistics"]
+
+FIRST_PRIVATE_TOKENS: Final = 1024
+
+
+class PrivateTokens:
+    """As `ipc.arena.TokenBuffer`, in memory that is this process's alone and ends with its last view."""
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._whole = _allocate(FIRST_PRIVATE_TOKENS)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def arrays(self) -> TokenArrays:
+        """Read-only views of the tokens so far."""
+        return self._whole.first(self._length)
+
+    def append(
+        self,
+        token_ids: Sequence[int] | npt.NDArray[np.int32],
+        logprobs: Sequence[float] | npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """Add tokens: sampled ones with their `logprobs`, others without. Amortised O(N)."""
+        start, end = self._length, self._length + len(token_ids)
+        if end > len(self._whole.token_ids):
+            self._whole = _grown(self._whole, max(end, 2 * start), start)
+        ids, all_logprobs, loss_mask = self._whole
+        ids[start:end] = token_ids
+        all_logprobs[start:end] = 0.0 if logprobs is None else logprobs
+        loss_mask[start:end] = logprobs is not None
+        self._length = end
+
+    @classmethod
+    def copy_of(cls, arrays: TokenArrays) -> PrivateTokens:
+        """Holds what `arrays` hold now."""
+        copy = cls()
+        copy._whole, copy._length = _grown(arrays, 2 * len(arrays.token_ids), len(arrays.token_ids)), len(arrays[0])
+        return copy
+
+
+class SegmentTokens:
+    """The tokens of one segment as it grows. Made by `RolloutTokens.open_segment`."""
+
+    def __init__(self, buffer: TokenBuffer | None, memory: TokenMemory | None) -> None:
+        self._shared = buffer
+        self._memory = memory
+        self._private = PrivateTokens() if buffer is None else None
+
+    def __len__(self) -> int:
+        return len(self._buffer)
+
+    @property
+    def _buffer(self) -> TokenBuffer | PrivateTokens:
+        buffer = self._shared if self._private is None else self._private
+        assert buffer is not None
+        return buffer
+
+    def arrays(self) -> TokenArrays:
+        """Read-only views, valid until the next `append`, `seal` or `release`.
+
+        Raises:
+            StaleReference: the tokens were in the arena, and were released.
+        """
+        return self._buffer.arrays()
+
+    def append(
+        self,
+        token_ids: Sequence[int] | npt.NDArray[np.int32],
+        logprobs: Sequence[float] | npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """Add tokens: sampled ones with their `logprobs` (mask 1), others without (mask 0). All or nothing.
+
+        Errors as `TokenBuffer.append`, but never that there is no room.
+        """
+        try:
+            self._buffer.append(token_ids, logprobs)
+        except ArenaFull:
+            assert self._shared is not None
+            assert self._memory is not None
+            self._memory.make_room()
+            try:
+                self._buffer.append(token_ids, logprobs)
+            except ArenaFull:
+                self._memory.spilled_total += 1
+                self._private = PrivateTokens.copy_of(self._shared.arrays())
+                self._shared.release()
+                self._shared = None
+                self._private.append(token_ids, logprobs)
+
+    def seal(self) -> None:
+        """Nothing more comes. What it does not need goes back to the arena; views from before are over. Idempotent."""
+        if self._shared is not None:
+            self._shared.seal()
+
+    def release(self) -> None:
+        """The tokens are not needed here any more: those in the arena live on as long as somebody pins them.
+        Idempotent."""
+        if self._shared is not None:
+            self._shared.release()
+
+
+class RolloutTokens:
+    """All tokens of one attempt at a rollout. Made by `TokenMemory.reserve`, or `RolloutTokens()` for private memory
+    only. Whoever asked for it calls `release`."""
+
+    def __init__(self, memory: TokenMemory | None = None, reserved: TokenBuffer | None = None) -> None:
+        self._memory = memory
+        self._reserved = reserved
+        self._reserved_tokens = 0 if memory is None or reserved is None else memory.tokens_of(reserved)
+        self._segments: list[SegmentTokens] = []
+
+    def open_segment(self) -> SegmentTokens:
+        """Room for a new segment: the reservation for the first, then what the arena has, then private memory."""
+        buffer, self._reserved = self._reserved, None
+        if buffer is None and self._memory is not None and self._reserved_tokens:
+            buffer = self._memory.open_nowait(self._reserved_tokens)
+        segment = SegmentTokens(buffer, self._memory)
+        self._segments.append(segment)
+        return segment
+
+    def release(self) -> None:
+        """The attempt is over, and whoever wants its tokens has copied or pinned them. Idempotent; never fails."""
+        if self._reserved is not None:
+            self._reserved.release()
+            self._reserved = None
+        for segment in self._segments:
+            segment.release()
+
+
+class TokenMemoryStatistics(NamedTuple):
+    """`waiting` rollouts stand in line for room. Of all so far, `private_total` got none, and `spilled_total` segments
+    outgrew theirs while the arena was full."""
+
+    waiting: int
+    private_total: int
+    spilled_total: int
+
+
+class TokenMemory:
+    """Gives rollouts their room. One per node, for its loop's thread; without an arena all memory is private.
+
+    Attributes:
+        make_room: called when there is no room: frees what can be done without, if there is any.
+    """
+
+    def __init__(self, arena: Arena | None = None) -> None:
+        self.arena = arena
+        self.make_room: Callable[[], None] = lambda: None
+        self.spilled_total = 0
+        self._private_total = 0
+        self._waiting = 0
+
+    async def reserve(self, tokens: int, *, timeout_s: float) -> RolloutTokens:
+        """Wait for room for a rollout of `tokens`, for `timeout_s` at most; then it gets private memory.
+
+        It gets that at once where the arena is smaller than that altogether. When cancelled, nothing was reserved.
+        Needs an arena.
+        """
+        self._waiting += 1
+        try:
+            with trio.move_on_after(timeout_s):
+                return RolloutTokens(self, await self._wait_buffer(tokens))
+        except ArenaFull:  # it would be too small if it were empty
+            pass
+        finally:
+            self._waiting -= 1
+        self._private_total += 1
+        return RolloutTokens()
+
+    async def _wait_buffer(self, tokens: int) -> TokenBuffer:
+        assert self.arena is not None
+        await trio.lowlevel.checkpoint()
+        while (buffer := self._open(tokens)) is None:
+            await self.arena.wait_room(tokens)
+        return buffer
+
+    def open_nowait(self, tokens: int) -> TokenBuffer | None:
+        """A buffer for `tokens` if there is room now; otherwise None, and that is counted."""
+        buffer = self._open(tokens)
+        self.spilled_total += buffer is None
+        return buffer
+
+    def tokens_of(self, buffer: TokenBuffer) -> int:
+        """What `buffer` has room for."""
+        assert self.arena is not None
+        return buffer.blocks * self.arena.memory.block_tokens
+
+    def statistics(self) -> TokenMemoryStatistics:
+        """Live figures."""
+        return TokenMemoryStatistics(self._waiting, self._private_total, self.spilled_total)
+
+    def _open(self, tokens: int) -> TokenBuffer | None:
+        assert self.arena is not None
+        if not self.arena.has_room(tokens):
+            self.make_room()
+        return self.arena.open_nowait(tokens, reserve=True) if self.arena.has_room(tokens) else None
+
+
+def _allocate(tokens: int) -> TokenArrays:
+    return TokenArrays(np.empty(tokens, np.int32), np.empty(tokens, np.float32), np.empty(tokens, np.uint8))
+
+
+def _grown(arrays: TokenArrays, tokens: int, used: int) -> TokenArrays:
+    """A larger copy of the first `used` tokens."""
+    larger = _allocate(max(FIRST_PRIVATE_TOKENS, tokens))
+    larger.token_ids[:used] = arrays.token_ids[:used]
+    larger.logprobs[:used] = arrays.logprobs[:used]
+    larger.loss_mask[:used] = arrays.loss_mask[:used]
+    return larger
