@@ -249,12 +249,14 @@ async def open_node(
     config: NodeConfig,
     handlers: HandlerRegistry | None = None,
     *,
+    provider: SandboxProvider | None = None,
     observers: Sequence[Observer] = (),
     on_backend_call: OnCall | None = None,
 ) -> AsyncIterator[Node]:
     """Everything of a node but its listener. On leaving, all jobs end and nothing of them is left.
 
-    `observers` are told of every job, `on_backend_call` of every call of an LLM backend.
+    `provider` replaces the one the config names. `observers` are told of every job, `on_backend_call` of every call of
+    an LLM backend.
 
     Raises:
         ConfigError: the model folder, the sandbox provider or the configuration cannot be used; says what to do.
@@ -262,7 +264,7 @@ async def open_node(
     """
     handlers = handlers or HandlerRegistry.from_entry_points()
     chat_format = await trio.to_thread.run_sync(ChatFormat.load, Path(config.model.path))
-    provider = await choose_provider(config.sandbox)
+    provider = provider or await choose_provider(config.sandbox)
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_single_nursery())
         backends = Backends(
@@ -312,6 +314,7 @@ async def serve_node(
     config: NodeConfig,
     handlers: HandlerRegistry | None = None,
     *,
+    provider: SandboxProvider | None = None,
     load: Callable[[], NodeConfig] | None = None,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> bool:
@@ -319,7 +322,7 @@ async def serve_node(
 
     Reports the listener's (host, port) through `task_status`. Returns whether the drain was clean: every job had its
     own outcome before the end. At SIGHUP `load`, called in a thread, reads the configuration again; see `reload`. Must
-    run in the main thread, for the signals.
+    run in the main thread, for the signals. `provider` replaces the one the config names.
     """
     listen = config.listen
     sessions = SessionTable(
@@ -337,7 +340,13 @@ async def serve_node(
             monitoring = await stack.enter_async_context(open_monitoring(config))
             observers = [*monitoring.observers, feed] if feed is not None else monitoring.observers
             node = await stack.enter_async_context(
-                open_node(config, handlers, observers=observers, on_backend_call=monitoring.metrics.backend_called)
+                open_node(
+                    config,
+                    handlers,
+                    provider=provider,
+                    observers=observers,
+                    on_backend_call=monitoring.metrics.backend_called,
+                )
             )
             accept = await stack.enter_async_context(open_single_nursery())
             monitoring.watch(node, sessions)
