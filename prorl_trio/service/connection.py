@@ -14,6 +14,7 @@ from ipc.session import (
     Accepted,
     Ack,
     AddBackend,
+    AttachArena,
     BackendChanged,
     CancelJobs,
     CancelledJobs,
@@ -76,7 +77,9 @@ class Connection:
         self._table = table
         self._operations = 0
         self._leaving = False
+        self.reader_id = ""
         self._feed = session.attach(self, resume_after)
+        self._feed.by_reference = self._by_reference
 
     async def run(self) -> tuple[int, str]:
         """Serve until the link ends; returns why (close code, reason). Detaches from the session."""
@@ -107,6 +110,17 @@ class Connection:
         """End the link with a reason the trainer's code can switch over."""
         refuse(self._link, code, message)
 
+    def _attach_arena(self, reader_id: str) -> None:
+        shared = self._session.shared
+        if shared is not None and shared.has_reader(reader_id):
+            self.reader_id = reader_id
+
+    def _by_reference(self, job_id: str, cursor: int) -> bytes | None:
+        shared = self._session.shared
+        if shared is None or not self.reader_id:
+            return None
+        return shared.frame(self._session.session_id, job_id, cursor, self.reader_id)
+
     def _next_outcome(self) -> bytes | None:
         frame = self._feed.next_frame()
         if frame is None and self._leaving and self._feed.exhausted:
@@ -131,6 +145,8 @@ class Connection:
                 self._session.ack(frame.cursor)
             case CancelJobs():
                 self._start(self._cancel, frame)
+            case AttachArena():
+                self._attach_arena(frame.reader_id)
             case StatusRequest():
                 self._link.post(StatusReport(request_id=frame.request_id, statistics=self._statistics()))
             case AddBackend():

@@ -10,6 +10,8 @@ from ipc.session import OutcomeFrame
 from prorl_trio.errors import ProtocolError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from prorl_trio.models import Outcome
 
 __all__ = ["MAX_UNACKED_BYTES", "MAX_UNACKED_OUTCOMES", "Feed", "OutcomeLog", "encode_outcome"]
@@ -111,6 +113,10 @@ class OutcomeLog:
         """The encoded `OutcomeFrame` at `acked < cursor <= last`; empty if that one was forgotten."""
         return self._entries[cursor].frame
 
+    def job_id(self, cursor: int) -> str:
+        """Whose outcome is at `acked < cursor <= last`; empty if that one was forgotten."""
+        return self._entries[cursor].job_id
+
     def end_bytes(self, cursor: int) -> int:
         """Where frame `cursor` ends in the session's stream of frames; `acked <= cursor <= last`."""
         return self._entries[cursor].end_bytes if cursor > self.acked else self.acked_bytes
@@ -135,6 +141,8 @@ class Feed:
     ) -> None:
         self._log = log
         self._sent = max(resume_after, log.acked)
+        self.by_reference: Callable[[str, int], bytes | None] = lambda _job_id, _cursor: None
+        """Gives the frame to send in place of the whole outcome, if there is one. Set by the connection."""
         self._max_outcomes = max_unacked_outcomes
         self._max_bytes = max_unacked_bytes
 
@@ -157,7 +165,7 @@ class Feed:
         if in_flight and (in_flight >= self._max_outcomes or in_flight_bytes + len(frame) > self._max_bytes):
             return None
         self._sent += 1
-        return frame
+        return self.by_reference(log.job_id(self._sent), self._sent) or frame
 
 
 def encode_outcome(outcome: Outcome, max_message_bytes: int) -> bytes:

@@ -43,11 +43,13 @@ async def serve_websocket(
     config: ListenConfig,
     *,
     sessions: SessionTable | None = None,
+    arena_socket: str = "",
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve trainers until cancelled. Reports the bound (host, port) through `task_status`.
 
     `sessions` may be shared with the rest of the node; without, the server has its own, and they end with it.
+    `arena_socket` is where trainers on this host can have the node's arena; empty: nowhere.
 
     On cancel nobody new is let in; what is queued for connected trainers is sent, and the connections are closed as
     "going away", all within `GOODBYE_TIMEOUT_S`. Jobs are not touched: they are the node's.
@@ -75,7 +77,7 @@ async def serve_websocket(
             "set listen.tls_cert and listen.tls_key, or listen on 127.0.0.1",
             host,
         )
-    server = _Server(node, config, token, sessions, tls)
+    server = _Server(node, config, token, sessions, tls, arena_socket)
     with single_exception():
         async with trio.open_nursery() as connections:
             try:
@@ -113,12 +115,19 @@ class _Server:
     """What all connections share."""
 
     def __init__(
-        self, node: NodeApi, config: ListenConfig, token: bytes, sessions: SessionTable, tls: ssl.SSLContext | None
+        self,
+        node: NodeApi,
+        config: ListenConfig,
+        token: bytes,
+        sessions: SessionTable,
+        tls: ssl.SSLContext | None,
+        arena_socket: str,
     ) -> None:
         self._node = node
         self._tls = tls
         self._token = token
         self._sessions = sessions
+        self._arena_socket = arena_socket
         self._max_streams = config.max_sessions + STRANGERS
         self._leaving = False
         self._scopes: dict[trio.CancelScope, Connection | None] = {}
@@ -210,4 +219,5 @@ class _Server:
             session_id=session.session_id,
             resumed=resumed,
             pending=session.log.last - max(session.log.acked, hello.resume_after),
+            arena_socket=self._arena_socket,
         )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.models import JobSpec, Status
     from prorl_trio.service.node_api import NodeApi
+    from prorl_trio.service.shared_outcomes import SharedOutcomes
 
 __all__ = ["Held", "Listener", "RunningJob", "Session", "SessionLimits", "SessionTable"]
 
@@ -54,6 +55,9 @@ class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
 class Listener(Protocol):
     """The connection a session has at the moment. Synchronous, never raises."""
 
+    reader_id: str
+    """Of the trainer in the node's arena; empty if it has not mapped it."""
+
     def wake(self) -> None:
         """There may be more to send."""
 
@@ -65,17 +69,22 @@ class Listener(Protocol):
 
 
 class RunningJob:
-    """What a session knows of a job that has no outcome yet. `ended` is set with `outcome`: who waits has it then, even
-    if it is acknowledged or forgotten at once."""
+    """What a session knows of a job that has no outcome yet. `ended` is set with `encoded`, the outcome as it goes to
+    the trainer: who waits has it then, even if it is acknowledged or forgotten at once."""
 
-    __slots__ = ("ended", "outcome", "spec", "status", "submitted_s")
+    __slots__ = ("encoded", "ended", "spec", "status", "submitted_s")
 
     def __init__(self, spec: JobSpec, submitted_s: float) -> None:
         self.spec = spec
         self.status: Status = "queued"
         self.submitted_s = submitted_s
         self.ended = trio.Event()
-        self.outcome: Outcome | None = None
+        self.encoded: bytes | None = None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The outcome, once the job has ended. Decoded each time."""
+        return None if self.encoded is None else _decode_outcome(self.encoded)
 
 
 class Held(NamedTuple):
@@ -107,6 +116,8 @@ class Session:
         self.retention_s: float | None = None
         """Set by an edge without a standing connection: outcomes older than that are dropped by `expire`."""
         self.expired_total = 0
+        self.shared: SharedOutcomes | None = None
+        """Where tokens of outcomes are held for a trainer that maps them; None: this node shares none."""
         self._clock = clock
         self._limits = limits
         self._on_change = on_change
@@ -201,9 +212,12 @@ class Session:
         if job is None:
             logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, outcome.job_id)
             return
-        self.log.append(outcome.job_id, encode_outcome(outcome, self._limits.max_message_bytes))
+        encoded = encode_outcome(outcome, self._limits.max_message_bytes)
+        self.log.append(outcome.job_id, encoded)
+        if self.shared is not None and self._listener is not None and self._listener.reader_id:
+            self.shared.keep(self.session_id, outcome, encoded)
         self._ended_s[outcome.job_id] = self._clock()
-        job.outcome = outcome
+        job.encoded = encoded
         job.ended.set()
         self._arrival.unpark_all()
         if self._listener is not None:
@@ -223,8 +237,7 @@ class Session:
             ProtocolError: no such cursor was ever given.
         """
         for job_id in self.log.ack(cursor):
-            del self._fingerprints[job_id]
-            del self._ended_s[job_id]
+            self._forgotten(job_id)
         if self._listener is not None:
             self._listener.wake()
         self._on_change()
@@ -260,8 +273,7 @@ class Session:
             KeyError: no outcome of that job is here.
         """
         self.log.forget(job_id)
-        del self._fingerprints[job_id]
-        del self._ended_s[job_id]
+        self._forgotten(job_id)
         self._on_change()
 
     def touch(self) -> None:
@@ -320,6 +332,12 @@ class Session:
             "expired_total": self.expired_total,
         }
 
+    def _forgotten(self, job_id: str) -> None:
+        del self._fingerprints[job_id]
+        del self._ended_s[job_id]
+        if self.shared is not None:
+            self.shared.forget(self.session_id, job_id)
+
     def _check_room(self) -> None:
         limits = self._limits
         if len(self._fingerprints) >= limits.max_undelivered:
@@ -350,6 +368,8 @@ class SessionTable:
     """All sessions of a node."""
 
     def __init__(self, limits: SessionLimits | None = None) -> None:
+        self.shared: SharedOutcomes | None = None
+        """For the sessions from now on. Set by whoever has the arena."""
         self._limits = limits or SessionLimits()
         self._sessions: dict[str, Session] = {}
         self._changed = trio.Event()
@@ -374,6 +394,7 @@ class SessionTable:
         if len(self._sessions) >= self._limits.max_sessions:
             self._make_room()
         session = Session(session_id, resume_after, self._limits, self._notify)
+        session.shared = self.shared
         self._sessions[session_id] = session
         return session, False
 
@@ -414,6 +435,8 @@ class SessionTable:
                 if len(oldest.log):
                     logger.warning("%r was abandoned for %.0f s and gives way to a new one", oldest, idle_s)
                 del self._sessions[oldest.session_id]
+                if self.shared is not None:
+                    self.shared.forget_session(oldest.session_id)
                 return
         raise AdmissionRejected(
             f"the node has {len(self._sessions)} sessions, its limit (max_sessions); come back with the id of one",
