@@ -224,7 +224,7 @@ class Backends:
 
     def limit_tasks(self, max_tasks_per_backend: int) -> None:
         """Change the limit, 0 for none. Tasks beyond a smaller one stay; a larger one lets in who waits."""
-        self._pool.max_tasks_per_backend = max_tasks_per_backend
+        self._pool.limit(max_tasks_per_backend)
         self._wake_all()
 
     @asynccontextmanager

@@ -1,14 +1,16 @@
-"""Placement under any interleaving of add, drain, remove, assign, move and release."""
+"""Placement under any interleaving of add, drain, remove, suspend, limit, assign, move and release."""
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
+from typing import get_args
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from prorl_trio.inference.pool import BackendPool
+from prorl_trio.inference.placement import MAX_RANKS_PER_BACKEND, BackendPool, MoveReason, Strategy
 
 URLS = st.sampled_from([f"http://host{index}:8000" for index in range(5)])
 
@@ -18,26 +20,50 @@ class PoolMachine(RuleBasedStateMachine):
 
     leases = Bundle("leases")
 
-    @initialize(seed=st.integers(0, 1000))
-    def start(self, seed):
-        self.pool = BackendPool(Random(seed))
+    @initialize(seed=st.integers(0, 1000), strategy=st.sampled_from(get_args(Strategy)))
+    def start(self, seed, strategy):
+        self.pool = BackendPool(Random(seed), strategy=strategy)
         self.states: dict[str, str] = {}
+        self.suspended: set[str] = set()
+        self.limits: dict[str, int] = {}
+        self.weights: dict[str, float] = {}
+        self.moves = Counter()
         self.open = []
         self.tasks = 0
 
     def loads(self):
-        """Tasks of each accepting backend, as the model counts them."""
-        return {
-            url: sum(lease.backend is self.pool.get(url) for lease in self.open)
-            for url, state in self.states.items()
-            if state == "active"
-        }
+        """Of each accepting backend: whether it is full, and its tasks by its weight, as the model counts them."""
+        loads = {}
+        for url, state in self.states.items():
+            if state == "active" and url not in self.suspended:
+                tasks = sum(lease.backend is self.pool.get(url) for lease in self.open)
+                loads[url] = (0 < self.limits[url] <= tasks, tasks / self.weights[url])
+        return loads
 
-    @rule(url=URLS)
-    def add(self, url):
-        backend = self.pool.add(url)
+    def is_lowest(self, url, loads):
+        if self.pool.strategy == "least_in_flight":
+            return loads[url] == min(loads.values())
+        return loads[url][0] == min(full for full, _ in loads.values())
+
+    @rule(url=URLS, weight=st.sampled_from([None, 0.5, 1.0, 3.0]))
+    def add(self, url, weight):
+        backend = self.pool.add(url, weight=weight)
         assert self.pool.get(url) is backend
         self.states[url] = "active"
+        self.limits.setdefault(url, 0)
+        self.weights[url] = weight or self.weights.get(url, 1.0)
+
+    @rule(url=URLS, suspended=st.booleans())
+    def suspend(self, url, suspended):
+        if url in self.states:
+            self.pool.suspend(self.pool.get(url), suspended=suspended)
+            (self.suspended.add if suspended else self.suspended.discard)(url)
+
+    @rule(url=URLS, limit=st.integers(0, 3))
+    def limit(self, url, limit):
+        if url in self.states:
+            self.pool.limit_one(self.pool.get(url), limit)
+            self.limits[url] = limit
 
     @rule(url=URLS)
     def drain(self, url):
@@ -49,30 +75,39 @@ class PoolMachine(RuleBasedStateMachine):
     def remove(self, url):
         if url in self.states:
             self.pool.remove(url)
-            del self.states[url]
+            for model in (self.states, self.limits, self.weights):
+                del model[url]
+            self.suspended.discard(url)
 
     @rule(target=leases)
     def assign(self):
         loads = self.loads()
         self.tasks += 1
         lease = self.pool.assign(f"task{self.tasks}")
-        assert (lease is None) == (not loads)
+        if self.pool.strategy == "static_split":
+            assert (lease is None) == (not loads)
+        else:
+            assert (lease is None) == all(full for full, _ in loads.values())
+            assert lease is None or self.is_lowest(lease.backend.url, loads)
         if lease is not None:
-            assert loads[lease.backend.url] == min(loads.values())
             self.open.append(lease)
         return lease
 
-    @rule(lease=leases)
-    def move(self, lease):
+    @rule(lease=leases, reason=st.sampled_from(get_args(MoveReason)))
+    def move(self, lease, reason):
         if lease not in self.open:
             return
         before = lease.backend
         others = {url: load for url, load in self.loads().items() if self.pool.get(url) is not before}
-        moved = self.pool.move(lease)
-        assert moved == bool(others)
+        moved = self.pool.move(lease, reason)
+        self.moves[reason] += moved
+        if reason == "skew":
+            assert moved == (not all(full for full, _ in others.values()))
+        else:
+            assert moved == bool(others)
         if moved:
             assert lease.backend is not before
-            assert others[lease.backend.url] == min(others.values())
+            assert self.is_lowest(lease.backend.url, others)
         else:
             assert lease.backend is before
 
@@ -95,6 +130,10 @@ class PoolMachine(RuleBasedStateMachine):
             assert lease.backend.in_flight == sum(other.backend is lease.backend for other in self.open)
 
     @invariant()
+    def a_task_stays_but_for_the_reasons_counted(self):
+        assert +self.pool.moves == +self.moves
+
+    @invariant()
     def listed_is_what_was_added_and_not_removed(self):
         listed = {each.url: each.state for each in self.pool.statistics() if each.state != "removed"}
         assert listed == self.states
@@ -105,7 +144,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_heap_stays_small(self):
-        assert len(self.pool._numbers) == len(self.pool._buckets) <= self.tasks + 1
+        assert len(self.pool._ranks) == len(self.pool._buckets) <= MAX_RANKS_PER_BACKEND * 5
 
 
 PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

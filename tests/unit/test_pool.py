@@ -150,6 +150,82 @@ def test_misuse_is_an_error_and_changes_nothing():
     assert in_flight(pool) == {A: 0}
 
 
+def test_weights_share_the_tasks_and_change_while_they_run():
+    pool = pool_of(A)
+    pool.add(B, weight=3)
+    for index in range(40):
+        pool.assign(f"t{index}")
+    assert in_flight(pool) == {A: 10, B: 30}
+    pool.add(A, weight=3)
+    assert Counter(pool.assign(f"u{index}").backend.url for index in range(20)) == {A: 20}
+    with pytest.raises(ValueError, match="a weight must be > 0, got 0"):
+        pool.add(A, weight=0)
+
+
+def test_one_that_is_full_does_not_hold_up_another_with_room():
+    pool = pool_of(A, B)
+    pool.limit_one(pool.get(A), 1)
+    homes = Counter(pool.assign(f"t{index}").backend.url for index in range(6))
+    assert homes == {A: 1, B: 5}
+    pool.limit(5)
+    assert Counter(pool.assign(f"u{index}").backend.url for index in range(4)) == {A: 4}
+    assert pool.assign("none has room") is None
+
+
+def test_a_suspended_backend_gets_nothing_until_it_is_well():
+    pool = pool_of(A, B)
+    leases = [pool.assign(f"t{index}") for index in range(4)]
+    ill = pool.get(A)
+    pool.suspend(ill, suspended=True)
+    assert pool.assign("u").backend.url == B
+    moved = [lease for lease in leases if lease.backend is ill]
+    assert all(pool.move(lease) for lease in moved)
+    assert in_flight(pool) == {A: 0, B: 5}
+    assert pool.moves == {"failure": 2}
+    pool.suspend(ill, suspended=False)
+    assert pool.assign("v").backend is ill
+
+
+def test_one_added_late_takes_its_share_and_is_not_flooded():
+    """A and B have 20 tasks each. As they end, one after the other, their successors go to C until it has as many."""
+    flooded = {}
+    for strategy in ("least_in_flight", "assignments_ever"):
+        pool = BackendPool(Random(0), strategy=strategy)
+        for url in (A, B):
+            pool.add(url)
+        running = [pool.assign(f"t{index}") for index in range(40)]
+        pool.add(C)
+        for index in range(200):
+            pool.release(running.pop(0))
+            running.append(pool.assign(f"u{index}"))
+            flooded[strategy] = max(flooded.get(strategy, 0), in_flight(pool)[C])
+        if strategy == "least_in_flight":
+            assert sorted(in_flight(pool).values()) == [13, 13, 14]
+    assert flooded["least_in_flight"] == 14
+    assert flooded["assignments_ever"] >= 20
+
+
+def test_the_strategies_to_compare_with():
+    pool = BackendPool(Random(0), strategy="round_robin")
+    for url in (A, B, C):
+        pool.add(url)
+    turns = [pool.assign(f"t{index}").backend.url for index in range(9)]
+    assert turns == turns[:3] * 3
+    assert set(turns) == {A, B, C}
+    split = BackendPool(Random(0), 1, strategy="static_split")
+    for url in (A, B):
+        split.add(url)
+    assert [split.assign(f"t{index}").backend.url for index in range(4)] == [A, B, A, B]
+    ever = BackendPool(Random(0), strategy="assignments_ever")
+    ever.add(A)
+    for index in range(5):
+        ever.release(ever.assign(f"t{index}"))
+    ever.add(B)
+    assert [ever.assign(f"u{index}").backend.url for index in range(5)] == [B] * 5
+    with pytest.raises(ValueError, match="no strategy 'best'; there are least_in_flight"):
+        BackendPool(Random(0), strategy="best")
+
+
 # ---------------------------------------------------------------- registration and leases
 
 
@@ -220,7 +296,17 @@ async def test_statistics_can_be_sent(backends):
         "open_leases": 1,
         "gate": OPEN,
         "waiting": 0,
-        "backends": [{"url": A, "state": "active", "in_flight": 1, "assigned_total": 1}],
+        "backends": [
+            {
+                "url": A,
+                "state": "active",
+                "in_flight": 1,
+                "assigned_total": 1,
+                "suspended": False,
+                "weight": 1.0,
+                "max_tasks": 0,
+            }
+        ],
     }
 
 
