@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+import h11
 import msgspec
 import trio
 import trio_websocket
@@ -48,6 +49,8 @@ _LIBRARY_ERRORS = (
     trio_websocket.ConnectionClosed,
     trio_websocket.HandshakeError,
     wsproto.utilities.ProtocolError,
+    h11.ProtocolError,  # wsproto lets some through, when it answers garbage
+    UnicodeError,  # and these, of header fields
     trio.BrokenResourceError,
     trio.ClosedResourceError,
 )
