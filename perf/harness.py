@@ -117,7 +117,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         series: the timings.
         more_metrics: numbers that are no timings of cases; rows of the table.
         detail_metrics: numbers for the file only; `more_tables` show them to people.
-        at_least: what metrics are to reach.
+        at_least: what metrics are to reach. `at_most`: what they are to stay within.
         more_tables: printed below the table.
         notes: a sentence each, for people: what was left out and why, under which conditions.
     """
@@ -127,6 +127,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     more_metrics: dict[str, float] = {}
     detail_metrics: dict[str, float] = {}
     at_least: dict[str, float] = {}
+    at_most: dict[str, float] = {}
     more_tables: list[Table] = []
     notes: list[str] = []
 
@@ -138,6 +139,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             more_metrics=self.more_metrics | other.more_metrics,
             detail_metrics=self.detail_metrics | other.detail_metrics,
             at_least=self.at_least | other.at_least,
+            at_most=self.at_most | other.at_most,
             more_tables=self.more_tables + other.more_tables,
             notes=self.notes + other.notes,
         )
@@ -172,6 +174,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             for name, least in self.at_least.items()
             if name in metrics and metrics[name] < least
         ]
+        missed += [
+            f"{name}: is {metrics[name]:.3g}, to be at most {most:g}"
+            for name, most in self.at_most.items()
+            if name in metrics and metrics[name] > most
+        ]
         return missed
 
     def table(self) -> Table:
@@ -193,6 +200,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             )
         for name, value in self.more_metrics.items():
             target = f">= {self.at_least[name]:g}" if name in self.at_least else ""
+            target = f"<= {self.at_most[name]:g}" if name in self.at_most else target
             table.add_row(name, "", f"{value:g}", "", "", "", target)
         return table
 

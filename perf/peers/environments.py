@@ -79,6 +79,7 @@ PEERS = {
                 f"ipython=={importlib.metadata.version('ipython')}",
             ),
         ),
+        Peer(name="gateway", title="rllm-model-gateway 0.1.0", requirements=("rllm-model-gateway==0.1.0",)),
     )
 }
 

@@ -1,0 +1,157 @@
+"""What the node itself costs: CPU a turn with thousands of rollouts at once, memory, loop stalls, latencies to a trainer.
+
+The node is a process of its own with everything of `serve_node`; so are the engines (fake, over HTTP) and the one
+stand-in that answers for all sandbox daemons (over the real RPC). Beside it in the same run: a spawned process for each
+job, the reference's way, and rllm-model-gateway; then `perf.delivery` and `perf.ledger_bench`.
+
+    python -m perf.node [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+import trio
+
+from perf import delivery, ledger_bench
+from perf.harness import Case, Options, Report, Series, run_benchmark
+from perf.node_gateway import measure_calls, open_gateway
+from perf.node_jobs import JobProcesses
+from perf.node_load import BYTES_PER_TOKEN, measure_crowd, measure_latencies, open_node_rig
+from perf.peers.environments import PeerUnavailable
+
+if TYPE_CHECKING:
+    from perf.node_load import Crowd, Latencies, NodeRig
+
+__all__ = ["benchmark"]
+
+ROLLOUTS: Final = 2_000
+MIB: Final = 2**20
+TURN_MAX_MS: Final = 2.0
+STALL_MAX_MS: Final = 50.0
+RSS_MAX_MIB: Final = 1024.0
+PARTS = (delivery.benchmark, ledger_bench.measure_ledger)
+"""Benchmarks of what the node is made of, in the same report."""
+
+
+class Scale(msgspec.Struct, frozen=True):
+    """How much of everything. `engine_s`: what a completion takes, so that all rollouts are there at once."""
+
+    turns: int
+    engine_s: float
+    singles: int
+    processes: int
+    gateway_calls: int
+
+
+QUICK: Final = Scale(turns=4, engine_s=6.0, singles=100, processes=4, gateway_calls=320)
+FULL: Final = Scale(turns=20, engine_s=8.0, singles=500, processes=16, gateway_calls=3_200)
+
+
+async def benchmark(options: Options) -> Report:
+    """The node, then its peers, then what it is made of."""
+    scale = QUICK if options.quick else FULL
+    with tempfile.TemporaryDirectory(prefix="prorl-perf-") as name:
+        folder = Path(name)
+        async with open_node_rig(folder, rollouts=ROLLOUTS, engine_s=scale.engine_s) as rig:
+            latencies = await measure_latencies(rig, scale.singles)
+            crowd = await measure_crowd(rig, ROLLOUTS, scale.turns)
+            report = _node_report(latencies, crowd, scale)
+            processes = await _run_processes(rig, scale)
+            report = report.joined_with(_process_report(processes, crowd))
+            report = report.joined_with(await _gateway_report(rig, folder, scale))
+    for part in PARTS:
+        report = report.joined_with(await part(options))
+    return report
+
+
+def _node_report(latencies: Latencies, crowd: Crowd, scale: Scale) -> Report:
+    token_bytes = crowd.tokens * BYTES_PER_TOKEN
+    return Report(
+        title=f"the node with {crowd.rollouts:,} rollouts of {scale.turns} turns",
+        series=[
+            Series(case=Case(name="accept"), samples=latencies.accept),
+            Series(case=Case(name="deliver"), samples=latencies.deliver),
+        ],
+        more_metrics={
+            "rollouts.concurrent": crowd.concurrent,
+            "turn.cpu_ms": round(1e3 * crowd.cpu_s / crowd.turns, 3),
+            "rollout.cpu_ms": round(1e3 * crowd.cpu_s / crowd.rollouts, 2),
+            "turns_per_s": round(crowd.turns / crowd.wall_s, 1),
+            "node.busy": round(crowd.cpu_s / crowd.wall_s, 3),
+            "rollouts.rss_mib": round((crowd.rss_bytes - token_bytes) / MIB, 1),
+            "rollouts.tokens_mib": round(token_bytes / MIB, 1),
+            "rollouts.kib_each": round((crowd.rss_bytes - crowd.rss_before_bytes - token_bytes) / 1024 / ROLLOUTS, 1),
+            "stall.p50_ms": round(crowd.stalls["p50_ms"], 3),
+            "stall.p99_ms": round(crowd.stalls["p99_ms"], 3),
+            "stall.max_ms": round(crowd.stalls["max_ms"], 1),
+            "world.turn_cpu_ms": round(1e3 * crowd.world_cpu_s / crowd.turns, 3),
+        },
+        at_most={"turn.cpu_ms": TURN_MAX_MS, "stall.p99_ms": STALL_MAX_MS, "rollouts.rss_mib": RSS_MAX_MIB},
+        notes=[
+            "accept: submit to its answer; deliver: from the rollout's end to the trainer's hands; single jobs",
+            f"turn.cpu_ms: all CPU of the node's process over the turns, start and end of the {crowd.rollouts:,} "
+            f"rollouts included: chat rendering and parsing, HTTP to the engine (completions take {scale.engine_s:g} s), "
+            "RPC to the sandbox, metrics, delivery; a byte-level tokenizer, engines and daemons in another process",
+            "stall: passes of the node's loop since its start; rss_mib: the node's most, without 9 bytes a token",
+            *(f"worst stall: {one['pass_s'] * 1e3:.0f} ms, {one['task']}" for one in crowd.stalls["worst"][:2]),
+        ],
+    )
+
+
+async def _run_processes(rig: NodeRig, scale: Scale) -> JobProcesses:
+    arguments = [msgspec.json.encode(rig.world).decode(), str(scale.processes), str(scale.turns)]
+    argv = [sys.executable, "-m", "perf.node_jobs", *arguments]
+    done = await trio.run_process(argv, stdin=subprocess.DEVNULL, capture_stdout=True)
+    return msgspec.json.decode(done.stdout, type=JobProcesses)
+
+
+def _process_report(processes: JobProcesses, crowd: Crowd) -> Report:
+    cpu_ms = 1e3 * float(np.median(processes.cpu_s))
+    mib = float(np.median(processes.private_bytes)) / MIB
+    own_mib = (crowd.rss_bytes - crowd.rss_before_bytes) / crowd.rollouts / MIB
+    return Report(
+        title="",
+        series=[],
+        more_metrics={
+            "process_per_job.rollout_cpu_ms": round(cpu_ms, 1),
+            "process_per_job.rollout_mib": round(mib, 1),
+            "process_per_job.cpu_over_ours": round(cpu_ms / (1e3 * crowd.cpu_s / crowd.rollouts), 1),
+            "process_per_job.memory_over_ours": round(mib / own_mib, 1),
+        },
+        notes=[
+            f"process_per_job: {len(processes.cpu_s)} jobs, each in a spawned Python process that imports our own turn "
+            "loop and runs it once against the same engine (which answers at once) and stand-in; its CPU from start to "
+            "end, and the memory it shares with no other process; parent and manager not counted"
+        ],
+    )
+
+
+async def _gateway_report(rig: NodeRig, folder: Path, scale: Scale) -> Report:
+    engine = rig.world.quick_engine
+    direct = await measure_calls(engine, "", rig.world_child, scale.gateway_calls)
+    metrics = {"engine.calls_per_s": round(direct.calls_per_s, 1), "engine.call_cpu_ms": round(direct.cpu_ms, 3)}
+    notes = ["engine.calls_per_s: 32 callers straight to the fake engine: what there is to be had"]
+    try:
+        async with open_gateway(engine, folder) as (url, child):
+            carried = await measure_calls(url, "/sessions/{caller}", child, scale.gateway_calls)
+    except PeerUnavailable as exc:
+        notes.append(f"left out: {exc}")
+    else:
+        metrics["gateway.calls_per_s"] = round(carried.calls_per_s, 1)
+        metrics["gateway.call_cpu_ms"] = round(carried.cpu_ms, 3)
+        notes.append(
+            "gateway: the same calls through rllm-model-gateway 0.1.0 as it comes (one process, sqlite traces), which "
+            "forwards and records and does nothing else of a turn; its CPU a call stands beside turn.cpu_ms"
+        )
+    return Report(title="", series=[], more_metrics=metrics, notes=notes)
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(benchmark))

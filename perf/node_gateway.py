@@ -1,0 +1,120 @@
+"""rllm-model-gateway between a client and the engine: how many calls a second it carries, and what each costs it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import trio
+
+from ipc.nursery import open_single_nursery
+from perf.children import Child
+from perf.peers.environments import PEERS, PeerUnavailable, peer_python
+from prorl_trio.inference.http import HttpClient, HttpError, HttpLimits
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+__all__ = ["GatewayRate", "measure_calls", "open_gateway"]
+
+CALLERS: Final = 32
+PROMPT_TOKENS: Final = 1500
+START_TIMEOUT_S: Final = 60.0
+RETRY_S: Final = 0.2
+END_TIMEOUT_S: Final = 5.0
+CALL_TIMEOUT_S: Final = 60.0
+
+
+class GatewayRate(msgspec.Struct, frozen=True):
+    """Calls a second, and CPU ms a call of the process that was called."""
+
+    calls_per_s: float
+    cpu_ms: float
+
+
+@asynccontextmanager
+async def open_gateway(engine_url: str, folder: Path) -> AsyncIterator[tuple[str, Child]]:
+    """The gateway in front of the engine, with its own defaults: sqlite traces, one process. It ends with the block.
+
+    Raises:
+        PeerUnavailable: it is not installed, or does not get ready.
+    """
+    python = peer_python(PEERS["gateway"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    argv = [str(python), "-m", "rllm_model_gateway", "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--worker", f"{engine_url}/v1", "--db-path", str(folder / "gateway.db"), "--log-level", "warning"]
+    with (folder / "gateway.log").open("wb") as log:
+        process = await trio.lowlevel.open_process(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            await _wait_ready(url, process, folder)
+            yield url, Child(process)
+        finally:
+            process.terminate()
+            with trio.move_on_after(END_TIMEOUT_S, shield=True):
+                await process.wait()
+            if process.returncode is None:
+                process.kill()
+
+
+async def _wait_ready(url: str, process: trio.Process, folder: Path) -> None:
+    http = HttpClient(url)
+    try:
+        with trio.move_on_after(START_TIMEOUT_S):
+            while process.poll() is None:
+                try:
+                    if (await http.request("GET", "/health", timeout_s=START_TIMEOUT_S)).status == 200:
+                        return
+                except HttpError:
+                    await trio.sleep(RETRY_S)
+    finally:
+        http.close()
+    said = (folder / "gateway.log").read_text(errors="replace")[-400:]
+    raise PeerUnavailable(f"rllm-model-gateway did not get ready; it said: {said}")
+
+
+async def measure_calls(url: str, path_prefix: str, called: Child, calls: int) -> GatewayRate:
+    """`CALLERS` at a time, each a completion with token ids and log-probabilities, as the node makes them.
+
+    `path_prefix` comes before `/v1/completions`, with `{caller}` for a session of each caller.
+    """
+    body = msgspec.json.encode(
+        {
+            "model": "fake-model",
+            "prompt": [65] * PROMPT_TOKENS,
+            "max_tokens": 200,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "temperature": 1.0,
+        }
+    )
+    http = HttpClient(url, limits=HttpLimits(max_connections=CALLERS))
+
+    async def call(caller: int) -> None:
+        path = f"{path_prefix.format(caller=caller)}/v1/completions"
+        headers = [("Content-Type", "application/json")]
+        for _ in range(calls // CALLERS):
+            response = await http.request("POST", path, body=body, headers=headers, timeout_s=CALL_TIMEOUT_S)
+            if response.status != 200:
+                raise PeerUnavailable(f"{url} answered with {response.status}: {response.body[:200]!r}")
+
+    try:
+        async with open_single_nursery() as nursery:  # connections, and what is made at a first call
+            for caller in range(CALLERS):
+                nursery.start_soon(call, caller)
+        cpu_s, started = called.cpu_s(), time.perf_counter()
+        async with open_single_nursery() as nursery:
+            for caller in range(CALLERS):
+                nursery.start_soon(call, caller)
+        wall_s = time.perf_counter() - started
+    finally:
+        http.close()
+    made = calls // CALLERS * CALLERS
+    return GatewayRate(made / wall_s, 1e3 * (called.cpu_s() - cpu_s) / made)
