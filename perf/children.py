@@ -1,4 +1,4 @@
-"""Processes that a benchmark works with: each says one line of JSON when it is ready, and ends with its standard input."""
+"""Processes a benchmark works with: each says a line of JSON when it is ready, and ends with its standard input."""
 
 from __future__ import annotations
 

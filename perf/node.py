@@ -1,4 +1,4 @@
-"""What the node itself costs: CPU a turn with thousands of rollouts at once, memory, loop stalls, latencies to a trainer.
+"""What the node itself costs: CPU a turn with thousands of rollouts at once, memory, loop stalls, latencies.
 
 The node is a process of its own with everything of `serve_node`; so are the engines (fake, over HTTP) and the one
 stand-in that answers for all sandbox daemons (over the real RPC). Beside it in the same run: a spawned process for each
@@ -97,7 +97,7 @@ def _node_report(latencies: Latencies, crowd: Crowd, scale: Scale) -> Report:
         notes=[
             "accept: submit to its answer; deliver: from the rollout's end to the trainer's hands; single jobs",
             f"turn.cpu_ms: all CPU of the node's process over the turns, start and end of the {crowd.rollouts:,} "
-            f"rollouts included: chat rendering and parsing, HTTP to the engine (completions take {scale.engine_s:g} s), "
+            f"rollouts included: chat rendering and parsing, HTTP to the engine ({scale.engine_s:g} s a completion), "
             "RPC to the sandbox, metrics, delivery; a byte-level tokenizer, engines and daemons in another process",
             "stall: passes of the node's loop since its start; rss_mib: the node's most, without 9 bytes a token",
             *(f"worst stall: {one['pass_s'] * 1e3:.0f} ms, {one['task']}" for one in crowd.stalls["worst"][:2]),

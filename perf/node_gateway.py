@@ -67,7 +67,7 @@ async def open_gateway(engine_url: str, folder: Path) -> AsyncIterator[tuple[str
 async def _wait_ready(url: str, process: trio.Process, folder: Path) -> None:
     http = HttpClient(url)
     try:
-        with trio.move_on_after(START_TIMEOUT_S):
+        with trio.move_on_after(START_TIMEOUT_S):  # noqa: ASYNC912 - until the process ends
             while process.poll() is None:
                 try:
                     if (await http.request("GET", "/health", timeout_s=START_TIMEOUT_S)).status == 200:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -16,13 +15,12 @@ from ipc.session import Accepted
 from perf.children import Child, open_child
 from perf.node_served import ENDED_AT, Served
 from perf.node_world import World
-from prorl_trio.client import connect
+from prorl_trio.client import RolloutClient, connect
 from prorl_trio.models import JobSpec, Outcome, SamplingParams, TaskInstance
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-
-    from prorl_trio.client import RolloutClient
+    from pathlib import Path
 
 __all__ = ["Crowd", "Latencies", "NodeRig", "measure_crowd", "measure_latencies", "open_node_rig"]
 

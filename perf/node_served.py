@@ -84,7 +84,7 @@ class StampedHandler(MathHandler):
 async def _main(config: NodeConfig, provider: StandInProvider) -> None:
     raise_file_limit()
 
-    async def serve(*, task_status: trio.TaskStatus[tuple[str, int]]) -> None:
+    async def serve(*, task_status: trio.TaskStatus[tuple[str, int]]) -> None:  # noqa: ASYNC128 - serve_node does
         await serve_node(config, HandlerRegistry([StampedHandler()]), provider=provider, task_status=task_status)
 
     async with open_single_nursery() as nursery:
