@@ -20,6 +20,7 @@ from launch.engine_env import engine_key
 from launch.userns import user_namespace_problem
 from prorl_trio.sandbox.bundle import bundle_path
 from prorl_trio.sandbox.cgroup import find_site
+from prorl_trio.sandbox.pid_limit import pid_limit_problem
 from prorl_trio.sandbox.registry import probe_providers
 from prorl_trio.sandbox.userns import user_namespace_remedy
 
@@ -37,6 +38,10 @@ _SHM_BYTES = _GIB // 2
 _ENGINE_MEMORY_BYTES = 6 * _GIB
 _GPU_TIMEOUT_S = 15.0
 _BY_WATCHDOG = "each sandbox keeps to its limits by its own watchdog alone, a fifth of a second late"
+_FORKS_BY_WATCHDOG = (
+    "a sandbox's watchdog alone ends a fork bomb, late where the machine is busy; of root's processes the kernel keeps "
+    "no count by user"
+)
 _DELEGATE = (
     "systemd: run the node as a service with Delegate=yes and DelegateSubgroup=node; elsewhere, before it starts, in a "
     "cgroup G that is yours: mkdir G/node; echo $$ > G/node/cgroup.procs; echo +memory +pids > G/cgroup.subtree_control"
@@ -72,7 +77,9 @@ async def examine(kind: EngineKind, *, with_engine: bool = True) -> Report:
     checks = [
         *await trio.to_thread.run_sync(_all_of, [_python, _user_namespaces]),
         *_sandboxes(await probe_providers()),
-        *await trio.to_thread.run_sync(_all_of, [_runtime, _fuse, *engine, _memory, _disk, _shared_memory, _cgroups]),
+        *await trio.to_thread.run_sync(
+            _all_of, [_runtime, _fuse, *engine, _memory, _disk, _shared_memory, _cgroups, _process_limit]
+        ),
         await _gpu(),
     ]
     return Report(usable=all(check.state != "missing" for check in checks), checks=checks)
@@ -175,6 +182,17 @@ def _cgroups(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
         detail = f"{site.path}: the kernel limits memory and processes of each sandbox"
         return Check(name="cgroup v2", state="ok", detail=detail)
     return Check(name="cgroup v2", state="warning", detail=f"{site.problem}: {_BY_WATCHDOG}", remedy=_DELEGATE)
+
+
+def _process_limit() -> Check:
+    """Whether the kernel stops a fork bomb in a sandbox. A cgroup would; else its PID namespace may."""
+    if find_site().path is not None:
+        return Check(name="process limit", state="ok", detail="kept by the kernel in each sandbox's cgroup")
+    problem = pid_limit_problem()
+    if not problem:
+        return Check(name="process limit", state="ok", detail="kept by the kernel in each sandbox's PID namespace")
+    detail = f"{problem}: {_FORKS_BY_WATCHDOG}"
+    return Check(name="process limit", state="warning", detail=detail, remedy="Linux 6.14 or newer, or cgroup v2")
 
 
 async def _gpu() -> Check:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import trio
@@ -22,6 +23,7 @@ from sandbox_daemon.editor_text import (
     view_lines,
 )
 from sandbox_daemon.files import replace_file
+from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
     from ipc.file_calls import EditFile
@@ -65,7 +67,10 @@ class Editor:
         if not 0 < request.max_output_bytes <= MAX_OUTPUT_BYTES:
             raise CallError("bad_request", f"max_output_bytes must be in 1 to {MAX_OUTPUT_BYTES}")
         async with self._turn:
-            return await trio.to_thread.run_sync(self._answer, request, limiter=self._limiter)
+            try:
+                return await run_blocking(partial(self._answer, request), limiter=self._limiter)
+            except BlockingIOError as exc:
+                return FileEdited(output=str(exc.strerror), ok=False)
 
     def _answer(self, request: EditFile) -> FileEdited:
         try:

@@ -15,6 +15,7 @@ from ipc.sandbox_calls import ExecResult
 from ipc.wire import MAX_FRAME_BYTES
 from sandbox_daemon.output import OutputBuffer
 from sandbox_daemon.processes import kill_until_gone
+from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -155,7 +156,7 @@ async def _start(
 
         try:
             with reaper.starting():
-                child = reaper.adopt(await trio.to_thread.run_sync(spawn, limiter=limiter))
+                child = reaper.adopt(await run_blocking(spawn, limiter=limiter))
         except (OSError, ValueError) as exc:
             code = _CODES.get(exc.errno or 0, "io") if isinstance(exc, OSError) else "bad_request"
             raise CallError(code, f"{request.argv[0]!r} could not be started in {cwd!r}: {exc}") from exc

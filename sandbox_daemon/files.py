@@ -10,14 +10,15 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-import trio
-
 from ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
 from ipc.rpc import CallError
 from ipc.wire import MAX_FRAME_BYTES
+from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import trio
 
 __all__ = ["file_error", "read_file", "replace_file", "write_file"]
 
@@ -78,7 +79,7 @@ async def _in_thread(action: Callable[[], ReplyT], path: str, limiter: trio.Capa
     if not os.path.isabs(path):
         raise CallError("not_absolute", f"{path!r} is not an absolute path")
     try:
-        return await trio.to_thread.run_sync(action, limiter=limiter)
+        return await run_blocking(action, limiter=limiter)
     except OSError as exc:
         raise file_error(exc, path) from exc
 

@@ -21,6 +21,7 @@ from sandbox_daemon.jupyter_channels import BadMessage, JupyterChannels
 from sandbox_daemon.keeper import StartFailed
 from sandbox_daemon.kernelspec import plan_kernel
 from sandbox_daemon.processes import kill_until_gone
+from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -168,7 +169,7 @@ class JupyterKernel:
     async def aclose(self) -> None:
         """Close the channels when nobody reads them any more, which is soon after the kernel's end."""
         async with self._reading:
-            await trio.to_thread.run_sync(self._channels.close, limiter=self._limiter)
+            await run_blocking(self._channels.close, limiter=self._limiter, or_here=True)
 
     async def _read_until_begun(self, cell: JupyterCell) -> None:
         with suppress(*MALFORMED):  # `wait_done` finds the kernel lost
@@ -232,9 +233,7 @@ async def open_jupyter_kernel(
         StartFailed: it could not be started, or was not ready within `START_TIMEOUT_S`.
     """
     try:
-        plan = await trio.to_thread.run_sync(
-            partial(plan_kernel, spec, env=env, runtime_env=runtime_env), limiter=limiter
-        )
+        plan = await run_blocking(partial(plan_kernel, spec, env=env, runtime_env=runtime_env), limiter=limiter)
     except OSError as exc:
         raise StartFailed(f"the kernel {spec.name!r} could not be started: {exc}") from exc
     try:
@@ -256,7 +255,7 @@ async def open_jupyter_kernel(
             raise StartFailed(f"{spec.name!r} did not get ready (limit {START_TIMEOUT_S:g} s); it said: {said}")
     finally:
         with trio.move_on_after(KILL_DEADLINE_S, shield=True):
-            await trio.to_thread.run_sync(partial(shutil.rmtree, plan.folder, ignore_errors=True), limiter=limiter)
+            await run_blocking(partial(shutil.rmtree, plan.folder, ignore_errors=True), limiter=limiter, or_here=True)
 
 
 async def _spawn(plan: KernelPlan, reaper: ChildReaper, *, cwd: str, limiter: trio.CapacityLimiter) -> JupyterKernel:
@@ -278,7 +277,7 @@ async def _spawn(plan: KernelPlan, reaper: ChildReaper, *, cwd: str, limiter: tr
 
     try:
         with reaper.starting():
-            child = reaper.adopt(await trio.to_thread.run_sync(spawn, limiter=limiter))
+            child = reaper.adopt(await run_blocking(spawn, limiter=limiter))
     except OSError as exc:
         os.close(stdout_read)
         os.close(stderr_read)

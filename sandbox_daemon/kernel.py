@@ -19,6 +19,7 @@ from sandbox_daemon.cell_output import OutputPipe
 from sandbox_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, CellDone, ChildReady, RunCell, StartChild
 from sandbox_daemon.keeper import StartFailed
 from sandbox_daemon.processes import kill_until_gone
+from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -201,7 +202,7 @@ async def _spawn(reaper: ChildReaper, *, runtime_env: dict[str, str], limiter: t
 
     try:
         with reaper.starting():
-            child = reaper.adopt(await trio.to_thread.run_sync(spawn, limiter=limiter))
+            child = reaper.adopt(await run_blocking(spawn, limiter=limiter))
     except OSError as exc:
         ours.close()
         os.close(stdout_read)

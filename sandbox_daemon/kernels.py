@@ -11,6 +11,7 @@ from ipc.rpc import CallError
 from sandbox_daemon.ipython import IpythonSession
 from sandbox_daemon.kernel import open_kernel
 from sandbox_daemon.kernelspec import find_kernelspec
+from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -70,7 +71,10 @@ class KernelSessions:
 
     async def _session(self, name: str) -> IpythonSession:
         if name not in self._jupyter:
-            spec = await trio.to_thread.run_sync(find_kernelspec, name, limiter=self._limiter)
+            try:
+                spec = await run_blocking(partial(find_kernelspec, name), limiter=self._limiter)
+            except BlockingIOError as exc:
+                raise CallError("no_kernel", f"{name}: {exc.strerror}") from exc
             await self._open_session(name, spec)
         return self._jupyter[name]
 

@@ -18,6 +18,7 @@ from sandbox_daemon.plain_text import CommandOutput
 from sandbox_daemon.processes import kill_until_gone
 from sandbox_daemon.shell_protocol import BEGUN_MARK, NONCE_MARK, PROMPT_MARK, ShellFiles
 from sandbox_daemon.terminal import Terminal, spawn_on_terminal
+from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -402,7 +403,7 @@ async def _spawn(
         unused.callback(dialect.files.close)
         try:
             with reaper.starting():
-                pid, terminal_fd = await trio.to_thread.run_sync(spawn, limiter=limiter)
+                pid, terminal_fd = await run_blocking(spawn, limiter=limiter)
                 child = reaper.adopt(pid)
         except OSError as exc:
             raise StartFailed(f"{executable} could not be started: {exc}") from exc

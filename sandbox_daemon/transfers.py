@@ -25,6 +25,7 @@ from ipc.tree import TreeLimits, TreeRefused
 from ipc.tree_reader import TreeReader
 from ipc.tree_writer import TreeWriter
 from sandbox_daemon.files import file_error
+from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,7 +125,7 @@ class Transfers:
 
     async def _in_thread(self, action: Callable[[], T], path: str) -> T:
         try:
-            return await trio.to_thread.run_sync(action, limiter=self._limiter)
+            return await run_blocking(action, limiter=self._limiter)
         except TreeRefused as exc:
             raise CallError(exc.code, exc.message) from exc
         except OSError as exc:
@@ -133,7 +134,7 @@ class Transfers:
     async def _end(self, transfer_id: int) -> None:
         tree = self._open.pop(transfer_id, None)
         if tree is not None:
-            await trio.to_thread.run_sync(tree.close, limiter=self._limiter)
+            await run_blocking(tree.close, limiter=self._limiter, or_here=True)
 
 
 def _next_parts(tree: TreeReader) -> TreeParts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -15,6 +16,7 @@ import trio
 
 from ipc.sandbox_calls import BashResult, CellResult, ExecResult
 from sandbox_daemon.processes import kill_until_gone, read_process_table, wait_until_gone
+from sandbox_daemon.threads import run_blocking
 from sandbox_daemon.usage import in_memory, measure_disks, measure_processes, measure_proportional
 
 if TYPE_CHECKING:
@@ -129,7 +131,7 @@ class Watchdog:
 
     async def _reduce_memory(self, processes: list[ProcessUsage]) -> None:
         """Kill the largest, and the next, until the rest keeps to the limit."""
-        sizes = await trio.to_thread.run_sync(measure_proportional, processes, limiter=self._limiter)
+        sizes = await run_blocking(partial(measure_proportional, processes), limiter=self._limiter, or_here=True)
         total_bytes = sum(sizes.values())
         largest_first = sorted(processes, key=lambda process: sizes[process.pid], reverse=True)
         for process in largest_first:

@@ -27,6 +27,7 @@ from trio.lowlevel import RunVar
 from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.file_systems import NETWORK_FILE_SYSTEMS, file_system_of
 from prorl_trio.sandbox import reaper
+from prorl_trio.sandbox.pid_limit import PidLimiter
 from prorl_trio.sandbox.runtime import LIB_DIR
 from prorl_trio.sandbox.skeleton import build_skeleton
 from prorl_trio.sandbox.threads import run_blocking
@@ -81,6 +82,7 @@ class RunDir:
         """The empty root of the `host` image."""
         self.lib = self.root / LIB_DIR.lstrip("/")
         """The daemon's code."""
+        self.pid_limiter = PidLimiter()
 
     async def _start(self) -> None:
         command = [sys.executable, "-I", "-S", reaper.__file__, str(self.path)]
@@ -97,6 +99,7 @@ class RunDir:
 
     async def _aclose(self) -> None:
         await run_blocking(shutil.rmtree, self.path, True)
+        await run_blocking(self.pid_limiter.close)
         if self._reaper is not None:
             self._reaper.kill()
             await self._reaper.wait()

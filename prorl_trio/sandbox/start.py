@@ -62,6 +62,9 @@ async def open_daemon_sandbox(
         cgroup: Cgroup | None = None
         if (site := (await run_blocking(own_site)).path) is not None:
             cgroup = await stack.enter_async_context(open_cgroup(site, folder.path, spec.limits))
+        pid_limiter = run_dir.pid_limiter if launch.isolated and cgroup is None else None
+        if pid_limiter is not None:
+            await run_blocking(pid_limiter.start)
         token = secrets.token_hex(TOKEN_BYTES)
         # Made here and inherited: nothing of the host is writable inside, which a folder for a socket would have to be.
         listener = stack.enter_context(closing(listen_unix(folder.socket).socket))
@@ -87,6 +90,8 @@ async def open_daemon_sandbox(
             )
         )
         listener.close()  # only the daemon has it now: when that ends, no connection waits for it
+        if pid_limiter is not None:
+            await run_blocking(pid_limiter.limit, tree.members, spec.limits.max_processes)
         try:
             left_s = max(0.0, deadline - trio.current_time())
             stream = await connect_unix(folder.socket, connect_timeout_s=left_s)

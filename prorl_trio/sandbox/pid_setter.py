@@ -1,0 +1,167 @@
+"""Writes `kernel.pid_max` of other PID namespaces: what a fork bomb in one cannot get past, however busy it is.
+
+Since Linux 6.14 each PID namespace has a `pid_max` of its own, which a process of that namespace writes. Nobody inside
+a sandbox may, so this process makes a child that joins the namespace from outside. Standard library only, and nothing
+of this project: it runs as `python -I -S pid_setter.py FD`, one small process a node, and ends with the socket FD.
+
+It cannot change the machine's own: before anything else it stops being the user 0 that an older kernel would let write
+it, and the child that writes has no capabilities but those over the sandbox's user namespace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import socket
+import sys
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["MAX_ANSWER_BYTES", "NOTHING", "serve"]
+
+MAX_ANSWER_BYTES = 512
+NOTHING = b"-"
+"""The answer when there is no problem."""
+
+PID_MAX_FILE = "/proc/sys/kernel/pid_max"
+OWN_NAMESPACE = "/proc/self/ns/pid"
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+NS_GET_USERNS = 0xB701
+NS_GET_PARENT = 0xB702
+PR_SET_DUMPABLE = 4
+PR_SET_SECUREBITS = 28
+KEEP_CAPABILITIES = 1 << 2
+"""SECBIT_NO_SETUID_FIXUP: they do not depend on the user."""
+NOBODY = 65534
+PROBED_PID_MAX = 1024
+MAX_REQUEST_BYTES = 64
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def give_up_root() -> None:
+    """Become a user whom no kernel lets write the machine's settings; as root with root's capabilities, for joining.
+
+    Whoever is inside the namespaces that are joined may not look into this process, nor into its children.
+    """
+    if os.geteuid() == 0:
+        _check(_libc.prctl(PR_SET_SECUREBITS, KEEP_CAPABILITIES, 0, 0, 0), "prctl(PR_SET_SECUREBITS)")
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    _check(_libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+
+
+def probe() -> str:
+    """Write it in a new namespace and look whether that changed the machine's. The problem, or nothing."""
+    try:
+        before = _read()
+        _in_child(_probe_private)
+    except OSError as exc:
+        return str(exc.strerror)
+    return "" if _read() == before else "the kernel has one kernel.pid_max for all PID namespaces"
+
+
+def _probe_private() -> None:
+    _check(_libc.unshare(CLONE_NEWUSER), "unshare(CLONE_NEWUSER)")
+    _check(_libc.unshare(CLONE_NEWPID), "unshare(CLONE_NEWPID)")
+    here = os.stat(OWN_NAMESPACE).st_ino
+    _in_child(lambda: _write(PROBED_PID_MAX, os.stat(OWN_NAMESPACE).st_ino, here))
+
+
+def set_pid_max(namespace: int, pid_max: int) -> None:
+    """Set it for the PID namespace that the descriptor `namespace` is of: a child of this process's own.
+
+    Raises:
+        OSError: it is not, or it cannot be joined, or may not be written.
+    """
+    here = os.stat(OWN_NAMESPACE).st_ino
+    wanted = os.fstat(namespace).st_ino
+    parent = fcntl.ioctl(namespace, NS_GET_PARENT)
+    try:
+        if wanted == here or os.fstat(parent).st_ino != here:
+            raise OSError(errno.EINVAL, "not a PID namespace of a sandbox")
+    finally:
+        os.close(parent)
+    _in_child(lambda: _set_from_inside(namespace, pid_max, wanted, here))
+
+
+def _set_from_inside(namespace: int, pid_max: int, wanted: int, here: int) -> None:
+    owner = fcntl.ioctl(namespace, NS_GET_USERNS)
+    _check(_libc.setns(owner, CLONE_NEWUSER), "setns(CLONE_NEWUSER)")
+    _check(_libc.setns(namespace, CLONE_NEWPID), "setns(CLONE_NEWPID)")
+    _in_child(lambda: _write(pid_max, wanted, here))
+
+
+def _write(pid_max: int, wanted: int, outside: int) -> None:
+    """In the namespace `wanted`, and proved to be there."""
+    if os.stat(OWN_NAMESPACE).st_ino != wanted or wanted == outside:
+        raise OSError(errno.EXDEV, "not in the sandbox's PID namespace")
+    with open(PID_MAX_FILE, "wb") as file:
+        file.write(b"%d" % pid_max)
+    if _read() != pid_max:
+        raise OSError(errno.EIO, f"{PID_MAX_FILE} did not change")
+
+
+def _read() -> int:
+    with open(PID_MAX_FILE, "rb") as file:  # as bytes: where there are no rights left, no codec can be loaded
+        return int(file.read())
+
+
+def _in_child(act: Callable[[], None]) -> None:
+    """Run `act` in a forked child, and raise here what it raised there."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = b"%d its child failed" % errno.EIO
+        try:
+            act()
+            said = NOTHING
+        except OSError as exc:
+            said = f"{exc.errno} {exc.strerror}".encode()
+        finally:  # whatever it was, nothing may run on in the child
+            with suppress(OSError):
+                os.write(writer, said)
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    if said != NOTHING:
+        number, _, text = said.decode().partition(" ")
+        raise OSError(int(number or errno.EIO), text or "its child was killed")
+
+
+def serve(channel: socket.socket) -> None:
+    """Say whether it works here, then answer requests (a number, with a descriptor) until the other end closes."""
+    give_up_root()
+    channel.send(probe().encode()[:MAX_ANSWER_BYTES] or NOTHING)
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 1)
+        if not request:
+            return
+        problem = ""
+        try:
+            set_pid_max(descriptors[0], int(request))
+        except OSError as exc:
+            problem = str(exc.strerror)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        channel.send(problem.encode()[:MAX_ANSWER_BYTES] or NOTHING)
+
+
+if __name__ == "__main__":
+    with closing(socket.socket(fileno=int(sys.argv[1]))) as channel:
+        serve(channel)

@@ -1,0 +1,41 @@
+"""Blocking calls in threads, where a thread may be refused: the tools' processes can take every place there is."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING, TypeVar
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["run_blocking"]
+
+T = TypeVar("T")
+
+
+async def run_blocking(function: Callable[[], T], *, limiter: trio.CapacityLimiter, or_here: bool = False) -> T:
+    """Run `function` in a thread, to its end even if this is cancelled.
+
+    Args:
+        or_here: where there is no thread, run it all the same, and block: for a short clean-up.
+
+    Raises:
+        BlockingIOError: the kernel gives no thread now, as for a fork: the sandbox has as many processes as it may.
+    """
+    begun = False
+
+    def run() -> T:
+        nonlocal begun
+        begun = True
+        return function()
+
+    try:
+        return await trio.to_thread.run_sync(run, limiter=limiter)
+    except RuntimeError as exc:
+        if begun:
+            raise
+        if or_here:
+            return function()
+        raise BlockingIOError(errno.EAGAIN, "the sandbox has as many processes as it may: no thread") from exc
