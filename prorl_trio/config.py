@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from ipc.limits import SandboxLimits
 from prorl_trio.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = [
     "AdmissionConfig",
@@ -39,6 +37,10 @@ class ListenConfig(_Config, frozen=True):
 
     `port` 0 takes a free one. `endpoint_file`, if set, is written once the node listens: `{"url": "ws://..."}`.
     With `tls_cert` and `tls_key` (PEM files; the key 0600) it speaks TLS, and its URL is `wss://`.
+
+    `unix_socket` is the path of one more, for trainers on the same host (`unix://PATH`), never with TLS; through it, or
+    rather the one beside it, they map the arena. Its folder must be 0700, and is made so if it is missing. `auto`: in
+    a folder beside the endpoint file, if there is one; empty: none.
     """
 
     host: str = "127.0.0.1"
@@ -46,12 +48,23 @@ class ListenConfig(_Config, frozen=True):
     token: str = ""
     token_file: str = ""
     endpoint_file: str = ""
+    unix_socket: str = "auto"
     tls_cert: str = ""
     tls_key: str = ""
     max_message_bytes: int = 64 * 1024 * 1024
     max_sessions: int = 64
     heartbeat_interval_s: float = 10.0
     heartbeat_timeout_s: float = 30.0
+
+
+    def unix_path(self) -> Path | None:
+        """Where the Unix socket goes; None: nowhere."""
+        if self.unix_socket != "auto":
+            return Path(self.unix_socket) if self.unix_socket else None
+        if not self.endpoint_file:
+            return None
+        endpoint = Path(self.endpoint_file)
+        return endpoint.with_name(f".{endpoint.stem}") / "node"
 
 
 class RestConfig(_Config, frozen=True):

@@ -41,6 +41,7 @@ class Monitoring:
         metrics.watch("backends", lambda: _part(node, "backends"))
         metrics.watch("sandbox", lambda: _part(node, "sandboxes"))
         metrics.watch("scorers", lambda: _part(node, "scorers"))
+        metrics.watch("arena", lambda: _part(node, "arena"))
         metrics.watch("outbox", lambda: _outbox(sessions.statistics()))
         metrics.watch("node", lambda: {"draining": node.draining, "uptime_seconds": node.uptime_s})
         node.describe("loop", lambda: msgspec.structs.asdict(self.stalls.report()))

@@ -22,12 +22,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
+from ipc.arena import open_arena
+from ipc.arena_socket import serve_arena
 from ipc.nursery import open_single_nursery
 from prorl_trio.admission import Load
 from prorl_trio.chat import ChatFormat
 from prorl_trio.drain import drain
 from prorl_trio.errors import (
     BackendError,
+    ConfigError,
     Draining,
     DuplicateJob,
     MalformedJob,
@@ -46,16 +49,20 @@ from prorl_trio.sandbox.registry import choose_provider
 from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.scoring import open_scorer_pool
 from prorl_trio.service.auth import load_token
+from prorl_trio.service.local_sockets import claim_local_sockets
 from prorl_trio.service.rest.edge import serve_rest
 from prorl_trio.service.rest.events import EventFeed
 from prorl_trio.service.server import serve_websocket
 from prorl_trio.service.session import SessionLimits, SessionTable
+from prorl_trio.service.shared_outcomes import SharedOutcomes
+from prorl_trio.token_memory import TokenMemory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from prorl_trio.config import NodeConfig, SandboxConfig
+    from ipc.arena import Arena
+    from prorl_trio.config import ArenaConfig, NodeConfig, SandboxConfig
     from prorl_trio.handlers.base import AgentHandler
     from prorl_trio.inference.gate import PauseMode
     from prorl_trio.inference.pool import GateReport
@@ -90,6 +97,7 @@ class Node:
         self.node_id = config.node_id or f"{socket.gethostname()}-{os.getpid()}"
         self.draining = False
         self.admission = pipeline.admission
+        self.tokens = resources.tokens
         self.undelivered: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Outcomes not acknowledged, of all sessions, and their bytes. Set by whoever has the sessions."""
         self._started_s = trio.current_time()
@@ -99,6 +107,7 @@ class Node:
             "backends": backends.statistics,
             "sandboxes": lambda: {"provider": provider.name, **sandboxes.statistics()},
             "scorers": resources.scorers.statistics,
+            "arena": resources.tokens.statistics,
         }
         self._handlers = handlers
         self._pipeline = pipeline
@@ -277,13 +286,28 @@ async def open_node(
         stack.push_async_callback(backends.aclose)
         scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers))
         sandboxes = await stack.enter_async_context(_open_sandbox_host(provider, config.sandbox))
-        resources = Resources(config=config, chat_format=chat_format, backends=backends, scorers=scorers)
+        resources = Resources(
+            config=config,
+            chat_format=chat_format,
+            backends=backends,
+            scorers=scorers,
+            tokens=TokenMemory(_open_arena(config.arena, stack)),
+        )
         for url in config.backends.urls:
             await _add_configured_backend(backends, url, required=config.backends.required)
         for name in handlers.names:
             await handlers.get(name).prepare(resources)
         pipeline = await stack.enter_async_context(open_pipeline(resources, sandboxes, service, observers=observers))
         yield Node(config, handlers, pipeline, backends, sandboxes, provider, resources)
+
+
+def _open_arena(config: ArenaConfig, stack: AsyncExitStack) -> Arena | None:
+    if not config.enabled:
+        return None
+    try:
+        return stack.enter_context(open_arena(config.size_bytes or None))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"arena.size_bytes: {exc}; change it, or set arena.enabled to false") from exc
 
 
 def _open_sandbox_host(provider: SandboxProvider, config: SandboxConfig) -> AbstractAsyncContextManager[SandboxHost]:
@@ -351,8 +375,13 @@ async def serve_node(
             accept = await stack.enter_async_context(open_single_nursery())
             monitoring.watch(node, sessions)
             node.undelivered = sessions.undelivered
-            address = await accept.start(partial(serve_websocket, node, listen, sessions=sessions))
+            local = await trio.to_thread.run_sync(claim_local_sockets, listen)
+            if local is not None and node.tokens.arena is not None:
+                await _share_arena(node, node.tokens.arena, local.arena, sessions, accept)
+            address = await accept.start(partial(serve_websocket, node, listen, sessions=sessions, local=local))
             endpoints = {"url": endpoint_url(address, secure=bool(listen.tls_cert))}
+            if local is not None:
+                endpoints["unix_url"] = f"unix://{local.node}"
             if feed is not None:
                 token = await trio.to_thread.run_sync(load_token, listen)
                 rest_address = await accept.start(
@@ -373,6 +402,18 @@ async def serve_node(
                 await sessions.wait_delivered()
             accept.cancel_scope.cancel("shutdown")
     return cut == 0
+
+
+async def _share_arena(node: Node, arena: Arena, path: Path, sessions: SessionTable, accept: trio.Nursery) -> None:
+    """Serve the arena at `path`, and send outcomes by reference to those who map it."""
+    shared = SharedOutcomes(arena, node.config.arena.shared_bytes or arena.size_bytes // 2)
+    sessions.shared, node.tokens.make_room = shared, shared.make_room
+    node.describe("arena", lambda: {**node.tokens.statistics(), "shared": shared.statistics()})
+    token = await trio.to_thread.run_sync(load_token, node.config.listen)
+    try:
+        await accept.start(partial(serve_arena, arena, path, token=token.decode()))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"listen.unix_socket: {exc}") from exc
 
 
 def endpoint_url(address: tuple[str, int], *, secure: bool = False) -> str:

@@ -6,8 +6,9 @@ runs. One that gets none, or outgrows it while the arena is full, goes on in pri
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
+import msgspec
 import numpy as np
 import trio
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from ipc.arena import Arena, TokenBuffer
 
-__all__ = ["PrivateTokens", "RolloutTokens", "SegmentTokens", "TokenMemory", "TokenMemoryStatistics"]
+__all__ = ["PrivateTokens", "RolloutTokens", "SegmentTokens", "TokenMemory"]
 
 FIRST_PRIVATE_TOKENS: Final = 1024
 
@@ -152,15 +153,6 @@ class RolloutTokens:
             segment.release()
 
 
-class TokenMemoryStatistics(NamedTuple):
-    """`waiting` rollouts stand in line for room. Of all so far, `private_total` got none, and `spilled_total` segments
-    outgrew theirs while the arena was full."""
-
-    waiting: int
-    private_total: int
-    spilled_total: int
-
-
 class TokenMemory:
     """Gives rollouts their room. One per node, for its loop's thread; without an arena all memory is private.
 
@@ -210,9 +202,13 @@ class TokenMemory:
         assert self.arena is not None
         return buffer.blocks * self.arena.memory.block_tokens
 
-    def statistics(self) -> TokenMemoryStatistics:
-        """Live figures."""
-        return TokenMemoryStatistics(self._waiting, self._private_total, self.spilled_total)
+    def statistics(self) -> dict[str, int]:
+        """Live figures: the arena's, if there is one; rollouts `waiting` for room; and of all so far those that got
+        none (`private_total`), and segments that outgrew theirs while the arena was full (`spilled_total`)."""
+        own = {"waiting": self._waiting, "private_total": self._private_total, "spilled_total": self.spilled_total}
+        if self.arena is None:
+            return own
+        return {"size_bytes": self.arena.size_bytes, **msgspec.structs.asdict(self.arena.statistics()), **own}
 
     def _open(self, tokens: int) -> TokenBuffer | None:
         assert self.arena is not None

@@ -360,7 +360,7 @@ async def connect(
     tls_ca: str | PathLike[str] | None = None,
     shared_memory: bool = False,
 ) -> AsyncIterator[RolloutClient]:
-    """Open a session on the node at `url` (`ws://HOST:PORT`, `wss://HOST:PORT` with TLS).
+    """Open a session on the node at `url`: `ws://HOST:PORT`, `wss://HOST:PORT` with TLS, `unix:///PATH`.
 
         async with connect("ws://127.0.0.1:8700", token) as client:
             await client.submit(specs)
@@ -368,7 +368,7 @@ async def connect(
                 ...
 
     Args:
-        url: where the node listens.
+        url: where the node listens; `unix://` on its own host only.
         token: the node's token.
         session_id: a session to come back to; without, a new one. Its outcomes that were never acknowledged come first.
         resume_after: `RolloutClient.cursor` of what the caller has already: not sent again, and acknowledged.

@@ -48,21 +48,28 @@ class Address(msgspec.Struct, frozen=True):
     port: int
     resource: str
     secure: bool = False
+    unix_path: str = ""
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """From `ws://HOST:PORT[/PATH]` or `wss://...`. Raises ValueError if it is something else."""
+        """From `ws://HOST:PORT[/PATH]`, `wss://...` or `unix://PATH`. Raises ValueError if it is something else."""
         parts = urlsplit(url)
+        if parts.scheme == "unix" and not parts.netloc and parts.path:
+            return cls("localhost", 0, "/", unix_path=parts.path)
         if parts.scheme not in ("ws", "wss") or not parts.hostname or parts.port is None:
-            raise ValueError(f"the url of a node is ws://HOST:PORT, or wss:// with TLS; got {url!r}")
+            raise ValueError(f"the url of a node is ws://HOST:PORT, wss:// with TLS, or unix:///PATH; got {url!r}")
         return cls(parts.hostname, parts.port, parts.path or "/", secure=parts.scheme == "wss")
 
     @property
     def authority(self) -> str:
         """Host and port, as in a URL."""
+        if self.unix_path:
+            return self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
+        if self.unix_path:
+            return f"unix://{self.unix_path}"
         return f"{'wss' if self.secure else 'ws'}://{self.authority}{self.resource}"
 
 
@@ -153,7 +160,7 @@ class Transport:
             LinkClosed, OSError, trio.TooSlowError: it did not come about.
         """
         with trio.fail_at(min(deadline_s, trio.current_time() + ATTEMPT_TIMEOUT_S)):
-            stream: trio.abc.Stream = await trio.open_tcp_stream(self._address.host, self._address.port)
+            stream = await self._open_stream()
         try:
             if self._tls is not None:
                 stream = await open_tls(
@@ -167,6 +174,11 @@ class Transport:
                 return await self._use(link, welcome)
         except ProtocolViolation as exc:
             raise ProtocolError(f"{self._address}: {exc}") from None
+
+    async def _open_stream(self) -> trio.abc.Stream:
+        if self._address.unix_path:
+            return await trio.open_unix_socket(self._address.unix_path)
+        return await trio.open_tcp_stream(self._address.host, self._address.port)
 
     async def _enter(self, link: WebSocketLink[ServerFrame]) -> SessionWelcome:
         state = self._state

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
 
+from ipc.channel import listen_unix
 from ipc.errors import ProtocolViolation
 from ipc.nursery import single_exception
 from ipc.session import SESSION_PROTOCOL_VERSION, ClientFrame, SessionHello, SessionWelcome
@@ -21,8 +24,10 @@ from prorl_trio.service.session import Session, SessionLimits, SessionTable
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import Iterator
 
     from prorl_trio.config import ListenConfig
+    from prorl_trio.service.local_sockets import LocalSockets
     from prorl_trio.service.node_api import NodeApi
 
 __all__ = ["serve_websocket"]
@@ -43,19 +48,19 @@ async def serve_websocket(
     config: ListenConfig,
     *,
     sessions: SessionTable | None = None,
-    arena_socket: str = "",
+    local: LocalSockets | None = None,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve trainers until cancelled. Reports the bound (host, port) through `task_status`.
 
     `sessions` may be shared with the rest of the node; without, the server has its own, and they end with it.
-    `arena_socket` is where trainers on this host can have the node's arena; empty: nowhere.
+    `local`: where to listen besides, for trainers on this host.
 
     On cancel nobody new is let in; what is queued for connected trainers is sent, and the connections are closed as
     "going away", all within `GOODBYE_TIMEOUT_S`. Jobs are not touched: they are the node's.
 
     Raises:
-        ConfigError: no usable token, or the address cannot be bound.
+        ConfigError: no usable token, or an address cannot be bound.
     """
     if not 0 < config.heartbeat_interval_s < config.heartbeat_timeout_s:
         raise ConfigError(
@@ -77,14 +82,37 @@ async def serve_websocket(
             "set listen.tls_cert and listen.tls_key, or listen on 127.0.0.1",
             host,
         )
+    arena_socket = str(local.arena) if local is not None and sessions.shared is not None else ""
     server = _Server(node, config, token, sessions, tls, arena_socket)
-    with single_exception():
+    with single_exception(), _listen_here(local) as unix_listeners:
         async with trio.open_nursery() as connections:
             try:
-                task_status.started((host, port))
-                await trio.serve_listeners(server.serve_stream, [listener], handler_nursery=connections)
+                async with trio.open_nursery() as listening:
+                    serve = partial(trio.serve_listeners, handler_nursery=connections)
+                    listening.start_soon(serve, server.serve_stream, [listener])
+                    for unix_listener in unix_listeners:
+                        listening.start_soon(serve, server.serve_local, [unix_listener])
+                    task_status.started((host, port))
             finally:
                 server.go_away()
+
+
+@contextmanager
+def _listen_here(local: LocalSockets | None) -> Iterator[list[trio.SocketListener]]:
+    """The listener for trainers on this host, if there is to be one. Its socket is unlinked afterwards."""
+    if local is None:
+        yield []
+        return
+    try:
+        listener = listen_unix(local.node)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"listen.unix_socket: {exc}") from exc
+    try:
+        yield [listener]
+    finally:
+        listener.socket.close()
+        with suppress(FileNotFoundError):
+            local.node.unlink()
 
 
 def _load_tls(config: ListenConfig) -> ssl.SSLContext | None:
@@ -150,18 +178,27 @@ class _Server:
 
     async def serve_stream(self, stream: trio.SocketStream) -> None:
         """Serve one accepted TCP connection until it ends, however it ends. The caller closes it."""
+        await self._serve(stream, self._tls)
+
+    async def serve_local(self, stream: trio.SocketStream) -> None:
+        """As `serve_stream`, for a connection from this host."""
+        await self._serve(stream, None)
+
+    async def _serve(self, stream: trio.SocketStream, tls: ssl.SSLContext | None) -> None:
         if self._leaving or len(self._scopes) >= self._max_streams:
             return
         # A cancel of the server must not cut a frame in two: `go_away` sets the deadline, and the link has its own
         # (handshake, heartbeat, close) for as long as nobody leaves.
         with trio.CancelScope(shield=True) as scope:
-            await self._serve_shielded(stream, scope)
+            await self._serve_shielded(stream, scope, tls)
 
-    async def _serve_shielded(self, stream: trio.abc.Stream, scope: trio.CancelScope) -> None:
+    async def _serve_shielded(
+        self, stream: trio.abc.Stream, scope: trio.CancelScope, tls: ssl.SSLContext | None
+    ) -> None:
         self._scopes[scope] = None
         try:
-            if self._tls is not None:
-                stream = await open_tls(stream, self._tls, server_hostname=None, timeout_s=HELLO_TIMEOUT_S)
+            if tls is not None:
+                stream = await open_tls(stream, tls, server_hostname=None, timeout_s=HELLO_TIMEOUT_S)
             async with open_server_link(stream, _decode, self._limits) as link:
                 await self._serve_link(link, scope)
         except (LinkClosed, ProtocolViolation) as exc:
