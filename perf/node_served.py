@@ -66,7 +66,7 @@ class StandInProvider(SandboxProvider):
     @asynccontextmanager
     async def open_sandbox(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
         stream = await connect_unix(self._socket, connect_timeout_s=spec.start_timeout_s)
-        async with open_rpc_client(stream, token=self._token) as rpc:
+        async with open_rpc_client(stream, token=self._token, handshake_timeout_s=spec.start_timeout_s) as rpc:
             yield DaemonSandbox(f"stand-in-{next(self._ids)}", rpc, str)
 
 
