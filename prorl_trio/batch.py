@@ -80,6 +80,7 @@ def pad_batch(
 
     Raises:
         ValueError: a row is longer than `max_len`, or the batch does not fit into `out`.
+        StaleReference: an outcome's arrays are the node's memory, and it took them back before all were copied.
     """
     rows = _rows(items)
     lengths = np.fromiter((len(segment) for *_, segment in rows), np.int32, len(rows))
@@ -114,6 +115,8 @@ def pad_batch(
         batch.segment[row] = index
         batch.job_ids.append(job_id)
     batch.policy_versions.extend(versions)
+    for *_, segment in rows:
+        segment.check()
     return batch
 
 

@@ -336,6 +336,24 @@ class Segment(_Model, frozen=True):
     def __len__(self) -> int:
         return len(self.loss_mask_le)
 
+    def check(self) -> None:
+        """Raise StaleReference if the arrays are a node's memory that it has taken back; whatever was read since then
+        may be wrong. Does nothing where they are anything else."""
+        check = getattr(self.token_ids_le.obj, "check", None)
+        if check is not None:
+            check()
+
+    def detached(self) -> Segment:
+        """A copy that owns its memory. Raises StaleReference as `check` does."""
+        copy = msgspec.structs.replace(
+            self,
+            token_ids_le=memoryview(self.token_ids_le.tobytes()),
+            logprobs_le=memoryview(self.logprobs_le.tobytes()),
+            loss_mask_le=memoryview(self.loss_mask_le.tobytes()),
+        )
+        self.check()
+        return copy
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Segment], tuple[Any, ...]]:
         arrays = (self.token_ids_le, self.logprobs_le, self.loss_mask_le)
         rest = (self.spans, self.parent, self.reason)
@@ -469,3 +487,20 @@ class Outcome(_Model, frozen=True):
     evaluation_log: str = ""
     attempt: int = 1
     attempts: list[AttemptRecord] = []
+
+    def check(self) -> None:
+        """Raise StaleReference if its token arrays are a node's memory that it has taken back. See `Segment.check`."""
+        if self.trajectory is not None:
+            for segment in self.trajectory.segments:
+                segment.check()
+
+    def detached(self) -> Outcome:
+        """The same with token arrays that own their memory, to be kept for as long as one likes.
+
+        Raises:
+            StaleReference: it came too late.
+        """
+        if self.trajectory is None:
+            return self
+        segments = [segment.detached() for segment in self.trajectory.segments]
+        return msgspec.structs.replace(self, trajectory=msgspec.structs.replace(self.trajectory, segments=segments))

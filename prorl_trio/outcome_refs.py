@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+import numpy as np
 
 from ipc.session import OutcomeRefFrame
 from prorl_trio.errors import ProtocolError
-from prorl_trio.models import Outcome, Segment
+from prorl_trio.models import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ipc.arena_memory import TokenArrays
     from ipc.arena_wire import ArenaRef
+    from prorl_trio.models import Segment
 
 __all__ = ["Mapped", "join_outcome", "split_outcome"]
 
@@ -29,6 +32,16 @@ class Mapped(Protocol):
     def view(self, ref: ArenaRef) -> TokenArrays:
         """The tokens of `ref`."""
         ...
+
+    def check(self, ref: ArenaRef) -> object:
+        """Raise StaleReference if they are gone."""
+        ...
+
+
+class _MappedIds(np.ndarray[Any, np.dtype[np.int32]]):
+    """Token ids in an arena, which know whether they are still there: `Segment.check` asks them."""
+
+    check: Callable[[], object]
 
 
 def split_outcome(cursor: int, outcome: Outcome, refs: Sequence[ArenaRef]) -> OutcomeRefFrame:
@@ -54,7 +67,7 @@ def split_outcome(cursor: int, outcome: Outcome, refs: Sequence[ArenaRef]) -> Ou
 def join_outcome(frame: OutcomeRefFrame, mapped: Mapped) -> Outcome:
     """The whole outcome. Its arrays are views of the arena, and stay what they are until it is acknowledged.
 
-    `copy.deepcopy` makes one that owns its memory.
+    `Outcome.check` tells whether they are still that, `Outcome.detached` makes one that owns its memory.
 
     Raises:
         StaleReference: its tokens are gone.
@@ -72,8 +85,14 @@ def join_outcome(frame: OutcomeRefFrame, mapped: Mapped) -> Outcome:
         raise ProtocolError(f"outcome {frame.cursor} of job {frame.job_id!r} has {counts}, or arrays beside references")
     if trajectory is None:
         return outcome
-    whole = [
-        Segment.over_arrays(*mapped.view(ref), spans=segment.spans, parent=segment.parent, reason=segment.reason)
-        for segment, ref in zip(segments, frame.segments, strict=True)
-    ]
+    whole = [_over_arena(segment, ref, mapped) for segment, ref in zip(segments, frame.segments, strict=True)]
     return msgspec.structs.replace(outcome, trajectory=msgspec.structs.replace(trajectory, segments=whole))
+
+
+def _over_arena(segment: Segment, ref: ArenaRef, mapped: Mapped) -> Segment:
+    arrays = mapped.view(ref)
+    token_ids = arrays.token_ids.view(_MappedIds)
+    token_ids.check = partial(mapped.check, ref)
+    return msgspec.structs.replace(
+        segment, token_ids_le=token_ids.data, logprobs_le=arrays.logprobs.data, loss_mask_le=arrays.loss_mask.data
+    )

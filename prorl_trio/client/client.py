@@ -380,7 +380,8 @@ async def connect(
         tls_ca: for `wss://`, a PEM file with the certificates to believe; without, the system's.
         shared_memory: on the node's own host, map its token arrays in place of receiving them. The arrays of an outcome
             are then views of the node's memory, which it uses again once the outcome is acknowledged, that is when the
-            next one is asked for: use them before, or keep a `copy.deepcopy`. Elsewhere it changes nothing.
+            next one is asked for: use them before, or keep `outcome.detached()`. `outcome.check()`, and `pad_batch` by
+            itself, raise StaleReference where it was too late. Elsewhere it changes nothing.
 
     Leaving without an exception acknowledges what `results` has yielded; with one, or by a cancel, the outcome yielded
     last is kept for the next client of the session. Either way the connection is closed, within 2 s, and jobs go on.

@@ -13,7 +13,7 @@ import trio
 
 from ipc.arena import open_arena
 from ipc.arena_socket import serve_arena
-from ipc.errors import ChannelBroken
+from ipc.errors import ChannelBroken, StaleReference
 from ipc.session import (
     SESSION_PROTOCOL_VERSION,
     Ack,
@@ -24,6 +24,7 @@ from ipc.session import (
     SessionWelcome,
 )
 from ipc.websocket import CloseCode, LinkLimits, open_server_link
+from prorl_trio.batch import pad_batch
 from prorl_trio.client import connect
 from prorl_trio.errors import ProtocolError
 from prorl_trio.models import Segment, Trajectory
@@ -137,14 +138,20 @@ async def test_outcomes_are_views_of_the_nodes_memory_until_the_next_is_asked_fo
                 mapped = client._state.arenas._arenas[0].memory
                 place = first.trajectory.segments[0].token_ids.__array_interface__["data"][0]
                 assert place - mapped.address == node.buffers[0].ref.offset
-                kept = copy.deepcopy(first)
+                kept, own = copy.deepcopy(first), first.detached()
                 second = await anext(results)
                 while not node.buffers[0].released:
                     await trio.lowlevel.checkpoint()
                 again = node.arena.open_nowait(TOKENS)
                 again.append([7] * TOKENS)
+                second.check()
+                for use in (first.check, first.detached, lambda: pad_batch([first], pad_token_id=0)):
+                    with pytest.raises(StaleReference):
+                        use()
                 assert is_outcome(second, 1)
                 assert is_outcome(kept, 0)
+                assert is_outcome(own, 0)
+                own.check()
                 assert first.trajectory.segments[0].token_ids[0] == 7, "the node's memory, used again"
                 again.release()
             while node.arena.statistics().readers:

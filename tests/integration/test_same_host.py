@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import signal
@@ -360,7 +359,7 @@ async def test_the_blocking_client_maps_too(tmp_path):
 def train_blocking(url):
     with BlockingClient(url, TOKEN, shared_memory=True) as client:
         client.submit([job(n) for n in range(6)])
-        kept = [copy.deepcopy(outcome) for outcome in client.results(6)]
+        kept = [outcome.detached() for outcome in client.results(6)]
     assert all(map(is_whole, kept))
     assert len(pad_batch(kept, pad_token_id=0)) == 6
 
