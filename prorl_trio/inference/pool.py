@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
+    from prorl_trio.inference.placement import Strategy
     from prorl_trio.models import SamplingParams
 
 __all__ = [
@@ -156,6 +157,7 @@ class Backends:
         probe_timeout_s: float = 60.0,
         max_backends: int = 1024,
         max_tasks_per_backend: int = 0,
+        strategy: Strategy = "least_in_flight",
         random: Random | None = None,
     ) -> None:
         """Nothing is contacted yet.
@@ -165,12 +167,13 @@ class Backends:
             probe_timeout_s: for one probe.
             max_backends: registered at once.
             max_tasks_per_backend: leases of one backend at once, 0 for no limit; more wait.
+            strategy: which backend is next; see `placement.Strategy`.
             random: breaks ties between equally loaded backends.
         """
         self._client_factory = client_factory
         self._probe_timeout_s = probe_timeout_s
         self._max_backends = max_backends
-        self._pool = BackendPool(random or Random(), max_tasks_per_backend)
+        self._pool = BackendPool(random or Random(), max_tasks_per_backend, strategy=strategy)
         self._engines: dict[Backend, _Engine] = {}
         self._waiting: dict[int, trio.lowlevel.ParkingLot] = {}
         """By priority: those who wait for a backend with room."""

@@ -1,0 +1,43 @@
+"""`perf.balance`: its batches, in small."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import trio
+
+from perf.balance_world import HEAVY, Event, Scenario, draw_batch, simulate
+
+SMALL = msgspec.structs.replace(HEAVY, instances=8, rollouts=4, turns_p50=3, max_turns=8)
+STRATEGIES = ("least_in_flight", "round_robin", "assignments_ever", "static_split")
+
+
+async def simulated(**fields):
+    """In a thread: it has a loop of its own."""
+    with trio.fail_after(60):
+        return await trio.to_thread.run_sync(simulate, Scenario(work=SMALL, seed=1, backends=4, workers=16, **fields))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_every_rollout_ends_and_all_work_is_the_same(strategy):
+    run = await simulated(strategy=strategy)
+    tokens = sum(turn.completion_tokens for rollouts in draw_batch(SMALL, 1) for turns in rollouts for turn in turns)
+    assert run.completed == 32
+    assert run.tokens_per_s * run.makespan_s == pytest.approx(tokens)
+    assert run.max_over_mean >= 1
+    assert run.in_flight[-1][1:] == [0] * 4
+    if strategy == "least_in_flight":
+        assert run.max_over_mean < 1.1
+
+
+async def test_one_killed_loses_no_rollout_and_one_added_takes_its_share():
+    run = await simulated(
+        strategy="least_in_flight",
+        events=[Event(at_s=10, kind="kill", backend=0), Event(at_s=20, kind="add", backend=4)],
+    )
+    assert run.completed == 32
+    assert run.moved
+    on_the_killed = [row[1] for row in run.in_flight if row[0] > 10]  # each leaves with its next call
+    assert on_the_killed == sorted(on_the_killed, reverse=True)
+    assert on_the_killed[-1] == 0
+    assert 0 < max(row[5] for row in run.in_flight) <= 6
