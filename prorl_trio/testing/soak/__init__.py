@@ -1,0 +1,12 @@
+"""A node, its backend and its trainer as processes of their own, killed at random while they work.
+
+Nothing that was accepted may be lost, nothing come twice, nothing be left: the trainer keeps a journal of what it took,
+and `leftovers` looks at the machine.
+"""
+
+from prorl_trio.testing.soak.journal import Entry, Journal
+from prorl_trio.testing.soak.kept_process import KeptProcess, kill_at_random
+from prorl_trio.testing.soak.leftovers import Leftovers
+from prorl_trio.testing.soak.world import SoakWorld, open_world
+
+__all__ = ["Entry", "Journal", "KeptProcess", "Leftovers", "SoakWorld", "kill_at_random", "open_world"]

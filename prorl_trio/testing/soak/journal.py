@@ -1,0 +1,60 @@
+"""What a trainer has taken, on disk before it is acknowledged."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["Entry", "Journal"]
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One outcome taken: `cursor` of the session, what became of the job, and how many tokens it brought."""
+
+    cursor: int
+    job_id: str
+    status: str
+    cause: str | None
+    tokens: int
+
+
+class Journal:
+    """An append-only file of entries, one a line. A line that a kill tore off is dropped when it is opened again.
+
+    Blocking. One writer at a time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries = read_entries(path)
+        self._file = path.open("ab")
+        self._file.truncate(len(_lines(self.entries)))
+
+    def append(self, entry: Entry) -> None:
+        """Return when it is on disk."""
+        self._file.write(_lines([entry]))
+        self._file.flush()
+        os.fdatasync(self._file.fileno())
+        self.entries.append(entry)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """The whole entries in `path`, oldest first; none if there is no such file."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    return msgspec.json.Decoder(Entry).decode_lines(content[: content.rfind(b"\n") + 1])
+
+
+def _lines(entries: list[Entry]) -> bytes:
+    return msgspec.json.Encoder().encode_lines(entries)

@@ -1,0 +1,80 @@
+"""A node in a process of its own: `python -m prorl_trio.testing.soak.node NODE_TOML`. Its one handler is `soak`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from prorl_trio.agent import run_agent
+from prorl_trio.config import load_config
+from prorl_trio.errors import MalformedJob
+from prorl_trio.handlers.base import AgentHandler, Evaluation
+from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.models import ChatMessage
+from prorl_trio.node import serve_node
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.testing.soak.parent import end_with_parent
+from prorl_trio.tools import BashTool, FinishTool, ToolSet
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from prorl_trio.chat import ParsedTurn
+    from prorl_trio.models import ToolCall
+    from prorl_trio.rollout import RolloutContext
+
+__all__ = ["SoakHandler"]
+
+
+class SoakHandler(AgentHandler):
+    """The cheapest rollout that has everything: a sandbox, a turn with a command in it, a turn with the answer."""
+
+    name = "soak"
+
+    def validate(self, payload: Mapping[str, Any]) -> None:
+        """The payload is empty."""
+        if payload:
+            raise MalformedJob("a soak instance has no payload", path="$.instance.payload")
+
+    def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
+        """The node's default image."""
+        sandbox = context.resources.config.sandbox
+        return SandboxSpec(image=sandbox.image, start_timeout_s=sandbox.start_timeout_s, limits=sandbox.limits)
+
+    async def run(self, context: RolloutContext) -> None:
+        """Two turns, if the backend lives."""
+        limit = context.resources.config.agent.max_observation_chars
+        messages = [ChatMessage(role="user", content=f"Compute for {context.spec.job_id}.")]
+        await run_agent(context, messages, ToolSet([BashTool(), FinishTool()], max_observation_chars=limit), _Plain())
+
+    async def eval(self, context: RolloutContext) -> Evaluation:
+        """1.0 for the answer that the backend gives."""
+        await trio.lowlevel.checkpoint()
+        return Evaluation(reward=float(context.answer == "42"), details={})
+
+
+class _Plain:
+    """Formal calls only."""
+
+    def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
+        del parsed
+        return []
+
+    def final_answer(self, parsed: ParsedTurn) -> str | None:
+        del parsed
+        return None
+
+    def nudge(self) -> str:
+        return "Go on."
+
+
+async def _main(config: Path) -> bool:
+    return await serve_node(load_config(config), HandlerRegistry([SoakHandler()]))
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    sys.exit(0 if trio.run(_main, Path(sys.argv[1])) else 1)

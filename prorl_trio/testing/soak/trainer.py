@@ -1,0 +1,82 @@
+"""A trainer in a process of its own: `python -m prorl_trio.testing.soak.trainer URL TOKEN JOURNAL JOBS`.
+
+Submits the jobs `job-0` to `job-JOBS` that are not in its journal, and writes each outcome there before it asks for the
+next, which acknowledges it. Killed and started again, it goes on. Exits with 0 when it has all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from ipc.session import Rejected
+from prorl_trio.client import RolloutClient, connect
+from prorl_trio.models import JobSpec, Outcome, SamplingParams, TaskInstance
+from prorl_trio.testing.soak.journal import Entry, Journal
+from prorl_trio.testing.soak.parent import end_with_parent
+
+__all__ = ["SESSION_ID", "job_id", "work"]
+
+SESSION_ID: Final = "soak"
+CONNECT_TIMEOUT_S: Final = 120.0
+MAX_OUTPUT_TOKENS: Final = 200
+
+
+def job_id(number: int) -> str:
+    """Of a job of the soak."""
+    return f"job-{number}"
+
+
+def _spec(name: str) -> JobSpec:
+    return JobSpec(
+        job_id=name,
+        instance=TaskInstance(instance_id=name, handler="soak", payload={}),
+        sampling=SamplingParams(max_output_tokens=MAX_OUTPUT_TOKENS),
+        max_turns=4,
+    )
+
+
+def _entry(cursor: int, outcome: Outcome) -> Entry:
+    segments = outcome.trajectory.segments if outcome.trajectory else []
+    return Entry(
+        cursor=cursor,
+        job_id=outcome.job_id,
+        status=outcome.status,
+        cause=outcome.cause,
+        tokens=sum(len(segment) for segment in segments),
+    )
+
+
+async def work(url: str, token: str, journal: Journal, jobs: int) -> None:
+    """Until all jobs are in the journal."""
+    cursor = max((entry.cursor for entry in journal.entries), default=0)
+    taken = {entry.job_id for entry in journal.entries}
+    async with (
+        connect(url, token, session_id=SESSION_ID, resume_after=cursor, connect_timeout_s=CONNECT_TIMEOUT_S) as client,
+        trio.open_nursery() as nursery,
+    ):
+        missing = [_spec(job_id(n)) for n in range(jobs) if job_id(n) not in taken]
+        nursery.start_soon(_submit, client, missing)
+        while len(taken) < jobs:
+            cursor, outcome = await client.next_after(cursor)
+            await trio.to_thread.run_sync(journal.append, _entry(cursor, outcome))
+            taken.add(outcome.job_id)
+        client.acknowledge(cursor)
+
+
+async def _submit(client: RolloutClient, specs: list[JobSpec]) -> None:
+    refused = [answer for answer in await client.submit(specs) if isinstance(answer, Rejected)]
+    assert not refused, refused[:3]
+
+
+def _main() -> None:
+    url, token, path, jobs = sys.argv[1:]
+    trio.run(work, url, token, Journal(Path(path)), int(jobs))
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    _main()

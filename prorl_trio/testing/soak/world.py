@@ -1,0 +1,95 @@
+"""A backend, a node and a trainer, each a process, joined over loopback ports that stay the same."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ipc.nursery import open_single_nursery
+from prorl_trio.testing.soak.journal import read_entries
+from prorl_trio.testing.soak.kept_process import KeptProcess
+from prorl_trio.testing.tiny_model import make_tiny_model
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from prorl_trio.testing.soak.journal import Entry
+
+__all__ = ["SoakWorld", "open_world"]
+
+_PACKAGE = "prorl_trio.testing.soak"
+
+
+class SoakWorld:
+    """The three, running. `temp` is where their temporary files go, `url` and `token` reach the node."""
+
+    def __init__(self, folder: Path, jobs: int, config: dict[str, Any]) -> None:
+        self.jobs = jobs
+        self.temp = folder / "tmp"
+        self.temp.mkdir()
+        node_port, backend_port = _free_port(), _free_port()
+        self.token = secrets.token_hex(16)
+        self.url = f"ws://127.0.0.1:{node_port}"
+        self._journal = folder / "journal"
+        node_toml = folder / "node.toml"
+        model = folder / "model"
+        make_tiny_model(model)
+        everything = {
+            "node_id": "soak",
+            "model": {"path": str(model)},
+            "listen": {"port": node_port, "token": self.token},
+            "backends": {"urls": [f"http://127.0.0.1:{backend_port}"]},
+            **config,
+        }
+        node_toml.write_bytes(msgspec.toml.encode(everything))
+        env = {**os.environ, "TMPDIR": str(self.temp), "XDG_STATE_HOME": str(folder / "state")}
+        trainer_arguments = [self.url, self.token, str(self._journal), str(jobs)]
+        self.backend = KeptProcess(
+            "backend", f"{_PACKAGE}.backend", [str(model), str(backend_port)], env, folder / "backend.log"
+        )
+        self.node = KeptProcess("node", f"{_PACKAGE}.node", [str(node_toml)], env, folder / "node.log")
+        self.trainer = KeptProcess("trainer", f"{_PACKAGE}.trainer", trainer_arguments, env, folder / "trainer.log")
+
+    def entries(self) -> list[Entry]:
+        """What the trainer has taken so far. Blocking, short."""
+        return read_entries(self._journal)
+
+    def progress(self) -> int:
+        """How many outcomes the trainer has taken so far."""
+        return len(self.entries())
+
+
+@asynccontextmanager
+async def open_world(folder: Path, *, jobs: int, **config: Any) -> AsyncIterator[SoakWorld]:
+    """Start all three. On leaving, the node is told to end and does, and the others are killed.
+
+    Args:
+        folder: an empty one.
+        jobs: how many the trainer submits.
+        config: sections of the node's configuration.
+
+    Raises:
+        RuntimeError: one of them ended by itself and not well.
+    """
+    world = SoakWorld(folder, jobs, config)
+    async with open_single_nursery() as nursery:
+        nursery.start_soon(world.backend.run)
+        nursery.start_soon(world.node.run)
+        nursery.start_soon(world.trainer.run)
+        yield world
+        world.node.terminate()
+        await world.node.done.wait()
+        nursery.cancel_scope.cancel()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
