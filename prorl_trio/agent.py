@@ -10,6 +10,7 @@ import msgspec
 import trio
 
 from prorl_trio.errors import BackendError, ContextLengthExceeded
+from prorl_trio.inference.partial import PartialCompletion
 from prorl_trio.models import PRIORITY, ChatMessage, Turn
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ async def _loop(
             completion.logprobs,
             policy_version=completion.policy_version,
             engine=completion.engine,
+            spans=completion.spans,
         )
         calls = parsed.tool_calls or style.implied_calls(parsed)
         sampled = conversation.completion_ranges[-1]
@@ -146,20 +148,25 @@ async def _loop(
 
 
 async def _sample(context: RolloutContext, lease: BackendLease, turn: int, room: int) -> Completion:
-    """One completion; when its backend fails for good, once more on another one. Nothing sampled is ever resampled."""
+    """One completion; when its backend fails for good, another one goes on. Nothing received is ever sampled again."""
     conversation = context.conversation
     assert conversation is not None
     request_timeout_s = context.resources.config.backends.request_timeout_s
     asked = context.spec.sampling
     stops = [*asked.stop_token_ids, *context.resources.chat_format.stop_token_ids]
     sampling = msgspec.structs.replace(asked, stop_token_ids=stops)
+    so_far = PartialCompletion(
+        conversation.prompt_token_ids(),
+        sampling,
+        min(sampling.max_output_tokens, room),
+        stop=conversation.ends_with_tool_call if context.resources.config.agent.stop_at_tool_call else None,
+        stream=context.resources.config.backends.stream,
+    )
     for attempt in ("first", "repinned"):
         try:
             with context.waiting(f"backend {lease.url}: completion", "inference"):
-                completion = await lease.generate(
-                    conversation.prompt_token_ids(),
-                    sampling,
-                    max_tokens=min(sampling.max_output_tokens, room),
+                completion = await lease.complete(
+                    so_far,
                     request_id=f"{context.spec.job_id}-t{turn}-{attempt}",
                     timeout_s=request_timeout_s,
                     waiting=partial(context.standing_in_line, charge="inference", at_most_s=MAX_PAUSE_S),

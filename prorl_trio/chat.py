@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,9 +28,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from prorl_trio.models import SegmentReason
     from prorl_trio.token_memory import SegmentTokens
 
 __all__ = ["ChatFormat", "CompletionRange", "Conversation", "OnRewrite", "ParsedTurn"]
+
+CALL_END: Final = "</tool_call>"
+"""After which a model may be stopped: the call is complete, and nothing of it is missed."""
 
 OnRewrite = Literal["keep", "segment", "fail"]
 """What to do where the template would render an earlier turn otherwise than it was sampled (Qwen3 drops old reasoning
@@ -202,7 +206,13 @@ class Conversation:
         return ids
 
     def add_completion(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], *, policy_version: str, engine: str
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        policy_version: str = "",
+        engine: str = "",
+        spans: Sequence[PolicySpan] = (),
     ) -> ParsedTurn:
         """Record what the policy sampled after `prompt_token_ids()`, verbatim, and return what it says.
 
@@ -211,6 +221,7 @@ class Conversation:
             logprobs: N natural logarithms, one for each id.
             policy_version: of the weights that sampled them.
             engine: that sampled them.
+            spans: in place of these two, where the completion has several: they cover the N ids, the first being 0.
 
         Raises:
             BackendError: the counts differ, or an id is not one; not retryable.
@@ -220,8 +231,12 @@ class Conversation:
         ids, sampled_logprobs = _arrays(token_ids, logprobs)
         start, end = len(self), len(self) + len(ids)
         self._current.tokens.append(ids, sampled_logprobs)
-        if ids:
-            self._current.spans.append(PolicySpan(start=start, end=end, policy_version=policy_version, engine=engine))
+        whole = PolicySpan(start=0, end=len(ids), policy_version=policy_version, engine=engine)
+        self._current.spans += [
+            msgspec.structs.replace(span, start=start + span.start, end=start + span.end)
+            for span in spans or [whole]
+            if span.start < span.end
+        ]
         self.completion_ranges.append(CompletionRange(start, end, len(self._closed)))
         self._proven += ids.tobytes()
         self._awaits_completion = False
@@ -247,7 +262,8 @@ class Conversation:
         answered = [*self._history, {"role": "assistant", "content": self._last_said()}] if self._keeps_history else []
         rewritten = self._rewritten([*answered, *new]) if self._on_rewrite != "keep" else None
         if rewritten is not None:
-            self._begin_segment(rewritten)
+            self._begin_segment(rewritten, "template_rewrite")
+            self.prefix_breaks += 1
         else:
             delta = array("i", codec.encode(template.delta(new, self._history, self._tools)))
             if not delta or delta[0] != self._format.end_of_turn_id:
@@ -259,9 +275,42 @@ class Conversation:
         self._history = [*answered, *new] if self._keeps_history else []
         self._awaits_completion = True
 
+    def continue_from(self, messages: Sequence[ChatMessage], reason: SegmentReason) -> None:
+        """Go on with another dialogue in place of this one (a shortened one, say), in a new segment.
+
+        Its parent is the current segment, which stays recorded as it is. The assistant's turn is next.
+
+        Raises:
+            HandlerError: the template refuses the messages.
+        """
+        if self._sealed:
+            raise RuntimeError("the conversation has been sealed")
+        history = self._marked(messages)
+        prompt = array("i", self._format.codec.encode(self._format.template.prompt(history, self._tools)))
+        self._begin_segment(prompt, reason)
+        self._history = history
+        self._awaits_completion = True
+
+    def ends_with_tool_call(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last of these sampled ids completes a tool call that can be understood.
+
+        Cheap unless the last id closes something. Families that do not mark a call's end never say so.
+        """
+        if not token_ids or not self._format.decode(token_ids[-1:]).rstrip().endswith(">"):
+            return False
+        turn = self._parse(array("i", token_ids))
+        return (
+            bool(turn.tool_calls)
+            and not any(call.error for call in turn.tool_calls)
+            and turn.text.rstrip().endswith(CALL_END)
+        )
+
     def segments(self) -> list[Segment]:
         """Return a copy of everything recorded, as the trainer gets it. Allowed at any time."""
-        return [Segment.from_arrays(*each.tokens.arrays(), list(each.spans)) for each in self._all]
+        return [
+            Segment.from_arrays(*each.tokens.arrays(), list(each.spans), parent=each.parent, reason=each.reason)
+            for each in self._all
+        ]
 
     def seal(self) -> list[Segment]:
         """End the conversation: return everything recorded as views of the memory it is in, without a copy.
@@ -271,7 +320,10 @@ class Conversation:
         self._sealed = True
         for each in self._all:
             each.tokens.seal()
-        return [Segment.over_arrays(*each.tokens.arrays(), list(each.spans)) for each in self._all]
+        return [
+            Segment.over_arrays(*each.tokens.arrays(), list(each.spans), parent=each.parent, reason=each.reason)
+            for each in self._all
+        ]
 
     # ------------------------------------------------------------ inside
 
@@ -316,13 +368,12 @@ class Conversation:
             )
         return array("i", rendered)
 
-    def _begin_segment(self, prompt: array[int]) -> None:
+    def _begin_segment(self, prompt: array[int], reason: SegmentReason) -> None:
         self._current.tokens.seal()
         self._closed.append(self._current)
-        self._current = _OpenSegment(self._tokens.open_segment())
+        self._current = _OpenSegment(self._tokens.open_segment(), parent=len(self._closed) - 1, reason=reason)
         self._current.tokens.append(prompt)
         self._proven = prompt.tobytes()
-        self.prefix_breaks += 1
 
     def _marked(self, messages: Iterable[ChatMessage]) -> list[Message]:
         codec = self._format.codec
@@ -362,6 +413,8 @@ class _OpenSegment:
 
     tokens: SegmentTokens
     spans: list[PolicySpan] = field(default_factory=list)
+    parent: int | None = None
+    reason: SegmentReason | None = None
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:

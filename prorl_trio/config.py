@@ -121,9 +121,13 @@ class BackendConfig(_Config, frozen=True):
     `max_tasks_per_backend`: rollouts that have a backend at the same time, 0 for no limit of its own (`run_workers` is
     one for all backends). A rollout waits for one with room for `lease_timeout_s`, charged to no budget.
 
+
+    `stream`: have tokens sent as they are sampled. A completion that a lost connection or a pause cuts is then
+    continued from them, also where the engine cannot answer an abort with what it has; each token costs the node time.
     `required`: refuse to start when a backend does not pass its probe; otherwise it is left out with a warning.
     """
 
+    stream: bool = False
     urls: list[str] = []
     required: bool = False
     probe_timeout_s: float = 60.0
@@ -200,8 +204,11 @@ class AgentConfig(_Config, frozen=True):
 
     `max_trajectory_tokens`: prompt plus everything after it; 0 takes the backend's context length.
     `max_nudges`: how often a turn without a tool call is answered by a reminder before the loop ends.
+    `stop_at_tool_call`: stop the engine as soon as a tool call is complete (tokens are then streamed). What the policy
+    would have said after it is not sampled: not its end of turn either, nor a second call.
     `max_observation_chars`: a longer tool result is cut in the middle.
     """
+    stop_at_tool_call: bool = False
 
     max_trajectory_tokens: int = 0
     max_nudges: int = 1

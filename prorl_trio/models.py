@@ -61,8 +61,9 @@ StopReason = Literal[
 ]
 """Why the agent's loop ended. Not the engine's `FinishReason`."""
 
-FinishReason = Literal["stop", "length", "abort"]
-"""Why the engine stopped sampling one completion: end-of-turn token, token limit, or aborted."""
+FinishReason = Literal["stop", "length", "abort", "tool_call"]
+"""Why sampling one completion ended: end-of-turn token, token limit, aborted by the engine; or the node stopped it, as
+a tool call was complete."""
 
 LogprobKind = Literal["raw", "processed", "unknown"]
 """Of which distribution an engine's log-probabilities are: the model's own (temperature 1, nothing cut off), or what

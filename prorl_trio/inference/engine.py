@@ -3,27 +3,48 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
-from prorl_trio.models import FinishReason, SamplingParams
+from prorl_trio.models import FinishReason, LogprobKind, PolicySpan, SamplingParams
 
 if TYPE_CHECKING:
     from prorl_trio.inference.gate import PauseMode
 
-__all__ = ["Completion", "EngineClient", "EngineInfo"]
+__all__ = ["Completion", "EngineClient", "EngineInfo", "TokenSink"]
+
+TokenSink = Callable[[list[int], list[float]], int | None]
+"""Given the ids and log-probabilities that came since the last call. None: go on; n: keep the first n of these, and
+stop sampling. Must not raise."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the probe found out about a backend. `max_model_len` is prompt plus completion, in tokens."""
+    """What the probe found out about a backend.
+
+    Attributes:
+        url: its origin.
+        model: the name it serves the policy under.
+        max_model_len: prompt plus completion, in tokens.
+        engine: name and version.
+        policy_version: what it calls its weights; `0` where it does not say.
+        logprob_kind: what its log-probabilities are of, found out by sampling with `top_k` 1.
+        api: the path that completions are asked for at.
+        pausable: it can be paused, and told the version of its weights.
+        prefix_caching: it reuses prefixes; None where it does not say.
+    """
 
     url: str
     model: str
     max_model_len: int
     engine: str
     policy_version: str
+    logprob_kind: LogprobKind = "raw"
+    api: str = ""
+    pausable: bool = False
+    prefix_caching: bool | None = None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +52,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     `token_ids` and `logprobs` (natural log, of the sampled token) have N entries each, and N equals the engine's own
     usage count. The end-of-turn token is included when it was sampled.
+
+    `spans` cover the N tokens, position 0 being the first of them. None: all are of one kind, by `policy_version` and
+    `engine`.
     """
 
     token_ids: list[int]
@@ -38,6 +62,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     policy_version: str
     engine: str
+    spans: list[PolicySpan] = []
 
 
 class EngineClient(abc.ABC):
@@ -62,8 +87,13 @@ class EngineClient(abc.ABC):
         max_tokens: int,
         request_id: str,
         timeout_s: float,
+        cache_salt: str = "",
+        sink: TokenSink | None = None,
     ) -> Completion:
         """Sample up to `max_tokens` tokens after `prompt_token_ids`.
+
+        Prefixes are shared only among requests of one `cache_salt`. With a `sink`, tokens are streamed to it, and it
+        may end the completion: its finish reason is then `tool_call`. A client that cannot stream never calls it.
 
         Cancellation closes the connection, upon which the engine aborts the request. Connection errors and 5xx before
         the first byte of an answer are retried with backoff inside `timeout_s`; never after tokens were received.
@@ -81,6 +111,16 @@ class EngineClient(abc.ABC):
         """
         await trio.lowlevel.checkpoint()
         return False
+
+    async def label_weights(self, policy_version: str, *, timeout_s: float) -> None:
+        """Tell the engine what its weights are called from now on, so that it can say which tokens are of which.
+
+        Nothing happens where it cannot be told.
+
+        Raises:
+            BackendError: it can be told, and failed.
+        """
+        await trio.lowlevel.checkpoint()
 
     async def resume(self, *, timeout_s: float) -> None:
         """End a `pause` that returned True.

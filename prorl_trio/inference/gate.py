@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["PAUSED", "CompletionGate", "PauseMode", "unseen"]
 
 PauseMode = Literal["wait", "abort", "keep"]
-"""What becomes of completions in flight: `wait` for them, `abort` them (they are sampled again from the same prompt
-after the resume), or `keep` them: they go on, or stand still where the engine can do that."""
+"""What becomes of completions in flight: `wait` for them, `abort` them (they are continued after the resume, from the
+tokens that were received), or `keep` them: they go on, or stand still where the engine can do that."""
 
 PAUSED = "backends paused"
 """What a job that stands before a closed gate is shown to wait for."""
@@ -69,10 +69,14 @@ class CompletionGate:
         self._closed = False
         self._opened.unpark_all()
 
-    def abort(self) -> None:
-        """Cancel the calls in flight, upon which their engines abort; they begin anew once the gate is open."""
-        for scope in self._calls:
-            scope.cancel()
+    def abort(self, spared: frozenset[str] = frozenset()) -> None:
+        """Cancel the calls in flight, upon which their engines abort; they are made again once the gate is open.
+
+        Those of the `spared` urls are left alone.
+        """
+        for scope, url in self._calls.items():
+            if url not in spared:
+                scope.cancel()
 
     async def wait_idle(self) -> None:
         """Return when no completion is in flight. Only of use while the gate is closed."""
@@ -86,7 +90,7 @@ class CompletionGate:
         call: Callable[[], Awaitable[Completion]],
         waiting: Callable[[str], AbstractContextManager[None]] = unseen,
     ) -> Completion:
-        """`call`, as soon as the gate is open; again from the beginning, if a pause aborted it.
+        """`call`, as soon as the gate is open; and again, if a pause aborted it, or had its engine abort it.
 
         `waiting(PAUSED)` is entered while the gate is closed. Raises what `call` raises; a cancel passes as ever.
         """
@@ -98,7 +102,9 @@ class CompletionGate:
             with trio.CancelScope() as scope:
                 self._calls[scope] = url
                 try:
-                    return await call()
+                    completion = await call()
+                    if not (self.closed and completion.finish_reason == "abort"):
+                        return completion
                 finally:
                     del self._calls[scope]
                     if not self._calls:

@@ -31,7 +31,7 @@ from prorl_trio.inference.http_connection import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 __all__ = [
     "ClientClosed",
@@ -117,8 +117,12 @@ class HttpClient:
         body: bytes = b"",
         headers: Iterable[tuple[str, str]] = (),
         timeout_s: float,
+        on_data: Callable[[bytes], bool] | None = None,
     ) -> Response:
         """Send one request and return its complete response, whatever its status.
+
+        With `on_data` the body of a response of status 200 is given to it in pieces, as they come, and the response has
+        none; True from it ends the exchange there. It must not await, and what it raises comes out here.
 
         Waits, first come first served, while `max_connections` are busy. A cancelled or failed request closes its
         connection at once. A kept-alive connection that turns out closed before a single byte of the response came is
@@ -137,7 +141,7 @@ class HttpClient:
         head = h11.Request(method=method, target=path, headers=[*standard, *headers])
         with trio.move_on_after(timeout_s):
             async with self._slots:
-                return await self._send(head, body)
+                return await self._send(head, body, on_data)
         raise RequestTimedOut(f"{self.origin}: {method} {path} was not answered within {timeout_s:g} s", timeout_s)
 
     def close(self) -> None:
@@ -147,12 +151,12 @@ class HttpClient:
             connection.close()
         self._idle.clear()
 
-    async def _send(self, head: h11.Request, body: bytes) -> Response:
+    async def _send(self, head: h11.Request, body: bytes, on_data: Callable[[bytes], bool] | None) -> Response:
         self._requests_total += 1
         kept = self._take_idle()
         if kept is not None:
             try:
-                return await self._exchange(kept, head, body)
+                return await self._exchange(kept, head, body, on_data)
             except ConnectionLost as exc:
                 if exc.received_bytes:
                     raise
@@ -160,14 +164,20 @@ class HttpClient:
         self._check_open()
         fresh = await open_connection(self._host, self._port, self._limits, self._ssl_context)
         self._opened_total += 1
-        return await self._exchange(fresh, head, body)
+        return await self._exchange(fresh, head, body, on_data)
 
-    async def _exchange(self, connection: HttpConnection, head: h11.Request, body: bytes) -> Response:
+    async def _exchange(
+        self,
+        connection: HttpConnection,
+        head: h11.Request,
+        body: bytes,
+        on_data: Callable[[bytes], bool] | None,
+    ) -> Response:
         self._busy.add(connection)
         try:
             if self._closed:
                 connection.close()
-            response = await connection.exchange(head, body)
+            response = await connection.exchange(head, body, on_data)
         except ConnectionLost:
             self._check_open()
             raise

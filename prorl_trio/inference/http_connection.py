@@ -14,6 +14,7 @@ from prorl_trio.errors import ProrlError
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import Callable
 
 __all__ = [
     "ClientClosed",
@@ -173,8 +174,13 @@ class HttpConnection:
         poller.register(fd, select.POLLIN)
         return not poller.poll(0)
 
-    async def exchange(self, request: h11.Request, body: bytes) -> Response:
+    async def exchange(
+        self, request: h11.Request, body: bytes, on_data: Callable[[bytes], bool] | None = None
+    ) -> Response:
         """Send one request and read its response. On any error or cancellation the connection is closed first.
+
+        The body of a response of status 200 goes to `on_data`, if there is one, as it comes; the response then has
+        none. If that returns True, the connection is closed and the response returned at once; what it raises passes.
 
         Raises:
             ConnectionLost, ResponseTooLarge, ResponseMalformed: see there.
@@ -186,7 +192,7 @@ class HttpConnection:
             # A server may refuse a request before it has read all of it: what it said then counts.
             with suppress(trio.BrokenResourceError):
                 await self._stream.send_all(payload)
-            response = await self._receive_response()
+            response = await self._receive_response(on_data)
         except (trio.ClosedResourceError, trio.BrokenResourceError) as exc:
             self.close()
             raise ConnectionLost(
@@ -201,7 +207,7 @@ class HttpConnection:
         self.idle_since_s = trio.current_time()
         return response
 
-    async def _receive_response(self) -> Response:
+    async def _receive_response(self, on_data: Callable[[bytes], bool] | None) -> Response:
         head: list[h11.Response] = []
         body: list[bytes] = []
         while True:
@@ -211,7 +217,7 @@ class HttpConnection:
             self._received_bytes += len(received)
             self._h11.receive_data(received)
             try:
-                complete = self._parse(head, body)
+                complete = self._parse(head, body, on_data)
             except h11.RemoteProtocolError as exc:
                 if not received:
                     raise trio.BrokenResourceError("the peer closed it") from exc
@@ -220,16 +226,20 @@ class HttpConnection:
                 headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head[0].headers}
                 return Response(head[0].status_code, headers, b"".join(body))
 
-    def _parse(self, head: list[h11.Response], body: list[bytes]) -> bool:
+    def _parse(self, head: list[h11.Response], body: list[bytes], on_data: Callable[[bytes], bool] | None) -> bool:
         """Move what has come into `head` and `body`; True at the end of the response."""
         while (event := self._h11.next_event()) is not h11.NEED_DATA:
             if isinstance(event, h11.Response):
                 head.append(event)
                 self._check_size(int(dict(event.headers).get(b"content-length", b"0")))
             elif isinstance(event, h11.Data):
-                body.append(bytes(event.data))
                 self._body_bytes += len(event.data)
                 self._check_size(self._body_bytes)
+                if on_data is None or head[-1].status_code != 200:
+                    body.append(bytes(event.data))
+                elif on_data(bytes(event.data)):
+                    self.close()
+                    return True
             elif isinstance(event, h11.EndOfMessage):
                 return True
         return False

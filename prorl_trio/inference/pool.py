@@ -12,6 +12,7 @@ import trio
 from ipc.nursery import open_single_nursery
 from prorl_trio.errors import BackendError, BackendsBusy, PauseTimeout
 from prorl_trio.inference.gate import CompletionGate, PauseMode, unseen
+from prorl_trio.inference.partial import PartialCompletion
 from prorl_trio.inference.placement import Backend, BackendPool, BackendState, BackendStatistics, Lease
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 CLOSE_GRACE_S = 5.0
+ABORT_GRACE_S = 5.0
+"""For an engine that was told to abort to answer with what it has; then its calls are cancelled here."""
 UNPAUSE_TIMEOUT_S = 10.0
 """For telling the engines to go on, where the caller set no other limit."""
 UNKNOWN_VERSION = "0"
@@ -119,24 +122,49 @@ class BackendLease:
         timeout_s: float,
         waiting: Callable[[str], AbstractContextManager[None]] = unseen,
     ) -> Completion:
-        """One completion of the backend held now, once the pool is not paused; see `EngineClient.generate`.
+        """`complete` of a fresh `PartialCompletion`."""
+        partial = PartialCompletion(prompt_token_ids, sampling, max_tokens)
+        return await self.complete(partial, request_id=request_id, timeout_s=timeout_s, waiting=waiting)
 
-        A pause that aborts lets it begin again after the resume: nothing of the first attempt is kept. `timeout_s` is
-        for one attempt, the pause not counted; `waiting` is entered while it lasts (see `CompletionGate.run`). The
-        completion carries the policy version that was in force when it began.
+    async def complete(
+        self,
+        partial: PartialCompletion,
+        *,
+        request_id: str,
+        timeout_s: float,
+        waiting: Callable[[str], AbstractContextManager[None]] = unseen,
+    ) -> Completion:
+        """The rest of a completion from the backend held now, once the pool is not paused; see `EngineClient.generate`.
+
+        A pause that aborts has it continued after the resume, from the tokens received: those the engine answered the
+        abort with, or those streamed before. They stay in `partial` if this raises or is cancelled, for another
+        backend to continue. `timeout_s` is for one attempt, the pause not counted; `waiting` is entered while it lasts
+        (see `CompletionGate.run`). The spans say which tokens were sampled under which policy version.
         """
-        version = ""
 
         async def call() -> Completion:
-            nonlocal version
+            if (whole := partial.begin_attempt()) is not None:
+                await trio.lowlevel.checkpoint()
+                return whole
             engine = self._backends._engines[self._lease.backend]
-            version = engine.info.policy_version
-            return await engine.client.generate(
-                prompt_token_ids, sampling, max_tokens=max_tokens, request_id=request_id, timeout_s=timeout_s
-            )
+            before = engine.info.policy_version
+            completion = None
+            try:
+                completion = await engine.client.generate(
+                    partial.prompt_token_ids,
+                    partial.sampling,
+                    max_tokens=partial.room,
+                    request_id=request_id,
+                    timeout_s=timeout_s,
+                    cache_salt=before,
+                    sink=partial.sink,
+                )
+            finally:
+                if completion is None:
+                    partial.cut(engine.info, before)
+            return partial.add(completion, before, engine.info.policy_version)
 
-        completion = await self._backends._gate.run(self.url, call, waiting)
-        return msgspec.structs.replace(completion, policy_version=version)
+        return await self._backends._gate.run(self.url, call, waiting)
 
     def repin(self) -> bool:
         """Move to the least loaded other backend, after this one failed.
@@ -267,8 +295,10 @@ class Backends:
             try:
                 with trio.move_on_after(timeout_s):
                     if mode == "abort":
-                        self._gate.abort()
-                    if mode != "keep":
+                        told = await self._tell_engines(mode, timeout_s)
+                        await self._abort_calls(told)
+                        return self._report(told)
+                    if mode == "wait":
                         await self._gate.wait_idle()
                     return self._report(await self._tell_engines(mode, timeout_s))
                 running = ", ".join(f"{n} on {url}" for url, n in self._gate.in_flight().items()) or "none"
@@ -286,18 +316,18 @@ class Backends:
     async def resume(self, policy_version: str | None = None) -> GateReport:
         """Let completions begin again, recorded under `policy_version` if that is given. A pool need not be paused.
 
-        Engines that were paused are resumed first; one that fails to is reported, not raised. If this is cancelled, the
-        pool stays paused.
+        Engines are told the version, and those that were paused are resumed, before; one that fails to is reported, not
+        raised. If this is cancelled, the pool stays paused.
 
         Raises:
             BackendsBusy: another pause or resume is under way.
         """
         with self._change():
-            told = await self._tell_engines(None, UNPAUSE_TIMEOUT_S)
             if policy_version is not None:
                 self._policy_version = policy_version
                 for engine in self._engines.values():
                     engine.info = msgspec.structs.replace(engine.info, policy_version=policy_version)
+            told = await self._tell_engines(None, UNPAUSE_TIMEOUT_S, policy_version)
             self._gate.open()
             return self._report(told)
 
@@ -311,12 +341,26 @@ class Backends:
         finally:
             self._changing = False
 
-    async def _tell_engines(self, mode: PauseMode | None, timeout_s: float) -> dict[_Engine, _Told]:
-        """Pause the engines, or resume (None) those that were paused. Returns how each took it."""
+    async def _abort_calls(self, told: dict[_Engine, _Told]) -> None:
+        """Return when nothing is in flight. Engines that paused answer with what they have, if they have the call."""
+        answering = frozenset(engine.client.url for engine, (answer, _) in told.items() if answer == "paused")
+        self._gate.abort(answering)
+        with trio.move_on_after(ABORT_GRACE_S):
+            await self._gate.wait_idle()
+        self._gate.abort()
+        await self._gate.wait_idle()
+
+    async def _tell_engines(
+        self, mode: PauseMode | None, timeout_s: float, policy_version: str | None = None
+    ) -> dict[_Engine, _Told]:
+        """Pause the engines, or (None) tell them the version, if there is one, and resume those that were paused.
+
+        Returns how each took it.
+        """
         told: dict[_Engine, _Told] = {}
         async with open_single_nursery() as nursery:
             for engine in self._engines.values():
-                nursery.start_soon(_tell_engine, engine, mode, timeout_s, told)
+                nursery.start_soon(_tell_engine, engine, mode, timeout_s, told, policy_version)
         return told
 
     def _report(self, told: dict[_Engine, _Told]) -> GateReport:
@@ -420,12 +464,19 @@ async def _close_all(clients: Iterable[EngineClient]) -> None:
             nursery.start_soon(client.aclose)
 
 
-async def _tell_engine(engine: _Engine, mode: PauseMode | None, timeout_s: float, told: dict[_Engine, _Told]) -> None:
-    if mode is None and not engine.paused:
-        told[engine] = ("not_offered", "")
-        return
+async def _tell_engine(
+    engine: _Engine,
+    mode: PauseMode | None,
+    timeout_s: float,
+    told: dict[_Engine, _Told],
+    policy_version: str | None,
+) -> None:
     try:
-        if mode is None:
+        if policy_version is not None:
+            await engine.client.label_weights(policy_version, timeout_s=timeout_s)
+        if mode is None and not engine.paused:
+            told[engine] = ("not_offered", "")
+        elif mode is None:
             await engine.client.resume(timeout_s=timeout_s)
             engine.paused = False
             told[engine] = ("resumed", "")

@@ -4,45 +4,40 @@ strict about every count and number that training relies on."""
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from prorl_trio.inference.engine import Completion, EngineInfo
+from prorl_trio.inference.answers import ContractBroken, Logprob, TokenId, Wanted, checked_completion
 
 if TYPE_CHECKING:
-    from prorl_trio.models import FinishReason, SamplingParams
+    from prorl_trio.inference.engine import Completion
 
 __all__ = [
+    "COMPLETIONS",
+    "GENERATE",
+    "AnswerPart",
     "CompletionRequest",
-    "CompletionResponse",
-    "ContractBroken",
+    "GenerateRequest",
     "ModelList",
     "Version",
     "WeightInfo",
+    "completion_of",
     "completion_request",
-    "context_limit",
-    "error_message",
-    "read_completion",
+    "prefix_caching",
+    "read_part",
+    "tokens_of",
 ]
 
-MAX_LOGPROB = 1e-3
-"""A log-softmax in low precision may round to just above 0."""
+COMPLETIONS = "/v1/completions"
+GENERATE = "/inference/v1/generate"
+"""Of servers started with `--enable-scale-out`: it says which tokens were sampled by which version of the weights."""
 
-CLAMPED_LOGPROB = -9999.0
-"""What vLLM sends for minus infinity: a sampled token of probability 0, so nothing to train on."""
-
-MAX_ERROR_CHARS = 1000
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Logprob = Annotated[float, msgspec.Meta(gt=CLAMPED_LOGPROB, le=MAX_LOGPROB)]
-
-_FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-_CONTEXT_LIMIT = re.compile(r"maximum (?:context|model) length\D*(\d+)")
+_PREFIX_CACHING = re.compile(rb'^vllm:cache_config_info\{[^}]*enable_prefix_caching="(True|False)"', re.MULTILINE)
 
 
-class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/completions`.
+class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample, as both endpoints name it.
 
     The penalties and `min_p` are sent although neutral: what a request leaves out, vLLM takes from the model's own
     `generation_config.json` (Qwen2.5's has a repetition penalty), and the sampled distribution would silently not be
@@ -50,8 +45,6 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     of it.
     """
 
-    model: str
-    prompt: list[int]
     max_tokens: int
     temperature: float
     top_p: float
@@ -64,24 +57,74 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     n: int = 1
     logprobs: int = 0
-    return_token_ids: bool = True
     skip_special_tokens: bool = False
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """The last part of a stream is to have the engine's own count."""
+
+    include_usage: bool = True
+
+
+class CompletionRequest(_Sampling, frozen=True, kw_only=True):
+    """`POST /v1/completions`. See `_Sampling` for what is sent although it is neutral."""
+
+    model: str
+    prompt: list[int]
+    return_token_ids: bool = True
     stream: bool = False
+    stream_options: StreamOptions | msgspec.UnsetType = msgspec.UNSET
+    cache_salt: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class GenerateSampling(_Sampling, frozen=True, kw_only=True):
+    """As `_Sampling`; without text, which nobody reads."""
+
+    detokenize: bool = False
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /inference/v1/generate`."""
+
+    model: str
+    token_ids: list[int]
+    sampling_params: GenerateSampling
+    return_token_ids: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | msgspec.UnsetType = msgspec.UNSET
+    cache_salt: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class LogprobEntry(msgspec.Struct, frozen=True):
+    """One sampled token of `/inference/v1/generate`."""
+
+    token_id: TokenId
+    logprob: Logprob
 
 
 class ChoiceLogprobs(msgspec.Struct, frozen=True):
-    """`token_logprobs`: natural log of each sampled token's probability."""
+    """Natural log of each sampled token's probability: `token_logprobs` from one endpoint, `content` from the other."""
 
-    token_logprobs: list[Logprob]
+    token_logprobs: list[Logprob] | None = None
+    content: list[LogprobEntry] | None = None
+
+
+class VersionRun(msgspec.Struct, frozen=True):
+    """Sampled tokens `start` to `end` (exclusive) are of weights with that label."""
+
+    version: str
+    start: int
+    end: int
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One continuation. The token ids are null from an engine that does not know `return_token_ids`."""
+    """One continuation, or a part of it. The ids are null from an engine that does not know `return_token_ids`."""
 
-    finish_reason: str | None
+    finish_reason: str | None = None
     token_ids: list[TokenId] | None = None
     prompt_token_ids: list[TokenId] | None = None
     logprobs: ChoiceLogprobs | None = None
+    weight_versions: list[VersionRun] | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -90,11 +133,12 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
 
 
-class CompletionResponse(msgspec.Struct, frozen=True):
-    """The answer of `POST /v1/completions`."""
+class AnswerPart(msgspec.Struct, frozen=True):
+    """The answer of either endpoint, or one part of a streamed one. Of the parts, the last has only the usage."""
 
     choices: list[Choice]
-    usage: Usage
+    usage: Usage | None = None
+    prompt_token_ids: list[TokenId] | None = None
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -122,94 +166,93 @@ class WeightInfo(msgspec.Struct, frozen=True):
     weight_version: str | None = None
 
 
-class ErrorDetail(msgspec.Struct, frozen=True):
-    """The server's words."""
-
-    message: str
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of an error answer."""
-
-    error: ErrorDetail
-
-
-class ContractBroken(ValueError):
-    """An answer that cannot be trusted token for token. The message says why."""
-
-
 def completion_request(
-    model: str, prompt_token_ids: list[int], sampling: SamplingParams, *, max_tokens: int, ignore_eos: bool = False
+    wanted: Wanted, *, path: str, cache_salt: str = "", stream: bool = False, ignore_eos: bool = False
 ) -> bytes:
-    """The JSON body that asks for one continuation."""
-    return msgspec.json.encode(
-        CompletionRequest(
-            model=model,
-            prompt=prompt_token_ids,
-            max_tokens=max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=sampling.stop_token_ids,
-            ignore_eos=ignore_eos,
-        )
-    )
+    """The JSON body that asks for one continuation at `path`."""
+    model, prompt, sampling = wanted.info.model, wanted.prompt_token_ids, wanted.sampling
+    how: dict[str, Any] = {
+        "max_tokens": wanted.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": sampling.stop_token_ids,
+        "ignore_eos": ignore_eos,
+    }
+    rest: dict[str, Any] = {"stream": stream}
+    if stream:
+        rest["stream_options"] = StreamOptions()
+    if cache_salt:
+        rest["cache_salt"] = cache_salt
+    request: CompletionRequest | GenerateRequest
+    if path == GENERATE:
+        request = GenerateRequest(model=model, token_ids=prompt, sampling_params=GenerateSampling(**how), **rest)
+    else:
+        request = CompletionRequest(model=model, prompt=prompt, **how, **rest)
+    return msgspec.json.encode(request)
 
 
-def read_completion(body: bytes, prompt_token_ids: list[int], max_tokens: int, info: EngineInfo) -> Completion:
-    """Decode and check one answer.
+def read_part(body: bytes, wanted: Wanted) -> AnswerPart:
+    """Decode an answer, or a part of a streamed one, and check what can be checked of it alone.
 
     Raises:
-        ContractBroken: it is malformed; or prompt ids, counts or log-probabilities are not what was asked for.
+        ContractBroken: it is malformed, or the prompt that was read is not the one that was sent.
     """
     try:
-        answer = msgspec.json.decode(body, type=CompletionResponse)
+        part = msgspec.json.decode(body, type=AnswerPart)
     except msgspec.MsgspecError as exc:
         raise ContractBroken(f"the answer is not a completion to train on: {exc}") from exc
-    if len(answer.choices) != 1:
-        raise ContractBroken(f"asked for 1 continuation, got {len(answer.choices)}")
-    choice = answer.choices[0]
-    token_ids = choice.token_ids
+    if len(part.choices) > 1:
+        raise ContractBroken(f"asked for 1 continuation, got {len(part.choices)}")
+    for choice in part.choices:
+        read = choice.prompt_token_ids if part.prompt_token_ids is None else part.prompt_token_ids
+        if read is not None and read != wanted.prompt_token_ids:
+            raise ContractBroken(
+                f"it drops token ids or changes them: sent a prompt of {len(wanted.prompt_token_ids)}, "
+                f"it read one of {len(read)}"
+            )
+    return part
+
+
+def tokens_of(choice: Choice) -> tuple[list[int], list[float]]:
+    """Its ids and log-probabilities.
+
+    Raises:
+        ContractBroken: either is missing, or they are of different tokens.
+    """
+    token_ids, logprobs = choice.token_ids, choice.logprobs
     if token_ids is None:
         raise ContractBroken("it drops token ids (no token_ids in the answer): it needs vLLM's return_token_ids")
-    if choice.logprobs is None:
+    if logprobs is None or (logprobs.token_logprobs is None and logprobs.content is None):
         raise ContractBroken("it drops log-probabilities (no logprobs in the answer)")
-    logprobs = choice.logprobs.token_logprobs
-    if choice.prompt_token_ids is not None and choice.prompt_token_ids != prompt_token_ids:
-        raise ContractBroken(
-            f"it drops token ids or changes them: sent a prompt of {len(prompt_token_ids)}, "
-            f"it read one of {len(choice.prompt_token_ids)}"
-        )
-    sampled = answer.usage.completion_tokens
-    if not len(token_ids) == len(logprobs) == sampled:
-        raise ContractBroken(
-            f"it drops token ids or logprobs: counts differ: {len(token_ids)} ids, {len(logprobs)} logprobs, "
-            f"{sampled} in its usage"
-        )
-    finish_reason = _FINISH_REASONS.get(choice.finish_reason)
-    if finish_reason is None:
-        raise ContractBroken(f"unknown finish_reason {choice.finish_reason!r}")
-    if sampled > max_tokens or (sampled == 0 and finish_reason != "abort"):
-        raise ContractBroken(f"asked for 1 to {max_tokens} tokens, it sampled {sampled} ({finish_reason})")
-    return Completion(
+    if logprobs.content is None:
+        return token_ids, logprobs.token_logprobs or []
+    if [entry.token_id for entry in logprobs.content] != token_ids:
+        raise ContractBroken("it drops token ids or logprobs: the log-probabilities are of other tokens")
+    return token_ids, [entry.logprob for entry in logprobs.content]
+
+
+def completion_of(part: AnswerPart, wanted: Wanted) -> Completion:
+    """The completion that a whole answer holds.
+
+    Raises:
+        ContractBroken: counts or log-probabilities are not what was asked for.
+    """
+    if len(part.choices) != 1 or part.usage is None:
+        raise ContractBroken(f"asked for 1 continuation and its usage, got {len(part.choices)} continuations")
+    choice = part.choices[0]
+    token_ids, logprobs = tokens_of(choice)
+    return checked_completion(
+        wanted,
         token_ids=token_ids,
         logprobs=logprobs,
-        finish_reason=finish_reason,
-        policy_version=info.policy_version,
-        engine=info.engine,
+        sampled=part.usage.completion_tokens,
+        finish_reason=choice.finish_reason,
+        versions=[(run.version, run.start, run.end) for run in choice.weight_versions or ()],
     )
 
 
-def error_message(body: bytes) -> str:
-    """The server's own words in an error answer, or the beginning of whatever else it sent."""
-    try:
-        message = msgspec.json.decode(body, type=ErrorBody).error.message
-    except msgspec.MsgspecError:
-        message = body[: 4 * MAX_ERROR_CHARS].decode("utf-8", "replace")
-    return message[:MAX_ERROR_CHARS].strip() or "no message"
-
-
-def context_limit(message: str) -> int | None:
-    """The context length that an error message says was exceeded, in tokens; None if it is about something else."""
-    match = _CONTEXT_LIMIT.search(message)
-    return int(match[1]) if match else None
+def prefix_caching(metrics: bytes) -> bool | None:
+    """Whether the engine's metrics say that it reuses prefixes; None if they do not say."""
+    match = _PREFIX_CACHING.search(metrics)
+    return match[1] == b"True" if match else None

@@ -22,6 +22,7 @@ from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from prorl_trio.inference.engine import TokenSink
     from prorl_trio.models import SamplingParams
     from prorl_trio.testing.simulation_config import EngineModel
 
@@ -146,9 +147,11 @@ class SimulatedEngine(EngineClient):
         max_tokens: int,
         request_id: str,
         timeout_s: float,
+        cache_salt: str = "",
+        sink: TokenSink | None = None,
     ) -> Completion:
         """See `EngineClient.generate`. Samples exactly `max_tokens`, all of them 0; `request_id` is `JOB-tTURN`."""
-        del sampling
+        del sampling, cache_salt, sink
         random = Random(f"{self._seed} {request_id}")
         if random.random() < self._failure_rate:
             await trio.lowlevel.checkpoint()
