@@ -27,7 +27,7 @@ from prorl_trio.testing.simulated_engine import SimulatedEngine
 from prorl_trio.testing.simulation_config import Distribution, EngineModel
 
 if TYPE_CHECKING:
-    from prorl_trio.inference.engine import Completion
+    from prorl_trio.inference.engine import Completion, TokenSink
     from prorl_trio.inference.pool import BackendLease
 
 __all__ = ["HEAVY", "LIGHT", "ROOMY_KV_TOKENS", "Event", "Run", "Scenario", "Work", "simulate"]
@@ -187,8 +187,11 @@ class MortalEngine(SimulatedEngine):
         max_tokens: int,
         request_id: str,
         timeout_s: float,
+        cache_salt: str = "",
+        sink: TokenSink | None = None,
     ) -> Completion:
         """See `SimulatedEngine.generate`."""
+        del cache_salt, sink
         with trio.CancelScope() as scope:
             self._calls.add(scope)
             try:
