@@ -24,6 +24,7 @@ from ipc.nursery import open_single_nursery
 from ipc.rpc import open_rpc_client
 from perf.children import raise_file_limit, say_ready
 from prorl_trio.config import NodeConfig, load_config
+from prorl_trio.garbage import rare_garbage_collection
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node import endpoint_url, serve_node
@@ -95,4 +96,6 @@ async def _main(config: NodeConfig, provider: StandInProvider) -> None:
 
 
 if __name__ == "__main__":
-    trio.run(_main, load_config(Path(sys.argv[1])), StandInProvider(Path(sys.argv[2]), os.environ[TOKEN_VARIABLE]))
+    chosen = load_config(Path(sys.argv[1])), StandInProvider(Path(sys.argv[2]), os.environ[TOKEN_VARIABLE])
+    with rare_garbage_collection():  # as the `serve` command does
+        trio.run(_main, *chosen)

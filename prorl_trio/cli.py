@@ -20,6 +20,7 @@ from prorl_trio.client.recording import RUN_INFO, RunInfo, read_outcomes, run_fo
 from prorl_trio.client.transport import Address
 from prorl_trio.config import load_config
 from prorl_trio.errors import ConfigError, InternalError, ProrlError
+from prorl_trio.garbage import rare_garbage_collection
 from prorl_trio.logs import LOG_FORMATS, open_logging
 from prorl_trio.models import SamplingParams
 from prorl_trio.node import endpoint_url, serve_node
@@ -145,7 +146,8 @@ def serve(config_path: Path, token: str | None, rest_port: int | None) -> None:
 
     config = load()
     ready = _Ready(secure=bool(config.listen.tls_cert))
-    clean = trio.run(lambda: serve_node(config, load=load, task_status=ready))
+    with rare_garbage_collection():
+        clean = trio.run(lambda: serve_node(config, load=load, task_status=ready))
     sys.exit(0 if clean else EXIT_JOBS_CUT)
 
 
