@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    import signal
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
     from random import Random
 
@@ -27,12 +28,23 @@ class KeptProcess:
         done: set when it has exited with 0.
     """
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        before: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
+    ) -> None:
+        """`log` gets its output and error, appended. `before` is awaited before each start."""
         self.name = name
         self.kills = 0
         self.done = trio.Event()
         self._command = [sys.executable, "-m", module, *arguments]
         self._env = dict(env)
+        self._before = before
         self._log = log
         self._process: trio.Process | None = None
         self._killed = False
@@ -47,6 +59,7 @@ class KeptProcess:
             RuntimeError: it ended in another way than by `kill`; what it logged last is in the message.
         """
         while not self.done.is_set():
+            await self._before()
             code = await self._run_once()
             if code == 0:
                 self.done.set()
@@ -76,10 +89,16 @@ class KeptProcess:
             self.kills += 1
             self._process.kill()
 
-    def terminate(self) -> None:
-        """SIGTERM."""
-        if self._process is not None:
-            self._process.terminate()
+    def send_signal(self, number: signal.Signals) -> None:
+        """A signal other than SIGKILL. Nothing happens if it does not run."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now."""
+        assert self._process is not None, f"{self.name} has not been started"
+        return self._process.pid
 
 
 async def kill_at_random(

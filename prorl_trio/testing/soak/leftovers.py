@@ -28,9 +28,22 @@ class Leftovers:
         """What there is besides: processes that run, entries of the folder, shared memory, mounts in the folder."""
         found = {f"process {pid}: {line}" for pid, line in _descendants().items() if pid not in self._processes}
         found |= {f"file {path}" for path in self._folder.iterdir()}
-        found |= {f"shared memory {name}" for name in set(os.listdir(SHARED_MEMORY)) - self._shared}
+        found |= {f"shared memory {name}" for name in self._new_shared()}
         mounts = Path("/proc/self/mounts").read_text().splitlines()
         return found | {f"mount {line}" for line in mounts if str(self._folder) in line}
+
+    def _new_shared(self) -> set[str]:
+        """Names in the shared memory, those left out that a stranger uses: the machine may not be ours alone."""
+        new = set(os.listdir(SHARED_MEMORY)) - self._shared
+        if not new:
+            return new
+        ours = _descendants().keys() - self._processes
+        used = ""
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            if pid not in ours:
+                with suppress(OSError):
+                    used += Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        return {name for name in new if f"{SHARED_MEMORY / name}\n" not in used and (SHARED_MEMORY / name).exists()}
 
 
 def _descendants() -> dict[int, str]:

@@ -18,7 +18,7 @@ from prorl_trio.models import JobSpec, Outcome, SamplingParams, TaskInstance
 from prorl_trio.testing.soak.journal import Entry, Journal
 from prorl_trio.testing.soak.parent import end_with_parent
 
-__all__ = ["SESSION_ID", "job_id", "work"]
+__all__ = ["SESSION_ID", "job_id", "soak_spec", "work"]
 
 SESSION_ID: Final = "soak"
 CONNECT_TIMEOUT_S: Final = 120.0
@@ -30,7 +30,8 @@ def job_id(number: int) -> str:
     return f"job-{number}"
 
 
-def _spec(name: str) -> JobSpec:
+def soak_spec(name: str) -> JobSpec:
+    """A job for the handler `soak`."""
     return JobSpec(
         job_id=name,
         instance=TaskInstance(instance_id=name, handler="soak", payload={}),
@@ -58,7 +59,7 @@ async def work(url: str, token: str, journal: Journal, jobs: int) -> None:
         connect(url, token, session_id=SESSION_ID, resume_after=cursor, connect_timeout_s=CONNECT_TIMEOUT_S) as client,
         trio.open_nursery() as nursery,
     ):
-        missing = [_spec(job_id(n)) for n in range(jobs) if job_id(n) not in taken]
+        missing = [soak_spec(job_id(n)) for n in range(jobs) if job_id(n) not in taken]
         nursery.start_soon(_submit, client, missing)
         while len(taken) < jobs:
             cursor, outcome = await client.next_after(cursor)

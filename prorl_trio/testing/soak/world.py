@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.testing.soak.journal import read_entries
@@ -16,14 +19,15 @@ from prorl_trio.testing.soak.kept_process import KeptProcess
 from prorl_trio.testing.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
     from prorl_trio.testing.soak.journal import Entry
 
 __all__ = ["SoakWorld", "open_world"]
 
-_PACKAGE = "prorl_trio.testing.soak"
+_CONNECT_INTERVAL_S: Final = 0.05
+_PACKAGE: Final = "prorl_trio.testing.soak"
 
 
 class SoakWorld:
@@ -50,11 +54,17 @@ class SoakWorld:
         node_toml.write_bytes(msgspec.toml.encode(everything))
         env = {**os.environ, "TMPDIR": str(self.temp), "XDG_STATE_HOME": str(folder / "state")}
         trainer_arguments = [self.url, self.token, str(self._journal), str(jobs)]
-        self.backend = KeptProcess(
-            "backend", f"{_PACKAGE}.backend", [str(model), str(backend_port)], env, folder / "backend.log"
-        )
-        self.node = KeptProcess("node", f"{_PACKAGE}.node", [str(node_toml)], env, folder / "node.log")
-        self.trainer = KeptProcess("trainer", f"{_PACKAGE}.trainer", trainer_arguments, env, folder / "trainer.log")
+
+        def keep(name: str, arguments: list[str], before: Callable[[], Awaitable[None]]) -> KeptProcess:
+            return KeptProcess(
+                name, f"{_PACKAGE}.{name}", arguments, env=env, log=folder / f"{name}.log", before=before
+            )
+
+        # A node leaves a configured backend out that is down when it starts.
+        backend_listens = partial(_wait_listening, backend_port)
+        self.backend = keep("backend", [str(model), str(backend_port)], trio.lowlevel.checkpoint)
+        self.node = keep("node", [str(node_toml)], backend_listens)
+        self.trainer = keep("trainer", trainer_arguments, trio.lowlevel.checkpoint)
 
     def entries(self) -> list[Entry]:
         """What the trainer has taken so far. Blocking, short."""
@@ -83,9 +93,21 @@ async def open_world(folder: Path, *, jobs: int, **config: Any) -> AsyncIterator
         nursery.start_soon(world.node.run)
         nursery.start_soon(world.trainer.run)
         yield world
-        world.node.terminate()
+        world.node.send_signal(signal.SIGTERM)
         await world.node.done.wait()
         nursery.cancel_scope.cancel()
+
+
+async def _wait_listening(port: int) -> None:
+    """Return when somebody listens. The caller sets the deadline."""
+    while True:
+        try:
+            stream = await trio.open_tcp_stream("127.0.0.1", port)
+        except OSError:
+            await trio.sleep(_CONNECT_INTERVAL_S)
+        else:
+            await stream.aclose()
+            return
 
 
 def _free_port() -> int:
