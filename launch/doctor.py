@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import pwd
 import shutil
 import subprocess
 import sys
@@ -78,7 +79,7 @@ async def examine(kind: EngineKind, *, with_engine: bool = True) -> Report:
         *await trio.to_thread.run_sync(_all_of, [_python, _user_namespaces]),
         *_sandboxes(await probe_providers()),
         *await trio.to_thread.run_sync(
-            _all_of, [_runtime, _fuse, *engine, _memory, _disk, _shared_memory, _cgroups, _process_limit]
+            _all_of, [_runtime, _fuse, _fakeroot, *engine, _memory, _disk, _shared_memory, _cgroups, _process_limit]
         ),
         await _gpu(),
     ]
@@ -125,6 +126,38 @@ def _fuse(device: Path = Path("/dev/fuse")) -> Check:
         f"as root: chmod 666 {device}" if device.exists() else f"as root: modprobe fuse, or mknod {device} c 10 229"
     )
     return Check(name=str(device), state="warning", detail=f"{found}: no SIF images; other images work", remedy=remedy)
+
+
+def _fakeroot(etc: Path = Path("/etc")) -> Check:
+    """What sandboxes with `sandbox.fakeroot` need beyond Apptainer, for files of other users than root inside."""
+    user = _user_name()
+    lacking = [name for name in ("subuid", "subgid") if not _has_range(etc / name, user)]
+    missing = [name for name in ("newuidmap", "newgidmap") if shutil.which(name) is None]
+    if not lacking and not missing:
+        return Check(name="fakeroot", state="ok", detail=f"{user} has a range of user and group ids for sandboxes")
+    problems = [f"{etc / name} has no range for {user}" for name in lacking]
+    problems += [f"there is no {name}" for name in missing]
+    detail = f"{'; '.join(problems)}: with sandbox.fakeroot there is root inside, but no chown to anybody else"
+    remedies = ["install them (`apt install uidmap`)"] if missing else []
+    if lacking:
+        remedies.append(f"as root: usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}")
+    return Check(name="fakeroot", state="warning", detail=detail, remedy="; ".join(remedies))
+
+
+def _user_name() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def _has_range(table: Path, user: str) -> bool:
+    """Whether a file like /etc/subuid gives this user, by name or number, ids."""
+    try:
+        lines = table.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    return any(line.partition(":")[0] in (user, str(os.geteuid())) for line in lines)
 
 
 def _engine(kind: EngineKind) -> Check:

@@ -147,6 +147,8 @@ class SandboxConfig(_Config, frozen=True):
     provider: Literal["auto", "apptainer", "bubblewrap", "process"] = "auto"
     image: str = "host"
     network: bool = False
+    fakeroot: bool = False
+    """The tools are root in there, so that they can install packages. apptainer only."""
     start_timeout_s: float = 60.0
     max_concurrent_starts: int = 4
     max_concurrent_starts_per_image: int = 4

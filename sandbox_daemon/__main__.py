@@ -38,6 +38,7 @@ def main() -> int:
 
     from sandbox_daemon.daemon import serve_daemon
     from sandbox_daemon.limits import hide_self, limit_self
+    from sandbox_daemon.privileges import drop_privileges
     from sandbox_daemon.settings import read_start_line
 
     try:
@@ -50,6 +51,8 @@ def main() -> int:
             raise ValueError("neither --socket nor the start line's listen_fd says where to listen")
         if start.cwd and not os.path.isdir(start.cwd):
             raise ValueError(f"cwd {start.cwd!r} is not a directory")
+        if start.fakeroot:
+            drop_privileges()
         limit_self(start.limits)
         hide_self()
         trio.run(

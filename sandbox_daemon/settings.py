@@ -32,6 +32,7 @@ class StartLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `prestart_ipython`: as the option of that name. `inherit_env`: the daemon's environment is its image's, and what the
     image sets is for the tools too; otherwise they get none of it but PATH and HOME. `limits`: what the tools may use.
     `isolated`: what this process sees and may signal is the sandbox, and file systems in memory are its own.
+    `fakeroot`: this process is root in there, with capabilities of which the tools may have a few only.
     `listen_fd`: the inherited socket to listen on, where the option `--socket` makes none.
     """
 
@@ -42,6 +43,7 @@ class StartLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inherit_env: bool = False
     limits: SandboxLimits = SandboxLimits()
     isolated: bool = False
+    fakeroot: bool = False
     listen_fd: int = -1
 
 

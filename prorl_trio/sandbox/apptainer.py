@@ -33,6 +33,10 @@ _INSTALL: Final = "install it (`make apptainer` on Debian and Ubuntu), or use th
 _LAUNCHER_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MIB: Final = 1024 * 1024
 _SIZE_SETTING: Final = re.compile(r"^\s*sessiondir max size\s*=.*$", re.MULTILINE)
+_NO_FAKEROOT_AS_ROOT: Final = (
+    "with sandbox.fakeroot on a node that runs as root, an image's start script could change the machine; run the node "
+    "as another user, or use the image `host`"
+)
 _IDENTITY_FILES: Final = ("passwd", "group")
 
 
@@ -48,14 +52,21 @@ class ApptainerProvider(SandboxProvider):
     home directory, /dev/shm and what is written to an image other than `host` share one tmpfs, which is thrown away.
     Its size is `spec.limits.disk_bytes`; for root, to whom Apptainer gives one without a size, the watchdog keeps
     to that; where Apptainer is installed setuid, the size is its own `sessiondir max size`.
+
+    With `fakeroot` the tools are user 0, with the few capabilities that installing packages takes. They can give files
+    to other users where this one has a range of them (/etc/subuid, /etc/subgid, newuidmap). An image's own start script
+    runs before the daemon, and with all capabilities; so, as root of the machine, only for the image `host`.
     """
 
     name: ClassVar[str] = "apptainer"
     isolated: ClassVar[bool] = True
 
-    def __init__(self, runtime_dir: Path | None = None, *, executable: str | None = None) -> None:
+    def __init__(
+        self, runtime_dir: Path | None = None, *, executable: str | None = None, fakeroot: bool = False
+    ) -> None:
         """`executable`: another program than `find_apptainer`'s. `runtime_dir`: see `run_dir.open_run_dir`."""
         self._runtime_dir = runtime_dir
+        self._fakeroot = fakeroot
         self._executable = executable or find_apptainer()
 
     async def probe(self) -> ProviderReport:
@@ -69,7 +80,8 @@ class ApptainerProvider(SandboxProvider):
             return ProviderReport(name=self.name, usable=False, problem=problem, remedy=_INSTALL)
         try:
             async with open_run_dir(self._runtime_dir) as run_dir, run_dir.open_sandbox_dir() as folder:
-                exec_argv = (*_exec_argv(self._executable, network=False), *_mount_argv(host_mounts()))
+                exec_argv = _exec_argv(self._executable, network=False, fakeroot=self._fakeroot)
+                exec_argv = (*exec_argv, *_mount_argv(host_mounts()))
                 _, problem = await run_probe((*exec_argv, str(run_dir.root), "/bin/true"), _launcher_env(folder))
         except SandboxUnavailable as exc:
             problem = str(exc)
@@ -85,7 +97,10 @@ class ApptainerProvider(SandboxProvider):
     def _plan(self, spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
         if self._executable is None:
             raise SandboxUnavailable(f"no apptainer or singularity program in PATH; {_INSTALL}")
-        argv = [*_exec_argv(self._executable, network=spec.network, config=self._write_config(spec, folder))]
+        if self._fakeroot and spec.image != "host" and os.geteuid() == 0:
+            raise SandboxUnavailable(f"image {spec.image}: {_NO_FAKEROOT_AS_ROOT}")
+        config = self._write_config(spec, folder)
+        argv = [*_exec_argv(self._executable, network=spec.network, config=config, fakeroot=self._fakeroot)]
         mounts = [Mount(path, path) for path in read_only_proc()]
         if spec.image == "host":
             image = str(run_dir.root)
@@ -104,7 +119,14 @@ class ApptainerProvider(SandboxProvider):
             argv += ["--env", f"{name}={value}"]
         tool_env = {**runtime.tool_env, "HOME": HOME, "USER": USER}
         command = runtime.daemon_argv()
-        return Launch((*argv, image, *command), _launcher_env(folder), tool_env, HOME, inherit_env=spec.image != "host")
+        return Launch(
+            (*argv, image, *command),
+            _launcher_env(folder),
+            tool_env,
+            HOME,
+            inherit_env=spec.image != "host",
+            fakeroot=self._fakeroot,
+        )
 
     def _write_config(self, spec: SandboxSpec, folder: SandboxDir) -> Path | None:
         """Apptainer's own configuration, with our size of the tmpfs, where it lets us give one."""
@@ -137,10 +159,14 @@ def _installed_config(executable: str) -> str | None:
         return None
 
 
-def _exec_argv(executable: str, *, network: bool, config: Path | None = None) -> tuple[str, ...]:
+def _exec_argv(
+    executable: str, *, network: bool, config: Path | None = None, fakeroot: bool = False
+) -> tuple[str, ...]:
     privileges = ("--no-privs",) if os.geteuid() == 0 else ()
+    # Not by the host's `fakeroot` command: it would be another process above the daemon, and a library in every tool.
+    root = ("--fakeroot", "--ignore-fakeroot-command") if fakeroot else ()
     net = () if network else ("--net", "--network", "none")
-    isolation = ("--userns", *privileges, "--containall", *net, "--no-mount", "sys,bind-paths", "--no-eval")
+    isolation = ("--userns", *root, *privileges, "--containall", *net, "--no-mount", "sys,bind-paths", "--no-eval")
     inside = ("--no-umask", "--home", HOME, "--cwd", "/", "--hostname", "sandbox")
     configured = () if config is None else ("--config", str(config))
     # /dev/shm as well is then of the one tmpfs whose size the configuration limits, rather than one without a limit.

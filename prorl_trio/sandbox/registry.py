@@ -23,27 +23,45 @@ PROVIDERS: Final[Mapping[str, type[ApptainerProvider | BubblewrapProvider | Proc
 }
 """By name. `auto` tries the isolating ones, in this order."""
 
-_reports: dict[tuple[str, Path | None], ProviderReport] = {}
+_reports: dict[tuple[str, Path | None, bool], ProviderReport] = {}
 
 
 async def choose_provider(config: SandboxConfig) -> SandboxProvider:
     """The provider that `config` names, or the first isolating one that works here, probed once per process.
 
     Raises:
-        ConfigError: none works; with what each said and what to do.
+        ConfigError: none works; with what each said and what to do. Or `fakeroot` is asked of one that has none.
     """
     runtime_dir = Path(config.runtime_dir) if config.runtime_dir else None
-    names = [config.provider] if config.provider != "auto" else [n for n, p in PROVIDERS.items() if p.isolated]
+    isolated = [name for name, provider in PROVIDERS.items() if provider.isolated]
+    names: list[str] = isolated if config.provider == "auto" else [config.provider]
+    if config.fakeroot:
+        names = _with_fakeroot(names)
     refusals = []
     for name in names:
-        provider = PROVIDERS[name](runtime_dir)
-        report = _reports.get((name, runtime_dir))
+        provider = _make(name, runtime_dir, fakeroot=config.fakeroot)
+        key = (name, runtime_dir, config.fakeroot)
+        report = _reports.get(key)
         if report is None or not report.usable:
-            report = _reports[name, runtime_dir] = await provider.probe()
+            report = _reports[key] = await provider.probe()
         if report.usable:
             return provider
         refusals.append(f"{name}: {report.problem}. What to do: {report.remedy}")
     raise ConfigError("no sandbox can be started here.\n" + "\n".join(f"  {refusal}" for refusal in refusals))
+
+
+def _with_fakeroot(names: list[str]) -> list[str]:
+    able = [name for name in names if name == ApptainerProvider.name]
+    if not able:
+        raise ConfigError(
+            f"sandbox.fakeroot: the provider {names[0]!r} has none; set sandbox.provider to "
+            f"{ApptainerProvider.name!r}, or sandbox.fakeroot to false"
+        )
+    return able
+
+
+def _make(name: str, runtime_dir: Path | None, *, fakeroot: bool) -> SandboxProvider:
+    return ApptainerProvider(runtime_dir, fakeroot=True) if fakeroot else PROVIDERS[name](runtime_dir)
 
 
 async def probe_providers(runtime_dir: Path | None = None) -> list[ProviderReport]:

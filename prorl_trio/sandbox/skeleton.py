@@ -76,10 +76,8 @@ def _fill_etc(etc: Path) -> None:
     shell = "/bin/bash"
     users = [f"{USER}:x:{uid}:{gid}:agent:{HOME}:{shell}", "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin"]
     groups = [f"{USER}:x:{gid}:", "nogroup:x:65534:"]
-    if uid != 0:
-        users.insert(0, "root:x:0:0:root:/root:/bin/sh")
-    if gid != 0:
-        groups.insert(0, "root:x:0:")
+    users.insert(0 if uid != 0 else 1, "root:x:0:0:root:/root:/bin/sh")
+    groups.insert(0 if gid != 0 else 1, "root:x:0:")
     for name, lines in {
         "passwd": users,
         "group": groups,

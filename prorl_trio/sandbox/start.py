@@ -37,6 +37,7 @@ class Launch(NamedTuple):
 
     `inherit_env`: the tools also get what the image sets in the daemon's environment.
     `isolated`: the daemon sees, and may signal, nothing but the sandbox.
+    `fakeroot`: the daemon is started as root of the sandbox, with all that such a root may do.
     """
 
     argv: tuple[str, ...]
@@ -45,6 +46,7 @@ class Launch(NamedTuple):
     cwd: str
     inherit_env: bool = False
     isolated: bool = True
+    fakeroot: bool = False
 
 
 @asynccontextmanager
@@ -76,6 +78,7 @@ async def open_daemon_sandbox(
             "inherit_env": launch.inherit_env,
             "limits": spec.limits,
             "isolated": launch.isolated,
+            "fakeroot": launch.fakeroot,
             "listen_fd": listener.fileno(),
         }
         deadline = trio.current_time() + spec.start_timeout_s
