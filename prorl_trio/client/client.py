@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from ipc.errors import IpcError
+from ipc.errors import IpcError, StaleReference
 from ipc.nursery import single_exception
 from ipc.session import (
     MAX_MESSAGE_BYTES,
@@ -69,6 +69,7 @@ class RolloutClient:
         self._max_message_bytes = max_message_bytes
         self._turns = trio.Semaphore(MAX_CALLS)
         self._yielded = state.inbox.settled
+        self._asked_again_for = 0
 
     def __repr__(self) -> str:
         state = self._state
@@ -247,7 +248,15 @@ class RolloutClient:
             if self._state.failure is not None:
                 self._state.raise_failure()
             return None
-        outcome = self._read(frame)
+        try:
+            outcome = self._read(frame)
+        except StaleReference as exc:
+            # The node took its tokens back when an earlier connection of ours broke: it has them otherwise. Once.
+            if frame.cursor == self._asked_again_for:
+                raise _unreadable(frame, exc) from None
+            self._asked_again_for = frame.cursor
+            self._state.ask_again(str(exc))
+            return None
         self._yielded = max(self._yielded, frame.cursor)
         return frame.cursor, outcome
 
@@ -260,8 +269,10 @@ class RolloutClient:
             if isinstance(frame, OutcomeFrame):
                 return _decode_outcome(frame.outcome)
             return join_outcome(frame, self._state.arenas)
+        except StaleReference:
+            raise
         except (msgspec.DecodeError, IpcError) as exc:
-            raise ProtocolError(f"outcome {frame.cursor} of job {frame.job_id!r} cannot be read: {exc}") from None
+            raise _unreadable(frame, exc) from None
 
     def _batches(self, specs: Sequence[JobSpec]) -> Iterator[list[tuple[str, msgspec.Raw]] | Rejected]:
         """Cut into frames; a spec that cannot travel is rejected here, and the others go on."""
@@ -424,6 +435,10 @@ def _tls_context(ca_file: str | PathLike[str] | None) -> ssl.SSLContext:
         return client_context(ca_file)
     except OSError as exc:  # an SSLError is one
         raise ConfigError(f"tls_ca: {ca_file} cannot be used: {exc}") from exc
+
+
+def _unreadable(frame: OutcomeFrame | OutcomeRefFrame, exc: Exception) -> ProtocolError:
+    return ProtocolError(f"outcome {frame.cursor} of job {frame.job_id!r} cannot be read: {exc}")
 
 
 def _check(answer: BackendChanged) -> None:

@@ -56,6 +56,11 @@ class Inbox:
         self.settled = cursor
         return True
 
+    def rewind(self) -> None:
+        """Drop what is not settled: it is to be sent again."""
+        self._frames.clear()
+        self.received = self.settled
+
     def first(self) -> OutcomeFrame | OutcomeRefFrame | None:
         """The oldest one that is not settled."""
         return self._frames[0] if self._frames else None

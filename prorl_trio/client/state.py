@@ -21,6 +21,7 @@ from ipc.session import (
     SessionWelcome,
     StatusReport,
 )
+from ipc.websocket import CloseCode
 from prorl_trio.client.arenas import MappedArenas
 from prorl_trio.client.errors import SessionLost, SessionReplaced
 from prorl_trio.client.inbox import Inbox
@@ -110,6 +111,12 @@ class ClientState:
         """The outcomes up to `cursor` are taken care of: let the node forget them."""
         if self.inbox.settle(cursor):
             self.post(Ack(cursor=cursor))
+
+    def ask_again(self, why: str) -> None:
+        """Have the node send again what is not settled, over a new link."""
+        self.inbox.rewind()
+        if self.link is not None:
+            self.link.end(CloseCode.NORMAL, why)
 
     def post(self, frame: msgspec.Struct) -> None:
         """Send now if there is a link; `opened` makes up for it if there is none."""

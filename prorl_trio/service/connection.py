@@ -114,6 +114,7 @@ class Connection:
         shared = self._session.shared
         if shared is not None and shared.has_reader(reader_id):
             self.reader_id = reader_id
+            shared.adopt(self._session.session_id, reader_id)
 
     def _by_reference(self, job_id: str, cursor: int) -> bytes | None:
         shared = self._session.shared

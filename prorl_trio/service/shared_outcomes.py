@@ -70,13 +70,13 @@ class SharedOutcomes:
         if len(refs) < len(found):
             return
         frame = split_outcome(0, delivered, refs)
-        size_bytes = len(bytes(frame.outcome)) + sum(ref.capacity for ref in refs) * TOKEN_BYTES
+        size_bytes = memoryview(frame.outcome).nbytes + sum(ref.capacity for ref in refs) * TOKEN_BYTES
         if self._size_bytes + size_bytes > self._max_bytes:
             self._no_room_total += 1
             return
         self.forget(session_id, outcome.job_id)
         for ref in refs:
-            self._arena.hold(ref, session_id)
+            self._arena.hold(ref, _holder(session_id))
         self._kept[session_id, outcome.job_id] = _Kept(frame, size_bytes)
         self._size_bytes += size_bytes
 
@@ -95,6 +95,14 @@ class SharedOutcomes:
         self._sent_token_bytes_total += sum(ref.length for ref in kept.frame.segments) * TOKEN_BYTES
         return _encode(msgspec.structs.replace(kept.frame, cursor=cursor))
 
+    def adopt(self, session_id: str, reader_id: str) -> None:
+        """The session's trainer has mapped the arena again: what it was sent before is pinned for its new reader."""
+        for (session, _), kept in self._kept.items():
+            if session == session_id and kept.readers:
+                kept.readers.add(reader_id)
+                for ref in kept.frame.segments:
+                    self._arena.pin(ref, reader_id)
+
     def forget(self, session_id: str, job_id: str) -> None:
         """The outcome is acknowledged, or dropped: its pins end. Idempotent."""
         kept = self._kept.pop((session_id, job_id), None)
@@ -102,7 +110,7 @@ class SharedOutcomes:
             return
         self._size_bytes -= kept.size_bytes
         for ref in kept.frame.segments:
-            for holder in (session_id, *kept.readers):
+            for holder in (_holder(session_id), *kept.readers):
                 self._arena.unpin(ref, holder)
 
     def forget_session(self, session_id: str) -> None:
@@ -130,3 +138,8 @@ class SharedOutcomes:
 
 def _arrays(segment: Segment) -> TokenArrays:
     return TokenArrays(segment.token_ids, segment.logprobs, segment.loss_mask)
+
+
+def _holder(session_id: str) -> str:
+    """Who holds a session's tokens in the arena; no reader, whatever the trainer has called its session."""
+    return f"session {session_id}"

@@ -293,6 +293,7 @@ def test_whatever_happens_to_jobs_the_arena_is_empty_when_all_is_acknowledged(tm
         with trio.fail_after(10_000):
             return await storm(seed, chat_format)
 
-    clocks = (trio.testing.MockClock(autojump_threshold=0) for _ in range(20))
-    sent, spilled, private = map(sum, zip(*(trio.run(run, seed, clock=clock) for seed, clock in enumerate(clocks)), strict=False))
+    clocks = [trio.testing.MockClock(autojump_threshold=0) for _ in range(20)]
+    counts = [trio.run(run, seed, clock=clock) for seed, clock in enumerate(clocks)]
+    sent, spilled, private = map(sum, zip(*counts, strict=True))
     assert min(sent, spilled, private) > 0, "the storms went everywhere"
