@@ -17,13 +17,15 @@ import numpy as np
 from prorl_trio.chat_codec import TokenCodec
 from prorl_trio.chat_template import Capabilities, ChatTemplate, Message, ToolSchema
 from prorl_trio.errors import BackendError, ConfigError, HandlerError, TokenDrift
+from prorl_trio.families.family import Family, choose_family
+from prorl_trio.families.syntax import HERMES
 from prorl_trio.model_folder import read_model_folder
 from prorl_trio.models import ChatMessage, PolicySpan, Segment, ToolCall
 from prorl_trio.token_memory import RolloutTokens
-from prorl_trio.tool_calls import parse_turn
+from prorl_trio.tool_calls import SpokenTurn, parse_turn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -35,6 +37,9 @@ __all__ = ["ChatFormat", "CompletionRange", "Conversation", "OnRewrite", "Parsed
 
 CALL_END: Final = "</tool_call>"
 """After which a model may be stopped: the call is complete, and nothing of it is missed."""
+
+_TAIL_TOKENS = 8
+"""Enough of a prompt's end to see whether it opens reasoning, also where `<think>` is several tokens."""
 
 OnRewrite = Literal["keep", "segment", "fail"]
 """What to do where the template would render an earlier turn otherwise than it was sampled (Qwen3 drops old reasoning
@@ -74,37 +79,52 @@ class ChatFormat:
 
     Attributes:
         model_dir: the folder it was loaded from.
-        end_of_turn_id: what the template closes an assistant turn with.
-        end_of_turn_ids: every id that ends a turn when sampled: the former, and the end-of-sequence ids of
-            tokenizer_config.json and generation_config.json.
+        end_of_turn_id: what the template closes an assistant turn with before a user's message.
+        end_of_turn_ids: every id that ends a turn when sampled: the former, that before a tool's result (another one
+            for GLM), and the end-of-sequence ids of tokenizer_config.json and generation_config.json.
+        family: how it writes tool calls and reasoning.
     """
 
     model_dir: Path
     end_of_turn_id: int
     end_of_turn_ids: frozenset[int]
+    family: Family
     codec: TokenCodec = field(repr=False)
     template: ChatTemplate = field(repr=False)
 
     @classmethod
-    def load(cls, model_dir: Path) -> ChatFormat:
-        """Read a model folder. Takes about a second for a large vocabulary: call it in a thread.
+    def load(
+        cls, model_dir: Path, *, family: str = "", template_options: Mapping[str, Any] | None = None
+    ) -> ChatFormat:
+        """Read a model folder. Takes a second or more for a large vocabulary: call it in a thread.
+
+        Args:
+            model_dir: with the tokenizer and the chat template.
+            family: the name of one of `FAMILIES`; without it, the one that the template and the tokens look like.
+            template_options: variables for the template, such as `enable_thinking`.
 
         Raises:
-            ConfigError: a file is missing or broken, there is no chat template, or the template fails its self-test
-                (loses messages, closes no assistant turn with a control token). The message says which and why.
+            ConfigError: a file is missing or broken, there is no chat template or no such family, or the template fails
+                its self-test (loses messages, closes no assistant turn with a control token). The message says which
+                and why.
         """
         folder = read_model_folder(model_dir)
-        codec = TokenCodec(folder.tokenizer_json, folder.tokenizer_file)
-        template = ChatTemplate(folder.template, folder.special_tokens, folder.template_file)
+        chosen = choose_family(family, folder.template, folder.template_file)
+        codec = TokenCodec(folder.tokenizer_json, folder.tokenizer_file, chosen.markup)
+        template = ChatTemplate(folder.template, folder.special_tokens, folder.template_file, template_options)
         probe: Message = {"role": "user", "content": "probe"}
-        closing = codec.encode(template.delta([probe], [probe]))
-        if not closing or closing[0] not in codec.added_ids.values():
-            raise ConfigError(
-                f"{folder.template_file}: no end-of-turn token: after an assistant's content the chat template writes "
-                f"{codec.decode(closing[:4])!r}, which does not begin with one of the tokenizer's added tokens"
-            )
-        eos_id = codec.added_ids.get(folder.special_tokens.get("eos_token", ""), closing[0])
-        return cls(model_dir, closing[0], frozenset({closing[0], eos_id, *folder.eos_token_ids}), codec, template)
+        closings = [codec.encode(template.delta([{**probe, "role": role}], [probe])) for role in ("user", "tool")]
+        for closing in closings:
+            if not closing or closing[0] not in codec.added_ids.values():
+                raise ConfigError(
+                    f"{folder.template_file}: no end-of-turn token: after an assistant's content the chat template "
+                    f"writes {codec.decode(closing[:4])!r}, which does not begin with one of the tokenizer's added "
+                    "tokens"
+                )
+        end_id, *other_ends = (closing[0] for closing in closings)
+        eos_id = codec.added_ids.get(folder.special_tokens.get("eos_token", ""), end_id)
+        ends = frozenset({end_id, *other_ends, eos_id, *folder.eos_token_ids})
+        return cls(model_dir, end_id, ends, chosen, codec, template)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -141,6 +161,19 @@ class ChatFormat:
         """Return the text of `ids`, for tools and people. `skip_special` leaves out what structures the dialogue."""
         return self.codec.decode(ids, skip_special=skip_special)
 
+    def parse(self, ids: Sequence[int], tools: Mapping[str, Any], opened_thinking: bool) -> SpokenTurn:
+        """Return what a completion says; `tools` maps the names a call may have to the schemas of their parameters.
+
+        Where the template renders no tools, they are described to the policy as `<tool_call>` with JSON, and calls in
+        the family's own syntax are understood as well.
+        """
+        text = self.decode(ids, skip_special=True)
+        own = self.family.syntax
+        syntaxes = (own,) if self.capabilities.renders_tools or own is HERMES else (HERMES, own)
+        turns = (parse_turn(text, tools, syntax=each, opened_thinking=opened_thinking) for each in syntaxes)
+        first = next(turns)
+        return first if first.tool_calls else next(turns, first)
+
 
 class Conversation:
     """The token state of one trajectory. Made by `ChatFormat.open`; not for concurrent use; nothing to close.
@@ -166,7 +199,7 @@ class Conversation:
         on_rewrite: OnRewrite,
     ) -> None:
         self._format = chat_format
-        self._known_tools = frozenset(_tool_names(tools))
+        self._known_tools = _parameter_schemas(tools)
         self._tools = [_mark_strings(tool, chat_format.codec) for tool in tools]
         self._on_rewrite = on_rewrite if chat_format.capabilities.rewrites_history else "keep"
         self._history = self._marked(messages)
@@ -266,7 +299,7 @@ class Conversation:
             self.prefix_breaks += 1
         else:
             delta = array("i", codec.encode(template.delta(new, self._history, self._tools)))
-            if not delta or delta[0] != self._format.end_of_turn_id:
+            if not delta or delta[0] not in self._format.end_of_turn_ids:
                 raise TokenDrift(f"the template closes this assistant turn with {codec.decode(delta[:4])!r}")
             if self._current.token_ids[-1] == delta[0]:
                 delta = delta[1:]
@@ -393,11 +426,7 @@ class Conversation:
         return self._format.codec.mark(self._format.decode(ids), speech=True)
 
     def _parse(self, ids: array[int]) -> ParsedTurn:
-        content, reasoning, tool_calls = parse_turn(
-            self._format.decode(ids, skip_special=True),
-            self._known_tools,
-            opened_thinking=self._format.capabilities.opens_thinking,
-        )
+        content, reasoning, tool_calls = self._format.parse(ids, self._known_tools, self._opens_thinking())
         return ParsedTurn(
             content=content,
             reasoning=reasoning,
@@ -405,6 +434,12 @@ class Conversation:
             ended=bool(ids) and ids[-1] in self._format.end_of_turn_ids,
             text=self._format.decode(ids),
         )
+
+    def _opens_thinking(self) -> bool:
+        """Whether the prompt of the turn that is being sampled, or was last, ends inside reasoning."""
+        end = len(self) if self._awaits_completion else self.completion_ranges[-1].start
+        tail = self._format.decode(self._current.token_ids[max(0, end - _TAIL_TOKENS) : end].tolist())
+        return tail.rstrip().endswith(tuple(self._format.family.syntax.thoughts))
 
 
 @dataclass(slots=True)
@@ -438,15 +473,16 @@ def _arrays(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[array[
     return ids, values
 
 
-def _tool_names(tools: Iterable[ToolSchema]) -> list[str]:
-    names = []
+def _parameter_schemas(tools: Iterable[ToolSchema]) -> dict[str, Any]:
+    """Return the schema of each tool's parameters by the tool's name."""
+    schemas = {}
     for index, tool in enumerate(tools):
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or not name:
             raise HandlerError(f"tools[{index}] has no function.name; a tool is a JSON schema in OpenAI's format")
-        names.append(name)
-    return names
+        schemas[name] = function.get("parameters")
+    return schemas
 
 
 def _mark_strings(value: Any, codec: TokenCodec) -> Any:

@@ -18,16 +18,16 @@ from tokenizers import Tokenizer
 from prorl_trio.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
-__all__ = ["MARK", "TokenCodec"]
+__all__ = ["MARK", "MARKUP", "TokenCodec"]
 
 MARK = "\ue000"
 """Breaks up look-alikes inside marked text. A MARK that the text had already is doubled, so marking is reversible."""
 
-_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"})
-"""Part of what an assistant says, even where a tokenizer lists it among its special tokens."""
+MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"})
+"""What most families write reasoning and calls with."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MARKS = re.compile(f"{MARK}({MARK}?)")
@@ -41,6 +41,16 @@ class _AddedToken(msgspec.Struct, frozen=True):
     lstrip: bool = False
     rstrip: bool = False
     special: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """It controls nothing: one character, or a run of white space (Gemma has `\\n\\n` among its added tokens)."""
+        return len(self.content) == 1 or not self.content.strip(" \t\r\n\u2581")
+
+    @property
+    def is_structural(self) -> bool:
+        """It may structure a dialogue: special, or written like one that does (DeepSeek's are not marked special)."""
+        return not self.is_text and (self.special or "|" in self.content or "｜" in self.content)
 
 
 class _TokenizerFile(msgspec.Struct, frozen=True):
@@ -61,8 +71,13 @@ class TokenCodec:
     vocab_size: int
     added_ids: dict[str, int]
 
-    def __init__(self, tokenizer_json: bytes, origin: Path) -> None:
-        """Build from the content of a `tokenizer.json`; `origin` is its path, for messages.
+    def __init__(self, tokenizer_json: bytes, origin: Path, markup: Collection[str] = MARKUP) -> None:
+        """Build from the content of a `tokenizer.json`.
+
+        Args:
+            tokenizer_json: the content.
+            origin: its path, for messages.
+            markup: tokens that are part of what an assistant says, even where they are special ones.
 
         Raises:
             ConfigError: it is not a BPE tokenizer, or one that does not split at its added tokens as described above.
@@ -74,11 +89,10 @@ class TokenCodec:
         if spec.model.get("type") != "BPE" or not isinstance(spec.model.get("vocab"), dict):
             raise ConfigError(f"{origin}: only BPE tokenizers are supported, this is {spec.model.get('type')!r}")
         self.added_ids = {token.content: token.id for token in spec.added_tokens if token.content}
-        self._control_ids = {t.id for t in spec.added_tokens if t.special and t.content not in _MARKUP}
-        self._full, self._plain = _tokenizers(tokenizer_json, frozenset(self.added_ids), origin)
+        self._control_ids = {t.id for t in spec.added_tokens if t.is_structural and t.content not in markup}
+        breakable = [t for t in spec.added_tokens if t.content and not t.is_text]
+        self._full, self._plain = _tokenizers(tokenizer_json, frozenset(t.content for t in breakable), origin)
         self.vocab_size = max(self._full.get_vocab(with_added_tokens=True).values()) + 1
-        # One-character tokens cannot be broken up, nor do they control anything: they stay what they are.
-        breakable = [t for t in spec.added_tokens if len(t.content) > 1]
         self._look_alike = _break_pattern(t.content for t in breakable)
         self._control_look_alike = _break_pattern(t.content for t in breakable if t.id in self._control_ids)
         self._openings = {t.content[:n] for t in breakable for n in range(1, len(t.content))}
@@ -138,7 +152,7 @@ class TokenCodec:
 
 
 def _tokenizers(tokenizer_json: bytes, added: frozenset[str], origin: Path) -> tuple[Tokenizer, Tokenizer]:
-    """Return the tokenizer as it is, and one in whose vocabulary no added token exists."""
+    """Return the tokenizer as it is, and one that has no added tokens, and in whose vocabulary none of `added` is."""
     spec = msgspec.json.decode(tokenizer_json)
     bare_vocab = {text: token_id for text, token_id in spec["model"]["vocab"].items() if text not in added}
     spec |= {"added_tokens": [], "post_processor": None, "model": {**spec["model"], "vocab": bare_vocab}}
@@ -156,17 +170,32 @@ def _break_pattern(contents: Iterable[str]) -> re.Pattern[str]:
     """Match the first character of every occurrence of `contents`, overlapping ones too."""
     rests: dict[str, list[str]] = {}
     for content in contents:
-        rests.setdefault(content[0], []).append(re.escape(content[1:]))
-    return re.compile("|".join(f"{re.escape(c)}(?={'|'.join(rest)})" for c, rest in rests.items()) or r"(?!)")
+        rests.setdefault(content[0], []).append(content[1:])
+    return re.compile("|".join(f"{re.escape(c)}(?={_longest(rest)})" for c, rest in rests.items()) or r"(?!)")
 
 
 def _split_pattern(tokens: Iterable[_AddedToken]) -> re.Pattern[str]:
     """Match an added token, leftmost and longest, with the space it swallows; its text is the one group set."""
     longest_first = sorted((t for t in tokens if t.content), key=lambda t: -len(t.content))
-    return re.compile(
-        "|".join(
-            (r"\s*" if t.lstrip else "") + f"({re.escape(t.content)})" + (r"\s*" if t.rstrip else "")
-            for t in longest_first
-        )
-        or r"(?!)"
-    )
+    swallowing = [
+        (r"\s*" if t.lstrip else "") + f"({re.escape(t.content)})" + (r"\s*" if t.rstrip else "")
+        for t in longest_first
+        if t.lstrip or t.rstrip
+    ]
+    others = [t.content for t in longest_first if not (t.lstrip or t.rstrip)]
+    return re.compile("|".join([*swallowing, *([f"({_longest(others)})"] if others else [])]) or r"(?!)")
+
+
+def _longest(contents: Iterable[str]) -> str:
+    """Return the source of a pattern for the longest of `contents`: a trie, for some tokenizers add thousands."""
+    rests: dict[str, list[str]] = {}
+    ends = False
+    for content in contents:
+        if content:
+            rests.setdefault(content[0], []).append(content[1:])
+        else:
+            ends = True
+    branches = [re.escape(first) + _longest(rest) for first, rest in rests.items()]
+    if not branches:
+        return ""
+    return branches[0] if len(branches) == 1 and not ends else f"(?:{'|'.join(branches)}{'|' if ends else ''})"

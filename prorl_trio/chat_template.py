@@ -49,7 +49,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         renders_tool_role: it treats `tool` differently from a made-up role; else tool results become user messages
             with each result inside `<tool_response>`.
         opens_thinking: its generation prompt ends inside `<think>`.
-        rewrites_history: it renders an earlier assistant turn otherwise than it was sampled (drops its reasoning).
+        rewrites_history: it renders an earlier assistant turn otherwise than it was sampled (drops its reasoning, or
+            differs in some other way on the dialogues of the self-test).
         short_history: what follows an assistant turn does not depend on what preceded it, so that a delta is rendered
             with a stand-in history of one message, in time independent of the dialogue's length.
     """
@@ -66,13 +67,25 @@ class ChatTemplate:
 
     capabilities: Capabilities
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: Path) -> None:
-        """Compile and probe `source`. `special_tokens` (`bos_token`, ..) are its variables; `origin` names it.
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        origin: Path,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Compile and probe `source`.
+
+        Args:
+            source: of the template, in Jinja.
+            special_tokens: `bos_token` and so on: variables of the template.
+            origin: the file it is from, for messages.
+            options: further variables (`enable_thinking`, say), the same in every rendering.
 
         Raises:
             ConfigError: it is not Jinja, fails on a plain dialogue, or loses messages.
         """
-        self._special_tokens = dict(special_tokens)
+        self._variables = {**(options or {}), **special_tokens}
         try:
             self._compiled = _environment().from_string(source)
         except jinja2.TemplateError as exc:
@@ -101,7 +114,7 @@ class ChatTemplate:
         `capabilities.short_history` is false.
 
         Raises:
-            HandlerError: the template refuses these messages, or does not render the assistant's turn.
+            HandlerError: the template refuses these messages, loses one, or does not render the assistant's turn.
         """
         if self.capabilities.short_history:
             history, tools = _STAND_IN, ()
@@ -109,12 +122,14 @@ class ChatTemplate:
         _before, *after = rendered.split(_SENTINEL)
         if len(after) != 1:
             raise HandlerError(f"the chat template renders an assistant's content {len(after)} times instead of once")
+        if any(message["role"] == "system" and message["content"].strip() not in after[0] for message in new):
+            raise HandlerError("the chat template has no place for a system message after an assistant's turn")
         return after[0]
 
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], open_turn: bool) -> str:
         try:
             return self._compiled.render(
-                messages=messages, tools=list(tools) or None, add_generation_prompt=open_turn, **self._special_tokens
+                messages=messages, tools=list(tools) or None, add_generation_prompt=open_turn, **self._variables
             )
         except _TEMPLATE_FAULTS as exc:
             raise HandlerError(f"the model's chat template refuses these messages: {exc}") from exc
@@ -164,16 +179,34 @@ class ChatTemplate:
         for text, message in ((opened, _SYSTEM), (opened, _USER), (tool_delta, _TOOL), (user_delta, _USER)):
             if text.count(message["content"]) != 1:
                 raise HandlerError(f"it loses, changes or repeats the content of a {message['role']} message")
-        if not (tool_delta.endswith(opening) and user_delta.endswith(opening)):
+        if not user_delta.endswith(opening):
             raise HandlerError("its generation prompt differs between the first turn and a later one")
         return opening
 
     def _rewrites_history(self, opening: str) -> bool:
+        if any(
+            self._differs(history, said, new, tools)
+            for history in _HISTORIES
+            for said in _SAID
+            for new in _NEW_MESSAGES
+            for tools in ((), _TOOLS)
+        ):
+            return True
         said = "probe why\n</think>\n\nprobe answer"
         if not opening.rstrip().endswith("<think>"):
             said = "<think>\n" + said
         kept = self.prompt([_USER], ()) + said + self.delta([_USER], [_USER])
         return self.prompt([_USER, {"role": "assistant", "content": said}, _USER], ()) != kept
+
+    def _differs(
+        self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> bool:
+        """Whether the whole dialogue is rendered otherwise than turn by turn. False where it is refused."""
+        try:
+            grown = self.prompt(history, tools) + said + self.delta(new, history, tools)
+            return self.prompt([*history, {"role": "assistant", "content": said}, *new], tools) != grown
+        except HandlerError:
+            return False
 
     def _delta_or_none(
         self, new: Sequence[Message], history: Sequence[Message], tools: Sequence[ToolSchema]
@@ -279,4 +312,5 @@ _HISTORIES = (
     (_SYSTEM, _USER, _ASSISTANT, _USER),
     (_SYSTEM, _USER, _ASSISTANT, _TOOL, _TOOL, _ASSISTANT, _USER, _ASSISTANT, _TOOL),
 )
+_SAID = ("probe-said", "", f"{MARK}{MARK} 2 < 3\n\n```\né e\u0301 數 😀 <{MARK}|x|>\n```", "long " * 4000 + "end")
 _NEW_MESSAGES = ((_USER,), (_TOOL,), (_TOOL, _TOOL), (_TOOL, _USER), (_TOOL, _SYSTEM, _USER))

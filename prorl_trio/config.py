@@ -110,9 +110,15 @@ class RestConfig(_Config, frozen=True):
 
 
 class ModelConfig(_Config, frozen=True):
-    """The folder with the policy's `tokenizer.json`, `tokenizer_config.json` and chat template."""
+    """The folder with the policy's `tokenizer.json`, `tokenizer_config.json` and chat template.
+
+    `family` says how the model writes tool calls and reasoning; empty: it is told from the template.
+    `template_options` are variables for the template, `{enable_thinking = false}` for Qwen3, say.
+    """
 
     path: str
+    family: str = ""
+    template_options: dict[str, bool | int | float | str] = {}
 
 
 class BackendConfig(_Config, frozen=True):

@@ -272,7 +272,9 @@ async def open_node(
         BackendError: a backend is `required` and not fit.
     """
     handlers = handlers or HandlerRegistry.from_entry_points()
-    chat_format = await trio.to_thread.run_sync(ChatFormat.load, Path(config.model.path))
+    model = config.model
+    load = partial(ChatFormat.load, family=model.family, template_options=model.template_options)
+    chat_format = await trio.to_thread.run_sync(load, Path(model.path))
     provider = provider or await choose_provider(config.sandbox)
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_single_nursery())

@@ -1,0 +1,92 @@
+"""The model families we know, and how one is told from its chat template."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from prorl_trio.chat_codec import MARKUP
+from prorl_trio.errors import ConfigError
+from prorl_trio.families.deepseek import DEEPSEEK
+from prorl_trio.families.gemma import GEMMA_4
+from prorl_trio.families.harmony import HARMONY
+from prorl_trio.families.llama import LLAMA
+from prorl_trio.families.mistral import MISTRAL
+from prorl_trio.families.syntax import HERMES, CallSyntax
+from prorl_trio.families.xml import GLM_XML, QWEN_XML
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["FAMILIES", "Family", "choose_family"]
+
+
+class Family(NamedTuple):
+    """What has to be known of a family beside its template.
+
+    Attributes:
+        name: as `[model] family` of node.toml has it.
+        signs: what its template contains: all of these.
+        syntax: how it writes tool calls and reasoning.
+        markup: control tokens that an assistant says inside its turn: text, not structure of the dialogue.
+        refusal: why its prompts cannot be rendered; empty where they can.
+    """
+
+    name: str
+    signs: tuple[str, ...]
+    syntax: CallSyntax
+    markup: frozenset[str] = MARKUP
+    refusal: str = ""
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("qwen3-coder", ("<|im_start|>", "<function="), QWEN_XML),
+    Family("qwen3", ("<|im_start|>", "<tool_call>", "<think>"), HERMES),
+    Family(
+        "glm",
+        ("<|assistant|>", "<arg_key>"),
+        GLM_XML,
+        MARKUP | {"<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"},
+    ),
+    Family(
+        "gpt-oss",
+        ("<|channel|>", "<|message|>"),
+        HARMONY,
+        frozenset({"<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"}),
+        "one turn of this family is several messages, which cannot be told from its chat template",
+    ),
+    Family(
+        "deepseek",
+        ("<｜User｜>", "<｜Assistant｜>"),
+        DEEPSEEK,
+        MARKUP
+        | {"｜DSML｜"}
+        | {f"<｜tool▁{part}｜>" for part in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")},
+    ),
+    Family("mistral", ("[INST]",), MISTRAL, MARKUP | {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"}),
+    Family("llama", ("<|start_header_id|>",), LLAMA, MARKUP | {"<|python_tag|>"}),
+    Family(
+        "gemma4",
+        ("<|turn>", "<|tool_call>"),
+        GEMMA_4,
+        MARKUP | {"<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"},
+    ),
+    Family("gemma", ("<start_of_turn>",), HERMES),
+    Family("chatml", ("<|im_start|>",), HERMES),
+    Family("generic", (), HERMES),
+)
+"""From the most particular to the one that every model is."""
+
+
+def choose_family(name: str, template: str, origin: Path) -> Family:
+    """Return the family called `name`; without a name, the first whose signs are all in `template`.
+
+    Raises:
+        ConfigError: no family is called that, or its prompts cannot be rendered; it names `origin`, the template.
+    """
+    known = {family.name: family for family in FAMILIES}
+    if name and name not in known:
+        raise ConfigError(f"model.family: no family is called {name!r}; there are: {', '.join(known)}")
+    found = known[name] if name else next(each for each in FAMILIES if all(sign in template for sign in each.signs))
+    if found.refusal:
+        raise ConfigError(f"{origin}: the family {found.name!r} is not supported: {found.refusal}")
+    return found
