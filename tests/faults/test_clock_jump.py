@@ -1,0 +1,162 @@
+"""The wall clock jumps by days, either way: no budget, deadline, heartbeat or retry notices."""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+import trio
+
+import prorl_trio
+from ipc.nursery import open_single_nursery
+from prorl_trio.client import connect
+from prorl_trio.config import ModelConfig, NodeConfig
+from prorl_trio.handlers.base import AgentHandler, Evaluation
+from prorl_trio.models import Budgets, JobSpec, TaskInstance
+from prorl_trio.pipeline import Job, open_pipeline
+from prorl_trio.rollout import Resources
+from prorl_trio.sandbox.host import open_sandbox_host
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
+from prorl_trio.testing.fake_sandbox import FakeProvider
+from prorl_trio.testing.fake_service import TOKEN, open_service
+
+pytestmark = pytest.mark.timeout(60)
+
+CHECKOUT = Path(prorl_trio.__file__).parents[1]
+PACKAGES = ["prorl_trio", "sandbox_daemon", "ipc", "launch"]
+DAY_S = 86_400.0
+
+DATES_FOR_PEOPLE = {
+    "prorl_trio/logs.py": "when a line was logged",
+    "prorl_trio/telemetry.py": "spans carry the time of day",
+    "prorl_trio/chat_template.py": "templates may print the date",
+    "prorl_trio/ledger/operations.py": "how long acknowledged jobs are remembered, across restarts",
+    "prorl_trio/ledger/store.py": "the same",
+    "launch/image_store.py": "when an image was made",
+    "launch/image_commands.py": "how long an image was not used",
+}
+"""Who may look at the wall clock, and what for."""
+
+
+def wall_clock_calls(path):
+    """Line numbers of calls of the wall clock."""
+    names = {("time", "time"), ("time", "time_ns"), ("time", "localtime"), ("time", "gmtime")}
+    names |= {("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("date", "today")}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            last = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+            if (last, node.attr) in names:
+                yield node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+            yield from (node.lineno for alias in node.names if alias.name in ("time", "time_ns"))
+
+
+def test_only_dates_for_people_come_from_the_wall_clock():
+    found = {
+        str(path.relative_to(CHECKOUT))
+        for package in PACKAGES
+        for path in (CHECKOUT / package).rglob("*.py")
+        if list(wall_clock_calls(path))
+    }
+    assert found <= DATES_FOR_PEOPLE.keys(), "budgets and deadlines need time.monotonic() or trio.current_time()"
+
+
+@pytest.fixture
+def jumping_clock(monkeypatch):
+    """Each look at the wall clock finds it days away from the last one, before or after."""
+    real, looks = time.time, itertools.count()
+
+    def jump():
+        return real() + (-1) ** next(looks) * 3 * DAY_S
+
+    class Jumping(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls.fromtimestamp(jump(), tz)
+
+    monkeypatch.setattr(time, "time", jump)
+    monkeypatch.setattr(time, "time_ns", lambda: int(jump() * 1e9))
+    monkeypatch.setattr(datetime, "datetime", Jumping)
+
+
+class Sleeps(AgentHandler):
+    """RUN takes as many seconds as the instance says."""
+
+    name = "sleeps"
+
+    def validate(self, payload):
+        pass
+
+    def sandbox_spec(self, context):
+        return SandboxSpec()
+
+    async def run(self, context):
+        await trio.sleep(context.spec.instance.payload["s"])
+
+    async def eval(self, context):
+        await trio.lowlevel.checkpoint()
+        return Evaluation(reward=1.0, details={})
+
+
+class Sink:
+    session_id = "s"
+
+    def __init__(self):
+        self.outcomes = {}
+
+    def deliver(self, outcome):
+        self.outcomes[outcome.job_id] = outcome
+
+    def report(self, job_id, status, detail):
+        pass
+
+
+async def test_budgets_do_not_notice_a_jump(jumping_clock):
+    resources = Resources(
+        config=NodeConfig(model=ModelConfig(path="unused")), chat_format=None, backends=None, scorers=None
+    )
+    sink = Sink()
+
+    def job(name, sleep_s, **budgets):
+        instance = TaskInstance(instance_id="i", handler="sleeps", payload={"s": sleep_s})
+        return Job(JobSpec(job_id=name, instance=instance, budgets=Budgets(**budgets)), Sleeps(), resources, sink)
+
+    with trio.fail_after(30):
+        async with (
+            open_sandbox_host(FakeProvider()) as host,
+            open_single_nursery() as service,
+            open_pipeline(resources, host, service) as pipeline,
+        ):
+            jobs = [
+                job("stays", 0.3, run_s=20, total_s=20),
+                job("ends", 3600, run_s=0.3),
+                job("all", 3600, total_s=0.3),
+            ]
+            for one in jobs:
+                pipeline.submit(one)
+            await pipeline.wait_idle()
+    ends = {name: (outcome.status, outcome.error_code) for name, outcome in sink.outcomes.items()}
+    assert ends["stays"][0] == "completed"
+    assert ends["ends"] == ("timed_out", "budget_run")
+    assert ends["all"] == ("timed_out", "budget_total")
+    assert all(0 <= outcome.timing.run_s < 30 for outcome in sink.outcomes.values())
+
+
+async def test_sessions_and_heartbeats_do_not_notice_a_jump(jumping_clock):
+    heartbeats = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 2.0}
+    with trio.fail_after(30):
+        node = FakeNode()
+        async with open_service(node, **heartbeats) as service, connect(service.url, TOKEN, **heartbeats) as client:
+            link = client._state.link
+            await client.submit([make_spec("a"), make_spec("b")])
+            await trio.sleep(0.3)
+            node.finish("a", make_outcome(make_spec("a")))
+            node.finish("b", make_outcome(make_spec("b")))
+            assert [outcome.job_id async for outcome in client.results(2)] == ["a", "b"]
+            assert client._state.link is link
