@@ -215,21 +215,23 @@ async def test_a_node_that_restarts_does_not_take_what_has_arrived(tmp_path):
 
 
 async def test_an_outcome_whose_tokens_were_taken_back_comes_again(tmp_path):
-    with trio.fail_after(30):
-        async with open_node(tmp_path / "n", 2) as node:
-            async with connect(f"ws://127.0.0.1:{node.port}", TOKEN, shared_memory=True) as client:
-                results = client.results(2)
-                assert is_outcome(await anext(results), 0)
-                while len(client._state.inbox) < 2:
-                    await trio.lowlevel.checkpoint()
-                lost = node.buffers[1]
-                node.buffers[1] = node.arena.open_nowait(TOKENS)
-                node.buffers[1].append(range(1, TOKENS + 1), [-0.5] * TOKENS)
-                node.buffers[1].seal()
-                lost.release()
-                node.arena.remove_reader(next(iter(lost._readers)))
-                assert is_outcome(await anext(results), 1)
-                assert node.kinds == ["OutcomeRefFrame"] * 3
+    async with (
+        open_node(tmp_path / "n", 2) as node,
+        connect(f"ws://127.0.0.1:{node.port}", TOKEN, shared_memory=True) as client,
+    ):
+        with trio.fail_after(30):
+            results = client.results(2)
+            assert is_outcome(await anext(results), 0)
+            while len(client._state.inbox) < 2:
+                await trio.lowlevel.checkpoint()
+            lost = node.buffers[1]
+            node.buffers[1] = node.arena.open_nowait(TOKENS)
+            node.buffers[1].append(range(1, TOKENS + 1), [-0.5] * TOKENS)
+            node.buffers[1].seal()
+            lost.release()
+            node.arena.remove_reader(next(iter(lost._readers)))
+            assert is_outcome(await anext(results), 1)
+            assert node.kinds == ["OutcomeRefFrame"] * 3
 
 
 async def test_a_reference_that_was_never_one_is_the_nodes_fault(tmp_path, monkeypatch):
