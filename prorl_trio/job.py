@@ -145,8 +145,14 @@ class Job:
             turns=len(self.context.turns),
             last_progress_s=idle_s,
             waiting_on=activity.waiting_on or _QUEUE.get(status, ""),
-            stuck=status in ("init", "run", "eval") and idle_s > self.resources.config.stuck_after_s,
+            stuck=self.stuck,
         )
+
+    @property
+    def stuck(self) -> bool:
+        """It is in a stage, and nothing has happened to it for `stuck_after_s`."""
+        idle_s = self.context.activity.idle_s(trio.current_time())
+        return self.lifecycle.status in ("init", "run", "eval") and idle_s > self.resources.config.stuck_after_s
 
     def _tell(self, status: Status, detail: str) -> None:
         self.context.activity.progress()

@@ -32,7 +32,7 @@ async def watch_jobs(jobs: Callable[[], Iterable[Job]], interval_s: float = WATC
         await trio.sleep(interval_s)
         live = set(jobs())
         unanswered = {job for job in live if job.scope is not None and job.scope.cancel_called}
-        stuck = {job for job in live if job.view().stuck}
+        stuck = {job for job in live if job.stuck}
         named &= live
         for job in (unanswered & overdue) - named:
             logger.error(
