@@ -57,7 +57,7 @@ def open_files(pid):
 )
 async def test_jobs_cancelled_at_random_moments_return_soon_and_leave_nothing(folder, jobs, patience_s):
     rng = random.Random(3)
-    took_s = []
+    took_s = {}
     with trio.fail_after(30 + jobs):
         async with open_world(folder, jobs=0, sandbox={"provider": "process", "max_warm": 0}) as world:
             left = Leftovers(world.temp)
@@ -69,7 +69,7 @@ async def test_jobs_cancelled_at_random_moments_return_soon_and_leave_nothing(fo
                     await trio.sleep(rng.uniform(0, jobs / 50))
                     started = trio.current_time()
                     answer = await client.cancel([job_id])
-                    took_s.append(trio.current_time() - started)
+                    took_s[job_id] = trio.current_time() - started
                     assert answer.unknown == []
 
                 await client.submit([soak_spec(job_id) for job_id in ids])
@@ -86,7 +86,8 @@ async def test_jobs_cancelled_at_random_moments_return_soon_and_leave_nothing(fo
     statuses = [outcome.status for outcome in outcomes.values()]
     assert set(statuses) <= {"cancelled", "completed"}, "completed: it had ended before its cancel came"
     assert statuses.count("cancelled") > jobs / 4
-    assert max(took_s) < patience_s
+    slowest = sorted(took_s, key=took_s.__getitem__)[-5:]
+    assert took_s[slowest[-1]] < patience_s, [(took_s[name], outcomes[name].timing) for name in slowest]
 
 
 # ---------------------------------------------------------------- a trainer that stops reading
