@@ -123,6 +123,7 @@ class Job:
                 self._observers.job_ended(self.view, outcome)
         finally:
             self.context.tokens.release()
+        self.context.on_turn = None  # it leads back here; without it the job is freed at once, not by a search
         self.finished.set()
 
     def view(self) -> JobView:
