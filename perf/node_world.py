@@ -31,6 +31,7 @@ __all__ = ["TURN_TEXT", "World"]
 TURN_TEXT: Final = '<tool_call>{"name": "ipython", "arguments": {"code": "print(6 * 7)"}}</tool_call>'
 MAX_MODEL_LEN: Final = 32_768
 BACKLOG: Final = 4096
+HANDSHAKE_TIMEOUT_S: Final = 60.0
 
 
 class World(msgspec.Struct, frozen=True):
@@ -75,7 +76,7 @@ async def _listen(path: Path) -> trio.SocketListener:
 async def _serve_daemon(token: str, stream: trio.SocketStream) -> None:
     """One sandbox's connection."""
     try:
-        await serve_rpc(stream, _answer, token=token)
+        await serve_rpc(stream, _answer, token=token, handshake_timeout_s=HANDSHAKE_TIMEOUT_S)
     except IpcError as exc:
         print(f"a connection of a sandbox ended badly: {exc}", file=sys.stderr)
 
