@@ -74,6 +74,18 @@ def test_the_configuration_overrides_the_family(tmp_path):
     assert (call.name, call.arguments, call.error) == ("add", {"n": 4}, "")
 
 
+def test_media_in_a_message_are_refused(tmp_path):
+    chat = ChatFormat.load(write_family_model(tmp_path, "smollm2"))
+    picture = ChatMessage(role="user", content=[{"type": "image_url", "image_url": {"url": "data:"}}])
+    with pytest.raises(HandlerError, match="a user message is list, not text; media have no place"):
+        chat.open([picture])
+    conversation = chat.open([USER])
+    say(conversation, chat, "4", "<|im_end|>")
+    with pytest.raises(HandlerError, match="media have no place in a dialogue"):
+        conversation.add_messages([picture])
+    assert len(conversation.segments()) == 1
+
+
 def test_an_unknown_family_is_refused(tmp_path):
     names = ", ".join(family.name for family in FAMILIES)
     with pytest.raises(ConfigError, match=rf"^model\.family: no family is called 'gpt-9'; there are: {names}$"):
