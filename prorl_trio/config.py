@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from ipc.limits import SandboxLimits
 from prorl_trio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
     "AdmissionConfig",
@@ -16,6 +19,7 @@ __all__ = [
     "ArenaConfig",
     "BackendConfig",
     "BudgetConfig",
+    "LedgerConfig",
     "ListenConfig",
     "ModelConfig",
     "MonitoringConfig",
@@ -107,6 +111,36 @@ class RestConfig(_Config, frozen=True):
     data_sources: dict[str, str] = msgspec.field(
         default_factory=lambda: {"deepscaler": "math", "gsm8k": "math", "math": "math"}
     )
+
+
+class LedgerConfig(_Config, frozen=True):
+    """Where jobs and outcomes are kept, so that they outlive the node: an accepted job, and an outcome until it is
+    acknowledged. One node at a time uses a folder, which is on a disk of its own machine.
+
+    Attributes:
+        dir: `auto`: `prorl-trio/NODE_ID` in $XDG_STATE_HOME (~/.local/state) if `node_id` is set, else nowhere. Empty:
+            nowhere, and then nothing outlives the node.
+        on_restart: what becomes of jobs that were not finished: `retry` runs them again, `fail` ends them.
+        max_attempts: a job that is not finished, and of which so many attempts began, is not run again.
+        segment_bytes, reserve_bytes: preallocated on the disk: for what comes next, and for outcomes when it is full.
+        max_bytes: on the disk.
+    """
+
+    dir: str = "auto"
+    on_restart: Literal["retry", "fail"] = "retry"
+    max_attempts: int = 5
+    segment_bytes: int = 64 * 1024 * 1024
+    reserve_bytes: int = 128 * 1024 * 1024
+    max_bytes: int = 16 * 1024 * 1024 * 1024
+
+    def folder(self, node_id: str, environ: Mapping[str, str]) -> Path | None:
+        """Where the ledger goes; None: nowhere."""
+        if self.dir != "auto":
+            return Path(self.dir) if self.dir else None
+        if not node_id:
+            return None
+        state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+        return Path(state) / "prorl-trio" / node_id
 
 
 class ModelConfig(_Config, frozen=True):
@@ -270,6 +304,7 @@ class NodeConfig(_Config, frozen=True):
     node_id: str = ""
     listen: ListenConfig = ListenConfig()
     rest: RestConfig = RestConfig()
+    ledger: LedgerConfig = LedgerConfig()
     backends: BackendConfig = BackendConfig()
     sandbox: SandboxConfig = SandboxConfig()
     stages: StagesConfig = StagesConfig()

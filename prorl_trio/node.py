@@ -40,6 +40,7 @@ from prorl_trio.errors import (
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.inference.pool import Backends
 from prorl_trio.inference.vllm import VllmClient
+from prorl_trio.ledger import LedgerLimits, open_ledger
 from prorl_trio.monitoring import open_monitoring
 from prorl_trio.pipeline import Job, open_pipeline
 from prorl_trio.reload import serve_reloads
@@ -49,9 +50,11 @@ from prorl_trio.sandbox.registry import choose_provider
 from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.scoring import open_scorer_pool
 from prorl_trio.service.auth import load_token
+from prorl_trio.service.journal import open_journal
 from prorl_trio.service.local_sockets import claim_local_sockets
 from prorl_trio.service.rest.edge import serve_rest
 from prorl_trio.service.rest.events import EventFeed
+from prorl_trio.service.restore import restore_sessions
 from prorl_trio.service.server import serve_websocket
 from prorl_trio.service.session import SessionLimits, SessionTable
 from prorl_trio.service.shared_outcomes import SharedOutcomes
@@ -72,6 +75,7 @@ if TYPE_CHECKING:
     from prorl_trio.pipeline import JobSink, Pipeline
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
+    from prorl_trio.service.journal import Journal
 
 __all__ = ["Node", "endpoint_url", "open_node", "rest_url", "serve_node"]
 
@@ -139,6 +143,11 @@ class Node:
         Raises:
             Draining, UnknownHandler, MalformedJob, DuplicateJob, AdmissionRejected: nothing was taken.
         """
+        self.check(spec, sink, 0)
+        self.take(spec, sink, 1)
+
+    def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
+        """Raise what `submit` would, if so many others were submitted before."""
         if self.draining:
             raise Draining(f"node {self.node_id} is draining; submit to another one")
         handler = self._handlers.get(spec.instance.handler)
@@ -147,21 +156,32 @@ class Node:
         if live is not None:
             if live.spec != spec:
                 raise DuplicateJob(f"job {spec.job_id!r} is live with another spec; choose another id")
+            return
+        self.admission.max_queued = self._pipeline.stages[0].queue.capacity
+        self.admission.check(self._load(sink.session_id, ahead), trio.current_time())
+
+    def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
+        """Take a job that was promised a place, whether there is room or not, as its attempt of that number.
+
+        Raises:
+            UnknownHandler: it was promised by a former process, which had this handler.
+        """
+        live = self._pipeline.job(spec.job_id)
+        if live is not None:
             if sink not in live.sinks:
                 live.sinks.append(sink)
             return
-        self.admission.max_queued = self._pipeline.stages[0].queue.capacity
-        self.admission.check(self._load(sink.session_id), trio.current_time())
-        self._pipeline.submit(Job(spec, handler, self._resources, sink))
+        handler = self._handlers.get(spec.instance.handler)
+        self._pipeline.submit(Job(spec, handler, self._resources, sink, attempt=attempt), promised=True)
 
-    def _load(self, session_id: str) -> Load:
+    def _load(self, session_id: str, ahead: int) -> Load:
         queued, live = self._pipeline.load_of(session_id)
         undelivered, undelivered_bytes = self.undelivered()
         return Load(
-            queued=len(self._pipeline.stages[0].queue),
-            live=len(self._pipeline),
-            queued_of_session=queued,
-            live_of_session=live,
+            queued=len(self._pipeline.stages[0].queue) + ahead,
+            live=len(self._pipeline) + ahead,
+            queued_of_session=queued + ahead,
+            live_of_session=live + ahead,
             undelivered=undelivered,
             undelivered_bytes=undelivered_bytes,
         )
@@ -364,6 +384,7 @@ async def serve_node(
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with AsyncExitStack() as stack:
             monitoring = await stack.enter_async_context(open_monitoring(config))
+            sessions.journal = journal = await _open_journal(config, stack)
             observers = [*monitoring.observers, feed] if feed is not None else monitoring.observers
             node = await stack.enter_async_context(
                 open_node(
@@ -374,6 +395,9 @@ async def serve_node(
                     on_backend_call=monitoring.metrics.backend_called,
                 )
             )
+            if journal is not None:
+                node.describe("ledger", lambda: msgspec.structs.asdict(journal.ledger.statistics()))
+                await restore_sessions(sessions, journal, node, config.ledger)
             accept = await stack.enter_async_context(open_single_nursery())
             monitoring.watch(node, sessions)
             node.undelivered = sessions.undelivered
@@ -403,7 +427,26 @@ async def serve_node(
             with trio.move_on_after(DELIVERY_TIMEOUT_S):
                 await sessions.wait_delivered()
             accept.cancel_scope.cancel("shutdown")
-    return cut == 0
+    return cut == 0 and (journal is None or not journal.failed)
+
+
+async def _open_journal(config: NodeConfig, stack: AsyncExitStack) -> Journal | None:
+    """The way to what outlives the process: opened before the node, and closed after it."""
+    folder = config.ledger.folder(config.node_id, os.environ)
+    if folder is None:
+        logger.warning(
+            "NOTHING IS DURABLE: jobs and outcomes end with this process; set node_id, or ledger.dir to a folder"
+        )
+        return None
+    try:
+        limits = LedgerLimits(
+            segment_bytes=config.ledger.segment_bytes,
+            reserve_bytes=config.ledger.reserve_bytes,
+            max_bytes=config.ledger.max_bytes,
+        )
+    except ValueError as exc:
+        raise ConfigError(f"ledger: {exc}") from exc
+    return await stack.enter_async_context(open_journal(await stack.enter_async_context(open_ledger(folder, limits))))
 
 
 async def _share_arena(node: Node, arena: Arena, path: Path, sessions: SessionTable, accept: trio.Nursery) -> None:

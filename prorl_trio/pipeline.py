@@ -115,13 +115,13 @@ class Pipeline:
         """Every live job, oldest first."""
         return list(self._jobs.values())
 
-    def submit(self, job: Job) -> None:
-        """Take the job.
+    def submit(self, job: Job, *, promised: bool = False) -> None:
+        """Take the job; one that was promised a place also beyond the INIT queue's capacity.
 
         Raises:
             trio.WouldBlock: the INIT queue is full; nothing was taken.
         """
-        self.stages[0].queue.put_nowait(job, job.priority, job.session_id)
+        self.stages[0].queue.put_nowait(job, job.priority, job.session_id, promised=promised)
         self._jobs[job.spec.job_id] = job
         self._live_of[job.session_id] += 1
         if self._idle.is_set():

@@ -43,13 +43,13 @@ class StageQueue(Generic[T]):
         self.capacity = capacity
         self._putters.unpark(count=max(0, capacity - len(self)))
 
-    def put_nowait(self, item: T, priority: int, session: str = "") -> None:
+    def put_nowait(self, item: T, priority: int, session: str = "", *, promised: bool = False) -> None:
         """Queue `item`; a lower `priority` is taken first, and of one priority the sessions take turns.
 
         Raises:
-            trio.WouldBlock: the queue is full.
+            trio.WouldBlock: the queue is full, and no place in it was promised.
         """
-        if len(self) >= self.capacity:
+        if len(self) >= self.capacity and not promised:
             raise trio.WouldBlock
         self._order.push(item, priority, session)
         self._getters.unpark()

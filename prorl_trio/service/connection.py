@@ -39,7 +39,7 @@ from prorl_trio.errors import (
 from prorl_trio.models import JobSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.session import Session, SessionTable
@@ -54,6 +54,8 @@ CANCELS_AT_ONCE: Final = 64
 EVENT_MARK_FRAMES: Final = 200
 """Job events are dropped while more frames than this wait to be sent."""
 JOBS_PER_CHECKPOINT: Final = 50
+JOBS_PER_COMMIT: Final = 1_000
+"""Of one frame, so many are stored together, and their answers are sent before the next ones are taken."""
 
 RefusalCode = Literal["version", "token", "protocol", "draining", "replaced", "admission"]
 
@@ -158,29 +160,42 @@ class Connection:
                 raise ProtocolError(f"{type(frame).__name__} is not expected after the handshake")
 
     async def _submit(self, frame: Submit) -> None:
-        for index, raw in enumerate(frame.jobs):
-            # The answer is queued in the same step as the job is taken, so it precedes the job's outcome on the wire.
-            self._link.post(self._take(frame.request_id, index, raw))
-            if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
-                await self._link.wait_room()
+        for start in range(0, len(frame.jobs), JOBS_PER_COMMIT):
+            await self._take(frame.request_id, start, frame.jobs[start : start + JOBS_PER_COMMIT])
+            await self._link.wait_room()
 
-    def _take(self, request_id: int, index: int, raw: msgspec.Raw) -> Accepted | Rejected:
-        job_id: str | None = None
-        try:
-            spec = _decode(raw)
-            job_id = spec.job_id
-            self._session.submit(spec, self._node)
-        except ServiceError as exc:
-            return Rejected(
-                request_id=request_id,
-                index=index,
-                job_id=job_id or _job_id(raw),
-                code=exc.code,
-                message=str(exc),
-                path=exc.path if isinstance(exc, MalformedJob) else "",
-                retry_after_s=exc.retry_after_s if isinstance(exc, AdmissionRejected) else None,
-            )
-        return Accepted(request_id=request_id, index=index, job_id=spec.job_id)
+    async def _take(self, request_id: int, start: int, raws: Sequence[msgspec.Raw]) -> None:
+        """Submit jobs and answer for each, in order: in the step in which the job is taken, before its outcome."""
+        decoded: list[JobSpec | ServiceError] = []
+        for raw in raws:
+            try:
+                decoded.append(_decode(raw))
+            except ServiceError as exc:
+                decoded.append(exc)
+            if len(decoded) % JOBS_PER_CHECKPOINT == 0:
+                await trio.lowlevel.checkpoint()
+        position = 0
+
+        def post(error: ServiceError | None) -> None:
+            nonlocal position
+            item, raw, index = decoded[position], raws[position], start + position
+            position += 1
+            if error is not None:
+                job_id = item.job_id if isinstance(item, JobSpec) else _job_id(raw)
+                self._link.post(_rejected(request_id, index, job_id, error))
+            elif isinstance(item, JobSpec):
+                self._link.post(Accepted(request_id=request_id, index=index, job_id=item.job_id))
+
+        def post_malformed() -> None:
+            while position < len(decoded) and isinstance(error := decoded[position], ServiceError):
+                post(error)
+
+        def answer(_index: int, error: ServiceError | None) -> None:
+            post_malformed()
+            post(error)
+
+        await self._session.submit_all([d for d in decoded if isinstance(d, JobSpec)], self._node, answer)
+        post_malformed()
 
     def _statistics(self) -> msgspec.Raw:
         statistics = {**self._node.statistics(), "sessions": self._table.statistics()}
@@ -213,6 +228,7 @@ class Connection:
 
     async def _cancel_each(self, job_ids: Iterator[str], reason: str) -> None:
         for job_id in job_ids:
+            await self._session.wait_settled(job_id)
             try:
                 await self._node.cancel(job_id, reason)
             except UnknownJob:
@@ -234,6 +250,18 @@ def refuse(link: WebSocketLink[ClientFrame], code: RefusalCode, message: str) ->
     """End a link with `SessionRefused`."""
     close_code = CloseCode.PROTOCOL_ERROR if code in ("protocol", "version") else CloseCode.POLICY_VIOLATION
     link.end(close_code, message, last=SessionRefused(code=code, message=message))
+
+
+def _rejected(request_id: int, index: int, job_id: str | None, error: ServiceError) -> Rejected:
+    return Rejected(
+        request_id=request_id,
+        index=index,
+        job_id=job_id,
+        code=error.code,
+        message=str(error),
+        path=error.path if isinstance(error, MalformedJob) else "",
+        retry_after_s=error.retry_after_s if isinstance(error, AdmissionRejected) else None,
+    )
 
 
 def _decode(raw: msgspec.Raw) -> JobSpec:

@@ -25,6 +25,15 @@ class NodeApi(Protocol):
             ServiceError: `AdmissionRejected`, `DuplicateJob`, `UnknownHandler`, `MalformedJob` or `Draining`.
         """
 
+    def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
+        """Raise what `submit` would, if so many others were submitted before. Nothing is taken."""
+
+    def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
+        """Take a job that was promised a place, whether there is room or not. Its attempts are counted from `attempt`.
+
+        `sink.deliver` may be called before this returns.
+        """
+
     async def cancel(self, job_id: str, reason: str) -> None:
         """Return when nothing of the job is left. Its outcome is delivered as for any other end.
 

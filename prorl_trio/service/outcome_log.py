@@ -8,13 +8,12 @@ import msgspec
 
 from ipc.session import OutcomeFrame
 from prorl_trio.errors import ProtocolError
+from prorl_trio.models import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from prorl_trio.models import Outcome
-
-__all__ = ["MAX_UNACKED_BYTES", "MAX_UNACKED_OUTCOMES", "Feed", "OutcomeLog", "encode_outcome"]
+__all__ = ["MAX_UNACKED_BYTES", "MAX_UNACKED_OUTCOMES", "Feed", "Held", "OutcomeLog", "encode_outcome"]
 
 MAX_UNACKED_OUTCOMES: Final = 256
 MAX_UNACKED_BYTES: Final = 64 * 1024 * 1024
@@ -30,6 +29,7 @@ _LEFT_OUT: Final[tuple[dict[str, Any], ...]] = (
     {"tags": {}, "instance_id": "", "group_id": ""},
 )
 _encoder = msgspec.msgpack.Encoder()
+_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class _Entry(NamedTuple):
@@ -39,6 +39,18 @@ class _Entry(NamedTuple):
     frame: bytes
     end_bytes: int
     """Where the frame ends in the session's stream of frames."""
+
+
+class Held(NamedTuple):
+    """An outcome that is not acknowledged. `outcome` is as it goes to the trainer, undecoded."""
+
+    cursor: int
+    job_id: str
+    outcome: msgspec.Raw
+
+    def decode(self) -> Outcome:
+        """The outcome itself; its arrays stay views of the frame."""
+        return _decode_outcome(self.outcome)
 
 
 class OutcomeLog:
@@ -52,6 +64,9 @@ class OutcomeLog:
         self.acked = start
         self.last = start
         self.acked_bytes = 0
+        self._given = start
+        """Cursors up to here are reserved; those up to `last` are offered, all of them."""
+        self._ready: set[int] = set()
         self._last_bytes = 0
         self._size_bytes = 0
         self._entries: dict[int, _Entry] = {}
@@ -62,18 +77,50 @@ class OutcomeLog:
 
     @property
     def size_bytes(self) -> int:
-        """Of all frames held."""
+        """Of all frames held, those at reserved cursors included."""
         return self._size_bytes
 
     def append(self, job_id: str, outcome: bytes) -> int:
-        """Add an encoded outcome; returns its cursor."""
-        self.last += 1
-        frame = _encoder.encode(OutcomeFrame(cursor=self.last, job_id=job_id, outcome=msgspec.Raw(outcome)))
+        """Add an encoded outcome; returns its cursor. For a log in which nothing is reserved."""
+        cursor = self.reserve(job_id, outcome)
+        self.offer(cursor)
+        return cursor
+
+    def reserve(self, job_id: str, outcome: bytes) -> int:
+        """The cursor of an encoded outcome that is to be offered later."""
+        self._given += 1
+        frame = _encoder.encode(OutcomeFrame(cursor=self._given, job_id=job_id, outcome=msgspec.Raw(outcome)))
         self._last_bytes += len(frame)
         self._size_bytes += len(frame)
-        self._entries[self.last] = _Entry(job_id, frame, self._last_bytes)
-        self._cursors[job_id] = self.last
-        return self.last
+        self._entries[self._given] = _Entry(job_id, frame, self._last_bytes)
+        return self._given
+
+    def offer(self, cursor: int) -> list[str]:
+        """A reserved cursor may be sent, once all before it may. Returns the jobs whose outcomes may be from now on."""
+        self._ready.add(cursor)
+        offered = []
+        while self.last + 1 in self._ready:
+            self.last += 1
+            self._ready.remove(self.last)
+            if job_id := self._entries[self.last].job_id:
+                self._cursors[job_id] = self.last
+                offered.append(job_id)
+        self._drop_blanks()
+        return offered
+
+    def blank(self, cursor: int) -> None:
+        """Nothing will be sent at a reserved cursor."""
+        entry = self._entries[cursor]
+        self._size_bytes -= len(entry.frame)
+        self._entries[cursor] = _Entry("", b"", entry.end_bytes)
+
+    def skip_to(self, cursor: int) -> None:
+        """Cursors up to this one were given by a former process, and are forgotten. Nothing may be reserved."""
+        while self._given < cursor:
+            self._given += 1
+            self._entries[self._given] = _Entry("", b"", self._last_bytes)
+        self.last = self._given
+        self._drop_blanks()
 
     def find(self, job_id: str) -> int | None:
         """The cursor of the job's outcome, if it is held."""
@@ -85,12 +132,8 @@ class OutcomeLog:
         Raises:
             KeyError: there is no outcome of that job.
         """
-        cursor = self._cursors.pop(job_id)
-        entry = self._entries[cursor]
-        self._size_bytes -= len(entry.frame)
-        self._entries[cursor] = _Entry("", b"", entry.end_bytes)
-        while self.acked < self.last and not self._entries[self.acked + 1].frame:
-            self._drop_first()
+        self.blank(self._cursors.pop(job_id))
+        self._drop_blanks()
 
     def ack(self, cursor: int) -> list[str]:
         """Forget everything up to `cursor`; returns the job ids forgotten. An old cursor changes nothing.
@@ -120,6 +163,10 @@ class OutcomeLog:
     def end_bytes(self, cursor: int) -> int:
         """Where frame `cursor` ends in the session's stream of frames; `acked <= cursor <= last`."""
         return self._entries[cursor].end_bytes if cursor > self.acked else self.acked_bytes
+
+    def _drop_blanks(self) -> None:
+        while self.acked < self.last and not self._entries[self.acked + 1].frame:
+            self._drop_first()
 
     def _drop_first(self) -> _Entry:
         self.acked += 1

@@ -20,6 +20,7 @@ from ipc.websocket import LinkClosed, LinkLimits, WebSocketLink, open_server_lin
 from prorl_trio.errors import AdmissionRejected, ConfigError, ProtocolError
 from prorl_trio.service.auth import load_token, token_matches
 from prorl_trio.service.connection import Connection, refuse
+from prorl_trio.service.limits import RETRY_AFTER_S
 from prorl_trio.service.session import Session, SessionLimits, SessionTable
 
 if TYPE_CHECKING:
@@ -213,6 +214,9 @@ class _Server:
             return
         try:
             session, resumed = self._sessions.open(hello.session_id, hello.resume_after)
+            await session.store()
+            if self._sessions.get(hello.session_id) is not session:
+                raise AdmissionRejected("the node has too many sessions", RETRY_AFTER_S)  # it gave way meanwhile
             connection = Connection(link, session, hello.resume_after, self._node, self._sessions)
         except AdmissionRejected as exc:
             refuse(link, "admission", str(exc))

@@ -4,24 +4,29 @@ and every outcome it has not acknowledged. In memory; all calls are synchronous,
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
 
-from ipc.session import MAX_MESSAGE_BYTES, JobEvent, OutcomeFrame
-from prorl_trio.errors import AdmissionRejected, DuplicateJob, MalformedJob, ProtocolError
-from prorl_trio.models import Outcome
-from prorl_trio.service.outcome_log import Feed, OutcomeLog, encode_outcome
+from ipc.session import JobEvent, OutcomeFrame
+from prorl_trio.errors import AdmissionRejected, DuplicateJob, ProtocolError, ServiceError
+from prorl_trio.service.limits import RETRY_AFTER_S, SessionLimits
+from prorl_trio.service.listener import Listener
+from prorl_trio.service.outcome_log import Feed, Held, OutcomeLog, encode_outcome
+from prorl_trio.service.running_job import RunningJob, fingerprint_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from prorl_trio.models import JobSpec, Status
+    from prorl_trio.models import JobSpec, Outcome, Status
+    from prorl_trio.service.journal import Journal
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.shared_outcomes import SharedOutcomes
+
+    Answer = Callable[[int, "ServiceError | None"], None]
+    """Told how the job at an index of a batch was taken; None: it is the node's. Never raises."""
 
 __all__ = ["Held", "Listener", "RunningJob", "Session", "SessionLimits", "SessionTable"]
 
@@ -30,73 +35,9 @@ logger = logging.getLogger(__name__)
 SESSION_ID_CHARS: Final = 200
 MAX_CANCELS_AHEAD: Final = 10_000
 """Ids of jobs cancelled before they came, kept per session; beyond, the oldest is forgotten."""
-RETRY_AFTER_S: Final = 1.0
+JOBS_PER_CHECKPOINT: Final = 50
 
-_canonical = msgspec.msgpack.Encoder(order="sorted")
 _decode_frame = msgspec.msgpack.Decoder(OutcomeFrame).decode
-_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
-
-
-class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What sessions may hold.
-
-    A session's jobs, running or finished and not acknowledged, are at most `max_undelivered`; beyond that, or beyond
-    `max_undelivered_bytes` of finished ones, it may not submit. `max_message_bytes` bounds one outcome. A session that
-    nobody was connected to for `abandoned_after_s` gives way to a new one when `max_sessions` is reached.
-    """
-
-    max_sessions: int = 64
-    max_undelivered: int = 100_000
-    max_undelivered_bytes: int = 8 * 1024 * 1024 * 1024
-    max_message_bytes: int = MAX_MESSAGE_BYTES
-    abandoned_after_s: float = 3600.0
-
-
-class Listener(Protocol):
-    """The connection a session has at the moment. Synchronous, never raises."""
-
-    reader_id: str
-    """Of the trainer in the node's arena; empty if it has not mapped it."""
-
-    def wake(self) -> None:
-        """There may be more to send."""
-
-    def event(self, event: JobEvent) -> None:
-        """Pass on, or drop."""
-
-    def replaced(self) -> None:
-        """Another connection has taken the session over."""
-
-
-class RunningJob:
-    """What a session knows of a job that has no outcome yet. `ended` is set with `encoded`, the outcome as it goes to
-    the trainer: who waits has it then, even if it is acknowledged or forgotten at once."""
-
-    __slots__ = ("encoded", "ended", "spec", "status", "submitted_s")
-
-    def __init__(self, spec: JobSpec, submitted_s: float) -> None:
-        self.spec = spec
-        self.status: Status = "queued"
-        self.submitted_s = submitted_s
-        self.ended = trio.Event()
-        self.encoded: bytes | None = None
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """The outcome, once the job has ended. Decoded each time."""
-        return None if self.encoded is None else _decode_outcome(self.encoded)
-
-
-class Held(NamedTuple):
-    """An outcome that is not acknowledged. `outcome` is as it goes to the trainer, undecoded."""
-
-    cursor: int
-    job_id: str
-    outcome: msgspec.Raw
-
-    def decode(self) -> Outcome:
-        """The outcome itself; its arrays stay views of the frame."""
-        return _decode_outcome(self.outcome)
 
 
 class Session:
@@ -118,6 +59,12 @@ class Session:
         self.expired_total = 0
         self.shared: SharedOutcomes | None = None
         """Where tokens of outcomes are held for a trainer that maps them; None: this node shares none."""
+        self.journal: Journal | None = None
+        """Where jobs and outcomes are stored; None: nowhere."""
+        self.stored = False
+        """The session itself is in the journal."""
+        self.is_elsewhere: Callable[[str], bool] = lambda _job_id: False
+        """Whether a job of that id is another session's."""
         self._clock = clock
         self._limits = limits
         self._on_change = on_change
@@ -163,6 +110,13 @@ class Session:
         """All of them, oldest first. Not to be iterated across a checkpoint."""
         return iter(self._running.values())
 
+    async def wait_settled(self, job_id: str) -> None:
+        """Return when a job that is being stored is the node's, or refused."""
+        if (job := self._running.get(job_id)) is not None:
+            await job.settled.wait()
+        else:
+            await trio.lowlevel.checkpoint()
+
     def choose(self, group_id: str, tags: Mapping[str, str], *, whole_session: bool) -> list[str]:
         """The ids of running jobs of that group (if it is not empty), or with all these tags (if there are any)."""
         return [
@@ -187,46 +141,146 @@ class Session:
             ServiceError: nothing was taken. `DuplicateJob`: the id is another spec's. `AdmissionRejected`: too much of
                 this session is undelivered. Or what the node raised.
         """
-        fingerprint = _fingerprint(spec)
-        known = self._fingerprints.get(spec.job_id)
-        if known is not None:
-            if known != fingerprint:
-                raise DuplicateJob(f"job {spec.job_id!r} is here with another spec; choose another id")
+        job, is_new = self._know(spec)
+        if job is None or not is_new:
             return
-        self._check_room()
-        self._fingerprints[spec.job_id] = fingerprint
-        self._running[spec.job_id] = RunningJob(spec, self._clock())
         try:
             node.submit(spec, self)
         except BaseException:
-            self._fingerprints.pop(spec.job_id, None)
-            self._running.pop(spec.job_id, None)
+            self.dismiss(job)
             raise
-        reason = self._cancelled_ahead.pop(spec.job_id, None)
+        self._settled(job, node)
+
+    async def submit_all(self, specs: Sequence[JobSpec], node: NodeApi, answer: Answer) -> None:
+        """As `submit` for each of them; what is to be stored is stored in one commit.
+
+        `answer` is called for each, in order, in the step in which the job is taken: before its outcome comes. When
+        this call is cancelled, the jobs may have been taken.
+        """
+        if self.journal is not None:
+            await self.journal.submit(self, specs, node, answer)
+            return
+        for index, spec in enumerate(specs):
+            try:
+                self.submit(spec, node)
+            except ServiceError as exc:
+                answer(index, exc)
+            else:
+                answer(index, None)
+            if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
+                await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint()
+
+    async def submit_one(self, spec: JobSpec, node: NodeApi) -> None:
+        """As `submit_all` for one job. Raises what it was refused for."""
+        refused: list[ServiceError] = []
+        await self.submit_all([spec], node, lambda _index, error: refused.append(error) if error else None)
+        if refused:
+            raise refused[0]
+
+    def admit(self, spec: JobSpec, node: NodeApi, ahead: int) -> tuple[RunningJob | None, bool]:
+        """Check a job that is to be stored. Returns it if it is not settled, and whether it is new.
+
+        A new one must be handed over or withdrawn afterwards. `ahead` jobs have been admitted and are not the node's.
+
+        Raises:
+            ServiceError: as `submit`.
+        """
+        job, is_new = self._know(spec)
+        if job is not None and is_new:
+            try:
+                if self.is_elsewhere(spec.job_id):
+                    raise DuplicateJob(f"job {spec.job_id!r} is another session's; choose another id")
+                node.check(spec, self, ahead)
+            except ServiceError as exc:
+                self.withdraw(job, exc)
+                raise
+        return job, is_new
+
+    def hand_over(self, job: RunningJob, node: NodeApi) -> None:
+        """A job that is stored becomes the node's."""
+        node.take(job.spec, self, job.attempt + 1)
+        self._settled(job, node)
+
+    def withdraw(self, job: RunningJob, why: ServiceError) -> None:
+        """A job that was admitted is not to be."""
+        self.dismiss(job)
+        job.refused = why
+        job.settled.set()
+
+    def restore(self, spec: JobSpec, fingerprint: bytes, attempt: int) -> RunningJob:
+        """A job that a former process stored, and of which so many attempts began: to be handed over, or delivered."""
+        job = RunningJob(spec, fingerprint, self._clock())
+        job.attempt = attempt
+        self._fingerprints[spec.job_id] = fingerprint
+        self._running[spec.job_id] = job
+        return job
+
+    def restore_outcome(self, job_id: str, fingerprint: bytes, cursor: int, encoded: bytes) -> None:
+        """An outcome that a former process stored. In the order of cursors, and before anything is submitted."""
+        self.log.skip_to(cursor - 1)
+        self.log.append(job_id, encoded)
+        self._fingerprints[job_id] = fingerprint
+        self._ended_s[job_id] = self._clock()
+
+    def _know(self, spec: JobSpec) -> tuple[RunningJob | None, bool]:
+        """The job, if it is not settled, and whether it is new. Raises what `submit` does."""
+        fingerprint = fingerprint_of(spec)
+        known = self._fingerprints.get(spec.job_id)
+        if known is None:
+            self._limits.check(self.session_id, self.running, len(self.log), self.log.size_bytes)
+            return self.restore(spec, fingerprint, 0), True
+        if known != fingerprint:
+            raise DuplicateJob(f"job {spec.job_id!r} is here with another spec; choose another id")
+        running = self._running.get(spec.job_id)
+        return (running if running is not None and not running.settled.is_set() else None), False
+
+    def _settled(self, job: RunningJob, node: NodeApi) -> None:
+        job.settled.set()
+        reason = self._cancelled_ahead.pop(job.spec.job_id, None)
         if reason is not None:
-            node.cancel_soon(spec.job_id, reason)
+            node.cancel_soon(job.spec.job_id, reason)
 
     def deliver(self, outcome: Outcome) -> None:
         """See `JobSink`. A second outcome of a job is dropped, loudly: the first one stands."""
-        job = self._running.pop(outcome.job_id, None)
-        if job is None:
+        job = self._running.get(outcome.job_id)
+        if job is None or job.finishing is not None:
             logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, outcome.job_id)
             return
-        encoded = encode_outcome(outcome, self._limits.max_message_bytes)
-        self.log.append(outcome.job_id, encoded)
+        job.finishing = encode_outcome(outcome, self._limits.max_message_bytes)
         if self.shared is not None and self._listener is not None and self._listener.reader_id:
-            self.shared.keep(self.session_id, outcome, encoded)
-        self._ended_s[outcome.job_id] = self._clock()
-        job.encoded = encoded
-        job.ended.set()
+            self.shared.keep(self.session_id, outcome, job.finishing)
+        if self.journal is not None:
+            self.journal.finish(self, job, job.finishing)
+        else:
+            self.offer(self.log.reserve(outcome.job_id, job.finishing))
+
+    def offer(self, cursor: int) -> None:
+        """The outcome at a cursor of the log is stored: the trainer may have it, once it has those before it."""
+        for job_id in self.log.offer(cursor):
+            job = self._running.pop(job_id)
+            self._ended_s[job_id] = self._clock()
+            job.encoded = job.finishing
+            job.ended.set()
         self._arrival.unpark_all()
         if self._listener is not None:
             self._listener.wake()
+
+    def dismiss(self, job: RunningJob) -> None:
+        """Nothing will come of the job: it was not taken, or its outcome was refused."""
+        self._fingerprints.pop(job.spec.job_id, None)
+        self._running.pop(job.spec.job_id, None)
+        if self.shared is not None:
+            self.shared.forget(self.session_id, job.spec.job_id)
 
     def report(self, job_id: str, status: Status, detail: str) -> None:
         """See `JobSink`."""
         if (job := self._running.get(job_id)) is not None:
             job.status = status
+            if status == "init":
+                job.attempt += 1
+                if self.journal is not None:
+                    self.journal.begin_attempt(job)
         if self._listener is not None:
             self._listener.event(JobEvent(job_id=job_id, status=status, detail=detail))
 
@@ -238,6 +292,8 @@ class Session:
         """
         for job_id in self.log.ack(cursor):
             self._forgotten(job_id)
+        if self.journal is not None:
+            self.journal.acknowledge(self)
         if self._listener is not None:
             self._listener.wake()
         self._on_change()
@@ -274,6 +330,8 @@ class Session:
         """
         self.log.forget(job_id)
         self._forgotten(job_id)
+        if self.journal is not None:
+            self.journal.forget(self.session_id, job_id)
         self._on_change()
 
     def touch(self) -> None:
@@ -296,6 +354,13 @@ class Session:
         return len(old)
 
     # ------------------------------------------------------------ connections
+
+    async def store(self) -> None:
+        """Have the session outlive the node, if anything does. Raises AdmissionRejected if there is no room for it."""
+        if self.journal is not None:
+            await self.journal.open_session(self)
+        else:
+            await trio.lowlevel.checkpoint()
 
     def attach(self, listener: Listener, resume_after: int) -> Feed:
         """A connection takes the session; one that had it is told so. Returns what is to be sent, after `resume_after`.
@@ -338,31 +403,6 @@ class Session:
         if self.shared is not None:
             self.shared.forget(self.session_id, job_id)
 
-    def _check_room(self) -> None:
-        limits = self._limits
-        if len(self._fingerprints) >= limits.max_undelivered:
-            raise AdmissionRejected(
-                f"session {self.session_id!r} has {len(self._running)} jobs running and {len(self.log)} outcomes not "
-                f"acknowledged, together the limit of {limits.max_undelivered}; take results first",
-                RETRY_AFTER_S,
-            )
-        if self.log.size_bytes >= limits.max_undelivered_bytes:
-            raise AdmissionRejected(
-                f"session {self.session_id!r} has {self.log.size_bytes} bytes of outcomes not acknowledged, over the "
-                f"limit of {limits.max_undelivered_bytes}; take results first",
-                RETRY_AFTER_S,
-            )
-
-
-def _fingerprint(spec: JobSpec) -> bytes:
-    try:
-        canonical = _canonical.encode(spec)
-    except TypeError:  # A mapping whose keys are not strings cannot be sorted: its order counts.
-        canonical = msgspec.msgpack.encode(spec)
-    except (OverflowError, UnicodeEncodeError) as exc:  # JSON has numbers and strings that the wire has not.
-        raise MalformedJob(f"job {spec.job_id!r} has a value without a wire form: {exc}", "$") from None
-    return hashlib.blake2b(canonical, digest_size=16).digest()
-
 
 class SessionTable:
     """All sessions of a node."""
@@ -370,6 +410,8 @@ class SessionTable:
     def __init__(self, limits: SessionLimits | None = None) -> None:
         self.shared: SharedOutcomes | None = None
         """For the sessions from now on. Set by whoever has the arena."""
+        self.journal: Journal | None = None
+        """For the sessions from now on. Set by whoever has the ledger."""
         self._limits = limits or SessionLimits()
         self._sessions: dict[str, Session] = {}
         self._changed = trio.Event()
@@ -393,10 +435,23 @@ class SessionTable:
             raise ProtocolError(f"resume_after must be a cursor, got {resume_after}")
         if len(self._sessions) >= self._limits.max_sessions:
             self._make_room()
-        session = Session(session_id, resume_after, self._limits, self._notify)
+        return self.restore(session_id, resume_after), False
+
+    def restore(self, session_id: str, acked: int) -> Session:
+        """A session whose cursors up to `acked` are forgotten, whether there is room for it or not."""
+        session = Session(session_id, acked, self._limits, self._notify)
         session.shared = self.shared
+        session.journal = self.journal
+        session.is_elsewhere = lambda job_id: any(
+            other.knows(job_id) for other in self._sessions.values() if other is not session
+        )
         self._sessions[session_id] = session
-        return session, False
+        return session
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Of one outcome."""
+        return self._limits.max_message_bytes
 
     async def wait_delivered(self) -> None:
         """Return when no connected trainer has an outcome it has not acknowledged. The caller sets the deadline."""
@@ -437,6 +492,8 @@ class SessionTable:
                 del self._sessions[oldest.session_id]
                 if self.shared is not None:
                     self.shared.forget_session(oldest.session_id)
+                if self.journal is not None:
+                    self.journal.close_session(oldest.session_id)
                 return
         raise AdmissionRejected(
             f"the node has {len(self._sessions)} sessions, its limit (max_sessions); come back with the id of one",

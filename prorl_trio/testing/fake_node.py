@@ -91,6 +91,11 @@ class FakeNode:
 
     def submit(self, spec: JobSpec, sink: JobSink) -> None:
         """See `NodeApi`. Knows the handler `fake` only."""
+        self.check(spec, sink, 0)
+        self.take(spec, sink, 1)
+
+    def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
+        """See `NodeApi`."""
         if self.draining:
             raise Draining(f"node {self.node_id} is draining")
         if spec.instance.handler != "fake":
@@ -98,6 +103,10 @@ class FakeNode:
         live = self.live.get(spec.job_id)
         if live is not None and live != spec:
             raise DuplicateJob(f"job {spec.job_id!r} is live with another spec")
+
+    def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
+        """See `NodeApi`."""
+        live = self.live.get(spec.job_id)
         self._sinks.setdefault(spec.job_id, []).append(sink)
         if live is None:
             self.submitted.append(spec)

@@ -114,7 +114,7 @@ class _Server:
         spec = make_spec(request, api.config.data_sources)
         if not api.node.backend_urls():
             raise _error(HTTPStatus.SERVICE_UNAVAILABLE, "no_llm_server", "No LLM server: /add_llm_server first")
-        self._submit(session, spec, api)
+        await self._submit(session, spec, api)
         outcome = await self._outcome(session, spec.job_id, api)
         instance = msgspec.convert(request.instance, Instance)
         question = question_of(request.instance)
@@ -151,15 +151,15 @@ class _Server:
         return api.open_session(SESSION)
 
     @staticmethod
-    def _submit(session: Session, spec: JobSpec, api: Api) -> None:
+    async def _submit(session: Session, spec: JobSpec, api: Api) -> None:
         """Join the job if it is the same; an ended one of the same id and another spec gives way."""
         try:
-            session.submit(spec, api.node)
+            await session.submit_one(spec, api.node)
         except DuplicateJob:
             if session.held_of(spec.job_id) is None:
                 raise
             session.forget(spec.job_id)
-            session.submit(spec, api.node)
+            await session.submit_one(spec, api.node)
 
     @staticmethod
     async def _outcome(session: Session, job_id: str, api: Api) -> Outcome:

@@ -39,6 +39,8 @@ __all__ = ["ENDPOINTS", "cancel_jobs"]
 
 JOBS_PER_CHECKPOINT: Final = 50
 CANCELS_AT_ONCE: Final = 64
+CANCEL_WAIT_S: Final = 10.0
+"""So long an answer to a cancel waits for the outcome to be stored; nothing of the job is left by then."""
 CANCEL_REASON: Final = "cancelled through REST"
 
 
@@ -68,11 +70,7 @@ async def submit(call: Call) -> Reply:
     if not 1 <= len(raws) <= limit:
         raise malformed(f"one request takes 1 to {limit} jobs, this has {len(raws)}", "$.jobs")
     session = api.open_session(call.session_id)
-    taken: list[SubmittedJob] = []
-    for index, raw in enumerate(raws):
-        taken.append(_take(session, api, index, raw, f"$.jobs[{index}]" if batch else "$"))
-        if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
-            await trio.lowlevel.checkpoint()
+    taken = await _take(session, api, raws, batch=batch)
     running = {job.spec.job_id: job for job in session.running_jobs()} if query.wait > 0 else {}
     asked = {job.job_id: running[job.job_id] for job in taken if job.accepted and job.job_id in running}
     await api.wait_all([job.ended for job in asked.values()], query.wait)
@@ -91,16 +89,35 @@ def _jobs(body: bytes) -> tuple[list[msgspec.Raw], bool]:
     return decode_body(body, _Batch).jobs, True
 
 
-def _take(session: Session, api: Api, index: int, raw: msgspec.Raw, prefix: str) -> SubmittedJob:
-    try:
-        spec = decode_body(raw, JobSpec, prefix=prefix)
-        session.submit(spec, api.node)
-    except ServiceError as exc:
-        detail = error_of(exc)
-        if isinstance(exc, MalformedJob) and not exc.path.startswith(prefix):
-            detail = msgspec.structs.replace(detail, path=prefix + exc.path.removeprefix("$"))
-        return SubmittedJob(index=index, job_id=_job_id(raw), accepted=False, error=detail)
-    return SubmittedJob(index=index, job_id=spec.job_id, accepted=True)
+async def _take(session: Session, api: Api, raws: list[msgspec.Raw], *, batch: bool) -> list[SubmittedJob]:
+    specs: list[JobSpec] = []
+    positions: list[int] = []
+    answers: dict[int, SubmittedJob] = {}
+
+    def reject(index: int, error: ServiceError) -> None:
+        prefix = f"$.jobs[{index}]" if batch else "$"
+        detail = error_of(error)
+        if isinstance(error, MalformedJob) and not error.path.startswith(prefix):
+            detail = msgspec.structs.replace(detail, path=prefix + error.path.removeprefix("$"))
+        answers[index] = SubmittedJob(index=index, job_id=_job_id(raws[index]), accepted=False, error=detail)
+
+    def answer(place: int, error: ServiceError | None) -> None:
+        index = positions[place]
+        if error is None:
+            answers[index] = SubmittedJob(index=index, job_id=specs[place].job_id, accepted=True)
+        else:
+            reject(index, error)
+
+    for index, raw in enumerate(raws):
+        try:
+            specs.append(decode_body(raw, JobSpec, prefix=f"$.jobs[{index}]" if batch else "$"))
+            positions.append(index)
+        except ServiceError as exc:
+            reject(index, exc)
+        if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
+            await trio.lowlevel.checkpoint()
+    await session.submit_all(specs, api.node, answer)
+    return [answers[index] for index in range(len(raws))]
 
 
 def _job_id(raw: msgspec.Raw) -> str | None:
@@ -183,15 +200,17 @@ async def delete_job(call: Call) -> Reply:
     """Cancel a live job and return when nothing of it is left; forget one that has ended."""
     job_id = call.path["job_id"]
     session, status = call.session_of(job_id)
-    live = session.is_running(job_id)
-    if live:
+    running = session.running_job(job_id)
+    if running is not None:
+        await session.wait_settled(job_id)
         await cancel_jobs(call.api, [job_id])
+        await call.api.wait_all([running.ended], CANCEL_WAIT_S)
         held = session.held_of(job_id)
         status = held.decode().status if held is not None else "cancelled"
     else:
         await trio.lowlevel.checkpoint()
         session.forget(job_id)
-    return Reply(body=Acknowledged(job_id=job_id, session=session.session_id, status=status, forgotten=not live))
+    return Reply(body=Acknowledged(job_id=job_id, session=session.session_id, status=status, forgotten=running is None))
 
 
 async def delete_jobs(call: Call) -> Reply:

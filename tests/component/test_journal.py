@@ -1,0 +1,224 @@
+"""Sessions over a real ledger and a fake node: what is stored when, and what a new start makes of it."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+import trio
+
+from prorl_trio.config import LedgerConfig
+from prorl_trio.errors import AdmissionRejected, DuplicateJob
+from prorl_trio.ledger import LedgerFailed, LedgerLimits, open_ledger
+from prorl_trio.service.journal import open_journal
+from prorl_trio.service.restore import restore_sessions
+from prorl_trio.service.session import SessionTable
+from prorl_trio.testing.fake_node import FakeNode, make_spec
+
+MIB = 1024 * 1024
+LIMITS = LedgerLimits(segment_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB)
+
+
+class Node(FakeNode):
+    """Notes as which attempt each job was taken."""
+
+    def __init__(self):
+        super().__init__()
+        self.attempts = []
+
+    def take(self, spec, sink, attempt):
+        self.attempts.append((spec.job_id, attempt))
+        super().take(spec, sink, attempt)
+
+
+@asynccontextmanager
+async def open_life(tmp_path, limits=LIMITS, ledger=None, **config):
+    """One life of a node's process."""
+    with trio.fail_after(30):
+        async with open_ledger(tmp_path / "ledger", limits) as real, open_journal(ledger or real) as journal:
+            table, node = SessionTable(), Node()
+            table.journal = journal
+            if ledger is None:
+                await restore_sessions(table, journal, node, LedgerConfig(**config))
+            yield table, node, journal
+
+
+async def submit(session, node, *specs):
+    answers = []
+    await session.submit_all(specs, node, lambda _index, error: answers.append(error))
+    return answers
+
+
+async def ended(session, count):
+    while len(session.log) < count:
+        await session.wait_arrival()
+
+
+async def test_a_new_start_has_the_outcomes_and_runs_the_rest_as_the_next_attempt(tmp_path):
+    async with open_life(tmp_path) as (table, node, _):
+        session, _ = table.open("s", 3)
+        assert await submit(session, node, *map(make_spec, "abc")) == [None] * 3
+        node.advance("b", "init")
+        node.finish("c")
+        await ended(session, 1)
+    async with open_life(tmp_path) as (table, node, _):
+        session, resumed = table.open("s", 0)
+        assert resumed
+        assert [(held.cursor, held.decode().status) for held in session.held_after(0)] == [(4, "completed")]
+        assert node.attempts == [("a", 1), ("b", 2)]  # in the order of acceptance
+        assert await submit(session, node, make_spec("a"), make_spec("c")) == [None, None]  # they join
+        (refused,) = await submit(session, node, make_spec("b", other=1))
+        assert isinstance(refused, DuplicateJob)
+        node.finish("b")
+        await ended(session, 2)
+        assert session.held_of("b").cursor == 5
+        assert len(node.submitted) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "cause"), [({"on_restart": "fail"}, "node"), ({"max_attempts": 1}, "node"), ({}, None)]
+)
+async def test_what_becomes_of_unfinished_jobs_is_configured(tmp_path, config, cause):
+    async with open_life(tmp_path) as (table, node, _):
+        session, _ = table.open("s", 0)
+        await submit(session, node, make_spec("a"))
+        node.advance("a", "init")
+    async with open_life(tmp_path, **config) as (table, node, _):
+        session, _ = table.open("s", 0)
+        if cause is None:
+            assert list(node.live) == ["a"]
+            return
+        await ended(session, 1)
+        assert not node.live
+        outcome = session.held_of("a").decode()
+        assert (outcome.status, outcome.cause, outcome.reward) == ("failed", cause, None)
+    async with open_life(tmp_path) as (table, node, _):  # and that outcome is the one it has
+        assert table.get("s").held_of("a").decode().error == outcome.error
+
+
+async def test_an_acknowledged_job_is_gone_and_its_id_free_at_once(tmp_path):
+    async with open_life(tmp_path) as (table, node, _):
+        session, _ = table.open("s", 0)
+        for cursor in (1, 2):
+            assert await submit(session, node, make_spec("a")) == [None]
+            node.finish("a")
+            await ended(session, 1)
+            session.ack(cursor)
+    async with open_life(tmp_path) as (table, node, journal):
+        session = table.get("s")
+        assert (len(session.log), session.log.last, node.live) == (0, 2, {})
+        assert journal.ledger.statistics().jobs == 0
+
+
+async def test_an_outcome_that_one_job_forgets_is_not_redelivered(tmp_path):
+    async with open_life(tmp_path) as (table, node, _):
+        session, _ = table.open("s", 0)
+        await submit(session, node, make_spec("a"), make_spec("b"))
+        node.finish("a")
+        node.finish("b")
+        await ended(session, 2)
+        session.forget("a")
+    async with open_life(tmp_path) as (table, _node, _):
+        assert [(held.cursor, held.job_id) for held in table.get("s").held_after(0)] == [(2, "b")]
+
+
+async def test_a_full_ledger_rejects_all_or_nothing_and_running_jobs_finish(tmp_path):
+    limits = LedgerLimits(segment_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB, max_jobs=2)
+    async with open_life(tmp_path, limits) as (table, node, journal):
+        session, _ = table.open("s", 0)
+        assert await submit(session, node, make_spec("a")) == [None]
+        answers = await submit(session, node, make_spec("b"), make_spec("c"))
+        assert all(isinstance(error, AdmissionRejected) and "max_jobs" in str(error) for error in answers)
+        assert not session.knows("b")
+        assert journal.accepting == 0
+        node.finish("a")
+        await ended(session, 1)
+        assert await submit(session, node, make_spec("b")) == [None]
+
+
+async def test_a_batch_of_a_trainer_that_left_is_taken_to_its_end(tmp_path):
+    async with open_life(tmp_path) as (table, node, _):
+        session, _ = table.open("s", 0)
+        with trio.move_on_after(0):
+            await submit(session, node, make_spec("a"))
+        assert await submit(session, node, make_spec("a"), make_spec("a")) == [None, None]  # joins what is under way
+        assert [spec.job_id for spec in node.submitted] == ["a"]
+
+
+async def test_an_id_of_another_session_is_refused(tmp_path):
+    async with open_life(tmp_path) as (table, node, _):
+        first, _ = table.open("s", 0)
+        second, _ = table.open("t", 0)
+        await submit(first, node, make_spec("a"))
+        refused, taken = await submit(second, node, make_spec("a"), make_spec("b"))
+        assert isinstance(refused, DuplicateJob)
+        assert taken is None
+
+
+async def test_a_dropped_session_does_not_come_back(tmp_path):
+    async with open_life(tmp_path) as (table, _node, journal):
+        session, _ = table.open("s", 0)
+        await session.store()
+        journal.close_session("s")
+        again = table.restore("s", 7)
+        await again.store()  # after the other is gone
+        again.journal.close_session("s")
+    async with open_life(tmp_path) as (table, _node, _):
+        assert table.get("s") is None
+
+
+class SlowLedger:
+    """Stores outcomes when the test says so, or fails."""
+
+    def __init__(self):
+        self.finishing = {}
+        self.started = trio.lowlevel.ParkingLot()
+
+    async def open_session(self, session_id, first_cursor):
+        await trio.lowlevel.checkpoint()
+
+    async def accept(self, session_id, jobs):
+        await trio.lowlevel.checkpoint()
+
+    async def finish(self, _session_id, job_id, _attempt, cursor, _parts):
+        self.finishing[cursor] = SimpleNamespace(job_id=job_id, done=trio.Event(), error=None)
+        self.started.unpark_all()
+        await self.finishing[cursor].done.wait()
+        if self.finishing[cursor].error:
+            raise self.finishing[cursor].error
+
+
+async def test_an_outcome_is_offered_when_it_and_those_before_it_are_stored(tmp_path):
+    ledger = SlowLedger()
+    async with open_life(tmp_path, ledger=ledger) as (table, node, _):
+        session, _ = table.open("s", 0)
+        await submit(session, node, *map(make_spec, "abc"))
+        running = session.running_job("a")
+        for job_id in "abc":
+            node.finish(job_id)
+        while len(ledger.finishing) < 3:
+            await ledger.started.park()
+        assert [ledger.finishing[cursor].job_id for cursor in (1, 2, 3)] == ["a", "b", "c"]
+        ledger.finishing[2].done.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (session.log.last, session.running, running.outcome) == (0, 3, None)
+        ledger.finishing[1].done.set()
+        await running.ended.wait()
+        assert (session.log.last, session.running) == (2, 1)
+        ledger.finishing[3].done.set()
+        await ended(session, 3)
+
+
+async def test_outcomes_are_held_back_when_the_disk_failed(tmp_path):
+    ledger = SlowLedger()
+    async with open_life(tmp_path, ledger=ledger) as (table, node, journal):
+        session, _ = table.open("s", 0)
+        await submit(session, node, make_spec("a"))
+        node.finish("a")
+        while not ledger.finishing:
+            await ledger.started.park()
+        ledger.finishing[1].error = LedgerFailed("broken")
+        ledger.finishing[1].done.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (session.log.last, journal.failed) == (0, "broken")
