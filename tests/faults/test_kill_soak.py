@@ -51,12 +51,17 @@ async def soak(folder, *, jobs, provider, seed, node=0, trainer=0, backend=0, de
     return entries
 
 
-async def test_trainer_and_backend_killed_at_random(folder):
-    entries = await soak(folder, jobs=60, provider="process", seed=1, trainer=3, backend=2, deadline_s=120)
-    assert {entry.status for entry in entries} == {"completed"}, "a backend that comes back costs no job"
+async def test_all_three_killed_at_random(folder):
+    entries = await soak(folder, jobs=30, provider="process", seed=1, node=1, trainer=2, backend=1, deadline_s=120)
+    assert {entry.status for entry in entries} == {"completed"}, "what comes back costs no job"
+
+
+@pytest.mark.slow
+async def test_all_three_killed_more_often(folder):
+    await soak(folder, jobs=200, provider="process", seed=2, node=3, trainer=3, backend=2, deadline_s=600)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("provider", "jobs"), [("process", 5_000), ("apptainer", 200)])
 async def test_the_large_run(folder, provider, jobs):
-    await soak(folder, jobs=jobs, provider=provider, seed=2, trainer=10, backend=5, deadline_s=3_000)
+    await soak(folder, jobs=jobs, provider=provider, seed=3, node=10, trainer=10, backend=5, deadline_s=3_000)
