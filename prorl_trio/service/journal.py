@@ -13,6 +13,7 @@ import trio
 from ipc.nursery import open_single_nursery
 from prorl_trio.errors import AdmissionRejected, DuplicateJob, ProtocolError, ServiceError, UnknownJob
 from prorl_trio.ledger import LedgerFailed, LedgerFull, NewJob, StaleAttempt
+from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S: Final = 30.0
 """At the end, what is on its way to the disk may take so long. What does not get there is run again."""
 FULL_RETRY_AFTER_S: Final = 5.0
-JOBS_PER_CHECKPOINT: Final = 50
 
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -9,8 +9,10 @@ import msgspec
 from ipc.session import MAX_MESSAGE_BYTES
 from prorl_trio.errors import AdmissionRejected
 
-__all__ = ["RETRY_AFTER_S", "SessionLimits"]
+__all__ = ["JOBS_PER_CHECKPOINT", "RETRY_AFTER_S", "SessionLimits"]
 
+JOBS_PER_CHECKPOINT: Final = 50
+"""Of a batch; between them others have their turn."""
 RETRY_AFTER_S: Final = 1.0
 
 

@@ -12,7 +12,7 @@ import trio
 
 from ipc.session import JobEvent, OutcomeFrame
 from prorl_trio.errors import AdmissionRejected, DuplicateJob, ProtocolError, ServiceError
-from prorl_trio.service.limits import RETRY_AFTER_S, SessionLimits
+from prorl_trio.service.limits import JOBS_PER_CHECKPOINT, RETRY_AFTER_S, SessionLimits
 from prorl_trio.service.listener import Listener
 from prorl_trio.service.outcome_log import Feed, Held, OutcomeLog, encode_outcome
 from prorl_trio.service.running_job import RunningJob, fingerprint_of
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 SESSION_ID_CHARS: Final = 200
 MAX_CANCELS_AHEAD: Final = 10_000
 """Ids of jobs cancelled before they came, kept per session; beyond, the oldest is forgotten."""
-JOBS_PER_CHECKPOINT: Final = 50
 
 _decode_frame = msgspec.msgpack.Decoder(OutcomeFrame).decode
 
