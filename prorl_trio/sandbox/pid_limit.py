@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class PidLimiter:
-    """Limits PID namespaces, by a small process that is started when it is first needed. Its methods block.
+    """Limits PID namespaces, by a small process, one a node. Its methods block.
 
     May be used by several threads; one namespace is limited at a time, in about 2 ms.
     """

@@ -27,6 +27,7 @@ from trio.lowlevel import RunVar
 from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.file_systems import NETWORK_FILE_SYSTEMS, file_system_of
 from prorl_trio.sandbox import reaper
+from prorl_trio.sandbox.cgroup import own_site
 from prorl_trio.sandbox.pid_limit import PidLimiter
 from prorl_trio.sandbox.runtime import LIB_DIR
 from prorl_trio.sandbox.skeleton import build_skeleton
@@ -95,6 +96,8 @@ class RunDir:
             cwd="/",
             env={},
         )
+        if (await run_blocking(own_site)).path is None:  # else the kernel counts in a cgroup for each sandbox
+            await run_blocking(self.pid_limiter.start)
         await run_blocking(build_skeleton, self.root)
 
     async def _aclose(self) -> None:

@@ -65,8 +65,6 @@ async def open_daemon_sandbox(
         if (site := (await run_blocking(own_site)).path) is not None:
             cgroup = await stack.enter_async_context(open_cgroup(site, folder.path, spec.limits))
         pid_limiter = run_dir.pid_limiter if launch.isolated and cgroup is None else None
-        if pid_limiter is not None:
-            await run_blocking(pid_limiter.start)
         token = secrets.token_hex(TOKEN_BYTES)
         # Made here and inherited: nothing of the host is writable inside, which a folder for a socket would have to be.
         listener = stack.enter_context(closing(listen_unix(folder.socket).socket))
