@@ -412,10 +412,11 @@ class Conversation:
         codec = self._format.codec
         marked = []
         for message in messages:
-            if not isinstance(message.content, str):
-                given = type(message.content).__name__
+            said: object = message.content
+            if not isinstance(said, str):
+                given = type(said).__name__
                 raise HandlerError(f"a {message.role} message is {given}, not text; media have no place in a dialogue")
-            content = codec.mark(message.content, speech=message.role == "assistant")
+            content = codec.mark(said, speech=message.role == "assistant")
             name = {} if message.name is None else {"name": codec.mark(message.name)}
             marked.append({"role": message.role, "content": content, **name})
         return marked
