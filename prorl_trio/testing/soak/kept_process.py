@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KeptProcess", "kill_at_random"]
 
+KILL_TIMEOUT_S: Final = 10.0
 PROGRESS_LOOK_INTERVAL_S: Final = 0.02
 """How often the journal, which another process writes, is looked at."""
 
@@ -79,7 +80,7 @@ class KeptProcess:
                 return await process.wait()
         finally:
             process.kill()
-            with trio.CancelScope(shield=True):  # bounded: it was killed
+            with trio.move_on_after(KILL_TIMEOUT_S, shield=True):
                 await process.wait()
 
     def kill(self) -> None:
