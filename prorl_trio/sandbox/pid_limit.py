@@ -43,7 +43,7 @@ class PidLimiter:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._problem: str | None = None
@@ -75,7 +75,10 @@ class PidLimiter:
         self.start()
         with self._lock:
             if self._problem is None:
-                self._problem = self._receive()
+                try:
+                    self._problem = self._receive()
+                except OSError as exc:
+                    self._problem = f"{os.path.basename(pid_setter.__file__)} does not answer: {exc}"
                 if self._problem:
                     logger.info("the kernel does not limit the processes of a sandbox: %s", self._problem)
             return self._problem
@@ -97,38 +100,44 @@ class PidLimiter:
         try:
             pid_max = min(PID_MAX_LIMIT, FIRST_REUSED_PID + 1 + max_processes + OWN_TASKS)
             with self._lock:
-                assert self._channel is not None, "it was started"
                 try:
-                    socket.send_fds(self._channel, [b"%d" % pid_max], [namespace])
-                    problem = self._receive()
-                except OSError as exc:
-                    problem = f"{os.path.basename(pid_setter.__file__)} does not answer: {exc}"
+                    problem = self._ask(namespace, pid_max)
+                except OSError:  # somebody ended it; it takes no state with it
+                    self.close()
+                    problem = self.problem() or self._ask(namespace, pid_max)
+        except OSError as exc:
+            problem = f"{os.path.basename(pid_setter.__file__)} does not answer: {exc}"
         finally:
             os.close(namespace)
         if problem:
             raise SandboxUnavailable(f"its number of processes cannot be limited: {problem}")
 
+    def _ask(self, namespace: int, pid_max: int) -> str:
+        assert self._channel is not None, "it was started"
+        socket.send_fds(self._channel, [b"%d" % pid_max], [namespace])
+        return self._receive()
+
     def _receive(self) -> str:
         assert self._channel is not None, "it was started"
-        try:
-            answer = self._channel.recv(pid_setter.MAX_ANSWER_BYTES)
-        except OSError as exc:
-            answer = str(exc).encode()
+        answer = self._channel.recv(pid_setter.MAX_ANSWER_BYTES)
         if not answer:
-            return "the process that sets it has ended"
+            raise ConnectionResetError("it has ended")
         return "" if answer == pid_setter.NOTHING else answer.decode(errors="replace")
 
     def close(self) -> None:
         """End the process. It takes no state with it: what was limited stays so."""
         with self._lock:
+            self._problem = None
             if self._channel is not None:
                 self._channel.close()
+                self._channel = None
             if self._process is not None:
                 try:
                     self._process.wait(END_TIMEOUT_S)
                 except subprocess.TimeoutExpired:
                     self._process.kill()
                     self._process.wait()
+                self._process = None
 
 
 def pid_limit_problem() -> str:
