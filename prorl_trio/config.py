@@ -60,7 +60,6 @@ class ListenConfig(_Config, frozen=True):
     heartbeat_interval_s: float = 10.0
     heartbeat_timeout_s: float = 30.0
 
-
     def unix_path(self) -> Path | None:
         """Where the Unix socket goes; None: nowhere."""
         if self.unix_socket != "auto":
@@ -161,14 +160,15 @@ class BackendConfig(_Config, frozen=True):
     `max_tasks_per_backend`: rollouts that have a backend at the same time, 0 for no limit of its own (`run_workers` is
     one for all backends). A rollout waits for one with room for `lease_timeout_s`, charged to no budget.
 
-
+    `engine`: what they are: `vllm`, `sglang` (tested against a look-alike only), or `auto`, which asks each.
+    `required`: refuse to start when a backend does not pass its probe; otherwise it is left out with a warning.
     `stream`: have tokens sent as they are sampled. A completion that a lost connection or a pause cuts is then
     continued from them, also where the engine cannot answer an abort with what it has; each token costs the node time.
-    `required`: refuse to start when a backend does not pass its probe; otherwise it is left out with a warning.
     """
 
-    stream: bool = False
     urls: list[str] = []
+    engine: Literal["auto", "vllm", "sglang"] = "auto"
+    stream: bool = False
     required: bool = False
     probe_timeout_s: float = 60.0
     request_timeout_s: float = 600.0
@@ -246,12 +246,12 @@ class AgentConfig(_Config, frozen=True):
 
     `max_trajectory_tokens`: prompt plus everything after it; 0 takes the backend's context length.
     `max_nudges`: how often a turn without a tool call is answered by a reminder before the loop ends.
+    `max_observation_chars`: a longer tool result is cut in the middle.
     `stop_at_tool_call`: stop the engine as soon as a tool call is complete (tokens are then streamed). What the policy
     would have said after it is not sampled: not its end of turn either, nor a second call.
-    `max_observation_chars`: a longer tool result is cut in the middle.
     """
-    stop_at_tool_call: bool = False
 
+    stop_at_tool_call: bool = False
     max_trajectory_tokens: int = 0
     max_nudges: int = 1
     tool_timeout_s: float = 30.0

@@ -38,8 +38,8 @@ from prorl_trio.errors import (
     UnknownJob,
 )
 from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.inference.engines import engine_client
 from prorl_trio.inference.pool import Backends
-from prorl_trio.inference.vllm import VllmClient
 from prorl_trio.ledger import LedgerLimits, open_ledger
 from prorl_trio.monitoring import open_monitoring
 from prorl_trio.pipeline import Job, open_pipeline
@@ -299,8 +299,11 @@ async def open_node(
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_single_nursery())
         backends = Backends(
-            lambda url: VllmClient(
-                url, max_connections=config.backends.max_connections_per_backend, on_call=on_backend_call
+            lambda url: engine_client(
+                config.backends.engine,
+                url,
+                max_connections=config.backends.max_connections_per_backend,
+                on_call=on_backend_call,
             ),
             probe_timeout_s=config.backends.probe_timeout_s,
             max_tasks_per_backend=config.backends.max_tasks_per_backend,

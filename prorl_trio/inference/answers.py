@@ -35,6 +35,9 @@ CLAMPED_LOGPROB = -9999.0
 CERTAIN_LOGPROB = -1e-5
 """A model that is given a nonsense prompt is never surer of its next token than this."""
 
+HOT_TOLERANCE = 0.15
+"""Between two runs of a bfloat16 engine. Twice the temperature moves an uncertain token by more."""
+
 MAX_ERROR_CHARS = 1000
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -128,14 +131,15 @@ def checked_completion(
     )
 
 
-def logprob_kind(logprobs: Sequence[float]) -> LogprobKind:
+def logprob_kind(plain: Sequence[float], hot: Sequence[float]) -> LogprobKind:
     """Of which distribution log-probabilities are that were sampled with `top_k` 1 after a nonsense prompt.
 
-    Of what `top_k` left, there is one token, of log-probability 0. Where all are as certain, it may be either.
+    Of what `top_k` left there is one token, of log-probability 0: these are `processed`. So are those that change, for
+    the same first token, with the temperature: 1 in `plain`, 2 in `hot`.
     """
-    if any(value < CERTAIN_LOGPROB for value in logprobs):
-        return "raw"
-    return "processed" if logprobs else "unknown"
+    if min(plain) >= CERTAIN_LOGPROB or abs(plain[0] - hot[0]) > HOT_TOLERANCE:
+        return "processed"
+    return "raw"
 
 
 def error_message(body: bytes) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from random import Random
-from typing import NoReturn, TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -37,12 +37,20 @@ OnCall = Callable[[str, str, float], None]
 """Told of the URL, how a call ended (completed, failed, cancelled), and its seconds with retries. Must not raise."""
 
 _PROBE_SAMPLING = SamplingParams(max_output_tokens=PROBE_TOKENS, top_k=1)
+_HOT_SAMPLING = msgspec.structs.replace(_PROBE_SAMPLING, temperature=2.0)
 _JSON = ("Content-Type", "application/json")
 _Answer = TypeVar("_Answer")
 
 
 class HttpEngineClient(EngineClient):
-    """One server. A subclass knows its paths and formats; see `EngineClient` for what the methods promise."""
+    """One server. A subclass knows its paths and formats; see `EngineClient` for what the methods promise.
+
+    Attributes:
+        may_scale_logprobs: the engine may give log-probabilities after the temperature but before `top_k`: the probe
+            then samples a second time.
+    """
+
+    may_scale_logprobs: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -109,16 +117,9 @@ class HttpEngineClient(EngineClient):
         """See `EngineClient.probe`. Nothing is retried. Also refreshes what `generate` knows about the server."""
         with trio.move_on_after(timeout_s):
             info = await self._ask_info(timeout_s)
-            wanted = Wanted(prompt_token_ids=PROBE_PROMPT, sampling=_PROBE_SAMPLING, max_tokens=PROBE_TOKENS, info=info)
-            try:
-                completion = await self._complete(
-                    wanted, request_id="prorl-probe", timeout_s=timeout_s, cache_salt="", sink=None, probing=True
-                )
-            except ContractBroken as exc:
-                raise self._unfit(str(exc)) from exc
-            if len(completion.token_ids) != PROBE_TOKENS:
-                raise self._unfit(f"asked for {PROBE_TOKENS} tokens, it sampled {len(completion.token_ids)}")
-            self._info = msgspec.structs.replace(info, logprob_kind=logprob_kind(completion.logprobs))
+            plain = await self._sample_probe(info, _PROBE_SAMPLING, timeout_s)
+            hot = await self._sample_probe(info, _HOT_SAMPLING, timeout_s) if self.may_scale_logprobs else plain
+            self._info = msgspec.structs.replace(info, logprob_kind=logprob_kind(plain, hot))
             return self._info
         raise BackendError(f"{self.url}: the probe took more than {timeout_s:g} s", retryable=True)
 
@@ -173,6 +174,19 @@ class HttpEngineClient(EngineClient):
         await trio.lowlevel.checkpoint()
 
     # ------------------------------------------------------------ for subclasses
+
+    async def _sample_probe(self, info: EngineInfo, sampling: SamplingParams, timeout_s: float) -> list[float]:
+        """The log-probabilities of `PROBE_TOKENS` tokens. Raises BackendError: it is not fit."""
+        wanted = Wanted(prompt_token_ids=PROBE_PROMPT, sampling=sampling, max_tokens=PROBE_TOKENS, info=info)
+        try:
+            completion = await self._complete(
+                wanted, request_id="prorl-probe", timeout_s=timeout_s, cache_salt="", sink=None, probing=True
+            )
+        except ContractBroken as exc:
+            raise self._unfit(str(exc)) from exc
+        if len(completion.token_ids) != PROBE_TOKENS:
+            raise self._unfit(f"asked for {PROBE_TOKENS} tokens, it sampled {len(completion.token_ids)}")
+        return completion.logprobs
 
     async def _post(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 import trio
@@ -71,6 +71,9 @@ class FakeEngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     aborted_total: int
     faults_total: int
     connections: int
+
+
+_Fake = TypeVar("_Fake", bound="FakeEngine")
 
 
 class FakeEngine:
@@ -240,18 +243,23 @@ class FakeEngine:
 
 @asynccontextmanager
 async def open_fake_engine(
-    *, script: Script | None = None, config: FakeEngineConfig | None = None, port: int = 0
-) -> AsyncIterator[FakeEngine]:
+    *,
+    script: Script | None = None,
+    config: FakeEngineConfig | None = None,
+    port: int = 0,
+    kind: type[_Fake] = FakeEngine,  # type: ignore[assignment]
+) -> AsyncIterator[_Fake]:
     """Serve on 127.0.0.1 until the block is left; then every connection is closed at once.
 
     Args:
         script: what is sampled; by default see `default_script`. What it raises ends the block, as the test's error.
         config: what the server says of itself.
         port: 0 takes a free one.
+        kind: which server it looks like.
     """
     listeners = await trio.open_tcp_listeners(port, host="127.0.0.1")
     address = listeners[0].socket.getsockname()
-    engine = FakeEngine(f"http://127.0.0.1:{address[1]}", config or FakeEngineConfig(), script)
+    engine = kind(f"http://127.0.0.1:{address[1]}", config or FakeEngineConfig(), script)
     try:
         with single_exception():
             async with trio.open_nursery() as nursery:

@@ -1,4 +1,4 @@
-"""The engine contract over the fake engine, and (slow) over a real vLLM: ours, or the one that PRORL_VLLM_URL names.
+"""The engine contract over the fake engines, and (slow) over a real vLLM: ours, or the one that PRORL_VLLM_URL names.
 
 The real one's /tokenize renders the prompt with the model's own template.
 """
@@ -13,10 +13,12 @@ import trio
 
 pytest.register_assert_rewrite("prorl_trio.testing.engine_contract")
 
+from prorl_trio.inference.engines import AutoClient  # noqa: E402
 from prorl_trio.inference.http import HttpClient  # noqa: E402
 from prorl_trio.inference.vllm import VllmClient  # noqa: E402
 from prorl_trio.testing.engine_contract import EngineContract, EngineUnderTest  # noqa: E402
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine  # noqa: E402
+from prorl_trio.testing.fake_sglang import open_fake_sglang  # noqa: E402
 
 POLL_S = 0.05
 
@@ -26,6 +28,26 @@ class TestFakeEngine(EngineContract):
     async def engine(self):
         async with open_fake_engine(config=FakeEngineConfig(per_token_s=0.002)) as fake:
             client = VllmClient(fake.url)
+
+            async def count_finished() -> int:
+                await trio.lowlevel.checkpoint()
+                return fake.stats.completions_total - fake.stats.aborted_total
+
+            yield EngineUnderTest(
+                client=client,
+                prompt_token_ids=[11, 12, 13, 14, 15, 16, 17, 18, 19],
+                end_of_turn_id=fake.config.end_of_turn_id,
+                wait_running=lambda condition: fake.wait_until(lambda stats: condition(stats.running)),
+                count_finished=count_finished,
+            )
+            await client.aclose()
+
+
+class TestFakeSglang(EngineContract):
+    @pytest.fixture
+    async def engine(self):
+        async with open_fake_sglang(config=FakeEngineConfig(per_token_s=0.002)) as fake:
+            client = AutoClient(fake.url)
 
             async def count_finished() -> int:
                 await trio.lowlevel.checkpoint()

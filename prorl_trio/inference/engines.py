@@ -1,0 +1,96 @@
+"""The client for a backend: of the engine that the configuration names, or that answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo, TokenSink
+from prorl_trio.inference.sglang import SglangClient
+from prorl_trio.inference.vllm import VllmClient
+
+if TYPE_CHECKING:
+    from random import Random
+    from typing import Unpack
+
+    from prorl_trio.inference.gate import PauseMode
+    from prorl_trio.inference.http_engine import HttpEngineClient, OnCall
+    from prorl_trio.inference.retries import RetryPolicy
+    from prorl_trio.models import SamplingParams
+
+__all__ = ["AutoClient", "EngineKind", "engine_client"]
+
+EngineKind = Literal["auto", "vllm", "sglang"]
+
+
+class ClientOptions(TypedDict, total=False):
+    """See `HttpEngineClient`."""
+
+    max_connections: int
+    retry: RetryPolicy | None
+    random: Random | None
+    on_call: OnCall | None
+
+
+def engine_client(kind: EngineKind, url: str, **options: Unpack[ClientOptions]) -> EngineClient:
+    """A client that has sent nothing yet. Raises BackendError: `url` is not an origin."""
+    if kind == "auto":
+        return AutoClient(url, **options)
+    return SglangClient(url, **options) if kind == "sglang" else VllmClient(url, **options)
+
+
+class AutoClient(EngineClient):
+    """An SGLang or a vLLM server: each probe finds out which."""
+
+    def __init__(self, url: str, **options: Unpack[ClientOptions]) -> None:
+        """As `HttpEngineClient`."""
+        self._sglang = SglangClient(url, **options)
+        self._vllm = VllmClient(url, **options)
+        self._chosen: HttpEngineClient = self._vllm
+        self.url = self._vllm.url
+
+    def __repr__(self) -> str:
+        return f"<AutoClient: {self._chosen!r}>"
+
+    async def probe(self, *, timeout_s: float) -> EngineInfo:
+        """See `EngineClient.probe`. A server that is neither is taken for a vLLM that is not fit."""
+        self._chosen = self._sglang if await self._sglang.is_there(timeout_s) else self._vllm
+        return await self._chosen.probe(timeout_s=timeout_s)
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        request_id: str,
+        timeout_s: float,
+        cache_salt: str = "",
+        sink: TokenSink | None = None,
+    ) -> Completion:
+        """See `HttpEngineClient.generate`."""
+        return await self._chosen.generate(
+            prompt_token_ids,
+            sampling,
+            max_tokens=max_tokens,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            cache_salt=cache_salt,
+            sink=sink,
+        )
+
+    async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
+        """See `EngineClient.pause`."""
+        return await self._chosen.pause(mode, timeout_s=timeout_s)
+
+    async def label_weights(self, policy_version: str, *, timeout_s: float) -> None:
+        """See `EngineClient.label_weights`."""
+        await self._chosen.label_weights(policy_version, timeout_s=timeout_s)
+
+    async def resume(self, *, timeout_s: float) -> None:
+        """See `EngineClient.resume`."""
+        await self._chosen.resume(timeout_s=timeout_s)
+
+    async def aclose(self) -> None:
+        """Close the connections of both. Idempotent."""
+        await self._sglang.aclose()
+        await self._vllm.aclose()

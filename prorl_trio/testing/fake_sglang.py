@@ -1,0 +1,118 @@
+"""An SGLang look-alike for tests: the fake engine behind SGLang's documented endpoints. Not checked against a real one.
+
+Example:
+    async with open_fake_sglang() as engine:
+        client = SglangClient(engine.url)
+        await client.probe(timeout_s=5)
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import trio
+
+from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig, open_fake_engine
+from prorl_trio.testing.fake_http import Answer, HttpCall
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from prorl_trio.testing.fake_sampling import Script
+
+__all__ = ["FakeSglang", "open_fake_sglang"]
+
+
+class FakeSglang(FakeEngine):
+    """The running server. What is sampled, held, aborted and counted is the fake engine's.
+
+    Attributes:
+        paused: the mode of the pause in force, or None. As the real one, it holds what comes while it is paused; with
+            `abort` it answers what runs with what it has.
+        weight_version: what `/update_weight_version` said last.
+    """
+
+    paused: str | None = None
+    weight_version: str = "default"
+
+    async def _answer(self, call: HttpCall) -> Answer:
+        if (call.method, call.path) == ("POST", "/generate"):
+            return await self._generate(call)
+        await trio.lowlevel.checkpoint()
+        config = self.config
+        card = {"id": config.model, "object": "model", "max_model_len": config.max_model_len}
+        got: dict[str, Any] = {
+            "/health": {},
+            "/v1/models": {"object": "list", "data": [card]},
+            "/model_info": {"model_path": config.model, "is_generation": True, "weight_version": self.weight_version},
+            "/server_info": {"version": config.version, "disable_radix_cache": False},
+        }
+        if call.method == "GET" and call.path in got:
+            return Answer(200, msgspec.json.encode(got[call.path]))
+        if call.method == "POST" and (told := self._control(call)) is not None:
+            return Answer(200, msgspec.json.encode(told))
+        return Answer(404, b'{"detail":"Not Found"}')
+
+    def _control(self, call: HttpCall) -> dict[str, Any] | None:
+        if call.path == "/pause_generation":
+            self.paused = msgspec.json.decode(call.body)["mode"]
+            if self.paused == "abort":
+                self.abort_all()
+            self.hold()
+        elif call.path == "/continue_generation":
+            self.paused = None
+            self.release()
+        elif call.path == "/update_weight_version":
+            self.weight_version = msgspec.json.decode(call.body)["new_version"]
+        else:
+            return None
+        return {"status": "ok", "success": True}
+
+    async def _generate(self, call: HttpCall) -> Answer:
+        asked = msgspec.json.decode(call.body)
+        sampling = asked["sampling_params"]
+        body = {
+            "model": self.config.model,
+            "prompt": asked["input_ids"],
+            "max_tokens": sampling["max_new_tokens"],
+            "stop_token_ids": sampling["stop_token_ids"],
+            "ignore_eos": sampling["ignore_eos"],
+            "return_token_ids": True,
+            "logprobs": 0 if asked.get("return_logprob") else None,
+        }
+        as_vllm = HttpCall("POST", "/v1/completions", call.headers, msgspec.json.encode(body))
+        answer = await self._complete(as_vllm)
+        if answer.status != 200:
+            return answer
+        try:
+            completion = msgspec.json.decode(answer.body)
+        except msgspec.DecodeError:  # a fault that was injected
+            return answer
+        return msgspec.structs.replace(answer, body=msgspec.json.encode(_as_sglang(completion)))
+
+
+def _as_sglang(completion: dict[str, Any]) -> dict[str, Any]:
+    choice = completion["choices"][0]
+    ids, logprobs = choice["token_ids"], choice["logprobs"]
+    meta = {
+        "finish_reason": {"type": choice["finish_reason"]},
+        "completion_tokens": completion["usage"]["completion_tokens"],
+        "prompt_tokens": completion["usage"]["prompt_tokens"],
+    }
+    if logprobs is not None:
+        values = logprobs["token_logprobs"]
+        meta["output_token_logprobs"] = [
+            [value, token_id, None] for value, token_id in zip(values, ids or [], strict=False)
+        ]
+    return {"text": "", "output_ids": ids, "meta_info": meta}
+
+
+@asynccontextmanager
+async def open_fake_sglang(
+    *, script: Script | None = None, config: FakeEngineConfig | None = None
+) -> AsyncIterator[FakeSglang]:
+    """As `open_fake_engine`."""
+    async with open_fake_engine(script=script, config=config, kind=FakeSglang) as engine:
+        yield engine

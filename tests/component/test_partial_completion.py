@@ -1,0 +1,220 @@
+"""A completion that is cut: what was received is kept, continued, and recorded under the version it was sampled by."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import trio
+
+from prorl_trio.errors import BackendError
+from prorl_trio.inference.answers import ContractBroken, Wanted, logprob_kind
+from prorl_trio.inference.engine import EngineInfo
+from prorl_trio.inference.engines import AutoClient, engine_client
+from prorl_trio.inference.partial import PartialCompletion, named_spans
+from prorl_trio.inference.pool import Backends
+from prorl_trio.inference.sglang import SglangClient
+from prorl_trio.inference.vllm_stream import CompletionStream, StreamFailed
+from prorl_trio.models import PolicySpan, SamplingParams
+from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+from prorl_trio.testing.fake_sglang import open_fake_sglang
+
+pytestmark = pytest.mark.timeout(30)
+
+PROMPT = [5, 6, 7]
+SLOW = FakeEngineConfig(per_token_s=0.02)
+INFO = EngineInfo(url="u", model="m", max_model_len=100, engine="e", policy_version="0")
+WANTED = Wanted(prompt_token_ids=PROMPT, sampling=SamplingParams(), max_tokens=9, info=INFO)
+
+
+@asynccontextmanager
+async def open_pool(config=SLOW):
+    def script(prompt):
+        """A story that goes on the same way wherever it is taken up."""
+        said = len(prompt) - len(PROMPT)
+        return list(range(100 + said, 160)), [-1.0 - index / 100 for index in range(said, 60)], "stop"
+
+    async with open_fake_sglang(script=script, config=config) as engine:
+        backends = Backends(SglangClient)
+        await backends.add(engine.url)
+        yield backends, engine
+        await backends.aclose()
+
+
+async def test_an_aborted_completion_goes_on_from_what_the_engine_had_sampled():
+    got = []
+    async with open_pool() as (backends, engine):
+
+        async def sample():
+            async with backends.lease("task") as lease:
+                partial = PartialCompletion(PROMPT, SamplingParams(), 60)
+                got.append(await lease.complete(partial, request_id="r", timeout_s=10))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sample)
+            await engine.wait_until(lambda stats: stats.running == 1)
+            await trio.sleep(0.2)
+            report = await backends.pause("abort", 10)
+            assert [(backend.engine, backend.in_flight) for backend in report.backends] == [("paused", 0)]
+            assert engine.paused == "abort"
+            await backends.resume("v1")
+            assert (engine.paused, engine.weight_version) == (None, "v1")
+    (completion,) = got
+    assert completion.token_ids == list(range(100, 160))
+    assert completion.logprobs == [-1.0 - index / 100 for index in range(60)]
+    assert [span.policy_version for span in completion.spans] == ["0", "v1"]
+    switch = completion.spans[0].end
+    assert 0 < switch == completion.spans[1].start < 60
+    assert engine.requests[-1].prompt == PROMPT + list(range(100, 100 + switch))
+    assert engine.requests[-1].max_tokens == 60 - switch
+
+
+async def test_a_pause_that_changes_nothing_leaves_one_span():
+    got = []
+    async with open_pool() as (backends, engine):
+
+        async def sample():
+            async with backends.lease("task") as lease:
+                got.append(await lease.generate(PROMPT, SamplingParams(), max_tokens=60, request_id="r", timeout_s=10))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sample)
+            await engine.wait_until(lambda stats: stats.running == 1)
+            await trio.sleep(0.1)
+            await backends.pause("abort", 10)
+            await backends.resume()
+    assert [(span.start, span.end) for span in got[0].spans] == [(0, 60)]
+
+
+async def test_tokens_streamed_before_a_failure_are_not_sampled_again():
+    partial = PartialCompletion(PROMPT, SamplingParams(), 9, stream=True)
+    assert partial.begin_attempt() is None
+    assert partial.sink is not None
+    partial.sink([11, 12], [-0.5, -0.25])
+    partial.cut(INFO, "v1")
+    assert (partial.prompt_token_ids, partial.room) == ([*PROMPT, 11, 12], 7)
+    async with open_fake_engine() as engine:
+        backends = Backends(AutoClient)
+        await backends.add(engine.url)
+        await backends.resume("v2")
+        async with backends.lease("task") as lease:
+            partial.stream = False  # the fake engine does not
+            completion = await lease.complete(partial, request_id="r", timeout_s=10)
+        await backends.aclose()
+        assert engine.requests[-1].prompt == [*PROMPT, 11, 12]
+    assert completion.token_ids[:2] == [11, 12]
+    assert completion.logprobs[:2] == [-0.5, -0.25]
+    assert [(span.start, span.policy_version) for span in completion.spans] == [(0, "v1"), (2, "v2")]
+
+
+@pytest.mark.parametrize(("last", "max_tokens", "reason"), [(2, 9, "stop"), (12, 2, "length")])
+def test_nothing_is_asked_for_where_the_cut_came_after_the_end(last, max_tokens, reason):
+    partial = PartialCompletion(PROMPT, SamplingParams(stop_token_ids=[2]), max_tokens, stream=True)
+    assert partial.begin_attempt() is None
+    partial.sink([11, last], [-0.5, -0.25])
+    partial.cut(INFO, "v1")
+    whole = partial.begin_attempt()
+    assert (whole.token_ids, whole.finish_reason) == ([11, last], reason)
+
+
+def spans(*versions):
+    return [PolicySpan(start=n, end=n + 1, policy_version=each, engine="e") for n, each in enumerate(versions)]
+
+
+@pytest.mark.parametrize(
+    ("labels", "before", "after", "named"),
+    [
+        (["default"], "0", "0", ["0"]),
+        (["default"], "0", "7", ["0"]),  # an engine that is told nothing
+        (["7"], "0", "7", ["7"]),  # it stood still before its first token
+        (["default", "7"], "0", "7", ["0", "7"]),
+        (["default", "6", "7"], "0", "7", ["0", "6", "7"]),
+        (["a", "b"], "0", "0", ["a", "b"]),  # whoever told the engine did not tell the pool
+    ],
+)
+def test_the_engine_knows_where_and_the_pool_what(labels, before, after, named):
+    assert [span.policy_version for span in named_spans(spans(*labels), before, after)] == named
+
+
+# ------------------------------------------------------------ streams
+
+
+def event(ids, logprobs=None, **choice):
+    values = [-1.0] * len(ids) if logprobs is None else logprobs
+    body = {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": values}, **choice}]}
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+USAGE = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def test_a_stream_cut_into_any_pieces_is_the_same_completion():
+    whole = event([11]) + event([12, 13], finish_reason="stop") + USAGE + DONE
+    for size in (1, 7, 50, len(whole)):
+        got = []
+        stream = CompletionStream(WANTED, lambda ids, _, got=got: got.extend(ids))
+        assert not any(stream.feed(whole[at : at + size]) for at in range(0, len(whole), size))
+        completion = stream.completion()
+        assert got == completion.token_ids == [11, 12, 13]
+        assert completion.finish_reason == "stop"
+
+
+def test_a_stream_stops_at_the_token_that_is_enough():
+    stream = CompletionStream(WANTED, lambda ids, _: ids.index(12) + 1 if 12 in ids else None)
+    assert not stream.feed(event([11]))
+    assert stream.feed(event([12, 13]))
+    completion = stream.completion()
+    assert (completion.token_ids, completion.finish_reason, stream.discarded) == ([11, 12], "tool_call", 1)
+    assert len(completion.logprobs) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "says"),
+    [
+        (event([11]), ContractBroken, "ended after 1 tokens"),
+        (event([11], finish_reason="stop") + USAGE + DONE, ContractBroken, "counts differ"),
+        (event([11], []), ContractBroken, "0 logprobs in one event"),
+        (event([11], prompt_token_ids=[5, 6]), ContractBroken, "read one of 2"),
+        (b'data: {"error": {"message": "out of memory"}}\n\n', StreamFailed, "out of memory"),
+    ],
+)
+def test_a_stream_that_drops_something_is_not_believed(body, error, says):
+    stream = CompletionStream(WANTED, lambda _ids, _logprobs: None)
+
+    def read():
+        stream.feed(body)
+        return stream.completion()
+
+    with pytest.raises(error, match=says):
+        read()
+
+
+# ------------------------------------------------------------ which engine, which log-probabilities
+
+
+async def test_auto_finds_out_which_engine_answers():
+    async with open_fake_sglang() as sglang, open_fake_engine() as vllm:
+        for server, name, api in ((sglang, "sglang", "/generate"), (vllm, "vllm", "/v1/completions")):
+            client = engine_client("auto", server.url)
+            info = await client.probe(timeout_s=5)
+            assert (info.engine, info.api) == (f"{name} 0.0.fake", api)
+            await client.aclose()
+
+
+@pytest.mark.parametrize("fault", ["drop_logprobs", "count_mismatch", "usage_mismatch", "drop_token_ids"])
+async def test_an_sglang_that_drops_something_is_refused(fault):
+    async with open_fake_sglang() as engine:
+        client = SglangClient(engine.url)
+        engine.inject(fault)
+        with pytest.raises(BackendError, match="drops") as caught:
+            await client.probe(timeout_s=5)
+        assert not caught.value.retryable
+        await client.aclose()
+
+
+def test_what_log_probabilities_are_of():
+    assert logprob_kind([-1.5, -2.0], [-1.5, -3.0]) == "raw"
+    assert logprob_kind([0.0, 0.0], [0.0, 0.0]) == "processed"
+    assert logprob_kind([-1.5, -2.0], [-2.5, -2.0]) == "processed"
