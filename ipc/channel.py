@@ -6,6 +6,7 @@ meaningless, so a failed or half-done write poisons the channel for good instead
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -29,6 +30,7 @@ MAX_SOCKET_PATH_BYTES = 107
 LISTEN_BACKLOG_CONNECTIONS = 16
 RECEIVE_CHUNK_BYTES = 64 * 1024
 CLOSE_TIMEOUT_S = 1.0
+FULL_BACKLOG_RETRY_S = 0.01
 
 
 class Channel:
@@ -207,11 +209,27 @@ async def connect_unix(path: str | os.PathLike[str], *, connect_timeout_s: float
     checked = _checked_socket_path(path)
     try:
         with trio.fail_after(connect_timeout_s):
-            return await trio.open_unix_socket(checked)
+            while True:
+                stream = await trio.open_unix_socket(checked)
+                if _is_connected(stream):
+                    return stream
+                await stream.aclose()
+                await trio.sleep(FULL_BACKLOG_RETRY_S)  # the kernel tells nobody when the listener has room again
     except trio.TooSlowError:
         raise ChannelBroken(f"{checked}: no connection within {connect_timeout_s:g} s") from None
     except OSError as exc:
         raise ChannelBroken(f"{checked}: cannot connect: {exc.strerror or exc}; is the daemon running?") from exc
+
+
+def _is_connected(stream: trio.SocketStream) -> bool:
+    """Whether it really is: with a full backlog, connecting fails with EAGAIN, which trio takes for "soon"."""
+    try:
+        stream.socket.getpeername()
+    except OSError as exc:
+        if exc.errno == errno.ENOTCONN:
+            return False
+        raise
+    return True
 
 
 @asynccontextmanager

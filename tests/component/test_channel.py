@@ -357,3 +357,16 @@ async def test_connecting_to_nobody_says_where(private_dir: Path):
         pass
     with pytest.raises(ChannelBroken, match=r"dead\.sock: cannot connect: Connection refused"):
         await connect_unix(private_dir / "dead.sock", connect_timeout_s=5)
+
+
+async def test_connecting_waits_while_the_backlog_is_full(private_dir: Path, autojump_clock):
+    listener = listen_unix(private_dir / "busy.sock")
+    async with listener:
+        waiting = [await connect_unix(private_dir / "busy.sock", connect_timeout_s=5) for _ in range(17)]
+        with pytest.raises(ChannelBroken, match=r"busy\.sock: no connection within 5 s"):
+            await connect_unix(private_dir / "busy.sock", connect_timeout_s=5)
+        accepted = await listener.accept()
+        late = await connect_unix(private_dir / "busy.sock", connect_timeout_s=5)
+        await late.send_all(b"x")
+        for stream in [*waiting, accepted, late]:
+            await stream.aclose()
