@@ -24,7 +24,7 @@ from rich.table import Table
 
 from perf.balance_world import HEAVY, LIGHT, ROOMY_KV_TOKENS, Event, Run, Scenario, simulate
 from perf.harness import PLOT_DPI, Options, Report, run_benchmark
-from prorl_trio.inference.placement import Strategy
+from prorl_trio.config import Strategy
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,8 +19,8 @@ import trio
 import trio.testing
 
 from ipc.nursery import open_single_nursery
+from prorl_trio.config import Strategy
 from prorl_trio.errors import BackendError
-from prorl_trio.inference.placement import Strategy
 from prorl_trio.inference.pool import Backends
 from prorl_trio.models import SamplingParams
 from prorl_trio.testing.simulated_engine import SimulatedEngine
@@ -305,10 +305,11 @@ class _World:
         except BackendError:
             if not lease.repin():
                 raise
+            await call()
+        if lease.url != home:
             self.moved += 1
             self._count(home, -1)
             self._count(lease.url, 1)
-            await call()
 
     async def _play(self) -> None:
         for event in self.scenario.events:

@@ -19,6 +19,7 @@ __all__ = [
     "ArenaConfig",
     "BackendConfig",
     "BudgetConfig",
+    "HealthConfig",
     "LedgerConfig",
     "ListenConfig",
     "ModelConfig",
@@ -27,6 +28,7 @@ __all__ = [
     "RestConfig",
     "SandboxConfig",
     "StagesConfig",
+    "Strategy",
     "TelemetryConfig",
     "load_config",
 ]
@@ -154,6 +156,35 @@ class ModelConfig(_Config, frozen=True):
     template_options: dict[str, bool | int | float | str] = {}
 
 
+Strategy = Literal["least_in_flight", "round_robin", "assignments_ever", "static_split"]
+"""`least_in_flight`: the fewest tasks that run there now. The others are there to be compared with, and blind to what
+runs: `round_robin` takes the one that was taken longest ago, `assignments_ever` the one with the fewest tasks so far
+(which sends everything to one that was added late), and `static_split` gives each an equal share in order of arrival,
+full or not. Counts are divided by the weight of the backend, but by `round_robin` and `static_split`."""
+
+
+class HealthConfig(_Config, frozen=True):
+    """When a backend that fails is given no more rollouts, its rollouts move, and when it is taken in again.
+
+    Attributes:
+        interval_s: from the end of one round of probes to the next; 0 for no probes: only calls tell then, and one that
+            is out stays out until it is added again.
+        open_after_failures: in a row, of calls (with all their retries) and probes.
+        close_after_successes: in a row, of probes.
+    """
+
+    interval_s: float = 15.0
+    open_after_failures: int = 3
+    close_after_successes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("open_after_failures", "close_after_successes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.interval_s < 0:
+            raise ValueError(f"interval_s must be >= 0, got {self.interval_s}")
+
+
 class BackendConfig(_Config, frozen=True):
     """LLM backends known at the start; more may be added while running.
 
@@ -164,6 +195,9 @@ class BackendConfig(_Config, frozen=True):
     `required`: refuse to start when a backend does not pass its probe; otherwise it is left out with a warning.
     `stream`: have tokens sent as they are sampled. A completion that a lost connection or a pause cuts is then
     continued from them, also where the engine cannot answer an abort with what it has; each token costs the node time.
+
+    `strategy`: which backend a rollout goes to; all but `least_in_flight` are there to be compared with.
+    `health`: when one that fails is given no more rollouts, and its rollouts move.
     """
 
     urls: list[str] = []
@@ -175,6 +209,8 @@ class BackendConfig(_Config, frozen=True):
     max_connections_per_backend: int = 512
     max_tasks_per_backend: int = 0
     lease_timeout_s: float = 900.0
+    strategy: Strategy = "least_in_flight"
+    health: HealthConfig = HealthConfig()
 
 
 class SandboxConfig(_Config, frozen=True):

@@ -307,8 +307,13 @@ async def open_node(
             ),
             probe_timeout_s=config.backends.probe_timeout_s,
             max_tasks_per_backend=config.backends.max_tasks_per_backend,
+            strategy=config.backends.strategy,
+            health=config.backends.health,
         )
         stack.push_async_callback(backends.aclose)
+        watch = await stack.enter_async_context(open_single_nursery())
+        stack.callback(watch.cancel_scope.cancel, "the node ends")
+        watch.start_soon(backends.watch)
         scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers))
         sandboxes = await stack.enter_async_context(_open_sandbox_host(provider, config.sandbox))
         resources = Resources(

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
+from prorl_trio.config import Strategy
+
 if TYPE_CHECKING:
     from random import Random
 
@@ -19,12 +21,6 @@ __all__ = ["Backend", "BackendPool", "BackendState", "BackendStatistics", "Lease
 
 BackendState = Literal["active", "draining", "removed"]
 """`active` takes tasks. `draining` takes none and stays listed. `removed` takes none and goes with its last lease."""
-
-Strategy = Literal["least_in_flight", "round_robin", "assignments_ever", "static_split"]
-"""`least_in_flight`: the fewest tasks that run there now. The others are there to be compared with, and blind to what
-runs: `round_robin` takes the one that was taken longest ago, `assignments_ever` the one with the fewest tasks so far
-(which sends everything to one that was added late), and `static_split` gives each an equal share in order of arrival,
-full or not. Counts are divided by the weight of the backend, but by `round_robin` and `static_split`."""
 
 MoveReason = Literal["failure", "drain", "skew"]
 """Why a task changed its backend: the old one failed it or is out of health, takes no tasks any more, or has so much

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import asynccontextmanager, contextmanager
 from random import Random
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
+from prorl_trio.config import HealthConfig, Strategy
 from prorl_trio.errors import BackendError, BackendsBusy, PauseTimeout
 from prorl_trio.inference.gate import CompletionGate, PauseMode, unseen
+from prorl_trio.inference.gated import GatedBackend, GateReport, RegisteredEngine, tell_engine
 from prorl_trio.inference.partial import PartialCompletion
 from prorl_trio.inference.placement import Backend, BackendPool, BackendState, BackendStatistics, Lease
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
-    from prorl_trio.inference.placement import Strategy
+    from prorl_trio.inference.gated import Told
     from prorl_trio.models import SamplingParams
 
 __all__ = [
@@ -35,51 +38,16 @@ __all__ = [
     "Lease",
 ]
 
+logger = logging.getLogger(__name__)
+
 CLOSE_GRACE_S = 5.0
 ABORT_GRACE_S = 5.0
 """For an engine that was told to abort to answer with what it has; then its calls are cancelled here."""
+PROBES_AT_ONCE = 32
 UNPAUSE_TIMEOUT_S = 10.0
 """For telling the engines to go on, where the caller set no other limit."""
 UNKNOWN_VERSION = "0"
 """What a probe says of an engine that does not tell the version of its weights."""
-
-
-class _Engine:
-    """What a registered backend is called with. `paused` by its own API."""
-
-    def __init__(self, client: EngineClient, info: EngineInfo) -> None:
-        self.client = client
-        self.info = info
-        self.paused = False
-
-
-_EngineAnswer = Literal["paused", "resumed", "not_offered", "failed"]
-_Told = tuple[_EngineAnswer, str]
-
-
-class GatedBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pause or a resume did to one backend.
-
-    Attributes:
-        in_flight: completions that run there now; after `pause`, only those that were kept.
-        engine: `paused` or `resumed` by its own API, `not_offered` (it has none: only the node's gate holds), `failed`.
-        error: why, if it failed.
-        policy_version: what its next completions are recorded under.
-    """
-
-    url: str
-    in_flight: int
-    engine: _EngineAnswer
-    error: str
-    policy_version: str
-
-
-class GateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool after a pause or a resume. `waiting`: completions that wait for the resume."""
-
-    paused: bool
-    waiting: int
-    backends: list[GatedBackend]
 
 
 class BackendLease:
@@ -164,7 +132,8 @@ class BackendLease:
                     partial.cut(engine.info, before)
             return partial.add(completion, before, engine.info.policy_version)
 
-        return await self._backends._gate.run(self.url, call, waiting)
+        with self._backends._observed(self._lease):
+            return await self._backends._gate.run(self.url, call, waiting)
 
     def repin(self) -> bool:
         """Move to the least loaded other backend, after this one failed.
@@ -172,7 +141,7 @@ class BackendLease:
         Returns:
             False, still on the same backend, if no other one accepts tasks. Never waits.
         """
-        return self._backends._pool.move(self._lease)
+        return self._backends._pool.move(self._lease, "failure")
 
 
 class Backends:
@@ -186,6 +155,7 @@ class Backends:
         max_backends: int = 1024,
         max_tasks_per_backend: int = 0,
         strategy: Strategy = "least_in_flight",
+        health: HealthConfig | None = None,
         random: Random | None = None,
     ) -> None:
         """Nothing is contacted yet.
@@ -196,13 +166,15 @@ class Backends:
             max_backends: registered at once.
             max_tasks_per_backend: leases of one backend at once, 0 for no limit; more wait.
             strategy: which backend is next; see `placement.Strategy`.
+            health: when a backend that fails is given no more tasks, and its tasks move.
             random: breaks ties between equally loaded backends.
         """
         self._client_factory = client_factory
         self._probe_timeout_s = probe_timeout_s
         self._max_backends = max_backends
+        self._health = health or HealthConfig()
         self._pool = BackendPool(random or Random(), max_tasks_per_backend, strategy=strategy)
-        self._engines: dict[Backend, _Engine] = {}
+        self._engines: dict[Backend, RegisteredEngine] = {}
         self._waiting: dict[int, trio.lowlevel.ParkingLot] = {}
         """By priority: those who wait for a backend with room."""
         self._gate = CompletionGate()
@@ -236,7 +208,8 @@ class Backends:
                     await client.aclose()
 
     def drain(self, url: str) -> None:
-        """Give `url` no new tasks; it stays listed, and its tasks stay on it. `add` makes it active again.
+        """Give `url` no new tasks; it stays listed. Its tasks move with their next completion, as soon as another one
+        accepts tasks. `add` makes it active again.
 
         Raises:
             BackendError: it is not registered.
@@ -244,7 +217,8 @@ class Backends:
         self._pool.drain(self._registered(url))
 
     async def remove(self, url: str) -> None:
-        """Give `url` no new tasks and forget it. Its tasks finish there; the client is closed after the last one.
+        """Give `url` no new tasks and forget it. Its calls finish there; its tasks move with the next one, or finish
+        there if no other backend accepts tasks. The client is closed when they have ended.
 
         Raises:
             BackendError: it is not registered.
@@ -331,6 +305,59 @@ class Backends:
             self._gate.open()
             return self._report(told)
 
+    async def watch(self) -> None:
+        """Probe every backend again and again, for ever: what fails goes out, what is well again comes back.
+
+        Each probe has `probe_timeout_s`. A backend that is only slow stays: each answered call counts for it.
+        """
+        limiter = trio.CapacityLimiter(PROBES_AT_ONCE)
+        if not self._health.interval_s:
+            await trio.sleep_forever()
+        while True:
+            await trio.sleep(self._health.interval_s)
+            async with open_single_nursery() as nursery:
+                for backend in self._engines:
+                    if backend.state != "removed":
+                        nursery.start_soon(self._probe_again, backend, limiter)
+
+    async def _probe_again(self, backend: Backend, limiter: trio.CapacityLimiter) -> None:
+        async with limiter:
+            engine = self._engines.get(backend)
+            if engine is None:
+                return
+            try:
+                model = (await engine.client.probe(timeout_s=self._probe_timeout_s)).model
+                ok, why = model == engine.info.model, f"{backend.url}: serves {model}, not {engine.info.model}, now"
+            except BackendError as exc:
+                ok, why = False, str(exc)
+        engine.breaker.probed(ok=ok)
+        self._judge(backend, engine, why)
+
+    @contextmanager
+    def _observed(self, lease: Lease) -> Iterator[None]:
+        """Around a completion. A task whose backend takes none any more moves first, if it can."""
+        if not lease.backend.accepting:
+            self._pool.move(lease, "failure" if lease.backend.suspended else "drain")
+        backend = lease.backend
+        engine = self._engines[backend]
+        try:
+            yield
+        except BackendError as exc:
+            engine.breaker.call_ended(ok=not exc.retryable)
+            self._judge(backend, engine, str(exc))
+            raise
+        engine.breaker.call_ended(ok=True)
+
+    def _judge(self, backend: Backend, engine: RegisteredEngine, why: str) -> None:
+        """Take it out or in, as its breaker says."""
+        if backend.suspended and engine.breaker.closed:
+            logger.info("backend %s is well again and takes tasks", backend.url)
+            self._pool.suspend(backend, suspended=False)
+            self._wake_all()
+        elif not backend.suspended and not engine.breaker.closed:
+            logger.warning("backend %s is given no more tasks until it is well again: %s", backend.url, why)
+            self._pool.suspend(backend, suspended=True)
+
     @contextmanager
     def _change(self) -> Iterator[None]:
         if self._changing:
@@ -341,7 +368,7 @@ class Backends:
         finally:
             self._changing = False
 
-    async def _abort_calls(self, told: dict[_Engine, _Told]) -> None:
+    async def _abort_calls(self, told: dict[RegisteredEngine, Told]) -> None:
         """Return when nothing is in flight. Engines that paused answer with what they have, if they have the call."""
         answering = frozenset(engine.client.url for engine, (answer, _) in told.items() if answer == "paused")
         self._gate.abort(answering)
@@ -352,18 +379,18 @@ class Backends:
 
     async def _tell_engines(
         self, mode: PauseMode | None, timeout_s: float, policy_version: str | None = None
-    ) -> dict[_Engine, _Told]:
+    ) -> dict[RegisteredEngine, Told]:
         """Pause the engines, or (None) tell them the version, if there is one, and resume those that were paused.
 
         Returns how each took it.
         """
-        told: dict[_Engine, _Told] = {}
+        told: dict[RegisteredEngine, Told] = {}
         async with open_single_nursery() as nursery:
             for engine in self._engines.values():
-                nursery.start_soon(_tell_engine, engine, mode, timeout_s, told, policy_version)
+                nursery.start_soon(tell_engine, engine, mode, timeout_s, told, policy_version)
         return told
 
-    def _report(self, told: dict[_Engine, _Told]) -> GateReport:
+    def _report(self, told: dict[RegisteredEngine, Told]) -> GateReport:
         in_flight = self._gate.in_flight()
         backends = []
         for backend, engine in self._engines.items():
@@ -388,10 +415,12 @@ class Backends:
             await _close_all(engine.client for engine in self._engines.values())
 
     def statistics(self) -> dict[str, object]:
-        """Leases, tasks `waiting` for a backend, the gate, and `backends`: one `BackendStatistics` each. Encodable."""
+        """Leases, tasks `waiting` for a backend, `moves` by reason, the gate, and `backends`: one `BackendStatistics`
+        each. Encodable."""
         return {
             "open_leases": self._pool.open_leases,
             "waiting": self._waiting_count,
+            "moves": dict(self._pool.moves),
             "gate": self._gate.statistics(),
             "backends": self._pool.statistics(),
         }
@@ -399,7 +428,7 @@ class Backends:
     @property
     def accepting(self) -> bool:
         """A task that comes now gets a backend."""
-        return any(backend.state == "active" for backend in self._engines)
+        return any(backend.accepting for backend in self._engines)
 
     def list(self) -> tuple[EngineInfo, ...]:
         """What is known of each registered backend, in order of arrival."""
@@ -413,7 +442,9 @@ class Backends:
         if current is None and len(self._engines) >= self._max_backends:
             raise BackendError(f"{url}: {self._max_backends} backends are registered; remove one", retryable=False)
         backend = self._pool.add(url)
-        engine = self._engines.setdefault(backend, _Engine(client, info))
+        engine = self._engines.setdefault(backend, RegisteredEngine(client, info, self._health))
+        engine.breaker.reset()
+        self._pool.suspend(backend, suspended=False)
         if info.policy_version == UNKNOWN_VERSION:
             info = msgspec.structs.replace(info, policy_version=self._policy_version)
         engine.info = info
@@ -462,28 +493,3 @@ async def _close_all(clients: Iterable[EngineClient]) -> None:
     async with trio.open_nursery() as nursery:
         for client in clients:
             nursery.start_soon(client.aclose)
-
-
-async def _tell_engine(
-    engine: _Engine,
-    mode: PauseMode | None,
-    timeout_s: float,
-    told: dict[_Engine, _Told],
-    policy_version: str | None,
-) -> None:
-    try:
-        if policy_version is not None:
-            await engine.client.label_weights(policy_version, timeout_s=timeout_s)
-        if mode is None and not engine.paused:
-            told[engine] = ("not_offered", "")
-        elif mode is None:
-            await engine.client.resume(timeout_s=timeout_s)
-            engine.paused = False
-            told[engine] = ("resumed", "")
-        elif await engine.client.pause(mode, timeout_s=timeout_s):
-            engine.paused = True
-            told[engine] = ("paused", "")
-        else:
-            told[engine] = ("not_offered", "")
-    except BackendError as exc:
-        told[engine] = ("failed", str(exc))

@@ -33,11 +33,11 @@ async def test_every_rollout_ends_and_all_work_is_the_same(strategy):
 async def test_one_killed_loses_no_rollout_and_one_added_takes_its_share():
     run = await simulated(
         strategy="least_in_flight",
-        events=[Event(at_s=10, kind="kill", backend=0), Event(at_s=20, kind="add", backend=4)],
+        events=[Event(at_s=3, kind="kill", backend=0), Event(at_s=5, kind="add", backend=4)],
     )
     assert run.completed == 32
     assert run.moved
-    on_the_killed = [row[1] for row in run.in_flight if row[0] > 10]  # each leaves with its next call
+    on_the_killed = [row[1] for row in run.in_flight if row[0] > 3]  # each leaves with its next call
     assert on_the_killed == sorted(on_the_killed, reverse=True)
     assert on_the_killed[-1] == 0
     assert 0 < max(row[5] for row in run.in_flight) <= 6

@@ -1,0 +1,208 @@
+"""Backends that fail go out, their tasks move, and they come back when they are well (pure, and with clients that only
+pretend)."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from random import Random
+
+import pytest
+import trio
+import trio.testing
+
+from ipc.nursery import open_single_nursery
+from prorl_trio.config import HealthConfig
+from prorl_trio.errors import BackendError
+from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
+from prorl_trio.inference.health import Breaker
+from prorl_trio.inference.pool import Backends
+from prorl_trio.models import SamplingParams
+
+A, B = "http://a:1", "http://b:1"
+POLICY = HealthConfig(interval_s=10, open_after_failures=2, close_after_successes=2)
+
+
+def states(breaker, steps):
+    """The state after each step: `c` and `p` are a call and a probe that failed, `C` and `P` those answered."""
+    seen = []
+    for step in steps:
+        (breaker.call_ended if step in "cC" else breaker.probed)(ok=step.isupper())
+        seen.append(breaker.state)
+    return seen
+
+
+def test_failures_in_a_row_open_it():
+    assert states(Breaker(POLICY), "cCcPpc") == ["closed"] * 5 + ["open"]
+
+
+def test_probes_in_a_row_close_it_and_late_calls_do_not_count():
+    breaker = Breaker(POLICY)
+    assert states(breaker, "ppCpPpPcCP") == ["closed"] + ["open"] * 3 + [
+        "half_open",
+        "open",
+        "half_open",
+        "half_open",
+        "half_open",
+        "closed",
+    ]
+    assert states(breaker, "pP") == ["closed"] * 2
+
+
+def test_added_again_it_begins_anew():
+    breaker = Breaker(POLICY)
+    states(breaker, "pp")
+    breaker.reset()
+    assert states(breaker, "p") == ["closed"]
+
+
+@pytest.mark.parametrize("field", ["open_after_failures", "close_after_successes"])
+def test_a_policy_that_cannot_be(field):
+    with pytest.raises(ValueError, match=f"{field} must be >= 1, got 0"):
+        HealthConfig(**{field: 0})
+    with pytest.raises(ValueError, match="interval_s must be >= 0"):
+        HealthConfig(interval_s=-1)
+
+
+class IllClient(EngineClient):
+    """Fails while `ill`."""
+
+    def __init__(self, url):
+        self.url = url
+        self.ill = False
+        self.model = "m"
+        self.calls = 0
+
+    async def probe(self, *, timeout_s):
+        await trio.lowlevel.checkpoint()
+        self._check()
+        return EngineInfo(url=self.url, model=self.model, max_model_len=9, engine="fake", policy_version="0")
+
+    async def generate(self, prompt_token_ids, sampling, *, max_tokens, request_id, timeout_s, **more):
+        await trio.lowlevel.checkpoint()
+        self.calls += 1
+        self._check()
+        return Completion(token_ids=[1], logprobs=[0.0], finish_reason="stop", policy_version="0", engine="fake")
+
+    async def aclose(self):
+        await trio.lowlevel.checkpoint()
+
+    def _check(self):
+        if self.ill:
+            raise BackendError(f"{self.url}: connection refused", retryable=True)
+
+
+class Pool:
+    """Two backends, watched."""
+
+    def __init__(self):
+        self.clients = {url: IllClient(url) for url in (A, B)}
+        self.backends = Backends(self.clients.__getitem__, health=POLICY, random=Random(0))
+
+    def accepting(self):
+        return {each.url for each in self.backends.statistics()["backends"] if not each.suspended}
+
+
+@asynccontextmanager
+async def open_pool():
+    pool = Pool()
+    for url in (A, B):
+        await pool.backends.add(url)
+    with trio.fail_after(1000):
+        async with open_single_nursery() as nursery:
+            nursery.start_soon(pool.backends.watch)
+            yield pool
+            nursery.cancel_scope.cancel()
+
+
+async def complete(lease):
+    return await lease.generate([1], SamplingParams(), max_tokens=1, request_id="r-t0", timeout_s=5)
+
+
+async def test_out_after_failed_probes_and_back_after_good_ones(autojump_clock):
+    async with open_pool() as pool:
+        pool.clients[A].ill = True
+        await trio.sleep(15)
+        assert pool.accepting() == {A, B}
+        await trio.sleep(10)
+        assert pool.accepting() == {B}
+        pool.clients[A].ill = False
+        await trio.sleep(10)
+        assert pool.accepting() == {B}
+        await trio.sleep(10)
+        assert pool.accepting() == {A, B}
+
+
+async def test_its_tasks_move_before_their_next_completion_and_stay(autojump_clock):
+    async with open_pool() as pool, pool.backends.lease("t1") as one, pool.backends.lease("t2") as two:
+        homes = {one.url: one, two.url: two}
+        assert set(homes) == {A, B}
+        pool.clients[A].ill = True
+        await trio.sleep(25)
+        await complete(homes[A])
+        assert homes[A].url == B
+        assert pool.clients[A].calls == 0
+        pool.clients[A].ill = False
+        await trio.sleep(25)
+        await complete(homes[A])
+        assert homes[A].url == B
+        assert pool.backends.statistics()["moves"] == {"failure": 1}
+
+
+async def test_calls_that_fail_put_it_out_without_a_probe(autojump_clock):
+    async with open_pool() as pool, pool.backends.lease("t") as lease:
+        home = lease.url
+        pool.clients[home].ill = True
+        for _ in range(2):
+            with pytest.raises(BackendError, match="connection refused"):
+                await complete(lease)
+        assert pool.accepting() == {A, B} - {home}
+        assert lease.url == home
+        await complete(lease)
+        assert lease.url != home
+
+
+async def test_the_last_one_keeps_its_tasks_and_who_comes_waits_until_it_is_well(autojump_clock):
+    async with open_pool() as pool:
+        await pool.backends.remove(B)
+        pool.clients[A].ill = True
+        async with pool.backends.lease("t") as lease:
+            await trio.sleep(25)
+            assert not pool.backends.accepting
+            with pytest.raises(BackendError, match="connection refused"):
+                await complete(lease)
+            pool.clients[A].ill = False
+            with trio.fail_after(30):
+                async with pool.backends.lease("u") as later:
+                    assert later.url == A
+            await complete(lease)
+
+
+async def test_added_again_it_takes_tasks_at_once(autojump_clock):
+    async with open_pool() as pool:
+        pool.clients[A].ill = True
+        await trio.sleep(25)
+        pool.clients[A].ill = False
+        await pool.backends.add(A)
+        assert pool.accepting() == {A, B}
+
+
+async def test_one_that_serves_another_model_goes_out(autojump_clock):
+    async with open_pool() as pool:
+        pool.clients[A].model = "another"
+        await trio.sleep(25)
+        assert pool.accepting() == {B}
+
+
+async def test_tasks_of_a_drained_or_removed_one_move_with_their_next_completion(autojump_clock):
+    async with open_pool() as pool, pool.backends.lease("t1") as one, pool.backends.lease("t2") as two:
+        homes = {one.url: one, two.url: two}
+        pool.backends.drain(A)
+        await complete(homes[A])
+        assert homes[A].url == B
+        assert pool.backends.statistics()["moves"] == {"drain": 1}
+        await pool.backends.remove(B)
+        await complete(homes[B])
+        assert homes[B].url == B  # there is no other
+        await pool.backends.add(A)
+        await complete(homes[B])
+        assert homes[B].url == A
