@@ -65,7 +65,7 @@ test: setup apptainer-if-possible check ## check, then the whole suite but for t
 e2e: setup apptainer-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
 	$(VENV)/python -m pytest -m "slow and not soak"
 
-soak: setup apptainer-if-possible ## a thousand sandboxes in a row and two hundred at once (up to an hour)
+soak: setup apptainer-if-possible ## a thousand sandboxes in a row, thousands of jobs under kill -9 (hours)
 	$(VENV)/python -m pytest -m soak
 
 clean: ## remove what was made in the checkout
