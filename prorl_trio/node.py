@@ -164,6 +164,7 @@ class Node:
         """Take a job that was promised a place, whether there is room or not, as its attempt of that number.
 
         Raises:
+            Draining: the workers are gone.
             UnknownHandler: it was promised by a former process, which had this handler.
         """
         live = self._pipeline.job(spec.job_id)

@@ -17,7 +17,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.admission import Admission
-from prorl_trio.errors import InternalError, SandboxUnavailable
+from prorl_trio.errors import Draining, InternalError, SandboxUnavailable
 from prorl_trio.groups import GroupTable
 from prorl_trio.job import Job, JobSink
 from prorl_trio.observer import Observers
@@ -119,8 +119,11 @@ class Pipeline:
         """Take the job; one that was promised a place also beyond the INIT queue's capacity.
 
         Raises:
+            Draining: the workers are gone, or going; nothing was taken.
             trio.WouldBlock: the INIT queue is full; nothing was taken.
         """
+        if self._retries is None:
+            raise Draining("the node has ended; submit to another one")
         self.stages[0].queue.put_nowait(job, job.priority, job.session_id, promised=promised)
         self._jobs[job.spec.job_id] = job
         self._live_of[job.session_id] += 1

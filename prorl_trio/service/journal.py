@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.errors import AdmissionRejected, DuplicateJob, ProtocolError, ServiceError, UnknownJob
+from prorl_trio.errors import AdmissionRejected, Draining, DuplicateJob, ProtocolError, ServiceError, UnknownJob
 from prorl_trio.ledger import LedgerFailed, LedgerFull, NewJob, StaleAttempt
 from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
 
@@ -125,10 +125,7 @@ class Journal:
             job = entry.job
             if job is not None and entry.is_new:
                 self.accepting -= 1
-                if failure is None:
-                    session.hand_over(job, node)
-                else:
-                    session.withdraw(job, failure)
+                self._hand_over(session, node, job, failure)
             if late or (job is not None and not job.settled.is_set()):
                 late.append((index, entry))
             else:
@@ -139,6 +136,16 @@ class Journal:
             if entry.job is not None:
                 await entry.job.settled.wait()
             answer(index, entry.refusal)
+
+    def _hand_over(self, session: Session, node: NodeApi, job: RunningJob, failure: ServiceError | None) -> None:
+        """A node that has ended meanwhile does not get it: the next start finds it stored, and runs it."""
+        if failure is None:
+            try:
+                session.hand_over(job, node)
+            except Draining as exc:
+                failure = exc
+        if failure is not None:
+            session.withdraw(job, failure)
 
     async def _accept(self, session: Session, jobs: Sequence[RunningJob]) -> ServiceError | None:
         if not jobs:

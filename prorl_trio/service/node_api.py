@@ -32,6 +32,10 @@ class NodeApi(Protocol):
         """Take a job that was promised a place, whether there is room or not. Its attempts are counted from `attempt`.
 
         `sink.deliver` may be called before this returns.
+
+        Raises:
+            Draining: the node has ended.
+            UnknownHandler: it was promised by a former process, which had this handler.
         """
 
     async def cancel(self, job_id: str, reason: str) -> None:

@@ -197,7 +197,7 @@ class Session:
         return job, is_new
 
     def hand_over(self, job: RunningJob, node: NodeApi) -> None:
-        """A job that is stored becomes the node's."""
+        """A job that is stored becomes the node's. Raises what `NodeApi.take` does; it is neither's then."""
         node.take(job.spec, self, job.attempt + 1)
         self._settled(job, node)
 

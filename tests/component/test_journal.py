@@ -5,39 +5,43 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import trio
 
 from prorl_trio.config import LedgerConfig
-from prorl_trio.errors import AdmissionRejected, DuplicateJob
+from prorl_trio.errors import AdmissionRejected, Draining, DuplicateJob, UnknownHandler
 from prorl_trio.ledger import LedgerFailed, LedgerLimits, open_ledger
 from prorl_trio.service.journal import open_journal
 from prorl_trio.service.restore import restore_sessions
 from prorl_trio.service.session import SessionTable
-from prorl_trio.testing.fake_node import FakeNode, make_spec
+from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 
 MIB = 1024 * 1024
 LIMITS = LedgerLimits(segment_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB)
 
 
 class Node(FakeNode):
-    """Notes as which attempt each job was taken."""
+    """Notes as which attempt each job was taken, or raises `take_error`."""
 
-    def __init__(self):
+    def __init__(self, take_error=None):
         super().__init__()
         self.attempts = []
+        self.take_error = take_error
 
     def take(self, spec, sink, attempt):
+        if self.take_error is not None:
+            raise self.take_error
         self.attempts.append((spec.job_id, attempt))
         super().take(spec, sink, attempt)
 
 
 @asynccontextmanager
-async def open_life(tmp_path, limits=LIMITS, ledger=None, **config):
+async def open_life(tmp_path, limits=LIMITS, ledger=None, take_error=None, **config):
     """One life of a node's process."""
     with trio.fail_after(30):
         async with open_ledger(tmp_path / "ledger", limits) as real, open_journal(ledger or real) as journal:
-            table, node = SessionTable(), Node()
+            table, node = SessionTable(), Node(take_error)
             table.journal = journal
             if ledger is None:
                 await restore_sessions(table, journal, node, LedgerConfig(**config))
@@ -95,6 +99,77 @@ async def test_what_becomes_of_unfinished_jobs_is_configured(tmp_path, config, c
         assert (outcome.status, outcome.cause, outcome.reward) == ("failed", cause, None)
     async with open_life(tmp_path) as (table, node, _):  # and that outcome is the one it has
         assert table.get("s").held_of("a").decode().error == outcome.error
+
+
+def damage(tmp_path, content):
+    """Change the last byte of `content`, wherever the log has it."""
+    found = 0
+    for path in (tmp_path / "ledger").rglob("*"):
+        if path.is_file() and (at := path.read_bytes().find(content)) >= 0:
+            found += 1
+            with path.open("r+b") as file:
+                file.seek(at + len(content) - 1)
+                file.write(bytes([content[-1] ^ 0xFF]))
+    assert found == 1
+
+
+async def test_a_job_whose_spec_is_damaged_ends_as_the_nodes_failure(tmp_path, caplog):
+    async with open_life(tmp_path) as (table, node, _):
+        session, _ = table.open("s", 0)
+        await submit(session, node, make_spec("a", question="what was asked"), make_spec("b"))
+    damage(tmp_path, b"what was asked")
+    async with open_life(tmp_path) as (table, node, _):
+        session = table.get("s")
+        await ended(session, 1)
+        outcome = session.held_of("a").decode()
+        assert (outcome.status, outcome.cause, outcome.reward) == ("failed", "node", None)
+        assert "spec cannot be read" in outcome.error
+        assert outcome.error in caplog.text
+        assert list(node.live) == ["b"]
+    async with open_life(tmp_path) as (table, node, _):
+        assert table.get("s").held_of("a").decode().error == outcome.error
+
+
+async def test_an_outcome_that_is_damaged_is_delivered_as_lost(tmp_path, caplog):
+    async with open_life(tmp_path) as (table, node, _):
+        session, _ = table.open("s", 0)
+        await submit(session, node, make_spec("a"), make_spec("b"))
+        node.finish("a", msgspec.structs.replace(make_outcome(make_spec("a")), details={"log": "what came of it"}))
+        node.finish("b")
+        await ended(session, 2)
+    damage(tmp_path, b"what came of it")
+    async with open_life(tmp_path) as (table, node, _):
+        session = table.get("s")
+        lost, kept = (held.decode() for held in session.held_after(0))
+        assert (lost.job_id, lost.status, lost.cause, lost.reward) == ("a", "failed", "node", None)
+        assert "its outcome is lost" in lost.error
+        assert "the outcome of job a is lost" in caplog.text
+        assert (kept.job_id, kept.status) == ("b", "completed")
+        assert not node.live
+        session.ack(2)
+
+
+async def test_a_job_whose_handler_is_gone_fails_and_the_node_starts(tmp_path):
+    async with open_life(tmp_path) as (table, node, _):
+        session, _ = table.open("s", 0)
+        await submit(session, node, make_spec("a"))
+    async with open_life(tmp_path, take_error=UnknownHandler("no handler 'fake'")) as (table, node, _):
+        session = table.get("s")
+        await ended(session, 1)
+        outcome = session.held_of("a").decode()
+        assert (outcome.status, outcome.cause, outcome.error_code) == ("failed", "handler", "handler_raised")
+        assert "no handler 'fake'" in outcome.error
+        assert session.running == 0
+
+
+async def test_a_batch_stored_when_the_node_has_ended_is_run_by_the_next_start(tmp_path):
+    async with open_life(tmp_path, take_error=Draining("the node has ended")) as (table, node, journal):
+        session, _ = table.open("s", 0)
+        session.cancel_ahead(["a"], "not needed")
+        assert [type(error) for error in await submit(session, node, make_spec("a"), make_spec("b"))] == [Draining] * 2
+        assert (session.running, journal.accepting) == (0, 0)
+    async with open_life(tmp_path) as (_table, node, _):
+        assert node.attempts == [("a", 1), ("b", 1)]
 
 
 async def test_an_acknowledged_job_is_gone_and_its_id_free_at_once(tmp_path):

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.errors import EvaluationError, InternalError, SandboxUnavailable
+from prorl_trio.errors import Draining, EvaluationError, InternalError, SandboxUnavailable
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.models import Budgets, Timing
@@ -199,6 +199,9 @@ async def test_the_shutdown_ends_every_job_once(rig):
     assert len(rig.observer.outcomes) == 60
     assert {outcome.status for outcome in rig.observer.outcomes.values()} == {"cancelled"}
     assert {outcome.error for outcome in rig.observer.outcomes.values()} == {"the node is shutting down"}
+    with pytest.raises(Draining):  # nobody would run it, or end it
+        rig.pipeline.submit(Job(rig.spec("late"), Scripted(), rig.resources, rig.observer), promised=True)
+    assert rig.pipeline.job("late") is None
 
 
 async def test_a_full_queue_takes_nothing(rig):
