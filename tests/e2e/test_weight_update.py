@@ -1,0 +1,132 @@
+"""A policy update in the middle of a completion, on a real vLLM: pause, other weights, resume.
+
+In float32, so that what differs is the weights: in bfloat16 the two implementations alone differ by 0.05 to 0.07.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+
+from launch.paths import engine_python, model_dir
+from launch.vllm import open_vllm
+from prorl_trio.chat import ChatFormat
+from prorl_trio.inference.http import HttpClient
+from prorl_trio.inference.partial import PartialCompletion
+from prorl_trio.inference.pool import Backends
+from prorl_trio.inference.vllm import VllmClient
+from prorl_trio.models import ChatMessage, SamplingParams
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).with_name("changed_weights.py")
+TOKENS_BEFORE = 24
+TOKENS = 80
+CALL_S = 400.0
+AGREES = 0.05
+QUESTION = [ChatMessage(role="user", content="Tell me a long story about a fox and a lighthouse.")]
+
+
+async def trainer(*args):
+    """What the trainer's own process does."""
+    argv = [engine_python(), SCRIPT, *args]
+    done = await trio.to_thread.run_sync(lambda: subprocess.run(argv, capture_output=True, text=True, check=False))
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+class Fleet:
+    """One real engine behind a pool, and the weights it may load."""
+
+    def __init__(self, backends, url):
+        self.backends = backends
+        self._http = HttpClient(url)
+
+    async def load(self, folder):
+        """As a trainer does between pause and resume."""
+        body = msgspec.json.encode({"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        headers = [("Content-Type", "application/json")]
+        answer = await self._http.request("POST", "/collective_rpc", body=body, headers=headers, timeout_s=CALL_S)
+        assert answer.status == 200, answer.body
+
+    async def sample_across(self, mode, folder, version, prompt):
+        """One completion that is paused by `mode` after `TOKENS_BEFORE` tokens, and goes on with other weights."""
+        enough, got = trio.Event(), []
+
+        def look(token_ids):
+            if len(token_ids) >= TOKENS_BEFORE:
+                enough.set()
+            return False
+
+        partial = PartialCompletion(prompt, SamplingParams(), TOKENS, stop=look)
+
+        async def sample():
+            async with self.backends.lease(mode) as lease:
+                got.append(await lease.complete(partial, request_id=mode, timeout_s=CALL_S))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sample)
+            await enough.wait()
+            paused = await self.backends.pause(mode, CALL_S)
+            assert [backend.engine for backend in paused.backends] == ["paused"]
+            await self.load(folder)
+            resumed = await self.backends.resume(version)
+            assert [(backend.engine, backend.error) for backend in resumed.backends] == [("resumed", "")]
+        return got[0]
+
+    def close(self):
+        self._http.close()
+
+
+async def test_two_versions_in_one_completion_and_logprobs_of_the_weights_that_sampled(tmp_path, monkeypatch):
+    if not engine_python().exists():
+        pytest.skip("the CPU engine is not set up; run: make engine")
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    old, new = model_dir(), tmp_path / "new"
+    chat = await trio.to_thread.run_sync(ChatFormat.load, old)
+    prompt = chat.open(QUESTION).prompt_token_ids()
+    with trio.fail_after(900):
+        await trainer("change", old, new)
+        async with open_vllm(
+            engine_python(), old, log_file=tmp_path / "vllm.log", dtype="float32", extra_args=["--enable-scale-out"]
+        ) as server:
+            backends = Backends(VllmClient)
+            info = await backends.add(server.url)
+            assert (info.api, info.pausable, info.prefix_caching) == ("/inference/v1/generate", True, True)
+            assert info.logprob_kind == "raw"
+            fleet = Fleet(backends, server.url)
+            aborted = await fleet.sample_across("abort", new, "v1", prompt)
+            kept = await fleet.sample_across("keep", old, "v2", prompt)
+            fleet.close()
+            await backends.aclose()
+    cases = []
+    for completion, versions in ((aborted, ["0", "v1"]), (kept, ["v1", "v2"])):
+        assert [span.policy_version for span in completion.spans] == versions
+        first, second = completion.spans
+        assert TOKENS_BEFORE <= first.end == second.start
+        assert second.end == len(completion.token_ids) == len(completion.logprobs)
+    # The prefix cache is salted by version, so that what continues an aborted completion knows only the new weights.
+    # A kept one keeps what the old weights made of its beginning; so only its beginning is compared.
+    switch = aborted.spans[0].end
+    cases.append(case(old, prompt, aborted, 0, switch))
+    cases.append(case(new, prompt, aborted, switch, len(aborted.token_ids)))
+    cases.append(case(new, prompt, kept, 0, kept.spans[0].end))
+    cases.append(case(old, prompt, aborted, switch, len(aborted.token_ids)))
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    *agreeing, wrong = json.loads(await trainer("compare", tmp_path / "cases.json"))
+    assert max(agreeing) < AGREES < wrong, (agreeing, wrong)
+
+
+def case(model, prompt, completion, start, end):
+    """The tokens from `start` to `end`, to be held against `model`."""
+    return {
+        "model": str(model),
+        "token_ids": prompt + completion.token_ids,
+        "start": len(prompt) + start,
+        "logprobs": completion.logprobs[start:end],
+    }
