@@ -44,8 +44,9 @@ NOTES = [
     "bind a rollout to its backend when it is submitted, the others when it starts. Nothing else differs.",
     "Ratios are of the batch's throughput (rollouts over makespan), the mean over seeds. max/mean is of rollouts in "
     "flight, in time average while others wait for a worker.",
-    "A backend that has too much evicts the prefixes of its own tasks and reads them again: this is most of what blind "
-    "placement loses. With a cache that never evicts (roomy) and with alike rollouts (light) there is little to gain.",
+    "A backend that has too much evicts the prefixes of its own tasks and reads them again: here that is all that "
+    "blind placement loses. With a cache that never evicts (roomy), or alike rollouts (light), nothing is gained: the "
+    "longest rollouts then set the makespan.",
 ]
 
 
