@@ -25,7 +25,15 @@ from prorl_trio.testing.fake_sampling import FakeRequest, Sampled, Script, defau
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-__all__ = ["FakeEngine", "FakeEngineConfig", "FakeEngineStatistics", "Fault", "Script", "open_fake_engine"]
+__all__ = [
+    "FakeEngine",
+    "FakeEngineConfig",
+    "FakeEngineStatistics",
+    "Fault",
+    "Script",
+    "open_fake_engine",
+    "open_look_alike",
+]
 
 Fault = Literal[
     "server_error",  # status 500
@@ -247,16 +255,23 @@ async def open_fake_engine(
     script: Script | None = None,
     config: FakeEngineConfig | None = None,
     port: int = 0,
-    kind: type[_Fake] = FakeEngine,  # type: ignore[assignment]
-) -> AsyncIterator[_Fake]:
+) -> AsyncIterator[FakeEngine]:
     """Serve on 127.0.0.1 until the block is left; then every connection is closed at once.
 
     Args:
         script: what is sampled; by default see `default_script`. What it raises ends the block, as the test's error.
         config: what the server says of itself.
         port: 0 takes a free one.
-        kind: which server it looks like.
     """
+    async with open_look_alike(FakeEngine, script, config, port) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def open_look_alike(
+    kind: type[_Fake], script: Script | None, config: FakeEngineConfig | None, port: int
+) -> AsyncIterator[_Fake]:
+    """As `open_fake_engine`, for a server that looks like another one."""
     listeners = await trio.open_tcp_listeners(port, host="127.0.0.1")
     address = listeners[0].socket.getsockname()
     engine = kind(f"http://127.0.0.1:{address[1]}", config or FakeEngineConfig(), script)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import trio
 
-from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig, open_fake_engine
+from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig, open_look_alike
 from prorl_trio.testing.fake_http import Answer, HttpCall
 
 if TYPE_CHECKING:
@@ -113,6 +113,6 @@ def _as_sglang(completion: dict[str, Any]) -> dict[str, Any]:
 async def open_fake_sglang(
     *, script: Script | None = None, config: FakeEngineConfig | None = None
 ) -> AsyncIterator[FakeSglang]:
-    """As `open_fake_engine`."""
-    async with open_fake_engine(script=script, config=config, kind=FakeSglang) as engine:
+    """As `open_look_alike`."""
+    async with open_look_alike(FakeSglang, script, config, port=0) as engine:
         yield engine
