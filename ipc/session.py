@@ -171,7 +171,8 @@ class Accepted(_Frame, frozen=True):
 
 class Rejected(_Frame, frozen=True):
     """The job at `index` of the batch was not taken. `code`: `malformed`, `unknown_handler`, `duplicate_job`,
-    `admission` (then `retry_after_s` is set), `draining`. `path` is the offending field, if it is one field."""
+    `already_delivered`, `admission` (then `retry_after_s` is set), `draining`. `path` is the offending field, if it is
+    one field."""
 
     request_id: int
     index: int

@@ -125,6 +125,7 @@ class LedgerConfig(_Config, frozen=True):
         max_attempts: a job that is not finished, and of which so many attempts began, is not run again.
         segment_bytes, reserve_bytes: preallocated on the disk: for what comes next, and for outcomes when it is full.
         max_bytes: on the disk.
+        tombstone_s: a job acknowledged less than that ago is not run again for the session that had it.
     """
 
     dir: str = "auto"
@@ -133,6 +134,7 @@ class LedgerConfig(_Config, frozen=True):
     segment_bytes: int = 64 * 1024 * 1024
     reserve_bytes: int = 128 * 1024 * 1024
     max_bytes: int = 16 * 1024 * 1024 * 1024
+    tombstone_s: float = 3600.0
 
     def folder(self, node_id: str, environ: Mapping[str, str]) -> Path | None:
         """Where the ledger goes; None: nowhere."""

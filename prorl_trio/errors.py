@@ -10,6 +10,7 @@ from typing import ClassVar, Final, Literal
 __all__ = [
     "AdmissionRejected",
     "AgentFault",
+    "AlreadyDelivered",
     "BackendError",
     "BackendsBusy",
     "BudgetExceeded",
@@ -114,6 +115,12 @@ class DuplicateJob(ServiceError):
     """The id is taken by a job with another spec."""
 
     code = "duplicate_job"
+
+
+class AlreadyDelivered(ServiceError):
+    """The job ended, and this session acknowledged its outcome, lately: it is not run a second time."""
+
+    code = "already_delivered"
 
 
 class MalformedJob(ServiceError):

@@ -452,6 +452,7 @@ async def _open_journal(config: NodeConfig, stack: AsyncExitStack) -> Journal | 
             segment_bytes=config.ledger.segment_bytes,
             reserve_bytes=config.ledger.reserve_bytes,
             max_bytes=config.ledger.max_bytes,
+            tombstone_s=config.ledger.tombstone_s,
         )
     except ValueError as exc:
         raise ConfigError(f"ledger: {exc}") from exc

@@ -11,12 +11,20 @@ import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.errors import AdmissionRejected, Draining, DuplicateJob, ProtocolError, ServiceError, UnknownJob
+from prorl_trio.errors import (
+    AdmissionRejected,
+    AlreadyDelivered,
+    Draining,
+    DuplicateJob,
+    ProtocolError,
+    ServiceError,
+    UnknownJob,
+)
 from prorl_trio.ledger import LedgerFailed, LedgerFull, NewJob, StaleAttempt
 from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from prorl_trio.ledger import Ledger
     from prorl_trio.models import JobSpec
@@ -116,7 +124,12 @@ class Journal:
             done.set()
 
     async def _settle(
-        self, session: Session, node: NodeApi, entries: Sequence[_Entry], failure: ServiceError | None, answer: Answer
+        self,
+        session: Session,
+        node: NodeApi,
+        entries: Sequence[_Entry],
+        refused: Mapping[str, ServiceError],
+        answer: Answer,
     ) -> None:
         """Hand over what is stored. Each answer is given in the step in which its job is, unless one before it is for a
         job of another batch, which is waited for at the end: batches that wait for each other both come to an end."""
@@ -125,7 +138,7 @@ class Journal:
             job = entry.job
             if job is not None and entry.is_new:
                 self.accepting -= 1
-                self._hand_over(session, node, job, failure)
+                self._hand_over(session, node, job, refused.get(job.spec.job_id))
             if late or (job is not None and not job.settled.is_set()):
                 late.append((index, entry))
             else:
@@ -147,22 +160,52 @@ class Journal:
         if failure is not None:
             session.withdraw(job, failure)
 
-    async def _accept(self, session: Session, jobs: Sequence[RunningJob]) -> ServiceError | None:
+    async def _accept(self, session: Session, jobs: Sequence[RunningJob]) -> Mapping[str, ServiceError]:
+        """Store them in one commit. Returns those that are not, and why, by id."""
         if not jobs:
-            return None
-        new = [NewJob(job_id=j.spec.job_id, fingerprint=j.fingerprint, spec=_encode(j.spec)) for j in jobs]
+            return {}
+        refused: dict[str, ServiceError] = {}
+        failure: ServiceError
         try:
             await self.open_session(session)
-            try:
-                await self.ledger.accept(session.session_id, new)
-            except DuplicateJob:
-                await self._wait_dropped()  # an id that is free here may not be free there yet
+            refused = await self._delivered(session, jobs)
+            new = [
+                NewJob(job_id=j.spec.job_id, fingerprint=j.fingerprint, spec=_encode(j.spec))
+                for j in jobs
+                if j.spec.job_id not in refused
+            ]
+            if new:
                 await self.ledger.accept(session.session_id, new)
         except (LedgerFull, LedgerFailed) as exc:
-            return AdmissionRejected(f"ledger: {exc}", FULL_RETRY_AFTER_S)
+            failure = AdmissionRejected(f"ledger: {exc}", FULL_RETRY_AFTER_S)
         except ServiceError as exc:
-            return exc
-        return None
+            failure = exc
+        else:
+            return refused
+        return {job.spec.job_id: refused.get(job.spec.job_id, failure) for job in jobs}
+
+    async def _delivered(self, session: Session, jobs: Sequence[RunningJob]) -> dict[str, ServiceError]:
+        """Those of the jobs that the session acknowledged lately, by id: a submit sent again runs nothing twice.
+
+        An id that another session acknowledged is free, and so is that of a job that was forgotten.
+        """
+        job_ids = [job.spec.job_id for job in jobs]
+        known = await self.ledger.lookup(job_ids)
+        if any(found.state != "acknowledged" for found in known.values()):
+            await self._wait_dropped()  # an id that is free here may not be free there yet
+            known = await self.ledger.lookup(job_ids)
+        refused: dict[str, ServiceError] = {}
+        for job in jobs:
+            job_id, found = job.spec.job_id, known.get(job.spec.job_id)
+            if found is None or found.state != "acknowledged" or found.session_id != session.session_id:
+                continue
+            if found.fingerprint == job.fingerprint:
+                refused[job_id] = AlreadyDelivered(f"job {job_id!r} has ended, and its outcome was acknowledged")
+            else:
+                refused[job_id] = DuplicateJob(
+                    f"job {job_id!r} was here with another spec until lately; choose another id"
+                )
+        return refused
 
     def begin_attempt(self, job: RunningJob) -> None:
         """The job's attempt has begun, so that the next start gives it another number."""

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from prorl_trio.config import LedgerConfig
-from prorl_trio.errors import AdmissionRejected, Draining, DuplicateJob, UnknownHandler
+from prorl_trio.errors import AdmissionRejected, AlreadyDelivered, Draining, DuplicateJob, UnknownHandler
 from prorl_trio.ledger import LedgerFailed, LedgerLimits, open_ledger
 from prorl_trio.service.journal import open_journal
 from prorl_trio.service.restore import restore_sessions
@@ -172,15 +172,41 @@ async def test_a_batch_stored_when_the_node_has_ended_is_run_by_the_next_start(t
         assert node.attempts == [("a", 1), ("b", 1)]
 
 
-async def test_an_acknowledged_job_is_gone_and_its_id_free_at_once(tmp_path):
-    async with open_life(tmp_path) as (table, node, _):
+async def test_an_acknowledged_job_is_not_run_again(tmp_path):
+    async def replay(session, node):
+        again, other, fresh = await submit(session, node, make_spec("a"), make_spec("b", other=1), make_spec("c"))
+        assert isinstance(again, AlreadyDelivered)
+        assert isinstance(other, DuplicateJob)
+        assert fresh is None
+        assert not session.knows("a")
+
+    async with open_life(tmp_path) as (table, node, journal):
+        session, _ = table.open("s", 0)
+        await submit(session, node, make_spec("a"), make_spec("b"))
+        node.finish("a")
+        node.finish("b")
+        await ended(session, 2)
+        session.ack(2)
+        await replay(session, node)  # while the acknowledgement is on its way
+        assert (list(node.live), session.running, journal.accepting) == (["c"], 1, 0)
+        assert journal.ledger.statistics().jobs == 1
+    async with open_life(tmp_path) as (table, node, _):  # also over a restart
+        await replay(table.get("s"), node)
+        assert list(node.live) == ["c"]
+        another, _ = table.open("another trainer's", 0)
+        assert await submit(another, node, make_spec("a")) == [None]
+
+
+async def test_an_acknowledged_id_is_free_after_a_while(tmp_path):
+    limits = LedgerLimits(segment_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB, tombstone_s=0.0)
+    async with open_life(tmp_path, limits) as (table, node, journal):
         session, _ = table.open("s", 0)
         for cursor in (1, 2):
             assert await submit(session, node, make_spec("a")) == [None]
             node.finish("a")
             await ended(session, 1)
             session.ack(cursor)
-    async with open_life(tmp_path) as (table, node, journal):
+    async with open_life(tmp_path, limits) as (table, node, journal):
         session = table.get("s")
         assert (len(session.log), session.log.last, node.live) == (0, 2, {})
         assert journal.ledger.statistics().jobs == 0
@@ -192,6 +218,10 @@ async def test_an_outcome_that_one_job_forgets_is_not_redelivered(tmp_path):
         await submit(session, node, make_spec("a"), make_spec("b"))
         node.finish("a")
         node.finish("b")
+        await ended(session, 2)
+        session.forget("a")
+        assert await submit(session, node, make_spec("a", other=1)) == [None]  # the id is free at once
+        node.cancel_soon("a", "")
         await ended(session, 2)
         session.forget("a")
     async with open_life(tmp_path) as (table, _node, _):
@@ -252,6 +282,10 @@ class SlowLedger:
 
     async def open_session(self, session_id, first_cursor):
         await trio.lowlevel.checkpoint()
+
+    async def lookup(self, job_ids):
+        await trio.lowlevel.checkpoint()
+        return {}
 
     async def accept(self, session_id, jobs):
         await trio.lowlevel.checkpoint()

@@ -19,6 +19,7 @@ BACKEND_RETRY_AFTER_S: Final = 5.0
 
 STATUS_OF_CODE: Final[dict[str, int]] = {
     "admission": 429,
+    "already_delivered": 409,
     "backends_busy": 409,
     "draining": 503,
     "duplicate_job": 409,
