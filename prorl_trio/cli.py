@@ -15,9 +15,9 @@ import trio
 
 from prorl_trio.chat import ChatFormat
 from prorl_trio.client import connect
+from prorl_trio.client.address import Address
 from prorl_trio.client.collect import make_jobs
 from prorl_trio.client.recording import RUN_INFO, RunInfo, read_outcomes, run_folder
-from prorl_trio.client.transport import Address
 from prorl_trio.config import load_config
 from prorl_trio.errors import ConfigError, InternalError, ProrlError
 from prorl_trio.garbage import rare_garbage_collection

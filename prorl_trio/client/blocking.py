@@ -55,7 +55,7 @@ class BlockingClient:
         ServiceError: as `connect`.
     """
 
-    def __init__(self, url: str, token: str, session_id: str | None = None, **options: Any) -> None:
+    def __init__(self, url: str | None = None, token: str = "", session_id: str | None = None, **options: Any) -> None:
         self._loop = _Loop(lambda: connect(url, token, session_id=session_id, **options))
         self._finalizer = weakref.finalize(self, self._loop.stop)
         self._pid = os.getpid()

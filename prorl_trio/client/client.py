@@ -28,9 +28,10 @@ from ipc.session import (
 )
 from ipc.tls import client_context
 from ipc.websocket import LinkLimits
+from prorl_trio.client.address import Address, EndpointFile
 from prorl_trio.client.requests import AnswerT, Call, RequestFrame, SubmitCall
 from prorl_trio.client.state import ClientState
-from prorl_trio.client.transport import Address, Patience, Transport
+from prorl_trio.client.transport import Patience, Transport
 from prorl_trio.errors import AdmissionRejected, BackendError, ConfigError, ProtocolError
 from prorl_trio.models import JobSpec, Outcome
 from prorl_trio.outcome_refs import join_outcome
@@ -358,9 +359,10 @@ class EventStream:
 
 @asynccontextmanager
 async def connect(
-    url: str,
-    token: str,
+    url: str | None = None,
+    token: str = "",
     *,
+    endpoint_file: str | PathLike[str] | None = None,
     session_id: str | None = None,
     resume_after: int = 0,
     connect_timeout_s: float = 10.0,
@@ -381,6 +383,8 @@ async def connect(
     Args:
         url: where the node listens; `unix://` on its own host only.
         token: the node's token.
+        endpoint_file: in place of `url`: the node's `listen.endpoint_file`. It is read again for every connection, so
+            that the client finds a node that was started again and listens on another port.
         session_id: a session to come back to; without, a new one. Its outcomes that were never acknowledged come first.
         resume_after: `RolloutClient.cursor` of what the caller has already: not sent again, and acknowledged.
         connect_timeout_s: how long to try for the first connection.
@@ -400,13 +404,15 @@ async def connect(
     Raises:
         ConnectionLost: no connection within `connect_timeout_s`.
         Unauthorized: wrong token.
-        ProtocolError: it is no node, or one of another version, or its certificate is not to be believed.
+        ProtocolError: it is no node, or one of another version, or its certificate is not to be believed; or
+            `endpoint_file` is no node's.
         AdmissionRejected: the node has too many sessions.
         ConfigError: `tls_ca` cannot be used.
-        ValueError: `url` is no node's.
+        ValueError: `url` is no node's, or there are both it and `endpoint_file`, or neither.
     """
-    address = Address.parse(url)
-    tls = await trio.to_thread.run_sync(_tls_context, tls_ca) if address.secure else None
+    where = _where(url, endpoint_file)
+    may_be_secure = isinstance(where, EndpointFile) or where.secure
+    tls = await trio.to_thread.run_sync(_tls_context, tls_ca) if may_be_secure else None
     state = ClientState(session_id or uuid.uuid4().hex, resume_after)
     limits = LinkLimits(
         max_message_bytes=max_message_bytes,
@@ -414,7 +420,7 @@ async def connect(
         heartbeat_timeout_s=heartbeat_timeout_s,
     )
     patience = Patience(connect_timeout_s=connect_timeout_s, reconnect_timeout_s=reconnect_timeout_s)
-    transport = Transport(address, token, state, limits, patience, tls=tls, shared_memory=shared_memory)
+    transport = Transport(where, token, state, limits, patience, tls=tls, shared_memory=shared_memory)
     client = RolloutClient(state, max_message_bytes)
     with single_exception():
         async with trio.open_nursery() as nursery:
@@ -428,6 +434,14 @@ async def connect(
                 client.acknowledge(client.cursor)
             finally:
                 transport.close()
+
+
+def _where(url: str | None, endpoint_file: str | PathLike[str] | None) -> Address | EndpointFile:
+    if url is not None and endpoint_file is None:
+        return Address.parse(url)
+    if url is None and endpoint_file is not None:
+        return EndpointFile(endpoint_file)
+    raise ValueError("connect needs the url of a node or its endpoint_file, one of the two")
 
 
 def _tls_context(ca_file: str | PathLike[str] | None) -> ssl.SSLContext:

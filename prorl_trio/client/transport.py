@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
 
 import msgspec
 import trio
@@ -23,6 +22,7 @@ from ipc.session import (
 )
 from ipc.tls import open_tls
 from ipc.websocket import CloseCode, LinkClosed, LinkLimits, WebSocketLink, open_client_link
+from prorl_trio.client.address import Address
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.client.state import ClientState, refusal
 from prorl_trio.errors import ProtocolError, ServiceError
@@ -30,7 +30,9 @@ from prorl_trio.errors import ProtocolError, ServiceError
 if TYPE_CHECKING:
     import ssl
 
-__all__ = ["Address", "Patience", "Transport"]
+    from prorl_trio.client.address import EndpointFile
+
+__all__ = ["Patience", "Transport"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,38 +41,6 @@ MAX_DELAY_S: Final = 5.0
 ATTEMPT_TIMEOUT_S: Final = 10.0
 
 _decode = msgspec.msgpack.Decoder(ServerFrame).decode
-
-
-class Address(msgspec.Struct, frozen=True):
-    """Where a node listens."""
-
-    host: str
-    port: int
-    resource: str
-    secure: bool = False
-    unix_path: str = ""
-
-    @classmethod
-    def parse(cls, url: str) -> Address:
-        """From `ws://HOST:PORT[/PATH]`, `wss://...` or `unix://PATH`. Raises ValueError if it is something else."""
-        parts = urlsplit(url)
-        if parts.scheme == "unix" and not parts.netloc and parts.path:
-            return cls("localhost", 0, "/", unix_path=parts.path)
-        if parts.scheme not in ("ws", "wss") or not parts.hostname or parts.port is None:
-            raise ValueError(f"the url of a node is ws://HOST:PORT, wss:// with TLS, or unix:///PATH; got {url!r}")
-        return cls(parts.hostname, parts.port, parts.path or "/", secure=parts.scheme == "wss")
-
-    @property
-    def authority(self) -> str:
-        """Host and port, as in a URL."""
-        if self.unix_path:
-            return self.host
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    def __str__(self) -> str:
-        if self.unix_path:
-            return f"unix://{self.unix_path}"
-        return f"{'wss' if self.secure else 'ws'}://{self.authority}{self.resource}"
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +55,7 @@ class Transport:
 
     def __init__(
         self,
-        address: Address,
+        where: Address | EndpointFile,
         token: str,
         state: ClientState,
         limits: LinkLimits,
@@ -94,8 +64,8 @@ class Transport:
         tls: ssl.SSLContext | None = None,
         shared_memory: bool = False,
     ) -> None:
-        """`tls` is used, and needed, where `address` is secure. `shared_memory`: map the node's arena if it can be."""
-        self._address = address
+        """`tls` is used, and needed, where the address is secure. `shared_memory`: map its arena, if possible."""
+        self._where = where
         self._tls = tls
         self._shared_memory = shared_memory
         self._token = token
@@ -145,10 +115,10 @@ class Transport:
                 deadline_s, delay_s = now_s + self._patience.reconnect_timeout_s, FIRST_DELAY_S
             if now_s + delay_s > deadline_s:
                 raise ConnectionLost(
-                    f"no connection to {self._address} (session {self._state.session_id!r}), tried for as long as "
+                    f"no connection to {self._where} (session {self._state.session_id!r}), tried for as long as "
                     f"allowed; the last attempt: {why}"
                 )
-            logger.info("connection to %s lost, trying again: %s", self._address, why)
+            logger.info("connection to %s lost, trying again: %s", self._where, why)
             await trio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
@@ -160,25 +130,18 @@ class Transport:
             LinkClosed, OSError, trio.TooSlowError: it did not come about.
         """
         with trio.fail_at(min(deadline_s, trio.current_time() + ATTEMPT_TIMEOUT_S)):
-            stream = await self._open_stream()
+            address = self._where if isinstance(self._where, Address) else await self._where.read()
+            stream = await _open_stream(address)
         try:
-            if self._tls is not None:
-                stream = await open_tls(
-                    stream, self._tls, server_hostname=self._address.host, timeout_s=ATTEMPT_TIMEOUT_S
-                )
-            async with open_client_link(
-                stream, self._address.authority, self._address.resource, _decode, self._limits
-            ) as link:
+            if address.secure:
+                assert self._tls is not None
+                stream = await open_tls(stream, self._tls, server_hostname=address.host, timeout_s=ATTEMPT_TIMEOUT_S)
+            async with open_client_link(stream, address.authority, address.resource, _decode, self._limits) as link:
                 with trio.fail_after(ATTEMPT_TIMEOUT_S):
                     welcome = await self._enter(link)
                 return await self._use(link, welcome)
         except ProtocolViolation as exc:
-            raise ProtocolError(f"{self._address}: {exc}") from None
-
-    async def _open_stream(self) -> trio.abc.Stream:
-        if self._address.unix_path:
-            return await trio.open_unix_socket(self._address.unix_path)
-        return await trio.open_tcp_stream(self._address.host, self._address.port)
+            raise ProtocolError(f"{address}: {exc}") from None
 
     async def _enter(self, link: WebSocketLink[ServerFrame]) -> SessionWelcome:
         state = self._state
@@ -194,7 +157,7 @@ class Transport:
         if isinstance(frame, SessionRefused):
             raise refusal(frame)
         if not isinstance(frame, SessionWelcome):
-            raise ProtocolError(f"{self._address} answered the handshake with {type(frame).__name__}")
+            raise ProtocolError(f"{self._where} answered the handshake with {type(frame).__name__}")
         return frame
 
     async def _use(self, link: WebSocketLink[ServerFrame], welcome: SessionWelcome) -> str:
@@ -245,3 +208,9 @@ class Transport:
                 await arena.wait_closed()
         except (IpcError, ValueError) as exc:
             logger.info("the arena at %s cannot be mapped, so outcomes come as frames: %s", path, exc)
+
+
+async def _open_stream(address: Address) -> trio.abc.Stream:
+    if address.unix_path:
+        return await trio.open_unix_socket(address.unix_path)
+    return await trio.open_tcp_stream(address.host, address.port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,12 @@ from prorl_trio.errors import AdmissionRejected, BackendError, ProtocolError, Un
 from prorl_trio.models import Outcome
 from prorl_trio.service.session import SessionTable
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_service import TOKEN, open_service
+from prorl_trio.testing.fake_service import TOKEN, Service, open_service
 from prorl_trio.testing.faulty_proxy import FaultyProxy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 DEADLINE_S = 30
 
@@ -53,6 +55,61 @@ async def test_wrong_token_wrong_peer_and_no_peer_are_told_apart(deadline: None)
     with pytest.raises(ValueError, match="ws://HOST:PORT"):
         async with connect("http://localhost:1", TOKEN):
             pass
+
+
+async def test_a_client_finds_its_node_at_another_port_by_the_endpoint_file(deadline: None, tmp_path: Path):
+    endpoint = tmp_path / "endpoint.json"
+    node, table = FakeNode(), SessionTable()
+    async with trio.open_nursery() as nursery:
+        first = await nursery.start(serve_until_stopped, node, table)
+        nursery.start_soon(write_when_asked, endpoint, first.url)  # the client is there before the file is
+        async with connect(token=TOKEN, endpoint_file=endpoint) as client:
+            await client.submit([make_spec("a"), make_spec("b")])
+            node.finish("a")
+            assert [outcome.job_id for outcome in await take(client, 1)] == ["a"]
+            first.stop()
+            await first.stopped.wait()
+            second = await nursery.start(serve_until_stopped, node, table, first.port)
+            assert second.port != first.port
+            endpoint.write_bytes(msgspec.json.encode({"url": second.url}))
+            node.finish("b")
+            assert [outcome.job_id for outcome in await take(client, 1)] == ["b"]
+            second.stop()
+
+
+async def write_when_asked(path: Path, url: str) -> None:
+    await wait_all_tasks_blocked(0.05)
+    path.write_bytes(msgspec.json.encode({"url": url, "rest_url": "http://127.0.0.1:1"}))
+
+
+async def serve_until_stopped(
+    node: FakeNode, table: SessionTable, not_at: int = 0, *, task_status: trio.TaskStatus[Service]
+) -> None:
+    async with AsyncExitStack() as stack:
+        service = await stack.enter_async_context(open_service(node, sessions=table))
+        if service.port == not_at:
+            service = await stack.enter_async_context(open_service(node, sessions=table))
+        task_status.started(service)
+        await service.stopped.wait()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"url": "http://127.0.0.1:1"}', b"\xff"])
+async def test_what_is_no_endpoint_file_is_named(deadline: None, tmp_path: Path, content: bytes):
+    endpoint = tmp_path / "endpoint.json"
+    endpoint.write_bytes(content)
+    with pytest.raises(ProtocolError, match=r"endpoint.json is no endpoint file of a node"):
+        async with connect(token=TOKEN, endpoint_file=endpoint):
+            pass
+
+
+async def test_where_the_node_is_must_be_said_once(deadline: None, tmp_path: Path):
+    with pytest.raises(ConnectionLost, match=r"no connection to the node of .*none.json .* the last attempt: "):
+        async with connect(token=TOKEN, endpoint_file=tmp_path / "none.json", connect_timeout_s=0.2):
+            pass
+    for where in ({}, {"url": "ws://127.0.0.1:1", "endpoint_file": tmp_path / "none.json"}):
+        with pytest.raises(ValueError, match="one of the two"):
+            async with connect(token=TOKEN, **where):
+                pass
 
 
 async def test_a_peer_that_is_no_node_is_named(deadline: None):

@@ -26,13 +26,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class Killable:
-    """A node's process, which can be ended as by `kill -9` and started again, at the same port."""
+    """A node's process, which can be ended as by `kill -9` and started again, at the same port if that was noted."""
 
     def __init__(self, folder, config, nursery, log):
         self._file, self._config, self._nursery, self._log = folder / "node.toml", config, nursery, log
         self._process = None
 
-    async def start(self):
+    async def start(self, *, note_port=True):
         self._file.write_bytes(msgspec.toml.encode(self._config))
         run = partial(
             trio.run_process,
@@ -48,7 +48,8 @@ class Killable:
         while b"READY" not in ready:
             ready += await self._process.stdout.receive_some() or pytest.fail(f"it ended, see {self._log.name}")
         url = msgspec.json.decode(self._file.with_name("endpoint.json").read_bytes())["url"]
-        self._config["listen"]["port"] = int(url.rpartition(":")[2])
+        if note_port:
+            self._config["listen"]["port"] = int(url.rpartition(":")[2])
         return url
 
     async def kill(self):
@@ -123,6 +124,25 @@ async def test_killed_again_and_again_each_job_has_one_outcome(tmp_path):
                     await client.status()
             assert await node.stop() == 0
     assert seen == Counter({spec.job_id: 1 for spec in jobs})
+
+
+async def test_a_client_goes_on_when_the_node_comes_back_at_another_port(tmp_path):
+    with trio.fail_after(200):
+        async with open_killable(tmp_path) as (node, _engine):
+            first = await node.start(note_port=False)
+            async with connect(token=TOKEN, endpoint_file=tmp_path / "endpoint.json") as client:
+                await client.submit([job("a")])
+                assert [outcome.job_id async for outcome in client.results(1)] == ["a"]
+                await node.kill()
+                taken = await trio.open_tcp_listeners(int(first.rpartition(":")[2]), host="127.0.0.1")
+                second = await node.start(note_port=False)
+                assert second != first
+                (answer,) = await client.submit([job("b")])
+                assert isinstance(answer, Accepted)
+                assert [outcome.job_id async for outcome in client.results(1)] == ["b"]
+            for listener in taken:
+                await listener.aclose()
+            assert await node.stop() == 0
 
 
 async def test_undelivered_outcomes_outlive_a_shutdown_and_an_absent_trainer(tmp_path):

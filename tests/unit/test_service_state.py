@@ -22,10 +22,10 @@ from ipc.session import (
     StatusRequest,
     Submit,
 )
+from prorl_trio.client.address import Address
 from prorl_trio.client.inbox import Inbox
 from prorl_trio.client.requests import Call, Requests, SubmitCall
 from prorl_trio.client.state import ClientState
-from prorl_trio.client.transport import Address
 from prorl_trio.config import ListenConfig
 from prorl_trio.errors import AdmissionRejected, ConfigError, DuplicateJob, ProtocolError, UnknownHandler
 from prorl_trio.models import Outcome, TaskInstance
