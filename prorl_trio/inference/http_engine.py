@@ -257,12 +257,12 @@ class HttpEngineClient(EngineClient):
             raise self._unfit(f"{path} is not what was expected: {exc}") from exc
 
     async def _exists(self, path: str, timeout_s: float) -> bool:
-        """Whether the server knows `path`, which takes POST only: a GET is then the wrong method, not unknown."""
+        """Whether the server takes POST to `path`: an empty object is then a wrong request, not an unknown one."""
         try:
-            response = await self._http.request("GET", path, timeout_s=timeout_s)
+            response = await self._http.request("POST", path, body=b"{}", headers=[_JSON], timeout_s=timeout_s)
         except HttpError as exc:
             raise self._failed(exc) from exc
-        return response.status == 405
+        return response.status in (400, 422)
 
     async def _control(self, path: str, timeout_s: float, body: object = msgspec.UNSET) -> bool:
         """One call, not retried. False where the server does not have it."""

@@ -165,6 +165,8 @@ class FakeEngine:
         if (call.method, call.path) == ("POST", "/v1/completions"):
             return await self._complete(call)
         await trio.lowlevel.checkpoint()
+        if call.path == "/inference/v1/generate":  # as vLLM without --enable-scale-out
+            return _error(403, "Scale-out endpoints are disabled.")
         config = self.config
         card = {"id": config.model, "object": "model", "max_model_len": config.max_model_len}
         bodies: dict[tuple[str, str], Any] = {
