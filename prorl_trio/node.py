@@ -61,7 +61,7 @@ from prorl_trio.service.shared_outcomes import SharedOutcomes
 from prorl_trio.token_memory import TokenMemory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from ipc.arena import Arena
@@ -104,6 +104,8 @@ class Node:
         self.tokens = resources.tokens
         self.undelivered: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Outcomes not acknowledged, of all sessions, and their bytes. Set by whoever has the sessions."""
+        self.wait_promised: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        """Returns when every job that was promised a place is here. Set by whoever stores jobs first."""
         self._started_s = trio.current_time()
         self._parts: dict[str, Callable[[], object]] = {
             "pipeline": pipeline.statistics,
@@ -260,6 +262,7 @@ class Node:
     async def drain(self) -> None:
         """Take nothing new; return when every job has its outcome."""
         self.draining = True
+        await self.wait_promised()
         await self._pipeline.wait_idle()
 
 
@@ -405,6 +408,7 @@ async def serve_node(
                 )
             )
             if journal is not None:
+                node.wait_promised = journal.wait_settled
                 node.describe("ledger", lambda: msgspec.structs.asdict(journal.ledger.statistics()))
                 await restore_sessions(sessions, journal, node, config.ledger)
             accept = await stack.enter_async_context(open_single_nursery())

@@ -73,6 +73,7 @@ class Journal:
         self._acknowledging: set[str] = set()
         self._dropping = 0
         self._dropped = trio.Event()
+        self._settled = trio.Event()
 
     # ------------------------------------------------------------ jobs
 
@@ -137,7 +138,6 @@ class Journal:
         for index, entry in enumerate(entries):
             job = entry.job
             if job is not None and entry.is_new:
-                self.accepting -= 1
                 self._hand_over(session, node, job, refused.get(job.spec.job_id))
             if late or (job is not None and not job.settled.is_set()):
                 late.append((index, entry))
@@ -150,8 +150,15 @@ class Journal:
                 await entry.job.settled.wait()
             answer(index, entry.refusal)
 
+    async def wait_settled(self) -> None:
+        """Return when no job is being stored: each is the node's, or refused."""
+        await trio.lowlevel.checkpoint()
+        while self.accepting:
+            await self._settled.wait()
+
     def _hand_over(self, session: Session, node: NodeApi, job: RunningJob, failure: ServiceError | None) -> None:
         """A node that has ended meanwhile does not get it: the next start finds it stored, and runs it."""
+        self.accepting -= 1
         if failure is None:
             try:
                 session.hand_over(job, node)
@@ -159,6 +166,9 @@ class Journal:
                 failure = exc
         if failure is not None:
             session.withdraw(job, failure)
+        if not self.accepting:
+            self._settled.set()
+            self._settled = trio.Event()
 
     async def _accept(self, session: Session, jobs: Sequence[RunningJob]) -> Mapping[str, ServiceError]:
         """Store them in one commit. Returns those that are not, and why, by id."""

@@ -278,6 +278,8 @@ class SlowLedger:
 
     def __init__(self):
         self.finishing = {}
+        self.accepts = trio.Event()
+        self.accepts.set()
         self.started = trio.lowlevel.ParkingLot()
 
     async def open_session(self, session_id, first_cursor):
@@ -288,7 +290,7 @@ class SlowLedger:
         return {}
 
     async def accept(self, session_id, jobs):
-        await trio.lowlevel.checkpoint()
+        await self.accepts.wait()
 
     async def finish(self, _session_id, job_id, _attempt, cursor, _parts):
         self.finishing[cursor] = SimpleNamespace(job_id=job_id, done=trio.Event(), error=None)
@@ -296,6 +298,27 @@ class SlowLedger:
         await self.finishing[cursor].done.wait()
         if self.finishing[cursor].error:
             raise self.finishing[cursor].error
+
+
+async def test_a_drain_waits_for_what_is_being_stored(tmp_path):
+    ledger, live_then = SlowLedger(), []
+    ledger.accepts = trio.Event()
+    async with open_life(tmp_path, ledger=ledger) as (table, node, journal):
+        await journal.wait_settled()  # nothing is
+        session, _ = table.open("s", 0)
+
+        async def drain():
+            await journal.wait_settled()
+            live_then.extend(node.live)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(submit, session, node, make_spec("a"), make_spec("b"))
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(drain)
+            await trio.testing.wait_all_tasks_blocked()
+            assert (live_then, journal.accepting) == ([], 2)
+            ledger.accepts.set()
+        assert live_then == ["a", "b"]
 
 
 async def test_an_outcome_is_offered_when_it_and_those_before_it_are_stored(tmp_path):
