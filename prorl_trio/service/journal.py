@@ -210,7 +210,9 @@ class Journal:
             if found is None or found.state != "acknowledged" or found.session_id != session.session_id:
                 continue
             if found.fingerprint == job.fingerprint:
-                refused[job_id] = AlreadyDelivered(f"job {job_id!r} has ended, and its outcome was acknowledged")
+                refused[job_id] = AlreadyDelivered(
+                    f"job {job_id!r} has ended, and its outcome was acknowledged; to run it again, choose another id"
+                )
             else:
                 refused[job_id] = DuplicateJob(
                     f"job {job_id!r} was here with another spec until lately; choose another id"
