@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 
 import pytest
@@ -13,6 +14,9 @@ from launch.vllm import open_vllm
 
 VLLM_TIMEOUT_S = 400
 LONG_TEST_TIMEOUT_S = 3600
+
+# A job that a shell put into the background ignores SIGINT, and so would whatever the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
