@@ -76,7 +76,7 @@ async def usable(request):
     return request.param
 
 
-cuts = pytest.mark.parametrize("cuts", [QUICK_CUTS, pytest.param(MANY_CUTS, marks=pytest.mark.slow)])
+cuts = pytest.mark.parametrize("cuts", [QUICK_CUTS, pytest.param(MANY_CUTS, marks=pytest.mark.soak)])
 
 
 class Files:
