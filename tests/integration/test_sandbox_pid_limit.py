@@ -96,6 +96,8 @@ async def test_a_fork_bomb_on_a_busy_machine_is_bounded_at_all_times_named_and_s
                 async with sampling() as most:
                     result = await sandbox.bash(bomb, timeout_s=ACTION_TIMEOUT_S)
                 assert most[0] - before < HARD_LIMIT + OTHERS, name
+                while not result.breach:  # what runs in the background may be noticed when its command has returned
+                    result = await sandbox.bash("true", timeout_s=ACTION_TIMEOUT_S)
                 assert result.breach == "processes", f"{name}: {result}"
                 assert f"more than {MAX_PROCESSES}" in result.breach_text
                 after = await sandbox.bash("echo alive", timeout_s=ACTION_TIMEOUT_S)
