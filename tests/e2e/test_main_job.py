@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -23,11 +22,11 @@ from prorl_trio.client.recording import read_outcomes
 from prorl_trio.config import SandboxConfig
 from prorl_trio.errors import ConfigError
 from prorl_trio.sandbox.registry import choose_provider
+from prorl_trio.testing.soak import adopted_orphans
 
 pytestmark = pytest.mark.slow
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PR_SET_CHILD_SUBREAPER = 36
 KILL_DEADLINE_S = 5.0
 ENGINE_DEADLINE_S = 15.0
 """For an engine it is 3 s to end by itself and 2 s to be killed, on a machine with nothing else to do."""
@@ -64,11 +63,9 @@ def demo_command(vllm_url, out, *options):
 
 @pytest.fixture(scope="module", autouse=True)
 def subreaper():
-    """Orphans of what a test starts become our children, so that none escapes `leftovers` by losing its parent."""
-    libc = ctypes.CDLL(None)
-    assert libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-    yield
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    """None escapes `leftovers` by losing its parent."""
+    with adopted_orphans():
+        yield
 
 
 @pytest.fixture

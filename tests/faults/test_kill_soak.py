@@ -16,7 +16,7 @@ import trio
 from prorl_trio.config import SandboxConfig
 from prorl_trio.errors import ConfigError
 from prorl_trio.sandbox.registry import choose_provider
-from prorl_trio.testing.soak import Leftovers, kill_at_random, open_world
+from prorl_trio.testing.soak import Leftovers, adopted_orphans, kill_at_random, open_world
 
 GONE_WITHIN_S = 10
 
@@ -24,7 +24,7 @@ GONE_WITHIN_S = 10
 @pytest.fixture
 def folder():
     """Short enough for the paths of Unix sockets."""
-    with tempfile.TemporaryDirectory(prefix="soak-") as path:
+    with tempfile.TemporaryDirectory(prefix="soak-") as path, adopted_orphans():
         yield Path(path)
 
 

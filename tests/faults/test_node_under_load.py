@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from prorl_trio.client import connect
-from prorl_trio.testing.soak import Leftovers, open_world
+from prorl_trio.testing.soak import Leftovers, adopted_orphans, open_world
 from prorl_trio.testing.soak.trainer import soak_spec
 
 pytestmark = pytest.mark.timeout(1500)
@@ -27,7 +27,7 @@ LATENCY_JOBS = 5
 @pytest.fixture
 def folder():
     """Short enough for the paths of Unix sockets."""
-    with tempfile.TemporaryDirectory(prefix="load-") as path:
+    with tempfile.TemporaryDirectory(prefix="load-") as path, adopted_orphans():
         yield Path(path)
 
 

@@ -6,7 +6,7 @@ and `leftovers` looks at the machine.
 
 from prorl_trio.testing.soak.journal import Entry, Journal
 from prorl_trio.testing.soak.kept_process import KeptProcess, kill_at_random
-from prorl_trio.testing.soak.leftovers import Leftovers
+from prorl_trio.testing.soak.leftovers import Leftovers, adopted_orphans
 from prorl_trio.testing.soak.world import SoakWorld, open_world
 
-__all__ = ["Entry", "Journal", "KeptProcess", "Leftovers", "SoakWorld", "kill_at_random", "open_world"]
+__all__ = ["Entry", "Journal", "KeptProcess", "Leftovers", "SoakWorld", "adopted_orphans", "kill_at_random", "open_world"]

@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-__all__ = ["Leftovers"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Leftovers", "adopted_orphans"]
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 PR_SET_CHILD_SUBREAPER: Final = 36
 
 
+@contextmanager
+def adopted_orphans() -> Iterator[None]:
+    """Orphans of what starts in here become children of this process, so that none escapes; ended ones are reaped."""
+    libc = ctypes.CDLL(None)
+    before = _children()
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
+    try:
+        yield
+    finally:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        for pid in _children() - before:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _children() -> set[int]:
+    return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+
+
 class Leftovers:
-    """Remembers what there was when it was made. Orphans become children of this process, so that none escapes."""
+    """Remembers what there was when it was made. To be used within `adopted_orphans`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-            raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
         self._processes = _descendants().keys()
         self._shared = set(os.listdir(SHARED_MEMORY))
 
