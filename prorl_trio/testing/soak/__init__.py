@@ -9,4 +9,13 @@ from prorl_trio.testing.soak.kept_process import KeptProcess, kill_at_random
 from prorl_trio.testing.soak.leftovers import Leftovers, adopted_orphans
 from prorl_trio.testing.soak.world import SoakWorld, open_world
 
-__all__ = ["Entry", "Journal", "KeptProcess", "Leftovers", "SoakWorld", "adopted_orphans", "kill_at_random", "open_world"]
+__all__ = [
+    "Entry",
+    "Journal",
+    "KeptProcess",
+    "Leftovers",
+    "SoakWorld",
+    "adopted_orphans",
+    "kill_at_random",
+    "open_world",
+]
