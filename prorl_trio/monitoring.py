@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prorl_trio.config import NodeConfig
     from prorl_trio.node import Node
     from prorl_trio.observer import Observer
-    from prorl_trio.service.session import SessionTable
+    from prorl_trio.service.session_table import SessionTable
 
 __all__ = ["Monitoring", "open_monitoring"]
 

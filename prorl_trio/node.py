@@ -51,12 +51,13 @@ from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.scoring import open_scorer_pool
 from prorl_trio.service.auth import load_token
 from prorl_trio.service.journal import open_journal
+from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.local_sockets import claim_local_sockets
 from prorl_trio.service.rest.edge import serve_rest
 from prorl_trio.service.rest.events import EventFeed
 from prorl_trio.service.restore import restore_sessions
 from prorl_trio.service.server import serve_websocket
-from prorl_trio.service.session import SessionLimits, SessionTable
+from prorl_trio.service.session_table import SessionTable
 from prorl_trio.service.shared_outcomes import SharedOutcomes
 from prorl_trio.token_memory import TokenMemory
 

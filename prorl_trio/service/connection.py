@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.session import Session, SessionTable
+    from prorl_trio.service.session import Session
+    from prorl_trio.service.session_table import SessionTable
 
 __all__ = ["Connection", "RefusalCode", "refuse"]
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from prorl_trio.ledger import Ledger
     from prorl_trio.models import JobSpec
     from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.session import Answer, RunningJob, Session
+    from prorl_trio.service.running_job import RunningJob
+    from prorl_trio.service.session import Answer, Session
 
 __all__ = ["Journal", "open_journal"]
 

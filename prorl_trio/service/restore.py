@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from prorl_trio.ledger import UndeliveredOutcome, UnfinishedJob
     from prorl_trio.service.journal import Journal
     from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.session import Session, SessionTable
+    from prorl_trio.service.session import Session
+    from prorl_trio.service.session_table import SessionTable
 
 __all__ = ["restore_sessions"]
 

@@ -20,8 +20,8 @@ from ipc.websocket import LinkClosed, LinkLimits, WebSocketLink, open_server_lin
 from prorl_trio.errors import AdmissionRejected, ConfigError, ProtocolError
 from prorl_trio.service.auth import load_token, token_matches
 from prorl_trio.service.connection import Connection, refuse
-from prorl_trio.service.limits import RETRY_AFTER_S
-from prorl_trio.service.session import Session, SessionLimits, SessionTable
+from prorl_trio.service.limits import RETRY_AFTER_S, SessionLimits
+from prorl_trio.service.session_table import SessionTable
 
 if TYPE_CHECKING:
     import ssl
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from prorl_trio.config import ListenConfig
     from prorl_trio.service.local_sockets import LocalSockets
     from prorl_trio.service.node_api import NodeApi
+    from prorl_trio.service.session import Session
 
 __all__ = ["serve_websocket"]
 

@@ -14,7 +14,7 @@ from ipc.nursery import open_single_nursery
 from prorl_trio.config import RestConfig
 from prorl_trio.service.rest.edge import serve_rest
 from prorl_trio.service.rest.events import EventFeed
-from prorl_trio.service.session import SessionTable
+from prorl_trio.service.session_table import SessionTable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

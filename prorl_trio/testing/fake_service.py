@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.session import SessionTable
+    from prorl_trio.service.session_table import SessionTable
 
 __all__ = ["TOKEN", "Service", "open_service"]
 

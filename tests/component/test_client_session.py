@@ -16,7 +16,7 @@ from prorl_trio.client import ConnectionLost, RolloutClient, SessionLost, Sessio
 from prorl_trio.client import client as client_module
 from prorl_trio.errors import AdmissionRejected, BackendError, ProtocolError, Unauthorized
 from prorl_trio.models import Outcome
-from prorl_trio.service.session import SessionTable
+from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 from prorl_trio.testing.fake_service import TOKEN, Service, open_service
 from prorl_trio.testing.faulty_proxy import FaultyProxy

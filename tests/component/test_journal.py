@@ -14,7 +14,7 @@ from prorl_trio.errors import AdmissionRejected, AlreadyDelivered, Draining, Dup
 from prorl_trio.ledger import LedgerFailed, LedgerLimits, open_ledger
 from prorl_trio.service.journal import open_journal
 from prorl_trio.service.restore import restore_sessions
-from prorl_trio.service.session import SessionTable
+from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 
 MIB = 1024 * 1024

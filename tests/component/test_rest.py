@@ -14,7 +14,8 @@ import trio.testing
 
 from prorl_trio.errors import AdmissionRejected, BackendsBusy, PauseTimeout
 from prorl_trio.models import Outcome
-from prorl_trio.service.session import SessionLimits, SessionTable
+from prorl_trio.service.limits import SessionLimits
+from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 from prorl_trio.testing.fake_rest import EventReader, open_rest
 

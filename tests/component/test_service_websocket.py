@@ -38,8 +38,9 @@ from prorl_trio.errors import ConfigError
 from prorl_trio.models import JobSpec, Outcome
 from prorl_trio.service import connection as connection_module
 from prorl_trio.service import server as server_module
+from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.server import serve_websocket
-from prorl_trio.service.session import SessionLimits, SessionTable
+from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 from prorl_trio.testing.fake_service import TOKEN, Service, open_service
 

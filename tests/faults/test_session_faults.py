@@ -14,7 +14,7 @@ from ipc import websocket as websocket_module
 from ipc.session import Accepted
 from prorl_trio.client import connect
 from prorl_trio.service import outcome_log
-from prorl_trio.service.session import SessionTable
+from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.cancel_sweep import CancelledRun, cancel_sweep
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 from prorl_trio.testing.fake_service import TOKEN, open_service

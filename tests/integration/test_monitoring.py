@@ -9,7 +9,8 @@ from prorl_trio.config import BackendConfig, ModelConfig, NodeConfig, SandboxCon
 from prorl_trio.models import JobSpec, SamplingParams, TaskInstance
 from prorl_trio.monitoring import open_monitoring
 from prorl_trio.node import open_node
-from prorl_trio.service.session import SessionLimits, SessionTable
+from prorl_trio.service.limits import SessionLimits
+from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 

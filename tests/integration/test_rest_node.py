@@ -10,7 +10,7 @@ import trio
 
 from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, RestConfig, SandboxConfig
 from prorl_trio.node import serve_node
-from prorl_trio.service.session import SessionTable
+from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_rest import TOKEN, RestService
 from prorl_trio.testing.tiny_model import make_tiny_model

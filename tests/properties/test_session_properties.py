@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ipc.session import Ack, JobEvent, OutcomeFrame
 from prorl_trio.client.inbox import Inbox
 from prorl_trio.errors import AdmissionRejected
+from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.outcome_log import Feed
-from prorl_trio.service.session import Session, SessionLimits
+from prorl_trio.service.session import Session
 from prorl_trio.testing.fake_node import FakeNode, make_spec
 
 MAX_UNDELIVERED = 7

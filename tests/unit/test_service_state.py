@@ -30,8 +30,9 @@ from prorl_trio.config import ListenConfig
 from prorl_trio.errors import AdmissionRejected, ConfigError, DuplicateJob, ProtocolError, UnknownHandler
 from prorl_trio.models import Outcome, TaskInstance
 from prorl_trio.service.auth import load_token, token_matches
+from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.outcome_log import Feed, OutcomeLog, encode_outcome
-from prorl_trio.service.session import SessionLimits, SessionTable
+from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 
 if TYPE_CHECKING:

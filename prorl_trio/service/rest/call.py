@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.rest.events import EventFeed
     from prorl_trio.service.rest.schema import ErrorDetail
-    from prorl_trio.service.session import Session, SessionTable
+    from prorl_trio.service.session import Session
+    from prorl_trio.service.session_table import SessionTable
 
 __all__ = ["DEFAULT_SESSION", "Api", "Call", "Endpoint", "Reply"]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prorl_trio.config import RestConfig
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.rest.events import EventFeed
-    from prorl_trio.service.session import SessionTable
+    from prorl_trio.service.session_table import SessionTable
 
 __all__ = ["serve_rest"]
 

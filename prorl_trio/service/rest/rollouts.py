@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from prorl_trio.service.rest.call import Api
-    from prorl_trio.service.session import RunningJob, Session
+    from prorl_trio.service.running_job import RunningJob
+    from prorl_trio.service.session import Session
 
 __all__ = ["ENDPOINTS", "cancel_jobs"]
 
