@@ -1,0 +1,393 @@
+"""One dialogue as token ids: the prompt, what the policy samples, what comes back, turn by turn.
+
+Token ids are what a conversation is; text is rendered once and never encoded again. The next prompt is always the
+previous prompt, plus the sampled ids bit for bit, plus the template's own text for what came between.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from prorl_trio.errors import BackendError, HandlerError, TokenDrift
+from prorl_trio.models import ChatMessage, PolicySpan, Segment, ToolCall
+from prorl_trio.token_memory import RolloutTokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
+
+    from prorl_trio.chat import ChatFormat
+    from prorl_trio.chat_codec import TokenCodec
+    from prorl_trio.chat_template import Message, ToolSchema
+    from prorl_trio.models import SegmentReason
+    from prorl_trio.token_memory import SegmentTokens
+
+__all__ = ["CompletionRange", "Conversation", "OnRewrite", "ParsedTurn"]
+
+CALL_END: Final = "</tool_call>"
+"""After which a model may be stopped: the call is complete, and nothing of it is missed."""
+
+_TAIL_TOKENS = 8
+"""Enough of a prompt's end to see whether it opens reasoning, also where `<think>` is several tokens."""
+
+OnRewrite = Literal["keep", "segment", "fail"]
+"""What to do where the template would render an earlier turn otherwise than it was sampled (Qwen3 drops old reasoning
+at a new user message): keep the tokens as they were sampled, append-only; begin a new segment with the template's own
+rendering; or raise TokenDrift."""
+
+
+class ParsedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """What one completion says.
+
+    Attributes:
+        content: the text outside reasoning, tool calls and special tokens.
+        reasoning: the text inside `<think>`.
+        tool_calls: in order; one that cannot be understood has an `error`.
+        ended: an end-of-turn token was sampled last; otherwise the completion was cut short.
+        text: all of it, decoded, with special tokens.
+    """
+
+    content: str
+    reasoning: str
+    tool_calls: list[ToolCall]
+    ended: bool
+    text: str
+
+
+class CompletionRange(NamedTuple):
+    """Tokens `start` (inclusive) to `end` (exclusive) of segment `segment` are one completion."""
+
+    start: int
+    end: int
+    segment: int
+
+
+class Conversation:
+    """The token state of one trajectory. Made by `ChatFormat.open`; not for concurrent use; nothing to close.
+
+    Tokens are written once, as they arrive, into memory of this process, or what `keep_in` was given.
+
+    It alternates: `prompt_token_ids`, `add_completion`, `add_messages`, and again. A call out of turn raises
+    RuntimeError; a call that raises has changed nothing.
+
+    Attributes:
+        prefix_breaks: segments begun because the template rewrote history (only with `on_rewrite="segment"`).
+        completion_ranges: where each completion is, in the order they were added.
+    """
+
+    prefix_breaks: int
+    completion_ranges: list[CompletionRange]
+
+    def __init__(
+        self,
+        chat_format: ChatFormat,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSchema],
+        on_rewrite: OnRewrite,
+    ) -> None:
+        self._format = chat_format
+        self._known_tools = _parameter_schemas(tools)
+        self._tools = [_mark_strings(tool, chat_format.codec) for tool in tools]
+        self._on_rewrite = on_rewrite if chat_format.capabilities.rewrites_history else "keep"
+        self._history = self._marked(messages)
+        self._tokens = RolloutTokens()
+        self._current = _OpenSegment(self._tokens.open_segment())
+        self._closed: list[_OpenSegment] = []
+        self._awaits_completion = True
+        self._sealed = False
+        self.prefix_breaks = 0
+        self.completion_ranges = []
+        prompt = chat_format.template.prompt(self._history, self._tools)
+        ids = array("i", chat_format.codec.encode(prompt))
+        self._current.tokens.append(ids)
+        self._proven = ids.tobytes()
+
+    def __len__(self) -> int:
+        """Return the number of tokens in the current segment, that is of the next prompt."""
+        return len(self._current.tokens)
+
+    def keep_in(self, tokens: RolloutTokens) -> None:
+        """Record into `tokens` from now on, the prompt included. Before the first completion only."""
+        if self.completion_ranges:
+            raise RuntimeError("keep_in comes before the first completion")
+        moved = _OpenSegment(tokens.open_segment())
+        moved.tokens.append(self._current.tokens.arrays().token_ids)
+        self._tokens, self._current = tokens, moved
+
+    def prompt_token_ids(self) -> list[int]:
+        """Return what the engine gets now: everything so far, ending with the generation prompt.
+
+        Raises:
+            TokenDrift: the recorded tokens are not those of the last prompt, completion and delta.
+        """
+        self._expect(awaits_completion=True)
+        self._prove_prefix()
+        ids: list[int] = self._current.token_ids.tolist()
+        return ids
+
+    def add_completion(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        policy_version: str = "",
+        engine: str = "",
+        spans: Sequence[PolicySpan] = (),
+    ) -> ParsedTurn:
+        """Record what the policy sampled after `prompt_token_ids()`, verbatim, and return what it says.
+
+        Args:
+            token_ids: N sampled ids, with the end-of-turn token if it was sampled. May be empty.
+            logprobs: N natural logarithms, one for each id.
+            policy_version: of the weights that sampled them.
+            engine: that sampled them.
+            spans: in place of these two, where the completion has several: they cover the N ids, the first being 0.
+
+        Raises:
+            BackendError: the counts differ, or an id is not one; not retryable.
+        """
+        self._expect(awaits_completion=True)
+        self._prove_prefix()
+        ids, sampled_logprobs = _arrays(token_ids, logprobs)
+        start, end = len(self), len(self) + len(ids)
+        self._current.tokens.append(ids, sampled_logprobs)
+        whole = PolicySpan(start=0, end=len(ids), policy_version=policy_version, engine=engine)
+        self._current.spans += [
+            msgspec.structs.replace(span, start=start + span.start, end=start + span.end)
+            for span in spans or [whole]
+            if span.start < span.end
+        ]
+        self.completion_ranges.append(CompletionRange(start, end, len(self._closed)))
+        self._proven += ids.tobytes()
+        self._awaits_completion = False
+        return self._parse(ids)
+
+    def add_messages(self, messages: Sequence[ChatMessage]) -> None:
+        """Append what came back (tool results, a nudge), exactly as the template puts it, up to the next turn.
+
+        If the completion was cut short, the end-of-turn token it lacks comes first. None of these tokens is trained
+        on. All messages of a turn go into one call: templates merge tool results.
+
+        Raises:
+            ValueError: no message, or one with role `assistant`.
+            HandlerError: the template refuses the messages.
+            TokenDrift: the template would rewrite history and `on_rewrite` is `fail`, or the prefix proof failed.
+        """
+        self._expect(awaits_completion=False)
+        if not messages or any(message.role == "assistant" for message in messages):
+            raise ValueError("add_messages takes at least one message, none of them an assistant's")
+        self._prove_prefix()
+        codec, template = self._format.codec, self._format.template
+        new = self._marked(messages)
+        answered = [*self._history, {"role": "assistant", "content": self._last_said()}] if self._keeps_history else []
+        rewritten = self._rewritten([*answered, *new]) if self._on_rewrite != "keep" else None
+        if rewritten is not None:
+            self._begin_segment(rewritten, "template_rewrite")
+            self.prefix_breaks += 1
+        else:
+            delta = array("i", codec.encode(template.delta(new, self._history, self._tools)))
+            if not delta or delta[0] not in self._format.end_of_turn_ids:
+                raise TokenDrift(f"the template closes this assistant turn with {codec.decode(delta[:4])!r}")
+            if self._current.token_ids[-1] == delta[0]:
+                delta = delta[1:]
+            self._current.tokens.append(delta)
+            self._proven += delta.tobytes()
+        self._history = [*answered, *new] if self._keeps_history else []
+        self._awaits_completion = True
+
+    def continue_from(self, messages: Sequence[ChatMessage], reason: SegmentReason) -> None:
+        """Go on with another dialogue in place of this one (a shortened one, say), in a new segment.
+
+        Its parent is the current segment, which stays recorded as it is. The assistant's turn is next.
+
+        Raises:
+            HandlerError: the template refuses the messages.
+        """
+        if self._sealed:
+            raise RuntimeError("the conversation has been sealed")
+        history = self._marked(messages)
+        prompt = array("i", self._format.codec.encode(self._format.template.prompt(history, self._tools)))
+        self._begin_segment(prompt, reason)
+        self._history = history
+        self._awaits_completion = True
+
+    def ends_with_tool_call(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last of these sampled ids completes a tool call that can be understood.
+
+        Cheap unless the last id closes something. Families that do not mark a call's end never say so.
+        """
+        if not token_ids or not self._format.decode(token_ids[-1:]).rstrip().endswith(">"):
+            return False
+        turn = self._parse(array("i", token_ids))
+        return (
+            bool(turn.tool_calls)
+            and not any(call.error for call in turn.tool_calls)
+            and turn.text.rstrip().endswith(CALL_END)
+        )
+
+    def segments(self) -> list[Segment]:
+        """Return a copy of everything recorded, as the trainer gets it. Allowed at any time."""
+        return [
+            Segment.from_arrays(*each.tokens.arrays(), list(each.spans), parent=each.parent, reason=each.reason)
+            for each in self._all
+        ]
+
+    def seal(self) -> list[Segment]:
+        """End the conversation: return everything recorded as views of the memory it is in, without a copy.
+
+        They are valid until that memory is released. Nothing can be added afterwards. Idempotent.
+        """
+        self._sealed = True
+        for each in self._all:
+            each.tokens.seal()
+        return [
+            Segment.over_arrays(*each.tokens.arrays(), list(each.spans), parent=each.parent, reason=each.reason)
+            for each in self._all
+        ]
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _all(self) -> list[_OpenSegment]:
+        return [*self._closed, self._current]
+
+    @property
+    def _keeps_history(self) -> bool:
+        """Whether messages must be kept: not where a delta needs no history and no rewrite is looked for."""
+        return self._on_rewrite != "keep" or not self._format.capabilities.short_history
+
+    def _expect(self, *, awaits_completion: bool) -> None:
+        if self._sealed:
+            raise RuntimeError("the conversation has been sealed")
+        if self._awaits_completion != awaits_completion:
+            expected = "add_completion" if self._awaits_completion else "add_messages"
+            raise RuntimeError(f"out of turn: the conversation expects {expected}")
+
+    def _prove_prefix(self) -> None:
+        """Compare what is recorded with what was sent and sampled, which is kept apart from it."""
+        now, then = self._current.token_ids, np.frombuffer(self._proven, dtype=np.int32)
+        if not np.array_equal(now, then):
+            shared = min(len(now), len(then))
+            differing = np.flatnonzero(now[:shared] != then[:shared])
+            position = int(differing[0]) if len(differing) else shared
+            raise TokenDrift(
+                f"{len(now)} recorded tokens do not continue the {len(then)} sent and sampled: "
+                f"they differ from position {position} on"
+            )
+
+    def _rewritten(self, messages: Sequence[Message]) -> array[int] | None:
+        """Return the template's own rendering of the whole dialogue if its text does not begin with what was said."""
+        codec = self._format.codec
+        rendered = codec.encode(self._format.template.prompt(messages, self._tools))
+        if codec.decode(rendered).startswith(codec.decode(self._current.token_ids.tolist())):
+            return None
+        if self._on_rewrite == "fail":
+            raise TokenDrift(
+                "the chat template rewrites earlier turns at this message; open the conversation with "
+                "on_rewrite='keep' or 'segment' to go on"
+            )
+        return array("i", rendered)
+
+    def _begin_segment(self, prompt: array[int], reason: SegmentReason) -> None:
+        self._current.tokens.seal()
+        self._closed.append(self._current)
+        self._current = _OpenSegment(self._tokens.open_segment(), parent=len(self._closed) - 1, reason=reason)
+        self._current.tokens.append(prompt)
+        self._proven = prompt.tobytes()
+
+    def _marked(self, messages: Iterable[ChatMessage]) -> list[Message]:
+        codec = self._format.codec
+        marked = []
+        for message in messages:
+            said: object = message.content
+            if not isinstance(said, str):
+                given = type(said).__name__
+                raise HandlerError(f"a {message.role} message is {given}, not text; media have no place in a dialogue")
+            content = codec.mark(said, speech=message.role == "assistant")
+            name = {} if message.name is None else {"name": codec.mark(message.name)}
+            marked.append({"role": message.role, "content": content, **name})
+        return marked
+
+    def _last_said(self) -> str:
+        """Return the last completion as the content of a message: without its end-of-turn token."""
+        start, end, _segment = self.completion_ranges[-1]
+        ids = self._current.token_ids[start:end].tolist()
+        if ids and ids[-1] in self._format.end_of_turn_ids:
+            ids = ids[:-1]
+        return self._format.codec.mark(self._format.decode(ids), speech=True)
+
+    def _parse(self, ids: array[int]) -> ParsedTurn:
+        content, reasoning, tool_calls = self._format.parse(ids, self._known_tools, self._opens_thinking())
+        return ParsedTurn(
+            content=content,
+            reasoning=reasoning,
+            tool_calls=tool_calls,
+            ended=bool(ids) and ids[-1] in self._format.end_of_turn_ids,
+            text=self._format.decode(ids),
+        )
+
+    def _opens_thinking(self) -> bool:
+        """Whether the prompt of the turn that is being sampled, or was last, ends inside reasoning."""
+        end = len(self) if self._awaits_completion else self.completion_ranges[-1].start
+        tail = self._format.decode(self._current.token_ids[max(0, end - _TAIL_TOKENS) : end].tolist())
+        return tail.rstrip().endswith(tuple(self._format.family.syntax.thoughts))
+
+
+@dataclass(slots=True)
+class _OpenSegment:
+    """A segment as it grows."""
+
+    tokens: SegmentTokens
+    spans: list[PolicySpan] = field(default_factory=list)
+    parent: int | None = None
+    reason: SegmentReason | None = None
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """A view of those so far."""
+        return self.tokens.arrays().token_ids
+
+
+def _arrays(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[array[int], array[float]]:
+    """Return int32 ids and float32 logprobs. Raises BackendError if these are not what an engine may return."""
+    if len(token_ids) != len(logprobs):
+        raise BackendError(
+            f"the backend returned {len(token_ids)} token ids and {len(logprobs)} logprobs; they must be as many",
+            retryable=False,
+        )
+    try:
+        ids, values = array("i", token_ids), array("f", logprobs)
+    except (TypeError, OverflowError) as exc:
+        raise BackendError(f"the backend returned a token id or logprob that is none: {exc}", retryable=False) from exc
+    if ids and min(ids) < 0:
+        raise BackendError(f"the backend returned the token id {min(ids)}", retryable=False)
+    return ids, values
+
+
+def _parameter_schemas(tools: Iterable[ToolSchema]) -> dict[str, Any]:
+    """Return the schema of each tool's parameters by the tool's name."""
+    schemas = {}
+    for index, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name:
+            raise HandlerError(f"tools[{index}] has no function.name; a tool is a JSON schema in OpenAI's format")
+        schemas[name] = function.get("parameters")
+    return schemas
+
+
+def _mark_strings(value: Any, codec: TokenCodec) -> Any:
+    """Mark every string inside a JSON value."""
+    if isinstance(value, str):
+        return codec.mark(value)
+    if isinstance(value, dict):
+        return {codec.mark(str(key)): _mark_strings(item, codec) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mark_strings(item, codec) for item in value]
+    return value
