@@ -1,5 +1,5 @@
-"""A trainer's session. It lives in the node, not in a connection: a trainer that drops and returns finds its jobs running
-and every outcome it has not acknowledged. In memory; calls are synchronous, from the node's loop, if not said otherwise.
+"""A trainer's session. It lives in the node, not in a connection: a trainer that drops and returns finds its jobs
+running, and every outcome it has not acknowledged. Calls are synchronous, from the node's loop, if not said otherwise.
 """
 
 from __future__ import annotations
