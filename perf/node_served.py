@@ -27,9 +27,10 @@ from prorl_trio.config import NodeConfig, load_config
 from prorl_trio.garbage import rare_garbage_collection
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.handlers.registry import HandlerRegistry
-from prorl_trio.node import endpoint_url, serve_node
+from prorl_trio.node import serve_node
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec
+from prorl_trio.service.endpoints import endpoint_url
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

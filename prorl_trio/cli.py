@@ -23,9 +23,10 @@ from prorl_trio.errors import ConfigError, InternalError, ProrlError
 from prorl_trio.garbage import rare_garbage_collection
 from prorl_trio.logs import LOG_FORMATS, open_logging
 from prorl_trio.models import SamplingParams
-from prorl_trio.node import endpoint_url, serve_node
+from prorl_trio.node import serve_node
 from prorl_trio.progress import console, run_jobs
 from prorl_trio.report import outcome_list, render_trajectory
+from prorl_trio.service.endpoints import endpoint_url
 from prorl_trio.tasksets import load_task_set
 from prorl_trio.testing.simulation_command import simulate
 from prorl_trio.top import SORTS, TopOptions, run_top

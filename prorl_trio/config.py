@@ -42,7 +42,7 @@ class ListenConfig(_Config, frozen=True):
     """The trainer-facing socket. `token` may instead be in the file `token_file` (mode 0600); one is required.
 
     `port` 0 takes a free one. `endpoint_file`, if set, is written once the node listens: `{"url": "ws://..."}`.
-    With `tls_cert` and `tls_key` (PEM files; the key 0600) it speaks TLS, and its URL is `wss://`.
+    With `tls_cert` and `tls_key` (PEM files; the key 0600) it speaks TLS, and its URL is `wss://`; so does REST.
 
     `unix_socket` is the path of one more, for trainers on the same host (`unix://PATH`), never with TLS; through it, or
     rather the one beside it, they map the arena. Its folder must be 0700, and is made so if it is missing. `auto`: in
@@ -76,6 +76,7 @@ class RestConfig(_Config, frozen=True):
     """REST beside the WebSocket, with the same token, sessions and jobs. `port` 0 takes a free one.
 
     Attributes:
+        tls: speak TLS (`https://`) where `listen` does. False: never, as behind a proxy of this host.
         max_connections: at once, event streams and long polls included; more are closed at once.
         idle_timeout_s: for a request's headers to come in whole, and between two requests of a connection.
         body_timeout_s, send_timeout_s: for a request's body to come in, and for a client to take a part of an answer.
@@ -93,6 +94,7 @@ class RestConfig(_Config, frozen=True):
     enabled: bool = False
     host: str = "127.0.0.1"
     port: int = 8701
+    tls: bool = True
     max_connections: int = 256
     max_body_bytes: int = 64 * 1024 * 1024
     idle_timeout_s: float = 15.0

@@ -50,6 +50,7 @@ from prorl_trio.sandbox.registry import choose_provider
 from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.scoring import open_scorer_pool
 from prorl_trio.service.auth import load_token
+from prorl_trio.service.endpoints import announce, endpoint_url, rest_url
 from prorl_trio.service.journal import open_journal
 from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.local_sockets import claim_local_sockets
@@ -59,6 +60,7 @@ from prorl_trio.service.restore import restore_sessions
 from prorl_trio.service.server import serve_websocket
 from prorl_trio.service.session_table import SessionTable
 from prorl_trio.service.shared_outcomes import SharedOutcomes
+from prorl_trio.service.tls import load_tls
 from prorl_trio.token_memory import TokenMemory
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxProvider
     from prorl_trio.service.journal import Journal
 
-__all__ = ["Node", "endpoint_url", "open_node", "rest_url", "serve_node"]
+__all__ = ["Node", "open_node", "serve_node"]
 
 logger = logging.getLogger(__name__)
 
@@ -424,15 +426,23 @@ async def serve_node(
                 endpoints["unix_url"] = f"unix://{local.node}"
             if feed is not None:
                 token = await trio.to_thread.run_sync(load_token, listen)
+                tls = await trio.to_thread.run_sync(load_tls, listen) if rest.tls else None
                 rest_address = await accept.start(
                     partial(
-                        serve_rest, node, rest, token, sessions=sessions, feed=feed, metrics=monitoring.metrics.render
+                        serve_rest,
+                        node,
+                        rest,
+                        token,
+                        sessions=sessions,
+                        feed=feed,
+                        tls=tls,
+                        metrics=monitoring.metrics.render,
                     )
                 )
-                endpoints["rest_url"] = rest_url(rest_address)
+                endpoints["rest_url"] = rest_url(rest_address, secure=tls is not None)
                 logger.info("REST at %s", endpoints["rest_url"])
             if listen.endpoint_file:
-                await trio.to_thread.run_sync(_announce, Path(listen.endpoint_file), endpoints)
+                await trio.to_thread.run_sync(announce, Path(listen.endpoint_file), endpoints)
             if load is not None:
                 await accept.start(serve_reloads, load, lambda: node.config, node.apply)
             task_status.started(address)
@@ -474,22 +484,3 @@ async def _share_arena(node: Node, arena: Arena, path: Path, sessions: SessionTa
         await accept.start(partial(serve_arena, arena, path, token=token.decode()))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"listen.unix_socket: {exc}") from exc
-
-
-def endpoint_url(address: tuple[str, int], *, secure: bool = False) -> str:
-    """The URL a trainer connects to, for a listener's (host, port); `secure`: it speaks TLS."""
-    host, port = address
-    return f"{'wss' if secure else 'ws'}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def rest_url(address: tuple[str, int]) -> str:
-    """The origin of the REST endpoints, for a listener's (host, port)."""
-    host, port = address
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _announce(endpoint_file: Path, endpoints: dict[str, str]) -> None:
-    """Write the endpoints so that a reader sees all of it or nothing."""
-    draft = endpoint_file.with_name(endpoint_file.name + ".new")
-    draft.write_bytes(msgspec.json.encode(endpoints))
-    draft.replace(endpoint_file)

@@ -15,13 +15,14 @@ from ipc.channel import listen_unix
 from ipc.errors import ProtocolViolation
 from ipc.nursery import single_exception
 from ipc.session import SESSION_PROTOCOL_VERSION, ClientFrame, SessionHello, SessionWelcome
-from ipc.tls import open_tls, server_context
+from ipc.tls import open_tls
 from ipc.websocket import LinkClosed, LinkLimits, WebSocketLink, open_server_link
 from prorl_trio.errors import AdmissionRejected, ConfigError, ProtocolError
 from prorl_trio.service.auth import load_token, token_matches
 from prorl_trio.service.connection import Connection, refuse
 from prorl_trio.service.limits import RETRY_AFTER_S, SessionLimits
 from prorl_trio.service.session_table import SessionTable
+from prorl_trio.service.tls import load_tls
 
 if TYPE_CHECKING:
     import ssl
@@ -72,7 +73,7 @@ async def serve_websocket(
     if not 0 <= config.port <= 65_535:
         raise ConfigError(f"listen.port must be 0 (any free one) to 65535, got {config.port}")
     token = await trio.to_thread.run_sync(load_token, config)
-    tls = await trio.to_thread.run_sync(_load_tls, config)
+    tls = await trio.to_thread.run_sync(load_tls, config)
     if sessions is None:
         limits = SessionLimits(max_sessions=config.max_sessions, max_message_bytes=config.max_message_bytes)
         sessions = SessionTable(limits)
@@ -115,19 +116,6 @@ def _listen_here(local: LocalSockets | None) -> Iterator[list[trio.SocketListene
         listener.socket.close()
         with suppress(FileNotFoundError):
             local.node.unlink()
-
-
-def _load_tls(config: ListenConfig) -> ssl.SSLContext | None:
-    if not config.tls_cert and not config.tls_key:
-        return None
-    if not config.tls_cert or not config.tls_key:
-        raise ConfigError("listen.tls_cert and listen.tls_key go together; one of them is missing")
-    try:
-        return server_context(config.tls_cert, config.tls_key)
-    except OSError as exc:  # an SSLError is one
-        raise ConfigError(
-            f"listen.tls_cert {config.tls_cert}, tls_key {config.tls_key}: cannot be used: {exc}"
-        ) from exc
 
 
 async def _listen(config: ListenConfig) -> trio.SocketListener:

@@ -11,12 +11,14 @@ import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
+from ipc.tls import open_tls
 from prorl_trio.config import RestConfig
 from prorl_trio.service.rest.edge import serve_rest
 from prorl_trio.service.rest.events import EventFeed
 from prorl_trio.service.session_table import SessionTable
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Mapping
 
     from prorl_trio.testing.fake_node import FakeNode
@@ -25,6 +27,7 @@ __all__ = ["TOKEN", "EventReader", "RestAnswer", "RestService", "open_rest"]
 
 TOKEN = "a token"
 _RECEIVE_BYTES = 64 * 1024
+_TLS_TIMEOUT_S = 10.0
 
 
 class RestAnswer(msgspec.Struct, frozen=True):
@@ -40,27 +43,43 @@ class RestAnswer(msgspec.Struct, frozen=True):
 
 
 class RestService:
-    """Where it listens. `sessions` are those of the node; `scope` cancels the server, as a node's shutdown does."""
+    """Where it listens. `sessions` are those of the node; `scope` cancels the server, as a node's shutdown does.
 
-    def __init__(self, address: tuple[str, int], sessions: SessionTable, scope: trio.CancelScope) -> None:
+    With `trust` it is reached over TLS.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        sessions: SessionTable,
+        scope: trio.CancelScope,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
         self.host, self.port = address
-        self.url = f"http://{self.host}:{self.port}"
+        self.url = f"{'http' if trust is None else 'https'}://{self.host}:{self.port}"
         self.sessions = sessions
         self.scope = scope
+        self._trust = trust
+
+    async def open_stream(self) -> trio.abc.Stream:
+        """A connection, which is the caller's to close."""
+        stream = await trio.open_tcp_stream(self.host, self.port)
+        if self._trust is None:
+            return stream
+        return await open_tls(stream, self._trust, server_hostname=self.host, timeout_s=_TLS_TIMEOUT_S)
 
     async def call(
         self, method: str, target: str, body: object = None, *, headers: Mapping[str, str] | None = None
     ) -> RestAnswer:
         """One request on a connection of its own. `body` is sent as it is if bytes, else as JSON. A cancel closes."""
-        stream = await trio.open_tcp_stream(self.host, self.port)
-        async with stream:
+        async with await self.open_stream() as stream:
             connection = await self.send(stream, method, target, body, headers=headers)
             head, content = await _receive(stream, connection)
         return RestAnswer(head.status_code, {name.decode(): value.decode() for name, value in head.headers}, content)
 
     async def send(
         self,
-        stream: trio.SocketStream,
+        stream: trio.abc.Stream,
         method: str,
         target: str,
         body: object = None,
@@ -80,7 +99,7 @@ class RestService:
 class EventReader:
     """Reads server-sent events off an answer."""
 
-    def __init__(self, stream: trio.SocketStream, connection: h11.Connection) -> None:
+    def __init__(self, stream: trio.abc.Stream, connection: h11.Connection) -> None:
         self._stream = stream
         self._connection = connection
         self._pending = b""
@@ -105,7 +124,7 @@ def _event(block: bytes) -> tuple[str, Any]:
     return kind.removeprefix(b"event: ").decode(), msgspec.json.decode(facts.removeprefix(b"data: "))
 
 
-async def _next_event(stream: trio.SocketStream, connection: h11.Connection) -> h11.Event:
+async def _next_event(stream: trio.abc.Stream, connection: h11.Connection) -> h11.Event:
     await trio.lowlevel.checkpoint()
     while (event := connection.next_event()) is h11.NEED_DATA:
         connection.receive_data(bytes(await stream.receive_some(_RECEIVE_BYTES)))
@@ -113,7 +132,7 @@ async def _next_event(stream: trio.SocketStream, connection: h11.Connection) -> 
     return event
 
 
-async def _receive(stream: trio.SocketStream, connection: h11.Connection) -> tuple[h11.Response, bytes]:
+async def _receive(stream: trio.abc.Stream, connection: h11.Connection) -> tuple[h11.Response, bytes]:
     head = await _next_event(stream, connection)
     assert isinstance(head, h11.Response)
     body = bytearray()
@@ -124,17 +143,27 @@ async def _receive(stream: trio.SocketStream, connection: h11.Connection) -> tup
 
 
 @asynccontextmanager
-async def open_rest(node: FakeNode, *, sessions: SessionTable | None = None, **rest: Any) -> AsyncIterator[RestService]:
-    """Serve `node`; `rest` are fields of `RestConfig`. Leaving cancels the server."""
+async def open_rest(
+    node: FakeNode,
+    *,
+    sessions: SessionTable | None = None,
+    certificate: ssl.SSLContext | None = None,
+    trust: ssl.SSLContext | None = None,
+    **rest: Any,
+) -> AsyncIterator[RestService]:
+    """Serve `node`; `rest` are fields of `RestConfig`. Leaving cancels the server.
+
+    With TLS, `certificate` is the server's context and `trust` its clients'.
+    """
     config = RestConfig(enabled=True, port=0, **rest)
     table = SessionTable() if sessions is None else sessions
     feed = EventFeed(max_streams=config.max_event_streams, max_events=config.event_buffer_events)
     node.observers.append(feed)
-    serve = partial(serve_rest, node, config, TOKEN.encode(), sessions=table, feed=feed)
+    serve = partial(serve_rest, node, config, TOKEN.encode(), sessions=table, feed=feed, tls=certificate)
     try:
         async with open_single_nursery() as nursery:
             address = await nursery.start(serve)
-            yield RestService(address, table, nursery.cancel_scope)
+            yield RestService(address, table, nursery.cancel_scope, trust)
             nursery.cancel_scope.cancel("the test is over")
     finally:
         node.observers.remove(feed)

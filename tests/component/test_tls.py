@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import logging
 import ssl
+from contextlib import suppress
 
+import msgspec
 import pytest
 import trio
 import trio.testing
 import trustme
 
 from ipc.errors import ProtocolViolation
-from ipc.tls import client_context, open_tls
+from ipc.tls import client_context, open_tls, server_context
 from ipc.websocket import LinkClosed
 from prorl_trio.client import connect
 from prorl_trio.client.errors import ConnectionLost
@@ -18,6 +20,7 @@ from prorl_trio.errors import ConfigError, ProtocolError, Unauthorized
 from prorl_trio.service import server as server_module
 from prorl_trio.service.server import serve_websocket
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
+from prorl_trio.testing.fake_rest import EventReader, open_rest
 from prorl_trio.testing.fake_service import TOKEN, open_service
 
 pytestmark = pytest.mark.timeout(30)
@@ -34,6 +37,11 @@ class Certificates:
         cert.write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
         leaf.private_key_pem.write_to_path(str(key))
         self.listen = {"tls_cert": str(cert), "tls_key": str(key)}
+
+    def rest(self):
+        """For `open_rest`."""
+        server = server_context(self.listen["tls_cert"], self.listen["tls_key"])
+        return {"certificate": server, "trust": client_context(self.ca)}
 
 
 @pytest.fixture
@@ -136,3 +144,62 @@ async def test_beyond_loopback_without_tls_is_said_loudly(certificates, caplog):
             assert not warned()
         async with open_service(FakeNode(), host="0.0.0.0"):
             assert warned()
+
+
+# ---------------------------------------------------------------- REST
+
+
+async def test_rest_over_tls(certificates):
+    node = FakeNode(on_submit=lambda spec: make_outcome(spec, tokens=200_000))
+    async with open_rest(node, **certificates.rest()) as rest:
+        assert rest.url.startswith("https://")
+        assert (await rest.call("POST", "/v1/rollouts?wait=20", msgspec.to_builtins(make_spec("j")))).status == 200
+        answer = await rest.call("GET", "/v1/rollouts/j?arrays=list")
+        assert len(answer.json()["outcome"]["trajectory"]["segments"][0]["token_ids"]) == 200_000, "in many records"
+        assert (await rest.call("GET", "/v1/rollouts", headers={"Authorization": "Bearer no"})).status == 401
+        async with await rest.open_stream() as stream:  # two requests on one connection, the second one endless
+            first = await rest.send(stream, "GET", "/healthz")
+            reader = EventReader(stream, first)
+            assert (await reader.next())[0] == "end"
+            events = EventReader(stream, await rest.send(stream, "GET", "/v1/events"))
+            await rest.call("POST", "/v1/rollouts", msgspec.to_builtins(make_spec("k")))
+            while (await events.next())[0] != "job_ended":
+                pass
+            rest.scope.cancel()
+            while (await events.next())[0] != "end":
+                pass
+
+
+async def test_rest_shows_out_who_speaks_no_tls_or_says_nothing(certificates):
+    async with open_rest(FakeNode(), idle_timeout_s=0.2, **certificates.rest()) as rest:
+        for said in (b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", b""):
+            async with await trio.open_tcp_stream(rest.host, rest.port) as stream:
+                await stream.send_all(said)
+                with suppress(trio.BrokenResourceError):
+                    while answer := await stream.receive_some():
+                        assert b"HTTP" not in answer, "a TLS alert at most"
+        assert (await rest.call("GET", "/healthz")).status == 200
+
+
+async def test_rest_over_tls_gives_up_a_client_that_does_not_read(certificates, caplog):
+    node = FakeNode(on_submit=lambda spec: make_outcome(spec, tokens=2_000_000))
+    async with open_rest(node, send_timeout_s=0.1, **certificates.rest()) as rest:
+        await rest.call("POST", "/v1/rollouts", msgspec.to_builtins(make_spec("j")))
+        async with await rest.open_stream() as stream:
+            with caplog.at_level(logging.INFO), trio.fail_after(10):
+                await rest.send(stream, "GET", "/v1/rollouts/j?arrays=list")
+                while "a client did not read for 0.1 s" not in caplog.text:
+                    await trio.sleep(0.02)
+                while await stream.receive_some():
+                    pass
+        assert (await rest.call("GET", "/healthz")).status == 200
+
+
+async def test_rest_beyond_loopback_without_tls_is_said_loudly(certificates, caplog):
+    with caplog.at_level(logging.WARNING):
+        async with open_rest(FakeNode()):
+            pass
+        async with open_rest(FakeNode(), host="0.0.0.0", **certificates.rest()):
+            assert "WITHOUT TLS" not in caplog.text
+        async with open_rest(FakeNode(), host="0.0.0.0"):
+            assert "REST on 0.0.0.0 WITHOUT TLS" in caplog.text

@@ -1,4 +1,4 @@
-"""A whole node behind REST: the endpoint file, a rollout in a real daemon, a pause, metrics, the drain."""
+"""A whole node behind REST over TLS: the endpoint file, a rollout in a real daemon, a pause, metrics, the drain."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import signal
 
 import msgspec
 import trio
+import trustme
 
+from ipc.tls import client_context
 from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, RestConfig, SandboxConfig
 from prorl_trio.node import serve_node
 from prorl_trio.service.session_table import SessionTable
@@ -26,6 +28,9 @@ JOB = {
 async def test_a_rollout_through_rest(tmp_path):
     tiny = make_tiny_model(tmp_path / "model")
     endpoint_file = tmp_path / "endpoint.json"
+    authority, ca, pair = trustme.CA(), tmp_path / "ca.pem", tmp_path / "pair.pem"
+    authority.cert_pem.write_to_path(str(ca))
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(pair))
 
     def script(_prompt):
         ids = tiny.turn(r"\boxed{42}")
@@ -36,15 +41,17 @@ async def test_a_rollout_through_rest(tmp_path):
         async with open_fake_engine(script=script, config=engine_config) as engine, trio.open_nursery() as nursery:
             config = NodeConfig(
                 model=ModelConfig(path=str(tmp_path / "model")),
-                listen=ListenConfig(port=0, token=TOKEN, endpoint_file=str(endpoint_file)),
+                listen=ListenConfig(
+                    port=0, token=TOKEN, endpoint_file=str(endpoint_file), tls_cert=str(pair), tls_key=str(pair)
+                ),
                 rest=RestConfig(enabled=True, port=0),
                 backends=BackendConfig(urls=[engine.url]),
                 sandbox=SandboxConfig(provider="process"),
             )
             await nursery.start(lambda *, task_status: serve_node(config, task_status=task_status))
             url = msgspec.json.decode(endpoint_file.read_bytes())["rest_url"]
-            host, _, port = url.removeprefix("http://").rpartition(":")
-            rest = RestService((host, int(port)), SessionTable(), nursery.cancel_scope)
+            host, _, port = url.removeprefix("https://").rpartition(":")
+            rest = RestService((host, int(port)), SessionTable(), nursery.cancel_scope, client_context(str(ca)))
             assert (await rest.call("GET", "/readyz")).json() == {"ready": True, "reason": ""}
             assert (await rest.call("POST", "/v1/backends/pause", {"timeout_s": 5})).json()["paused"]
             answer = await rest.call("POST", "/v1/rollouts?wait=0.2", JOB)

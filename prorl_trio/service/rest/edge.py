@@ -16,6 +16,7 @@ from prorl_trio.service.rest.call import Api
 from prorl_trio.service.rest.server import serve_http
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable
 
     from prorl_trio.config import RestConfig
@@ -37,10 +38,11 @@ async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
     *,
     sessions: SessionTable,
     feed: EventFeed,
+    tls: ssl.SSLContext | None = None,
     metrics: Callable[[], tuple[str, bytes]] | None = None,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve `node` over HTTP until cancelled. Reports the bound (host, port) through `task_status`.
+    """Serve `node` over HTTP, or over HTTPS with `tls`, until cancelled. Reports the bound (host, port).
 
     `sessions` are the node's, shared with the WebSocket; `feed` is one of the node's observers. On cancel, requests
     that wait answer with what there is, within `server.GOODBYE_TIMEOUT_S`. Jobs are not touched: they are the node's.
@@ -56,9 +58,15 @@ async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
         )
     api = Api(node=node, sessions=sessions, config=config, feed=feed, closing=trio.Event(), metrics=metrics)
     app = make_app(api, token, compat_endpoints(config) if config.prorl_compat else ())
+    if tls is None and not _is_loopback(config.host):
+        logger.warning(
+            "REST on %s WITHOUT TLS: the token and everything else can be read on the network; "
+            "set listen.tls_cert and listen.tls_key (and rest.tls), or rest.host to 127.0.0.1",
+            config.host,
+        )
     async with open_single_nursery() as nursery:
         nursery.start_soon(_expire, sessions, config.results_retention_s)
-        await serve_http(app, config, api.closing, task_status=task_status)
+        await serve_http(app, config, api.closing, tls=tls, task_status=task_status)
 
 
 async def _expire(sessions: SessionTable, retention_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The REST listener: hypercorn's HTTP on our own accept loop, which bounds connections and what each may take."""
+"""The REST listener: hypercorn on our own accept loop, which bounds connections and what each may take. TLS or not."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import wrap_app
 
+from ipc.errors import ProtocolViolation
 from ipc.nursery import single_exception
+from ipc.tls import open_tls
+from ipc.websocket import LinkClosed
 from prorl_trio.errors import ConfigError
 
 if TYPE_CHECKING:
+    import ssl
+
     from hypercorn.typing import AppWrapper
     from starlette.types import ASGIApp
 
@@ -35,9 +40,10 @@ async def serve_http(
     config: RestConfig,
     closing: trio.Event,
     *,
+    tls: ssl.SSLContext | None = None,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve `app` until cancelled. Reports the bound (host, port) through `task_status`.
+    """Serve `app` until cancelled, over `tls` if given. Reports the bound (host, port) through `task_status`.
 
     On cancel nobody new is let in and `closing` is set; requests in progress have `GOODBYE_TIMEOUT_S` to be answered,
     then their connections are closed.
@@ -47,7 +53,7 @@ async def serve_http(
     """
     listener = await _listen(config)
     host, port = listener.socket.getsockname()[:2]
-    server = _Server(app, config, closing)
+    server = _Server(app, config, closing, tls)
     with single_exception():
         async with trio.open_nursery() as connections:
             try:
@@ -107,10 +113,11 @@ class _Connection(TCPServer):
 class _Server:
     """What all connections share."""
 
-    def __init__(self, app: ASGIApp, config: RestConfig, closing: trio.Event) -> None:
+    def __init__(self, app: ASGIApp, config: RestConfig, closing: trio.Event, tls: ssl.SSLContext | None) -> None:
         self._app: AppWrapper = wrap_app(app, config.max_body_bytes, "asgi")  # type: ignore[arg-type]
         self._config = config
         self._closing = closing
+        self._tls = tls
         self._context = _Context(None)
         self._connections: dict[trio.CancelScope, _PatientStream] = {}
         self._http = Config()
@@ -141,18 +148,23 @@ class _Server:
             finally:
                 del self._connections[scope]
 
-    async def _serve_shielded(self, stream: _PatientStream) -> None:
-        connection = _Connection(self._app, self._http, self._context, ConnectionState({}), stream)  # type: ignore[arg-type]
+    async def _serve_shielded(self, patient: _PatientStream) -> None:
+        stream: trio.abc.Stream = patient
         try:
-            await connection.run()
+            if self._tls is not None:
+                timeout_s = self._config.idle_timeout_s
+                stream = await open_tls(patient, self._tls, server_hostname=None, timeout_s=timeout_s)
+            await _Connection(self._app, self._http, self._context, ConnectionState({}), stream).run()  # type: ignore[arg-type]
+        except (LinkClosed, ProtocolViolation) as exc:
+            logger.info("stranger left: %s", exc)
         except Exception:  # one connection that hypercorn stumbles over must not end the node
             logger.exception("a connection ended by an error")
         finally:
             with trio.move_on_after(GOODBYE_TIMEOUT_S, shield=True):
-                await trio.aclose_forcefully(stream)
+                await trio.aclose_forcefully(patient)
 
 
-class _PatientStream(trio.abc.AsyncResource):
+class _PatientStream(trio.abc.HalfCloseableStream):
     """A socket stream whose sends have a deadline: hypercorn shields them from every cancel, without one."""
 
     def __init__(self, stream: trio.SocketStream, send_timeout_s: float) -> None:
@@ -160,8 +172,6 @@ class _PatientStream(trio.abc.AsyncResource):
         self._send_timeout_s = send_timeout_s
         self._sending = trio.CancelScope()
         self.socket = stream.socket
-        self.send_eof = stream.send_eof
-        self.receive_some = stream.receive_some
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -171,10 +181,19 @@ class _PatientStream(trio.abc.AsyncResource):
         self._send_timeout_s = min(self._send_timeout_s, timeout_s)
         self._sending.deadline = min(self._sending.deadline, trio.current_time() + timeout_s)
 
-    async def send_all(self, payload: bytes) -> None:
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        return await self._stream.receive_some(max_bytes)
+
+    async def send_all(self, payload: bytes | bytearray | memoryview) -> None:
         with trio.move_on_after(self._send_timeout_s) as self._sending:
             await self._stream.send_all(payload)
             return
         logger.info("a client did not read for %g s; its connection is closed", self._send_timeout_s)
         await trio.aclose_forcefully(self._stream)
         raise trio.BrokenResourceError(f"the client did not read for {self._send_timeout_s:g} s")
+
+    async def send_eof(self) -> None:
+        await self._stream.send_eof()
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._stream.wait_send_all_might_not_block()

@@ -1,0 +1,35 @@
+"""Where a node listens, as URLs, and the file in which it says so (`listen.endpoint_file`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["announce", "endpoint_url", "rest_url"]
+
+
+def endpoint_url(address: tuple[str, int], *, secure: bool = False) -> str:
+    """The URL a trainer connects to, for a listener's (host, port); `secure`: it speaks TLS."""
+    return f"{'wss' if secure else 'ws'}://{_authority(address)}"
+
+
+def rest_url(address: tuple[str, int], *, secure: bool = False) -> str:
+    """The origin of the REST endpoints, for a listener's (host, port); `secure`: it speaks TLS."""
+    return f"{'https' if secure else 'http'}://{_authority(address)}"
+
+
+def announce(endpoint_file: Path, endpoints: Mapping[str, str]) -> None:
+    """Write the endpoints so that a reader sees all of it or nothing. Blocks on the disk."""
+    draft = endpoint_file.with_name(endpoint_file.name + ".new")
+    draft.write_bytes(msgspec.json.encode(endpoints))
+    draft.replace(endpoint_file)
+
+
+def _authority(address: tuple[str, int]) -> str:
+    host, port = address
+    return f"{f'[{host}]' if ':' in host else host}:{port}"

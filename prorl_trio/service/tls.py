@@ -1,0 +1,33 @@
+"""The node's certificate, for every listener that is reached over the network."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ipc.tls import server_context
+from prorl_trio.errors import ConfigError
+
+if TYPE_CHECKING:
+    import ssl
+
+    from prorl_trio.config import ListenConfig
+
+__all__ = ["load_tls"]
+
+
+def load_tls(config: ListenConfig) -> ssl.SSLContext | None:
+    """What the node shows its clients; None: it speaks no TLS. Blocks on the disk.
+
+    Raises:
+        ConfigError: one of the two files is not named, or they cannot be used.
+    """
+    if not config.tls_cert and not config.tls_key:
+        return None
+    if not config.tls_cert or not config.tls_key:
+        raise ConfigError("listen.tls_cert and listen.tls_key go together; one of them is missing")
+    try:
+        return server_context(config.tls_cert, config.tls_key)
+    except OSError as exc:  # an SSLError is one
+        raise ConfigError(
+            f"listen.tls_cert {config.tls_cert}, tls_key {config.tls_key}: cannot be used: {exc}"
+        ) from exc
