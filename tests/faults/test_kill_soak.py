@@ -1,10 +1,11 @@
-"""Node, trainer and backend are killed with -9 at random points under load: each job has one outcome at the trainer,
-none is doubled, none missing, and nothing is left on the machine.
+"""Node, trainer, backend and the daemons of sandboxes are killed with -9 at random points under load: each job has one
+outcome at the trainer, none is doubled, none missing, and nothing is left on the machine.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -17,8 +18,10 @@ from prorl_trio.config import SandboxConfig
 from prorl_trio.errors import ConfigError
 from prorl_trio.sandbox.registry import choose_provider
 from prorl_trio.testing.soak import Leftovers, adopted_orphans, kill_at_random, open_world
+from prorl_trio.testing.soak.trainer import is_retried
 
 GONE_WITHIN_S = 10
+PROGRESS_INTERVAL_S = 30
 
 
 @pytest.fixture
@@ -28,40 +31,94 @@ def folder():
         yield Path(path)
 
 
-async def soak(folder, *, jobs, provider, seed, node=0, trainer=0, backend=0, deadline_s):
+@pytest.fixture
+def show(capsys):
+    """Print a line to whoever looks at a long run."""
+
+    def show(line):
+        with capsys.disabled():
+            sys.stderr.write(f"{line}\n")
+
+    return show
+
+
+async def soak(folder, harm, *, jobs, provider="process", max_warm=2, deadline_s):
+    """Let `harm(world)` do what it does while they work, and look at what the trainer took, and at what is left."""
     try:
         await choose_provider(SandboxConfig(provider=provider))
     except ConfigError as exc:
         pytest.skip(f"{provider} does not work on this machine: {exc}")
     with trio.fail_after(deadline_s):
-        async with open_world(folder, jobs=jobs, sandbox={"provider": provider, "max_warm": 2}) as world:
+        async with open_world(folder, jobs=jobs, sandbox={"provider": provider, "max_warm": max_warm}) as world:
             left = Leftovers(world.temp)
-            victims = {world.node: node, world.trainer: trainer, world.backend: backend}
-            await kill_at_random(victims, random.Random(seed), world.progress, jobs)
+            await harm(world)
             await world.trainer.done.wait()
-            assert [victim.kills for victim in victims] == list(victims.values())
     entries = world.entries()
     counts = Counter(entry.job_id for entry in entries)
     assert counts == Counter(f"job-{n}" for n in range(jobs))
     assert [entry.cursor for entry in entries] == sorted({entry.cursor for entry in entries})
+    check_ends(entries, world.daemons.kills)
     end = time.monotonic() + GONE_WITHIN_S
     while (remains := left.find()) and time.monotonic() < end:
         await trio.sleep(0.05)
     assert remains == set()
-    return entries
+
+
+def check_ends(entries, daemon_kills):
+    """A killed node, trainer or backend costs no job; a killed daemon at most one, which has no reward then."""
+    failed = [entry for entry in entries if entry.status != "completed"]
+    assert {entry.reward for entry in entries if entry.status == "completed"} <= {1.0}
+    assert {(entry.status, entry.cause, entry.reward) for entry in failed} <= {("failed", "sandbox", None)}, failed
+    assert not [entry for entry in failed if is_retried(entry.job_id)], "its policy says that it is run again"
+    assert len(failed) <= daemon_kills
+
+
+def random_kills(seed, show=None, **kills):
+    """Harm: each of these is killed so often, at random."""
+
+    async def harm(world):
+        victims = {name: getattr(world, name) for name in kills}
+        async with trio.open_nursery() as nursery:
+            if show is not None:
+                nursery.start_soon(tell, show, world, victims)
+            times = {victims[name]: count for name, count in kills.items()}
+            await kill_at_random(times, random.Random(seed), world.progress, world.jobs)
+            await world.trainer.done.wait()
+            nursery.cancel_scope.cancel()
+        assert {name: victim.kills for name, victim in victims.items()} == kills
+
+    return harm
+
+
+async def tell(show, world, victims):
+    began = time.monotonic()
+    while True:
+        await trio.sleep(PROGRESS_INTERVAL_S)
+        killed = ", ".join(f"{name} {victim.kills}" for name, victim in victims.items())
+        show(f"{time.monotonic() - began:6.0f} s: {world.progress()} of {world.jobs} jobs; killed: {killed}")
 
 
 async def test_all_three_killed_at_random(folder):
-    entries = await soak(folder, jobs=30, provider="process", seed=1, node=1, trainer=2, backend=1, deadline_s=120)
-    assert {entry.status for entry in entries} == {"completed"}, "what comes back costs no job"
+    await soak(folder, random_kills(1, node=1, trainer=2, backend=1), jobs=30, deadline_s=120)
+
+
+async def test_a_lost_sandbox_is_no_fault_of_the_policy(folder):
+    async def kill_until_it_hurts(world):
+        while not [entry for entry in world.entries() if entry.status == "failed" or entry.attempt > 1]:
+            assert not world.trainer.done.is_set(), "no kill hit a job"
+            world.daemons.kill()
+            await trio.sleep(0.1)
+
+    await soak(folder, kill_until_it_hurts, jobs=6, max_warm=0, deadline_s=120)
 
 
 @pytest.mark.slow
-async def test_all_three_killed_more_often(folder):
-    await soak(folder, jobs=200, provider="process", seed=2, node=3, trainer=3, backend=2, deadline_s=600)
+async def test_all_four_killed_more_often(folder):
+    await soak(folder, random_kills(2, node=3, trainer=3, backend=2, daemons=8), jobs=200, deadline_s=600)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("provider", "jobs"), [("process", 5_000), ("apptainer", 200)])
-async def test_the_large_run(folder, provider, jobs):
-    await soak(folder, jobs=jobs, provider=provider, seed=3, node=10, trainer=10, backend=5, deadline_s=3_000)
+async def test_the_large_run(folder, provider, jobs, show):
+    harm = random_kills(3, show, node=10, trainer=10, backend=5, daemons=20)
+    await soak(folder, harm, jobs=jobs, provider=provider, deadline_s=3_000)

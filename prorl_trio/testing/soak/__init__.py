@@ -1,11 +1,12 @@
-"""A node, its backend and its trainer as processes of their own, killed at random while they work.
+"""A node, its sandboxes, its backend and its trainer as processes of their own, killed at random while they work.
 
 Nothing that was accepted may be lost, nothing come twice, nothing be left: the trainer keeps a journal of what it took,
 and `leftovers` looks at the machine.
 """
 
+from prorl_trio.testing.soak.daemons import SandboxDaemons
 from prorl_trio.testing.soak.journal import Entry, Journal
-from prorl_trio.testing.soak.kept_process import KeptProcess, kill_at_random
+from prorl_trio.testing.soak.kept_process import KeptProcess, Victim, kill_at_random
 from prorl_trio.testing.soak.leftovers import Leftovers, adopted_orphans
 from prorl_trio.testing.soak.world import SoakWorld, open_world
 
@@ -14,7 +15,9 @@ __all__ = [
     "Journal",
     "KeptProcess",
     "Leftovers",
+    "SandboxDaemons",
     "SoakWorld",
+    "Victim",
     "adopted_orphans",
     "kill_at_random",
     "open_world",

@@ -10,16 +10,19 @@ import msgspec
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Entry", "Journal"]
+__all__ = ["Entry", "Journal", "JournalLength", "read_entries"]
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One outcome taken: `cursor` of the session, what became of the job, and how many tokens it brought."""
+    """One outcome taken: `cursor` of the session, what became of the job in which attempt, and how many tokens it
+    brought."""
 
     cursor: int
     job_id: str
     status: str
     cause: str | None
+    reward: float | None
+    attempt: int
     tokens: int
 
 
@@ -45,6 +48,27 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+class JournalLength:
+    """How many whole entries there are in a journal that another process writes. Reads each byte once. Blocking."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._entries = 0
+        self._counted_bytes = 0
+
+    def look(self) -> int:
+        """As of now; 0 if there is no such file."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._counted_bytes)
+                new = file.read()
+        except FileNotFoundError:
+            return 0
+        self._entries += new.count(b"\n")
+        self._counted_bytes += new.rfind(b"\n") + 1
+        return self._entries
 
 
 def read_entries(path: Path) -> list[Entry]:

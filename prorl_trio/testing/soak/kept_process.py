@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 
@@ -14,11 +14,21 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
-__all__ = ["KeptProcess", "kill_at_random"]
+__all__ = ["KeptProcess", "Victim", "kill_at_random"]
 
 KILL_TIMEOUT_S: Final = 10.0
 PROGRESS_LOOK_INTERVAL_S: Final = 0.02
 """How often the journal, which another process writes, is looked at."""
+
+
+class Victim(Protocol):
+    """What `kill_at_random` kills. `kills`: how often it was killed; `done`: there is nothing to kill any more."""
+
+    kills: int
+    done: trio.Event
+
+    def kill(self) -> None:
+        """SIGKILL, and count it. Nothing happens if nothing runs."""
 
 
 class KeptProcess:
@@ -85,25 +95,30 @@ class KeptProcess:
 
     def kill(self) -> None:
         """SIGKILL, to it alone. Nothing happens if it does not run."""
-        if self._process is not None and self._process.returncode is None:
+        if self.runs and self._process is not None:
             self._killed = True
             self.kills += 1
             self._process.kill()
 
     def send_signal(self, number: signal.Signals) -> None:
         """A signal other than SIGKILL. Nothing happens if it does not run."""
-        if self._process is not None and self._process.returncode is None:
+        if self.runs and self._process is not None:
             self._process.send_signal(number)
 
     @property
+    def runs(self) -> bool:
+        """There is a process, and nobody knows of its end."""
+        return self._process is not None and self._process.returncode is None
+
+    @property
     def pid(self) -> int:
-        """Of the process that runs now."""
+        """Of the process that was started last."""
         assert self._process is not None, f"{self.name} has not been started"
         return self._process.pid
 
 
 async def kill_at_random(
-    victims: Mapping[KeptProcess, int], random: Random, progress: Callable[[], int], total: int
+    victims: Mapping[Victim, int], random: Random, progress: Callable[[], int], total: int
 ) -> None:
     """Kill each of `victims` so many times, in random order, at random points of the way of `progress` to `total`.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Leftovers", "adopted_orphans"]
+__all__ = ["Leftovers", "adopted_orphans", "descendants"]
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 PR_SET_CHILD_SUBREAPER: Final = 36
@@ -42,12 +42,14 @@ class Leftovers:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._processes = _descendants().keys()
+        self._processes = descendants(os.getpid()).keys()
         self._shared = set(os.listdir(SHARED_MEMORY))
 
     def find(self) -> set[str]:
         """What there is besides: processes that run, entries of the folder, shared memory, mounts in the folder."""
-        found = {f"process {pid}: {line}" for pid, line in _descendants().items() if pid not in self._processes}
+        found = {
+            f"process {pid}: {line}" for pid, line in descendants(os.getpid()).items() if pid not in self._processes
+        }
         found |= {f"file {path}" for path in self._folder.iterdir()}
         found |= {f"shared memory {name}" for name in self._new_shared()}
         mounts = Path("/proc/self/mounts").read_text().splitlines()
@@ -58,7 +60,7 @@ class Leftovers:
         new = set(os.listdir(SHARED_MEMORY)) - self._shared
         if not new:
             return new
-        ours = _descendants().keys() - self._processes
+        ours = descendants(os.getpid()).keys() - self._processes
         used = ""
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             if pid not in ours:
@@ -67,8 +69,8 @@ class Leftovers:
         return {name for name in new if f"{SHARED_MEMORY / name}\n" not in used and (SHARED_MEMORY / name).exists()}
 
 
-def _descendants() -> dict[int, str]:
-    """Pid and command line of every process below this one. Zombies are left out."""
+def descendants(ancestor: int) -> dict[int, str]:
+    """Pid and command line of every process below that one. Zombies are left out. Blocking, short."""
     parents: dict[int, int] = {}
     lines: dict[int, str] = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
@@ -79,7 +81,7 @@ def _descendants() -> dict[int, str]:
                 line = Path(f"/proc/{pid}/cmdline").read_bytes()
                 lines[pid] = line.replace(b"\0", b" ").decode(errors="replace")[:200]
     found: set[int] = set()
-    queue = [os.getpid()]
+    queue = [ancestor]
     while queue:
         above = queue.pop()
         below = [pid for pid, parent in parents.items() if parent == above]

@@ -1,7 +1,8 @@
 """A trainer in a process of its own: `python -m prorl_trio.testing.soak.trainer URL TOKEN JOURNAL JOBS`.
 
 Submits the jobs `job-0` to `job-JOBS` that are not in its journal, and writes each outcome there before it asks for the
-next, which acknowledges it. Killed and started again, it goes on. Exits with 0 when it has all of them.
+next, which acknowledges it. Every second job has a retry policy, see `is_retried`. Killed and started again, the trainer
+goes on. Exits with 0 when it has all of them.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import trio
 
 from ipc.session import Rejected
 from prorl_trio.client import RolloutClient, connect
-from prorl_trio.models import JobSpec, Outcome, SamplingParams, TaskInstance
+from prorl_trio.models import JobSpec, Outcome, RetryPolicy, SamplingParams, TaskInstance
 from prorl_trio.testing.soak.journal import Entry, Journal
 from prorl_trio.testing.soak.parent import end_with_parent
 
-__all__ = ["SESSION_ID", "job_id", "soak_spec", "work"]
+__all__ = ["SESSION_ID", "is_retried", "job_id", "soak_spec", "work"]
 
 SESSION_ID: Final = "soak"
 CONNECT_TIMEOUT_S: Final = 120.0
 MAX_OUTPUT_TOKENS: Final = 200
+RETRY: Final = RetryPolicy(max_attempts=20, causes=("sandbox",), backoff_s=0.1)
+"""Of more attempts than all kills of a soak together cost one job."""
 
 
 def job_id(number: int) -> str:
@@ -30,13 +33,19 @@ def job_id(number: int) -> str:
     return f"job-{number}"
 
 
-def soak_spec(name: str) -> JobSpec:
+def is_retried(name: str) -> bool:
+    """Whether that job of the soak is run again when its sandbox is lost; the others fail then."""
+    return int(name.removeprefix("job-")) % 2 == 1
+
+
+def soak_spec(name: str, retry: RetryPolicy = RetryPolicy()) -> JobSpec:  # noqa: B008 - it is immutable
     """A job for the handler `soak`."""
     return JobSpec(
         job_id=name,
         instance=TaskInstance(instance_id=name, handler="soak", payload={}),
         sampling=SamplingParams(max_output_tokens=MAX_OUTPUT_TOKENS),
         max_turns=4,
+        retry=retry,
     )
 
 
@@ -47,6 +56,8 @@ def _entry(cursor: int, outcome: Outcome) -> Entry:
         job_id=outcome.job_id,
         status=outcome.status,
         cause=outcome.cause,
+        reward=outcome.reward,
+        attempt=outcome.attempt,
         tokens=sum(len(segment) for segment in segments),
     )
 
@@ -59,7 +70,8 @@ async def work(url: str, token: str, journal: Journal, jobs: int) -> None:
         connect(url, token, session_id=SESSION_ID, resume_after=cursor, connect_timeout_s=CONNECT_TIMEOUT_S) as client,
         trio.open_nursery() as nursery,
     ):
-        missing = [soak_spec(job_id(n)) for n in range(jobs) if job_id(n) not in taken]
+        names = [job_id(n) for n in range(jobs) if job_id(n) not in taken]
+        missing = [soak_spec(name, RETRY) if is_retried(name) else soak_spec(name) for name in names]
         nursery.start_soon(_submit, client, missing)
         while len(taken) < jobs:
             cursor, outcome = await client.next_after(cursor)

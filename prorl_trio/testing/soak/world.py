@@ -14,7 +14,8 @@ import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.testing.soak.journal import read_entries
+from prorl_trio.testing.soak.daemons import SandboxDaemons
+from prorl_trio.testing.soak.journal import JournalLength, read_entries
 from prorl_trio.testing.soak.kept_process import KeptProcess
 from prorl_trio.testing.tiny_model import make_tiny_model
 
@@ -31,7 +32,8 @@ _PACKAGE: Final = "prorl_trio.testing.soak"
 
 
 class SoakWorld:
-    """The three, running. `temp` is where their temporary files go, `url` and `token` reach the node."""
+    """The three, running. `temp` is where their temporary files go, `url` and `token` reach the node, and `daemons` are
+    those of the node's sandboxes."""
 
     def __init__(self, folder: Path, jobs: int, config: dict[str, Any]) -> None:
         self.jobs = jobs
@@ -41,6 +43,7 @@ class SoakWorld:
         self.token = secrets.token_hex(16)
         self.url = f"ws://127.0.0.1:{node_port}"
         self._journal = folder / "journal"
+        self._length = JournalLength(self._journal)
         node_toml = folder / "node.toml"
         model = folder / "model"
         make_tiny_model(model)
@@ -65,14 +68,15 @@ class SoakWorld:
         self.backend = keep("backend", [str(model), str(backend_port)], trio.lowlevel.checkpoint)
         self.node = keep("node", [str(node_toml)], backend_listens)
         self.trainer = keep("trainer", trainer_arguments, trio.lowlevel.checkpoint)
+        self.daemons = SandboxDaemons(self.node, self.trainer.done)
 
     def entries(self) -> list[Entry]:
         """What the trainer has taken so far. Blocking, short."""
         return read_entries(self._journal)
 
     def progress(self) -> int:
-        """How many outcomes the trainer has taken so far."""
-        return len(self.entries())
+        """How many outcomes the trainer has taken so far. Blocking, short."""
+        return self._length.look()
 
 
 @asynccontextmanager
