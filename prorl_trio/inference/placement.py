@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Backend", "BackendPool", "BackendState", "BackendStatistics", "Lease", "MoveReason", "Strategy"]
 
-BackendState = Literal["active", "draining", "removed"]
-"""`active` takes tasks. `draining` takes none and stays listed. `removed` takes none and goes with its last lease."""
+BackendState = Literal["active", "draining", "removed", "down"]
+"""`active` takes tasks. `draining` takes none and stays listed. `removed` takes none and goes with its last lease.
+`down`: expected, and not registered before it passes its probe."""
 
 MoveReason = Literal["failure", "drain", "skew"]
 """Why a task changed its backend: the old one failed it or is out of health, takes no tasks any more, or has so much
@@ -95,7 +96,8 @@ class Lease:
 
 
 class BackendStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of one backend. `assigned_total`: tasks it ever took. `max_tasks`: its limit now, 0 for none."""
+    """A snapshot of one backend. `assigned_total`: tasks it ever took. `max_tasks`: its limit now, 0 for none.
+    `error`: why it is `down`."""
 
     url: str
     state: BackendState
@@ -104,6 +106,7 @@ class BackendStatistics(msgspec.Struct, frozen=True, kw_only=True):
     suspended: bool = False
     weight: float = 1.0
     max_tasks: int = 0
+    error: str = ""
 
 
 class BackendPool:
@@ -137,8 +140,8 @@ class BackendPool:
 
         `weight`: its share of the tasks beside others; 1 for a new one, and what it was, where it is not given.
         """
-        if weight is not None and not 0 < weight < float("inf"):
-            raise ValueError(f"{url}: a weight must be > 0, got {weight}")
+        if weight is not None:
+            _check_weight(url, weight)
         backend = self._backends.get(url)
         if backend is None:
             backend = self._backends[url] = Backend(url, weight or 1.0, self._max_tasks)
@@ -188,14 +191,31 @@ class BackendPool:
         """The active or draining backend of that URL."""
         return self._backends.get(url)
 
+    def weigh(self, url: str, weight: float) -> None:
+        """Change its share of the tasks from the next one on.
+
+        Raises:
+            KeyError: there is no such backend.
+            ValueError: the weight is not above 0.
+        """
+        _check_weight(url, weight)
+        backend = self._backends[url]
+        self._leave(backend)
+        backend.weight = weight
+        self._enter(backend)
+
+    def check_free(self, task_id: str) -> None:
+        """Raise ValueError if the task has a lease."""
+        if task_id in self._leases:
+            raise ValueError(f"task {task_id!r} already has a backend: {self._leases[task_id].backend.url}")
+
     def assign(self, task_id: str) -> Lease | None:
         """A lease for the whole task, or None while no backend accepts tasks and has room.
 
         Raises:
             ValueError: the task has one already.
         """
-        if task_id in self._leases:
-            raise ValueError(f"task {task_id!r} already has a backend: {self._leases[task_id].backend.url}")
+        self.check_free(task_id)
         backend = self._share() if self.strategy == "static_split" else self._least()
         if backend is None or (backend.full and self.strategy != "static_split"):
             return None
@@ -318,3 +338,8 @@ class BackendPool:
         """Whose turn it is in order of arrival, whatever it has to do."""
         accepting = [backend for backend in self._backends.values() if backend.accepting]
         return accepting[self._turn % len(accepting)] if accepting else None
+
+
+def _check_weight(url: str, weight: float) -> None:
+    if not 0 < weight < float("inf"):
+        raise ValueError(f"{url}: a weight must be > 0, got {weight}")

@@ -306,6 +306,7 @@ async def test_statistics_can_be_sent(backends):
                 "suspended": False,
                 "weight": 1.0,
                 "max_tasks": 0,
+                "error": "",
             }
         ],
     }

@@ -1,0 +1,115 @@
+"""A task's hold on a backend: what the agent's loop calls. Sticky, and moved for a stated reason only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from prorl_trio.inference.gate import unseen
+from prorl_trio.inference.partial import PartialCompletion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
+    from prorl_trio.inference.placement import Lease
+    from prorl_trio.inference.pool import Backends
+    from prorl_trio.models import SamplingParams
+
+__all__ = ["BackendLease"]
+
+
+class BackendLease:
+    """A task's hold on one backend, for all its calls. Made by `Backends.lease`."""
+
+    def __init__(self, backends: Backends, lease: Lease) -> None:
+        self._backends = backends
+        self._lease = lease
+
+    def __repr__(self) -> str:
+        return f"<BackendLease of {self.task_id} on {self.url}>"
+
+    @property
+    def task_id(self) -> str:
+        """Who holds it."""
+        return self._lease.task_id
+
+    @property
+    def url(self) -> str:
+        """Of the backend held now."""
+        return self._lease.backend.url
+
+    @property
+    def client(self) -> EngineClient:
+        """The backend held now. Ask again after `repin`. Not the task's to close."""
+        return self._backends.engine_of(self._lease).client
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the last probe of the backend held now found."""
+        return self._backends.engine_of(self._lease).info
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        request_id: str,
+        timeout_s: float,
+        waiting: Callable[[str], AbstractContextManager[None]] = unseen,
+    ) -> Completion:
+        """`complete` of a fresh `PartialCompletion`."""
+        partial = PartialCompletion(prompt_token_ids, sampling, max_tokens)
+        return await self.complete(partial, request_id=request_id, timeout_s=timeout_s, waiting=waiting)
+
+    async def complete(
+        self,
+        partial: PartialCompletion,
+        *,
+        request_id: str,
+        timeout_s: float,
+        waiting: Callable[[str], AbstractContextManager[None]] = unseen,
+    ) -> Completion:
+        """The rest of a completion from the backend held now, once the pool is not paused; see `EngineClient.generate`.
+
+        A pause that aborts has it continued after the resume, from the tokens received: those the engine answered the
+        abort with, or those streamed before. They stay in `partial` if this raises or is cancelled, for another
+        backend to continue. `timeout_s` is for one attempt, the pause not counted; `waiting` is entered while it lasts
+        (see `CompletionGate.run`). The spans say which tokens were sampled under which policy version.
+        """
+
+        async def call() -> Completion:
+            if (whole := partial.begin_attempt()) is not None:
+                await trio.lowlevel.checkpoint()
+                return whole
+            engine = self._backends.engine_of(self._lease)
+            before = engine.info.policy_version
+            completion = None
+            try:
+                completion = await engine.client.generate(
+                    partial.prompt_token_ids,
+                    partial.sampling,
+                    max_tokens=partial.room,
+                    request_id=request_id,
+                    timeout_s=timeout_s,
+                    cache_salt=before,
+                    sink=partial.sink,
+                )
+            finally:
+                if completion is None:
+                    partial.cut(engine.info, before)
+            return partial.add(completion, before, engine.info.policy_version)
+
+        with self._backends.observed(self._lease):
+            return await self._backends.gate.run(self.url, call, waiting)
+
+    def repin(self) -> bool:
+        """Move to the least loaded other backend, after this one failed.
+
+        Returns:
+            False, still on the same backend, if no other one accepts tasks. Never waits.
+        """
+        return self._backends.move(self._lease, "failure")
