@@ -85,9 +85,10 @@ def checked_completion(
     sampled: int,
     finish_reason: str | None,
     versions: Sequence[tuple[str, int, int]] = (),
+    dropped: int = 0,
 ) -> Completion:
     """The completion, if everything about it agrees. `sampled` is the engine's own count; `versions` are its runs of
-    `(version of the weights, start, end)`, if it tells.
+    `(version of the weights, start, end)`, if it tells; `dropped` see `Completion`.
 
     Raises:
         ContractBroken: it does not.
@@ -102,7 +103,7 @@ def checked_completion(
         raise ContractBroken(f"unknown finish_reason {finish_reason!r}")
     if sampled > wanted.max_tokens or (sampled == 0 and reason != "abort"):
         raise ContractBroken(f"asked for 1 to {wanted.max_tokens} tokens, it sampled {sampled} ({reason})")
-    info, sampling = wanted.info, wanted.sampling
+    info, sampling, told = wanted.info, wanted.sampling, bool(versions)
     if not versions:
         versions = [(info.policy_version, 0, sampled)] if sampled else []
     elif [start for _, start, _ in versions] + [sampled] != [0] + [end for _, _, end in versions]:
@@ -128,6 +129,8 @@ def checked_completion(
         policy_version=info.policy_version,
         engine=info.engine,
         spans=spans,
+        versions_told=told,
+        dropped_tokens=dropped,
     )
 
 

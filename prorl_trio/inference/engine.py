@@ -54,7 +54,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     usage count. The end-of-turn token is included when it was sampled.
 
     `spans` cover the N tokens, position 0 being the first of them. None: all are of one kind, by `policy_version` and
-    `engine`.
+    `engine`. `versions_told`: the engine itself said which of them were sampled by which version of the weights.
+
+    `dropped_tokens` came with, but after, the token at which the sink had enough. What the engine went on to sample
+    until it noticed is not known, nor what it would have.
     """
 
     token_ids: list[int]
@@ -63,6 +66,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: str
     engine: str
     spans: list[PolicySpan] = []
+    versions_told: bool = False
+    dropped_tokens: int = 0
 
 
 class EngineClient(abc.ABC):
@@ -93,7 +98,8 @@ class EngineClient(abc.ABC):
         """Sample up to `max_tokens` tokens after `prompt_token_ids`.
 
         Prefixes are shared only among requests of one `cache_salt`. With a `sink`, tokens are streamed to it, and it
-        may end the completion: its finish reason is then `tool_call`. A client that cannot stream never calls it.
+        may end the completion: the engine is left, upon which it aborts, and the finish reason is `tool_call`, unless
+        the engine had ended it by itself at the same time. A client that cannot stream never calls it.
 
         Cancellation closes the connection, upon which the engine aborts the request. Connection errors and 5xx before
         the first byte of an answer are retried with backoff inside `timeout_s`; never after tokens were received.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import msgspec
 
 from prorl_trio.inference.answers import ContractBroken, Logprob, TokenId, Wanted, checked_completion
+from prorl_trio.inference.completion_stream import CompletionStream, StreamPart
 from prorl_trio.inference.engine import Completion, EngineInfo, TokenSink
 from prorl_trio.inference.http_engine import PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient
 from prorl_trio.inference.vllm_api import ModelList
@@ -62,15 +63,19 @@ class FinishedBecause(msgspec.Struct, frozen=True):
 
 
 class MetaInfo(msgspec.Struct, frozen=True):
-    """`output_token_logprobs`: the log-probability, the id, and the text or null, of each sampled token."""
+    """`output_token_logprobs`: the log-probability, the id, and the text or null, of each sampled token.
+
+    In a stream `completion_tokens` counts all so far. The log-probabilities are of all so far, too, or, of a server
+    with `--incremental-streaming-output`, of the new ones. There is no `finish_reason` until the last event.
+    """
 
     completion_tokens: int
-    finish_reason: FinishedBecause
+    finish_reason: FinishedBecause | None = None
     output_token_logprobs: list[tuple[Logprob, TokenId, Any]] | None = None
 
 
 class GenerateResponse(msgspec.Struct, frozen=True):
-    """The answer of `POST /generate`."""
+    """The answer of `POST /generate`, or an event of a streamed one."""
 
     meta_info: MetaInfo
     output_ids: list[TokenId] | None = None
@@ -91,7 +96,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 class SglangClient(HttpEngineClient):
-    """One SGLang server. It does not stream: a `sink` is never called."""
+    """One SGLang server."""
 
     may_scale_logprobs: ClassVar[bool] = True
 
@@ -150,19 +155,20 @@ class SglangClient(HttpEngineClient):
         sink: TokenSink | None,
         probing: bool = False,
     ) -> Completion:
-        del sink
+        stream = None if sink is None else CompletionStream(wanted, sink, _event)
         response = await self._post(
             GENERATE,
-            _request(wanted, cache_salt, ignore_eos=probing),
+            _request(wanted, cache_salt, stream=stream is not None, ignore_eos=probing),
             request_id=request_id,
             timeout_s=timeout_s,
             prompt_tokens=len(wanted.prompt_token_ids),
+            on_data=None if stream is None else stream.feed,
             once=probing,
         )
-        return _completion(response.body, wanted)
+        return stream.completion() if stream is not None else _completion(response.body, wanted)
 
 
-def _request(wanted: Wanted, cache_salt: str, *, ignore_eos: bool) -> bytes:
+def _request(wanted: Wanted, cache_salt: str, *, stream: bool, ignore_eos: bool) -> bytes:
     sampling = wanted.sampling
     return msgspec.json.encode(
         GenerateRequest(
@@ -175,28 +181,48 @@ def _request(wanted: Wanted, cache_salt: str, *, ignore_eos: bool) -> bytes:
                 stop_token_ids=sampling.stop_token_ids,
                 ignore_eos=ignore_eos,
             ),
+            stream=stream,
             extra_key=cache_salt or msgspec.UNSET,
         )
     )
 
 
 def _completion(body: bytes, wanted: Wanted) -> Completion:
+    answer = _decode(body)
+    meta, (token_ids, logprobs) = answer.meta_info, _tokens(answer)
+    return checked_completion(
+        wanted,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        sampled=meta.completion_tokens,
+        finish_reason=meta.finish_reason.type if meta.finish_reason else None,
+    )
+
+
+def _event(data: bytes, before: int) -> StreamPart:
+    answer = _decode(data)
+    meta, (token_ids, logprobs) = answer.meta_info, _tokens(answer)
+    if len(token_ids) == meta.completion_tokens:  # of all so far
+        token_ids, logprobs = token_ids[before:], logprobs[before:]
+    reason = meta.finish_reason.type if meta.finish_reason else None
+    return StreamPart(token_ids, logprobs, reason, meta.completion_tokens)
+
+
+def _decode(body: bytes) -> GenerateResponse:
     try:
-        answer = msgspec.json.decode(body, type=GenerateResponse)
+        return msgspec.json.decode(body, type=GenerateResponse)
     except msgspec.MsgspecError as exc:
         raise ContractBroken(f"the answer is not a completion to train on: {exc}") from exc
-    meta = answer.meta_info
-    if meta.output_token_logprobs is None:
+
+
+def _tokens(answer: GenerateResponse) -> tuple[list[int], list[float]]:
+    """The ids and log-probabilities in it."""
+    told = answer.meta_info.output_token_logprobs
+    if told is None:
         raise ContractBroken("it drops log-probabilities (no output_token_logprobs in the answer)")
-    token_ids = [token_id for _, token_id, _ in meta.output_token_logprobs]
+    token_ids = [token_id for _, token_id, _ in told]
     if answer.output_ids is not None and answer.output_ids != token_ids:
         raise ContractBroken(
             f"it drops token ids or logprobs: {len(answer.output_ids)} ids, logprobs of {len(token_ids)} others"
         )
-    return checked_completion(
-        wanted,
-        token_ids=token_ids,
-        logprobs=[logprob for logprob, _, _ in meta.output_token_logprobs],
-        sampled=meta.completion_tokens,
-        finish_reason=meta.finish_reason.type,
-    )
+    return token_ids, [logprob for logprob, _, _ in told]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prorl_trio.errors import BackendError
+from prorl_trio.inference.completion_stream import CompletionStream
 from prorl_trio.inference.engine import Completion, EngineInfo, TokenSink
 from prorl_trio.inference.http_engine import PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient, OnCall
 from prorl_trio.inference.retries import RetryPolicy
@@ -17,9 +17,9 @@ from prorl_trio.inference.vllm_api import (
     completion_of,
     completion_request,
     prefix_caching,
-    read_part,
+    read_answer,
+    read_event,
 )
-from prorl_trio.inference.vllm_stream import CompletionStream, StreamFailed
 
 if TYPE_CHECKING:
     from prorl_trio.inference.answers import Wanted
@@ -84,21 +84,14 @@ class VllmClient(HttpEngineClient):
         probing: bool = False,
     ) -> Completion:
         path = wanted.info.api
-        stream = None if sink is None else CompletionStream(wanted, sink)
-        try:
-            response = await self._post(
-                path,
-                completion_request(
-                    wanted, path=path, cache_salt=cache_salt, stream=stream is not None, ignore_eos=probing
-                ),
-                request_id=request_id,
-                timeout_s=timeout_s,
-                prompt_tokens=len(wanted.prompt_token_ids),
-                on_data=None if stream is None else stream.feed,
-                once=probing,
-            )
-        except StreamFailed as exc:
-            raise BackendError(
-                f"{self.url}: the engine failed in the middle of an answer: {exc}", retryable=True
-            ) from exc
-        return completion_of(read_part(response.body, wanted), wanted) if stream is None else stream.completion()
+        stream = None if sink is None else CompletionStream(wanted, sink, lambda data, _: read_event(data, wanted))
+        response = await self._post(
+            path,
+            completion_request(wanted, path=path, cache_salt=cache_salt, stream=stream is not None, ignore_eos=probing),
+            request_id=request_id,
+            timeout_s=timeout_s,
+            prompt_tokens=len(wanted.prompt_token_ids),
+            on_data=None if stream is None else stream.feed,
+            once=probing,
+        )
+        return stream.completion() if stream is not None else completion_of(read_answer(response.body, wanted), wanted)

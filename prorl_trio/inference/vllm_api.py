@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from prorl_trio.inference.answers import ContractBroken, Logprob, TokenId, Wanted, checked_completion
+from prorl_trio.inference.completion_stream import StreamPart
 
 if TYPE_CHECKING:
     from prorl_trio.inference.engine import Completion
@@ -25,7 +26,8 @@ __all__ = [
     "completion_of",
     "completion_request",
     "prefix_caching",
-    "read_part",
+    "read_answer",
+    "read_event",
     "tokens_of",
 ]
 
@@ -192,7 +194,7 @@ def completion_request(
     return msgspec.json.encode(request)
 
 
-def read_part(body: bytes, wanted: Wanted) -> AnswerPart:
+def read_answer(body: bytes, wanted: Wanted) -> AnswerPart:
     """Decode an answer, or a part of a streamed one, and check what can be checked of it alone.
 
     Raises:
@@ -212,6 +214,22 @@ def read_part(body: bytes, wanted: Wanted) -> AnswerPart:
                 f"it read one of {len(read)}"
             )
     return part
+
+
+def read_event(data: bytes, wanted: Wanted) -> StreamPart:
+    """Decode one event of a streamed answer.
+
+    Raises:
+        ContractBroken: as `read_answer` and `tokens_of`.
+    """
+    part = read_answer(data, wanted)
+    sampled = None if part.usage is None else part.usage.completion_tokens
+    if not part.choices:
+        return StreamPart([], [], None, sampled)
+    choice = part.choices[0]
+    # The event that only says why it ended has neither.
+    token_ids, logprobs = tokens_of(choice) if choice.token_ids else ([], [])
+    return StreamPart(token_ids, logprobs, choice.finish_reason, sampled, _runs(choice))
 
 
 def tokens_of(choice: Choice) -> tuple[list[int], list[float]]:
@@ -248,8 +266,12 @@ def completion_of(part: AnswerPart, wanted: Wanted) -> Completion:
         logprobs=logprobs,
         sampled=part.usage.completion_tokens,
         finish_reason=choice.finish_reason,
-        versions=[(run.version, run.start, run.end) for run in choice.weight_versions or ()],
+        versions=_runs(choice),
     )
+
+
+def _runs(choice: Choice) -> list[tuple[str, int, int]]:
+    return [(run.version, run.start, run.end) for run in choice.weight_versions or ()]
 
 
 def prefix_caching(metrics: bytes) -> bool | None:

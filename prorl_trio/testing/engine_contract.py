@@ -20,7 +20,7 @@ import msgspec
 import trio
 
 from prorl_trio.errors import ContextLengthExceeded
-from prorl_trio.inference.engine import Completion, EngineClient
+from prorl_trio.inference.engine import Completion, EngineClient, TokenSink
 from prorl_trio.models import SamplingParams
 
 __all__ = ["EngineContract", "EngineUnderTest"]
@@ -43,6 +43,7 @@ class EngineUnderTest(msgspec.Struct, frozen=True, kw_only=True):
             fulfils a condition.
         count_finished: how many completions the engine has sampled to their own end, since it started.
         max_answer_tokens: enough for that answer.
+        streams: the client can stream.
     """
 
     client: EngineClient
@@ -51,6 +52,7 @@ class EngineUnderTest(msgspec.Struct, frozen=True, kw_only=True):
     wait_running: Callable[[Callable[[int], bool]], Awaitable[object]]
     count_finished: Callable[[], Awaitable[int]]
     max_answer_tokens: int = 256
+    streams: bool = True
 
 
 class EngineContract:
@@ -175,6 +177,75 @@ class EngineContract:
                 assert await engine.count_finished() - finished < 4, "all ran to their end"
             assert (await _generate(engine, GREEDY, max_tokens=1)).token_ids
 
+    async def test_a_stream_is_the_same_completion(self, engine: EngineUnderTest) -> None:
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            for max_tokens in (3, engine.max_answer_tokens):
+                whole = await _generate(engine, GREEDY, max_tokens=max_tokens)
+                seen = Streamed()
+                streamed = await _generate(engine, GREEDY, max_tokens=max_tokens, sink=seen.take)
+                assert streamed.token_ids == whole.token_ids
+                assert streamed.finish_reason == whole.finish_reason
+                assert _distance(streamed.logprobs, whole.logprobs) < LOGPROB_TOLERANCE
+                assert streamed.dropped_tokens == 0
+                if engine.streams:
+                    assert (seen.token_ids, seen.logprobs) == (streamed.token_ids, streamed.logprobs)
+
+    async def test_a_sink_that_has_enough_ends_the_completion_at_that_token(self, engine: EngineUnderTest) -> None:
+        """What a complete tool call does. The engine goes on for a moment; nothing of that is in the completion."""
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            if not engine.streams:
+                return
+            whole = await _generate(engine, GREEDY, max_tokens=4)
+            seen = Streamed(enough=2)
+            stopped = await _generate(engine, GREEDY, max_tokens=engine.max_answer_tokens, sink=seen.take)
+            assert stopped.finish_reason == "tool_call"
+            assert stopped.token_ids == whole.token_ids[:2]
+            assert _distance(stopped.logprobs, whole.logprobs[:2]) < LOGPROB_TOLERANCE
+            assert stopped.dropped_tokens == len(seen.token_ids) - 2
+            await engine.wait_running(lambda running: running == 0)
+            rest = await _generate(
+                engine, GREEDY, max_tokens=2, prompt=engine.prompt_token_ids + stopped.token_ids, sink=Streamed().take
+            )
+            assert rest.token_ids == whole.token_ids[2:]
+
+    async def test_a_cancelled_stream_aborts_in_the_engine(self, engine: EngineUnderTest) -> None:
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            if not engine.streams:
+                return
+            seen = Streamed()
+            async with trio.open_nursery() as nursery:
+
+                async def stream() -> None:
+                    await _generate(engine, SamplingParams(), max_tokens=1000, sink=seen.take)
+
+                nursery.start_soon(stream)
+                with trio.move_on_after(CALL_TIMEOUT_S):
+                    await seen.began.wait()
+                nursery.cancel_scope.cancel()
+            await engine.wait_running(lambda running: running == 0)
+            assert len(seen.token_ids) == len(seen.logprobs) > 0
+
+
+class Streamed:
+    """A sink that keeps what it got, and has enough after so many tokens; None: never."""
+
+    def __init__(self, enough: int | None = None) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.began = trio.Event()
+        self._enough = enough
+
+    def take(self, token_ids: list[int], logprobs: list[float]) -> int | None:
+        """See `TokenSink`."""
+        before = len(self.token_ids)
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.began.set()
+        return self._enough - before if self._enough is not None and len(self.token_ids) >= self._enough else None
+
 
 async def _generate(
     engine: EngineUnderTest,
@@ -183,6 +254,7 @@ async def _generate(
     max_tokens: int,
     prompt: list[int] | None = None,
     request_id: str = "contract",
+    sink: TokenSink | None = None,
 ) -> Completion:
     return await engine.client.generate(
         prompt or engine.prompt_token_ids,
@@ -190,6 +262,7 @@ async def _generate(
         max_tokens=max_tokens,
         request_id=request_id,
         timeout_s=CALL_TIMEOUT_S,
+        sink=sink,
     )
 
 

@@ -12,18 +12,29 @@ Example:
 from __future__ import annotations
 
 from collections import deque
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import trio
 
 from ipc.nursery import single_exception
-from prorl_trio.testing.fake_http import Answer, HttpCall, serve_http
+from prorl_trio.testing.fake_answers import (
+    DONE,
+    Fault,
+    completion_answer,
+    completion_event,
+    error_answer,
+    error_body,
+    sse,
+    usage_event,
+)
+from prorl_trio.testing.fake_http import Answer, HttpCall, Send, serve_http
 from prorl_trio.testing.fake_sampling import FakeRequest, Sampled, Script, default_script, sample
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 __all__ = [
     "FakeEngine",
@@ -35,29 +46,14 @@ __all__ = [
     "open_look_alike",
 ]
 
-Fault = Literal[
-    "server_error",  # status 500
-    "reset_before_headers",  # the connection is reset, nothing of the answer sent
-    "reset_after_headers",  # the connection ends half-way through the body
-    "hang",  # no answer until the client leaves
-    "bad_json",  # status 200 and half a JSON document
-    "drop_token_ids",
-    "drop_logprobs",
-    "count_mismatch",  # one log-probability less than tokens
-    "usage_mismatch",  # the usage counts one token more
-    "changed_prompt",  # the echoed prompt lacks its first token
-    "nan_logprob",  # the literal NaN, which is not JSON
-    "null_logprob",
-    "clamped_logprob",  # -9999.0, vLLM's minus infinity
-    "unknown_finish",
-]
-"""What may go wrong with one `POST /v1/completions`."""
-
 MAX_CONNECTIONS = 4096
 
 
 class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server says of itself, and how long it takes: `first_token_s`, then `per_token_s` for each further."""
+    """What the server says of itself, and how long it takes: `first_token_s`, then `per_token_s` for each further.
+
+    A stream has `tokens_per_event` in each event: a real engine's has more where its client, or its core, is slow.
+    """
 
     model: str = "fake-model"
     max_model_len: int = 2048
@@ -67,6 +63,7 @@ class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: str = "0"
     first_token_s: float = 0.0
     per_token_s: float = 0.0
+    tokens_per_event: int = 1
 
 
 class FakeEngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +99,7 @@ class FakeEngine:
         self._gate = trio.Event()
         self._gate.set()
         self._sampling: set[trio.CancelScope] = set()
+        self._abort_rounds = 0
         self._changed = trio.lowlevel.ParkingLot()
         self._connections = 0
         self._running = 0
@@ -137,6 +135,7 @@ class FakeEngine:
 
     def abort_all(self) -> None:
         """End all running completions now, with what they have, and finish reason `abort`."""
+        self._abort_rounds += 1
         for scope in self._sampling:
             scope.cancel()
 
@@ -166,7 +165,7 @@ class FakeEngine:
             return await self._complete(call)
         await trio.lowlevel.checkpoint()
         if call.path == "/inference/v1/generate":  # as vLLM without --enable-scale-out
-            return _error(403, "Scale-out endpoints are disabled.")
+            return error_answer(403, "Scale-out endpoints are disabled.")
         config = self.config
         card = {"id": config.model, "object": "model", "max_model_len": config.max_model_len}
         bodies: dict[tuple[str, str], Any] = {
@@ -180,49 +179,86 @@ class FakeEngine:
         if (call.method, call.path) == ("GET", "/metrics"):
             metrics = f'vllm:num_requests_running{{engine="0"}} {self._running}.0\nvllm:num_requests_waiting 0.0\n'
             return Answer(200, metrics.encode(), "text/plain")
-        return _error(404, "Not Found")
+        return error_answer(404, "Not Found")
 
     async def _complete(self, call: HttpCall) -> Answer:
-        self._running += 1
-        self._running_peak = max(self._running_peak, self._running)
-        self._changed.unpark_all()
-        answered = False
-        try:
-            answer = await self._sample(call)
-            answered = True
-            return answer
-        finally:
-            self._running -= 1
-            self._completions_total += 1
-            self._aborted_total += not answered
-            self._changed.unpark_all()
-
-    async def _sample(self, call: HttpCall) -> Answer:
-        config = self.config
         await trio.lowlevel.checkpoint()
         try:
             request = msgspec.json.decode(call.body, type=FakeRequest)
         except msgspec.MsgspecError as exc:
-            return _error(400, str(exc))
+            return error_answer(400, str(exc))
         self.requests.append(request)
         self.request_ids.append(call.headers.get("x-request-id", ""))
+        if (refusal := self._refusal(request)) is not None:
+            return refusal
+        fault = self._faults.popleft() if self._faults else None
+        self._faults_total += fault is not None
+        if request.stream and fault not in ("hang", "server_error", "reset_before_headers"):
+            return Answer(200, b"", "text/event-stream", stream=partial(self._stream, request, fault))
+        with self._one_running():
+            if fault == "hang":
+                await trio.sleep_forever()
+            if fault == "server_error":
+                return error_answer(500, "Internal server error")
+            return completion_answer(request, await self._take_time(self._run_script(request)), fault)
+
+    def _refusal(self, request: FakeRequest) -> Answer | None:
+        config = self.config
         if request.model != config.model:
-            return _error(404, f"The model `{request.model}` does not exist.")
+            return error_answer(404, f"The model `{request.model}` does not exist.")
         if not request.prompt:
-            return _error(400, "Either prompt or prompt_embeds must be provided and non-empty.")
+            return error_answer(400, "Either prompt or prompt_embeds must be provided and non-empty.")
         if len(request.prompt) >= config.max_model_len:
-            return _error(
+            return error_answer(
                 400,
                 f"This model's maximum context length is {config.max_model_len} tokens. However, your prompt contains "
                 f"{len(request.prompt)} input tokens. Please reduce the length of the input prompt.",
             )
-        fault = self._faults.popleft() if self._faults else None
-        self._faults_total += fault is not None
-        if fault == "hang":
-            await trio.sleep_forever()
-        if fault == "server_error":
-            return _error(500, "Internal server error")
-        return _faulty_answer(request, await self._take_time(self._run_script(request)), fault)
+        return None
+
+    @contextmanager
+    def _one_running(self) -> Iterator[None]:
+        """Around a completion: one that is left by an exception was aborted."""
+        self._running += 1
+        self._running_peak = max(self._running_peak, self._running)
+        self._changed.unpark_all()
+        whole = False
+        try:
+            yield
+            whole = True
+        finally:
+            self._running -= 1
+            self._completions_total += 1
+            self._aborted_total += not whole
+            self._changed.unpark_all()
+
+    async def _stream(self, request: FakeRequest, fault: Fault | None, send: Send) -> bool:
+        """Send a completion as it is sampled; True where the connection is to break in the middle of it."""
+        with self._one_running():
+            sampled, step, abort_rounds = self._run_script(request), self.config.tokens_per_event, self._abort_rounds
+            for start in range(0, len(sampled.token_ids), step):
+                if start >= len(sampled.token_ids) // 2:
+                    if fault == "reset_after_headers":
+                        return True
+                    if fault == "engine_error":
+                        await send(sse(error_body(500, "the engine died")))
+                        return False
+                end = min(start + step, len(sampled.token_ids))
+                piece = await self._take_time(Sampled(sampled.token_ids[start:end], [], "stop"), first=not start)
+                if self._abort_rounds != abort_rounds:
+                    end = start + (len(piece.token_ids) if piece.finish_reason == "abort" else 0)
+                    sampled = Sampled(sampled.token_ids[:end], sampled.logprobs[:end], "abort")
+                await send(self._event(request, sampled, start, end, fault))
+                if sampled.finish_reason == "abort":
+                    break
+            await send(self._last_event(request, sampled, fault) + DONE)
+            return False
+
+    def _event(self, request: FakeRequest, sampled: Sampled, start: int, end: int, fault: Fault | None) -> bytes:
+        return completion_event(request, sampled, start, end, fault)
+
+    def _last_event(self, request: FakeRequest, sampled: Sampled, fault: Fault | None) -> bytes:
+        return usage_event(request, sampled, fault)
 
     def _run_script(self, request: FakeRequest) -> Sampled:
         room = self.config.max_model_len - len(request.prompt)
@@ -233,21 +269,22 @@ class FakeEngine:
             self.script_error = exc
             raise
 
-    async def _take_time(self, sampled: Sampled) -> Sampled:
-        """What is sampled in the time that it takes, or until `abort_all`."""
-        config = self.config
+    async def _take_time(self, sampled: Sampled, *, first: bool = True) -> Sampled:
+        """What is sampled in the time that it takes, or until `abort_all`. `first`: nothing was sampled before it."""
+        per_token_s = self.config.per_token_s
+        begin_s = self.config.first_token_s if first else per_token_s
         started_s = trio.current_time()
         with trio.CancelScope() as scope:
             self._sampling.add(scope)
             try:
                 await self._gate.wait()
-                await trio.sleep(config.first_token_s + config.per_token_s * (len(sampled.token_ids) - 1))
+                await trio.sleep(begin_s + per_token_s * (len(sampled.token_ids) - 1))
             finally:
                 self._sampling.discard(scope)
         if not scope.cancelled_caught:
             return sampled
-        late_s = trio.current_time() - started_s - config.first_token_s
-        count = 0 if late_s < 0 or not config.per_token_s else 1 + int(late_s / config.per_token_s)
+        late_s = trio.current_time() - started_s - begin_s
+        count = 0 if late_s < 0 or not per_token_s else 1 + int(late_s / per_token_s)
         return Sampled(sampled.token_ids[:count], sampled.logprobs[:count], "abort")
 
 
@@ -286,38 +323,3 @@ async def open_look_alike(
     finally:
         if engine.script_error is not None:  # the cause of whatever else went wrong
             raise engine.script_error from None
-
-
-def _error(status: int, message: str) -> Answer:
-    body = {"error": {"message": message, "type": "FakeEngineError", "param": None, "code": status}}
-    return Answer(status, msgspec.json.encode(body))
-
-
-def _faulty_answer(request: FakeRequest, sampled: Sampled, fault: Fault | None) -> Answer:
-    logprobs: list[float | None] = list(sampled.logprobs)
-    if fault == "null_logprob":
-        logprobs[-1] = None
-    elif fault == "clamped_logprob":
-        logprobs[-1] = -9999.0
-    elif fault == "count_mismatch":
-        logprobs.pop()
-    with_ids = request.return_token_ids and fault != "drop_token_ids"
-    with_logprobs = request.logprobs is not None and fault != "drop_logprobs"
-    choice = {
-        "index": 0,
-        "text": "",
-        "finish_reason": "repetition" if fault == "unknown_finish" else sampled.finish_reason,
-        "token_ids": sampled.token_ids if with_ids else None,
-        "prompt_token_ids": request.prompt[fault == "changed_prompt" :] if with_ids else None,
-        "logprobs": {"token_logprobs": logprobs, "tokens": [], "top_logprobs": []} if with_logprobs else None,
-    }
-    count = len(sampled.token_ids)
-    usage = {"prompt_tokens": len(request.prompt), "completion_tokens": count + (fault == "usage_mismatch")}
-    body = msgspec.json.encode({"id": "cmpl-fake", "model": request.model, "choices": [choice], "usage": usage})
-    if fault == "nan_logprob":
-        body = body.replace(b'"token_logprobs":[', b'"token_logprobs":[NaN,')
-    if fault == "bad_json":
-        body = body[: len(body) // 2]
-    if fault == "reset_before_headers":
-        return Answer(200, body, cut="before_headers")
-    return Answer(200, body, cut="after_headers" if fault == "reset_after_headers" else "")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import Literal, TypeVar
 
 import h11
 import msgspec
@@ -13,15 +15,16 @@ import trio
 
 from ipc.nursery import single_exception
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+__all__ = ["Answer", "HttpCall", "Send", "serve_http"]
 
-__all__ = ["Answer", "HttpCall", "serve_http"]
+Send = Callable[[bytes], Awaitable[None]]
+"""Sends a piece of a streamed body."""
 
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
 MAX_HEADER_BYTES = 64 * 1024
 IDLE_TIMEOUT_S = 60.0
 _RECEIVE_BYTES = 64 * 1024
+_Result = TypeVar("_Result")
 _LINGER_ZERO = struct.pack("ii", 1, 0)  # close() then sends RST instead of FIN
 
 
@@ -43,27 +46,32 @@ class Answer(msgspec.Struct, frozen=True):
         content_type: of the body.
         cut: break off: `before_headers` resets the connection without having sent a byte, `after_headers` ends it after
             the headers and half of the body.
+        stream: sends the body piece by piece, in place of `body`; cancelled if the client leaves. True: break off
+            there, without the end of the body.
     """
 
     status: int
     body: bytes
     content_type: str = "application/json"
     cut: Literal["", "before_headers", "after_headers"] = ""
+    stream: Callable[[Send], Awaitable[bool]] | None = None
 
 
 async def serve_http(stream: trio.SocketStream, handle: Callable[[HttpCall], Awaitable[Answer]]) -> None:
     """Answer the requests of one connection until either side ends it, or it is idle for `IDLE_TIMEOUT_S`.
 
-    `handle` is cancelled if the client disconnects while it runs. A broken connection, and what is not HTTP, end the
-    connection quietly. The caller closes the stream.
+    `handle`, and what streams its answer, is cancelled if the client disconnects meanwhile. A broken connection, and
+    what is not HTTP, end the connection quietly. The caller closes the stream.
     """
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
     await trio.lowlevel.checkpoint()
     with suppress(trio.BrokenResourceError, h11.RemoteProtocolError):
         while True:
             call = await _receive_call(stream, connection)
-            answer = call and await _handle(stream, connection, handle, call)
-            if not answer or not await _send_answer(stream, connection, answer):
+            if call is None:
+                return
+            answer = await _unless_left(stream, connection, partial(handle, call))
+            if answer is None or not await _send_answer(stream, connection, answer):
                 return
             connection.start_next_cycle()
 
@@ -90,14 +98,11 @@ async def _receive_call(stream: trio.SocketStream, connection: h11.Connection) -
     return None
 
 
-async def _handle(
-    stream: trio.SocketStream,
-    connection: h11.Connection,
-    handle: Callable[[HttpCall], Awaitable[Answer]],
-    call: HttpCall,
-) -> Answer | None:
-    """The handler's answer, or None if the client left before there was one."""
-    answer: Answer | None = None
+async def _unless_left(
+    stream: trio.SocketStream, connection: h11.Connection, work: Callable[[], Awaitable[_Result]]
+) -> _Result | None:
+    """What `work` returns, or None if the client left before it did."""
+    result: _Result | None = None
     await trio.lowlevel.checkpoint()
 
     async def cancel_at_disconnect() -> None:
@@ -110,9 +115,9 @@ async def _handle(
     with single_exception():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(cancel_at_disconnect)
-            answer = await handle(call)
+            result = await work()
             nursery.cancel_scope.cancel()
-    return answer
+    return result
 
 
 async def _send_answer(stream: trio.SocketStream, connection: h11.Connection, answer: Answer) -> bool:
@@ -121,6 +126,8 @@ async def _send_answer(stream: trio.SocketStream, connection: h11.Connection, an
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
         await trio.lowlevel.checkpoint()
         return False
+    if answer.stream is not None:
+        return await _send_stream(stream, connection, answer, answer.stream)
     headers = [("Content-Type", answer.content_type), ("Content-Length", str(len(answer.body)))]
     payload = connection.send(h11.Response(status_code=answer.status, headers=headers)) or b""
     if answer.cut == "after_headers":
@@ -129,4 +136,24 @@ async def _send_answer(stream: trio.SocketStream, connection: h11.Connection, an
     payload += connection.send(h11.Data(data=answer.body)) or b""
     payload += connection.send(h11.EndOfMessage()) or b""
     await stream.send_all(payload)
+    return connection.our_state is h11.DONE and connection.their_state is h11.DONE
+
+
+async def _send_stream(
+    stream: trio.SocketStream,
+    connection: h11.Connection,
+    answer: Answer,
+    write: Callable[[Send], Awaitable[bool]],
+) -> bool:
+    """As `_send_answer`, in chunks."""
+    headers = [("Content-Type", answer.content_type), ("Transfer-Encoding", "chunked")]
+    await stream.send_all(connection.send(h11.Response(status_code=answer.status, headers=headers)) or b"")
+
+    async def send(piece: bytes) -> None:
+        await stream.send_all(connection.send(h11.Data(data=piece)) or b"")
+
+    broken_off = await _unless_left(stream, connection, partial(write, send))
+    if broken_off is not False:
+        return False
+    await stream.send_all(connection.send(h11.EndOfMessage()) or b"")
     return connection.our_state is h11.DONE and connection.their_state is h11.DONE

@@ -26,6 +26,7 @@ class FakeRequest(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
     return_token_ids: bool = False
     logprobs: int | None = None
+    stream: bool = False
 
 
 class Sampled(msgspec.Struct, frozen=True):

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import trio
 
+from prorl_trio.testing.fake_answers import completion_event, sse
 from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig, open_look_alike
 from prorl_trio.testing.fake_http import Answer, HttpCall
+from prorl_trio.testing.fake_sampling import Sampled
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from prorl_trio.testing.fake_sampling import Script
+    from prorl_trio.testing.fake_answers import Fault
+    from prorl_trio.testing.fake_sampling import FakeRequest, Script
 
 __all__ = ["FakeSglang", "open_fake_sglang"]
 
@@ -32,8 +35,10 @@ class FakeSglang(FakeEngine):
         paused: the mode of the pause in force, or None. As the real one, it holds what comes while it is paused; with
             `abort` it answers what runs with what it has.
         weight_version: what `/update_weight_version` said last.
+        incremental: events have the new tokens only, as with `--incremental-streaming-output`; else all so far.
     """
 
+    incremental: bool = False
     paused: str | None = None
     weight_version: str = "default"
 
@@ -81,10 +86,11 @@ class FakeSglang(FakeEngine):
             "ignore_eos": sampling["ignore_eos"],
             "return_token_ids": True,
             "logprobs": 0 if asked.get("return_logprob") else None,
+            "stream": asked.get("stream", False),
         }
         as_vllm = HttpCall("POST", "/v1/completions", call.headers, msgspec.json.encode(body))
         answer = await self._complete(as_vllm)
-        if answer.status != 200:
+        if answer.status != 200 or answer.stream is not None:
             return answer
         try:
             completion = msgspec.json.decode(answer.body)
@@ -92,12 +98,29 @@ class FakeSglang(FakeEngine):
             return answer
         return msgspec.structs.replace(answer, body=msgspec.json.encode(_as_sglang(completion)))
 
+    def _event(self, request: FakeRequest, sampled: Sampled, start: int, end: int, fault: Fault | None) -> bytes:
+        first = start if self.incremental else 0
+        so_far = Sampled(sampled.token_ids[:end], sampled.logprobs[:end], sampled.finish_reason)
+        event = completion_event(request, so_far, first, end, fault).removeprefix(b"data: ").rstrip()
+        try:
+            told = msgspec.json.decode(event)
+        except msgspec.DecodeError:
+            return sse(event)
+        if end < len(sampled.token_ids):
+            told["choices"][0]["finish_reason"] = None
+        told["usage"] = {"prompt_tokens": len(request.prompt), "completion_tokens": end + (fault == "usage_mismatch")}
+        return sse(msgspec.json.encode(_as_sglang(told)))
+
+    def _last_event(self, request: FakeRequest, sampled: Sampled, fault: Fault | None) -> bytes:
+        del request, sampled, fault
+        return b""
+
 
 def _as_sglang(completion: dict[str, Any]) -> dict[str, Any]:
     choice = completion["choices"][0]
-    ids, logprobs = choice["token_ids"], choice["logprobs"]
+    ids, logprobs, reason = choice["token_ids"], choice["logprobs"], choice["finish_reason"]
     meta = {
-        "finish_reason": {"type": choice["finish_reason"]},
+        "finish_reason": reason and {"type": reason},
         "completion_tokens": completion["usage"]["completion_tokens"],
         "prompt_tokens": completion["usage"]["prompt_tokens"],
     }

@@ -10,12 +10,13 @@ import trio
 
 from prorl_trio.errors import BackendError
 from prorl_trio.inference.answers import ContractBroken, Wanted, logprob_kind
+from prorl_trio.inference.completion_stream import CompletionStream
 from prorl_trio.inference.engine import EngineInfo
 from prorl_trio.inference.engines import AutoClient, engine_client
 from prorl_trio.inference.partial import PartialCompletion, named_spans
 from prorl_trio.inference.pool import Backends
 from prorl_trio.inference.sglang import SglangClient
-from prorl_trio.inference.vllm_stream import CompletionStream, StreamFailed
+from prorl_trio.inference.vllm_api import read_event
 from prorl_trio.models import PolicySpan, SamplingParams
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_sglang import open_fake_sglang
@@ -146,6 +147,10 @@ def event(ids, logprobs=None, **choice):
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
+def open_stream(sink):
+    return CompletionStream(WANTED, sink, lambda data, _: read_event(data, WANTED))
+
+
 USAGE = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\n'
 DONE = b"data: [DONE]\n\n"
 
@@ -154,7 +159,7 @@ def test_a_stream_cut_into_any_pieces_is_the_same_completion():
     whole = event([11]) + event([12, 13], finish_reason="stop") + USAGE + DONE
     for size in (1, 7, 50, len(whole)):
         got = []
-        stream = CompletionStream(WANTED, lambda ids, _, got=got: got.extend(ids))
+        stream = open_stream(lambda ids, _, got=got: got.extend(ids))
         assert not any(stream.feed(whole[at : at + size]) for at in range(0, len(whole), size))
         completion = stream.completion()
         assert got == completion.token_ids == [11, 12, 13]
@@ -162,11 +167,12 @@ def test_a_stream_cut_into_any_pieces_is_the_same_completion():
 
 
 def test_a_stream_stops_at_the_token_that_is_enough():
-    stream = CompletionStream(WANTED, lambda ids, _: ids.index(12) + 1 if 12 in ids else None)
+    stream = open_stream(lambda ids, _: ids.index(12) + 1 if 12 in ids else None)
     assert not stream.feed(event([11]))
     assert stream.feed(event([12, 13]))
     completion = stream.completion()
-    assert (completion.token_ids, completion.finish_reason, stream.discarded) == ([11, 12], "tool_call", 1)
+    assert (completion.token_ids, completion.finish_reason) == ([11, 12], "tool_call")
+    assert completion.dropped_tokens == 1
     assert len(completion.logprobs) == 2
 
 
@@ -177,11 +183,11 @@ def test_a_stream_stops_at_the_token_that_is_enough():
         (event([11], finish_reason="stop") + USAGE + DONE, ContractBroken, "counts differ"),
         (event([11], []), ContractBroken, "0 logprobs in one event"),
         (event([11], prompt_token_ids=[5, 6]), ContractBroken, "read one of 2"),
-        (b'data: {"error": {"message": "out of memory"}}\n\n', StreamFailed, "out of memory"),
+        (b'data: {"error": {"message": "out of memory"}}\n\n', BackendError, "out of memory"),
     ],
 )
 def test_a_stream_that_drops_something_is_not_believed(body, error, says):
-    stream = CompletionStream(WANTED, lambda _ids, _logprobs: None)
+    stream = open_stream(lambda _ids, _logprobs: None)
 
     def read():
         stream.feed(body)

@@ -1,0 +1,124 @@
+"""A streamed completion: server-sent events in, exact tokens out, as they come."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from prorl_trio.errors import BackendError
+from prorl_trio.inference.answers import ContractBroken, Wanted, checked_completion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from prorl_trio.inference.engine import Completion, TokenSink
+
+__all__ = ["CompletionStream", "EventLines", "StreamPart"]
+
+_DONE: Final = b"[DONE]"
+_ERROR: Final = b'{"error"'
+
+
+class StreamPart(NamedTuple):
+    """What one event says.
+
+    Attributes:
+        token_ids, logprobs: those that are new.
+        finish_reason: None until the engine says it; what it said stands.
+        sampled: the engine's own count of all so far; None where the event has none.
+        versions: runs of `(version of the weights, start, end)` over all so far; empty where the event has none.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None = None
+    sampled: int | None = None
+    versions: Sequence[tuple[str, int, int]] = ()
+
+
+class EventLines:
+    """Splits a stream of server-sent events into the data of each. Bounded by what bounds the response."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, received: bytes) -> list[bytes]:
+        """The data of every event that `received` completes."""
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+class CompletionStream:
+    """Collects one streamed completion. `feed` is what `HttpClient.request` calls with each piece of the body."""
+
+    def __init__(self, wanted: Wanted, sink: TokenSink, read: Callable[[bytes, int], StreamPart]) -> None:
+        """`sink` gets the tokens of each event; `read` decodes an event, given how many tokens came before it."""
+        self._wanted = wanted
+        self._sink = sink
+        self._read = read
+        self._lines = EventLines()
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: Sequence[tuple[str, int, int]] = ()
+        self._finish_reason: str | None = None
+        self._sampled: int | None = None
+        self._dropped = 0
+        self._done = False
+
+    def feed(self, received: bytes) -> bool:
+        """Take a piece of the body. True: the sink has enough.
+
+        Raises:
+            ContractBroken: what came cannot be trusted.
+            BackendError: retryable: the engine says that it failed.
+        """
+        return any(self._event(data) for data in self._lines.feed(received))
+
+    def completion(self) -> Completion:
+        """The whole of it.
+
+        Raises:
+            ContractBroken: counts differ, or the stream ended before it was complete.
+        """
+        if not self._done or self._sampled is None:
+            raise ContractBroken(
+                f"the stream ended after {len(self._token_ids)} tokens, without the engine's own count"
+            )
+        return checked_completion(
+            self._wanted,
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
+            sampled=self._sampled,
+            finish_reason=self._finish_reason,
+            versions=self._versions,
+            dropped=self._dropped,
+        )
+
+    def _event(self, data: bytes) -> bool:
+        if data == _DONE:
+            self._done = True
+            return False
+        if data.startswith(_ERROR):
+            words = data.decode("utf-8", "replace")
+            raise BackendError(
+                f"{self._wanted.info.url}: the engine failed in the middle of an answer: {words}", retryable=True
+            )
+        part = self._read(data, len(self._token_ids))
+        token_ids, logprobs = part.token_ids, part.logprobs
+        if len(token_ids) != len(logprobs):
+            raise ContractBroken(
+                f"it drops token ids or logprobs: {len(token_ids)} ids, {len(logprobs)} logprobs in one event"
+            )
+        self._finish_reason = part.finish_reason or self._finish_reason
+        self._sampled = part.sampled if part.sampled is not None else self._sampled
+        self._versions = part.versions or self._versions
+        keep = self._sink(token_ids, logprobs) if token_ids else None
+        stopped = keep is not None and part.finish_reason is None
+        if stopped:
+            self._dropped = len(token_ids[keep:])
+            token_ids, logprobs = token_ids[:keep], logprobs[:keep]
+            self._versions, self._finish_reason, self._done = (), "tool_call", True
+        self._token_ids += token_ids
+        self._logprobs += logprobs
+        if stopped:
+            self._sampled = len(self._token_ids)
+        return stopped
