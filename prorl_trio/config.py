@@ -196,7 +196,8 @@ class BackendConfig(_Config, frozen=True):
     one for all backends). A rollout waits for one with room for `lease_timeout_s`, charged to no budget.
 
     `engine`: what they are: `vllm`, `sglang` (tested against a look-alike only), or `auto`, which asks each.
-    `required`: refuse to start when a backend does not pass its probe; otherwise it is left out with a warning.
+    `weights`: shares of the rollouts, by URL: one of weight 2 gets twice as many as one of 1, which others have.
+    `required`: refuse to start when a backend does not pass its probe; otherwise it is `down`, and joins when it does.
     `stream`: have tokens sent as they are sampled. A completion that a lost connection or a pause cuts is then
     continued from them, also where the engine cannot answer an abort with what it has; each token costs the node time.
 
@@ -208,6 +209,7 @@ class BackendConfig(_Config, frozen=True):
     engine: Literal["auto", "vllm", "sglang"] = "auto"
     stream: bool = False
     required: bool = False
+    weights: dict[str, float] = {}
     probe_timeout_s: float = 60.0
     request_timeout_s: float = 600.0
     max_connections_per_backend: int = 512
@@ -219,6 +221,13 @@ class BackendConfig(_Config, frozen=True):
 
 class SandboxConfig(_Config, frozen=True):
     """`auto` takes apptainer, then bubblewrap, whichever passes its probe first. `process` isolates nothing.
+    def __post_init__(self) -> None:
+        for url, weight in self.weights.items():
+            if url not in self.urls:
+                raise ValueError(f"weights: {url} is not among the urls")
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"weights: that of {url} must be > 0, got {weight}")
+
 
     Sandboxes are started in advance where they are in demand: at most `max_warm`, 0 for none, and `max_warm_per_image`
     of one image; one that nobody took for `max_warm_idle_s` is ended.

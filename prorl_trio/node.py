@@ -22,14 +22,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.arena import open_arena
 from ipc.arena_socket import serve_arena
 from ipc.nursery import open_single_nursery
 from prorl_trio.admission import Load
 from prorl_trio.chat import ChatFormat
 from prorl_trio.drain import drain
 from prorl_trio.errors import (
-    BackendError,
     ConfigError,
     Draining,
     DuplicateJob,
@@ -38,16 +36,13 @@ from prorl_trio.errors import (
     UnknownJob,
 )
 from prorl_trio.handlers.registry import HandlerRegistry
-from prorl_trio.inference.engines import engine_client
-from prorl_trio.inference.pool import Backends
 from prorl_trio.ledger import LedgerLimits, open_ledger
 from prorl_trio.monitoring import open_monitoring
+from prorl_trio.node_parts import open_backends, open_node_arena, open_node_sandboxes
 from prorl_trio.pipeline import Job, open_pipeline
 from prorl_trio.reload import serve_reloads
 from prorl_trio.rollout import Resources
-from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.registry import choose_provider
-from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.scoring import open_scorer_pool
 from prorl_trio.service.auth import load_token
 from prorl_trio.service.endpoints import announce, endpoint_url, rest_url
@@ -65,13 +60,12 @@ from prorl_trio.token_memory import TokenMemory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-    from contextlib import AbstractAsyncContextManager
 
     from ipc.arena import Arena
-    from prorl_trio.config import ArenaConfig, NodeConfig, SandboxConfig
+    from prorl_trio.config import NodeConfig
     from prorl_trio.handlers.base import AgentHandler
     from prorl_trio.inference.gate import PauseMode
-    from prorl_trio.inference.pool import GateReport
+    from prorl_trio.inference.pool import Backends, GateReport
     from prorl_trio.inference.vllm import OnCall
     from prorl_trio.models import JobSpec
     from prorl_trio.observer import Observer
@@ -209,17 +203,29 @@ class Node:
         if job is not None:
             self._pipeline.cancel_soon(job, reason)
 
-    async def add_backend(self, url: str) -> None:
+    async def add_backend(self, url: str, weight: float | None = None) -> None:
         """Probe the backend and add it. Raises BackendError with the reason if it is not fit."""
-        await self._backends.add(url)
+        await self._backends.add(url, weight)
+
+    def drain_backend(self, url: str) -> None:
+        """Give the backend no new jobs. Raises BackendError if it is not in the pool."""
+        self._backends.drain(url)
+
+    def weigh_backend(self, url: str, weight: float) -> None:
+        """Change its share of the jobs. Raises BackendError if it is not in the pool, or `weight` not above 0."""
+        self._backends.weigh(url, weight)
 
     async def remove_backend(self, url: str) -> None:
         """Take the backend out; its running calls finish. Raises BackendError if it is not in the pool."""
         await self._backends.remove(url)
 
+    async def clear_backends(self) -> None:
+        """Take all backends out; running calls finish, and jobs wait for those that are added next."""
+        await self._backends.clear()
+
     def backend_urls(self) -> list[str]:
-        """Of the backends in the pool, in order of arrival."""
-        return [info.url for info in self._backends.list()]
+        """Of the backends in the pool, in order of arrival, and then of those that are down."""
+        return list(self._backends.urls())
 
     async def pause_backends(self, mode: PauseMode, timeout_s: float) -> GateReport:
         """Let no completion begin until `resume_backends`. See `Backends.pause`."""
@@ -305,70 +311,20 @@ async def open_node(
     provider = provider or await choose_provider(config.sandbox)
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_single_nursery())
-        backends = Backends(
-            lambda url: engine_client(
-                config.backends.engine,
-                url,
-                max_connections=config.backends.max_connections_per_backend,
-                on_call=on_backend_call,
-            ),
-            probe_timeout_s=config.backends.probe_timeout_s,
-            max_tasks_per_backend=config.backends.max_tasks_per_backend,
-            strategy=config.backends.strategy,
-            health=config.backends.health,
-        )
-        stack.push_async_callback(backends.aclose)
-        watch = await stack.enter_async_context(open_single_nursery())
-        stack.callback(watch.cancel_scope.cancel, "the node ends")
-        watch.start_soon(backends.watch)
+        backends = await stack.enter_async_context(open_backends(config.backends, on_backend_call))
         scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers))
-        sandboxes = await stack.enter_async_context(_open_sandbox_host(provider, config.sandbox))
+        sandboxes = await stack.enter_async_context(open_node_sandboxes(provider, config.sandbox))
         resources = Resources(
             config=config,
             chat_format=chat_format,
             backends=backends,
             scorers=scorers,
-            tokens=TokenMemory(_open_arena(config.arena, stack)),
+            tokens=TokenMemory(open_node_arena(config.arena, stack)),
         )
-        for url in config.backends.urls:
-            await _add_configured_backend(backends, url, required=config.backends.required)
         for name in handlers.names:
             await handlers.get(name).prepare(resources)
         pipeline = await stack.enter_async_context(open_pipeline(resources, sandboxes, service, observers=observers))
         yield Node(config, handlers, pipeline, backends, sandboxes, provider, resources)
-
-
-def _open_arena(config: ArenaConfig, stack: AsyncExitStack) -> Arena | None:
-    if not config.enabled:
-        return None
-    try:
-        return stack.enter_context(open_arena(config.size_bytes or None))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"arena.size_bytes: {exc}; change it, or set arena.enabled to false") from exc
-
-
-def _open_sandbox_host(provider: SandboxProvider, config: SandboxConfig) -> AbstractAsyncContextManager[SandboxHost]:
-    warm = WarmLimits(
-        max_warm=config.max_warm,
-        max_warm_per_image=config.max_warm_per_image,
-        max_refills=max(1, config.max_concurrent_starts // 2),  # the other places are for those who wait
-        max_idle_s=config.max_warm_idle_s,
-    )
-    return open_sandbox_host(
-        provider,
-        max_concurrent_starts=config.max_concurrent_starts,
-        max_concurrent_starts_per_image=config.max_concurrent_starts_per_image,
-        warm=warm,
-    )
-
-
-async def _add_configured_backend(backends: Backends, url: str, *, required: bool) -> None:
-    try:
-        await backends.add(url)
-    except BackendError as exc:
-        if required:
-            raise
-        logger.warning("backend %s is left out: %s", url, exc)
 
 
 async def serve_node(

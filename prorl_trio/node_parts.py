@@ -1,0 +1,97 @@
+"""The parts of a node that its configuration opens: its backends, its sandbox host, its arena."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from ipc.arena import open_arena
+from ipc.nursery import open_single_nursery
+from prorl_trio.errors import BackendError, ConfigError
+from prorl_trio.inference.engines import engine_client
+from prorl_trio.inference.pool import Backends
+from prorl_trio.sandbox.host import open_sandbox_host
+from prorl_trio.sandbox.warm_pool import WarmLimits
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from contextlib import AbstractAsyncContextManager, AsyncExitStack
+
+    from ipc.arena import Arena
+    from prorl_trio.config import ArenaConfig, BackendConfig, SandboxConfig
+    from prorl_trio.inference.vllm import OnCall
+    from prorl_trio.sandbox.host import SandboxHost
+    from prorl_trio.sandbox.provider import SandboxProvider
+
+__all__ = ["open_backends", "open_node_arena", "open_node_sandboxes"]
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_backends(config: BackendConfig, on_call: OnCall | None) -> AsyncIterator[Backends]:
+    """The pool, watched, with the configured backends in it: all are probed at once, and those that fail are `down`
+    until they are well. `on_call` is told of every call. On leaving, calls in flight fail.
+
+    Raises:
+        BackendError: one that is `required` is not fit.
+    """
+    backends = Backends(
+        lambda url: engine_client(
+            config.engine, url, max_connections=config.max_connections_per_backend, on_call=on_call
+        ),
+        probe_timeout_s=config.probe_timeout_s,
+        max_tasks_per_backend=config.max_tasks_per_backend,
+        strategy=config.strategy,
+        health=config.health,
+    )
+    try:
+        failed: dict[str, BackendError] = {}
+        async with open_single_nursery() as probes:
+            for url in config.urls:
+                probes.start_soon(_add, backends, url, config.weights.get(url), failed)
+        for url, error in failed.items():
+            if config.required:
+                raise error
+            logger.warning("backend %s is down, and joins when it is up: %s", url, error)
+            backends.expect(url, config.weights.get(url), str(error))
+        async with open_single_nursery() as watch:
+            watch.start_soon(backends.watch)
+            yield backends
+            watch.cancel_scope.cancel("the node ends")
+    finally:
+        await backends.aclose()
+
+
+async def _add(backends: Backends, url: str, weight: float | None, failed: dict[str, BackendError]) -> None:
+    try:
+        await backends.add(url, weight)
+    except BackendError as exc:
+        failed[url] = exc
+
+
+def open_node_arena(config: ArenaConfig, stack: AsyncExitStack) -> Arena | None:
+    """The arena, closed with `stack`; None where it is turned off. Raises ConfigError: there is no such memory."""
+    if not config.enabled:
+        return None
+    try:
+        return stack.enter_context(open_arena(config.size_bytes or None))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"arena.size_bytes: {exc}; change it, or set arena.enabled to false") from exc
+
+
+def open_node_sandboxes(provider: SandboxProvider, config: SandboxConfig) -> AbstractAsyncContextManager[SandboxHost]:
+    """The host, with the limits that are configured."""
+    warm = WarmLimits(
+        max_warm=config.max_warm,
+        max_warm_per_image=config.max_warm_per_image,
+        max_refills=max(1, config.max_concurrent_starts // 2),  # the other places are for those who wait
+        max_idle_s=config.max_warm_idle_s,
+    )
+    return open_sandbox_host(
+        provider,
+        max_concurrent_starts=config.max_concurrent_starts,
+        max_concurrent_starts_per_image=config.max_concurrent_starts_per_image,
+        warm=warm,
+    )
