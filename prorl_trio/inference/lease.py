@@ -82,11 +82,10 @@ class BackendLease:
         """
 
         async def call() -> Completion:
-            if (whole := partial.begin_attempt()) is not None:
+            engine = self._backends.engine_of(self._lease)
+            if (whole := partial.begin_attempt(lambda: engine.info)) is not None:
                 await trio.lowlevel.checkpoint()
                 return whole
-            engine = self._backends.engine_of(self._lease)
-            before = engine.info.policy_version
             completion = None
             try:
                 completion = await engine.client.generate(
@@ -95,13 +94,13 @@ class BackendLease:
                     max_tokens=partial.room,
                     request_id=request_id,
                     timeout_s=timeout_s,
-                    cache_salt=before,
+                    cache_salt=engine.info.policy_version,
                     sink=partial.sink,
                 )
             finally:
                 if completion is None:
-                    partial.cut(engine.info, before)
-            return partial.add(completion, before, engine.info.policy_version)
+                    partial.cut()
+            return partial.add(completion)
 
         with self._backends.observed(self._lease):
             return await self._backends.gate.run(self.url, call, waiting)

@@ -29,6 +29,7 @@ class PartialCompletion:
         sampling, max_tokens: of all attempts together.
         stop: asked, after each token that came, with all ids so far, whether it is enough; None: never stop early.
         stream: have tokens sent as they are sampled, so that those of an attempt that fails are kept.
+        admit: told the version that an attempt would sample under, before it does; what it raises ends the completion.
     """
 
     def __init__(
@@ -39,16 +40,24 @@ class PartialCompletion:
         *,
         stop: Callable[[list[int]], bool] | None = None,
         stream: bool = False,
+        admit: Callable[[str], None] | None = None,
     ) -> None:
         self.sampling = sampling
         self.max_tokens = max_tokens
         self.stop = stop
         self.stream = stream or stop is not None
+        self.admit = admit
         self._prompt = prompt_token_ids
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[PolicySpan] = []
-        self._received: tuple[list[int], list[float]] = ([], [])
+        self._so_far: list[int] = []
+        """The ids of `_token_ids` and, after them, those that the present attempt has streamed."""
+        self._streamed_logprobs: list[float] = []
+        self._streamed_under: list[tuple[int, str]] = []
+        """From which streamed token on which version was in force."""
+        self._info: Callable[[], EngineInfo] | None = None
+        self._before = ""
 
     def __len__(self) -> int:
         """Tokens sampled so far."""
@@ -69,49 +78,77 @@ class PartialCompletion:
         """What the next attempt is to be streamed to."""
         return self._receive if self.stream else None
 
-    def begin_attempt(self) -> Completion | None:
-        """The completion, if what was sampled before is all of it already. Otherwise an attempt may begin."""
-        self._received = ([], [])
+    def begin_attempt(self, info: Callable[[], EngineInfo]) -> Completion | None:
+        """The completion, if what was sampled before is all of it already. Otherwise an attempt may begin.
+
+        Args:
+            info: what is known of the engine; the version it tells may change while the attempt lasts.
+
+        Raises:
+            Whatever `admit` does.
+        """
+        self._so_far, self._streamed_logprobs, self._streamed_under = list(self._token_ids), [], []
+        self._info, self._before = info, info().policy_version
         if self._token_ids and self._token_ids[-1] in self.sampling.stop_token_ids:
             return self._whole("stop")
-        return self._whole("length") if self.room < 1 else None
+        if self._token_ids and self.stop is not None and self.stop(self._token_ids):
+            return self._whole("tool_call")
+        if self.room < 1:
+            return self._whole("length")
+        if self.admit is not None:
+            self.admit(self._before)
+        return None
 
-    def add(self, completion: Completion, before: str, after: str) -> Completion:
+    def add(self, completion: Completion) -> Completion:
         """An attempt ended: the completion with what earlier ones sampled in front. See `named_spans`."""
-        spans = completion.spans or [
-            PolicySpan(
-                start=0,
-                end=len(completion.token_ids),
-                policy_version=completion.policy_version,
-                engine=completion.engine,
-            )
-        ]
-        self._append(completion.token_ids, completion.logprobs, named_spans(spans, before, after))
-        return self._whole(completion.finish_reason)
+        count, after = len(completion.token_ids), self._engine().policy_version
+        if completion.versions_told or not self._streamed_under:
+            spans = named_spans(completion.spans or [self._span(0, count, "")], self._before, after)
+        else:
+            spans = self._streamed_spans(count)
+        self._append(completion.token_ids, completion.logprobs, spans)
+        return self._whole(completion.finish_reason, completion.dropped_tokens)
 
-    def cut(self, info: EngineInfo, version: str) -> None:
-        """An attempt ended without a completion: keep the tokens that it had streamed, sampled under `version`."""
-        token_ids, logprobs = self._received
-        span = PolicySpan(
-            start=0,
-            end=len(token_ids),
-            policy_version=version,
-            engine=info.engine,
-            temperature=self.sampling.temperature,
-            top_p=self.sampling.top_p,
-            top_k=self.sampling.top_k,
-            logprob_kind=info.logprob_kind,
-        )
-        self._append(token_ids, logprobs, [span])
+    def cut(self) -> None:
+        """An attempt ended without a completion: keep the tokens that it had streamed."""
+        streamed = len(self._streamed_logprobs)
+        self._append(self._so_far[len(self) :], self._streamed_logprobs, self._streamed_spans(streamed))
+
+    def _engine(self) -> EngineInfo:
+        assert self._info is not None, "begin_attempt comes first"
+        return self._info()
 
     def _receive(self, token_ids: list[int], logprobs: list[float]) -> int | None:
-        ids, values = self._received
+        version = self._engine().policy_version
+        if not self._streamed_under or self._streamed_under[-1][1] != version:
+            self._streamed_under.append((len(self._streamed_logprobs), version))
         for index, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
-            ids.append(token_id)
-            values.append(logprob)
-            if self.stop is not None and self.stop(self._token_ids + ids):
+            self._so_far.append(token_id)
+            self._streamed_logprobs.append(logprob)
+            if self.stop is not None and self.stop(self._so_far):
                 return index
         return None
+
+    def _streamed_spans(self, count: int) -> list[PolicySpan]:
+        """The first `count` tokens that were streamed, under the version that was in force when they came."""
+        ends = [*(start for start, _ in self._streamed_under[1:]), count]
+        return [
+            self._span(min(start, count), min(end, count), version)
+            for (start, version), end in zip(self._streamed_under, ends, strict=False)
+        ]
+
+    def _span(self, start: int, end: int, version: str) -> PolicySpan:
+        info, sampling = self._engine(), self.sampling
+        return PolicySpan(
+            start=start,
+            end=end,
+            policy_version=version,
+            engine=info.engine,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            logprob_kind=info.logprob_kind,
+        )
 
     def _append(self, token_ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[PolicySpan]) -> None:
         offset = len(self)
@@ -126,7 +163,7 @@ class PartialCompletion:
                 else:
                     self._spans.append(moved)
 
-    def _whole(self, finish_reason: FinishReason) -> Completion:
+    def _whole(self, finish_reason: FinishReason, dropped_tokens: int = 0) -> Completion:
         last = self._spans[-1] if self._spans else None
         return Completion(
             token_ids=list(self._token_ids),
@@ -135,6 +172,7 @@ class PartialCompletion:
             policy_version=last.policy_version if last else "",
             engine=last.engine if last else "",
             spans=list(self._spans),
+            dropped_tokens=dropped_tokens,
         )
 
 

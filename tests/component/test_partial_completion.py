@@ -11,7 +11,7 @@ import trio
 from prorl_trio.errors import BackendError
 from prorl_trio.inference.answers import ContractBroken, Wanted, logprob_kind
 from prorl_trio.inference.completion_stream import CompletionStream
-from prorl_trio.inference.engine import EngineInfo
+from prorl_trio.inference.engine import Completion, EngineInfo
 from prorl_trio.inference.engines import AutoClient, engine_client
 from prorl_trio.inference.partial import PartialCompletion, named_spans
 from prorl_trio.inference.pool import Backends
@@ -25,6 +25,12 @@ pytestmark = pytest.mark.timeout(30)
 
 PROMPT = [5, 6, 7]
 SLOW = FakeEngineConfig(per_token_s=0.02)
+
+
+def under(version):
+    return lambda: msgspec.structs.replace(INFO, policy_version=version)
+
+
 INFO = EngineInfo(url="u", model="m", max_model_len=100, engine="e", policy_version="0")
 WANTED = Wanted(prompt_token_ids=PROMPT, sampling=SamplingParams(), max_tokens=9, info=INFO)
 
@@ -90,17 +96,16 @@ async def test_a_pause_that_changes_nothing_leaves_one_span():
 
 async def test_tokens_streamed_before_a_failure_are_not_sampled_again():
     partial = PartialCompletion(PROMPT, SamplingParams(), 9, stream=True)
-    assert partial.begin_attempt() is None
+    assert partial.begin_attempt(under("v1")) is None
     assert partial.sink is not None
     partial.sink([11, 12], [-0.5, -0.25])
-    partial.cut(INFO, "v1")
+    partial.cut()
     assert (partial.prompt_token_ids, partial.room) == ([*PROMPT, 11, 12], 7)
     async with open_fake_engine() as engine:
         backends = Backends(AutoClient)
         await backends.add(engine.url)
         await backends.resume("v2")
         async with backends.lease("task") as lease:
-            partial.stream = False  # the fake engine does not
             completion = await lease.complete(partial, request_id="r", timeout_s=10)
         await backends.aclose()
         assert engine.requests[-1].prompt == [*PROMPT, 11, 12]
@@ -112,11 +117,35 @@ async def test_tokens_streamed_before_a_failure_are_not_sampled_again():
 @pytest.mark.parametrize(("last", "max_tokens", "reason"), [(2, 9, "stop"), (12, 2, "length")])
 def test_nothing_is_asked_for_where_the_cut_came_after_the_end(last, max_tokens, reason):
     partial = PartialCompletion(PROMPT, SamplingParams(stop_token_ids=[2]), max_tokens, stream=True)
-    assert partial.begin_attempt() is None
+    assert partial.begin_attempt(under("v1")) is None
     partial.sink([11, last], [-0.5, -0.25])
-    partial.cut(INFO, "v1")
-    whole = partial.begin_attempt()
+    partial.cut()
+    whole = partial.begin_attempt(under("v1"))
     assert (whole.token_ids, whole.finish_reason) == ([11, last], reason)
+
+
+def test_tokens_streamed_over_a_resume_are_of_the_version_that_was_in_force_when_they_came():
+    info = [under("v1")()]
+    partial = PartialCompletion(PROMPT, SamplingParams(), 9, stream=True)
+    assert partial.begin_attempt(lambda: info[0]) is None
+    partial.sink([11, 12], [-0.5, -0.5])
+    info[0] = under("v2")()
+    partial.sink([13], [-0.5])
+    partial.cut()
+    assert partial.begin_attempt(lambda: info[0]) is None
+    partial.sink([14], [-0.5])
+    said = Completion(token_ids=[14], logprobs=[-0.5], finish_reason="stop", policy_version="", engine="e")
+    completion = partial.add(said)
+    assert [(span.start, span.end, span.policy_version) for span in completion.spans] == [(0, 2, "v1"), (2, 4, "v2")]
+
+
+def test_a_call_that_was_complete_when_its_stream_was_cut_is_not_sampled_further():
+    partial = PartialCompletion(PROMPT, SamplingParams(), 9, stop=lambda ids: ids[-1] == 12)
+    assert partial.begin_attempt(under("v1")) is None
+    assert partial.sink([11, 12, 13], [-0.5, -0.5, -0.5]) == 2
+    partial.cut()
+    whole = partial.begin_attempt(under("v1"))
+    assert (whole.token_ids, whole.finish_reason) == ([11, 12], "tool_call")
 
 
 def spans(*versions):
