@@ -1,6 +1,6 @@
 """What a sandbox daemon is asked, and what it answers: bash, IPython, one-shot commands, files. Text: PROTOCOL.md.
 
-`SandboxCall` is a tagged union that refuses unknown fields; each call's reply type is in `REPLY_OF`. Both travel as
+`SandboxCall` is a tagged union that refuses unknown fields, `SandboxReply` what it is answered with. Both travel as
 bodies in the envelope of `wire`.
 
 A result's `breach` is the limit of the sandbox that was run into since the result before, empty if none; `breach_text`
@@ -35,7 +35,6 @@ from ipc.file_calls import (
 from ipc.limits import Breach
 
 __all__ = [
-    "REPLY_OF",
     "BashInput",
     "BashRestart",
     "BashRestarted",
@@ -274,22 +273,3 @@ SandboxReply = (
     | TreeParts
     | TransferAborted
 )
-
-REPLY_OF: dict[type[SandboxCall], type[SandboxReply]] = {
-    Ping: Pong,
-    Exec: ExecResult,
-    BashRun: BashResult,
-    BashInput: BashResult,
-    BashRestart: BashRestarted,
-    IpythonRun: CellResult,
-    IpythonRestart: IpythonRestarted,
-    FileRead: FileData,
-    FileWrite: FileWritten,
-    EditFile: FileEdited,
-    UploadBegin: TransferBegun,
-    UploadParts: UploadTaken,
-    UploadEnd: UploadEnded,
-    DownloadBegin: TransferBegun,
-    DownloadParts: TreeParts,
-    TransferAbort: TransferAborted,
-}

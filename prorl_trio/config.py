@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from ipc.arena_socket import MAX_ARENA_READERS
 from ipc.limits import SandboxLimits
 from prorl_trio.errors import ConfigError
 
@@ -316,12 +317,14 @@ class ArenaConfig(_Config, frozen=True):
     Attributes:
         size_bytes: 0: 1 GiB, or a tenth of the memory if that is less. Committed as it is written.
         shared_bytes: of outcomes that wait for trainers who map them; more are delivered as frames. 0: half of it.
+        max_readers: trainers who map it at once; further ones are sent frames.
     """
 
     enabled: bool = True
     size_bytes: int = 0
     shared_bytes: int = 0
     room_timeout_s: float = 60.0
+    max_readers: int = MAX_ARENA_READERS
 
 
 class MonitoringConfig(_Config, frozen=True):

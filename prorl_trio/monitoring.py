@@ -16,7 +16,7 @@ from prorl_trio.telemetry import open_telemetry
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from prorl_trio.config import NodeConfig
+    from prorl_trio.config import MonitoringConfig, NodeConfig
     from prorl_trio.node import Node
     from prorl_trio.observer import Observer
     from prorl_trio.service.session_table import SessionTable
@@ -32,6 +32,11 @@ class Monitoring:
         self.metrics = Metrics(config.node_id, version("prorl-trio"))
         self.metrics.watch_loop(stalls)
         self.observers: list[Observer] = [JobLog(), self.metrics]
+
+    def apply(self, config: MonitoringConfig) -> None:
+        """Work with `config` from now on."""
+        self.stalls.warn_s = config.stall_warn_s
+        self.stalls.dump_after(config.stall_dump_after_s)
 
     def watch(self, node: Node, sessions: SessionTable) -> None:
         """Show the node's parts as metrics, and what is measured here in `node.statistics()`."""

@@ -48,7 +48,7 @@ from prorl_trio.service.auth import load_token
 from prorl_trio.service.endpoints import announce, endpoint_url, rest_url
 from prorl_trio.service.journal import open_journal
 from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.local_sockets import claim_local_sockets
+from prorl_trio.service.local_sockets import claim_local_sockets, release_local_sockets
 from prorl_trio.service.rest.edge import serve_rest
 from prorl_trio.service.rest.events import EventFeed
 from prorl_trio.service.restore import restore_sessions
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool import Backends, GateReport
     from prorl_trio.inference.vllm import OnCall
     from prorl_trio.models import JobSpec
+    from prorl_trio.monitoring import Monitoring
     from prorl_trio.observer import Observer
     from prorl_trio.pipeline import JobSink, Pipeline
     from prorl_trio.sandbox.host import SandboxHost
@@ -370,10 +371,12 @@ async def serve_node(
                 node.wait_promised = journal.wait_settled
                 node.describe("ledger", lambda: msgspec.structs.asdict(journal.ledger.statistics()))
                 await restore_sessions(sessions, journal, node, config.ledger)
+            local = await trio.to_thread.run_sync(claim_local_sockets, listen)
+            if local is not None:
+                stack.callback(release_local_sockets, listen, local)
             accept = await stack.enter_async_context(open_single_nursery())
             monitoring.watch(node, sessions)
             node.undelivered = sessions.undelivered
-            local = await trio.to_thread.run_sync(claim_local_sockets, listen)
             if local is not None and node.tokens.arena is not None:
                 await _share_arena(node, node.tokens.arena, local.arena, sessions, accept)
             address = await accept.start(partial(serve_websocket, node, listen, sessions=sessions, local=local))
@@ -400,7 +403,8 @@ async def serve_node(
             if listen.endpoint_file:
                 await trio.to_thread.run_sync(announce, Path(listen.endpoint_file), endpoints)
             if load is not None:
-                await accept.start(serve_reloads, load, lambda: node.config, node.apply)
+                apply = partial(_apply, node, monitoring)
+                await accept.start(serve_reloads, load, lambda: node.config, apply)
             task_status.started(address)
             await anext(signals)
             cut = await drain(node, signals, node.config.drain_timeout_s)
@@ -408,6 +412,11 @@ async def serve_node(
                 await sessions.wait_delivered()
             accept.cancel_scope.cancel("shutdown")
     return cut == 0 and (journal is None or not journal.failed)
+
+
+def _apply(node: Node, monitoring: Monitoring, config: NodeConfig) -> None:
+    node.apply(config)
+    monitoring.apply(config.monitoring)
 
 
 async def _open_journal(config: NodeConfig, stack: AsyncExitStack) -> Journal | None:
@@ -436,7 +445,8 @@ async def _share_arena(node: Node, arena: Arena, path: Path, sessions: SessionTa
     sessions.shared, node.tokens.make_room = shared, shared.make_room
     node.describe("arena", lambda: {**node.tokens.statistics(), "shared": shared.statistics()})
     token = await trio.to_thread.run_sync(load_token, node.config.listen)
+    max_readers = node.config.arena.max_readers
     try:
-        await accept.start(partial(serve_arena, arena, path, token=token.decode()))
+        await accept.start(partial(serve_arena, arena, path, token=token.decode(), max_readers=max_readers))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"listen.unix_socket: {exc}") from exc

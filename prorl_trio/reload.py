@@ -29,6 +29,7 @@ LIVE: Final = (
     "admission",
     "budgets",
     "agent",
+    "monitoring",
     "backends.max_tasks_per_backend",
     "backends.request_timeout_s",
     "backends.lease_timeout_s",

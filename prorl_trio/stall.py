@@ -70,12 +70,13 @@ class LoopStalls(trio.abc.Instrument):
     Attributes:
         counts: passes by bucket of `BOUNDS_S`, and one more for what is longer than all.
         sum_s: of all passes.
+        warn_s: a longer pass is logged, with the task's name; at most one warning in `WARN_INTERVAL_S`.
     """
 
     def __init__(self, warn_s: float, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self.counts = [0] * (len(BOUNDS_S) + 1)
         self.sum_s = 0.0
-        self._warn_s = warn_s
+        self.warn_s = warn_s
         self._clock = clock
         self._max_s = 0.0
         self._worst: list[tuple[float, float, str, float]] = []
@@ -86,6 +87,15 @@ class LoopStalls(trio.abc.Instrument):
         self._longest: trio.lowlevel.Task | None = None
         self._warned_s = -math.inf
         self._unsaid = 0
+        self._watchdog: _Watchdog | None = None
+
+    def dump_after(self, dump_after_s: float) -> None:
+        """From now on, log the loop's stack while a pass lasts longer, from a thread of its own. 0: never."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        self._watchdog = _Watchdog(self, dump_after_s) if dump_after_s > 0 else None
+        if self._watchdog is not None:
+            self._watchdog.start()
 
     # ------------------------------------------------------------ called by trio, for every pass and every step
 
@@ -110,7 +120,7 @@ class LoopStalls(trio.abc.Instrument):
         self.sum_s += pass_s
         if pass_s > self._max_s:
             self._max_s = pass_s
-        if pass_s > self._worst_from_s or pass_s > self._warn_s:
+        if pass_s > self._worst_from_s or pass_s > self.warn_s:
             self._note(pass_s)
         self._longest = None
 
@@ -150,7 +160,7 @@ class LoopStalls(trio.abc.Instrument):
                 del self._worst[0]
             if len(self._worst) == WORST_STALLS:
                 self._worst_from_s = self._worst[0][0]
-        if pass_s <= self._warn_s:
+        if pass_s <= self.warn_s:
             return
         if now_s - self._warned_s < WARN_INTERVAL_S:
             self._unsaid += 1
@@ -209,17 +219,14 @@ def open_loop_stalls(warn_s: float, *, dump_after_s: float = 0.0) -> Iterator[Lo
 
     Args:
         warn_s: a longer pass is logged, with the task's name; at most one warning in `WARN_INTERVAL_S`.
-        dump_after_s: log the loop's stack while a pass lasts longer, from a thread of its own. 0: never.
+        dump_after_s: see `LoopStalls.dump_after`.
     """
     stalls = LoopStalls(warn_s)
-    watchdog = _Watchdog(stalls, dump_after_s) if dump_after_s > 0 else None
     trio.lowlevel.add_instrument(stalls)
     try:
-        if watchdog is not None:
-            watchdog.start()
+        stalls.dump_after(dump_after_s)
         yield stalls
     finally:
-        if watchdog is not None:
-            watchdog.stop()
+        stalls.dump_after(0)
         with suppress(KeyError):  # trio drops an instrument that raised
             trio.lowlevel.remove_instrument(stalls)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
@@ -53,6 +55,7 @@ class Address(msgspec.Struct, frozen=True):
 
 class _Endpoints(msgspec.Struct):
     url: str
+    unix_url: str = ""
 
 
 class EndpointFile:
@@ -65,19 +68,31 @@ class EndpointFile:
     def __str__(self) -> str:
         return f"the node of {self.path}"
 
-    async def read(self) -> Address:
-        """Where the node listens, or did last.
+    async def read(self) -> list[Address]:
+        """Where the node listens, or did last; the best first: the Unix socket that it has for its own host, if there
+        is one here, of our own user. Always one that is reached from everywhere.
 
         Raises:
             OSError: there is no such file, or it cannot be read.
             ProtocolError: no node has written it.
         """
-        content = await trio.to_thread.run_sync(self._content, limiter=self._reading)
+        return await trio.to_thread.run_sync(self._read, limiter=self._reading)
+
+    def _read(self) -> list[Address]:
+        with self.path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES)
         try:
-            return Address.parse(msgspec.json.decode(content, type=_Endpoints).url)
+            endpoints = msgspec.json.decode(content, type=_Endpoints)
+            everywhere = Address.parse(endpoints.url)
+            here = [Address.parse(endpoints.unix_url)] if endpoints.unix_url else []
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as exc:
             raise ProtocolError(f"{self.path} is no endpoint file of a node: {exc}") from None
+        return [*filter(_is_our_socket, here), everywhere]
 
-    def _content(self) -> bytes:
-        with self.path.open("rb") as file:
-            return file.read(MAX_FILE_BYTES)
+
+def _is_our_socket(address: Address) -> bool:
+    try:
+        found = os.stat(address.unix_path)
+    except OSError:
+        return False
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()

@@ -384,7 +384,8 @@ async def connect(
         url: where the node listens; `unix://` on its own host only.
         token: the node's token.
         endpoint_file: in place of `url`: the node's `listen.endpoint_file`. It is read again for every connection, so
-            that the client finds a node that was started again and listens on another port.
+            that the client finds a node that was started again and listens on another port. On the node's own host,
+            as its user, the client takes its Unix socket.
         session_id: a session to come back to; without, a new one. Its outcomes that were never acknowledged come first.
         resume_after: `RolloutClient.cursor` of what the caller has already: not sent again, and acknowledged.
         connect_timeout_s: how long to try for the first connection.

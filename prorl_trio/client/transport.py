@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -130,8 +131,8 @@ class Transport:
             LinkClosed, OSError, trio.TooSlowError: it did not come about.
         """
         with trio.fail_at(min(deadline_s, trio.current_time() + ATTEMPT_TIMEOUT_S)):
-            address = self._where if isinstance(self._where, Address) else await self._where.read()
-            stream = await _open_stream(address)
+            addresses = [self._where] if isinstance(self._where, Address) else await self._where.read()
+            address, stream = await _open_first(addresses)
         try:
             if address.secure:
                 assert self._tls is not None
@@ -208,6 +209,15 @@ class Transport:
                 await arena.wait_closed()
         except (IpcError, ValueError) as exc:
             logger.info("the arena at %s cannot be mapped, so outcomes come as frames: %s", path, exc)
+
+
+async def _open_first(addresses: list[Address]) -> tuple[Address, trio.abc.Stream]:
+    """A connection to the first that takes one. Raises OSError, of the last, if none does."""
+    *others, last = addresses
+    for address in others:
+        with suppress(OSError):
+            return address, await _open_stream(address)
+    return last, await _open_stream(last)
 
 
 async def _open_stream(address: Address) -> trio.abc.Stream:

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import stat
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ipc.channel import MAX_SOCKET_PATH_BYTES
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.config import ListenConfig
 
-__all__ = ["LocalSockets", "claim_local_sockets"]
+__all__ = ["LocalSockets", "claim_local_sockets", "release_local_sockets"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,14 @@ def claim_local_sockets(listen: ListenConfig) -> LocalSockets | None:
         logger.warning("no socket for trainers on this host: %s", exc)
         return None
     return sockets
+
+
+def release_local_sockets(listen: ListenConfig, sockets: LocalSockets) -> None:
+    """Remove the folder that `auto` makes beside the endpoint file, if nothing is in it any more. One that was named
+    stays, whoever made it."""
+    if listen.unix_socket == "auto":
+        with suppress(OSError):
+            sockets.node.parent.rmdir()
 
 
 def _claim(sockets: LocalSockets) -> None:

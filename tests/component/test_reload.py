@@ -13,6 +13,7 @@ from prorl_trio.config import (
     BudgetConfig,
     ListenConfig,
     ModelConfig,
+    MonitoringConfig,
     NodeConfig,
     SandboxConfig,
     StagesConfig,
@@ -39,14 +40,25 @@ async def test_what_can_change_live_is_taken_over_and_the_rest_is_named():
         new(
             stages=StagesConfig(run_workers=99),
             budgets=BudgetConfig(run_s=7.0),
+            monitoring=MonitoringConfig(stall_dump_after_s=2.0),
             drain_timeout_s=5.0,
             listen=ListenConfig(token="psst", port=1),
         ),
     )
-    assert [change.path for change in plan.live] == ["stages.run_workers", "budgets.run_s", "drain_timeout_s"]
+    assert [change.path for change in plan.live] == [
+        "stages.run_workers",
+        "budgets.run_s",
+        "monitoring.stall_dump_after_s",
+        "drain_timeout_s",
+    ]
     assert str(plan.live[0]) == "stages.run_workers: 32 -> 99"
     assert [change.path for change in plan.fixed] == ["listen.port", "listen.token"]
-    assert plan.config == new(stages=StagesConfig(run_workers=99), budgets=BudgetConfig(run_s=7.0), drain_timeout_s=5.0)
+    assert plan.config == new(
+        stages=StagesConfig(run_workers=99),
+        budgets=BudgetConfig(run_s=7.0),
+        monitoring=MonitoringConfig(stall_dump_after_s=2.0),
+        drain_timeout_s=5.0,
+    )
     assert str(plan.fixed[1]) == "listen.token (not shown)"
 
 

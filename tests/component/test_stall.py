@@ -130,3 +130,19 @@ async def test_the_watchdog_says_where_the_loop_is_while_it_is_there(caplog):
         log.removeHandler(handler)
     assert any("blocking_on_purpose" in line for line in stalls_of(caplog))
     assert not any(thread.name == "stall watchdog" for thread in threading.enumerate())
+
+
+async def test_both_limits_may_change_while_it_runs(caplog):
+    def watchdogs():
+        return sum(thread.name == "stall watchdog" for thread in threading.enumerate())
+
+    with open_loop_stalls(warn_s=10.0) as stalls:
+        stalls.warn_s = STALL_S / 2
+        await hog()
+        await trio.lowlevel.checkpoint()
+        assert stalls_of(caplog)
+        counts = []
+        for after_s in (5.0, 6.0, 0.0, 7.0):
+            stalls.dump_after(after_s)
+            counts.append(watchdogs())
+    assert (counts, watchdogs()) == ([1, 1, 0, 1], 0)

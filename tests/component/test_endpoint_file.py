@@ -1,0 +1,92 @@
+"""A client that is given a node's endpoint file takes the node's Unix socket where it can, and TCP where it cannot."""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import partial
+
+import msgspec
+import pytest
+import trio
+
+from prorl_trio.client import address as address_module
+from prorl_trio.client import connect
+from prorl_trio.client.address import EndpointFile
+from prorl_trio.config import ListenConfig
+from prorl_trio.errors import ProtocolError
+from prorl_trio.service.endpoints import announce, endpoint_url
+from prorl_trio.service.local_sockets import claim_local_sockets, release_local_sockets
+from prorl_trio.service.server import serve_websocket
+from prorl_trio.testing.fake_node import FakeNode
+from prorl_trio.testing.fake_service import TOKEN, open_service
+
+pytestmark = pytest.mark.timeout(30)
+
+NOWHERE = "ws://127.0.0.1:1"
+
+
+@pytest.fixture
+def listen(tmp_path):
+    return ListenConfig(port=0, token=TOKEN, endpoint_file=str(tmp_path / "endpoint.json"))
+
+
+async def names_of(endpoint_file):
+    return [str(address) for address in await EndpointFile(endpoint_file).read()]
+
+
+async def test_the_unix_socket_comes_first_and_its_folder_goes_with_the_node(listen, tmp_path):
+    endpoint = tmp_path / "endpoint.json"
+    local = claim_local_sockets(listen)
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            host_port = await nursery.start(partial(serve_websocket, FakeNode(), listen, local=local))
+            announce(endpoint, {"url": NOWHERE, "unix_url": f"unix://{local.node}"})
+            async with connect(token=TOKEN, endpoint_file=endpoint) as client:
+                await client.status()
+            announce(endpoint, {"url": endpoint_url(host_port), "unix_url": f"unix://{local.node}"})
+            assert await names_of(endpoint) == [f"unix://{local.node}", f"{endpoint_url(host_port)}/"]
+            nursery.cancel_scope.cancel()
+    assert local.node.parent.is_dir()
+    release_local_sockets(listen, local)
+    assert os.listdir(tmp_path) == ["endpoint.json"]
+    assert await names_of(endpoint) == [f"{endpoint_url(host_port)}/"]
+
+
+async def test_a_socket_that_nobody_listens_at_is_passed_over(tmp_path):
+    endpoint, path = tmp_path / "endpoint.json", tmp_path / "node"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with trio.fail_after(10):
+        async with open_service(FakeNode()) as service:
+            announce(endpoint, {"url": service.url, "unix_url": f"unix://{path}"})
+            assert len(await names_of(endpoint)) == 2
+            async with connect(token=TOKEN, endpoint_file=endpoint) as client:
+                await client.status()
+
+
+async def test_what_is_no_socket_of_ours_is_not_tried(tmp_path, monkeypatch):
+    endpoint, path = tmp_path / "endpoint.json", tmp_path / "node"
+    announce(endpoint, {"url": NOWHERE, "unix_url": f"unix://{path}"})
+    assert await names_of(endpoint) == [f"{NOWHERE}/"], "another host's"
+    path.write_bytes(b"")
+    assert await names_of(endpoint) == [f"{NOWHERE}/"], "no socket"
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        assert len(await names_of(endpoint)) == 2
+        monkeypatch.setattr(address_module.os, "geteuid", lambda: os.getuid() + 1)
+        assert await names_of(endpoint) == [f"{NOWHERE}/"], "another user's"
+    endpoint.write_bytes(msgspec.json.encode({"url": NOWHERE, "unix_url": "http://x"}))
+    with pytest.raises(ProtocolError, match="no endpoint file"):
+        await names_of(endpoint)
+
+
+def test_a_folder_that_was_named_or_is_in_use_stays(listen, tmp_path):
+    named = msgspec.structs.replace(listen, unix_socket=str(tmp_path / "mine" / "node"))
+    release_local_sockets(named, claim_local_sockets(named))
+    assert (tmp_path / "mine").is_dir()
+    local = claim_local_sockets(listen)
+    (local.node.parent / "kept").touch()
+    release_local_sockets(listen, local)
+    assert (local.node.parent / "kept").exists()
