@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["Arena", "ArenaStatistics", "TokenBuffer", "default_arena_bytes", "open_arena"]
+__all__ = ["BLOCK_TOKENS", "Arena", "ArenaStatistics", "TokenBuffer", "default_arena_bytes", "open_arena"]
 
 BLOCK_TOKENS: Final = 4096
 KEEP_FREE_BYTES: Final = 16 * 1024 * 1024

@@ -24,6 +24,7 @@ __all__ = [
     "CancelJobs",
     "CancelledJobs",
     "ClientFrame",
+    "ClientMessage",
     "HeartbeatPing",
     "HeartbeatPong",
     "JobEvent",
@@ -32,6 +33,7 @@ __all__ = [
     "Rejected",
     "RemoveBackend",
     "ServerFrame",
+    "ServerMessage",
     "SessionHello",
     "SessionRefused",
     "SessionWelcome",
@@ -56,13 +58,15 @@ class SessionHello(_Frame, frozen=True):
     """First frame of a connection.
 
     `session_id` is chosen by the trainer. A known one resumes that session (its unacknowledged outcomes are sent
-    again, after `resume_after`); a connection still open for it is closed: the newest wins.
+    again, after `resume_after`); a connection still open for it is closed: the newest wins. `batches`: the trainer
+    takes several frames in one message.
     """
 
     version: int
     token: str
     session_id: str
     resume_after: int = 0
+    batches: bool = False
 
 
 class Submit(_Frame, frozen=True):
@@ -260,3 +264,7 @@ ServerFrame = (
     | HeartbeatPing
     | HeartbeatPong
 )
+
+ClientMessage = ClientFrame | list[ClientFrame]
+ServerMessage = ServerFrame | list[ServerFrame]
+"""What one WebSocket message holds: a frame, or several that were ready together."""

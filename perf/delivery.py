@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ import trio
 
 from ipc.arena_socket import open_mapped_arena
 from ipc.nursery import open_single_nursery
-from ipc.session import Ack, AttachArena, OutcomeFrame, OutcomeRefFrame, ServerFrame
+from ipc.session import Ack, AttachArena, OutcomeFrame, OutcomeRefFrame, ServerFrame, ServerMessage
 from ipc.websocket import CloseCode, LinkLimits, WebSocketLink, open_client_link
 from perf.delivery_source import BYTES_PER_TOKEN, SourceAddress, open_source
 from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark
@@ -31,16 +31,15 @@ from prorl_trio.models import Outcome
 from prorl_trio.outcome_refs import join_outcome
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from ipc.arena_socket import MappedArena
 
 __all__ = ["benchmark"]
 
-TOKENS = 32_768
 OUTCOMES = 64
 QUICK_ROUNDS, ROUNDS = 15, 60
 WARM_UP_ROUNDS = 2
-PASS_OUTCOMES = 64
-"""Delivered in one round by WebSocket and by reference; by JSON it is one."""
 WS_AT_LEAST_MB_S = 150.0
 SHM_AT_LEAST_MB_S = 1_000.0
 ENCODE_MAX_MS = 0.3
@@ -48,27 +47,38 @@ ENCODE_BURST = 10
 JSON_TIMEOUT_S = 60.0
 
 
+class Load(msgspec.Struct, frozen=True):
+    """Outcomes of so many tokens, so many in one round by WebSocket and by reference; by JSON it is one."""
+
+    tokens: int
+    pass_outcomes: int
+
+    @property
+    def megabytes(self) -> float:
+        """Of one outcome: 9 bytes a token, whatever crosses the socket."""
+        return self.tokens * BYTES_PER_TOKEN / 1e6
+
+
+LARGE = Load(tokens=32_768, pass_outcomes=64)
+SMALL = Load(tokens=1_024, pass_outcomes=256)
+"""What each outcome costs beside its tokens shows here. As many as the node sends ahead of acknowledgements."""
+
+
 class Trainer:
     """The receiving end: three arrays that every outcome's tokens are copied into, and counts of what came."""
 
-    def __init__(self) -> None:
-        self._ids = np.zeros(TOKENS, np.int32)
-        self._logprobs = np.zeros(TOKENS, np.float32)
-        self._mask = np.zeros(TOKENS, np.uint8)
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._ids = np.zeros(load.tokens, np.int32)
+        self._logprobs = np.zeros(load.tokens, np.float32)
+        self._mask = np.zeros(load.tokens, np.uint8)
         self.wire_bytes = 0
         self.tokens = 0
 
-    def take(self, token_ids: Any, logprobs: Any, loss_mask: Any, wire_bytes: int) -> None:
+    def take(self, token_ids: Any, logprobs: Any, loss_mask: Any) -> None:
         """Copy one outcome's arrays, or lists."""
         self._ids[:], self._logprobs[:], self._mask[:] = token_ids, logprobs, loss_mask
-        self.wire_bytes += wire_bytes
-        self.tokens += TOKENS
-
-    def take_outcome(self, outcome: Outcome, wire_bytes: int) -> None:
-        """The same for an outcome."""
-        assert outcome.trajectory is not None
-        segment = outcome.trajectory.segments[0]
-        self.take(segment.token_ids, segment.logprobs, segment.loss_mask, wire_bytes)
+        self.tokens += self._load.tokens
 
     @property
     def bytes_per_token(self) -> float:
@@ -79,21 +89,20 @@ class Trainer:
 class LinkTrainer(Trainer):
     """Outcomes over a WebSocket link; by reference if it has mapped the arena."""
 
-    def __init__(self, mapped: MappedArena | None = None) -> None:
-        super().__init__()
+    def __init__(self, load: Load, mapped: MappedArena | None = None) -> None:
+        super().__init__(load)
         self._mapped = mapped
         self._link: WebSocketLink[ServerFrame] | None = None
-        self._frames: msgspec.msgpack.Decoder[ServerFrame] = msgspec.msgpack.Decoder(ServerFrame)
+        self._decode = msgspec.msgpack.Decoder(ServerMessage).decode
         self._outcomes = msgspec.msgpack.Decoder(Outcome)
-        self._message_bytes = 0
         self._cursor = 0
         self.last: Outcome | None = None
         self.outside = 0
 
-    def decode(self, message: bytes) -> ServerFrame:
-        """As the link wants it; notes the size."""
-        self._message_bytes = len(message)
-        return self._frames.decode(message)
+    def decode(self, message: bytes) -> Any:
+        """As the link wants it; counts the bytes."""
+        self.wire_bytes += len(message)
+        return self._decode(message)
 
     def attach(self, link: WebSocketLink[ServerFrame]) -> None:
         """Receive over this link."""
@@ -109,39 +118,45 @@ class LinkTrainer(Trainer):
     async def receive(self) -> float:
         """A pass of outcomes; returns the seconds for each."""
         assert self._link is not None
+        count = self._load.pass_outcomes
         started = time.perf_counter()
-        self._link.post(Ack(cursor=self._cursor + PASS_OUTCOMES))
-        for _ in range(PASS_OUTCOMES):
-            frame = await self._link.receive()
-            size = self._message_bytes
-            match frame:
-                case OutcomeFrame(outcome=raw):
-                    self.last = self._outcomes.decode(raw)
-                    self.take_outcome(self.last, size)
-                case OutcomeRefFrame():
-                    assert self._mapped is not None
-                    outcome = join_outcome(frame, self._mapped)
-                    self._count_outside(outcome, self._mapped)
-                    self.take_outcome(outcome, size)
-                case _:
-                    raise AssertionError(f"unexpected frame {frame}")
-        self._cursor += PASS_OUTCOMES
-        return (time.perf_counter() - started) / PASS_OUTCOMES
+        self._cursor += count
+        self._link.post(Ack(cursor=self._cursor))
+        for _ in range(count):
+            outcome = self._read(await self._link.receive())
+            assert outcome.trajectory is not None
+            segment = outcome.trajectory.segments[0]
+            self.take(segment.token_ids, segment.logprobs, segment.loss_mask)
+            self.last = outcome
+        taken_s = time.perf_counter() - started
+        self._count_outside()
+        return taken_s / count
 
-    def _count_outside(self, outcome: Outcome, mapped: MappedArena) -> None:
-        """An array that does not lie in the mapping was copied."""
-        assert outcome.trajectory is not None
-        segment = outcome.trajectory.segments[0]
+    def _read(self, frame: ServerFrame) -> Outcome:
+        match frame:
+            case OutcomeFrame(outcome=raw):
+                return self._outcomes.decode(raw)
+            case OutcomeRefFrame():
+                assert self._mapped is not None
+                return join_outcome(frame, self._mapped)
+            case _:
+                raise AssertionError(f"unexpected frame {frame}")
+
+    def _count_outside(self) -> None:
+        """An array of the last outcome that does not lie in the mapping was copied."""
+        if self._mapped is None or self.last is None or self.last.trajectory is None:
+            return
+        memory, segment = self._mapped.memory, self.last.trajectory.segments[0]
         for array in (segment.token_ids, segment.logprobs, segment.loss_mask):
-            offset = array.__array_interface__["data"][0] - mapped.memory.address
-            self.outside += not 0 <= offset < len(mapped.memory.mapping)
+            offset = array.__array_interface__["data"][0] - memory.address
+            self.outside += not 0 <= offset < len(memory.mapping)
 
 
 class JsonTrainer(Trainer):
     """Outcomes as JSON over one kept HTTP connection."""
 
-    def __init__(self, port: int) -> None:
-        super().__init__()
+    def __init__(self, load: Load, port: int) -> None:
+        super().__init__(load)
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=JSON_TIMEOUT_S)
         self._number = 0
 
@@ -152,7 +167,8 @@ class JsonTrainer(Trainer):
         self._connection.request("GET", f"/outcome/{self._number}")
         body = self._connection.getresponse().read()
         said = json.loads(body)
-        self.take(said["token_ids"], said["logprobs"], said["loss_mask"], len(body))
+        self.take(said["token_ids"], said["logprobs"], said["loss_mask"])
+        self.wire_bytes += len(body)
         return time.perf_counter() - started
 
     def close(self) -> None:
@@ -161,42 +177,32 @@ class JsonTrainer(Trainer):
 
 
 async def benchmark(options: Options) -> Report:
-    """All three ways, interleaved."""
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prorl-perf-")))
-        source = await stack.enter_async_context(open_source(folder, outcomes=OUTCOMES, tokens=TOKENS))
-        mapped = await stack.enter_async_context(open_mapped_arena(source.arena_socket, token=source.token))
-        by_ws, by_ref = LinkTrainer(), LinkTrainer(mapped)
-        by_json = JsonTrainer(source.json_port)
-        stack.callback(by_json.close)
-        async with open_single_nursery() as nursery:
-            for trainer in (by_ws, by_ref):
-                await nursery.start(_connect, source, trainer)
-            await by_ws.receive()
+    """All ways, interleaved."""
+    encoder = msgspec.msgpack.Encoder()
 
-            async def encode() -> None:
-                encoder.encode(by_ws.last)
+    async def encode() -> None:
+        encoder.encode(by_ws.last)
 
-            encoder = msgspec.msgpack.Encoder()
-            cases = [
-                Case(name="wire.encode", run=encode, burst=ENCODE_BURST, max_p50=ENCODE_MAX_MS),
-                Case(name="deliver.shm", run=by_ref.receive, self_timed=True),
-                Case(name="deliver.ws", run=by_ws.receive, self_timed=True),
-                Case(name="deliver.json", run=by_json.receive, self_timed=True, peer=True),
-            ]
-            rounds = QUICK_ROUNDS if options.quick else ROUNDS
-            series = await measure_interleaved(cases, rounds=rounds, warm_up_rounds=WARM_UP_ROUNDS)
-            by_ws.end()
-            by_ref.end()
-    megabytes = TOKENS * BYTES_PER_TOKEN / 1e6
-    ways = [one for one in series if one.case.self_timed]
-    metrics = {f"{one.case.name}_mb_s": round(megabytes / (one.percentile(50) / 1e3), 1) for one in ways}
+    async with _open_ways(LARGE) as (by_ref, by_ws, by_json), _open_ways(SMALL) as (small_ref, small_ws, _):
+        await by_ws.receive()
+        cases = [
+            Case(name="wire.encode", run=encode, burst=ENCODE_BURST, max_p50=ENCODE_MAX_MS),
+            Case(name="deliver.shm", run=by_ref.receive, self_timed=True),
+            Case(name="deliver.ws", run=by_ws.receive, self_timed=True),
+            Case(name="deliver.json", run=by_json.receive, self_timed=True, peer=True),
+            Case(name="deliver.shm_small", run=small_ref.receive, self_timed=True),
+            Case(name="deliver.ws_small", run=small_ws.receive, self_timed=True),
+        ]
+        rounds = QUICK_ROUNDS if options.quick else ROUNDS
+        series = await measure_interleaved(cases, rounds=rounds, warm_up_rounds=WARM_UP_ROUNDS)
+    ways = [(one, SMALL if one.case.name.endswith("_small") else LARGE) for one in series if one.case.self_timed]
+    metrics = {f"{one.case.name}_mb_s": round(1e3 * load.megabytes / one.percentile(50), 1) for one, load in ways}
     return Report(
-        title=f"delivery of outcomes of {TOKENS:,} tokens",
+        title=f"delivery of outcomes of {LARGE.tokens:,} tokens, and of {SMALL.tokens:,}",
         series=series,
         more_metrics=metrics
         | {
-            "deliver.shm_arrays_copied": by_ref.outside,
+            "deliver.shm_arrays_copied": by_ref.outside + small_ref.outside,
             "deliver.shm_bytes_per_token": round(by_ref.bytes_per_token, 4),
             "wire.bytes_per_token": round(by_ws.bytes_per_token, 4),
             "deliver.json_bytes_per_token": round(by_json.bytes_per_token, 2),
@@ -204,6 +210,24 @@ async def benchmark(options: Options) -> Report:
         at_least={"deliver.ws_mb_s": WS_AT_LEAST_MB_S, "deliver.shm_mb_s": SHM_AT_LEAST_MB_S},
         notes=["MB/s count 9 bytes a token, whatever crosses the socket; both processes share this machine's cores"],
     )
+
+
+@asynccontextmanager
+async def _open_ways(load: Load) -> AsyncIterator[tuple[LinkTrainer, LinkTrainer, JsonTrainer]]:
+    """A source of such outcomes, and its trainers: by reference, by WebSocket, by JSON. All end with the block."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prorl-perf-")))
+        source = await stack.enter_async_context(open_source(folder, outcomes=OUTCOMES, tokens=load.tokens))
+        mapped = await stack.enter_async_context(open_mapped_arena(source.arena_socket, token=source.token))
+        by_ref, by_ws = LinkTrainer(load, mapped), LinkTrainer(load)
+        by_json = JsonTrainer(load, source.json_port)
+        stack.callback(by_json.close)
+        async with open_single_nursery() as nursery:
+            for trainer in (by_ref, by_ws):
+                await nursery.start(_connect, source, trainer)
+            yield by_ref, by_ws, by_json
+            by_ref.end()
+            by_ws.end()
 
 
 async def _connect(

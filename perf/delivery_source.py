@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 import trio
 
-from ipc.arena import open_arena
+from ipc.arena import BLOCK_TOKENS, open_arena
 from ipc.arena_socket import serve_arena
 from ipc.errors import ChannelBroken
 from ipc.nursery import open_single_nursery
-from ipc.session import Ack, AttachArena, ClientFrame, OutcomeFrame
+from ipc.session import Ack, AttachArena, ClientFrame, ClientMessage, OutcomeFrame
 from ipc.websocket import LinkLimits, WebSocketLink, open_server_link
 from prorl_trio.models import Outcome, PolicySpan, Segment, Timing, Trajectory
 from prorl_trio.outcome_refs import split_outcome
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SourceAddress", "open_source"]
 
-PROMPT_TOKENS = 1024
+PROMPT_SHARE = 32
+"""So much of an outcome is its prompt."""
 VOCABULARY = 150_000
 BYTES_PER_TOKEN = 9
 ROOM = 2
@@ -83,7 +84,7 @@ async def open_source(folder: Path, *, outcomes: int, tokens: int) -> AsyncItera
 
 async def _main(folder: Path, count: int, tokens: int) -> None:
     token = secrets.token_hex(16)
-    with open_arena(ROOM * count * tokens * BYTES_PER_TOKEN + 2**20) as arena:
+    with open_arena(ROOM * count * max(tokens, BLOCK_TOKENS) * BYTES_PER_TOKEN + 2**20) as arena:
         stored = [_store(arena, number, tokens) for number in range(count)]
         with _serve_json([outcome for outcome, _ in stored]) as json_port:
             async with open_single_nursery() as nursery:
@@ -103,11 +104,12 @@ def _store(arena: Arena, number: int, tokens: int) -> tuple[Outcome, TokenBuffer
     random = np.random.default_rng(number)
     buffer = arena.open_nowait()
     ids = random.integers(0, VOCABULARY, tokens, dtype=np.int32)
-    buffer.append(ids[:PROMPT_TOKENS])
-    sampled = ids[PROMPT_TOKENS:]
+    prompt_tokens = tokens // PROMPT_SHARE
+    buffer.append(ids[:prompt_tokens])
+    sampled = ids[prompt_tokens:]
     buffer.append(sampled, -random.exponential(size=len(sampled)).astype(np.float32))
     buffer.seal()
-    span = PolicySpan(start=PROMPT_TOKENS, end=tokens, policy_version="1", engine="perf")
+    span = PolicySpan(start=prompt_tokens, end=tokens, policy_version="1", engine="perf")
     segment = Segment.over_arrays(*buffer.arrays(), [span])
     outcome = Outcome(
         job_id=f"job-{number}",
@@ -127,7 +129,7 @@ def _store(arena: Arena, number: int, tokens: int) -> tuple[Outcome, TokenBuffer
 async def _serve_link(arena: Arena, stored: Sequence[tuple[Outcome, TokenBuffer]], stream: trio.SocketStream) -> None:
     """A trainer's connection: outcomes follow as far as the last `Ack` allows; by reference after `AttachArena`."""
     encode = msgspec.msgpack.Encoder().encode
-    frames: msgspec.msgpack.Decoder[ClientFrame] = msgspec.msgpack.Decoder(ClientFrame)
+    decode = msgspec.msgpack.Decoder(ClientMessage).decode
     sent, allowed, attached = 0, 0, False
 
     def next_frame() -> bytes | None:
@@ -154,8 +156,9 @@ async def _serve_link(arena: Arena, stored: Sequence[tuple[Outcome, TokenBuffer]
         except ChannelBroken:
             link.end(1000, "")
 
-    async with open_server_link(stream, frames.decode, LinkLimits()) as link:
+    async with open_server_link(stream, decode, LinkLimits()) as link:
         link.trust()
+        link.batches = True
         await link.run(partial(read, link), next_frame)
 
 

@@ -17,6 +17,7 @@ from ipc.session import (
     Ack,
     AttachArena,
     ServerFrame,
+    ServerMessage,
     SessionHello,
     SessionRefused,
     SessionWelcome,
@@ -41,7 +42,7 @@ FIRST_DELAY_S: Final = 0.05
 MAX_DELAY_S: Final = 5.0
 ATTEMPT_TIMEOUT_S: Final = 10.0
 
-_decode = msgspec.msgpack.Decoder(ServerFrame).decode
+_decode = msgspec.msgpack.Decoder(ServerMessage).decode
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +153,7 @@ class Transport:
                 token=self._token,
                 session_id=state.session_id,
                 resume_after=state.inbox.received,
+                batches=True,
             )
         )
         frame = await link.receive()
@@ -159,6 +161,7 @@ class Transport:
             raise refusal(frame)
         if not isinstance(frame, SessionWelcome):
             raise ProtocolError(f"{self._where} answered the handshake with {type(frame).__name__}")
+        link.batches = True
         return frame
 
     async def _use(self, link: WebSocketLink[ServerFrame], welcome: SessionWelcome) -> str:

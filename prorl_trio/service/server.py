@@ -14,7 +14,7 @@ import trio
 from ipc.channel import listen_unix
 from ipc.errors import ProtocolViolation
 from ipc.nursery import single_exception
-from ipc.session import SESSION_PROTOCOL_VERSION, ClientFrame, SessionHello, SessionWelcome
+from ipc.session import SESSION_PROTOCOL_VERSION, ClientFrame, ClientMessage, SessionHello, SessionWelcome
 from ipc.tls import open_tls
 from ipc.websocket import LinkClosed, LinkLimits, WebSocketLink, open_server_link
 from prorl_trio.errors import AdmissionRejected, ConfigError, ProtocolError
@@ -43,7 +43,7 @@ GOODBYE_TIMEOUT_S: Final = 5.0
 STRANGERS: Final = 64
 """Connections beyond `max_sessions`: those that have not shown a token yet, and replaced ones on their way out."""
 
-_decode = msgspec.msgpack.Decoder(ClientFrame).decode
+_decode = msgspec.msgpack.Decoder(ClientMessage).decode
 
 
 async def serve_websocket(
@@ -217,6 +217,7 @@ class _Server:
             return
         self._scopes[scope] = connection
         link.trust()
+        link.batches = hello.batches
         link.post(self._welcome(session, hello, resumed=resumed))
         code, reason = await connection.run()
         logger.info("session %s: connection closed (%d): %s", session.session_id, code, reason)

@@ -16,7 +16,8 @@ def children():
 
 
 async def test_every_way_delivers_and_nothing_is_left(monkeypatch, tmp_path):
-    for name, value in {"QUICK_ROUNDS": 3, "OUTCOMES": 4, "PASS_OUTCOMES": 8, "TOKENS": 8192}.items():
+    loads = {"LARGE": delivery.Load(tokens=8192, pass_outcomes=8), "SMALL": delivery.Load(tokens=512, pass_outcomes=32)}
+    for name, value in {"QUICK_ROUNDS": 3, "OUTCOMES": 4, **loads}.items():
         monkeypatch.setattr(delivery, name, value)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before, fds_before = children(), len(os.listdir("/proc/self/fd"))
@@ -30,6 +31,8 @@ async def test_every_way_delivers_and_nothing_is_left(monkeypatch, tmp_path):
     assert metrics["deliver.json_bytes_per_token"] > 20
     assert metrics["deliver.shm_mb_s"] > 3 * metrics["deliver.json_mb_s"] > 0
     assert metrics["deliver.ws_mb_s"] > 3 * metrics["deliver.json_mb_s"]
+    assert metrics["deliver.shm_small_mb_s"] > 0
+    assert metrics["deliver.ws_small_mb_s"] > 0
     assert metrics["wire.encode.p50_ms"] > 0
     assert children() == before
     assert not list(tmp_path.iterdir())
