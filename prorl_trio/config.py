@@ -207,10 +207,10 @@ class BackendConfig(_Config, frozen=True):
     """
 
     urls: list[str] = []
+    weights: dict[str, float] = {}
     engine: Literal["auto", "vllm", "sglang"] = "auto"
     stream: bool = False
     required: bool = False
-    weights: dict[str, float] = {}
     probe_timeout_s: float = 60.0
     request_timeout_s: float = 600.0
     max_connections_per_backend: int = 512
@@ -219,9 +219,6 @@ class BackendConfig(_Config, frozen=True):
     strategy: Strategy = "least_in_flight"
     health: HealthConfig = HealthConfig()
 
-
-class SandboxConfig(_Config, frozen=True):
-    """`auto` takes apptainer, then bubblewrap, whichever passes its probe first. `process` isolates nothing.
     def __post_init__(self) -> None:
         for url, weight in self.weights.items():
             if url not in self.urls:
@@ -229,6 +226,9 @@ class SandboxConfig(_Config, frozen=True):
             if not 0 < weight < float("inf"):
                 raise ValueError(f"weights: that of {url} must be > 0, got {weight}")
 
+
+class SandboxConfig(_Config, frozen=True):
+    """`auto` takes apptainer, then bubblewrap, whichever passes its probe first. `process` isolates nothing.
 
     Sandboxes are started in advance where they are in demand: at most `max_warm`, 0 for none, and `max_warm_per_image`
     of one image; one that nobody took for `max_warm_idle_s` is ended.
