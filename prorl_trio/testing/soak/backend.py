@@ -7,6 +7,7 @@ moment. Ends when its parent does.
 from __future__ import annotations
 
 import sys
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -18,9 +19,12 @@ from prorl_trio.testing.soak.parent import end_with_parent
 from prorl_trio.testing.tiny_model import TinyTokenizer, make_tiny_model
 
 if TYPE_CHECKING:
-    from prorl_trio.models import FinishReason
+    from collections.abc import AsyncIterator
 
-__all__ = ["OUTPUT", "TURN_S"]
+    from prorl_trio.models import FinishReason
+    from prorl_trio.testing.fake_engine import FakeEngine
+
+__all__ = ["OUTPUT", "TURN_S", "open_backend"]
 
 OUTPUT: Final = "bash-said-42"
 TURN_S: Final = 0.02
@@ -34,12 +38,19 @@ def _script(tiny: TinyTokenizer, prompt_token_ids: list[int]) -> tuple[list[int]
     return ids, [-0.5] * len(ids), "stop"
 
 
-async def _main(model: Path, port: int) -> None:
+@asynccontextmanager
+async def open_backend(model: Path, port: int = 0) -> AsyncIterator[FakeEngine]:
+    """Serve the tiny model in the folder, which is made. 0 takes a free port."""
     tiny = make_tiny_model(model)
     config = FakeEngineConfig(
         vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=MAX_MODEL_LEN, first_token_s=TURN_S
     )
-    async with open_fake_engine(script=partial(_script, tiny), config=config, port=port):
+    async with open_fake_engine(script=partial(_script, tiny), config=config, port=port) as engine:
+        yield engine
+
+
+async def _main(model: Path, port: int) -> None:
+    async with open_backend(model, port):
         await trio.sleep_forever()
 
 

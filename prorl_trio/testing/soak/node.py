@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,13 @@ from prorl_trio.testing.soak.parent import end_with_parent
 from prorl_trio.tools import BashTool, FinishTool, ToolSet
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from prorl_trio.chat import ParsedTurn
     from prorl_trio.models import ToolCall
     from prorl_trio.rollout import RolloutContext
 
-__all__ = ["SoakHandler"]
+__all__ = ["SoakHandler", "run_node"]
 
 
 class SoakHandler(AgentHandler):
@@ -71,10 +72,12 @@ class _Plain:
         return "Go on."
 
 
-async def _main(config: Path) -> bool:
-    return await serve_node(load_config(config), HandlerRegistry([SoakHandler()]))
+def run_node(config: Path, instruments: Sequence[trio.abc.Instrument] = ()) -> bool:
+    """Until it is told to end. Returns whether that was clean."""
+    serve = partial(serve_node, load_config(config), HandlerRegistry([SoakHandler()]))
+    return trio.run(serve, instruments=instruments)
 
 
 if __name__ == "__main__":
     end_with_parent()
-    sys.exit(0 if trio.run(_main, Path(sys.argv[1])) else 1)
+    sys.exit(0 if run_node(Path(sys.argv[1])) else 1)

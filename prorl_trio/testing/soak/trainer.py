@@ -1,7 +1,7 @@
 """A trainer in a process of its own: `python -m prorl_trio.testing.soak.trainer URL TOKEN JOURNAL JOBS`.
 
 Submits the jobs `job-0` to `job-JOBS` that are not in its journal, and writes each outcome there before it asks for the
-next, which acknowledges it. Every second job has a retry policy, see `is_retried`. Killed and started again, the trainer
+next, which acknowledges it. Every second job has a retry policy, see `is_retried`. Killed and started again, it just
 goes on. Exits with 0 when it has all of them.
 """
 
