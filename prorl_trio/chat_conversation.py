@@ -106,7 +106,7 @@ class Conversation:
         prompt = chat_format.template.prompt(self._history, self._tools)
         ids = array("i", chat_format.codec.encode(prompt))
         self._current.tokens.append(ids)
-        self._proven = ids.tobytes()
+        self._proven = bytearray(ids.tobytes())
 
     def __len__(self) -> int:
         """Return the number of tokens in the current segment, that is of the next prompt."""
@@ -271,8 +271,10 @@ class Conversation:
 
     def _prove_prefix(self) -> None:
         """Compare what is recorded with what was sent and sampled, which is kept apart from it."""
-        now, then = self._current.token_ids, np.frombuffer(self._proven, dtype=np.int32)
-        if not np.array_equal(now, then):
+        now = self._current.token_ids
+        # The one comparison that is a plain memcmp: some 5 us for 100,000 tokens, at every turn.
+        if self._proven != now.view(np.uint8).data:
+            then = np.frombuffer(self._proven, dtype=np.int32)
             shared = min(len(now), len(then))
             differing = np.flatnonzero(now[:shared] != then[:shared])
             position = int(differing[0]) if len(differing) else shared
@@ -299,7 +301,7 @@ class Conversation:
         self._closed.append(self._current)
         self._current = _OpenSegment(self._tokens.open_segment(), parent=len(self._closed) - 1, reason=reason)
         self._current.tokens.append(prompt)
-        self._proven = prompt.tobytes()
+        self._proven = bytearray(prompt.tobytes())
 
     def _marked(self, messages: Iterable[ChatMessage]) -> list[Message]:
         codec = self._format.codec
