@@ -21,10 +21,13 @@ __all__ = [
     "AddBackend",
     "AttachArena",
     "BackendChanged",
+    "BackendFrame",
     "CancelJobs",
     "CancelledJobs",
+    "ClearBackends",
     "ClientFrame",
     "ClientMessage",
+    "DrainBackend",
     "HeartbeatPing",
     "HeartbeatPong",
     "JobEvent",
@@ -40,6 +43,7 @@ __all__ = [
     "StatusReport",
     "StatusRequest",
     "Submit",
+    "WeighBackend",
 ]
 
 SESSION_PROTOCOL_VERSION = 1
@@ -105,10 +109,35 @@ class StatusRequest(_Frame, frozen=True):
 
 
 class AddBackend(_Frame, frozen=True):
-    """Register an LLM backend; it is probed first. Answered by `BackendChanged`."""
+    """Register an LLM backend; it is probed first. Answered by `BackendChanged`.
+
+    `weight`: its share of the tasks beside others; without, 1 for a new one, and what it was for one that is there.
+    """
 
     request_id: int
     url: str
+    weight: float | None = None
+
+
+class DrainBackend(_Frame, frozen=True):
+    """Give a backend no new tasks; it stays listed, and `AddBackend` ends that. Answered by `BackendChanged`."""
+
+    request_id: int
+    url: str
+
+
+class WeighBackend(_Frame, frozen=True):
+    """Change a backend's share of the tasks. Answered by `BackendChanged`."""
+
+    request_id: int
+    url: str
+    weight: float
+
+
+class ClearBackends(_Frame, frozen=True):
+    """`RemoveBackend` for all there are. Answered by `BackendChanged`, with an empty `url`."""
+
+    request_id: int
 
 
 class RemoveBackend(_Frame, frozen=True):
@@ -231,21 +260,23 @@ class StatusReport(_Frame, frozen=True):
 
 
 class BackendChanged(_Frame, frozen=True):
-    """Answer to `AddBackend` and `RemoveBackend`. `error` is empty on success."""
+    """Answer to `AddBackend`, `DrainBackend`, `WeighBackend`, `RemoveBackend`, `ClearBackends`. `error` is empty on
+    success."""
 
     request_id: int
     url: str
     error: str = ""
 
 
+BackendFrame = AddBackend | DrainBackend | WeighBackend | RemoveBackend | ClearBackends
+"""A change of the node's pool of backends."""
 ClientFrame = (
     SessionHello
     | Submit
     | CancelJobs
     | Ack
     | StatusRequest
-    | AddBackend
-    | RemoveBackend
+    | BackendFrame
     | AttachArena
     | HeartbeatPing
     | HeartbeatPong

@@ -106,13 +106,25 @@ class BlockingClient:
         """See `RolloutClient.status`."""
         return self._call(self._client.status)
 
-    def add_backend(self, url: str) -> None:
+    def add_backend(self, url: str, weight: float | None = None) -> None:
         """See `RolloutClient.add_backend`."""
-        self._call(self._client.add_backend, url)
+        self._call(self._client.add_backend, url, weight)
+
+    def drain_backend(self, url: str) -> None:
+        """See `RolloutClient.drain_backend`."""
+        self._call(self._client.drain_backend, url)
+
+    def weigh_backend(self, url: str, weight: float) -> None:
+        """See `RolloutClient.weigh_backend`."""
+        self._call(self._client.weigh_backend, url, weight)
 
     def remove_backend(self, url: str) -> None:
         """See `RolloutClient.remove_backend`."""
         self._call(self._client.remove_backend, url)
+
+    def clear_backends(self) -> None:
+        """See `RolloutClient.clear_backends`."""
+        self._call(self._client.clear_backends)
 
     def close(self) -> None:
         """Acknowledge what `results` gave out, close the connection, join the thread. Calls in progress raise

@@ -14,25 +14,23 @@ from ipc.nursery import single_exception
 from ipc.session import (
     MAX_MESSAGE_BYTES,
     Accepted,
-    AddBackend,
-    BackendChanged,
     CancelJobs,
     CancelledJobs,
     JobEvent,
     OutcomeFrame,
     OutcomeRefFrame,
     Rejected,
-    RemoveBackend,
     StatusReport,
     StatusRequest,
 )
 from ipc.tls import client_context
 from ipc.websocket import LinkLimits
 from prorl_trio.client.address import Address, EndpointFile
+from prorl_trio.client.backend_calls import BackendCalls
 from prorl_trio.client.requests import AnswerT, Call, RequestFrame, SubmitCall
 from prorl_trio.client.state import ClientState
 from prorl_trio.client.transport import Patience, Transport
-from prorl_trio.errors import AdmissionRejected, BackendError, ConfigError, ProtocolError
+from prorl_trio.errors import AdmissionRejected, ConfigError, ProtocolError
 from prorl_trio.models import JobSpec, Outcome
 from prorl_trio.outcome_refs import join_outcome
 
@@ -57,7 +55,7 @@ MAX_CALLS: Final = 32
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
-class RolloutClient:
+class RolloutClient(BackendCalls):
     """A trainer's session on one node. Made by `connect`; all methods belong to the trio loop it was made in.
 
     A lost connection is made again behind the scenes; calls in flight wait for it and are sent again. When that fails
@@ -208,24 +206,6 @@ class RolloutClient:
         """
         report = await self._ask(StatusReport, lambda i: StatusRequest(request_id=i))
         return msgspec.msgpack.decode(report.statistics, type=dict[str, Any])
-
-    async def add_backend(self, url: str) -> None:
-        """Register an LLM backend with the node, which probes it first.
-
-        Raises:
-            BackendError: it is not fit; the message says why.
-            ServiceError: the session is over.
-        """
-        _check(await self._ask(BackendChanged, lambda i: AddBackend(request_id=i, url=url)))
-
-    async def remove_backend(self, url: str) -> None:
-        """Take an LLM backend out of the node's pool. Its running calls finish.
-
-        Raises:
-            BackendError: it is not in the pool.
-            ServiceError: the session is over.
-        """
-        _check(await self._ask(BackendChanged, lambda i: RemoveBackend(request_id=i, url=url)))
 
     async def next_after(self, cursor: int) -> tuple[int, Outcome]:
         """Acknowledge everything up to `cursor`; returns the first outcome after it, with its own cursor.
@@ -454,11 +434,6 @@ def _tls_context(ca_file: str | PathLike[str] | None) -> ssl.SSLContext:
 
 def _unreadable(frame: OutcomeFrame | OutcomeRefFrame, exc: Exception) -> ProtocolError:
     return ProtocolError(f"outcome {frame.cursor} of job {frame.job_id!r} cannot be read: {exc}")
-
-
-def _check(answer: BackendChanged) -> None:
-    if answer.error:
-        raise BackendError(answer.error, retryable=False)
 
 
 def _retry_after_s(answer: Accepted | Rejected) -> float | None:

@@ -11,12 +11,11 @@ import trio
 
 from ipc.session import (
     Accepted,
-    AddBackend,
     BackendChanged,
+    BackendFrame,
     CancelJobs,
     CancelledJobs,
     Rejected,
-    RemoveBackend,
     StatusReport,
     StatusRequest,
     Submit,
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "AnswerT", "Call", "RequestFrame", "Requests", "SubmitCall"]
 
 Answer = Accepted | Rejected | CancelledJobs | StatusReport | BackendChanged
-RequestFrame = Submit | CancelJobs | StatusRequest | AddBackend | RemoveBackend
+RequestFrame = Submit | CancelJobs | StatusRequest | BackendFrame
 AnswerT = TypeVar("AnswerT", CancelledJobs, StatusReport, BackendChanged)
 
 

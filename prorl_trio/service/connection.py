@@ -18,7 +18,9 @@ from ipc.session import (
     BackendChanged,
     CancelJobs,
     CancelledJobs,
+    ClearBackends,
     ClientFrame,
+    DrainBackend,
     JobEvent,
     Rejected,
     RemoveBackend,
@@ -26,6 +28,7 @@ from ipc.session import (
     StatusReport,
     StatusRequest,
     Submit,
+    WeighBackend,
 )
 from ipc.websocket import CloseCode, LinkClosed, WebSocketLink
 from prorl_trio.errors import (
@@ -41,6 +44,7 @@ from prorl_trio.models import JobSpec
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+    from ipc.session import BackendFrame
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.session import Session
     from prorl_trio.service.session_table import SessionTable
@@ -153,10 +157,8 @@ class Connection:
                 self._attach_arena(frame.reader_id)
             case StatusRequest():
                 self._link.post(StatusReport(request_id=frame.request_id, statistics=self._statistics()))
-            case AddBackend():
-                self._start(self._change_backend, frame, self._node.add_backend)
-            case RemoveBackend():
-                self._start(self._change_backend, frame, self._node.remove_backend)
+            case AddBackend() | DrainBackend() | WeighBackend() | RemoveBackend() | ClearBackends() as change:
+                self._start(self._change_backends, change)
             case _:
                 raise ProtocolError(f"{type(frame).__name__} is not expected after the handshake")
 
@@ -236,15 +238,28 @@ class Connection:
                 # It ended by itself while it waited for its turn here: nothing of it is left.
                 logger.debug("job %s ended before its cancel", job_id)
 
-    async def _change_backend(
-        self, frame: AddBackend | RemoveBackend, change: Callable[[str], Awaitable[None]]
-    ) -> None:
+    async def _change_backends(self, frame: BackendFrame) -> None:
+        url = "" if isinstance(frame, ClearBackends) else frame.url
         error = ""
         try:
-            await change(frame.url)
+            await self._change(frame)
         except (BackendError, ServiceError) as exc:
             error = str(exc) or type(exc).__name__
-        self._link.post(BackendChanged(request_id=frame.request_id, url=frame.url, error=error))
+        self._link.post(BackendChanged(request_id=frame.request_id, url=url, error=error))
+
+    async def _change(self, frame: BackendFrame) -> None:
+        match frame:
+            case AddBackend():
+                await self._node.add_backend(frame.url, frame.weight)
+            case DrainBackend():
+                self._node.drain_backend(frame.url)
+            case WeighBackend():
+                self._node.weigh_backend(frame.url, frame.weight)
+            case RemoveBackend():
+                await self._node.remove_backend(frame.url)
+            case ClearBackends():
+                await self._node.clear_backends()
+        await trio.lowlevel.checkpoint()
 
 
 def refuse(link: WebSocketLink[ClientFrame], code: RefusalCode, message: str) -> None:

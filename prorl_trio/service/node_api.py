@@ -61,7 +61,7 @@ class NodeApi(Protocol):
         ...
 
     def backend_urls(self) -> list[str]:
-        """Of the backends in the pool, in order of arrival."""
+        """Of the backends in the pool, in order of arrival, and then of those that are down."""
         ...
 
     async def pause_backends(self, mode: PauseMode, timeout_s: float) -> GateReport:
@@ -80,11 +80,25 @@ class NodeApi(Protocol):
         """
         ...
 
-    async def add_backend(self, url: str) -> None:
-        """Probe an LLM backend and add it.
+    async def add_backend(self, url: str, weight: float | None = None) -> None:
+        """Probe an LLM backend and add it. `weight` is its share of the tasks; None: 1, or what it was.
 
         Raises:
             BackendError: it is not fit; the message says why.
+        """
+
+    def drain_backend(self, url: str) -> None:
+        """Give a backend no new tasks; it stays listed.
+
+        Raises:
+            BackendError: it is not in the pool.
+        """
+
+    def weigh_backend(self, url: str, weight: float) -> None:
+        """Change a backend's share of the tasks.
+
+        Raises:
+            BackendError: it is not in the pool, or `weight` is not above 0.
         """
 
     async def remove_backend(self, url: str) -> None:
@@ -93,3 +107,6 @@ class NodeApi(Protocol):
         Raises:
             BackendError: it is not in the pool.
         """
+
+    async def clear_backends(self) -> None:
+        """Take all backends out; their running calls finish."""

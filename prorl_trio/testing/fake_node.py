@@ -63,7 +63,8 @@ class FakeNode:
     Attributes:
         submitted: every spec the node took, in order, also those that have ended.
         live: specs of jobs without an outcome, by id.
-        backends: urls, in order of arrival. Urls in `unfit_backends` are refused.
+        backends: urls, in order of arrival. Urls in `unfit_backends` are refused. `drained_backends` and
+            `backend_weights` are what was asked for.
         draining: refuse new jobs.
         cancel_gate: cancels wait for it; set at first.
         paused: the mode of the pause in force, or None. `policy_version` is what the last resume said.
@@ -77,6 +78,8 @@ class FakeNode:
         self.live: dict[str, JobSpec] = {}
         self.backends: list[str] = []
         self.unfit_backends: set[str] = set()
+        self.drained_backends: set[str] = set()
+        self.backend_weights: dict[str, float] = {}
         self.draining = False
         self.cancel_gate = trio.Event()
         self.cancel_gate.set()
@@ -168,19 +171,41 @@ class FakeNode:
         self.policy_version = policy_version or self.policy_version
         return self._gate()
 
-    async def add_backend(self, url: str) -> None:
+    async def add_backend(self, url: str, weight: float | None = None) -> None:
         """See `NodeApi`."""
         await trio.lowlevel.checkpoint()
         if url in self.unfit_backends:
             raise BackendError(f"backend {url} drops token ids", retryable=False)
-        self.backends.append(url)
+        if url not in self.backends:
+            self.backends.append(url)
+        self.drained_backends.discard(url)
+        if weight is not None:
+            self.backend_weights[url] = weight
+
+    def drain_backend(self, url: str) -> None:
+        """See `NodeApi`."""
+        self._check_backend(url)
+        self.drained_backends.add(url)
+
+    def weigh_backend(self, url: str, weight: float) -> None:
+        """See `NodeApi`."""
+        self._check_backend(url)
+        self.backend_weights[url] = weight
 
     async def remove_backend(self, url: str) -> None:
         """See `NodeApi`."""
         await trio.lowlevel.checkpoint()
+        self._check_backend(url)
+        self.backends.remove(url)
+
+    async def clear_backends(self) -> None:
+        """See `NodeApi`."""
+        await trio.lowlevel.checkpoint()
+        self.backends.clear()
+
+    def _check_backend(self, url: str) -> None:
         if url not in self.backends:
             raise BackendError(f"backend {url} is not in the pool", retryable=False)
-        self.backends.remove(url)
 
     def finish(self, job_id: str, outcome: Outcome | None = None) -> Outcome:
         """End a live job with `outcome`, or a small completed one. Raises UnknownJob."""

@@ -90,7 +90,10 @@ def test_a_conversation_in_plain_calls(edge: NodeThread):
         client.add_backend("http://good")
         with pytest.raises(BackendError, match="not in the pool"):
             client.remove_backend("http://bad")
+        client.weigh_backend("http://good", 2)
+        client.drain_backend("http://good")
         client.remove_backend("http://good")
+        client.clear_backends()
 
 
 def test_errors_come_out_in_the_caller(edge: NodeThread):

@@ -381,9 +381,17 @@ async def test_backends(deadline: None):
         assert (await client.status())["backends"] == ["http://good"]
         with pytest.raises(BackendError, match="http://bad drops token ids"):
             await client.add_backend("http://bad")
+        await client.weigh_backend("http://good", 2)
+        await client.drain_backend("http://good")
+        assert (node.backend_weights, node.drained_backends) == ({"http://good": 2}, {"http://good"})
         await client.remove_backend("http://good")
-        with pytest.raises(BackendError, match="not in the pool"):
-            await client.remove_backend("http://good")
+        for call in (client.remove_backend("http://good"), client.drain_backend("http://good")):
+            with pytest.raises(BackendError, match="not in the pool"):
+                await call
+        await client.add_backend("http://heavy", weight=3)
+        assert node.backend_weights["http://heavy"] == 3
+        await client.clear_backends()
+        assert node.backends == []
 
 
 async def test_many_calls_at_once_take_turns(deadline: None):

@@ -318,6 +318,16 @@ async def test_backends_are_added_listed_and_removed(node):
         assert (await rest.call("DELETE", "/v1/backends?url=http://a")).json()["urls"] == ["http://b"]
         assert error(await rest.call("DELETE", "/v1/backends?url=http://a"))[:2] == (404, "unknown_backend")
         assert error(await rest.call("DELETE", "/v1/backends"))[:2] == (422, "malformed")
+        await rest.call("POST", "/v1/backends", {"url": "http://b", "weight": 2})
+        assert node.backend_weights == {"http://b": 2}
+        assert (await rest.call("POST", "/v1/backends/weight", {"url": "http://b", "weight": 0.5})).status == 200
+        assert (await rest.call("POST", "/v1/backends/drain", {"url": "http://b"})).json()["urls"] == ["http://b"]
+        assert (node.backend_weights, node.drained_backends) == ({"http://b": 0.5}, {"http://b"})
+        for change in ({"url": "http://b", "weight": 0}, {"url": "http://b", "weight": "2"}, {"weight": 2}):
+            assert error(await rest.call("POST", "/v1/backends/weight", change))[:2] == (422, "malformed")
+        for path in ("drain", "weight"):
+            unknown = await rest.call("POST", f"/v1/backends/{path}", {"url": "http://a", "weight": 1})
+            assert error(unknown)[:2] == ((404, "unknown_backend") if path == "weight" else (422, "malformed"))
         assert (await rest.call("DELETE", "/v1/backends?all=true")).json()["urls"] == []
 
 

@@ -14,7 +14,9 @@ from prorl_trio.testing.fake_rest import open_rest
 REQUESTS = 1000
 TARGETS = {
     "/v1/rollouts": msgspec.to_builtins(make_spec("j", group_id="g", question="?")),
-    "/v1/backends": {"url": "http://a"},
+    "/v1/backends": {"url": "http://a", "weight": 2},
+    "/v1/backends/drain": {"url": "http://a"},
+    "/v1/backends/weight": {"url": "http://a", "weight": 2},
     "/v1/backends/pause": {"mode": "wait", "timeout_s": 1},
     "/v1/backends/resume": {"policy_version": "v"},
     "/process": {"instance": {"data_source": "x", "instance_id": 1}, "sampling_params": {"top_p": 1}, "job_id": "k"},

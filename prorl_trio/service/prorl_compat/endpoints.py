@@ -140,9 +140,7 @@ class _Server:
 
     async def clear_llm_server(self, call: Call) -> Response:
         """Jobs go on: they get the backends that are added next."""
-        for url in call.api.node.backend_urls():
-            await call.api.node.remove_backend(url)
-        await trio.lowlevel.checkpoint()
+        await call.api.node.clear_backends()
         return _say("Cleared all LLM servers")
 
     def _session(self, api: Api) -> Session:

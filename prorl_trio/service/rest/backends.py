@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -12,13 +13,18 @@ from prorl_trio.service.rest.call import Call, Endpoint, Reply
 from prorl_trio.service.rest.errors import ApiError, malformed, read_body_as
 from prorl_trio.service.rest.schema import (
     BackendAdd,
+    BackendDrain,
     BackendQuery,
     BackendsReply,
+    BackendWeigh,
     ErrorDetail,
     NoQuery,
     PauseRequest,
     ResumeRequest,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["ENDPOINTS"]
 
@@ -36,7 +42,25 @@ async def list_backends(call: Call) -> Reply:
 
 async def add_backend(call: Call) -> Reply:
     """Probe a server and, if it is fit, add it. A client that leaves during the probe changes nothing."""
-    await call.api.node.add_backend(read_body_as(call.body, BackendAdd).url)
+    wanted = read_body_as(call.body, BackendAdd)
+    await call.api.node.add_backend(wanted.url, wanted.weight)
+    return _pool(call)
+
+
+async def drain_backend(call: Call) -> Reply:
+    """Give one no new rollouts; it stays listed."""
+    with _known("url"):
+        call.api.node.drain_backend(read_body_as(call.body, BackendDrain).url)
+    await trio.lowlevel.checkpoint()
+    return _pool(call)
+
+
+async def weigh_backend(call: Call) -> Reply:
+    """Change the share of one."""
+    wanted = read_body_as(call.body, BackendWeigh)
+    with _known("url"):
+        call.api.node.weigh_backend(wanted.url, wanted.weight)
+    await trio.lowlevel.checkpoint()
     return _pool(call)
 
 
@@ -45,14 +69,22 @@ async def remove_backends(call: Call) -> Reply:
     query: BackendQuery = call.query
     if (query.url is None) == (not query.all):
         raise malformed("give either url or all=true", "query.url")
-    node = call.api.node
-    for url in node.backend_urls() if query.url is None else [query.url]:
-        try:
-            await node.remove_backend(url)
-        except BackendError as exc:
-            raise ApiError(404, ErrorDetail(code="unknown_backend", message=str(exc), path="query.url")) from None
+    if query.url is None:
+        await call.api.node.clear_backends()
+    else:
+        with _known("query.url"):
+            await call.api.node.remove_backend(query.url)
     await trio.lowlevel.checkpoint()
     return _pool(call)
+
+
+@contextmanager
+def _known(path: str) -> Iterator[None]:
+    """Answer 404 for a URL that is not in the pool."""
+    try:
+        yield
+    except BackendError as exc:
+        raise ApiError(404, ErrorDetail(code="unknown_backend", message=str(exc), path=path)) from None
 
 
 async def pause(call: Call) -> Reply:
@@ -91,6 +123,27 @@ ENDPOINTS: Final = (
         handler=remove_backends,
         summary="Take out one backend (url), or all of them (all=true).",
         query=BackendQuery,
+        replies={200: BackendsReply},
+        errors=(404,),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/backends/drain",
+        handler=drain_backend,
+        summary="Give a backend no new rollouts; it stays listed, and POST /v1/backends puts it to use again. Its "
+        "rollouts move with their next completion, if another backend takes them.",
+        query=NoQuery,
+        bodies=(BackendDrain,),
+        replies={200: BackendsReply},
+        errors=(404,),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/backends/weight",
+        handler=weigh_backend,
+        summary="Change a backend's share of the rollouts, from the next one on.",
+        query=NoQuery,
+        bodies=(BackendWeigh,),
         replies={200: BackendsReply},
         errors=(404,),
     ),

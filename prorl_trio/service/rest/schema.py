@@ -14,7 +14,9 @@ __all__ = [
     "Acknowledged",
     "ArraysQuery",
     "BackendAdd",
+    "BackendDrain",
     "BackendQuery",
+    "BackendWeigh",
     "BackendsReply",
     "CancelQuery",
     "CancelReply",
@@ -211,10 +213,29 @@ class ResultsReply(_Body, frozen=True):
 # ---------------------------------------------------------------- backends
 
 
-class BackendAdd(_Body, frozen=True):
-    """A vLLM server's origin, as `http://127.0.0.1:8000`."""
+BackendUrl = Annotated[str, msgspec.Meta(min_length=1, max_length=2000)]
+BackendWeight = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
-    url: Annotated[str, msgspec.Meta(min_length=1, max_length=2000)]
+
+class BackendAdd(_Body, frozen=True):
+    """A vLLM server's origin, as `http://127.0.0.1:8000`, and its share of the rollouts beside others: 1 for a new one
+    and what it was, where it is not given."""
+
+    url: BackendUrl
+    weight: BackendWeight | None = None
+
+
+class BackendDrain(_Body, frozen=True):
+    """Which is to be given no new rollouts."""
+
+    url: BackendUrl
+
+
+class BackendWeigh(_Body, frozen=True):
+    """The share of the rollouts that it gets from now on, beside others."""
+
+    url: BackendUrl
+    weight: BackendWeight
 
 
 class BackendQuery(_Query, frozen=True):
