@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
@@ -33,6 +33,10 @@ __all__ = [
     "TelemetryConfig",
     "load_config",
 ]
+
+
+MIN_SESSION_WEIGHT: Final = 0.01
+MAX_SESSION_WEIGHT: Final = 100.0
 
 
 class _Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -271,13 +275,29 @@ class AdmissionConfig(_Config, frozen=True):
 
     `live` jobs have no outcome yet; `undelivered` outcomes are not acknowledged. Which limit it was, and when there
     will probably be room, is in the rejection.
+
+    Sessions share the workers: each has the share of its weight, as long as it has jobs waiting. `session_weights` are
+    those by session id that are not 1, from 0.01 to 100.
     """
 
+    session_weights: dict[str, float] = {}
     max_queued_per_session: int = 10_000
     max_live: int = 20_000
     max_live_per_session: int = 20_000
     max_undelivered: int = 200_000
     max_undelivered_bytes: int = 16 * 1024 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        for session_id, weight in self.session_weights.items():
+            if not MIN_SESSION_WEIGHT <= weight <= MAX_SESSION_WEIGHT:
+                raise ValueError(
+                    f"session_weights: that of {session_id!r} must be {MIN_SESSION_WEIGHT:g} to "
+                    f"{MAX_SESSION_WEIGHT:g}, got {weight:g}"
+                )
+
+    def weight_of(self, session_id: str) -> float:
+        """Of a session's jobs, against those of the others."""
+        return self.session_weights.get(session_id, 1.0)
 
 
 class BudgetConfig(_Config, frozen=True):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["FairOrder"]
 
@@ -11,14 +14,19 @@ T = TypeVar("T")
 
 
 class FairOrder(Generic[T]):
-    """Lower `priority` first. Among the sessions of a priority one item each in turn, however many each has waiting: of
-    n sessions, one that has an item waiting is served after n - 1 others at most. Items are told apart by identity;
-    each may be in here once.
+    """Lower `priority` first. Among the sessions of a priority each has its share of the turns, however many items it
+    has waiting: twice the weight, twice the turns (stride scheduling). Items are told apart by identity; each may be in
+    here once.
+
+    A session that has an item waiting is served after, of each other session, as many items as that one's weight is
+    times its own, and one more. Of equal weights, one each in turn. Nothing is gained by leaving and coming back.
+
+    `weight_of` is asked each time a session is given its next turn; 1 for all without.
     """
 
-    def __init__(self) -> None:
-        self._classes: dict[int, OrderedDict[str, OrderedDict[int, T]]] = {}
-        """For each priority the sessions in a ring, the next one first, and the line of each. None is empty."""
+    def __init__(self, weight_of: Callable[[str], float] | None = None) -> None:
+        self._weight_of = weight_of or _equal
+        self._classes: dict[int, _Class[T]] = {}
         self._where: dict[int, tuple[int, str]] = {}
 
     def __len__(self) -> int:
@@ -26,26 +34,29 @@ class FairOrder(Generic[T]):
 
     def count(self, session: str) -> int:
         """Items of that session, of all priorities."""
-        return sum(len(lines.get(session, ())) for lines in self._classes.values())
+        return sum(len(of.lines[session].items) for of in self._classes.values() if session in of.lines)
 
     def push(self, item: T, priority: int, session: str) -> None:
         """Add an item at the end of its session's line. Raises ValueError if it is in here."""
         if id(item) in self._where:
             raise ValueError(f"{item!r} is queued already")
         self._where[id(item)] = (priority, session)
-        lines = self._classes.setdefault(priority, OrderedDict())
-        lines.setdefault(session, OrderedDict())[id(item)] = item
+        of = self._classes.setdefault(priority, _Class())
+        if session not in of.lines:
+            of.lines[session] = _Line(of.next_turn(self._weight_of(session)))
+        of.lines[session].items[id(item)] = item
 
     def pop(self) -> T:
         """Take the item that is next. Raises IndexError if there is none."""
         if not self._classes:
             raise IndexError("nothing is queued")
         priority = min(self._classes)
-        lines = self._classes[priority]
-        session, line = next(iter(lines.items()))
-        key, item = line.popitem(last=False)
+        of = self._classes[priority]
+        session, line = min(of.lines.items(), key=lambda entry: entry[1].turn)
+        key, item = line.items.popitem(last=False)
         del self._where[key]
-        lines.move_to_end(session)
+        of.time = line.turn[0]
+        line.turn = of.next_turn(self._weight_of(session))
         self._drop_empty(priority, session)
         return item
 
@@ -55,13 +66,45 @@ class FairOrder(Generic[T]):
         if place is None:
             return False
         priority, session = place
-        del self._classes[priority][session][id(item)]
+        del self._classes[priority].lines[session].items[id(item)]
         self._drop_empty(priority, session)
         return True
 
     def _drop_empty(self, priority: int, session: str) -> None:
-        lines = self._classes[priority]
-        if not lines[session]:
+        lines = self._classes[priority].lines
+        if not lines[session].items:
             del lines[session]
         if not lines:
             del self._classes[priority]
+
+
+class _Line(Generic[T]):
+    """What one session has waiting, and when its turn is. Not empty, but while it is changed."""
+
+    __slots__ = ("items", "turn")
+
+    def __init__(self, turn: tuple[float, int]) -> None:
+        self.items: OrderedDict[int, T] = OrderedDict()
+        self.turn = turn
+
+
+class _Class(Generic[T]):
+    """The sessions of one priority. Its `time` is the turn that was served last; none is earlier.
+
+    A session's next turn is the inverse of its weight later; among equal turns, the one that was given first is first.
+    """
+
+    __slots__ = ("_given", "lines", "time")
+
+    def __init__(self) -> None:
+        self.lines: dict[str, _Line[T]] = {}
+        self.time = 0.0
+        self._given = 0
+
+    def next_turn(self, weight: float) -> tuple[float, int]:
+        self._given += 1
+        return self.time + 1.0 / weight, self._given
+
+
+def _equal(_session: str) -> float:
+    return 1.0

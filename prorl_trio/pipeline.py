@@ -77,6 +77,7 @@ class Pipeline:
                 "queued",
                 own_charge="handler",
                 queue_capacity=sizes.init_queue,
+                weight_of=self._weight_of,
                 workers=sizes.init_workers,
                 work=self._init,
             ),
@@ -85,6 +86,7 @@ class Pipeline:
                 "ready",
                 own_charge="handler",
                 queue_capacity=sizes.ready_queue,
+                weight_of=self._weight_of,
                 workers=sizes.run_workers,
                 work=self._run,
             ),
@@ -93,10 +95,14 @@ class Pipeline:
                 "ran",
                 own_charge="evaluator",
                 queue_capacity=sizes.eval_queue,
+                weight_of=self._weight_of,
                 workers=sizes.eval_workers,
                 work=self._eval,
             ),
         )
+
+    def _weight_of(self, session_id: str) -> float:
+        return self.admission.limits.weight_of(session_id)
 
     # ------------------------------------------------------------ the node's side
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import trio
 
 from prorl_trio.fair_order import FairOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["StageQueue"]
 
@@ -18,14 +21,14 @@ class StageQueue(Generic[T]):
     past the point where it can be cancelled, so no wake-up is swallowed.
 
     `put` waits while `capacity` items are queued; `put_nowait` raises `trio.WouldBlock` instead. `remove` takes a
-    queued item out, wherever it is.
+    queued item out, wherever it is. `weight_of` says what share of the turns a session has, see `FairOrder`.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, weight_of: Callable[[str], float] | None = None) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be >= 1, got {capacity}")
         self.capacity = capacity
-        self._order: FairOrder[T] = FairOrder()
+        self._order: FairOrder[T] = FairOrder(weight_of)
         self._getters = trio.lowlevel.ParkingLot()
         self._putters = trio.lowlevel.ParkingLot()
 
@@ -44,7 +47,7 @@ class StageQueue(Generic[T]):
         self._putters.unpark(count=max(0, capacity - len(self)))
 
     def put_nowait(self, item: T, priority: int, session: str = "", *, promised: bool = False) -> None:
-        """Queue `item`; a lower `priority` is taken first, and of one priority the sessions take turns.
+        """Queue `item`; a lower `priority` is taken first, and of one priority the sessions take turns, by weight.
 
         Raises:
             trio.WouldBlock: the queue is full, and no place in it was promised.

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 import trio
 
+from prorl_trio.config import AdmissionConfig
 from prorl_trio.errors import Draining, EvaluationError, InternalError, SandboxUnavailable
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.math import MathHandler
@@ -188,6 +189,26 @@ async def test_eval_jobs_overtake_training_jobs_that_wait(rig):
         await rig.pipeline.wait_idle()
     entered = [job_id for job_id, status in rig.observer.statuses if status == "init" and not job_id.startswith("b")]
     assert entered == ["e1", "t1", "t2"]
+
+
+async def test_sessions_share_the_workers_by_weight(rig):
+    rig.config = msgspec.structs.replace(
+        rig.config,
+        stages=msgspec.structs.replace(rig.config.stages, init_workers=1),
+        admission=AdmissionConfig(session_weights={"heavy": 3.0}),
+    )
+    gate, heavy, light = trio.Event(), type(rig.observer)(), type(rig.observer)()
+    heavy.session_id, light.session_id, light.statuses = "heavy", "light", heavy.statuses
+    async with rig.open_pipeline():
+        rig.pipeline.submit(Job(rig.spec("first"), Scripted(init=gate), rig.resources, rig.observer))
+        await trio.testing.wait_all_tasks_blocked()
+        for n in range(12):
+            rig.pipeline.submit(Job(rig.spec(f"l{n}"), Scripted(), rig.resources, light))
+            rig.pipeline.submit(Job(rig.spec(f"h{n}"), Scripted(), rig.resources, heavy))
+        gate.set()
+        await rig.pipeline.wait_idle()
+    entered = "".join(job_id[0] for job_id, status in heavy.statuses if status == "init")
+    assert (entered[:8].count("h"), entered[:16].count("h")) == (6, 12), entered
 
 
 async def test_the_shutdown_ends_every_job_once(rig):

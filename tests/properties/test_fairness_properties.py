@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prorl_trio.fair_order import FairOrder
 from prorl_trio.groups import GroupTable
@@ -21,7 +21,8 @@ class Item:
 class FairOrderModel(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.order, self.waiting, self.count = FairOrder(), [], 0
+        self.weights = {}
+        self.order, self.waiting, self.count = FairOrder(lambda session: self.weights.get(session, 1)), [], 0
         self.passed_over = {}
 
     @rule(priority=st.integers(0, 2), session=SESSIONS)
@@ -39,11 +40,11 @@ class FairOrderModel(RuleBasedStateMachine):
         same_line = [o for o in self.waiting if (o.priority, o.session) == (item.priority, item.session)]
         assert item is same_line[0], "first come, first served within a session"
         self.waiting.remove(item)
-        # No session of the class is passed over more often than there are other sessions.
+        # No session of the class is passed over more often than there are other sessions, times their weights.
         for session in {o.session for o in self.waiting if o.priority == item.priority} - {item.session}:
             key = (item.priority, session)
             self.passed_over[key] = self.passed_over.get(key, 0) + 1
-            assert self.passed_over[key] <= 4
+            assert self.passed_over[key] <= self.bound(session)
         self.passed_over[item.priority, item.session] = 0
 
     @precondition(lambda self: self.waiting)
@@ -58,12 +59,57 @@ class FairOrderModel(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self):
         assert len(self.order) == len(self.waiting)
-        assert {session for lines in self.order._classes.values() for session in lines} == {
+        assert {session for of in self.order._classes.values() for session in of.lines} == {
             item.session for item in self.waiting
         }
 
+    def bound(self, session):
+        return 4
+
+
+class WeightedOrderModel(FairOrderModel):
+    """The same with a weight for each session, from 1/8 to 8."""
+
+    @initialize(weights=st.fixed_dictionaries({session: st.integers(-3, 3) for session in "abcde"}))
+    def weigh(self, weights):
+        self.weights = {session: 2.0**power for session, power in weights.items()}
+
+    def bound(self, session):
+        mine = self.weights.get(session, 1)
+        return sum(int(self.weights.get(other, 1) / mine) + 1 for other in "abcde" if other != session)
+
 
 TestFairOrder = FairOrderModel.TestCase
+TestWeightedOrder = WeightedOrderModel.TestCase
+TestWeightedOrder.settings = settings(max_examples=40)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=2, max_size=6), st.integers(1, 300), st.randoms())
+def test_sessions_with_work_are_served_in_proportion_to_their_weights(weights, turns, random):
+    order = FairOrder(lambda session: weights[int(session)])
+    served = [0] * len(weights)
+    for index in random.sample(range(len(weights)), len(weights)):
+        order.push(Item(0, 1, str(index)), 1, str(index))
+    for n in range(turns):
+        session = order.pop().session
+        order.push(Item(n, 1, session), 1, session)  # it leaves, and comes back at once: nothing is gained by that
+        served[int(session)] += 1
+    for one, its in zip(weights, served, strict=True):
+        for other, others in zip(weights, served, strict=True):
+            assert abs(its / one - others / other) <= 1 / one + 1 / other
+
+
+def test_a_weight_that_changes_counts_from_the_next_turn():
+    weights = {"a": 1.0, "b": 1.0}
+    order = FairOrder(weights.__getitem__)
+    for n in range(12):
+        for session in "ab":
+            order.push(Item(n, 1, session), 1, session)
+    first = [order.pop().session for _ in range(6)]
+    weights["b"] = 3.0
+    then = [order.pop().session for _ in range(9)]
+    assert (first.count("a"), first.count("b")) == (3, 3)
+    assert then.count("b") in (6, 7)
 
 
 @given(st.integers(1, 6), st.integers(1, 50), st.integers(1, 50))
