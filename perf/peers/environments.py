@@ -79,6 +79,11 @@ PEERS = {
                 f"ipython=={importlib.metadata.version('ipython')}",
             ),
         ),
+        Peer(
+            name="renderers",
+            title="renderers 0.1.12 and transformers 5.19.0",
+            requirements=("renderers==0.1.12", "transformers==5.19.0", "httpx==0.28.1"),  # httpx: it does not say so
+        ),
         Peer(name="gateway", title="rllm-model-gateway 0.1.0", requirements=("rllm-model-gateway==0.1.0",)),
     )
 }

@@ -8,6 +8,7 @@ nor JSON is charged to it. Ends at the end of its input. What the peer raises th
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib
 import json
 import os
@@ -103,11 +104,62 @@ def open_jupyter() -> Iterator[Run]:
             manager.shutdown_kernel(now=True)
 
 
+@contextmanager
+def open_renderers() -> Iterator[Run]:
+    """`renderers` for Qwen3 and transformers' chat template, over one dialogue at a time.
+
+    Commands: `begin PATH`, of a JSON file with `model_dir`, `messages`, `said`, `completion_ids`, `new_messages` and
+    `tools`; `renderers`, which parses the completion and extends the prompt; `transformers`, which renders and encodes
+    all messages; `digest`, of the ids that the last of these two made.
+    """
+    fast_type: Any = importlib.import_module("transformers").PreTrainedTokenizerFast
+    peer: Any = importlib.import_module("renderers")
+    loaded: dict[str, tuple[Any, Any]] = {}
+    dialogue: dict[str, Any] = {}
+
+    def begin(path: str) -> None:
+        with open(path, encoding="utf-8") as file:
+            dialogue.update(json.load(file))
+        folder = dialogue["model_dir"]
+        if folder not in loaded:
+            tokenizer = fast_type.from_pretrained(folder)
+            loaded[folder] = tokenizer, peer.create_renderer(tokenizer, peer.Qwen3RendererConfig())
+        renderer, tools = loaded[folder][1], dialogue["tools"]
+        dialogue["prompt_ids"] = renderer.render_ids(dialogue["messages"], tools=tools, add_generation_prompt=True)
+
+    def run(command: str) -> Answer:
+        action, _, path = command.partition(" ")
+        if action == "begin":
+            begin(path)
+        tokenizer, renderer = loaded[dialogue["model_dir"]]
+        prompt, completion, tools = dialogue["prompt_ids"], dialogue["completion_ids"], dialogue["tools"]
+        if action == "renderers":
+            renderer.parse_response(completion, tools=tools, prompt_ids=prompt)
+            extended = renderer.bridge_to_next_turn(prompt, completion, dialogue["new_messages"], tools=tools)
+            dialogue["made"] = [] if extended is None else extended.token_ids
+        elif action == "transformers":
+            messages = [
+                *dialogue["messages"],
+                {"role": "assistant", "content": dialogue["said"]},
+                *dialogue["new_messages"],
+            ]
+            options = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
+            dialogue["made"] = tokenizer.apply_chat_template(messages, **options)
+        elif action == "digest":
+            return hashlib.sha256(json.dumps(dialogue["made"]).encode()).hexdigest(), 0
+        return "", 0
+
+    yield run
+
+
+OPENERS = {"tmux": open_tmux, "swerex": open_swerex, "jupyter": open_jupyter, "renderers": open_renderers}
+
+
 def main(peer: str) -> None:
     """Answer until the input ends. What peers and their children print goes to standard error."""
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
-        with {"tmux": open_tmux, "swerex": open_swerex, "jupyter": open_jupyter}[peer]() as run:
+        with OPENERS[peer]() as run:
             print(json.dumps({"ready": True}), file=answers, flush=True)
             for line in sys.stdin:
                 command = json.loads(line)["command"]
