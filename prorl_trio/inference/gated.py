@@ -8,6 +8,7 @@ import msgspec
 
 from prorl_trio.errors import BackendError
 from prorl_trio.inference.health import Breaker
+from prorl_trio.inference.load import AdaptiveLimit, LoadEstimate
 
 if TYPE_CHECKING:
     from prorl_trio.config import HealthConfig
@@ -18,13 +19,15 @@ __all__ = ["EngineAnswer", "GateReport", "GatedBackend", "RegisteredEngine", "To
 
 
 class RegisteredEngine:
-    """What a registered backend is called with. `paused` by its own API."""
+    """What a registered backend is called with. `paused`: by its own API, or it may be: no answer came."""
 
     def __init__(self, client: EngineClient, info: EngineInfo, health: HealthConfig) -> None:
         self.client = client
         self.info = info
         self.paused = False
         self.breaker = Breaker(health)
+        self.load = LoadEstimate()
+        self.limit = AdaptiveLimit()
 
 
 EngineAnswer = Literal["paused", "resumed", "not_offered", "failed"]
@@ -76,10 +79,9 @@ async def tell_engine(
             await engine.client.resume(timeout_s=timeout_s)
             engine.paused = False
             told[engine] = ("resumed", "")
-        elif await engine.client.pause(mode, timeout_s=timeout_s):
-            engine.paused = True
-            told[engine] = ("paused", "")
         else:
-            told[engine] = ("not_offered", "")
+            engine.paused = True
+            engine.paused = await engine.client.pause(mode, timeout_s=timeout_s)
+            told[engine] = ("paused" if engine.paused else "not_offered", "")
     except BackendError as exc:
         told[engine] = ("failed", str(exc))

@@ -12,6 +12,7 @@ from ipc.nursery import open_single_nursery
 from prorl_trio.errors import BackendsBusy, PauseTimeout
 from prorl_trio.inference.gate import CompletionGate
 from prorl_trio.inference.gated import GatedBackend, GateReport, RegisteredEngine, tell_engine
+from prorl_trio.inference.versions import VersionOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -37,6 +38,7 @@ class PolicyUpdates:
         self.gate = CompletionGate()
         self.policy_version = UNKNOWN_VERSION
         """What the last resume said."""
+        self.versions = VersionOrder(UNKNOWN_VERSION)
         self._engines = engines
         self._changing = False
 
@@ -45,24 +47,27 @@ class PolicyUpdates:
         with self._change():
             was_closed = self.gate.closed
             self.gate.close()
+            told: dict[RegisteredEngine, Told] = {}
             try:
                 with trio.move_on_after(timeout_s):
                     if mode == "abort":
-                        told = await self._tell_engines(mode, timeout_s)
+                        await self._tell_engines(told, mode, timeout_s)
                         await self._abort_calls(told)
-                        return self._report(told)
-                    if mode == "wait":
-                        await self.gate.wait_idle()
-                    return self._report(await self._tell_engines(mode, timeout_s))
+                    else:
+                        if mode == "wait":
+                            await self.gate.wait_idle()
+                        await self._tell_engines(told, mode, timeout_s)
+                    return self._report(told)
                 running = ", ".join(f"{n} on {url}" for url, n in self.gate.in_flight().items()) or "none"
+                silent = ", ".join(engine.client.url for engine in self._engines.values() if engine not in told)
                 raise PauseTimeout(
-                    f"the pause took more than {timeout_s:g} s and is undone: completions go on; in flight: {running}. "
-                    "Give it more time, or abort them"
+                    f"the pause took more than {timeout_s:g} s and is undone: completions go on; in flight: {running}; "
+                    f"not paused by then: {silent or 'none'}. Give it more time, or abort them"
                 )
             except BaseException:
                 if not was_closed:
                     with trio.move_on_after(UNPAUSE_TIMEOUT_S, shield=True):
-                        await self._tell_engines(None, UNPAUSE_TIMEOUT_S)
+                        await self._tell_engines({}, None, UNPAUSE_TIMEOUT_S)
                     self.gate.open()
                 raise
 
@@ -71,9 +76,11 @@ class PolicyUpdates:
         with self._change():
             if policy_version is not None:
                 self.policy_version = policy_version
+                self.versions.note(policy_version)
                 for engine in self._engines.values():
                     engine.info = msgspec.structs.replace(engine.info, policy_version=policy_version)
-            told = await self._tell_engines(None, UNPAUSE_TIMEOUT_S, policy_version)
+            told: dict[RegisteredEngine, Told] = {}
+            await self._tell_engines(told, None, UNPAUSE_TIMEOUT_S, policy_version)
             self.gate.open()
             return self._report(told)
 
@@ -97,17 +104,19 @@ class PolicyUpdates:
         await self.gate.wait_idle()
 
     async def _tell_engines(
-        self, mode: PauseMode | None, timeout_s: float, policy_version: str | None = None
-    ) -> dict[RegisteredEngine, Told]:
+        self,
+        told: dict[RegisteredEngine, Told],
+        mode: PauseMode | None,
+        timeout_s: float,
+        policy_version: str | None = None,
+    ) -> None:
         """Pause the engines, or (None) tell them the version, if there is one, and resume those that were paused.
 
-        Returns how each took it.
+        How each took it is in `told` as soon as it has answered.
         """
-        told: dict[RegisteredEngine, Told] = {}
         async with open_single_nursery() as nursery:
             for engine in self._engines.values():
                 nursery.start_soon(tell_engine, engine, mode, timeout_s, told, policy_version)
-        return told
 
     def _report(self, told: dict[RegisteredEngine, Told]) -> GateReport:
         in_flight = self.gate.in_flight()

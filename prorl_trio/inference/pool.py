@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.engine import EngineClient, EngineInfo
     from prorl_trio.inference.gate import CompletionGate, PauseMode
     from prorl_trio.inference.placement import MoveReason
+    from prorl_trio.inference.versions import VersionOrder
 
 __all__ = [
     "Backend",
@@ -233,6 +234,11 @@ class Backends:
 
     # ------------------------------------------------------------ all of them
 
+    @property
+    def versions(self) -> VersionOrder:
+        """The versions that resumes announced, in their order."""
+        return self._updates.versions
+
     async def pause(self, mode: PauseMode, timeout_s: float) -> GateReport:
         """Let no completion begin until `resume`; return when those in flight are dealt with as `mode` says.
 
@@ -240,8 +246,8 @@ class Backends:
         may be paused again, in another mode.
 
         Raises:
-            PauseTimeout: completions still run after `timeout_s`. The pause is undone, and so it is by a cancel: the
-                pool is then as it was before.
+            PauseTimeout: completions still run, or engines have not answered, after `timeout_s`; it says which. The
+                pause is undone, and so it is by a cancel: the pool is then as it was before.
             BackendsBusy: another pause or resume is under way.
         """
         return await self._updates.pause(mode, timeout_s)

@@ -27,6 +27,7 @@ class FakeRequest(msgspec.Struct, frozen=True):
     return_token_ids: bool = False
     logprobs: int | None = None
     stream: bool = False
+    cache_salt: str = ""
 
 
 class Sampled(msgspec.Struct, frozen=True):

@@ -87,6 +87,7 @@ class FakeSglang(FakeEngine):
             "return_token_ids": True,
             "logprobs": 0 if asked.get("return_logprob") else None,
             "stream": asked.get("stream", False),
+            "cache_salt": asked.get("extra_key", ""),
         }
         as_vllm = HttpCall("POST", "/v1/completions", call.headers, msgspec.json.encode(body))
         answer = await self._complete(as_vllm)

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.errors import BackendsBusy, PauseTimeout
+from prorl_trio.errors import BackendError, BackendsBusy, PauseTimeout
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.inference.pool import Backends
 from prorl_trio.inference.vllm import RetryPolicy, VllmClient
@@ -168,6 +168,63 @@ async def test_engine_that_can_pause_is_paused_after_the_gate_and_resumed_before
         assert (await backends.resume()).backends[0].engine == "resumed"
         assert clients[0].told == ["abort", "resume"]
         await backends.aclose()
+
+
+class SilentClient(PausableClient):
+    """An engine that stops, but does not say so."""
+
+    async def pause(self, mode, *, timeout_s):
+        self.told.append(mode)
+        await trio.sleep_forever()
+
+
+async def test_engine_that_did_not_answer_the_pause_is_named_and_told_to_go_on():
+    clients = []
+
+    def client(url):
+        clients.append(SilentClient(url))
+        return clients[-1]
+
+    async with open_fake_engine() as engine:
+        backends = Backends(client)
+        await backends.add(engine.url)
+        with pytest.raises(PauseTimeout, match=f"not paused by then: {engine.url}"):
+            await backends.pause("keep", 0.05)
+        assert clients[0].told == ["keep", "resume"]
+        assert backends.statistics()["gate"]["paused"] is False
+        await backends.aclose()
+
+
+class FailingClient(PausableClient):
+    """An engine that cannot be paused."""
+
+    async def pause(self, mode, *, timeout_s):
+        await trio.lowlevel.checkpoint()
+        raise BackendError(f"{self.url}: out of order", retryable=True)
+
+
+async def test_engine_that_fails_to_pause_is_reported_and_the_others_are_paused():
+    kinds = iter((FailingClient, PausableClient))
+    async with open_fake_engine() as one, open_fake_engine() as other:
+        backends = Backends(lambda url: next(kinds)(url))
+        await backends.add(one.url)
+        await backends.add(other.url)
+        report = await backends.pause("wait", 5)
+        assert [(b.url, b.engine) for b in report.backends] == [(one.url, "failed"), (other.url, "paused")]
+        assert "out of order" in report.backends[0].error
+        assert report.paused
+        report = await backends.resume("v1")
+        assert [(b.engine, b.policy_version) for b in report.backends] == [("resumed", "v1"), ("resumed", "v1")]
+        await backends.aclose()
+
+
+async def test_prefixes_are_shared_only_within_a_version():
+    got = []
+    async with open_pool() as (backends, engine):
+        await sample(backends, got)
+        await backends.resume("v1")
+        await sample(backends, got)
+        assert [request.cache_salt for request in engine.requests][-2:] == ["0", "v1"]
 
 
 async def test_job_on_paused_backends_says_so_and_is_not_charged(rig):
