@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prorl_trio.chat_codec import TokenCodec
-from prorl_trio.chat_conversation import CompletionRange, Conversation, OnRewrite, ParsedTurn
-from prorl_trio.chat_template import Capabilities, ChatTemplate, Message, ToolSchema
+from prorl_trio.chat_conversation import CompletionRange, Conversation, OnBreak, ParsedTurn
+from prorl_trio.chat_probe import probe
+from prorl_trio.chat_template import Capabilities, ChatTemplate, Message, ToolSchema, call_id
 from prorl_trio.errors import ConfigError
 from prorl_trio.families.family import Family, choose_family
 from prorl_trio.families.syntax import HERMES
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.models import ChatMessage
 
-__all__ = ["ChatFormat", "CompletionRange", "Conversation", "OnRewrite", "ParsedTurn"]
+__all__ = ["ChatFormat", "CompletionRange", "Conversation", "OnBreak", "ParsedTurn"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,22 +34,31 @@ class ChatFormat:
 
     Attributes:
         model_dir: the folder it was loaded from.
-        end_of_turn_id: what the template closes an assistant turn with before a user's message.
+        end_of_turn_id: what an assistant's turn ends with before a user's message.
         end_of_turn_ids: every id that ends a turn when sampled: the former, that before a tool's result (another one
             for GLM), and the end-of-sequence ids of tokenizer_config.json and generation_config.json.
+        closing_ids: what the template closes a turn with.
         family: how it writes tool calls and reasoning.
+        on_break: of its conversations, where `open` is not told; see `OnBreak`.
     """
 
     model_dir: Path
     end_of_turn_id: int
     end_of_turn_ids: frozenset[int]
+    closing_ids: frozenset[int]
     family: Family
+    on_break: OnBreak
     codec: TokenCodec = field(repr=False)
     template: ChatTemplate = field(repr=False)
 
     @classmethod
     def load(
-        cls, model_dir: Path, *, family: str = "", template_options: Mapping[str, Any] | None = None
+        cls,
+        model_dir: Path,
+        *,
+        family: str = "",
+        template_options: Mapping[str, Any] | None = None,
+        on_break: OnBreak = "keep",
     ) -> ChatFormat:
         """Read a model folder. Takes a second or more for a large vocabulary: call it in a thread.
 
@@ -56,6 +66,7 @@ class ChatFormat:
             model_dir: with the tokenizer and the chat template.
             family: the name of one of `FAMILIES`; without it, the one that the template and the tokens look like.
             template_options: variables for the template, such as `enable_thinking`.
+            on_break: see `OnBreak`.
 
         Raises:
             ConfigError: a file is missing or broken, there is no chat template or no such family, or the template fails
@@ -63,22 +74,25 @@ class ChatFormat:
                 and why.
         """
         folder = read_model_folder(model_dir)
-        chosen = choose_family(family, folder.template, folder.template_file)
+        chosen = choose_family(family, folder.template)
         codec = TokenCodec(folder.tokenizer_json, folder.tokenizer_file, chosen.markup)
-        template = ChatTemplate(folder.template, folder.special_tokens, folder.template_file, template_options)
-        probe: Message = {"role": "user", "content": "probe"}
-        closings = [codec.encode(template.delta([{**probe, "role": role}], [probe])) for role in ("user", "tool")]
-        for closing in closings:
-            if not closing or closing[0] not in codec.added_ids.values():
-                raise ConfigError(
-                    f"{folder.template_file}: no end-of-turn token: after an assistant's content the chat template "
-                    f"writes {codec.decode(closing[:4])!r}, which does not begin with one of the tokenizer's added "
-                    "tokens"
-                )
-        end_id, *other_ends = (closing[0] for closing in closings)
-        eos_id = codec.added_ids.get(folder.special_tokens.get("eos_token", ""), end_id)
-        ends = frozenset({end_id, *other_ends, eos_id, *folder.eos_token_ids})
-        return cls(model_dir, end_id, ends, chosen, codec, template)
+        template = ChatTemplate(
+            folder.template, folder.special_tokens, folder.template_file, template_options, codec.control_pattern
+        )
+        probe(template)
+        closings = _closing_ids(template, codec)
+        eos_id = codec.added_ids.get(folder.special_tokens.get("eos_token", ""), closings[0])
+        ends = [codec.added_ids[end] for end in chosen.ends if end in codec.added_ids] or [*closings, eos_id]
+        return cls(
+            model_dir=model_dir,
+            end_of_turn_id=ends[0],
+            end_of_turn_ids=frozenset({*ends, *folder.eos_token_ids}),
+            closing_ids=frozenset(closings),
+            family=chosen,
+            on_break=on_break,
+            codec=codec,
+            template=template,
+        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -95,8 +109,12 @@ class ChatFormat:
         """Every id the tokenizer knows is below it. The model's embedding may have more rows."""
         return self.codec.vocab_size
 
+    def closes_alike(self, sampled_id: int, closing_id: int) -> bool:
+        """Whether a turn whose last sampled id is `sampled_id` needs no `closing_id` of the template's any more."""
+        return sampled_id == closing_id or bool(self.family.ends and sampled_id in self.end_of_turn_ids)
+
     def open(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = (), *, on_rewrite: OnRewrite = "keep"
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = (), *, on_break: OnBreak | None = None
     ) -> Conversation:
         """Begin a conversation that is ready for the assistant's first turn.
 
@@ -104,12 +122,12 @@ class ChatFormat:
             messages: rendered as the template has it, its default system message included. Text that looks like a
                 control token is encoded as text, save `<think>` and `<tool_call>` in an assistant's message.
             tools: functions the policy may call, as JSON schemas in OpenAI's format.
-            on_rewrite: see `OnRewrite`.
+            on_break: see `OnBreak`; None takes the format's.
 
         Raises:
             HandlerError: the template refuses the messages, or a tool has no name.
         """
-        return Conversation(self, messages, tools, on_rewrite)
+        return Conversation(self, messages, tools, on_break or self.on_break)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Return the text of `ids`, for tools and people. `skip_special` leaves out what structures the dialogue."""
@@ -127,3 +145,19 @@ class ChatFormat:
         turns = (parse_turn(text, tools, syntax=each, opened_thinking=opened_thinking) for each in syntaxes)
         first = next(turns)
         return first if first.tool_calls else next(turns, first)
+
+
+def _closing_ids(template: ChatTemplate, codec: TokenCodec) -> list[int]:
+    """Return the ids that the template closes an assistant's turn with: before a user's message, before a tool's."""
+    call: Message = {"id": call_id(1), "function": {"name": "probe"}}
+    found = []
+    for role in ("user", "tool"):
+        said: Message = {"role": role, "content": "probe", "tool_call_id": call_id(1)}
+        closing = codec.encode(template.delta([said], [{"role": "user", "content": "probe"}], calls=[call]))
+        if not closing or closing[0] not in codec.added_ids.values():
+            raise ConfigError(
+                f"{template.origin}: no end-of-turn token: after an assistant's content the chat template writes "
+                f"{codec.decode(closing[:4])!r}, which does not begin with one of the tokenizer's added tokens"
+            )
+        found.append(closing[0])
+    return found

@@ -66,10 +66,12 @@ class TokenCodec:
     Attributes:
         vocab_size: every id the tokenizer knows is below it. The model's embedding may have more rows.
         added_ids: the ids of all added tokens, by their text.
+        control_pattern: matches the tokens that structure a dialogue, in rendered text.
     """
 
     vocab_size: int
     added_ids: dict[str, int]
+    control_pattern: re.Pattern[str]
 
     def __init__(self, tokenizer_json: bytes, origin: Path, markup: Collection[str] = MARKUP) -> None:
         """Build from the content of a `tokenizer.json`.
@@ -94,7 +96,9 @@ class TokenCodec:
         self._full, self._plain = _tokenizers(tokenizer_json, frozenset(t.content for t in breakable), origin)
         self.vocab_size = max(self._full.get_vocab(with_added_tokens=True).values()) + 1
         self._look_alike = _break_pattern(t.content for t in breakable)
-        self._control_look_alike = _break_pattern(t.content for t in breakable if t.id in self._control_ids)
+        control = [t.content for t in breakable if t.id in self._control_ids]
+        self._control_look_alike = _break_pattern(control)
+        self.control_pattern = re.compile(_longest(control) or r"(?!)")
         self._openings = {t.content[:n] for t in breakable for n in range(1, len(t.content))}
         self._longest_opening = max((len(opening) for opening in self._openings), default=0)
         self._split = _split_pattern(spec.added_tokens)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from prorl_trio.chat_template import Message, ToolSchema, assistant_message, call_id, shape
 from prorl_trio.errors import BackendError, HandlerError, TokenDrift
 from prorl_trio.models import ChatMessage, PolicySpan, Segment, ToolCall
 from prorl_trio.token_memory import RolloutTokens
@@ -24,11 +25,10 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat import ChatFormat
     from prorl_trio.chat_codec import TokenCodec
-    from prorl_trio.chat_template import Message, ToolSchema
     from prorl_trio.models import SegmentReason
     from prorl_trio.token_memory import SegmentTokens
 
-__all__ = ["CompletionRange", "Conversation", "OnRewrite", "ParsedTurn"]
+__all__ = ["CompletionRange", "Conversation", "OnBreak", "ParsedTurn"]
 
 CALL_END: Final = "</tool_call>"
 """After which a model may be stopped: the call is complete, and nothing of it is missed."""
@@ -36,10 +36,10 @@ CALL_END: Final = "</tool_call>"
 _TAIL_TOKENS = 8
 """Enough of a prompt's end to see whether it opens reasoning, also where `<think>` is several tokens."""
 
-OnRewrite = Literal["keep", "segment", "fail"]
+OnBreak = Literal["keep", "segment", "fail"]
 """What to do where the template would render an earlier turn otherwise than it was sampled (Qwen3 drops old reasoning
-at a new user message): keep the tokens as they were sampled, append-only; begin a new segment with the template's own
-rendering; or raise TokenDrift."""
+at a new user message), so that its next prompt would not begin with the tokens so far: keep them as they were sampled,
+append-only; begin a new segment with the template's own rendering; or raise TokenDrift."""
 
 
 class ParsedTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,11 +77,13 @@ class Conversation:
     RuntimeError; a call that raises has changed nothing.
 
     Attributes:
-        prefix_breaks: segments begun because the template rewrote history (only with `on_rewrite="segment"`).
+        prefix_breaks: segments begun because the template rewrote history (only with `on_break="segment"`).
+        drift_tokens: recorded tokens found to differ from those sent and sampled. At the first, the rollout fails.
         completion_ranges: where each completion is, in the order they were added.
     """
 
     prefix_breaks: int
+    drift_tokens: int
     completion_ranges: list[CompletionRange]
 
     def __init__(
@@ -89,19 +91,21 @@ class Conversation:
         chat_format: ChatFormat,
         messages: Sequence[ChatMessage],
         tools: Sequence[ToolSchema],
-        on_rewrite: OnRewrite,
+        on_break: OnBreak,
     ) -> None:
         self._format = chat_format
         self._known_tools = _parameter_schemas(tools)
         self._tools = [_mark_strings(tool, chat_format.codec) for tool in tools]
-        self._on_rewrite = on_rewrite if chat_format.capabilities.rewrites_history else "keep"
+        self._on_break = on_break if chat_format.capabilities.rewrites_history else "keep"
+        self._calls_so_far = 0
+        self._answer: Message = {}
         self._history = self._marked(messages)
         self._tokens = RolloutTokens()
         self._current = _OpenSegment(self._tokens.open_segment())
         self._closed: list[_OpenSegment] = []
         self._awaits_completion = True
         self._sealed = False
-        self.prefix_breaks = 0
+        self.prefix_breaks = self.drift_tokens = 0
         self.completion_ranges = []
         prompt = chat_format.template.prompt(self._history, self._tools)
         ids = array("i", chat_format.codec.encode(prompt))
@@ -166,7 +170,10 @@ class Conversation:
         self.completion_ranges.append(CompletionRange(start, end, len(self._closed)))
         self._proven += ids.tobytes()
         self._awaits_completion = False
-        return self._parse(ids)
+        turn = self._parse(ids)
+        if self._keeps_history or self._format.capabilities.needs_calls:
+            self._answer = self._as_message(turn)
+        return turn
 
     def add_messages(self, messages: Sequence[ChatMessage]) -> None:
         """Append what came back (tool results, a nudge), exactly as the template puts it, up to the next turn.
@@ -177,28 +184,29 @@ class Conversation:
         Raises:
             ValueError: no message, or one with role `assistant`.
             HandlerError: the template refuses the messages.
-            TokenDrift: the template would rewrite history and `on_rewrite` is `fail`, or the prefix proof failed.
+            TokenDrift: the template would rewrite history and `on_break` is `fail`, or the prefix proof failed.
         """
         self._expect(awaits_completion=False)
         if not messages or any(message.role == "assistant" for message in messages):
             raise ValueError("add_messages takes at least one message, none of them an assistant's")
         self._prove_prefix()
         codec, template = self._format.codec, self._format.template
-        new = self._marked(messages)
-        answered = [*self._history, {"role": "assistant", "content": self._last_said()}] if self._keeps_history else []
-        rewritten = self._rewritten([*answered, *new]) if self._on_rewrite != "keep" else None
+        calls = self._answered_calls(messages)
+        new = self._marked(messages, calls)
+        dialogue = [*self._history, self._answer, *new] if self._keeps_history else []
+        rewritten = self._rewritten(dialogue, len(new)) if self._on_break != "keep" else None
         if rewritten is not None:
             self._begin_segment(rewritten, "template_rewrite")
             self.prefix_breaks += 1
         else:
-            delta = array("i", codec.encode(template.delta(new, self._history, self._tools)))
-            if not delta or delta[0] not in self._format.end_of_turn_ids:
+            delta = array("i", codec.encode(template.delta(new, self._history, self._tools, calls)))
+            if not delta or delta[0] not in self._format.closing_ids:
                 raise TokenDrift(f"the template closes this assistant turn with {codec.decode(delta[:4])!r}")
-            if self._current.token_ids[-1] == delta[0]:
+            if self._format.closes_alike(self._current.token_ids[-1], delta[0]):
                 delta = delta[1:]
             self._current.tokens.append(delta)
             self._proven += delta.tobytes()
-        self._history = [*answered, *new] if self._keeps_history else []
+        self._history = self._kept(dialogue)
         self._awaits_completion = True
 
     def continue_from(self, messages: Sequence[ChatMessage], reason: SegmentReason) -> None:
@@ -214,7 +222,7 @@ class Conversation:
         history = self._marked(messages)
         prompt = array("i", self._format.codec.encode(self._format.template.prompt(history, self._tools)))
         self._begin_segment(prompt, reason)
-        self._history = history
+        self._history = self._kept(history)
         self._awaits_completion = True
 
     def ends_with_tool_call(self, token_ids: Sequence[int]) -> bool:
@@ -260,7 +268,7 @@ class Conversation:
     @property
     def _keeps_history(self) -> bool:
         """Whether messages must be kept: not where a delta needs no history and no rewrite is looked for."""
-        return self._on_rewrite != "keep" or not self._format.capabilities.short_history
+        return self._on_break != "keep" or not self._format.capabilities.short_history
 
     def _expect(self, *, awaits_completion: bool) -> None:
         if self._sealed:
@@ -278,21 +286,33 @@ class Conversation:
             shared = min(len(now), len(then))
             differing = np.flatnonzero(now[:shared] != then[:shared])
             position = int(differing[0]) if len(differing) else shared
+            self.drift_tokens = len(differing) + abs(len(now) - len(then))
             raise TokenDrift(
                 f"{len(now)} recorded tokens do not continue the {len(then)} sent and sampled: "
                 f"they differ from position {position} on"
             )
 
-    def _rewritten(self, messages: Sequence[Message]) -> array[int] | None:
-        """Return the template's own rendering of the whole dialogue if its text does not begin with what was said."""
-        codec = self._format.codec
-        rendered = codec.encode(self._format.template.prompt(messages, self._tools))
-        if codec.decode(rendered).startswith(codec.decode(self._current.token_ids.tolist())):
+    def _rewritten(self, dialogue: Sequence[Message], new: int) -> array[int] | None:
+        """Return the template's own rendering of `dialogue` if its text does not begin with what was said before the
+        last `new` messages.
+
+        An assistant's turn that is rendered from its parts may be written otherwise than it was sampled, from its first
+        rendering on. There a rewrite is what alters that rendering later.
+        """
+        codec, template = self._format.codec, self._format.template
+        text = template.prompt(dialogue, self._tools)
+        rendered = codec.encode(text)
+        if self._format.capabilities.needs_calls:
+            before = template.prompt(dialogue[:-new], self._tools, open_turn=False)
+            stands = text.startswith(before)
+        else:
+            stands = codec.decode(rendered).startswith(codec.decode(self._current.token_ids.tolist()))
+        if stands:
             return None
-        if self._on_rewrite == "fail":
+        if self._on_break == "fail":
             raise TokenDrift(
                 "the chat template rewrites earlier turns at this message; open the conversation with "
-                "on_rewrite='keep' or 'segment' to go on"
+                "on_break='keep' or 'segment' to go on"
             )
         return array("i", rendered)
 
@@ -303,18 +323,63 @@ class Conversation:
         self._current.tokens.append(prompt)
         self._proven = bytearray(prompt.tobytes())
 
-    def _marked(self, messages: Iterable[ChatMessage]) -> list[Message]:
-        codec = self._format.codec
+    def _kept(self, dialogue: list[Message]) -> list[Message]:
+        """Return what has to be remembered of `dialogue` for the next delta."""
+        if not self._keeps_history:
+            return []
+        whole = self._on_break != "keep" or not self._format.capabilities.shape_history
+        return dialogue if whole else shape(dialogue)
+
+    def _marked(self, messages: Iterable[ChatMessage], answered: Sequence[Message] = ()) -> list[Message]:
+        """Return `messages` as the template gets them; the tool results among them answer `answered`, in order."""
+        codec, capabilities = self._format.codec, self._format.capabilities
+        ids = (call["id"] for call in answered)
         marked = []
         for message in messages:
             said: object = message.content
             if not isinstance(said, str):
                 given = type(said).__name__
                 raise HandlerError(f"a {message.role} message is {given}, not text; media have no place in a dialogue")
-            content = codec.mark(said, speech=message.role == "assistant")
-            name = {} if message.name is None else {"name": codec.mark(message.name)}
-            marked.append({"role": message.role, "content": content, **name})
+            speech = message.role == "assistant" and not capabilities.needs_calls
+            rendered: Message = {"role": message.role, "content": codec.mark(said, speech=speech)}
+            if message.name is not None:
+                rendered["name"] = codec.mark(message.name)
+            if message.role == "tool":
+                answers = next(ids, None)
+                rendered["tool_call_id"] = codec.mark(message.tool_call_id or answers or call_id(0))
+            if message.tool_calls and capabilities.renders_calls:
+                rendered["tool_calls"] = self._calls(message.tool_calls)
+            elif message.tool_calls:
+                rendered["content"] += "".join(codec.mark(call.raw, speech=True) for call in message.tool_calls)
+            marked.append(rendered)
         return marked
+
+    def _calls(self, calls: Iterable[ToolCall]) -> list[Message]:
+        """Return `calls` as the template gets them. One that was sampled without an id gets the next number."""
+        mark, written = self._format.codec.mark, []
+        for call in calls:
+            self._calls_so_far += 1
+            arguments = _mark_strings(call.arguments, self._format.codec)
+            function = {"name": mark(call.name or "none"), "arguments": arguments}
+            identity = mark(call.id) if call.id else call_id(self._calls_so_far)
+            written.append(self._format.template.as_wanted({"id": identity, "type": "function", "function": function}))
+        return written
+
+    def _answered_calls(self, messages: Sequence[ChatMessage]) -> list[Message]:
+        """Return one call for each tool result in `messages`: that of the last turn, or one with the result's name."""
+        results = [message for message in messages if message.role == "tool"]
+        made = self._answer.get("tool_calls", [])[: len(results)] if self._format.capabilities.needs_calls else []
+        asked = [ToolCall(name=each.name or "", arguments={}, raw="") for each in results[len(made) :]]
+        return [*made, *self._calls(asked)]
+
+    def _as_message(self, turn: ParsedTurn) -> Message:
+        """Return a turn that was sampled as the dialogue has it: its text, or, where the template needs them, its parts
+        (of text beside a reasoned call, templates know nothing)."""
+        mark = self._format.codec.mark
+        if not self._format.capabilities.needs_calls:
+            return {"role": "assistant", "content": self._last_said()}
+        content = "" if turn.tool_calls and turn.reasoning else turn.content
+        return assistant_message(self._calls(turn.tool_calls), mark(content), mark(turn.reasoning))
 
     def _last_said(self) -> str:
         """Return the last completion as the content of a message: without its end-of-turn token."""

@@ -1,44 +1,39 @@
-"""A model's own Jinja chat template: rendering with it, and finding out what it can do.
+"""A model's own Jinja chat template: whole dialogues, and the text between one assistant turn and the next.
 
 `ChatTemplate.delta` is how a conversation grows without touching what is already there: render a dialogue whose
 assistant says a sentinel, and take the text after it. That text is what the template puts between one assistant turn
-and the next, whatever the template looks like.
+and the next, whatever the template looks like. What a template can do is found out by `chat_probe`.
 """
 
 from __future__ import annotations
 
 import json
-from datetime import datetime
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import msgspec
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prorl_trio.chat_codec import MARK
+from prorl_trio.chat_jinja import TEMPLATE_FAULTS, template_environment
 from prorl_trio.errors import ConfigError, HandlerError
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from jinja2.parser import Parser
+__all__ = ["Capabilities", "ChatTemplate", "Message", "ToolSchema", "call_id"]
 
-__all__ = ["Capabilities", "ChatTemplate", "Message", "ToolSchema"]
-
-Message = dict[str, str]
-"""`role`, `content` and perhaps `name`, as templates want it. Content from outside has been marked."""
+Message = dict[str, Any]
+"""`role`, `content` and what else templates want of a message: `name`, `tool_call_id`, `tool_calls`, and reasoning as
+`thinking` and `reasoning_content`. Content from outside has been marked."""
 
 ToolSchema = dict[str, Any]
 """A function's JSON schema in OpenAI's format."""
 
-_SENTINEL = f"S{MARK}S"
+SENTINEL = f"S{MARK}S"
 """Cannot occur in marked text: there a MARK is doubled, or follows the first character of an added token."""
-
-_TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,22 +43,41 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         renders_tools: it writes tool schemas itself; else they are appended to the system message by us.
         renders_tool_role: it treats `tool` differently from a made-up role; else tool results become user messages
             with each result inside `<tool_response>`.
+        renders_calls: it writes the `tool_calls` of an assistant's message.
+        json_arguments: it wants their arguments as a string with JSON, not as an object.
+        needs_calls: how it writes tool results depends on the calls that they answer (their names, their ids, or that
+            there are any), so an assistant's turn is rendered from its parts, not from its text.
         opens_thinking: its generation prompt ends inside `<think>`.
         rewrites_history: it renders an earlier assistant turn otherwise than it was sampled (drops its reasoning, or
             differs in some other way on the dialogues of the self-test).
         short_history: what follows an assistant turn does not depend on what preceded it, so that a delta is rendered
             with a stand-in history of one message, in time independent of the dialogue's length.
+        shape_history: it depends on the roles of what preceded it at most, so that a delta is rendered over messages
+            without their contents.
     """
 
     renders_tools: bool = False
     renders_tool_role: bool = False
+    renders_calls: bool = False
+    json_arguments: bool = False
+    needs_calls: bool = False
     opens_thinking: bool = False
     rewrites_history: bool = False
     short_history: bool = False
+    shape_history: bool = False
+
+
+def call_id(number: int) -> str:
+    """Return the id of a call that was sampled without one: nine digits, as Mistral's template asks for."""
+    return f"{number:09d}"
 
 
 class ChatTemplate:
-    """A compiled template with its capabilities. Immutable; may be used from several threads."""
+    """A compiled template. Immutable once probed; may be used from several threads.
+
+    Attributes:
+        capabilities: none of them, until `chat_probe.probe` has found them.
+    """
 
     capabilities: Capabilities
 
@@ -72,29 +86,29 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str],
         origin: Path,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None,
+        control: re.Pattern[str],
     ) -> None:
-        """Compile and probe `source`.
+        """Compile `source`.
 
         Args:
             source: of the template, in Jinja.
             special_tokens: `bos_token` and so on: variables of the template.
             origin: the file it is from, for messages.
             options: further variables (`enable_thinking`, say), the same in every rendering.
+            control: matches the tokens that structure a dialogue: where one is, an assistant's calls are over.
 
         Raises:
-            ConfigError: it is not Jinja, fails on a plain dialogue, or loses messages.
+            ConfigError: it is not Jinja.
         """
         self._variables = {**(options or {}), **special_tokens}
-        try:
-            self._compiled = _environment().from_string(source)
-        except jinja2.TemplateError as exc:
-            raise ConfigError(f"{origin}: the chat template is not valid Jinja: {exc}") from exc
+        self._control = control
+        self.origin = origin
         self.capabilities = Capabilities()
         try:
-            self.capabilities = self._probe()
-        except HandlerError as exc:
-            raise ConfigError(f"{origin}: the chat template failed its self-test: {exc}") from exc
+            self._compiled = template_environment().from_string(source)
+        except jinja2.TemplateError as exc:
+            raise ConfigError(f"{origin}: the chat template is not valid Jinja: {exc}") from exc
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, open_turn: bool = True) -> str:
         """Return the whole dialogue as text; with `open_turn`, ready for the assistant to speak.
@@ -105,116 +119,114 @@ class ChatTemplate:
         adapted = list(messages) if self.capabilities.renders_tool_role else _tool_results_as_user(messages)
         if tools and not self.capabilities.renders_tools:
             adapted = _tools_in_system(adapted, tools)
-        return self._render(adapted, tools, open_turn)
+        return self.render(adapted, tools, open_turn)
 
-    def delta(self, new: Sequence[Message], history: Sequence[Message] = (), tools: Sequence[ToolSchema] = ()) -> str:
-        """Return the text between the end of an assistant's content and its next turn, `new` being in between.
+    def delta(
+        self,
+        new: Sequence[Message],
+        history: Sequence[Message] = (),
+        tools: Sequence[ToolSchema] = (),
+        calls: Sequence[Message] = (),
+    ) -> str:
+        """Return the text between the end of what an assistant said and its next turn, `new` being in between.
 
-        `history` is what preceded that assistant turn; it and `tools` are used, and needed, only where
-        `capabilities.short_history` is false.
+        Args:
+            new: what came back. Tool results answer `calls` in their order.
+            history: what preceded that assistant turn; it and `tools` are used, and needed, only where
+                `capabilities.short_history` is false.
+            tools: functions the policy may call.
+            calls: of that assistant turn, as `tool_calls`; used only where `capabilities.needs_calls`.
 
         Raises:
             HandlerError: the template refuses these messages, loses one, or does not render the assistant's turn.
         """
         if self.capabilities.short_history:
-            history, tools = _STAND_IN, ()
-        rendered = self.prompt([*history, {"role": "assistant", "content": _SENTINEL}, *new], tools)
-        _before, *after = rendered.split(_SENTINEL)
-        if len(after) != 1:
-            raise HandlerError(f"the chat template renders an assistant's content {len(after)} times instead of once")
-        if any(message["role"] == "system" and message["content"].strip() not in after[0] for message in new):
-            raise HandlerError("the chat template has no place for a system message after an assistant's turn")
-        return after[0]
+            history, tools = STAND_IN, ()
+        if self.capabilities.needs_calls and new and new[0]["role"] == "tool":
+            return self.delta_after_calls(new, history, tools, calls)
+        return self.delta_after_text(new, history, tools)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], open_turn: bool) -> str:
+    def delta_after_text(self, new: Sequence[Message], history: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+        """See `delta`: after an assistant's turn that has content and nothing else."""
+        return self._after_sentinel([*history, {"role": "assistant", "content": SENTINEL}, *new], new, tools)
+
+    def delta_after_calls(
+        self,
+        new: Sequence[Message],
+        history: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        calls: Sequence[Message],
+    ) -> str:
+        """See `delta`: after an assistant's turn that ends with calls.
+
+        Begins with the token that closes the turn, or, if nothing does, that opens the next one.
+        """
+        spoken = assistant_message(self.sentinel_calls(calls))
+        after = self._after_sentinel([*history, spoken, *new], new, tools)
+        closing = self._control.search(after)
+        if closing is None:
+            raise HandlerError("the chat template writes no control token between a tool call and its result")
+        return after[closing.start() :]
+
+    def sentinel_calls(self, calls: Sequence[Message]) -> list[Message]:
+        """Return the names and ids of `calls`, without their arguments; the sentinel is that of the last."""
+        ids = [(call["function"]["name"], call["id"]) for call in calls] or [("none", call_id(0))]
+        bare = [_call(name, identity, {}) for name, identity in ids]
+        bare[-1] = _call(*ids[-1], {"s": SENTINEL})
+        return [self.as_wanted(call) for call in bare]
+
+    def as_wanted(self, call: Message) -> Message:
+        """Return `call` with its arguments as this template wants them."""
+        if not self.capabilities.json_arguments:
+            return call
+        function = call["function"]
+        written = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": written}}
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], open_turn: bool) -> str:
+        """Return what the template makes of exactly these messages. Raises HandlerError as `prompt` does."""
         try:
             return self._compiled.render(
                 messages=messages, tools=list(tools) or None, add_generation_prompt=open_turn, **self._variables
             )
-        except _TEMPLATE_FAULTS as exc:
+        except TEMPLATE_FAULTS as exc:
             raise HandlerError(f"the model's chat template refuses these messages: {exc}") from exc
 
-    # ------------------------------------------------------------ probing
+    def _after_sentinel(self, messages: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+        _before, *after = self.prompt(messages, tools).split(SENTINEL)
+        if len(after) != 1:
+            raise HandlerError(f"the chat template renders what an assistant says {len(after)} times instead of once")
+        if any(message["role"] == "system" and message["content"].strip() not in after[0] for message in new):
+            raise HandlerError("the chat template has no place for a system message after an assistant's turn")
+        return after[0]
 
-    def _probe(self) -> Capabilities:
-        """Find the capabilities, those that rendering itself depends on first. Raises HandlerError."""
-        self.capabilities = Capabilities(renders_tools=self._renders_tools(), renders_tool_role=self._renders_role())
-        opening = self._check_messages_survive()
-        return msgspec.structs.replace(
-            self.capabilities,
-            opens_thinking=opening.rstrip().endswith("<think>"),
-            rewrites_history=self._rewrites_history(opening),
-            short_history=all(
-                self._delta_or_none(new, _STAND_IN, ()) == self._delta_or_none(new, history, tools)
-                for new in _NEW_MESSAGES
-                for history in _HISTORIES
-                for tools in ((), _TOOLS)
-            ),
-        )
 
-    def _renders_tools(self) -> bool:
-        try:
-            return "probe_tool" in self._render([_USER], _TOOLS, True)
-        except HandlerError:
-            return False
+STAND_IN: tuple[Message, ...] = ({"role": "user", "content": "probe-user"},)
+"""A history that is as good as any other, where a template's `short_history` says so."""
 
-    def _renders_role(self) -> bool:
-        try:
-            as_tool = self._render([_USER, _ASSISTANT, _TOOL], (), True)
-        except HandlerError:
-            return False
-        try:
-            as_stranger = self._render([_USER, _ASSISTANT, {**_TOOL, "role": "zqx"}], (), True)
-        except HandlerError:
-            return _TOOL["content"] in as_tool
-        return _TOOL["content"] in as_tool and as_stranger.replace("zqx", "tool") != as_tool
 
-    def _check_messages_survive(self) -> str:
-        """Check that a dialogue and a delta contain what was put in; return the text that opens an assistant turn."""
-        closed, opened = (self.prompt([_SYSTEM, _USER], (), open_turn=open_turn) for open_turn in (False, True))
-        opening = opened.removeprefix(closed)
-        if not opening or opening == opened:
-            raise HandlerError("it does not append a generation prompt when asked to")
-        tool_delta, user_delta = (self.delta([new], [_SYSTEM, _USER]) for new in (_TOOL, _USER))
-        for text, message in ((opened, _SYSTEM), (opened, _USER), (tool_delta, _TOOL), (user_delta, _USER)):
-            if text.count(message["content"]) != 1:
-                raise HandlerError(f"it loses, changes or repeats the content of a {message['role']} message")
-        if not user_delta.endswith(opening):
-            raise HandlerError("its generation prompt differs between the first turn and a later one")
-        return opening
+def shape(messages: Sequence[Message]) -> list[Message]:
+    """Return `messages` without what they say: who spoke, and whether a tool was called."""
+    shapes = []
+    for message in messages:
+        bare = {**message, "content": "x"} | {key: "" for key in ("thinking", "reasoning_content") if key in message}
+        if "tool_calls" in message:
+            functions = [(call["id"], call["function"]) for call in message["tool_calls"]]
+            bare["tool_calls"] = [_call(f["name"], each, type(f["arguments"])()) for each, f in functions]
+        shapes.append(bare)
+    return shapes
 
-    def _rewrites_history(self, opening: str) -> bool:
-        if any(
-            self._differs(history, said, new, tools)
-            for history in _HISTORIES
-            for said in _SAID
-            for new in _NEW_MESSAGES
-            for tools in ((), _TOOLS)
-        ):
-            return True
-        said = "probe why\n</think>\n\nprobe answer"
-        if not opening.rstrip().endswith("<think>"):
-            said = "<think>\n" + said
-        kept = self.prompt([_USER], ()) + said + self.delta([_USER], [_USER])
-        return self.prompt([_USER, {"role": "assistant", "content": said}, _USER], ()) != kept
 
-    def _differs(
-        self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Sequence[ToolSchema]
-    ) -> bool:
-        """Whether the whole dialogue is rendered otherwise than turn by turn. False where it is refused."""
-        try:
-            grown = self.prompt(history, tools) + said + self.delta(new, history, tools)
-            return self.prompt([*history, {"role": "assistant", "content": said}, *new], tools) != grown
-        except HandlerError:
-            return False
+def assistant_message(calls: Sequence[Message], content: str = "", reasoning: str = "") -> Message:
+    """Return an assistant's turn in parts. Templates test whether a part is there, so one that is empty is left out."""
+    parts: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        parts |= {"thinking": reasoning, "reasoning_content": reasoning}
+    return {**parts, "tool_calls": list(calls)} if calls else parts
 
-    def _delta_or_none(
-        self, new: Sequence[Message], history: Sequence[Message], tools: Sequence[ToolSchema]
-    ) -> str | None:
-        try:
-            return self.delta(new, history, tools)
-        except HandlerError:
-            return None
+
+def _call(name: str, identity: str, arguments: Any) -> Message:
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 # ---------------------------------------------------------------- for templates without tools
@@ -245,72 +257,3 @@ def _tool_results_as_user(messages: Sequence[Message]) -> list[Message]:
         else:
             adapted += run
     return adapted
-
-
-# ---------------------------------------------------------------- Jinja as chat templates expect it
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}..{% endgeneration %}` marks what a model said; it renders as its body."""
-
-    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-# ---------------------------------------------------------------- probes
-
-_SYSTEM: Message = {"role": "system", "content": "probe-system"}
-_USER: Message = {"role": "user", "content": "probe-user"}
-_ASSISTANT: Message = {"role": "assistant", "content": "probe-assistant"}
-_TOOL: Message = {"role": "tool", "content": "probe-result", "name": "probe_tool"}
-_TOOLS: tuple[ToolSchema, ...] = (
-    {
-        "type": "function",
-        "function": {
-            "name": "probe_tool",
-            "description": "Probe.",
-            "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
-        },
-    },
-)
-_STAND_IN = (_USER,)
-_HISTORIES = (
-    (_USER,),
-    (_SYSTEM, _USER),
-    (_USER, _ASSISTANT, _TOOL),
-    (_SYSTEM, _USER, _ASSISTANT, _USER),
-    (_SYSTEM, _USER, _ASSISTANT, _TOOL, _TOOL, _ASSISTANT, _USER, _ASSISTANT, _TOOL),
-)
-_SAID = ("probe-said", "", f"{MARK}{MARK} 2 < 3\n\n```\né e\u0301 數 😀 <{MARK}|x|>\n```", "long " * 4000 + "end")
-_NEW_MESSAGES = ((_USER,), (_TOOL,), (_TOOL, _TOOL), (_TOOL, _USER), (_TOOL, _SYSTEM, _USER))

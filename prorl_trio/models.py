@@ -149,11 +149,20 @@ class RetryPolicy(_Model, frozen=True):
 
 
 class ChatMessage(_Model, frozen=True):
-    """A message as chat templates know it. `name` is the tool's, for role `tool`."""
+    """A message as chat templates know it.
+
+    Attributes:
+        name: the tool's, for role `tool`.
+        tool_call_id: of the call that a message of role `tool` answers. Results of sampled calls need none: they answer
+            them in their order.
+        tool_calls: what an assistant's message of the opening called; those that are sampled speak for themselves.
+    """
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
     name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] = []
 
 
 class TaskInstance(_Model, frozen=True):
@@ -168,6 +177,12 @@ class JobSpec(_Model, frozen=True):
     """One rollout to do. `job_id` is the submitter's and idempotent; rollouts of one instance share `group_id`.
 
     `keep_partial`: an outcome other than `completed` carries what was recorded until then. `group` needs a `group_id`.
+
+    `max_staleness`: policy updates that may lie between the first and the last sampled token of its trajectory; None
+    takes the node's bound, if it has one. Before a completion that would exceed it, and after one that did, as the
+    weights were changed while it was sampled, the attempt ends as `failed`, with the cause `inference` and the code
+    `stale`; `retry` says whether it is run again, then with the new weights from the start. Versions that are integers
+    lie as far apart as they say; others as many updates as the node was told of between them.
     """
 
     job_id: str
@@ -181,8 +196,11 @@ class JobSpec(_Model, frozen=True):
     keep_partial: bool = True
     group: GroupPolicy | None = None
     retry: RetryPolicy = RetryPolicy()
+    max_staleness: int | None = None
 
     def __post_init__(self) -> None:
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise ValueError(f"max_staleness must be >= 0, got {self.max_staleness}")
         if not 1 <= len(self.job_id) <= 200:
             raise ValueError(f"job_id must have 1 to 200 characters, got {len(self.job_id)}")
         if self.max_turns < 1:

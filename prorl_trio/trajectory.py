@@ -61,12 +61,16 @@ class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class ToolCall(_Model, frozen=True):
-    """One call the policy made. `error` is set when its text could not be parsed: then `arguments` is empty."""
+    """One call the policy made. `error` is set when its text could not be parsed: then `arguments` is empty.
+
+    `id` is the one it was sampled with; most families write none.
+    """
 
     name: str
     arguments: dict[str, Any]
     raw: str
     error: str = ""
+    id: str = ""
 
 
 class PolicySpan(_Model, frozen=True, omit_defaults=True):
@@ -234,12 +238,14 @@ def _flat(buffer: Any) -> memoryview:
     return view.toreadonly()
 
 
-class Turn(_Model, frozen=True):
+class Turn(_Model, frozen=True, omit_defaults=True):
     """One action of the policy and what came back. Token positions index the segment.
 
     `observations` answer `tool_calls` one by one; there are fewer where the rollout was cut short in the middle.
 
     `completion_start` (inclusive) to `completion_end` (exclusive) are the sampled tokens of this turn.
+
+    `dropped_tokens` had come from the engine when it was stopped at a complete tool call, and are not recorded.
     """
 
     segment: int
@@ -251,10 +257,14 @@ class Turn(_Model, frozen=True):
     observations: list[str]
     inference_s: float
     tools_s: float
+    dropped_tokens: int = 0
 
 
 class Trajectory(_Model, frozen=True):
-    """What the policy did, token-exact. `prefix_breaks` counts segments begun because a prompt lost its prefix."""
+    """What the policy did, token-exact. `prefix_breaks` counts segments begun because a prompt lost its prefix.
+
+    `segments` are those of the task's own agent in their order, then those of each agent that it asked.
+    """
 
     segments: list[Segment]
     turns: list[Turn]
@@ -263,13 +273,21 @@ class Trajectory(_Model, frozen=True):
 
     @property
     def policy_versions(self) -> list[str]:
-        """Every version it was sampled under, each once, in the order of first use: the oldest first."""
-        return list(dict.fromkeys(span.policy_version for segment in self.segments for span in segment.spans))
+        """Every version it was sampled under, each once: the oldest first where all are integers; otherwise the task's
+        own agent's in the order of first use, and then those that only others used."""
+        versions = dict.fromkeys(span.policy_version for segment in self.segments for span in segment.spans)
+        return sorted(versions, key=int) if all(map(str.isdecimal, versions)) else list(versions)
 
     @property
     def staleness(self) -> int:
-        """Policy updates between its first and its last sampled token: 0 where all of it is of one version."""
-        return max(0, len(self.policy_versions) - 1)
+        """Policy updates between its oldest and its newest token, 0 where all of it is of one version.
+
+        The difference of versions that are integers. Of others those that it met, which may be fewer than there were.
+        """
+        versions = self.policy_versions
+        if versions and all(map(str.isdecimal, versions)):
+            return int(versions[-1]) - int(versions[0])
+        return max(0, len(versions) - 1)
 
     def to_padded(
         self,

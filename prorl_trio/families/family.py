@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from prorl_trio.chat_codec import MARKUP
 from prorl_trio.errors import ConfigError
@@ -13,9 +13,6 @@ from prorl_trio.families.llama import LLAMA
 from prorl_trio.families.mistral import MISTRAL
 from prorl_trio.families.syntax import HERMES, CallSyntax
 from prorl_trio.families.xml import GLM_XML, QWEN_XML
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["FAMILIES", "Family", "choose_family"]
 
@@ -28,14 +25,15 @@ class Family(NamedTuple):
         signs: what its template contains: all of these.
         syntax: how it writes tool calls and reasoning.
         markup: control tokens that an assistant says inside its turn: text, not structure of the dialogue.
-        refusal: why its prompts cannot be rendered; empty where they can.
+        ends: the tokens that end its turns, where these are not what its template closes them with. One that was
+            sampled stands in for the template's.
     """
 
     name: str
     signs: tuple[str, ...]
     syntax: CallSyntax
     markup: frozenset[str] = MARKUP
-    refusal: str = ""
+    ends: tuple[str, ...] = ()
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -52,7 +50,7 @@ FAMILIES: tuple[Family, ...] = (
         ("<|channel|>", "<|message|>"),
         HARMONY,
         frozenset({"<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"}),
-        "one turn of this family is several messages, which cannot be told from its chat template",
+        ("<|return|>", "<|call|>"),
     ),
     Family(
         "deepseek",
@@ -77,16 +75,13 @@ FAMILIES: tuple[Family, ...] = (
 """From the most particular to the one that every model is."""
 
 
-def choose_family(name: str, template: str, origin: Path) -> Family:
+def choose_family(name: str, template: str) -> Family:
     """Return the family called `name`; without a name, the first whose signs are all in `template`.
 
     Raises:
-        ConfigError: no family is called that, or its prompts cannot be rendered; it names `origin`, the template.
+        ConfigError: no family is called that.
     """
     known = {family.name: family for family in FAMILIES}
     if name and name not in known:
         raise ConfigError(f"model.family: no family is called {name!r}; there are: {', '.join(known)}")
-    found = known[name] if name else next(each for each in FAMILIES if all(sign in template for sign in each.signs))
-    if found.refusal:
-        raise ConfigError(f"{origin}: the family {found.name!r} is not supported: {found.refusal}")
-    return found
+    return known[name] if name else next(each for each in FAMILIES if all(sign in template for sign in each.signs))

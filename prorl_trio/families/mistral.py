@@ -11,7 +11,7 @@ from prorl_trio.models import ToolCall
 __all__ = ["MISTRAL"]
 
 _OPEN = "[TOOL_CALLS]"
-_HEAD = re.compile(r"\s*([^\s\[{]{1,200})\s*(?:\[CALL_ID\]\s*[^\s\[{]{1,200}\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_HEAD = re.compile(r"\s*([^\s\[{]{1,200})\s*(?:\[CALL_ID\]\s*([^\s\[{]{1,200})\s*)?(?:\[ARGS\])?\s*(?=\{)")
 _EXPECTED = f'{_OPEN}tool[ARGS]{{...}} or {_OPEN}[{{"name": "tool", "arguments": {{...}}}}]'
 
 
@@ -22,7 +22,7 @@ def _read(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
     try:
         if head is not None:
             arguments, end = decode_json(text, head.end())
-            values = [{"name": name, "arguments": arguments}]
+            values = [{"name": name, "arguments": arguments, "id": head[2]}]
         elif text[body : body + 1] in ("[", "{"):
             value, end = decode_json(text, body)
             values = value if isinstance(value, list) else [value]
@@ -41,7 +41,8 @@ def _call(value: object, raw: str, tools: Tools) -> ToolCall:
     except Malformed as exc:
         named = value.get("name") if isinstance(value, dict) else None
         return failed_call(raw, str(exc), _EXPECTED, named if isinstance(named, str) else "")
-    return ToolCall(name=name, arguments=arguments, raw=raw)
+    identity = value.get("id") if isinstance(value, dict) else None
+    return ToolCall(name=name, arguments=arguments, raw=raw, id=identity if isinstance(identity, str) else "")
 
 
 MISTRAL = CallSyntax(re.compile(re.escape(_OPEN)), _read, {**THINK, "[THINK]": "[/THINK]"})

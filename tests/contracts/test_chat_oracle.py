@@ -134,7 +134,7 @@ def test_reasoning_is_kept_across_tool_results(pair, thoughts, result):
     chat, oracle = pair
     assume(not looks_like_control(chat, [*(part for pair_ in thoughts for part in pair_), result]))
     messages = [ChatMessage(role="user", content="Think.")]
-    conversation = chat.open(messages, on_rewrite="fail")
+    conversation = chat.open(messages, on_break="fail")
     for thought, said in thoughts:
         text = "<think>\n" + thought.strip("\n") + "\n</think>\n\n" + said
         speak(conversation, chat, oracle, text)
@@ -150,7 +150,7 @@ def test_a_new_segment_is_what_the_oracle_makes_of_the_whole_dialogue(pair, thou
     chat, oracle = pair
     assume(not looks_like_control(chat, [thought, said, question]))
     messages = [ChatMessage(role="user", content="Think.")]
-    conversation = chat.open(messages, on_rewrite="segment")
+    conversation = chat.open(messages, on_break="segment")
     text = "<think>\n" + thought.strip("\n") + "\n</think>\n\n" + said
     speak(conversation, chat, oracle, text)
     new = [ChatMessage(role="user", content=question)]

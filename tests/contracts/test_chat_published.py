@@ -175,7 +175,7 @@ def test_every_prompt_is_the_templates_own(published, dialogue, use_tools):
         )
     )
     tools = TOOLS if use_tools and chat.capabilities.renders_tools else []
-    conversation = chat.open(messages, tools, on_rewrite="segment")
+    conversation = chat.open(messages, tools, on_break="segment")
     for said, new in rounds:
         assert conversation.prompt_token_ids() == published.oracle_ids(messages, tools)
         published.speak(conversation, said)

@@ -34,7 +34,7 @@ DAY_S = 86_400.0
 DATES_FOR_PEOPLE = {
     "prorl_trio/logs.py": "when a line was logged",
     "prorl_trio/telemetry.py": "spans carry the time of day",
-    "prorl_trio/chat_template.py": "templates may print the date",
+    "prorl_trio/chat_jinja.py": "templates may print the date",
     "prorl_trio/ledger/operations.py": "how long acknowledged jobs are remembered, across restarts",
     "prorl_trio/ledger/store.py": "the same",
     "launch/image_store.py": "when an image was made",

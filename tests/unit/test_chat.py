@@ -106,7 +106,7 @@ GENERATE = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endi
         ("{% for m in messages %}{{ " + LOUD_TURN + " }}{% endfor %}" + GENERATE, "changes or repeats"),
         (
             "{% for m in messages if m.role != 'assistant' %}{{ " + TURN + " }}{% endfor %}" + GENERATE,
-            "assistant's content 0 times",
+            "what an assistant says 0 times",
         ),
         ("{{ raise_exception('only Tuesdays') }}", "only Tuesdays"),
         ("{{ messages.append(1) }}", "refuses these messages"),
@@ -452,8 +452,8 @@ def test_a_turn_costs_what_is_new_in_it(tmp_path, monkeypatch):
     assert rendered[1] < 150
 
 
-def think_then_ask(chat, on_rewrite):
-    conversation = chat.open([QUESTION], on_rewrite=on_rewrite)
+def think_then_ask(chat, on_break):
+    conversation = chat.open([QUESTION], on_break=on_break)
     sample(conversation, chat, "<think>\nlong story\n</think>\n\n42")
     conversation.add_messages([ChatMessage(role="user", content="Sure?")])
     return conversation
@@ -489,7 +489,7 @@ def test_history_that_the_template_rewrites_can_be_an_error(formats):
     chat = formats["qwen3"]
     with pytest.raises(TokenDrift, match="rewrites earlier turns"):
         think_then_ask(chat, "fail")
-    conversation = chat.open([QUESTION], on_rewrite="fail")
+    conversation = chat.open([QUESTION], on_break="fail")
     sample(conversation, chat, "no thoughts")
     conversation.add_messages([ChatMessage(role="user", content="Sure?")])
     assert conversation.prefix_breaks == 0

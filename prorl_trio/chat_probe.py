@@ -1,0 +1,239 @@
+"""Finding out what a chat template can do, by rendering small dialogues with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from prorl_trio.chat_codec import MARK
+from prorl_trio.chat_template import (
+    SENTINEL,
+    STAND_IN,
+    Capabilities,
+    ChatTemplate,
+    Message,
+    ToolSchema,
+    assistant_message,
+    call_id,
+    shape,
+)
+from prorl_trio.errors import ConfigError, HandlerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["probe"]
+
+
+def probe(template: ChatTemplate) -> None:
+    """Set `template.capabilities`.
+
+    Raises:
+        ConfigError: the template fails on a plain dialogue, or loses messages.
+    """
+    try:
+        # Those that rendering itself depends on come first.
+        template.capabilities = Capabilities(renders_tools=_renders_tools(template))
+        for json_arguments in (False, True):
+            _note(template, json_arguments=json_arguments)
+            if _renders_calls(template):
+                _note(template, renders_calls=True)
+                break
+        else:
+            _note(template, json_arguments=False)
+        _note(template, renders_tool_role=_renders_role(template))
+        _note(template, needs_calls=_needs_calls(template))
+        opening = _check_messages_survive(template)
+        _note(
+            template,
+            opens_thinking=opening.rstrip().endswith("<think>"),
+            rewrites_history=_rewrites_history(template, opening),
+            short_history=_same_delta(template, lambda _: STAND_IN, ((), _TOOLS)),
+            shape_history=_same_delta(template, shape, ()),
+        )
+    except HandlerError as exc:
+        raise ConfigError(f"{template.origin}: the chat template failed its self-test: {exc}") from exc
+
+
+def _note(template: ChatTemplate, **found: bool) -> None:
+    template.capabilities = msgspec.structs.replace(template.capabilities, **found)
+
+
+def _renders_tools(template: ChatTemplate) -> bool:
+    try:
+        return "probe_tool" in template.render([_USER], _TOOLS, True)
+    except HandlerError:
+        return False
+
+
+def _renders_calls(template: ChatTemplate) -> bool:
+    said = assistant_message(template.sentinel_calls([_CALL]))
+    try:
+        text = template.render([_USER, said, _TOOL], (), True)
+    except HandlerError:
+        return False
+    return text.count(SENTINEL) == 1 and "probe_tool" in text.split(SENTINEL)[0]
+
+
+def _renders_role(template: ChatTemplate) -> bool:
+    for said in (_ASSISTANT, assistant_message([template.as_wanted(_CALL)])):
+        try:
+            as_tool = template.render([_USER, said, _TOOL], (), True)
+        except HandlerError:
+            continue
+        if _TOOL["content"] in as_tool:
+            break
+    else:
+        return False
+    try:
+        as_stranger = template.render([_USER, said, {**_TOOL, "role": "zqx"}], (), True)
+    except HandlerError:
+        return True
+    return as_stranger.replace("zqx", "tool") != as_tool
+
+
+def _needs_calls(template: ChatTemplate) -> bool:
+    """Whether results of calls are written otherwise after a call than after an assistant's text."""
+    capabilities = template.capabilities
+    if not (capabilities.renders_calls and capabilities.renders_tool_role):
+        return False
+    for new in _AFTER_TOOLS:
+        calls = _calls_for(new)
+        try:
+            after_calls = template.delta_after_calls(new, STAND_IN, (), calls)
+        except HandlerError:
+            continue  # several calls at once, perhaps
+        try:
+            after_text = template.delta_after_text(new, STAND_IN, ())
+        except HandlerError:
+            return True
+        if after_text != after_calls:
+            return True
+    return False
+
+
+def _check_messages_survive(template: ChatTemplate) -> str:
+    """Check that a dialogue and a delta contain what was put in; return what opens an assistant turn, if anything."""
+    closed, opened = (template.prompt([_SYSTEM, _USER], (), open_turn=open_turn) for open_turn in (False, True))
+    opening = opened.removeprefix(closed)
+    spoken = template.prompt([_SYSTEM, _USER, {"role": "assistant", "content": SENTINEL}], ())
+    if opening == opened or not (opening or spoken.startswith(opened + SENTINEL)):
+        raise HandlerError("it does not append a generation prompt when asked to")
+    tool_delta, user_delta = (template.delta([new], [_SYSTEM, _USER], calls=[_CALL]) for new in (_TOOL, _USER))
+    for text, message in ((opened, _SYSTEM), (opened, _USER), (tool_delta, _TOOL), (user_delta, _USER)):
+        if text.count(message["content"]) != 1:
+            raise HandlerError(f"it loses, changes or repeats the content of a {message['role']} message")
+    if not user_delta.endswith(opening):
+        raise HandlerError("its generation prompt differs between the first turn and a later one")
+    return opening
+
+
+def _rewrites_history(template: ChatTemplate, opening: str) -> bool:
+    said = [*_SAID]
+    thought = "probe why\n</think>\n\nprobe answer"
+    said.append(thought if opening.rstrip().endswith("<think>") else "<think>\n" + thought)
+    return any(
+        _differs(template, history, text, new, tools)
+        for history in _histories(template)
+        for text in said
+        for new in _NEW_MESSAGES
+        for tools in ((), _TOOLS)
+        if not (text is said[-1] and new[0]["role"] == "tool")
+    )
+
+
+def _differs(
+    template: ChatTemplate,
+    history: Sequence[Message],
+    said: str,
+    new: Sequence[Message],
+    tools: Sequence[ToolSchema],
+) -> bool:
+    """Whether the whole dialogue is rendered otherwise than turn by turn. False where it is refused."""
+    answer = {"role": "assistant", "content": said}
+    if template.capabilities.needs_calls and new[0]["role"] == "tool":
+        answer = assistant_message([template.as_wanted(call) for call in _calls_for(new)], said)
+    try:
+        if "tool_calls" in answer:
+            before = template.prompt([*history, answer], tools, open_turn=False)
+            return not template.prompt([*history, answer, *new], tools).startswith(before.rstrip())
+        grown = template.prompt(history, tools) + said + template.delta(new, history, tools)
+        return template.prompt([*history, answer, *new], tools) != grown
+    except HandlerError:
+        return False
+
+
+def _same_delta(
+    template: ChatTemplate,
+    reduced: Callable[[Sequence[Message]], Sequence[Message]],
+    without_tools: Sequence[Sequence[ToolSchema]],
+) -> bool:
+    """Whether deltas stay the same when the history is reduced, and the tools left out where `without_tools` says."""
+
+    def delta(new: Sequence[Message], history: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
+        try:
+            return template.delta(new, history, tools, _calls_for(new))
+        except HandlerError:
+            return None
+
+    return all(
+        delta(new, reduced(history), () if without_tools else tools) == delta(new, history, tools)
+        for new in _NEW_MESSAGES
+        for history in _histories(template)
+        for tools in ((), _TOOLS)
+    )
+
+
+def _histories(template: ChatTemplate) -> list[list[Message]]:
+    """Dialogues up to where the assistant speaks, each call in them in the form that the template needs."""
+    if not template.capabilities.needs_calls:
+        return [list(history) for history in _HISTORIES]
+    return [
+        [
+            assistant_message([template.as_wanted(_CALL)])
+            if message is _ASSISTANT and history[index + 1 : index + 2] == (_TOOL,)
+            else message
+            for index, message in enumerate(history)
+        ]
+        for history in _HISTORIES
+    ]
+
+
+def _calls_for(new: Sequence[Message]) -> list[Message]:
+    results = [message for message in new if message["role"] == "tool"]
+    return [{**_CALL, "id": result["tool_call_id"]} for result in results]
+
+
+# ---------------------------------------------------------------- probes
+
+_SYSTEM: Message = {"role": "system", "content": "probe-system"}
+_USER = STAND_IN[0]
+_ASSISTANT: Message = {"role": "assistant", "content": "probe-assistant"}
+_TOOL: Message = {"role": "tool", "content": "probe-result", "name": "probe_tool", "tool_call_id": call_id(1)}
+_TOOL_2: Message = {**_TOOL, "tool_call_id": call_id(2)}
+_CALL: Message = {
+    "id": call_id(1),
+    "type": "function",
+    "function": {"name": "probe_tool", "arguments": {"x": "probe-argument"}},
+}
+_TOOLS: tuple[ToolSchema, ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": "probe_tool",
+            "description": "Probe.",
+            "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+        },
+    },
+)
+_HISTORIES = (
+    (_USER,),
+    (_SYSTEM, _USER),
+    (_USER, _ASSISTANT, _TOOL),
+    (_SYSTEM, _USER, _ASSISTANT, _USER),
+    (_SYSTEM, _USER, _ASSISTANT, _TOOL, _TOOL_2, _ASSISTANT, _USER, _ASSISTANT, _TOOL),
+)
+_SAID = ("probe-said", "", f"{MARK}{MARK} 2 < 3\n\n```\né e\u0301 數 😀 <{MARK}|x|>\n```", "long " * 4000 + "end")
+_AFTER_TOOLS = ((_TOOL,), (_TOOL, _TOOL_2), (_TOOL, _USER))
+_NEW_MESSAGES = ((_USER,), *_AFTER_TOOLS, (_TOOL, {"role": "system", "content": "probe-system"}, _USER))
