@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prorl_trio.gauges import Read
     from prorl_trio.models import Outcome, Status, Timing, ToolCall, Turn
     from prorl_trio.observer import JobView
+    from prorl_trio.sandbox.host import Start
     from prorl_trio.stall import LoopStalls
 
 __all__ = ["MAX_LABEL_VALUES", "Metrics"]
@@ -86,9 +87,16 @@ class Metrics:
         self._tokens = counter(
             "tokens", "In trajectories: sampled by the policy, or given (prompts, observations).", "kind"
         )
-        self._breaks = counter("prefix_breaks", "Segments begun because a prompt lost its prefix.")
+        self._breaks = counter("segment_breaks", "Segments that do not continue the one before, and why.", "reason")
         self._calls = counter("backend_calls", "Calls of an LLM backend, retries not counted.", "backend", "result")
         self._call = seconds("backend_call", "Calls of an LLM backend, retries included.", CALL_BUCKETS_S, "backend")
+        self._sandbox = seconds(
+            "sandbox_open",
+            "Waits for a sandbox: for its start (cold, places to start included), or for one started before (warm).",
+            CALL_BUCKETS_S,
+            "provider",
+            "start",
+        )
         self._reward = _Labelled(Summary("prorl_reward", "Rewards given.", ("handler",), registry=registry))
 
     def watch(self, name: str, read: Read, *, label: str = "") -> None:
@@ -120,6 +128,10 @@ class Metrics:
         """One call of the backend ended after `used_s`; `result` is of a closed set (completed, failed, ...)."""
         self._calls(url, result).inc()
         self._call(url).observe(used_s)
+
+    def sandbox_opened(self, provider: str, start: Start, waited_s: float) -> None:
+        """A rollout has got a sandbox, for which it waited `waited_s`."""
+        self._sandbox(provider, start).observe(waited_s)
 
     # ------------------------------------------------------------ observer.Observer
 
@@ -153,7 +165,9 @@ class Metrics:
         if trajectory is not None:
             sampled = sum(turn.completion_end - turn.completion_start for turn in trajectory.turns)
             self._tokens("given").inc(max(0, sum(len(segment) for segment in trajectory.segments) - sampled))
-            self._breaks().inc(trajectory.prefix_breaks)
+            for segment in trajectory.segments:
+                if segment.reason is not None:
+                    self._breaks(segment.reason).inc()
 
     def _stages_ended(self, timing: Timing) -> None:
         """A stage the job never came to has no time."""

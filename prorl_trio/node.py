@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from prorl_trio.monitoring import Monitoring
     from prorl_trio.observer import Observer
     from prorl_trio.pipeline import JobSink, Pipeline
-    from prorl_trio.sandbox.host import SandboxHost
+    from prorl_trio.sandbox.host import OnOpen, SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
     from prorl_trio.service.journal import Journal
 
@@ -295,11 +295,12 @@ async def open_node(
     provider: SandboxProvider | None = None,
     observers: Sequence[Observer] = (),
     on_backend_call: OnCall | None = None,
+    on_sandbox_open: OnOpen | None = None,
 ) -> AsyncIterator[Node]:
     """Everything of a node but its listener. On leaving, all jobs end and nothing of them is left.
 
     `provider` replaces the one the config names. `observers` are told of every job, `on_backend_call` of every call of
-    an LLM backend.
+    an LLM backend, `on_sandbox_open` of every sandbox handed out.
 
     Raises:
         ConfigError: the model folder, the sandbox provider or the configuration cannot be used; says what to do.
@@ -314,7 +315,7 @@ async def open_node(
         service = await stack.enter_async_context(open_single_nursery())
         backends = await stack.enter_async_context(open_backends(config.backends, on_backend_call))
         scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers))
-        sandboxes = await stack.enter_async_context(open_node_sandboxes(provider, config.sandbox))
+        sandboxes = await stack.enter_async_context(open_node_sandboxes(provider, config.sandbox, on_sandbox_open))
         resources = Resources(
             config=config,
             chat_format=chat_format,
@@ -365,6 +366,7 @@ async def serve_node(
                     provider=provider,
                     observers=observers,
                     on_backend_call=monitoring.metrics.backend_called,
+                    on_sandbox_open=monitoring.metrics.sandbox_opened,
                 )
             )
             if journal is not None:

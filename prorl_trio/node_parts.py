@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ipc.arena import Arena
     from prorl_trio.config import ArenaConfig, BackendConfig, SandboxConfig
     from prorl_trio.inference.vllm import OnCall
-    from prorl_trio.sandbox.host import SandboxHost
+    from prorl_trio.sandbox.host import OnOpen, SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
 
 __all__ = ["open_backends", "open_node_arena", "open_node_sandboxes"]
@@ -81,8 +81,10 @@ def open_node_arena(config: ArenaConfig, stack: AsyncExitStack) -> Arena | None:
         raise ConfigError(f"arena.size_bytes: {exc}; change it, or set arena.enabled to false") from exc
 
 
-def open_node_sandboxes(provider: SandboxProvider, config: SandboxConfig) -> AbstractAsyncContextManager[SandboxHost]:
-    """The host, with the limits that are configured."""
+def open_node_sandboxes(
+    provider: SandboxProvider, config: SandboxConfig, on_open: OnOpen | None
+) -> AbstractAsyncContextManager[SandboxHost]:
+    """The host, with the limits that are configured. `on_open` is told of every sandbox handed out."""
     warm = WarmLimits(
         max_warm=config.max_warm,
         max_warm_per_image=config.max_warm_per_image,
@@ -94,4 +96,5 @@ def open_node_sandboxes(provider: SandboxProvider, config: SandboxConfig) -> Abs
         max_concurrent_starts=config.max_concurrent_starts,
         max_concurrent_starts_per_image=config.max_concurrent_starts_per_image,
         warm=warm,
+        on_open=on_open,
     )

@@ -6,8 +6,9 @@ A few are started in advance, as `warm_pool` says, so that who opens one rarely 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import trio
@@ -19,16 +20,22 @@ from prorl_trio.sandbox.start_gates import StartGates
 from prorl_trio.sandbox.warm_pool import WarmLimits, WarmPool
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
     from ipc.file_calls import EditFile, FileEdited
     from ipc.sandbox_calls import BashResult, CellResult, ExecResult, Pong
     from prorl_trio.sandbox.provider import SandboxProvider, TransferOptions, TransferReport
 
-__all__ = ["HostedSandbox", "SandboxHost", "open_sandbox_host"]
+__all__ = ["HostedSandbox", "OnOpen", "SandboxHost", "Start", "open_sandbox_host"]
 
 logger = logging.getLogger(__name__)
+
+Start = Literal["cold", "warm"]
+"""Of a sandbox that is handed out: while somebody waited for it, or in advance."""
+OnOpen = Callable[[str, Start, float], None]
+"""Called with the provider's name, how the sandbox was started, and the seconds somebody waited for it, gates included.
+Must not raise."""
 
 MAX_START_ATTEMPTS: Final = 3
 START_BACKOFF_S: Final = 0.25
@@ -173,12 +180,18 @@ class SandboxHost:
     """Owner of sandboxes: one task each. Made by `open_sandbox_host`."""
 
     def __init__(
-        self, provider: SandboxProvider, nursery: trio.Nursery, gates: StartGates, pool: WarmPool[HostedSandbox]
+        self,
+        provider: SandboxProvider,
+        nursery: trio.Nursery,
+        gates: StartGates,
+        pool: WarmPool[HostedSandbox],
+        on_open: OnOpen | None = None,
     ) -> None:
         self._provider = provider
         self._nursery = nursery
         self._gates = gates
         self._pool = pool
+        self._on_open = on_open
         self._pool_changed = trio.Event()
         self._in_use: set[HostedSandbox] = set()
         self._starting = 0
@@ -217,11 +230,15 @@ class SandboxHost:
         Raises:
             SandboxUnavailable: see `SandboxProvider.open_sandbox`.
         """
-        key = msgspec.json.encode(spec, order="deterministic")
+        key, began_s = msgspec.json.encode(spec, order="deterministic"), trio.current_time()
+        start: Start = "warm"
         try:
             hosted = await self._take_warm(key, spec.image)
             if hosted is None:
+                start = "cold"
                 hosted = await self._nursery.start(self._own_new, key, spec, name="sandbox owner")
+            if self._on_open is not None:
+                self._on_open(self._provider.name, start, trio.current_time() - began_s)
             return hosted
         finally:
             self._pool_changed.set()  # only now: a start in advance is not to slow the one down that is waited for
@@ -365,10 +382,11 @@ async def open_sandbox_host(
     max_concurrent_starts: int = 4,
     max_concurrent_starts_per_image: int = 4,
     warm: WarmLimits | None = None,
+    on_open: OnOpen | None = None,
 ) -> AsyncIterator[SandboxHost]:
     """A host for sandboxes of `provider`. On leaving the block all of them are ended, whatever they are doing.
 
-    `warm`: how many to start in advance; by default none.
+    `warm`: how many to start in advance; by default none. `on_open` is told of every sandbox handed out.
 
     Raises:
         InternalError: something of a sandbox survived its end. Our bug.
@@ -377,7 +395,7 @@ async def open_sandbox_host(
     gates = StartGates(max_concurrent_starts, max_concurrent_starts_per_image)
     with single_exception():
         async with provider.open_shared(), trio.open_nursery() as nursery:
-            host = SandboxHost(provider, nursery, gates, pool)
+            host = SandboxHost(provider, nursery, gates, pool, on_open)
             try:
                 if pool.limits.max_warm > 0:
                     nursery.start_soon(host._follow_pool)

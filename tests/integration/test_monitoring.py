@@ -44,7 +44,10 @@ async def test_a_node_says_what_it_does_and_what_it_did(tmp_path):
         async with (
             open_monitoring(config) as monitoring,
             open_node(
-                config, observers=monitoring.observers, on_backend_call=monitoring.metrics.backend_called
+                config,
+                observers=monitoring.observers,
+                on_backend_call=monitoring.metrics.backend_called,
+                on_sandbox_open=monitoring.metrics.sandbox_opened,
             ) as node,
         ):
             monitoring.watch(node, sessions)
@@ -63,6 +66,7 @@ async def test_a_node_says_what_it_does_and_what_it_did(tmp_path):
     assert shown["prorl_backend_calls_total", engine.url, "completed"] == 1
     assert shown["prorl_backend_call_seconds_count", engine.url] == 1
     assert shown["prorl_sandbox_started_total",] == 1
+    assert shown["prorl_sandbox_open_seconds_count", "process", "cold"] == 1
     assert shown["prorl_sandbox_start_seconds_total",] > 0
     assert shown["prorl_outbox_undelivered_outcomes",] == 1
     assert shown["prorl_outbox_undelivered_bytes",] > 0

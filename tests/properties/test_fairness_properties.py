@@ -81,7 +81,7 @@ class WeightedOrderModel(FairOrderModel):
 
 TestFairOrder = FairOrderModel.TestCase
 TestWeightedOrder = WeightedOrderModel.TestCase
-TestWeightedOrder.settings = settings(max_examples=40)
+TestFairOrder.settings = TestWeightedOrder.settings = settings(max_examples=40)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=2, max_size=6), st.integers(1, 300), st.randoms())

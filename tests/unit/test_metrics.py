@@ -62,9 +62,9 @@ def value(metrics, name, **labels):
 def test_a_job_from_its_acceptance_to_its_end():
     metrics = Metrics()
     outcome = make_outcome(make_spec("job"), tokens=12, reward=0.5)
-    trajectory = Trajectory(
-        segments=outcome.trajectory.segments, turns=[turn()], stop_reason="finished", prefix_breaks=2
-    )
+    (first,) = outcome.trajectory.segments
+    broken = [msgspec.structs.replace(first, parent=0, reason=why) for why in ("compaction", "compaction", "retry")]
+    trajectory = Trajectory(segments=[first, *broken], turns=[turn()], stop_reason="finished")
     timing = Timing(queued_init_s=0.3, init_s=0.02, queued_run_s=0.0, run_s=40.0)
     metrics.job_moved(view(), "queued", "")
     metrics.job_moved(view(), "init", "")
@@ -75,8 +75,9 @@ def test_a_job_from_its_acceptance_to_its_end():
     assert value(metrics, "prorl_turns_total", handler="math") == 1
     assert value(metrics, "prorl_tokens_total", kind="sampled") == 5
     assert metrics.totals() == {"jobs_ended": 1, "turns": 1, "tokens_sampled": 5}
-    assert value(metrics, "prorl_tokens_total", kind="given") == 7
-    assert value(metrics, "prorl_prefix_breaks_total") == 2
+    assert value(metrics, "prorl_tokens_total", kind="given") == 4 * 12 - 5
+    assert value(metrics, "prorl_segment_breaks_total", reason="compaction") == 2
+    assert value(metrics, "prorl_segment_breaks_total", reason="retry") == 1
     assert value(metrics, "prorl_reward_sum", handler="math") == 0.5
     assert value(metrics, "prorl_stage_duration_seconds_sum", stage="run") == 40
     assert value(metrics, "prorl_queue_wait_seconds_sum", stage="init") == 0.3
@@ -117,6 +118,15 @@ def test_tool_calls_are_told_apart_and_made_up_names_are_no_labels():
         (("result", "malformed"), ("tool", "")): 1,
         (("result", "not_run"), ("tool", "")): 1,
     }
+
+
+def test_waits_for_sandboxes_are_told_apart():
+    metrics = Metrics()
+    for start, waited_s in (("cold", 0.4), ("warm", 0.002), ("warm", 0.003)):
+        metrics.sandbox_opened("bubblewrap", start, waited_s)
+    assert value(metrics, "prorl_sandbox_open_seconds_sum", provider="bubblewrap", start="cold") == 0.4
+    assert value(metrics, "prorl_sandbox_open_seconds_count", provider="bubblewrap", start="warm") == 2
+    assert value(metrics, "prorl_sandbox_open_seconds_bucket", provider="bubblewrap", start="warm", le="0.005") == 2
 
 
 def test_the_number_of_label_values_is_bounded():

@@ -47,6 +47,18 @@ async def test_the_second_open_need_not_wait(autojump_clock):
     assert provider.live == []
 
 
+async def test_every_wait_is_told_of(autojump_clock):
+    told = []
+    async with open_sandbox_host(
+        FakeProvider(start_s=START_S), warm=WARM, on_open=lambda *wait: told.append(wait)
+    ) as host:
+        for _ in range(2):
+            sandbox = await host.open(SPEC)
+            await sandbox.aclose()
+            await stocked(host)
+    assert told == [("fake", "cold", START_S), ("fake", "warm", pytest.approx(0, abs=0.1))]
+
+
 async def test_each_is_used_once(autojump_clock):
     async with open_sandbox_host(FakeProvider(start_s=START_S), warm=WARM) as host:
         seen = set()
