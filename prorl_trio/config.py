@@ -23,6 +23,7 @@ __all__ = [
     "HealthConfig",
     "LedgerConfig",
     "ListenConfig",
+    "LoadConfig",
     "ModelConfig",
     "MonitoringConfig",
     "NodeConfig",
@@ -192,6 +193,37 @@ class HealthConfig(_Config, frozen=True):
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.interval_s < 0:
             raise ValueError(f"interval_s must be >= 0, got {self.interval_s}")
+
+
+class LoadConfig(_Config, frozen=True):
+    """What is made of the load that engines report on their `/metrics`; nothing for one that reports none.
+
+    Attributes:
+        interval_s: from the end of one round of reports to the next; 0 for none, and then nothing of this happens.
+        skew_margin_s, skew_ratio: a rollout moves to another backend, at most once a turn, when its wait here would be
+            more than `skew_margin_s + skew_ratio * (wait there + time to read its prefix there)`. See `inference.load`.
+        max_kv_usage: of the KV cache, by running requests. Above it, or when requests lost their place in the cache,
+            the backend gets no more rollouts than `decrease_factor` of those it has, but at least `min_tasks`. While it
+            is below, the limit grows by `increase_tasks` a report, up to `max_tasks_per_backend`. 0: never.
+    """
+
+    interval_s: float = 2.0
+    skew_margin_s: float = 2.0
+    skew_ratio: float = 1.5
+    max_kv_usage: float = 0.95
+    decrease_factor: float = 0.8
+    increase_tasks: int = 1
+    min_tasks: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("interval_s", "skew_margin_s", "max_kv_usage"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        for name in ("skew_ratio", "increase_tasks", "min_tasks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if not 0 < self.decrease_factor < 1:
+            raise ValueError(f"decrease_factor must be above 0 and below 1, got {self.decrease_factor}")
 
 
 class BackendConfig(_Config, frozen=True):

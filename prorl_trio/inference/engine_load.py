@@ -1,0 +1,77 @@
+"""What an engine says of its load on its metrics page, by the names that different versions gave it. No I/O."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from typing import Final
+
+import msgspec
+
+__all__ = ["EngineLoad", "read_load"]
+
+_RUNNING: Final = ("vllm:num_requests_running", "sglang:num_running_reqs")
+_WAITING: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+_KV_USAGE: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+_PREEMPTIONS: Final = ("vllm:num_preemptions_total",)
+_COMPUTED: Final = ("vllm:request_prefill_kv_computed_tokens_sum",)
+_PROMPT: Final = ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
+_CACHED: Final = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total", "sglang:cached_tokens_total")
+_PREFILL_S: Final = ("vllm:request_prefill_time_seconds_sum", "sglang:time_to_first_token_seconds_sum")
+"""SGLang says no better: its time in the queue counts, too, so that a prefix seems dearer than it is."""
+
+_NAMES: Final = (*_RUNNING, *_WAITING, *_KV_USAGE, *_PREEMPTIONS, *_COMPUTED, *_PROMPT, *_CACHED, *_PREFILL_S)
+_SAMPLE: Final = re.compile(
+    b"^(" + b"|".join(re.escape(name.encode()) for name in _NAMES) + rb")(?:\{.*\})? +([-+0-9.eE]+)", re.MULTILINE
+)
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """At one moment. None: this engine does not say.
+
+    Attributes:
+        running, waiting: requests in the batch, and those that wait to be.
+        kv_usage: share of the KV cache that running requests hold, 0 to 1; of several engines, the fullest one's.
+        preemptions_total: requests that lost their place in the cache, since the start.
+        prefill_tokens_total, prefill_s_total: prompt tokens that were not cached, and what requests spent on them.
+    """
+
+    running: int
+    waiting: int
+    kv_usage: float | None = None
+    preemptions_total: float | None = None
+    prefill_tokens_total: float | None = None
+    prefill_s_total: float | None = None
+
+
+def read_load(page: bytes) -> EngineLoad | None:
+    """The load, from a page in Prometheus' text format; None where it does not say what runs and what waits.
+
+    Samples of one name (engines behind one server) are added up.
+    """
+    samples: defaultdict[str, list[float]] = defaultdict(list)
+    for match in _SAMPLE.finditer(page):
+        try:
+            value = float(match[2])
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            samples[match[1].decode()].append(value)
+
+    def total(names: tuple[str, ...]) -> float | None:
+        return next((sum(samples[name]) for name in names if name in samples), None)
+
+    running, waiting, computed, prompt = total(_RUNNING), total(_WAITING), total(_COMPUTED), total(_PROMPT)
+    if running is None or waiting is None:
+        return None
+    if computed is None and prompt is not None:
+        computed = max(0.0, prompt - (total(_CACHED) or 0.0))
+    return EngineLoad(
+        running=round(running),
+        waiting=round(waiting),
+        kv_usage=next((max(samples[name]) for name in _KV_USAGE if name in samples), None),
+        preemptions_total=total(_PREEMPTIONS),
+        prefill_tokens_total=computed,
+        prefill_s_total=total(_PREFILL_S),
+    )
