@@ -1,0 +1,113 @@
+"""The ledger's disk runs full under a whole node, as a process, on a small file system of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+
+from ipc.session import Accepted, Rejected
+from prorl_trio.client import connect
+from prorl_trio.ledger import LedgerLimits, open_ledger
+from prorl_trio.testing.soak import Leftovers, adopted_orphans, open_world
+from prorl_trio.testing.soak.trainer import soak_spec
+
+KIB = 1024
+DISK_BYTES = 4 * 1024 * KIB
+SIZES = {"segment_bytes": 256 * KIB, "reserve_bytes": 1024 * KIB, "max_bytes": 64 * 1024 * KIB}
+JOBS = 10
+PADDING_BYTES = 40 * KIB
+MAX_ADMITTED = 2 * SIZES["segment_bytes"] // PADDING_BYTES
+DEADLINE_S = 120
+
+
+@contextmanager
+def small_disk(path):
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(path)]
+    if (done := subprocess.run(mount, capture_output=True, text=True)).returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@pytest.fixture
+def folder():
+    """Short enough for the paths of Unix sockets. `disk` in it is a small one."""
+    with tempfile.TemporaryDirectory(prefix="disk-") as path, small_disk(Path(path, "disk")), adopted_orphans():
+        yield Path(path)
+
+
+def fill(path):
+    """Leave no room."""
+    with path.open("wb", buffering=0) as file:
+        for size in (64 * KIB, 4 * KIB, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError as exc:
+                last = exc
+    assert os.strerror(last.errno) == "No space left on device"
+
+
+async def submit(client, job_id, *, patience_s=0.0):
+    spec = msgspec.structs.replace(soak_spec(job_id), tags={"padding": "x" * PADDING_BYTES})
+    (answer,) = await client.submit([spec], patience_s=patience_s)
+    return answer
+
+
+async def submit_until_refused(client):
+    """The log has room for some still. Returns who found it, and what the first one to find none was told."""
+    admitted = set()
+    while isinstance(answer := await submit(client, f"more-{len(admitted)}"), Accepted):
+        admitted.add(answer.job_id)
+        assert len(admitted) <= MAX_ADMITTED
+    return admitted, answer
+
+
+async def test_a_full_disk_stops_admission_and_nothing_else(folder):
+    with trio.fail_after(DEADLINE_S):
+        config = {
+            "ledger": {"dir": str(folder / "disk" / "ledger"), **SIZES},
+            "sandbox": {"provider": "process", "max_warm": 0},
+        }
+        async with open_world(folder, jobs=0, **config) as world:
+            left = Leftovers(world.temp)
+            async with connect(world.url, world.token, connect_timeout_s=60) as client:
+                names = {f"job-{n}" for n in range(JOBS)}
+                answers = await client.submit([soak_spec(name) for name in names])
+                assert all(isinstance(answer, Accepted) for answer in answers)
+                world.backend.send_signal(signal.SIGSTOP)
+                ballast = folder / "disk" / "ballast"
+                fill(ballast)
+
+                admitted, refused = await submit_until_refused(client)
+                assert isinstance(refused, Rejected)
+                assert refused.code == "admission"
+                assert refused.retry_after_s
+                assert "No space left on device" in refused.message
+                assert "No space left on device" in (await client.status())["ledger"]["full"]
+
+                world.backend.send_signal(signal.SIGCONT)
+                outcomes = [outcome async for outcome in client.results(JOBS + len(admitted))]
+                assert {outcome.status for outcome in outcomes} == {"completed"}
+                assert {outcome.job_id for outcome in outcomes} == names | admitted
+
+                ballast.unlink()
+                assert isinstance(await submit(client, refused.job_id, patience_s=60), Accepted)
+                assert [outcome.job_id async for outcome in client.results(1)] == [refused.job_id]
+                assert (await client.status())["ledger"]["full"] == ""
+        assert left.find() == set()
+        async with open_ledger(folder / "disk" / "ledger", LedgerLimits(**SIZES)) as ledger:
+            assert ledger.recovered.damage == []
+            assert ledger.recovered.unfinished == []
+            assert ledger.recovered.undelivered == []
