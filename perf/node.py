@@ -91,6 +91,8 @@ def _node_report(latencies: Latencies, crowd: Crowd, scale: Scale) -> Report:
             "stall.p50_ms": round(crowd.stalls["p50_ms"], 3),
             "stall.p99_ms": round(crowd.stalls["p99_ms"], 3),
             "stall.max_ms": round(crowd.stalls["max_ms"], 1),
+            "stall.cpu_p99_ms": round(crowd.stalls["cpu_p99_ms"], 3),
+            "stall.cpu_max_ms": round(crowd.stalls["cpu_max_ms"], 1),
             "world.turn_cpu_ms": round(1e3 * crowd.world_cpu_s / crowd.turns, 3),
         },
         at_most={"turn.cpu_ms": TURN_MAX_MS, "stall.p99_ms": STALL_MAX_MS, "rollouts.rss_mib": RSS_MAX_MIB},
@@ -99,8 +101,12 @@ def _node_report(latencies: Latencies, crowd: Crowd, scale: Scale) -> Report:
             f"turn.cpu_ms: all CPU of the node's process over the turns, start and end of the {crowd.rollouts:,} "
             f"rollouts included: chat rendering and parsing, HTTP to the engine ({scale.engine_s:g} s a completion), "
             "RPC to the sandbox, metrics, delivery; a byte-level tokenizer, engines and daemons in another process",
-            "stall: passes of the node's loop since its start; rss_mib: the node's most, without 9 bytes a token",
-            *(f"worst stall: {one['pass_s'] * 1e3:.0f} ms, {one['task']}" for one in crowd.stalls["worst"][:2]),
+            "stall: passes of the node's loop since its start, on the wall, and their CPU alone: the rest is what "
+            "others on this machine took; rss_mib: the node's most, without 9 bytes a token",
+            *(
+                f"worst stall: {one['pass_s'] * 1e3:.0f} ms ({one['cpu_s'] * 1e3:.0f} ms of CPU), {one['task']}"
+                for one in crowd.stalls["worst"][:2]
+            ),
         ],
     )
 

@@ -2,7 +2,8 @@
 
 While tasks run, the loop answers nobody: no socket, no deadline, no cancel. One pass is the time between two looks at
 the outside world, so it is what every other task and every peer waits. Measured on the monotonic clock, in about 0.6 us
-a step; `python -m perf.node` reports it.
+a step, and, in 1 us a pass, on the thread's own CPU clock: what a pass takes beside its CPU it has waited, for a core
+that others had, for the interpreter's lock, or in a blocking call. `python -m perf.node` reports both.
 """
 
 from __future__ import annotations
@@ -43,43 +44,78 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pass_s: how long the loop was away.
+        cpu_s: CPU that its thread had in it. Much less than `pass_s`: it waited, for a core or in a blocking call.
         step_s: the part of it in the step of `task` that took longest. Much less than `pass_s`: many tasks ran.
         task: its name, and where it waits now, or that it has ended.
         ago_s: how long since.
     """
 
     pass_s: float
+    cpu_s: float
     step_s: float
     task: str
     ago_s: float
 
 
 class StallReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the loop since the beginning. Percentiles are over passes, and exact to a bucket (33 %)."""
+    """What is known of the loop since the beginning. Percentiles are over passes, and exact to a bucket (33 %).
+
+    The `cpu_` figures are of the CPU that passes took: what the node's own work alone would make of them.
+    """
 
     passes: int
     p50_ms: float
     p99_ms: float
     max_ms: float
+    cpu_p99_ms: float
+    cpu_max_ms: float
     worst: list[Stall]
+
+
+class _Spread:
+    """Durations, counted by bucket of `BOUNDS_S`, and in one more what is longer than all."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_S) + 1)
+        self.sum_s = 0.0
+        self.max_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_right(BOUNDS_S, seconds)] += 1
+        self.sum_s += seconds
+        if seconds > self.max_s:
+            self.max_s = seconds
+
+    def percentile_s(self, fraction: float) -> float:
+        wanted, seen = fraction * sum(self.counts), 0
+        for bound_s, count in zip(BOUNDS_S, self.counts, strict=False):
+            seen += count
+            if seen >= wanted:
+                return min(bound_s, self.max_s)
+        return self.max_s
 
 
 class LoopStalls(trio.abc.Instrument):
     """Add it with `trio.lowlevel.add_instrument`, or use `open_loop_stalls`. Reads are from the loop's own thread.
 
     Attributes:
-        counts: passes by bucket of `BOUNDS_S`, and one more for what is longer than all.
-        sum_s: of all passes.
         warn_s: a longer pass is logged, with the task's name; at most one warning in `WARN_INTERVAL_S`.
     """
 
-    def __init__(self, warn_s: float, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.counts = [0] * (len(BOUNDS_S) + 1)
-        self.sum_s = 0.0
+    def __init__(
+        self,
+        warn_s: float,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self.warn_s = warn_s
         self._clock = clock
-        self._max_s = 0.0
-        self._worst: list[tuple[float, float, str, float]] = []
+        self._cpu_clock = cpu_clock
+        self._passes = _Spread()
+        self._cpu = _Spread()
+        self._cpu_began_s = cpu_clock()
+        self._worst: list[tuple[float, float, float, str, float]] = []
         self._worst_from_s = WORST_FROM_S
         self._began_s = self._mark_s = clock()
         self._running = True  # whoever makes one is running
@@ -97,9 +133,20 @@ class LoopStalls(trio.abc.Instrument):
         if self._watchdog is not None:
             self._watchdog.start()
 
+    @property
+    def counts(self) -> list[int]:
+        """Passes by bucket of `BOUNDS_S`, and one more for what is longer than all."""
+        return self._passes.counts
+
+    @property
+    def sum_s(self) -> float:
+        """Of all passes."""
+        return self._passes.sum_s
+
     # ------------------------------------------------------------ called by trio, for every pass and every step
 
     def after_io_wait(self, timeout: float) -> None:
+        self._cpu_began_s = self._cpu_clock()
         self._began_s = self._mark_s = self._clock()
         self._longest_s = 0.0
         self._longest = None
@@ -114,14 +161,12 @@ class LoopStalls(trio.abc.Instrument):
             self._longest = task
 
     def before_io_wait(self, timeout: float) -> None:
-        pass_s = self._clock() - self._began_s
+        pass_s, cpu_s = self._clock() - self._began_s, self._cpu_clock() - self._cpu_began_s
         self._running = False
-        self.counts[bisect_right(BOUNDS_S, pass_s)] += 1
-        self.sum_s += pass_s
-        if pass_s > self._max_s:
-            self._max_s = pass_s
+        self._passes.add(pass_s)
+        self._cpu.add(cpu_s)
         if pass_s > self._worst_from_s or pass_s > self.warn_s:
-            self._note(pass_s)
+            self._note(pass_s, cpu_s)
         self._longest = None
 
     # ------------------------------------------------------------ for people
@@ -133,28 +178,25 @@ class LoopStalls(trio.abc.Instrument):
     def report(self) -> StallReport:
         """The figures so far."""
         now_s = self._clock()
-        worst = [Stall(pass_s=p, step_s=s, task=t, ago_s=now_s - at_s) for p, s, t, at_s in reversed(self._worst)]
+        worst = [
+            Stall(pass_s=pass_s, cpu_s=cpu_s, step_s=step_s, task=task, ago_s=now_s - at_s)
+            for pass_s, cpu_s, step_s, task, at_s in reversed(self._worst)
+        ]
         return StallReport(
             passes=sum(self.counts),
-            p50_ms=1e3 * self._percentile_s(0.50),
-            p99_ms=1e3 * self._percentile_s(0.99),
-            max_ms=1e3 * self._max_s,
+            p50_ms=1e3 * self._passes.percentile_s(0.50),
+            p99_ms=1e3 * self._passes.percentile_s(0.99),
+            max_ms=1e3 * self._passes.max_s,
+            cpu_p99_ms=1e3 * self._cpu.percentile_s(0.99),
+            cpu_max_ms=1e3 * self._cpu.max_s,
             worst=worst,
         )
 
-    def _percentile_s(self, fraction: float) -> float:
-        wanted, seen = fraction * sum(self.counts), 0
-        for bound_s, count in zip(BOUNDS_S, self.counts, strict=False):
-            seen += count
-            if seen >= wanted:
-                return min(bound_s, self._max_s)
-        return self._max_s
-
-    def _note(self, pass_s: float) -> None:
+    def _note(self, pass_s: float, cpu_s: float) -> None:
         culprit = "no task" if self._longest is None else _describe(self._longest)
         now_s = self._clock()
         if pass_s > self._worst_from_s:
-            self._worst.append((pass_s, self._longest_s, culprit, now_s))
+            self._worst.append((pass_s, cpu_s, self._longest_s, culprit, now_s))
             self._worst.sort()
             if len(self._worst) > WORST_STALLS:
                 del self._worst[0]
@@ -166,8 +208,9 @@ class LoopStalls(trio.abc.Instrument):
             self._unsaid += 1
             return
         logger.warning(
-            "the loop was away for %.0f ms, %.0f ms of it in task %s%s",
+            "the loop was away for %.0f ms (%.0f ms of CPU), %.0f ms of it in task %s%s",
             1e3 * pass_s,
+            1e3 * cpu_s,
             1e3 * self._longest_s,
             culprit,
             f"; {self._unsaid} more stalls since the last warning" if self._unsaid else "",

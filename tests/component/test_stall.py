@@ -46,7 +46,7 @@ async def test_a_blocking_call_is_found_and_its_task_named(caplog):
     assert report.max_ms >= 1e3 * STALL_S
     assert report.p50_ms <= report.p99_ms <= report.max_ms
     assert report.passes == sum(stalls.counts)
-    assert any("run-3" in line for line in stalls_of(caplog))
+    assert any("run-3" in line and "ms of CPU" in line for line in stalls_of(caplog))
 
 
 async def test_the_job_is_named_too():
@@ -92,6 +92,40 @@ async def test_percentiles_are_exact_to_a_bucket():
     assert 1.0 <= report.p50_ms <= 1.34
     assert 375 <= report.p99_ms <= 500
     assert stalls.sum_s == pytest.approx(98 * 0.001 + 1.0)
+
+
+async def test_what_a_pass_worked_is_told_from_what_it_waited():
+    now, cpu = [0.0], [0.0]
+    stalls = LoopStalls(warn_s=1e9, clock=lambda: now[0], cpu_clock=lambda: cpu[0])
+    for pass_s, cpu_s in [(0.4, 0.002)] * 50 + [(0.1, 0.09)] * 50:
+        stalls.after_io_wait(0)
+        now[0] += pass_s
+        cpu[0] += cpu_s
+        stalls.before_io_wait(0)
+        cpu[0] += 1.0  # between passes: not theirs
+    report = stalls.report()
+    assert (report.max_ms, report.cpu_max_ms) == (pytest.approx(400), pytest.approx(90))
+    assert 67 <= report.cpu_p99_ms <= 90.1
+    assert (report.worst[0].pass_s, report.worst[0].cpu_s) == (pytest.approx(0.4), pytest.approx(0.002))
+
+
+async def test_a_thread_that_sleeps_has_no_cpu_and_one_that_works_has():
+    def work(seconds):
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    with open_loop_stalls(warn_s=10.0) as stalls:
+        await hog(0.2)
+        await trio.lowlevel.checkpoint()
+        slept = stalls.report()
+        await trio.lowlevel.checkpoint()
+        work(0.2)
+        await trio.lowlevel.checkpoint()
+        worked = stalls.report()
+    assert slept.max_ms >= 200
+    assert slept.cpu_max_ms < 150
+    assert worked.cpu_max_ms >= 195
 
 
 async def test_no_pass_is_lost_and_the_worst_are_kept_longest_first():

@@ -18,6 +18,7 @@ REQUIRED = [
     "rollouts.rss_mib",
     "stall.p50_ms",
     "stall.p99_ms",
+    "stall.cpu_p99_ms",
     "accept.p50_ms",
     "deliver.p50_ms",
     "process_per_job.rollout_cpu_ms",
