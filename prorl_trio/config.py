@@ -134,6 +134,8 @@ class LedgerConfig(_Config, frozen=True):
         segment_bytes, reserve_bytes: preallocated on the disk: for what comes next, and for outcomes when it is full.
         max_bytes: on the disk.
         tombstone_s: a job acknowledged less than that ago is not run again for the session that had it.
+        hot_outcome_bytes: of the outcomes that are not acknowledged, what stays in memory besides; the others are read
+            from the disk when somebody takes them. Without a ledger all of them are in memory, see `admission`.
     """
 
     dir: str = "auto"
@@ -143,6 +145,7 @@ class LedgerConfig(_Config, frozen=True):
     reserve_bytes: int = 128 * 1024 * 1024
     max_bytes: int = 16 * 1024 * 1024 * 1024
     tombstone_s: float = 3600.0
+    hot_outcome_bytes: int = 256 * 1024 * 1024
 
     def folder(self, node_id: str, environ: Mapping[str, str]) -> Path | None:
         """Where the ledger goes; None: nowhere."""

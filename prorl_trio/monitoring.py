@@ -48,6 +48,8 @@ class Monitoring:
         metrics.watch("scorers", lambda: _part(node, "scorers"))
         metrics.watch("arena", lambda: _part(node, "arena"))
         metrics.watch("outbox", lambda: _outbox(sessions.statistics()))
+        if sessions.journal is not None:
+            metrics.watch("outcome_cache", sessions.journal.cache.statistics)
         metrics.watch("node", lambda: {"draining": node.draining, "uptime_seconds": node.uptime_s})
         node.describe("loop", lambda: msgspec.structs.asdict(self.stalls.report()))
         node.describe("totals", metrics.totals)
@@ -92,5 +94,6 @@ def _outbox(sessions: Mapping[str, Any]) -> dict[str, int]:
         "acknowledged_outcomes": sum(session["acked_cursor"] for session in each),
         "undelivered_outcomes": sum(session["undelivered"] for session in each),
         "undelivered_bytes": sum(session["undelivered_bytes"] for session in each),
+        "memory_bytes": sum(session["memory_bytes"] for session in each),
         "undelivered_bytes_of_largest": max((session["undelivered_bytes"] for session in each), default=0),
     }

@@ -372,6 +372,7 @@ async def serve_node(
             if journal is not None:
                 node.wait_promised = journal.wait_settled
                 node.describe("ledger", lambda: msgspec.structs.asdict(journal.ledger.statistics()))
+                node.describe("outcome_cache", journal.cache.statistics)
                 await restore_sessions(sessions, journal, node, config.ledger)
             local = await trio.to_thread.run_sync(claim_local_sockets, listen)
             if local is not None:
@@ -430,6 +431,8 @@ async def _open_journal(config: NodeConfig, stack: AsyncExitStack) -> Journal | 
         )
         return None
     try:
+        if config.ledger.hot_outcome_bytes < 0:
+            raise ValueError(f"hot_outcome_bytes must be >= 0, got {config.ledger.hot_outcome_bytes}")
         limits = LedgerLimits(
             segment_bytes=config.ledger.segment_bytes,
             reserve_bytes=config.ledger.reserve_bytes,
@@ -438,7 +441,8 @@ async def _open_journal(config: NodeConfig, stack: AsyncExitStack) -> Journal | 
         )
     except ValueError as exc:
         raise ConfigError(f"ledger: {exc}") from exc
-    return await stack.enter_async_context(open_journal(await stack.enter_async_context(open_ledger(folder, limits))))
+    ledger = await stack.enter_async_context(open_ledger(folder, limits))
+    return await stack.enter_async_context(open_journal(ledger, config.ledger.hot_outcome_bytes))
 
 
 async def _share_arena(node: Node, arena: Arena, path: Path, sessions: SessionTable, accept: trio.Nursery) -> None:

@@ -136,6 +136,7 @@ class Connection:
         return frame
 
     async def _read(self) -> None:
+        self._link.start_soon(self._feed.read_ahead, self._session.read, self._link.wake)
         try:
             while True:
                 await self._handle(await self._link.receive())

@@ -20,8 +20,9 @@ from prorl_trio.errors import (
     ServiceError,
     UnknownJob,
 )
-from prorl_trio.ledger import LedgerFailed, LedgerFull, NewJob, StaleAttempt
+from prorl_trio.ledger import LedgerFailed, LedgerFull, NewJob, Ref, StaleAttempt
 from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
+from prorl_trio.service.outcome_cache import HOT_OUTCOME_BYTES, OutcomeCache
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -63,8 +64,10 @@ class Journal:
     sessions. All calls are made in the node's loop; those that are not `async` return at once.
     """
 
-    def __init__(self, ledger: Ledger, tasks: trio.Nursery) -> None:
+    def __init__(self, ledger: Ledger, tasks: trio.Nursery, hot_outcome_bytes: int = HOT_OUTCOME_BYTES) -> None:
         self.ledger = ledger
+        self.cache = OutcomeCache(hot_outcome_bytes)
+        """Which of the outcomes that are stored are in memory, too."""
         self.accepting = 0
         """Jobs that are being stored, and not the node's yet."""
         self.failed = ""
@@ -234,7 +237,7 @@ class Journal:
     async def _finish_next(self) -> None:
         # Tasks begin in any order: each takes the oldest outcome, and is in the ledger's line before it first waits.
         session, job, encoded = self._finished.popleft()
-        cursor = session.log.reserve(job.spec.job_id, encoded)
+        cursor = session.log.reserve(job.spec.job_id, encoded, max(1, job.attempt))
         try:
             await self.ledger.finish(session.session_id, job.spec.job_id, max(1, job.attempt), cursor, [encoded])
         except LedgerFailed as exc:
@@ -248,6 +251,16 @@ class Journal:
             session.dismiss(job)
         else:
             session.offer(cursor)
+
+    async def read(self, job_id: str, cursor: int) -> bytes:
+        """A stored outcome, encoded. Safe to cancel.
+
+        Raises:
+            UnknownJob: it is not there (any more).
+            LedgerCorrupt: it cannot be read, or is not what was written.
+        """
+        self.cache.misses_total += 1
+        return await self.ledger.read(Ref(job_id, cursor, 0))
 
     def acknowledge(self, session: Session) -> None:
         """Let go of what the session's trainer has."""
@@ -300,9 +313,9 @@ class Journal:
 
 
 @asynccontextmanager
-async def open_journal(ledger: Ledger) -> AsyncIterator[Journal]:
+async def open_journal(ledger: Ledger, hot_outcome_bytes: int = HOT_OUTCOME_BYTES) -> AsyncIterator[Journal]:
     """To be opened before the node and closed after it: on leaving, what is on its way to the disk gets there, within
-    `CLOSE_TIMEOUT_S`."""
+    `CLOSE_TIMEOUT_S`. Of the outcomes that are stored, `hot_outcome_bytes` stay in memory."""
     async with open_single_nursery() as tasks:
-        yield Journal(ledger, tasks)
+        yield Journal(ledger, tasks, hot_outcome_bytes)
         tasks.cancel_scope.deadline = trio.current_time() + CLOSE_TIMEOUT_S

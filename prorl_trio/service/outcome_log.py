@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ipc.session import OutcomeFrame
 from prorl_trio.errors import ProtocolError
 from prorl_trio.models import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
-__all__ = ["MAX_UNACKED_BYTES", "MAX_UNACKED_OUTCOMES", "Feed", "Held", "OutcomeLog", "encode_outcome"]
+    from prorl_trio.service.outcome_cache import HotOutcomes
 
-MAX_UNACKED_OUTCOMES: Final = 256
-MAX_UNACKED_BYTES: Final = 64 * 1024 * 1024
-"""A connection sends at most so much beyond what was acknowledged, but one always: what a trainer has to buffer."""
+__all__ = ["Held", "OutcomeLog"]
 
-FRAME_OVERHEAD_BYTES: Final = 1024
-"""More than an `OutcomeFrame` adds to its outcome (the job id has at most 200 characters)."""
-
-_NO_WIRE_FORM = (TypeError, ValueError, OverflowError, RecursionError)
-_LEFT_OUT: Final[tuple[dict[str, Any], ...]] = (
-    {"details": {}},
-    {"trajectory": None},
-    {"tags": {}, "instance_id": "", "group_id": ""},
-)
-_encoder = msgspec.msgpack.Encoder()
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class _Entry(NamedTuple):
-    """One outcome. After `OutcomeLog.forget` only its place is left: no job id, no frame."""
+    """One outcome. After `OutcomeLog.forget` only its place is left: no job id, no bytes."""
 
     job_id: str
-    frame: bytes
+    attempt: int
+    size_bytes: int
     end_bytes: int
-    """Where the frame ends in the session's stream of frames."""
+    """Where it ends in the session's stream of outcomes."""
 
 
 class Held(NamedTuple):
@@ -46,21 +34,22 @@ class Held(NamedTuple):
 
     cursor: int
     job_id: str
-    outcome: msgspec.Raw
+    outcome: bytes
 
     def decode(self) -> Outcome:
-        """The outcome itself; its arrays stay views of the frame."""
+        """The outcome itself; its arrays stay views of the bytes."""
         return _decode_outcome(self.outcome)
 
 
 class OutcomeLog:
     """Cursors are consecutive integers; `last` was given last, everything up to `acked` is forgotten.
 
-    Each outcome is held once, as the frame that carries it, however often it is sent. A single outcome may be forgotten
-    out of order: its cursor stays given, and is passed over.
+    Each outcome is held once, encoded, however often it is sent. With `hot`, those that are offered are on the disk,
+    and in memory only as long as there is room. A single outcome may be forgotten out of order: its cursor stays given,
+    and is passed over.
     """
 
-    def __init__(self, start: int = 0) -> None:
+    def __init__(self, start: int = 0, hot: HotOutcomes | None = None) -> None:
         self.acked = start
         self.last = start
         self.acked_bytes = 0
@@ -71,14 +60,22 @@ class OutcomeLog:
         self._size_bytes = 0
         self._entries: dict[int, _Entry] = {}
         self._cursors: dict[str, int] = {}
+        self._kept: dict[int, bytes] = {}
+        """Outcomes that are in memory alone: all without `hot`; those not offered yet, and replaced ones, with it."""
+        self._hot = hot
 
     def __len__(self) -> int:
         return len(self._cursors)
 
     @property
     def size_bytes(self) -> int:
-        """Of all frames held, those at reserved cursors included."""
+        """Of all outcomes, those at reserved cursors included, wherever they are."""
         return self._size_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of those in memory."""
+        return self._size_bytes if self._hot is None else sum(map(len, self._kept.values())) + self._hot.size_bytes
 
     def append(self, job_id: str, outcome: bytes) -> int:
         """Add an encoded outcome; returns its cursor. For a log in which nothing is reserved."""
@@ -86,14 +83,20 @@ class OutcomeLog:
         self.offer(cursor)
         return cursor
 
-    def reserve(self, job_id: str, outcome: bytes) -> int:
+    def reserve(self, job_id: str, outcome: bytes, attempt: int = 1) -> int:
         """The cursor of an encoded outcome that is to be offered later."""
-        self._given += 1
-        frame = _encoder.encode(OutcomeFrame(cursor=self._given, job_id=job_id, outcome=msgspec.Raw(outcome)))
-        self._last_bytes += len(frame)
-        self._size_bytes += len(frame)
-        self._entries[self._given] = _Entry(job_id, frame, self._last_bytes)
+        self._enter(job_id, attempt, len(outcome))
+        self._kept[self._given] = outcome
         return self._given
+
+    def restore(self, job_id: str, cursor: int, size_bytes: int, attempt: int) -> None:
+        """Offer an outcome that a former process has left on the disk. In the order of cursors, before anything else.
+
+        `cursor` is above all that were given. For a log with `hot`.
+        """
+        self.skip_to(cursor - 1)
+        self._enter(job_id, attempt, size_bytes)
+        self.offer(cursor)
 
     def offer(self, cursor: int) -> list[str]:
         """A reserved cursor may be sent, once all before it may. Returns the jobs whose outcomes may be from now on."""
@@ -105,26 +108,36 @@ class OutcomeLog:
             if job_id := self._entries[self.last].job_id:
                 self._cursors[job_id] = self.last
                 offered.append(job_id)
+                if self._hot is not None and (outcome := self._kept.pop(self.last, None)) is not None:
+                    self._hot.put(self.last, outcome)
         self._drop_blanks()
         return offered
 
     def blank(self, cursor: int) -> None:
         """Nothing will be sent at a reserved cursor."""
         entry = self._entries[cursor]
-        self._size_bytes -= len(entry.frame)
-        self._entries[cursor] = _Entry("", b"", entry.end_bytes)
+        self._size_bytes -= entry.size_bytes
+        self._entries[cursor] = _Entry("", 0, 0, entry.end_bytes)
+        self._discard(cursor)
 
     def skip_to(self, cursor: int) -> None:
         """Cursors up to this one were given by a former process, and are forgotten. Nothing may be reserved."""
         while self._given < cursor:
-            self._given += 1
-            self._entries[self._given] = _Entry("", b"", self._last_bytes)
+            self._enter("", 0, 0)
         self.last = self._given
         self._drop_blanks()
 
     def find(self, job_id: str) -> int | None:
         """The cursor of the job's outcome, if it is held."""
         return self._cursors.get(job_id)
+
+    def cursors(self) -> Iterator[int]:
+        """Of all outcomes that are held, in order. Not to be iterated across a checkpoint."""
+        return (cursor for cursor in range(self.acked + 1, self.last + 1) if self._entries[cursor].job_id)
+
+    def replace(self, cursor: int, outcome: bytes) -> None:
+        """From now on this is the outcome at `acked < cursor <= last`: the disk has lost it. It stays in memory."""
+        self._kept[cursor] = outcome
 
     def forget(self, job_id: str) -> None:
         """Drop the outcome of one job, wherever it stands. It is never sent (again).
@@ -146,26 +159,71 @@ class OutcomeLog:
         forgotten = []
         while self.acked < cursor:
             entry = self._drop_first()
-            if entry.frame:
+            if entry.job_id:
                 del self._cursors[entry.job_id]
-                self._size_bytes -= len(entry.frame)
+                self._size_bytes -= entry.size_bytes
+                self._discard(self.acked)
                 forgotten.append(entry.job_id)
         return forgotten
 
-    def frame(self, cursor: int) -> bytes:
-        """The encoded `OutcomeFrame` at `acked < cursor <= last`; empty if that one was forgotten."""
-        return self._entries[cursor].frame
+    def outcome(self, cursor: int) -> bytes | None:
+        """The encoded outcome at a cursor, if it is in memory; counted as a hit of the cache if it is there."""
+        outcome = self._kept.get(cursor)
+        return self._hot.get(cursor) if outcome is None and self._hot is not None else outcome
+
+    def in_memory(self, cursor: int) -> bool:
+        """Whether `outcome` would have it."""
+        return cursor in self._kept or (self._hot is not None and cursor in self._hot)
 
     def job_id(self, cursor: int) -> str:
-        """Whose outcome is at `acked < cursor <= last`; empty if that one was forgotten."""
-        return self._entries[cursor].job_id
+        """Whose outcome is at a cursor; empty if there is none, or not any more."""
+        entry = self._entries.get(cursor)
+        return entry.job_id if entry is not None and cursor <= self.last else ""
+
+    def attempt(self, cursor: int) -> int:
+        """Of the job's attempts, the one that the outcome at `acked < cursor <= last` is of."""
+        return self._entries[cursor].attempt
+
+    def outcome_bytes(self, cursor: int) -> int:
+        """The size of the outcome at `acked < cursor <= last`."""
+        return self._entries[cursor].size_bytes
 
     def end_bytes(self, cursor: int) -> int:
-        """Where frame `cursor` ends in the session's stream of frames; `acked <= cursor <= last`."""
+        """Where outcome `cursor` ends in the session's stream of outcomes; `acked <= cursor <= last`."""
         return self._entries[cursor].end_bytes if cursor > self.acked else self.acked_bytes
 
+    def sent_up_to(self, cursor: int) -> None:
+        """A trainer is connected, and was sent everything up to `cursor`."""
+        if self._hot is not None:
+            self._hot.connected, self._hot.sent = True, cursor
+
+    def nobody_there(self) -> None:
+        """No trainer is connected."""
+        if self._hot is not None:
+            self._hot.connected = False
+
+    def close(self) -> None:
+        """Forget everything: the session is gone."""
+        self._kept.clear()
+        self._cursors.clear()
+        self._entries = {cursor: _Entry("", 0, 0, entry.end_bytes) for cursor, entry in self._entries.items()}
+        self._size_bytes = 0
+        if self._hot is not None:
+            self._hot.close()
+
+    def _enter(self, job_id: str, attempt: int, size_bytes: int) -> None:
+        self._given += 1
+        self._last_bytes += size_bytes
+        self._size_bytes += size_bytes
+        self._entries[self._given] = _Entry(job_id, attempt, size_bytes, self._last_bytes)
+
+    def _discard(self, cursor: int) -> None:
+        self._kept.pop(cursor, None)
+        if self._hot is not None:
+            self._hot.discard(cursor)
+
     def _drop_blanks(self) -> None:
-        while self.acked < self.last and not self._entries[self.acked + 1].frame:
+        while self.acked < self.last and not self._entries[self.acked + 1].job_id:
             self._drop_first()
 
     def _drop_first(self) -> _Entry:
@@ -173,67 +231,3 @@ class OutcomeLog:
         entry = self._entries.pop(self.acked)
         self.acked_bytes = entry.end_bytes
         return entry
-
-
-class Feed:
-    """What one connection sends of a log: each outcome once, in order, as far as the window reaches."""
-
-    def __init__(
-        self,
-        log: OutcomeLog,
-        resume_after: int,
-        *,
-        max_unacked_outcomes: int = MAX_UNACKED_OUTCOMES,
-        max_unacked_bytes: int = MAX_UNACKED_BYTES,
-    ) -> None:
-        self._log = log
-        self._sent = max(resume_after, log.acked)
-        self.by_reference: Callable[[str, int], bytes | None] = lambda _job_id, _cursor: None
-        """Gives the frame to send in place of the whole outcome, if there is one. Set by the connection."""
-        self._max_outcomes = max_unacked_outcomes
-        self._max_bytes = max_unacked_bytes
-
-    @property
-    def exhausted(self) -> bool:
-        """Every outcome there is has been sent on this connection."""
-        return max(self._sent, self._log.acked) >= self._log.last
-
-    def next_frame(self) -> bytes | None:
-        """The next frame to send, counted as sent; None if there is none, or the window is full."""
-        log = self._log
-        self._sent = max(self._sent, log.acked)
-        while self._sent < log.last and not log.frame(self._sent + 1):
-            self._sent += 1
-        if self._sent >= log.last:
-            return None
-        in_flight = self._sent - log.acked
-        frame = log.frame(self._sent + 1)
-        in_flight_bytes = log.end_bytes(self._sent) - log.acked_bytes
-        if in_flight and (in_flight >= self._max_outcomes or in_flight_bytes + len(frame) > self._max_bytes):
-            return None
-        self._sent += 1
-        return self.by_reference(log.job_id(self._sent), self._sent) or frame
-
-
-def encode_outcome(outcome: Outcome, max_message_bytes: int) -> bytes:
-    """Encode an outcome so that its frame fits a message. Never raises.
-
-    An outcome that has no wire form (a handler's own object in `details`, a number beyond 64 bits) or is too large
-    becomes a failure that says so and lacks what cannot travel: a job has exactly one outcome, also then.
-    """
-    limit_bytes = max_message_bytes - FRAME_OVERHEAD_BYTES
-    attempt = outcome
-    for left_out in _LEFT_OUT:
-        try:
-            encoded = _encoder.encode(attempt)
-        except _NO_WIRE_FORM as exc:
-            why = f"cannot be encoded: {exc}"
-        else:
-            if len(encoded) <= limit_bytes:
-                return encoded
-            why = f"has {len(encoded)} bytes, more than the limit of {limit_bytes}"
-        error = f"the outcome {why}; left out: {', '.join(left_out)}. {outcome.error[:1000]}".strip()
-        attempt = msgspec.structs.replace(attempt, **left_out, error=error.encode(errors="replace").decode())
-        if outcome.status == "completed":
-            attempt = msgspec.structs.replace(attempt, status="failed", reward=None, cause="handler")
-    return _encoder.encode(attempt)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from prorl_trio.errors import ServiceError, UnknownJob
 from prorl_trio.ledger import LedgerCorrupt
-from prorl_trio.models import JobSpec, Outcome, TaskInstance, Timing
-from prorl_trio.service.outcome_log import encode_outcome
+from prorl_trio.models import JobSpec
+from prorl_trio.service.outcome_encoding import failed_outcome, unreadable_spec
 
 if TYPE_CHECKING:
     from prorl_trio.config import LedgerConfig
     from prorl_trio.errors import FailureCause
-    from prorl_trio.ledger import UndeliveredOutcome, UnfinishedJob
+    from prorl_trio.ledger import UnfinishedJob
     from prorl_trio.service.journal import Journal
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.session import Session
@@ -25,8 +25,6 @@ __all__ = ["restore_sessions"]
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN: Final = "(unreadable)"
-
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 
 
@@ -35,8 +33,8 @@ async def restore_sessions(sessions: SessionTable, journal: Journal, node: NodeA
     acceptance, as the next attempt. Before anybody can connect.
 
     A job of which `max_attempts` began ends as failed, since it may be what ends the node; so do one that cannot be
-    read any more, one whose handler is gone, and all of them if `on_restart` says so. An outcome that cannot be read is
-    replaced by a failure that says so.
+    read any more, one whose handler is gone, and all of them if `on_restart` says so. Outcomes stay on the disk until
+    somebody asks for them: what this takes depends on their number, not on their size.
     """
     recovered = journal.ledger.recovered
     by_id: dict[str, Session] = {}
@@ -44,8 +42,7 @@ async def restore_sessions(sessions: SessionTable, journal: Journal, node: NodeA
         by_id[found.session_id] = session = sessions.restore(found.session_id, found.acked)
         session.stored = True
     for outcome in recovered.undelivered:
-        encoded = await _read_outcome(journal, outcome, sessions.max_message_bytes)
-        by_id[outcome.session_id].restore_outcome(outcome.job_id, outcome.fingerprint, outcome.cursor, encoded)
+        by_id[outcome.session_id].restore_outcome(outcome)
     for found in recovered.sessions:
         by_id[found.session_id].log.skip_to(found.last)
     for unfinished in recovered.unfinished:
@@ -59,19 +56,10 @@ async def restore_sessions(sessions: SessionTable, journal: Journal, node: NodeA
         )
 
 
-async def _read_outcome(journal: Journal, found: UndeliveredOutcome, max_message_bytes: int) -> bytes:
-    try:
-        return await journal.ledger.read(found.outcome)
-    except (LedgerCorrupt, UnknownJob) as exc:
-        logger.error("the outcome of job %s is lost: %s", found.job_id, exc)
-        lost = _failure(_placeholder(found.job_id), "node", f"its outcome is lost: {exc}", found.attempt)
-        return encode_outcome(lost, max_message_bytes)
-
-
 async def _run_again(
     session: Session, journal: Journal, node: NodeApi, found: UnfinishedJob, config: LedgerConfig
 ) -> None:
-    spec = _placeholder(found.job_id)
+    spec = unreadable_spec(found.job_id)
     cause: FailureCause = "node"
     try:
         spec = _decode_spec(await journal.ledger.read(found.spec))
@@ -93,26 +81,4 @@ async def _run_again(
             return
     logger.error("job %s fails: %s", found.job_id, why)
     job.settled.set()
-    session.deliver(_failure(spec, cause, why, max(1, found.last_attempt)))
-
-
-def _placeholder(job_id: str) -> JobSpec:
-    return JobSpec(job_id=job_id, instance=TaskInstance(instance_id=UNKNOWN, handler=UNKNOWN, payload={}))
-
-
-def _failure(spec: JobSpec, cause: FailureCause, error: str, attempt: int) -> Outcome:
-    return Outcome(
-        job_id=spec.job_id,
-        instance_id=spec.instance.instance_id,
-        group_id=spec.group_id,
-        status="failed",
-        reward=None,
-        cause=cause,
-        error=error,
-        trajectory=None,
-        details={},
-        timing=Timing(),
-        tags=spec.tags,
-        error_code="handler_raised" if cause == "handler" else "node",
-        attempt=attempt,
-    )
+    session.deliver(failed_outcome(spec, cause, why, max(1, found.last_attempt)))

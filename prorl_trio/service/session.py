@@ -7,18 +7,21 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import trio
 
-from ipc.session import JobEvent, OutcomeFrame
-from prorl_trio.errors import DuplicateJob, ProtocolError, ServiceError
+from ipc.session import JobEvent
+from prorl_trio.errors import DuplicateJob, ProtocolError, ServiceError, UnknownJob
+from prorl_trio.ledger import LedgerCorrupt
+from prorl_trio.service.feed import Feed
 from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
-from prorl_trio.service.outcome_log import Feed, Held, OutcomeLog, encode_outcome
+from prorl_trio.service.outcome_encoding import encode_outcome, lost_outcome
+from prorl_trio.service.outcome_log import Held, OutcomeLog
 from prorl_trio.service.running_job import RunningJob, fingerprint_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from prorl_trio.ledger import UndeliveredOutcome
     from prorl_trio.models import JobSpec, Outcome, Status
     from prorl_trio.service.journal import Journal
     from prorl_trio.service.limits import SessionLimits
@@ -36,8 +39,6 @@ logger = logging.getLogger(__name__)
 MAX_CANCELS_AHEAD: Final = 10_000
 """Ids of jobs cancelled before they came, kept per session; beyond, the oldest is forgotten."""
 
-_decode_frame = msgspec.msgpack.Decoder(OutcomeFrame).decode
-
 
 class Session:
     """One trainer's jobs and outcomes. It is the `JobSink` of every job it submits."""
@@ -49,16 +50,17 @@ class Session:
         limits: SessionLimits,
         on_change: Callable[[], None],
         clock: Callable[[], float] = trio.current_time,
+        journal: Journal | None = None,
     ) -> None:
         self.session_id = session_id
-        self.log = OutcomeLog(start)
+        self.log = OutcomeLog(start, None if journal is None else journal.cache.share())
         self.idle_since_s = clock()
         self.retention_s: float | None = None
         """Set by an edge without a standing connection: outcomes older than that are dropped by `expire`."""
         self.expired_total = 0
         self.shared: SharedOutcomes | None = None
         """Where tokens of outcomes are held for a trainer that maps them; None: this node shares none."""
-        self.journal: Journal | None = None
+        self.journal = journal
         """Where jobs and outcomes are stored; None: nowhere."""
         self.stored = False
         """The session itself is in the journal."""
@@ -215,12 +217,11 @@ class Session:
         self._running[spec.job_id] = job
         return job
 
-    def restore_outcome(self, job_id: str, fingerprint: bytes, cursor: int, encoded: bytes) -> None:
+    def restore_outcome(self, found: UndeliveredOutcome) -> None:
         """An outcome that a former process stored. In the order of cursors, and before anything is submitted."""
-        self.log.skip_to(cursor - 1)
-        self.log.append(job_id, encoded)
-        self._fingerprints[job_id] = fingerprint
-        self._ended_s[job_id] = self._clock()
+        self.log.restore(found.job_id, found.cursor, found.outcome.size_bytes, max(1, found.attempt))
+        self._fingerprints[found.job_id] = found.fingerprint
+        self._ended_s[found.job_id] = self._clock()
 
     def _know(self, spec: JobSpec) -> tuple[RunningJob | None, bool]:
         """The job, if it is not settled, and whether it is new. Raises what `submit` does."""
@@ -299,23 +300,40 @@ class Session:
 
     # ------------------------------------------------------------ without a standing connection
 
-    def held(self, cursor: int) -> Held | None:
-        """The outcome at `cursor`, if it was given and not forgotten."""
-        if not self.log.acked < cursor <= self.log.last or not (frame := self.log.frame(cursor)):
+    async def read(self, cursor: int) -> bytes | None:
+        """The encoded outcome at `cursor`, from memory or else from the disk; None: it is forgotten, or never was.
+
+        One that the disk has lost is a failure that says so, from then on. Safe to cancel.
+        """
+        job_id, outcome = self.log.job_id(cursor), self.log.outcome(cursor)
+        if self.journal is None or outcome is not None or not job_id:
+            await trio.lowlevel.checkpoint()
+            return outcome
+        attempt = self.log.attempt(cursor)
+        try:
+            outcome = await self.journal.read(job_id, cursor)
+        except (LedgerCorrupt, UnknownJob) as exc:
+            if self.log.find(job_id) == cursor and not self.log.in_memory(cursor):
+                logger.error("the outcome of job %s is lost: %s", job_id, exc)
+                lost = lost_outcome(job_id, str(exc), attempt)
+                self.log.replace(cursor, encode_outcome(lost, self._limits.max_message_bytes))
+        if self.log.find(job_id) != cursor:
             return None
-        decoded = _decode_frame(frame)
-        return Held(cursor, decoded.job_id, decoded.outcome)
+        return self.log.outcome(cursor) or outcome
 
-    def held_of(self, job_id: str) -> Held | None:
-        """The outcome of a job, if it has ended and was not forgotten."""
+    async def held(self, cursor: int) -> Held | None:
+        """The outcome at `cursor`, if it was given and not forgotten. Safe to cancel."""
+        job_id = self.log.job_id(cursor)
+        outcome = await self.read(cursor)
+        return None if outcome is None else Held(cursor, job_id, outcome)
+
+    async def held_of(self, job_id: str) -> Held | None:
+        """The outcome of a job, if it has ended and was not forgotten. Safe to cancel."""
         cursor = self.log.find(job_id)
-        return None if cursor is None else self.held(cursor)
-
-    def held_after(self, cursor: int) -> Iterator[Held]:
-        """The outcomes after `cursor` in order. Not to be iterated across a checkpoint."""
-        for place in range(max(cursor, self.log.acked) + 1, self.log.last + 1):
-            if (held := self.held(place)) is not None:
-                yield held
+        if cursor is None:
+            await trio.lowlevel.checkpoint()
+            return None
+        return await self.held(cursor)
 
     async def wait_arrival(self) -> None:
         """Return when the next outcome came. The caller sets the deadline."""
@@ -381,8 +399,17 @@ class Session:
         """The connection is over. Nothing happens if another has taken its place."""
         if self._listener is listener:
             self._listener = None
+            self.log.nobody_there()
             self.idle_since_s = self._clock()
             self._on_change()
+
+    def close(self) -> None:
+        """The session gives way to another one: let go of everything it has, on the disk, too."""
+        self.log.close()
+        if self.shared is not None:
+            self.shared.forget_session(self.session_id)
+        if self.journal is not None:
+            self.journal.close_session(self.session_id)
 
     def statistics(self) -> dict[str, object]:
         """Live state."""
@@ -391,6 +418,7 @@ class Session:
             "running": self.running,
             "undelivered": len(self.log),
             "undelivered_bytes": self.log.size_bytes,
+            "memory_bytes": self.log.memory_bytes,
             "acked_cursor": self.log.acked,
             "last_cursor": self.log.last,
             "expired_total": self.expired_total,

@@ -57,9 +57,8 @@ class SessionTable:
 
     def restore(self, session_id: str, acked: int) -> Session:
         """A session whose cursors up to `acked` are forgotten, whether there is room for it or not."""
-        session = Session(session_id, acked, self._limits, self._notify)
+        session = Session(session_id, acked, self._limits, self._notify, journal=self.journal)
         session.shared = self.shared
-        session.journal = self.journal
         session.is_elsewhere = lambda job_id: any(
             other.knows(job_id) for other in self._sessions.values() if other is not session
         )
@@ -108,10 +107,7 @@ class SessionTable:
                 if len(oldest.log):
                     logger.warning("%r was abandoned for %.0f s and gives way to a new one", oldest, idle_s)
                 del self._sessions[oldest.session_id]
-                if self.shared is not None:
-                    self.shared.forget_session(oldest.session_id)
-                if self.journal is not None:
-                    self.journal.close_session(oldest.session_id)
+                oldest.close()
                 return
         raise AdmissionRejected(
             f"the node has {len(self._sessions)} sessions, its limit (max_sessions); come back with the id of one",

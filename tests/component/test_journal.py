@@ -59,6 +59,10 @@ async def ended(session, count):
         await session.wait_arrival()
 
 
+async def all_held(session):
+    return [await session.held(cursor) for cursor in list(session.log.cursors())]
+
+
 async def test_a_new_start_has_the_outcomes_and_runs_the_rest_as_the_next_attempt(tmp_path):
     async with open_life(tmp_path) as (table, node, _):
         session, _ = table.open("s", 3)
@@ -69,14 +73,14 @@ async def test_a_new_start_has_the_outcomes_and_runs_the_rest_as_the_next_attemp
     async with open_life(tmp_path) as (table, node, _):
         session, resumed = table.open("s", 0)
         assert resumed
-        assert [(held.cursor, held.decode().status) for held in session.held_after(0)] == [(4, "completed")]
+        assert [(held.cursor, held.decode().status) for held in await all_held(session)] == [(4, "completed")]
         assert node.attempts == [("a", 1), ("b", 2)]  # in the order of acceptance
         assert await submit(session, node, make_spec("a"), make_spec("c")) == [None, None]  # they join
         (refused,) = await submit(session, node, make_spec("b", other=1))
         assert isinstance(refused, DuplicateJob)
         node.finish("b")
         await ended(session, 2)
-        assert session.held_of("b").cursor == 5
+        assert (await session.held_of("b")).cursor == 5
         assert len(node.submitted) == 2
 
 
@@ -95,10 +99,10 @@ async def test_what_becomes_of_unfinished_jobs_is_configured(tmp_path, config, c
             return
         await ended(session, 1)
         assert not node.live
-        outcome = session.held_of("a").decode()
+        outcome = (await session.held_of("a")).decode()
         assert (outcome.status, outcome.cause, outcome.reward) == ("failed", cause, None)
     async with open_life(tmp_path) as (table, node, _):  # and that outcome is the one it has
-        assert table.get("s").held_of("a").decode().error == outcome.error
+        assert (await table.get("s").held_of("a")).decode().error == outcome.error
 
 
 def damage(tmp_path, content):
@@ -121,13 +125,13 @@ async def test_a_job_whose_spec_is_damaged_ends_as_the_nodes_failure(tmp_path, c
     async with open_life(tmp_path) as (table, node, _):
         session = table.get("s")
         await ended(session, 1)
-        outcome = session.held_of("a").decode()
+        outcome = (await session.held_of("a")).decode()
         assert (outcome.status, outcome.cause, outcome.reward) == ("failed", "node", None)
         assert "spec cannot be read" in outcome.error
         assert outcome.error in caplog.text
         assert list(node.live) == ["b"]
     async with open_life(tmp_path) as (table, node, _):
-        assert table.get("s").held_of("a").decode().error == outcome.error
+        assert (await table.get("s").held_of("a")).decode().error == outcome.error
 
 
 async def test_an_outcome_that_is_damaged_is_delivered_as_lost(tmp_path, caplog):
@@ -140,7 +144,7 @@ async def test_an_outcome_that_is_damaged_is_delivered_as_lost(tmp_path, caplog)
     damage(tmp_path, b"what came of it")
     async with open_life(tmp_path) as (table, node, _):
         session = table.get("s")
-        lost, kept = (held.decode() for held in session.held_after(0))
+        lost, kept = (held.decode() for held in await all_held(session))
         assert (lost.job_id, lost.status, lost.cause, lost.reward) == ("a", "failed", "node", None)
         assert "its outcome is lost" in lost.error
         assert "the outcome of job a is lost" in caplog.text
@@ -156,7 +160,7 @@ async def test_a_job_whose_handler_is_gone_fails_and_the_node_starts(tmp_path):
     async with open_life(tmp_path, take_error=UnknownHandler("no handler 'fake'")) as (table, node, _):
         session = table.get("s")
         await ended(session, 1)
-        outcome = session.held_of("a").decode()
+        outcome = (await session.held_of("a")).decode()
         assert (outcome.status, outcome.cause, outcome.error_code) == ("failed", "handler", "handler_raised")
         assert "no handler 'fake'" in outcome.error
         assert session.running == 0
@@ -225,7 +229,7 @@ async def test_an_outcome_that_one_job_forgets_is_not_redelivered(tmp_path):
         await ended(session, 2)
         session.forget("a")
     async with open_life(tmp_path) as (table, _node, _):
-        assert [(held.cursor, held.job_id) for held in table.get("s").held_after(0)] == [(2, "b")]
+        assert [(held.cursor, held.job_id) for held in await all_held(table.get("s"))] == [(2, "b")]
 
 
 async def test_a_full_ledger_rejects_all_or_nothing_and_running_jobs_finish(tmp_path):

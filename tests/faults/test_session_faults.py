@@ -13,7 +13,7 @@ import trio
 from ipc import websocket as websocket_module
 from ipc.session import Accepted
 from prorl_trio.client import connect
-from prorl_trio.service import outcome_log
+from prorl_trio.service import feed
 from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.cancel_sweep import CancelledRun, cancel_sweep
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
@@ -131,7 +131,7 @@ async def test_a_trainer_that_does_not_take_results_stalls_itself_alone_in_bound
     deadline: None, monkeypatch: pytest.MonkeyPatch
 ):
     window = {"max_unacked_outcomes": 10, "max_unacked_bytes": 2**26}
-    monkeypatch.setattr(outcome_log.Feed.__init__, "__kwdefaults__", window)
+    monkeypatch.setattr(feed.Feed.__init__, "__kwdefaults__", window)
     node = FakeNode(lambda spec: make_outcome(spec, tokens=1_000))
     async with (
         open_service(node) as service,

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ipc.session import Ack, JobEvent, OutcomeFrame
 from prorl_trio.client.inbox import Inbox
 from prorl_trio.errors import AdmissionRejected
+from prorl_trio.service.feed import Feed
 from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.outcome_log import Feed
 from prorl_trio.service.session import Session
 from prorl_trio.testing.fake_node import FakeNode, make_spec
 
@@ -151,9 +151,8 @@ class SessionMachine(RuleBasedStateMachine):
     def bounded(self) -> None:
         assert len(self.session.log) + self.session.running <= MAX_UNDELIVERED
         assert len(self.inbox) <= WINDOW_OUTCOMES
-        assert self.session.log.size_bytes == sum(
-            len(self.session.log.frame(c)) for c in range(self.session.log.acked + 1, self.session.log.last + 1)
-        )
+        log = self.session.log
+        assert log.size_bytes == log.memory_bytes == sum(len(log.outcome(cursor) or b"") for cursor in log.cursors())
 
     def teardown(self) -> None:
         """Whatever happened before: a good connection brings everything that is missing."""

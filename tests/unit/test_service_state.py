@@ -30,8 +30,10 @@ from prorl_trio.config import ListenConfig
 from prorl_trio.errors import AdmissionRejected, ConfigError, DuplicateJob, ProtocolError, UnknownHandler
 from prorl_trio.models import Outcome, TaskInstance
 from prorl_trio.service.auth import load_token, token_matches
+from prorl_trio.service.feed import Feed
 from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.outcome_log import Feed, OutcomeLog, encode_outcome
+from prorl_trio.service.outcome_encoding import encode_outcome
+from prorl_trio.service.outcome_log import OutcomeLog
 from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 
@@ -73,7 +75,7 @@ def test_a_log_forgets_what_is_acknowledged_and_nothing_else():
     assert log.ack(12) == []
     assert log.ack(3) == []
     assert (log.acked, log.last, len(log)) == (12, 14, 2)
-    assert read(log.frame(13)) == (13, "job-2")
+    assert (log.job_id(13), log.outcome(13)) == ("job-2", msgspec.msgpack.encode(2))
     with pytest.raises(ProtocolError, match="cursor 15 acknowledged, but 14 is the last"):
         log.ack(15)
     log.ack(14)

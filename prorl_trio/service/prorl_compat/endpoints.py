@@ -95,8 +95,8 @@ class _Server:
         session = self._session(call.api)
         self._started = False
         await cancel_jobs(call.api, [job.spec.job_id for job in session.running_jobs()], "stopped through /stop")
-        for held in list(session.held_after(0)):
-            session.forget(held.job_id)
+        for job_id in [session.log.job_id(cursor) for cursor in session.log.cursors()]:
+            session.forget(job_id)
         return _say("Server stopped successfully")
 
     async def status(self, call: Call) -> Response:
@@ -154,7 +154,7 @@ class _Server:
         try:
             await session.submit_one(spec, api.node)
         except DuplicateJob:
-            if session.held_of(spec.job_id) is None:
+            if session.log.find(spec.job_id) is None:
                 raise
             session.forget(spec.job_id)
             await session.submit_one(spec, api.node)
@@ -164,11 +164,10 @@ class _Server:
         running = session.running_job(job_id)
         if running is not None:
             await api.wait_all([running.ended], api.config.prorl_compat_timeout_s, api.config.prorl_compat_timeout_s)
-        held = session.held_of(job_id)
-        if held is not None:
+            if running.outcome is not None:  # also when it was forgotten meanwhile, by `/stop`
+                return running.outcome
+        elif (held := await session.held_of(job_id)) is not None:
             return held.decode()
-        if running is not None and running.outcome is not None:  # forgotten meanwhile, by `/stop`
-            return running.outcome
         if api.closing.is_set():
             raise _error(HTTPStatus.SERVICE_UNAVAILABLE, "closing", "the node is shutting down")
         limit_s = api.config.prorl_compat_timeout_s

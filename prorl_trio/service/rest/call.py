@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from prorl_trio.config import RestConfig
-    from prorl_trio.models import Status
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.rest.events import EventFeed
     from prorl_trio.service.rest.schema import ErrorDetail
@@ -90,8 +89,8 @@ class Call:
         """The session named in header or query, or the default one."""
         return self.named_session or DEFAULT_SESSION
 
-    def session_of(self, job_id: str) -> tuple[Session, Status]:
-        """The session that knows the job, and how the job stands. Without a name, any session, the default one first.
+    def session_of(self, job_id: str) -> Session:
+        """The session that knows the job. Without a name, any session, the default one first.
 
         Raises:
             UnknownJob: no such session knows it.
@@ -102,12 +101,14 @@ class Call:
         if self.named_session is None:
             candidates += sessions.all()
         for session in candidates:
-            if (running := session.running_job(job_id)) is not None:
-                return session, running.status
-            if (held := session.held_of(job_id)) is not None:
-                return session, held.decode().status
+            if session.knows(job_id):
+                return session
+        raise self.unknown(job_id)
+
+    def unknown(self, job_id: str) -> UnknownJob:
+        """What to raise for a job that is not known."""
         where = "in any session" if self.named_session is None else f"in session {self.named_session!r}"
-        raise UnknownJob(f"job {job_id!r} is not known {where}: never submitted, or its outcome was forgotten")
+        return UnknownJob(f"job {job_id!r} is not known {where}: never submitted, or its outcome was forgotten")
 
 
 @dataclass(frozen=True, kw_only=True)

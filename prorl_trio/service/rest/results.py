@@ -24,8 +24,10 @@ async def results(call: Call) -> Reply:
     await call.api.wait_for(lambda: _first(session), query.wait)
     entries: list[ResultEntry] = []
     size_bytes = 0
-    for held in islice(session.held_after(0), min(query.limit, config.max_results_per_reply)):
-        size_bytes += len(bytes(held.outcome))
+    for place in list(islice(session.log.cursors(), min(query.limit, config.max_results_per_reply))):
+        if (held := await session.held(place)) is None:  # acknowledged or deleted by somebody else meanwhile
+            continue
+        size_bytes += len(held.outcome)
         if entries and size_bytes > config.max_reply_bytes:
             break
         entries.append(ResultEntry(cursor=held.cursor, job_id=held.job_id, outcome=held.decode()))

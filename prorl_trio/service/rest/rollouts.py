@@ -32,6 +32,7 @@ from prorl_trio.service.rest.schema import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from prorl_trio.models import Outcome, Status
     from prorl_trio.service.rest.call import Api
     from prorl_trio.service.running_job import RunningJob
     from prorl_trio.service.session import Session
@@ -75,7 +76,7 @@ async def submit(call: Call) -> Reply:
     running = {job.spec.job_id: job for job in session.running_jobs()} if query.wait > 0 else {}
     asked = {job.job_id: running[job.job_id] for job in taken if job.accepted and job.job_id in running}
     await api.wait_all([job.ended for job in asked.values()], query.wait)
-    jobs = [_standing(session, job, asked, with_outcome=query.wait > 0) for job in taken]
+    jobs = [await _standing(session, job, asked, with_outcome=query.wait > 0) for job in taken]
     status, error = _summary(jobs)
     outcomes = sum(job.outcome is not None for job in jobs)
     body = SubmitReply(session=session.session_id, jobs=jobs, error=error)
@@ -128,22 +129,24 @@ def _job_id(raw: msgspec.Raw) -> str | None:
         return None
 
 
-def _standing(session: Session, job: SubmittedJob, asked: dict[str, RunningJob], *, with_outcome: bool) -> SubmittedJob:
+async def _standing(
+    session: Session, job: SubmittedJob, asked: dict[str, RunningJob], *, with_outcome: bool
+) -> SubmittedJob:
     """How an accepted job stands now; `asked` are those that were waited for."""
     if not job.accepted or job.job_id is None:
         return job
-    held = session.held_of(job.job_id)
-    if held is None:
-        running = session.running_job(job.job_id) or asked.get(job.job_id)
-        if running is None:  # it has ended and was acknowledged by somebody else
-            return job
-        if running.outcome is not None:  # acknowledged by somebody else while we waited
-            return msgspec.structs.replace(job, status=running.outcome.status, outcome=running.outcome)
-        return msgspec.structs.replace(job, status=running.status)
-    outcome = held.decode()
-    return msgspec.structs.replace(
-        job, status=outcome.status, cursor=held.cursor, outcome=outcome if with_outcome else None
-    )
+    waited_for = asked.get(job.job_id)
+    running = session.running_job(job.job_id) or waited_for
+    outcome = None if running is None else running.outcome
+    cursor = session.log.find(job.job_id)
+    if outcome is None and cursor is not None and (held := await session.held(cursor)) is not None:
+        outcome = held.decode()
+    if outcome is not None:
+        reply = outcome if with_outcome else None
+        return msgspec.structs.replace(job, status=outcome.status, cursor=cursor, outcome=reply)
+    if running is None:  # it has ended and was acknowledged by somebody else
+        return job
+    return msgspec.structs.replace(job, status=running.status)
 
 
 def _summary(jobs: list[SubmittedJob]) -> tuple[int, ErrorDetail | None]:
@@ -174,24 +177,26 @@ async def get_job(call: Call) -> Reply:
     """One job, live or ended; with `wait`, its end."""
     query: JobQuery = call.query
     job_id = call.path["job_id"]
-    session, status = call.session_of(job_id)
+    session = call.session_of(job_id)
     running = session.running_job(job_id)
-    if running is not None:
-        await call.api.wait_all([running.ended], query.wait)
-    held = session.held_of(job_id)
-    if held is not None:
-        outcome = held.decode()
-        body = JobReply(
-            job_id=job_id, session=session.session_id, status=outcome.status, cursor=held.cursor, outcome=outcome
-        )
-        return Reply(body=body, outcomes=1)
-    if running is not None and running.outcome is not None:  # acknowledged by somebody else while we waited
-        outcome = running.outcome
-        body = JobReply(job_id=job_id, session=session.session_id, status=outcome.status, outcome=outcome)
-        return Reply(body=body, outcomes=1)
+    if running is None:
+        held = await session.held_of(job_id)
+        if held is None:
+            raise call.unknown(job_id)
+        return _ended(session, job_id, held.cursor, held.decode())
+    await call.api.wait_all([running.ended], query.wait)
+    outcome = running.outcome
+    if outcome is not None:  # without a cursor: acknowledged by somebody else while we waited
+        return _ended(session, job_id, session.log.find(job_id), outcome)
     view = next((job for job in _views(call.api) if job.job_id == job_id), None)
-    reply = JobReply(job_id=job_id, session=session.session_id, status=view.status if view else status, job=view)
+    status = view.status if view else running.status
+    reply = JobReply(job_id=job_id, session=session.session_id, status=status, job=view)
     return Reply(body=reply, status=HTTPStatus.ACCEPTED if query.wait > 0 else HTTPStatus.OK)
+
+
+def _ended(session: Session, job_id: str, cursor: int | None, outcome: Outcome) -> Reply:
+    body = JobReply(job_id=job_id, session=session.session_id, status=outcome.status, cursor=cursor, outcome=outcome)
+    return Reply(body=body, outcomes=1)
 
 
 # ---------------------------------------------------------------- cancel
@@ -200,16 +205,19 @@ async def get_job(call: Call) -> Reply:
 async def delete_job(call: Call) -> Reply:
     """Cancel a live job and return when nothing of it is left; forget one that has ended."""
     job_id = call.path["job_id"]
-    session, status = call.session_of(job_id)
+    session = call.session_of(job_id)
     running = session.running_job(job_id)
+    status: Status
     if running is not None:
         await session.wait_settled(job_id)
         await cancel_jobs(call.api, [job_id])
         await call.api.wait_all([running.ended], CANCEL_WAIT_S)
-        held = session.held_of(job_id)
-        status = held.decode().status if held is not None else "cancelled"
+        status = "cancelled" if running.outcome is None else running.outcome.status
     else:
-        await trio.lowlevel.checkpoint()
+        held = await session.held_of(job_id)
+        if held is None:  # somebody else was faster
+            raise call.unknown(job_id)
+        status = held.decode().status
         session.forget(job_id)
     return Reply(body=Acknowledged(job_id=job_id, session=session.session_id, status=status, forgotten=running is None))
 
