@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 import trio
@@ -80,11 +80,12 @@ async def run_agent(
 
 async def _lease(context: RolloutContext, stack: AsyncExitStack) -> BackendLease:
     backends, at_most_s = context.resources.backends, context.resources.config.backends.lease_timeout_s
-    with trio.move_on_after(at_most_s), context.standing_in_line("backend room", "inference", at_most_s=at_most_s):
-        return await stack.enter_async_context(backends.lease(context.spec.job_id, PRIORITY[context.spec.priority]))
+    job_id, priority = context.spec.job_id, PRIORITY[context.spec.priority]
+    waiting = partial(context.standing_in_line, charge="inference", at_most_s=at_most_s)
+    with trio.move_on_after(at_most_s):
+        return await stack.enter_async_context(backends.lease(job_id, priority, waiting))
     raise BackendError(
-        f"no backend had room for job {context.spec.job_id} within {at_most_s:g} s (backends.lease_timeout_s)",
-        retryable=True,
+        f"job {job_id} waited {at_most_s:g} s (backends.lease_timeout_s) for {backends.shortage()}", retryable=True
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -121,8 +122,9 @@ class SimulatedHandler(AgentHandler):
 
     async def _lease(self, context: RolloutContext, stack: AsyncExitStack) -> BackendLease:
         backends, at_most_s = context.resources.backends, context.resources.config.backends.lease_timeout_s
-        with trio.move_on_after(at_most_s), context.standing_in_line("backend room", "inference", at_most_s=at_most_s):
-            return await stack.enter_async_context(backends.lease(context.spec.job_id))
+        waiting = partial(context.standing_in_line, charge="inference", at_most_s=at_most_s)
+        with trio.move_on_after(at_most_s):
+            return await stack.enter_async_context(backends.lease(context.spec.job_id, waiting=waiting))
         raise BackendError(f"no backend had room within {at_most_s:g} s", retryable=True)
 
     async def _act(self, context: RolloutContext, random: Random) -> None:
