@@ -14,14 +14,19 @@ import pytest
 import trio
 
 from prorl_trio.client import connect
+from prorl_trio.service.feed import READ_AHEAD_BYTES
 from prorl_trio.testing.soak import Leftovers, adopted_orphans, open_world
-from prorl_trio.testing.soak.trainer import soak_spec
+from prorl_trio.testing.soak.trainer import SESSION_ID, soak_spec
 
 pytestmark = pytest.mark.timeout(1500)
 
 MIB = 1024 * 1024
 SETTLED_WITHIN_S = 10
 LATENCY_JOBS = 5
+OUTCOME_BYTES = MIB
+HOT_BYTES = 8 * MIB
+SLACK_BYTES = 48 * MIB
+"""What else a node that works takes."""
 
 
 @pytest.fixture
@@ -114,9 +119,15 @@ async def latencies(client, prefix):
 )
 async def test_a_trainer_that_stops_reading_stalls_itself_alone(folder, jobs, silence_s):
     with trio.fail_after(120 + jobs + silence_s):
-        stages = {"init_workers": 2, "run_workers": 4}
-        config = {"sandbox": {"provider": "process", "max_warm": 0}, "stages": stages}
-        async with open_world(folder, jobs=jobs, **config) as world, open_client(world) as other:
+        config = {
+            "sandbox": {"provider": "process", "max_warm": 0},
+            "stages": {"init_workers": 2, "run_workers": 4},
+            "ledger": {"hot_outcome_bytes": HOT_BYTES},
+        }
+        async with (
+            open_world(folder, jobs=jobs, details_bytes=OUTCOME_BYTES, **config) as world,
+            open_client(world) as other,
+        ):
             while world.progress() < 2:  # noqa: ASYNC110 - another process makes it
                 await trio.sleep(0.02)
             beside_a_reader = await latencies(other, "with")
@@ -125,10 +136,14 @@ async def test_a_trainer_that_stops_reading_stalls_itself_alone(folder, jobs, si
             stopped = trio.current_time()
             beside_a_stopped_one = await latencies(other, "without")
             await trio.sleep_until(stopped + silence_s)
-            sessions = (await other.status())["sessions"]
-            held = sum(session["undelivered_bytes"] for session in sessions.values() if "undelivered_bytes" in session)
+            status = await other.status()
+            undelivered = status["sessions"][SESSION_ID]["undelivered"]
+            assert status["sessions"][SESSION_ID]["undelivered_bytes"] >= undelivered * OUTCOME_BYTES
+            assert status["outcome_cache"]["bytes"] <= HOT_BYTES
             assert world.progress() <= taken + 1
-            assert resident_bytes(world.node.pid) - resident < held + 64 * MIB
+            assert (
+                resident_bytes(world.node.pid) - resident < HOT_BYTES + READ_AHEAD_BYTES + OUTCOME_BYTES + SLACK_BYTES
+            )
             world.trainer.send_signal(signal.SIGCONT)
             await world.trainer.done.wait()
     assert sorted(entry.job_id for entry in world.entries()) == sorted(f"job-{n}" for n in range(jobs))

@@ -36,9 +36,9 @@ class SoakHandler(AgentHandler):
     name = "soak"
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """The payload is empty."""
-        if payload:
-            raise MalformedJob("a soak instance has no payload", path="$.instance.payload")
+        """Nothing but how many bytes the outcome is to have in its details, if any."""
+        if payload.keys() - {"details_bytes"}:
+            raise MalformedJob("a soak instance has details_bytes at most", path="$.instance.payload")
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
         """The node's default image."""
@@ -54,7 +54,10 @@ class SoakHandler(AgentHandler):
     async def eval(self, context: RolloutContext) -> Evaluation:
         """1.0 for the answer that the backend gives."""
         await trio.lowlevel.checkpoint()
-        return Evaluation(reward=float(context.answer == "42"), details={})
+        details_bytes = int(context.spec.instance.payload.get("details_bytes", 0))
+        return Evaluation(
+            reward=float(context.answer == "42"), details={"filler": "x" * details_bytes} if details_bytes else {}
+        )
 
 
 class _Plain:

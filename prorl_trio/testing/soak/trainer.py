@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: `python -m prorl_trio.testing.soak.trainer URL TOKEN JOURNAL JOBS`.
+"""A trainer in a process of its own: `python -m prorl_trio.testing.soak.trainer URL TOKEN JOURNAL JOBS DETAILS_BYTES`.
 
 Submits the jobs `job-0` to `job-JOBS` that are not in its journal, and writes each outcome there before it asks for the
 next, which acknowledges it. Every second job has a retry policy, see `is_retried`. Killed and started again, it just
@@ -38,11 +38,12 @@ def is_retried(name: str) -> bool:
     return int(name.removeprefix("job-")) % 2 == 1
 
 
-def soak_spec(name: str, retry: RetryPolicy = RetryPolicy()) -> JobSpec:  # noqa: B008 - it is immutable
-    """A job for the handler `soak`."""
+def soak_spec(name: str, retry: RetryPolicy = RetryPolicy(), details_bytes: int = 0) -> JobSpec:  # noqa: B008 - it is immutable
+    """A job for the handler `soak`, whose outcome has so many bytes of details."""
+    payload = {"details_bytes": details_bytes} if details_bytes else {}
     return JobSpec(
         job_id=name,
-        instance=TaskInstance(instance_id=name, handler="soak", payload={}),
+        instance=TaskInstance(instance_id=name, handler="soak", payload=payload),
         sampling=SamplingParams(max_output_tokens=MAX_OUTPUT_TOKENS),
         max_turns=4,
         retry=retry,
@@ -62,7 +63,7 @@ def _entry(cursor: int, outcome: Outcome) -> Entry:
     )
 
 
-async def work(url: str, token: str, journal: Journal, jobs: int) -> None:
+async def work(url: str, token: str, journal: Journal, jobs: int, details_bytes: int = 0) -> None:
     """Until all jobs are in the journal."""
     cursor = max((entry.cursor for entry in journal.entries), default=0)
     taken = {entry.job_id for entry in journal.entries}
@@ -71,7 +72,8 @@ async def work(url: str, token: str, journal: Journal, jobs: int) -> None:
         trio.open_nursery() as nursery,
     ):
         names = [job_id(n) for n in range(jobs) if job_id(n) not in taken]
-        missing = [soak_spec(name, RETRY) if is_retried(name) else soak_spec(name) for name in names]
+        policies = [RETRY if is_retried(name) else RetryPolicy() for name in names]
+        missing = [soak_spec(name, policy, details_bytes) for name, policy in zip(names, policies, strict=True)]
         nursery.start_soon(_submit, client, missing)
         while len(taken) < jobs:
             cursor, outcome = await client.next_after(cursor)
@@ -86,8 +88,8 @@ async def _submit(client: RolloutClient, specs: list[JobSpec]) -> None:
 
 
 def _main() -> None:
-    url, token, path, jobs = sys.argv[1:]
-    trio.run(work, url, token, Journal(Path(path)), int(jobs))
+    url, token, path, jobs, details_bytes = sys.argv[1:]
+    trio.run(work, url, token, Journal(Path(path)), int(jobs), int(details_bytes))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class SoakWorld:
     """The three, running. `temp` is where their temporary files go, `url` and `token` reach the node, and `daemons` are
     those of the node's sandboxes."""
 
-    def __init__(self, folder: Path, jobs: int, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, jobs: int, details_bytes: int, config: dict[str, Any]) -> None:
         self.jobs = jobs
         self.temp = folder / "tmp"
         self.temp.mkdir()
@@ -56,7 +56,7 @@ class SoakWorld:
         }
         node_toml.write_bytes(msgspec.toml.encode(everything))
         env = {**os.environ, "TMPDIR": str(self.temp), "XDG_STATE_HOME": str(folder / "state")}
-        trainer_arguments = [self.url, self.token, str(self._journal), str(jobs)]
+        trainer_arguments = [self.url, self.token, str(self._journal), str(jobs), str(details_bytes)]
 
         def keep(name: str, arguments: list[str], before: Callable[[], Awaitable[None]]) -> KeptProcess:
             return KeptProcess(
@@ -80,18 +80,19 @@ class SoakWorld:
 
 
 @asynccontextmanager
-async def open_world(folder: Path, *, jobs: int, **config: Any) -> AsyncIterator[SoakWorld]:
+async def open_world(folder: Path, *, jobs: int, details_bytes: int = 0, **config: Any) -> AsyncIterator[SoakWorld]:
     """Start all three. On leaving, the node is told to end and does, and the others are killed.
 
     Args:
         folder: an empty one.
         jobs: how many the trainer submits.
+        details_bytes: each of its outcomes has so many besides.
         config: sections of the node's configuration.
 
     Raises:
         RuntimeError: one of them ended by itself and not well.
     """
-    world = SoakWorld(folder, jobs, config)
+    world = SoakWorld(folder, jobs, details_bytes, config)
     async with open_single_nursery() as nursery:
         nursery.start_soon(world.backend.run)
         nursery.start_soon(world.node.run)
