@@ -57,7 +57,7 @@ NOTES = [
     "the pipe to it being charged. `renderers` parses and extends, as ours does, without a proof; `transformers` "
     "renders and encodes all messages, as `rerender` does with our code.",
     "drift: turns whose sampled ids change once they have been text, of short completions by the fake engine, which "
-    "samples any token alike..",
+    "samples any token alike.",
 ]
 
 
