@@ -13,12 +13,10 @@ import trio
 from ipc.arena_socket import open_mapped_arena
 from ipc.errors import IpcError, ProtocolViolation
 from ipc.session import (
-    SESSION_PROTOCOL_VERSION,
     Ack,
     AttachArena,
     ServerFrame,
     ServerMessage,
-    SessionHello,
     SessionRefused,
     SessionWelcome,
 )
@@ -32,6 +30,7 @@ from prorl_trio.errors import ProtocolError, ServiceError
 if TYPE_CHECKING:
     import ssl
 
+    from ipc.session import SessionHello
     from prorl_trio.client.address import EndpointFile
 
 __all__ = ["Patience", "Transport"]
@@ -58,7 +57,7 @@ class Transport:
     def __init__(
         self,
         where: Address | EndpointFile,
-        token: str,
+        hello: SessionHello,
         state: ClientState,
         limits: LinkLimits,
         patience: Patience,
@@ -66,11 +65,12 @@ class Transport:
         tls: ssl.SSLContext | None = None,
         shared_memory: bool = False,
     ) -> None:
-        """`tls` is used, and needed, where the address is secure. `shared_memory`: map its arena, if possible."""
+        """`hello` opens each connection, with the cursor of that moment. `tls` is used, and needed, where the address
+        is secure. `shared_memory`: map its arena, if possible."""
         self._where = where
         self._tls = tls
         self._shared_memory = shared_memory
-        self._token = token
+        self._hello = hello
         self._state = state
         self._limits = limits
         self._patience = patience
@@ -136,8 +136,7 @@ class Transport:
             address, stream = await _open_first(addresses)
         try:
             if address.secure:
-                assert self._tls is not None
-                stream = await open_tls(stream, self._tls, server_hostname=address.host, timeout_s=ATTEMPT_TIMEOUT_S)
+                stream = await self._shake_hands(stream, address)
             async with open_client_link(stream, address.authority, address.resource, _decode, self._limits) as link:
                 with trio.fail_after(ATTEMPT_TIMEOUT_S):
                     welcome = await self._enter(link)
@@ -145,17 +144,19 @@ class Transport:
         except ProtocolViolation as exc:
             raise ProtocolError(f"{address}: {exc}") from None
 
+    async def _shake_hands(self, stream: trio.abc.Stream, address: Address) -> trio.abc.Stream:
+        """TLS. Where there was a session before, whatever fails was damaged on its way, and is worth another try."""
+        assert self._tls is not None
+        try:
+            return await open_tls(stream, self._tls, server_hostname=address.host, timeout_s=ATTEMPT_TIMEOUT_S)
+        except ProtocolViolation as exc:
+            if self._state.welcome is None:
+                raise
+            raise LinkClosed(CloseCode.ABNORMAL, str(exc)) from None
+
     async def _enter(self, link: WebSocketLink[ServerFrame]) -> SessionWelcome:
         state = self._state
-        await link.send(
-            SessionHello(
-                version=SESSION_PROTOCOL_VERSION,
-                token=self._token,
-                session_id=state.session_id,
-                resume_after=state.inbox.received,
-                batches=True,
-            )
-        )
+        await link.send(msgspec.structs.replace(self._hello, resume_after=state.inbox.received))
         frame = await link.receive()
         if isinstance(frame, SessionRefused):
             raise refusal(frame)
@@ -206,7 +207,7 @@ class Transport:
     async def _map_arena(self, link: WebSocketLink[ServerFrame], path: str) -> None:
         """Be a reader of the node's arena for as long as the link lasts. If that fails, outcomes come as ever."""
         try:
-            async with open_mapped_arena(path, token=self._token) as arena:
+            async with open_mapped_arena(path, token=self._hello.token) as arena:
                 self._state.arenas.add(arena)
                 link.post(AttachArena(reader_id=arena.reader_id))
                 await arena.wait_closed()

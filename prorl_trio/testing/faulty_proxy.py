@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import trio
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from random import Random
+
+    Way = Literal["up", "down"]
+    """From the client to the server, and back."""
 
 __all__ = ["FaultyProxy"]
 
@@ -37,8 +40,8 @@ class FaultyProxy:
         self.half_open = False
         self.bytes_per_s: int | None = None
         self._flips: _Flips | None = None
-        self._flowing = trio.Event()
-        self._flowing.set()
+        self._flowing = {"up": trio.Event(), "down": trio.Event()}
+        self.resume()
         self._scopes: set[trio.CancelScope] = set()
 
     @property
@@ -57,14 +60,19 @@ class FaultyProxy:
         for scope in self._scopes:
             scope.cancel()
 
-    def stall(self) -> None:
-        """Read no more until `resume`: nothing is lost, the senders' buffers fill."""
-        if self._flowing.is_set():
-            self._flowing = trio.Event()
+    def stall(self, *ways: Way) -> None:
+        """Let nothing pass these ways, by default both, until `resume`: nothing is lost, and the senders' buffers fill.
+
+        Nor does the end of a connection pass: its other side stays open.
+        """
+        for way in ways or ("up", "down"):
+            if self._flowing[way].is_set():
+                self._flowing[way] = trio.Event()
 
     def resume(self) -> None:
         """End `stall`."""
-        self._flowing.set()
+        for flowing in self._flowing.values():
+            flowing.set()
 
     def corrupt(self, random: Random, mean_gap_bytes: int) -> None:
         """From now on turn over one bit in `mean_gap_bytes` on average, at places that `random` chooses."""
@@ -87,8 +95,8 @@ class FaultyProxy:
         except OSError:  # nobody listens there: to the client, a connection that ends at once
             return
         async with upstream, trio.open_nursery() as both:
-            both.start_soon(self._pump, downstream, upstream, budget, both.cancel_scope)
-            both.start_soon(self._pump, upstream, downstream, budget, both.cancel_scope, False)
+            both.start_soon(self._pump, downstream, upstream, budget, both.cancel_scope, "up")
+            both.start_soon(self._pump, upstream, downstream, budget, both.cancel_scope, "down")
 
     async def _pump(
         self,
@@ -96,12 +104,15 @@ class FaultyProxy:
         sink: trio.SocketStream,
         budget: _Budget,
         connection: trio.CancelScope,
-        from_client: bool = True,
+        way: Way,
     ) -> None:
         try:
-            while received := bytes(await source.receive_some(CHUNK_BYTES)):
-                await self._flowing.wait()
-                if self.silent or (self.half_open and from_client):
+            while True:
+                received = bytes(await source.receive_some(CHUNK_BYTES))
+                await self._flowing[way].wait()
+                if not received:
+                    break
+                if self.silent or (self.half_open and way == "up"):
                     continue
                 allowed = budget.take(len(received))
                 passed = received[:allowed]
