@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 import trio
 
-from prorl_trio.errors import BackendError, ContextLengthExceeded
+from prorl_trio.chat_conversation import Conversation
+from prorl_trio.errors import BackendError, ContextLengthExceeded, StaleTrajectory
 from prorl_trio.inference.partial import PartialCompletion
 from prorl_trio.models import PRIORITY, ChatMessage, Turn
 
@@ -19,11 +23,11 @@ if TYPE_CHECKING:
     from prorl_trio.chat import ParsedTurn
     from prorl_trio.inference.engine import Completion
     from prorl_trio.inference.pool import BackendLease
-    from prorl_trio.models import StopReason, ToolCall
+    from prorl_trio.models import SegmentReason, StopReason, ToolCall
     from prorl_trio.rollout import RolloutContext
     from prorl_trio.tools import ToolSet
 
-__all__ = ["MIN_TURN_TOKENS", "AgentStyle", "run_agent"]
+__all__ = ["MIN_TURN_TOKENS", "AgentEnd", "AgentStyle", "BeforeTurn", "NewDialogue", "run_agent", "run_sub_agent"]
 
 MAX_PAUSE_S = 3600.0
 """A pause of the backends is charged to no budget, up to this."""
@@ -47,8 +51,38 @@ class AgentStyle(Protocol):
         ...
 
 
+class NewDialogue(NamedTuple):
+    """What an agent goes on from in place of its dialogue so far, which stays recorded as it is.
+
+    A new segment begins, whose parent is the one before, with `reason`: `compaction` where `messages` are a shorter
+    form of what was said, `template_rewrite` where old reasoning was taken out of them, `retry` where a step is to be
+    tried again from where it began.
+    """
+
+    messages: Sequence[ChatMessage]
+    reason: SegmentReason
+
+
+BeforeTurn = Callable[[Conversation, int], Awaitable[NewDialogue | None]]
+"""Asked before each turn but the first, with the dialogue so far, whose length is in tokens, and the tokens that there
+is room for after it. None: go on as it is. What was said is in `RolloutContext.turns`. A summary may be asked of the
+policy itself, by `run_sub_agent`."""
+
+
+class AgentEnd(NamedTuple):
+    """How an agent's work ended, and its answer, if it gave one."""
+
+    stop_reason: StopReason
+    answer: str | None
+
+
 async def run_agent(
-    context: RolloutContext, messages: Sequence[ChatMessage], tools: ToolSet, style: AgentStyle
+    context: RolloutContext,
+    messages: Sequence[ChatMessage],
+    tools: ToolSet,
+    style: AgentStyle,
+    *,
+    before_turn: BeforeTurn | None = None,
 ) -> None:
     """Work on `messages` until the agent is done; everything is recorded in `context` turn by turn.
 
@@ -58,24 +92,63 @@ async def run_agent(
     aborted, and what was recorded is the agent's work. Cancellation, too, aborts it and leaves what was recorded.
 
     Raises:
-        ContextLengthExceeded: the first prompt does not fit, so there is nothing to record.
+        ContextLengthExceeded: the first prompt does not fit, so there is nothing to record; or one of `before_turn`.
+        StaleTrajectory: the weights changed too often meanwhile.
         BackendError, SandboxLost, TokenDrift: infrastructure failed.
     """
     resources = context.resources
     conversation = await trio.to_thread.run_sync(resources.chat_format.open, messages, tools.schemas())
-    conversation.keep_in(context.tokens)
-    context.conversation = conversation
+    context.begin_dialogue(conversation)
     async with AsyncExitStack() as stack:
         lease = await _lease(context, stack)
-        limit = resources.config.agent.max_trajectory_tokens or lease.info.max_model_len
-        limit = min(limit, lease.info.max_model_len)
-        if len(conversation) + 1 > limit:
-            raise ContextLengthExceeded(len(conversation), limit)
+        agent = _Agent(context, lease, conversation, tools, style, before_turn)
+        agent.check_room()
         agent_s = context.spec.budgets.agent_s or resources.config.budgets.agent_s
-        with trio.move_on_after(agent_s) as budget:
-            context.stop_reason = await _loop(context, lease, limit, tools, style)
-        if budget.cancelled_caught:
-            context.stop_reason = "agent_budget"
+        try:
+            with trio.move_on_after(agent_s) as budget:
+                context.stop_reason = await agent.work(context.spec.max_turns)
+            if budget.cancelled_caught:
+                context.stop_reason = "agent_budget"
+        finally:
+            context.answer = agent.answer
+
+
+async def run_sub_agent(
+    context: RolloutContext,
+    messages: Sequence[ChatMessage],
+    tools: ToolSet,
+    style: AgentStyle,
+    *,
+    max_turns: int,
+    before_turn: BeforeTurn | None = None,
+) -> AgentEnd:
+    """Have another agent, of the same policy, work on `messages`, in the middle of a `run_agent`; return how it ended.
+
+    It is called by what `run_agent` calls: a tool that was made with the `context`, or `before_turn`. It works on the
+    backend, and within the budgets, of the agent that asks; several may work at once, in tasks of a nursery. Its
+    dialogue is a segment of its own in the trajectory, whose parent is the segment that it was asked in, with the
+    reason `sub_agent`; its turns are recorded as they come, that is before the turn that asked.
+
+    Raises:
+        HandlerError: there are too many, see `dialogues.MAX_DIALOGUES`.
+        RuntimeError: it was not called from within the `run_agent` of this rollout.
+        Otherwise as `run_agent`.
+    """
+    asker = _at_work.get()
+    if asker is None or asker.context is not context:
+        raise RuntimeError("run_sub_agent works inside run_agent only: there is no backend to call")
+    conversation = await trio.to_thread.run_sync(context.resources.chat_format.open, messages, tools.schemas())
+    number = context.begin_dialogue(conversation, asker.dialogue)
+    agent = _Agent(context, asker.lease, conversation, tools, style, before_turn, number)
+    agent.check_room()
+    try:
+        return AgentEnd(await agent.work(max_turns), agent.answer)
+    finally:
+        conversation.seal()
+
+
+_at_work: ContextVar[_Agent | None] = ContextVar("_at_work", default=None)
+"""The innermost agent, for whom it calls."""
 
 
 async def _lease(context: RolloutContext, stack: AsyncExitStack) -> BackendLease:
@@ -89,18 +162,74 @@ async def _lease(context: RolloutContext, stack: AsyncExitStack) -> BackendLease
     )
 
 
-async def _loop(
-    context: RolloutContext, lease: BackendLease, limit: int, tools: ToolSet, style: AgentStyle
-) -> StopReason:
-    conversation = context.conversation
-    assert conversation is not None
-    nudges_left = context.resources.config.agent.max_nudges
-    for turn in range(context.spec.max_turns):
-        room = limit - len(conversation)
-        if turn and room < MIN_TURN_TOKENS:
-            return "context_budget"
+@dataclass(slots=True)
+class _Agent:
+    """One agent at work, with what it has given as its answer."""
+
+    context: RolloutContext
+    lease: BackendLease
+    conversation: Conversation
+    tools: ToolSet
+    style: AgentStyle
+    before_turn: BeforeTurn | None
+    dialogue: int = 0
+    answer: str | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still follow the dialogue so far."""
+        longest = self.lease.info.max_model_len
+        limit = self.context.resources.config.agent.max_trajectory_tokens or longest
+        return min(limit, longest) - len(self.conversation)
+
+    def check_room(self) -> None:
+        """Raise ContextLengthExceeded if there is none for a single token."""
+        if self.room < 1:
+            raise ContextLengthExceeded(len(self.conversation), len(self.conversation) + self.room)
+
+    async def work(self, max_turns: int) -> StopReason:
+        """Turn after turn, until the agent is done."""
+        token = _at_work.set(self)
+        try:
+            return await self._take_turns(max_turns)
+        finally:
+            _at_work.reset(token)
+
+    async def _take_turns(self, max_turns: int) -> StopReason:
+        nudges_left = self.context.resources.config.agent.max_nudges
+        for turn in range(max_turns):
+            if turn:
+                await self._look_back()
+                if self.room < MIN_TURN_TOKENS:
+                    return "context_budget"
+            calls, observations = await self._take_turn(turn)
+            if self.answer is not None:
+                return "finished"
+            if calls:
+                replies = [
+                    ChatMessage(role="tool", content=text, name=call.name)
+                    for call, text in zip(calls, observations, strict=True)
+                ]
+            elif nudges_left:
+                nudges_left -= 1
+                replies = [ChatMessage(role="user", content=self.style.nudge())]
+            else:
+                return "no_tool_call"
+            if turn + 1 < max_turns:
+                self.conversation.add_messages(replies)
+        return "max_turns"
+
+    async def _look_back(self) -> None:
+        new = await self.before_turn(self.conversation, self.room) if self.before_turn is not None else None
+        if new is not None:
+            self.conversation.continue_from(new.messages, new.reason)
+            self.check_room()
+
+    async def _take_turn(self, turn: int) -> tuple[list[ToolCall], list[str]]:
+        """Sample, and do what was asked for; recorded also where a tool is cut short, as its tokens are."""
+        context, conversation = self.context, self.conversation
         started_s = trio.current_time()
-        completion = await _sample(context, lease, turn, room)
+        completion = await self._sample(turn)
         sampled_s = trio.current_time()
         parsed = conversation.add_completion(
             completion.token_ids,
@@ -109,13 +238,15 @@ async def _loop(
             engine=completion.engine,
             spans=completion.spans,
         )
-        calls = parsed.tool_calls or style.implied_calls(parsed)
+        for span in completion.spans:
+            context.dialogues.note_version(span.policy_version)
+        calls = parsed.tool_calls or self.style.implied_calls(parsed)
         sampled = conversation.completion_ranges[-1]
         observations: list[str] = []
         try:
-            await _act(context, calls, tools, observations)
+            self._check_staleness(completion.policy_version)
+            await self._act(calls, observations)
         finally:
-            # Also where a tool is cut short: the tokens are in the trajectory, and so is their turn.
             context.record(
                 Turn(
                     segment=sampled.segment,
@@ -127,70 +258,68 @@ async def _loop(
                     observations=observations,
                     inference_s=sampled_s - started_s,
                     tools_s=trio.current_time() - sampled_s,
-                )
+                    dropped_tokens=completion.dropped_tokens,
+                ),
+                self.dialogue,
             )
-        if context.answer is None and not calls:
-            context.answer = style.final_answer(parsed)
-        if context.answer is not None:
-            return "finished"
-        if calls:
-            replies = [
-                ChatMessage(role="tool", content=text, name=call.name)
-                for call, text in zip(calls, observations, strict=True)
-            ]
-        elif nudges_left:
-            nudges_left -= 1
-            replies = [ChatMessage(role="user", content=style.nudge())]
-        else:
-            return "no_tool_call"
-        if turn + 1 < context.spec.max_turns:
-            conversation.add_messages(replies)
-    return "max_turns"
+        if self.answer is None and not calls:
+            self.answer = self.style.final_answer(parsed)
+        return calls, observations
 
+    async def _sample(self, turn: int) -> Completion:
+        """One completion; when its backend fails for good, another one goes on. Nothing received is sampled again."""
+        context, config = self.context, self.context.resources.config
+        asked = context.spec.sampling
+        stops = [*asked.stop_token_ids, *context.resources.chat_format.stop_token_ids]
+        so_far = PartialCompletion(
+            self.conversation.prompt_token_ids(),
+            msgspec.structs.replace(asked, stop_token_ids=stops),
+            min(asked.max_output_tokens, self.room),
+            stop=self.conversation.ends_with_tool_call if config.agent.stop_at_tool_call else None,
+            stream=config.backends.stream,
+            admit=self._check_staleness,
+        )
+        who = f"{context.spec.job_id}-s{self.dialogue}" if self.dialogue else context.spec.job_id
+        for attempt in ("first", "repinned"):
+            try:
+                with context.waiting(f"backend {self.lease.url}: completion", "inference"):
+                    completion = await self.lease.complete(
+                        so_far,
+                        request_id=f"{who}-t{turn}-{attempt}",
+                        timeout_s=config.backends.request_timeout_s,
+                        waiting=partial(context.standing_in_line, charge="inference", at_most_s=MAX_PAUSE_S),
+                    )
+            except BackendError as exc:
+                if attempt == "repinned" or not exc.retryable or not self.lease.repin():
+                    raise
+            else:
+                context.activity.progress()
+                return completion
+        raise AssertionError("unreachable")
 
-async def _sample(context: RolloutContext, lease: BackendLease, turn: int, room: int) -> Completion:
-    """One completion; when its backend fails for good, another one goes on. Nothing received is ever sampled again."""
-    conversation = context.conversation
-    assert conversation is not None
-    request_timeout_s = context.resources.config.backends.request_timeout_s
-    asked = context.spec.sampling
-    stops = [*asked.stop_token_ids, *context.resources.chat_format.stop_token_ids]
-    sampling = msgspec.structs.replace(asked, stop_token_ids=stops)
-    so_far = PartialCompletion(
-        conversation.prompt_token_ids(),
-        sampling,
-        min(sampling.max_output_tokens, room),
-        stop=conversation.ends_with_tool_call if context.resources.config.agent.stop_at_tool_call else None,
-        stream=context.resources.config.backends.stream,
-    )
-    for attempt in ("first", "repinned"):
-        try:
-            with context.waiting(f"backend {lease.url}: completion", "inference"):
-                completion = await lease.complete(
-                    so_far,
-                    request_id=f"{context.spec.job_id}-t{turn}-{attempt}",
-                    timeout_s=request_timeout_s,
-                    waiting=partial(context.standing_in_line, charge="inference", at_most_s=MAX_PAUSE_S),
+    def _check_staleness(self, newest: str, sampled_under: Sequence[str] = ()) -> None:
+        """Raise StaleTrajectory if tokens of version `newest` do not go with those that were sampled before."""
+        spec, config = self.context.spec, self.context.resources.config.agent
+        bound = config.max_staleness if spec.max_staleness is None else spec.max_staleness
+        if bound is None:
+            return
+        order = self.context.resources.backends.versions
+        for older in (*self.context.dialogues.policy_versions, *sampled_under):
+            updates = order.updates(older, newest)
+            if updates > bound:
+                raise StaleTrajectory(older, newest, updates, bound)
+
+    async def _act(self, calls: Sequence[ToolCall], observations: list[str]) -> None:
+        """Carry the calls out in order, each result into `observations`; none after one that ends the episode."""
+        context = self.context
+        for call in calls:
+            if self.answer is not None:
+                observations.append("Not run: the task had ended.")
+                continue
+            with context.waiting(f"tool {call.name}", "sandbox"):
+                observation = await self.tools.call(
+                    call, context.sandbox, timeout_s=context.resources.config.agent.tool_timeout_s
                 )
-        except BackendError as exc:
-            if attempt == "repinned" or not exc.retryable or not lease.repin():
-                raise
-        else:
             context.activity.progress()
-            return completion
-    raise AssertionError("unreachable")
-
-
-async def _act(context: RolloutContext, calls: Sequence[ToolCall], tools: ToolSet, observations: list[str]) -> None:
-    """Carry the calls out in order, each result into `observations`; after one that ends the episode none is run."""
-    for call in calls:
-        if context.answer is not None:
-            observations.append("Not run: the task had ended.")
-            continue
-        with context.waiting(f"tool {call.name}", "sandbox"):
-            observation = await tools.call(
-                call, context.sandbox, timeout_s=context.resources.config.agent.tool_timeout_s
-            )
-        context.activity.progress()
-        observations.append(observation.text)
-        context.answer = observation.answer
+            observations.append(observation.text)
+            self.answer = observation.answer

@@ -354,9 +354,12 @@ class AgentConfig(_Config, frozen=True):
     `max_observation_chars`: a longer tool result is cut in the middle.
     `stop_at_tool_call`: stop the engine as soon as a tool call is complete (tokens are then streamed). What the policy
     would have said after it is not sampled: not its end of turn either, nor a second call.
+    `max_staleness`: policy updates that may lie between the first and the last sampled token of a trajectory, for jobs
+    that do not say; nothing: any number. See `models.JobSpec`.
     """
 
     stop_at_tool_call: bool = False
+    max_staleness: int | None = None
     max_trajectory_tokens: int = 0
     max_nudges: int = 1
     tool_timeout_s: float = 30.0

@@ -32,6 +32,7 @@ __all__ = [
     "SandboxLost",
     "SandboxUnavailable",
     "ServiceError",
+    "StaleTrajectory",
     "TokenDrift",
     "Unauthorized",
     "UnknownHandler",
@@ -50,6 +51,7 @@ ErrorCode = Literal[
     "backend_refused",  # it broke its contract, or refused the call for good
     "context_overflow",  # the first prompt leaves no room for a token
     "token_drift",  # a prompt does not begin with the tokens recorded
+    "stale",  # more policy updates lie between its tokens than `max_staleness` allows
     "agent_fault",  # the policy did what its task forbids
     "handler_raised",  # the handler's own code failed
     "evaluator_crashed",  # it raised, or its process died
@@ -198,6 +200,24 @@ class TokenDrift(RolloutError):
 
     cause = "node"
     error_code = "token_drift"
+
+
+class StaleTrajectory(RolloutError):
+    """The weights have changed more often since the trajectory's first token than its `max_staleness` allows."""
+
+    cause = "inference"
+    error_code = "stale"
+
+    def __init__(self, oldest: str, newest: str, updates: int, max_staleness: int) -> None:
+        super().__init__(
+            f"{updates} policy updates lie between its first tokens (version {oldest}) and the next ones (version "
+            f"{newest}); max_staleness is {max_staleness}: allow more, update less often, or have it run again "
+            "(retry.max_attempts)"
+        )
+        self.oldest = oldest
+        self.newest = newest
+        self.updates = updates
+        self.max_staleness = max_staleness
 
 
 class AgentFault(RolloutError):

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from prorl_trio.bounded_text import BoundedText
+from prorl_trio.chat_conversation import Conversation
+from prorl_trio.dialogues import MAX_DIALOGUES, Dialogues
+from prorl_trio.errors import HandlerError
 from prorl_trio.models import Trajectory
 from prorl_trio.observer import Activity
 from prorl_trio.token_memory import RolloutTokens, TokenMemory
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from prorl_trio.chat import ChatFormat, Conversation
+    from prorl_trio.chat import ChatFormat
     from prorl_trio.config import NodeConfig
     from prorl_trio.inference.pool import Backends
     from prorl_trio.models import JobSpec, Segment, StopReason, Turn
@@ -55,8 +58,9 @@ class Resources:
 class RolloutContext:
     """One job's working state. Belongs to the stage the job is in; no two tasks touch it at once.
 
-    `sandbox` is set from INIT until the handler's `after_run` releases it. `conversation`, `turns` and `stop_reason`
-    grow while the agent runs, so that a failure leaves a partial trajectory. `answer` is what the agent gave as final.
+    `sandbox` is set from INIT until the handler's `after_run` releases it. `conversation`, `dialogues`, `turns` and
+    `stop_reason` grow while the agent runs, so that a failure leaves a partial trajectory. `conversation` is the task's
+    own agent's; `dialogues` has those of agents it asked, too. `answer` is what the agent gave as final.
     `tokens` is where the conversation is recorded, released when the attempt is over and its outcome delivered.
     `activity` is what those who watch see; `on_turn` is called with each recorded turn. `stage_scope` and `uncharged_s`
     are the pipeline's: the scope of the stage the job is in, and the seconds of it that no budget is charged for.
@@ -67,6 +71,7 @@ class RolloutContext:
     sandbox: Sandbox | None = None
     conversation: Conversation | None = None
     tokens: RolloutTokens = field(default_factory=RolloutTokens)
+    dialogues: Dialogues = field(default_factory=Dialogues)
     turns: list[Turn] = field(default_factory=list)
     stop_reason: StopReason = "aborted"
     answer: str | None = None
@@ -105,34 +110,43 @@ class RolloutContext:
         """Add to the evaluator's log, which reaches the trainer however the evaluation ends."""
         self.evaluation_log.append(text)
 
-    def record(self, turn: Turn) -> None:
-        """The policy acted and has its observations: keep the turn."""
+    def begin_dialogue(self, conversation: Conversation, asker: int | None = None) -> int:
+        """Record `conversation`: that of the task's agent, or of one that was asked in the dialogue of number `asker`.
+
+        Returns its number. Raises HandlerError where there are `MAX_DIALOGUES` already.
+        """
+        if len(self.dialogues) >= MAX_DIALOGUES:
+            raise HandlerError(f"a rollout may ask {MAX_DIALOGUES - 1} other agents; this one asks for more")
+        conversation.keep_in(self.tokens)
+        if asker is None:
+            self.conversation = conversation
+        return self.dialogues.begin(conversation, asker)
+
+    def record(self, turn: Turn, dialogue: int = 0) -> None:
+        """The policy acted and has its observations: keep the turn, whose segment is counted within its dialogue."""
         self.turns.append(turn)
+        self.dialogues.record(turn, dialogue)
         self.activity.progress()
         if self.on_turn is not None:
             self.on_turn(turn)
 
     def trajectory(self) -> Trajectory | None:
         """A copy of what was recorded so far; None before the first completion."""
-        if self.conversation is None or not self.turns:
-            return None
-        return self._trajectory(self.conversation.segments())
+        return self._trajectory(Conversation.segments) if self.turns else None
 
     def sealed_trajectory(self) -> Trajectory | None:
         """As `trajectory`, without a copy: its arrays are views of `tokens`, valid until those are released.
 
         Nothing can be recorded afterwards.
         """
-        if self.conversation is None:
-            return None
-        segments = self.conversation.seal()
-        return self._trajectory(segments) if self.turns else None
+        trajectory = self._trajectory(Conversation.seal)
+        return trajectory if self.turns else None
 
-    def _trajectory(self, segments: list[Segment]) -> Trajectory:
-        assert self.conversation is not None
+    def _trajectory(self, segments_of: Callable[[Conversation], list[Segment]]) -> Trajectory:
+        segments, turns = self.dialogues.assemble(segments_of)
         return Trajectory(
             segments=segments,
-            turns=list(self.turns),
+            turns=turns,
             stop_reason=self.stop_reason,
-            prefix_breaks=self.conversation.prefix_breaks,
+            prefix_breaks=self.dialogues.prefix_breaks,
         )

@@ -29,7 +29,8 @@ class PartialCompletion:
         sampling, max_tokens: of all attempts together.
         stop: asked, after each token that came, with all ids so far, whether it is enough; None: never stop early.
         stream: have tokens sent as they are sampled, so that those of an attempt that fails are kept.
-        admit: told the version that an attempt would sample under, before it does; what it raises ends the completion.
+        admit: told, before an attempt, which version it would sample under, and those of the tokens so far; what it
+            raises ends the completion.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class PartialCompletion:
         *,
         stop: Callable[[list[int]], bool] | None = None,
         stream: bool = False,
-        admit: Callable[[str], None] | None = None,
+        admit: Callable[[str, Sequence[str]], None] | None = None,
     ) -> None:
         self.sampling = sampling
         self.max_tokens = max_tokens
@@ -96,7 +97,7 @@ class PartialCompletion:
         if self.room < 1:
             return self._whole("length")
         if self.admit is not None:
-            self.admit(self._before)
+            self.admit(self._before, [span.policy_version for span in self._spans])
         return None
 
     def add(self, completion: Completion) -> Completion:

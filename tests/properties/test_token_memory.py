@@ -164,8 +164,7 @@ class Talks(AgentHandler):
 
     async def run(self, context):
         rng, conversation = self.rng, context.resources.chat_format.open([ChatMessage(role="user", content="Hi")])
-        conversation.keep_in(context.tokens)
-        context.conversation = conversation
+        context.begin_dialogue(conversation)
         for number in range(rng.randint(1, 4)):
             if number:
                 conversation.add_messages([ChatMessage(role="user", content="More" * rng.randint(1, 40))])

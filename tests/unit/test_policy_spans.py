@@ -33,11 +33,25 @@ def test_what_was_written_before_these_fields_is_read():
     assert msgspec.convert(old, PolicySpan) == span(0, 3, "1")
 
 
-def test_staleness_counts_the_updates_between_first_and_last_token():
-    one = segment(span(0, 2, "3"), span(2, 5, "4"))
-    two = segment(span(0, 2, "4"), span(3, 6, "9"), parent=0, reason="compaction")
+@pytest.mark.parametrize(
+    ("versions", "ordered", "staleness"),
+    [
+        (("3", "4", "9"), ["3", "4", "9"], 6),
+        (("10", "9", "10"), ["9", "10"], 1),
+        (("a", "b", "c"), ["a", "b", "c"], 2),
+        (("0", "b", "b"), ["0", "b"], 1),
+        (("7", "7", "7"), ["7"], 0),
+    ],
+)
+def test_staleness_is_how_far_the_versions_lie_apart(versions, ordered, staleness):
+    first, second, third = versions
+    one = segment(span(0, 2, first), span(2, 5, second))
+    two = segment(span(3, 6, third), parent=0, reason="compaction")
     trajectory = Trajectory(segments=[one, two], turns=[], stop_reason="finished")
-    assert (trajectory.policy_versions, trajectory.staleness) == (["3", "4", "9"], 2)
+    assert (trajectory.policy_versions, trajectory.staleness) == (ordered, staleness)
+
+
+def test_what_was_not_sampled_is_not_stale():
     assert Trajectory(segments=[segment()], turns=[], stop_reason="finished").staleness == 0
 
 

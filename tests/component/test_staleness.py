@@ -1,0 +1,151 @@
+"""A trajectory that the policy's updates leave behind: told, ended, or run again, as its job says."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+import pytest
+import trio
+
+from prorl_trio.agent import run_agent
+from prorl_trio.config import AgentConfig, BackendConfig
+from prorl_trio.handlers.base import Evaluation
+from prorl_trio.handlers.math import MathHandler
+from prorl_trio.models import ChatMessage, JobSpec, RetryPolicy, TaskInstance
+from prorl_trio.pipeline import Job
+from prorl_trio.tools import FinishTool, Observation, Tool, ToolSet
+
+pytestmark = pytest.mark.timeout(30)
+
+UPDATE = '<tool_call>{"name": "update", "arguments": {}}</tool_call>'
+FINISH = '<tool_call>{"name": "finish", "arguments": {"answer": "42"}}</tool_call>'
+
+
+class UpdateTool(Tool):
+    """The trainer, as it were: new weights between two turns."""
+
+    name = "update"
+    description = "Change the weights."
+    parameters: ClassVar = {"type": "object", "properties": {}}
+
+    def __init__(self, backends, versions):
+        self.backends, self.versions = backends, versions
+
+    async def call(self, arguments, sandbox, *, timeout_s):
+        for version in self.versions.pop(0):
+            await self.backends.resume(version)
+        return Observation(text="done")
+
+
+class Updated(MathHandler):
+    """An agent between whose turns the weights are changed: `versions` has those of each update."""
+
+    def __init__(self, *versions):
+        self.versions = list(versions)
+        self.attempts = 0
+
+    async def run(self, context):
+        self.attempts += 1
+        tools = ToolSet([UpdateTool(context.resources.backends, self.versions), FinishTool()], max_observation_chars=99)
+        await run_agent(context, [ChatMessage(role="user", content="?")], tools, Quiet())
+
+    async def eval(self, context):
+        await trio.lowlevel.checkpoint()
+        return Evaluation(reward=float(context.answer == "42"), details={})
+
+
+class Quiet:
+    def implied_calls(self, parsed):
+        return []
+
+    def final_answer(self, parsed):
+        return None
+
+    def nudge(self):
+        return "Go on."
+
+
+async def outcome_of(rig, handler, says, **fields):
+    rig.says = list(says)
+    with trio.fail_after(20):
+        async with rig.open_pipeline():
+            rig.pipeline.submit(Job(rig.spec(**fields), handler, rig.resources, rig.observer))
+            await rig.pipeline.wait_idle()
+    return rig.observer.outcomes["job"]
+
+
+async def test_without_a_bound_the_outcome_says_how_stale_it_is(rig):
+    outcome = await outcome_of(rig, Updated(["1"], ["2", "3"]), [UPDATE, UPDATE, FINISH])
+    assert (outcome.status, outcome.reward) == ("completed", 1.0), outcome.error
+    assert (outcome.trajectory.policy_versions, outcome.trajectory.staleness) == (["0", "1", "3"], 3)
+
+
+@pytest.mark.parametrize(
+    ("versions", "bound", "status"),
+    [
+        ((["1"], ["2"]), 2, "completed"),
+        ((["1"], ["3"]), 2, "failed"),
+        ((["8"], ["8"]), 7, "failed"),
+        ((["a"], ["b"]), 2, "completed"),
+        ((["a", "b"], ["c"]), 2, "failed"),  # three updates, of which it met two
+        ((["1"], ["0"]), 0, "failed"),
+    ],
+)
+async def test_a_bound_is_kept_to(rig, versions, bound, status):
+    outcome = await outcome_of(rig, Updated(*versions), [UPDATE, UPDATE, FINISH], max_staleness=bound)
+    assert outcome.status == status, outcome.error
+    if status == "failed":
+        assert (outcome.cause, outcome.error_code, outcome.reward) == ("inference", "stale", None)
+        assert f"max_staleness is {bound}" in outcome.error
+        assert outcome.trajectory.staleness <= bound, "nothing was sampled that is too stale"
+        assert 1 <= len(outcome.trajectory.turns) < 3
+
+
+async def test_the_node_has_a_bound_for_jobs_that_have_none(rig):
+    rig.config = msgspec.structs.replace(rig.config, agent=AgentConfig(max_staleness=0))
+    outcome = await outcome_of(rig, Updated(["1"]), [UPDATE, FINISH])
+    assert (outcome.status, outcome.error_code) == ("failed", "stale")
+
+
+async def test_a_job_may_have_more_than_the_node_allows_by_itself(rig):
+    rig.config = msgspec.structs.replace(rig.config, agent=AgentConfig(max_staleness=0))
+    outcome = await outcome_of(rig, Updated(["1"]), [UPDATE, FINISH], max_staleness=1)
+    assert outcome.status == "completed", outcome.error
+
+
+async def test_a_stale_one_is_run_again_with_the_new_weights_if_its_policy_says_so(rig):
+    handler = Updated(["1"])
+    retry = RetryPolicy(max_attempts=2, backoff_s=0.0)
+    outcome = await outcome_of(rig, handler, [UPDATE, FINISH], max_staleness=0, retry=retry)
+    assert (outcome.status, outcome.attempt, handler.attempts) == ("completed", 2, 2), outcome.error
+    assert [(record.cause, record.error_code) for record in outcome.attempts] == [("inference", "stale")]
+    assert outcome.trajectory.policy_versions == ["1"]
+
+
+@pytest.mark.parametrize(("mode", "turns"), [("abort", 0), ("keep", 1)])
+async def test_weights_that_change_in_the_middle_of_a_completion_count(rig, mode, turns):
+    """Aborted, it is not gone on with; kept, it is over when it is found out."""
+    rig.config = msgspec.structs.replace(rig.config, backends=BackendConfig(stream=True))
+    rig.says = [FINISH]
+    with trio.fail_after(20):
+        async with rig.open_pipeline():
+            backends, engine = rig.resources.backends, rig.engine
+            engine.config = msgspec.structs.replace(engine.config, per_token_s=0.01)
+            rig.pipeline.submit(Job(rig.spec(max_staleness=0), Updated(), rig.resources, rig.observer))
+            await engine.wait_until(lambda stats: stats.running == 1)
+            await trio.sleep(0.2)
+            await backends.pause(mode, 10)
+            await backends.resume("1")
+            await rig.pipeline.wait_idle()
+    outcome = rig.observer.outcomes["job"]
+    assert (outcome.status, outcome.error_code) == ("failed", "stale"), outcome.error
+    recorded = outcome.trajectory.turns if outcome.trajectory else []
+    assert len(recorded) == turns
+    if turns:
+        assert outcome.trajectory.policy_versions == ["0", "1"]
+
+
+def test_a_bound_is_not_negative():
+    with pytest.raises(ValueError, match="max_staleness must be >= 0, got -1"):
+        JobSpec(job_id="j", instance=TaskInstance(instance_id="i", handler="h", payload={}), max_staleness=-1)
