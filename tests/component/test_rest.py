@@ -428,7 +428,9 @@ async def test_token_is_asked_for_everywhere_but_health_and_description(node):
 async def test_unknown_paths_and_methods_have_errors_of_the_same_shape(node):
     async with open_rest(node) as rest:
         assert error(await rest.call("GET", "/v1/nothing"))[:2] == (404, "not_found")
-        assert error(await rest.call("PUT", "/v1/rollouts"))[:2] == (405, "method_not_allowed")
+        answer = await rest.call("PUT", "/v1/rollouts")
+        assert error(answer)[:2] == (405, "method_not_allowed")
+        assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD", "POST", "DELETE"}
         assert error(await rest.call("GET", "/metrics"))[:2] == (404, "not_found")
 
 

@@ -25,7 +25,7 @@ from prorl_trio.service.prorl_compat.result import make_result
 from prorl_trio.service.rest.call import Endpoint
 from prorl_trio.service.rest.errors import ApiError, decode_body, error_of, status_of
 from prorl_trio.service.rest.rollouts import cancel_jobs
-from prorl_trio.service.rest.schema import ErrorDetail, NoQuery
+from prorl_trio.service.rest.schema import ErrorBody, ErrorDetail, NoQuery
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -39,6 +39,13 @@ __all__ = ["SESSION", "compat_endpoints"]
 
 SESSION: Final = "prorl"
 """The session that all jobs of these endpoints belong to."""
+
+
+class CompatError(msgspec.Struct, frozen=True):
+    """An error as that server words it, beside our own form."""
+
+    detail: str
+    error: ErrorDetail
 
 
 def compat_endpoints(config: RestConfig) -> list[Endpoint]:
@@ -70,6 +77,7 @@ def compat_endpoints(config: RestConfig) -> list[Endpoint]:
             bodies=bodies,
             replies={200: None},
             errors=errors,
+            error_bodies=(CompatError, ErrorBody),
             free=not config.prorl_compat_token,
             tags=("ProRL",),
         )
@@ -180,7 +188,7 @@ def _encode(outcome: Outcome, question: str, trajectory_id: str | int | None) ->
 
 
 def _with_detail(handler: Callable[[Call], Awaitable[Response]]) -> Callable[[Call], Awaitable[Response]]:
-    """Errors as that server words them, `{"detail": ...}`, beside our own form."""
+    """Errors as a `CompatError`."""
 
     @wraps(handler)
     async def handle(call: Call) -> Response:
@@ -194,7 +202,7 @@ def _with_detail(handler: Callable[[Call], Awaitable[Response]]) -> Callable[[Ca
             detail = error_of(exc)
             status = status_of(detail)
         await trio.lowlevel.checkpoint()
-        return _json({"detail": detail.message, "error": detail}, status)
+        return _json(CompatError(detail=detail.message, error=detail), status)
 
     return handle
 

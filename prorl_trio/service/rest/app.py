@@ -24,7 +24,7 @@ from prorl_trio.service.rest.openapi import describe
 from prorl_trio.service.rest.schema import ErrorBody, ErrorDetail, NoQuery
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive
@@ -42,7 +42,7 @@ def make_app(api: Api, token: bytes, more: Sequence[Endpoint] = ()) -> ASGIApp:
     """The application with all of `ENDPOINTS` and `more`, behind the token. It has no lifespan events."""
     endpoints = [*ENDPOINTS, *more]
     page = describe([*endpoints, _description(b"")])
-    routes = [_route(api, endpoint) for endpoint in [*endpoints, _description(page)]]
+    routes = _routes(api, [*endpoints, _description(page)])
     free = frozenset(endpoint.path for endpoint in endpoints if endpoint.free) | {"/openapi.json"}
     app = Starlette(
         routes=routes,
@@ -73,13 +73,18 @@ def _description(page: bytes) -> Endpoint:
     )
 
 
-def _route(api: Api, endpoint: Endpoint) -> Route:
-    path = endpoint.path.replace("{job_id}", "{job_id:path}")  # a job id is the submitter's and may hold slashes
-    return Route(path, partial(_serve, api, endpoint), methods=[endpoint.method], name=endpoint.handler.__name__)
+def _routes(api: Api, endpoints: Sequence[Endpoint]) -> list[Route]:
+    """One for each path, with all its methods: a 405 then names them all."""
+    paths: dict[str, dict[str, Endpoint]] = {}
+    for endpoint in endpoints:
+        path = endpoint.path.replace("{job_id}", "{job_id:path}")  # a job id is the submitter's and may hold slashes
+        paths.setdefault(path, {})[endpoint.method] = endpoint
+    return [Route(path, partial(_serve, api, methods), methods=list(methods)) for path, methods in paths.items()]
 
 
-async def _serve(api: Api, endpoint: Endpoint, request: Request) -> Response:
+async def _serve(api: Api, methods: Mapping[str, Endpoint], request: Request) -> Response:
     """Read, check, carry out. A client that leaves cancels what it asked for; then there is nothing to answer."""
+    endpoint = methods["GET" if request.method == "HEAD" else request.method]
     config = api.config
     body = await read_body(request.receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     if body is None:

@@ -9,6 +9,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.errors import UnknownJob
+from prorl_trio.service.rest.schema import ErrorBody
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -126,7 +127,7 @@ class Endpoint:
     """One method on one path, as the router serves it and the OpenAPI page shows it.
 
     `bodies`: what a request may hold, none for a request without. `free`: no token is asked for. `errors` are the
-    statuses it may answer with beside those every endpoint has.
+    statuses it may answer with beside those every endpoint has, and `error_bodies` what it may say then.
     """
 
     method: str
@@ -138,6 +139,7 @@ class Endpoint:
     bodies: tuple[type[msgspec.Struct], ...] = ()
     body_required: bool = True
     errors: tuple[int, ...] = ()
+    error_bodies: tuple[type[msgspec.Struct], ...] = (ErrorBody,)
     free: bool = False
     media_type: str = "application/json"
     tags: tuple[str, ...] = field(default=())

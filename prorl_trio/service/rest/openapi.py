@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from prorl_trio.service.rest.schema import ErrorBody, ErrorDetail, SubmitReply
+from prorl_trio.service.rest.schema import ErrorDetail, SubmitReply
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ _ALWAYS: Final = (401, 408, 413, 422)
 
 def describe(endpoints: Sequence[Endpoint]) -> bytes:
     """The document, as JSON."""
-    kinds: list[Any] = [ErrorBody, ErrorDetail]
+    kinds: list[Any] = [ErrorDetail, *{kind: None for endpoint in endpoints for kind in endpoint.error_bodies}]
     for endpoint in endpoints:
         kinds += [kind for kind in (endpoint.query, *endpoint.bodies, *endpoint.replies.values()) if kind is not None]
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
@@ -89,7 +89,7 @@ def _responses(endpoint: Endpoint, refs: dict[str, Any]) -> dict[str, Any]:
         schema = {} if kind is None else refs[repr(kind)]
         content = {endpoint.media_type: {"schema": schema}}
         responses[str(status)] = {"description": HTTPStatus(status).phrase, "content": content}
-    error: dict[str, Any] = {"anyOf": [refs[repr(ErrorBody)]]}
+    error: dict[str, Any] = {"anyOf": [refs[repr(kind)] for kind in endpoint.error_bodies]}
     if SubmitReply in endpoint.replies.values():
         error["anyOf"].append(refs[repr(SubmitReply)])
     for status in sorted({*_ALWAYS, *endpoint.errors}):
