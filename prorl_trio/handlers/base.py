@@ -64,9 +64,9 @@ class AgentHandler(abc.ABC):
     async def run(self, context: RolloutContext) -> None:
         """Let the agent work, usually by `prorl_trio.agent.run_agent`, recording into `context`.
 
-        Its `before_turn` shortens a dialogue that has grown long, takes old reasoning out, or tries a step again; a tool
-        that is made with the `context` may ask other agents by `run_sub_agent`. All of it is in the one trajectory: the
-        `parent` and the `reason` of its segments say how it came about.
+        Its `before_turn` shortens a dialogue that has grown long, takes old reasoning out, or tries a step again; a
+        tool that is made with the `context` may ask other agents by `run_sub_agent`. All of it is in the one
+        trajectory: the `parent` and the `reason` of its segments say how it came about.
         """
 
     @abc.abstractmethod
