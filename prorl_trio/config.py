@@ -243,6 +243,7 @@ class BackendConfig(_Config, frozen=True):
 
     `strategy`: which backend a rollout goes to; all but `least_in_flight` are there to be compared with.
     `health`: when one that fails is given no more rollouts, and its rollouts move.
+    `load`: when a rollout moves off one that has too much to do, and how many rollouts one takes.
     """
 
     urls: list[str] = []
@@ -257,6 +258,7 @@ class BackendConfig(_Config, frozen=True):
     lease_timeout_s: float = 900.0
     strategy: Strategy = "least_in_flight"
     health: HealthConfig = HealthConfig()
+    load: LoadConfig = LoadConfig()
 
     def __post_init__(self) -> None:
         for url, weight in self.weights.items():

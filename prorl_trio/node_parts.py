@@ -45,6 +45,7 @@ async def open_backends(config: BackendConfig, on_call: OnCall | None) -> AsyncI
         max_tasks_per_backend=config.max_tasks_per_backend,
         strategy=config.strategy,
         health=config.health,
+        load=config.load,
     )
     try:
         failed: dict[str, BackendError] = {}

@@ -12,6 +12,7 @@ import trio
 from prorl_trio.models import FinishReason, LogprobKind, PolicySpan, SamplingParams
 
 if TYPE_CHECKING:
+    from prorl_trio.inference.engine_load import EngineLoad
     from prorl_trio.inference.gate import PauseMode
 
 __all__ = ["Completion", "EngineClient", "EngineInfo", "TokenSink"]
@@ -108,6 +109,15 @@ class EngineClient(abc.ABC):
             BackendError: after the retries, or at once when counts of ids, logprobs and usage differ.
             ContextLengthExceeded: the engine says that the prompt does not fit.
         """
+
+    async def load(self, *, timeout_s: float) -> EngineLoad | None:
+        """What it has to do at this moment; None where it does not say.
+
+        Raises:
+            BackendError: it failed to answer.
+        """
+        await trio.lowlevel.checkpoint()
+        return None
 
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
         """Have the engine itself stop sampling, for a change of weights. False if it does not offer that.

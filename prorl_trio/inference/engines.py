@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from random import Random
     from typing import Unpack
 
+    from prorl_trio.inference.engine_load import EngineLoad
     from prorl_trio.inference.gate import PauseMode
     from prorl_trio.inference.http_engine import HttpEngineClient, OnCall
     from prorl_trio.inference.retries import RetryPolicy
@@ -77,6 +78,10 @@ class AutoClient(EngineClient):
             cache_salt=cache_salt,
             sink=sink,
         )
+
+    async def load(self, *, timeout_s: float) -> EngineLoad | None:
+        """See `EngineClient.load`."""
+        return await self._chosen.load(timeout_s=timeout_s)
 
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
         """See `EngineClient.pause`."""

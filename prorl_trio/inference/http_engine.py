@@ -14,6 +14,7 @@ import trio
 from prorl_trio.errors import BackendError, ContextLengthExceeded
 from prorl_trio.inference.answers import ContractBroken, Wanted, context_limit, error_message, logprob_kind
 from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo, TokenSink
+from prorl_trio.inference.engine_load import EngineLoad, read_load
 from prorl_trio.inference.http import (
     ConnectFailed,
     ConnectionLost,
@@ -167,6 +168,11 @@ class HttpEngineClient(EngineClient):
             if self._on_call is not None:
                 self._on_call(self.url, result, trio.current_time() - started_s)
         return completion
+
+    async def load(self, *, timeout_s: float) -> EngineLoad | None:
+        """See `EngineClient.load`. From the server's metrics page."""
+        page = await self._get("/metrics", timeout_s)
+        return None if page is None else read_load(page)
 
     async def aclose(self) -> None:
         """Close every connection. Calls in flight raise `BackendError`. Idempotent."""

@@ -27,6 +27,8 @@ class BackendLease:
     def __init__(self, backends: Backends, lease: Lease) -> None:
         self._backends = backends
         self._lease = lease
+        self._turn: PartialCompletion | None = None
+        """Which was begun, and is not complete."""
 
     def __repr__(self) -> str:
         return f"<BackendLease of {self.task_id} on {self.url}>"
@@ -86,7 +88,7 @@ class BackendLease:
             if (whole := partial.begin_attempt(lambda: engine.info)) is not None:
                 await trio.lowlevel.checkpoint()
                 return whole
-            completion = None
+            completion, sent_s = None, trio.current_time()
             try:
                 completion = await engine.client.generate(
                     partial.prompt_token_ids,
@@ -100,10 +102,15 @@ class BackendLease:
             finally:
                 if completion is None:
                     partial.cut()
+            engine.load.call_ended(trio.current_time() - sent_s)
             return partial.add(completion)
 
-        with self._backends.observed(self._lease):
-            return await self._backends.gate.run(self.url, call, waiting)
+        begins = partial is not self._turn
+        self._turn = partial
+        with self._backends.observed(self._lease, partial if begins else None):
+            completion = await self._backends.gate.run(self.url, call, waiting)
+        self._turn = None
+        return completion
 
     def repin(self) -> bool:
         """Move to the least loaded other backend, after this one failed.

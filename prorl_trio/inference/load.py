@@ -72,20 +72,26 @@ class LoadEstimate:
     @property
     def wait_s(self) -> float | None:
         """What a call that comes now waits; None: not known."""
-        if self.load is None:
+        return None if self.load is None else self._wait_s(self.load, self._came, self.call_s)
+
+    def entry_s(self, prefix_tokens: int, here: LoadEstimate) -> float | None:
+        """What a call waits that comes from `here`, and whose prefix is not cached there. None: not known.
+
+        Until something else is known: it is as fast as `here`, and if nobody waits there, as many can run.
+        """
+        rate = self.prefill_tokens_per_s or here.prefill_tokens_per_s
+        if self.load is None or here.load is None or rate is None:
             return None
-        waiting = self.load.waiting + self._came
+        room = 0 if self.load.waiting else max(0, here.load.running - self.load.running)
+        wait_s = self._wait_s(self.load, min(self._came, 0) + max(self._came - room, 0), self.call_s or here.call_s)
+        return None if wait_s is None else wait_s + prefix_tokens / rate
+
+    @staticmethod
+    def _wait_s(load: EngineLoad, came: int, call_s: float | None) -> float | None:
+        waiting = load.waiting + came
         if waiting <= 0:
             return 0.0
-        return None if self.call_s is None else waiting * self.call_s / (self.load.running + waiting)
-
-    def entry_s(self, prefix_tokens: int, prefill_tokens_per_s: float | None) -> float | None:
-        """What a call waits that comes from elsewhere, whose prefix is not cached here. None: not known.
-
-        `prefill_tokens_per_s`: taken where that of this backend is not known yet.
-        """
-        wait_s, rate = self.wait_s, self.prefill_tokens_per_s or prefill_tokens_per_s
-        return None if wait_s is None or rate is None else wait_s + prefix_tokens / rate
+        return None if call_s is None else waiting * call_s / (load.running + waiting)
 
     def figures(self) -> dict[str, float | None]:
         """For `BackendStatistics`."""

@@ -81,6 +81,18 @@ class Backend:
         """It has as many tasks as it may."""
         return self.in_flight >= self.max_tasks > 0
 
+    def statistics(self) -> BackendStatistics:
+        """A snapshot."""
+        return BackendStatistics(
+            url=self.url,
+            state=self.state,
+            in_flight=self.in_flight,
+            assigned_total=self.assigned_total,
+            suspended=self.suspended,
+            weight=self.weight,
+            max_tasks=self.max_tasks,
+        )
+
 
 class Lease:
     """One task's hold on a backend. `backend` changes only through `BackendPool.move`."""
@@ -107,6 +119,11 @@ class BackendStatistics(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     max_tasks: int = 0
     error: str = ""
+    engine_running: int | None = None
+    engine_waiting: int | None = None
+    kv_usage: float | None = None
+    wait_s: float | None = None
+    prefill_tokens_per_s: float | None = None
 
 
 class BackendPool:
@@ -126,7 +143,7 @@ class BackendPool:
         self.strategy = strategy
         self.moves: Counter[MoveReason] = Counter()
         """Tasks that were moved, by reason."""
-        self._max_tasks = max_tasks_per_backend
+        self.max_tasks_per_backend = max_tasks_per_backend
         self._random = random
         self._backends: dict[str, Backend] = {}  # active and draining, in order of arrival
         self._removed: set[Backend] = set()  # with open leases
@@ -144,7 +161,7 @@ class BackendPool:
             _check_weight(url, weight)
         backend = self._backends.get(url)
         if backend is None:
-            backend = self._backends[url] = Backend(url, weight or 1.0, self._max_tasks)
+            backend = self._backends[url] = Backend(url, weight or 1.0, self.max_tasks_per_backend)
             self._enter(backend)
             return backend
         self._leave(backend)
@@ -177,7 +194,7 @@ class BackendPool:
 
     def limit(self, max_tasks_per_backend: int) -> None:
         """Change the limit of all backends, and of those to come. Tasks beyond it stay."""
-        self._max_tasks = max_tasks_per_backend
+        self.max_tasks_per_backend = max_tasks_per_backend
         for backend in self._backends.values():
             self.limit_one(backend, max_tasks_per_backend)
 
@@ -223,17 +240,18 @@ class BackendPool:
         self._count(backend, 1)
         return lease
 
-    def move(self, lease: Lease, reason: MoveReason = "failure") -> bool:
+    def move(self, lease: Lease, reason: MoveReason = "failure", to: Backend | None = None) -> bool:
         """Give the task another backend than it has. False, and nothing changes, if there is none.
 
-        One that is full is taken only where no other has room, and only after a failure or for a drain.
+        One that is full is taken only where no other has room, and only after a failure or for a drain. `to`: this one,
+        if it accepts tasks, and no other.
 
         Raises:
             ValueError: the lease is not open.
         """
         self._check_open(lease)
-        current, other = lease.backend, self.other(lease)
-        if other is None or (reason == "skew" and other.full):
+        current, other = lease.backend, self.other(lease) if to is None else to
+        if other is None or other is current or not other.accepting or (reason == "skew" and other.full):
             return False
         self._count(current, -1)
         self._count(other, 1)
@@ -262,18 +280,11 @@ class BackendPool:
 
     def statistics(self) -> list[BackendStatistics]:
         """Every backend that is listed or still has tasks."""
-        return [
-            BackendStatistics(
-                url=backend.url,
-                state=backend.state,
-                in_flight=backend.in_flight,
-                assigned_total=backend.assigned_total,
-                suspended=backend.suspended,
-                weight=backend.weight,
-                max_tasks=backend.max_tasks,
-            )
-            for backend in (*self._backends.values(), *self._removed)
-        ]
+        return [backend.statistics() for backend in self.backends()]
+
+    def backends(self) -> list[Backend]:
+        """Every backend that is listed or still has tasks."""
+        return [*self._backends.values(), *self._removed]
 
     def _check_open(self, lease: Lease) -> None:
         if self._leases.get(lease.task_id) is not lease:

@@ -10,7 +10,7 @@ import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.config import HealthConfig, Strategy
+from prorl_trio.config import HealthConfig, LoadConfig, Strategy
 from prorl_trio.errors import BackendError
 from prorl_trio.inference.expected import ExpectedBackends
 from prorl_trio.inference.gate import unseen
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.inference.engine import EngineClient, EngineInfo
     from prorl_trio.inference.gate import CompletionGate, PauseMode
+    from prorl_trio.inference.partial import PartialCompletion
     from prorl_trio.inference.placement import MoveReason
     from prorl_trio.inference.versions import VersionOrder
 
@@ -57,6 +58,7 @@ class Backends:
         max_tasks_per_backend: int = 0,
         strategy: Strategy = "least_in_flight",
         health: HealthConfig | None = None,
+        load: LoadConfig | None = None,
         random: Random | None = None,
     ) -> None:
         """Nothing is contacted yet.
@@ -68,6 +70,8 @@ class Backends:
             max_tasks_per_backend: leases of one backend at once, 0 for no limit; more wait.
             strategy: which backend is next; see `placement.Strategy`.
             health: when a backend that fails is given no more tasks, and its tasks move.
+            load: when a task moves off a backend that has too much to do (by `least_in_flight` only), and how many
+                tasks a backend with a full cache may have.
             random: breaks ties between equally loaded backends.
         """
         random = random or Random()
@@ -75,13 +79,19 @@ class Backends:
         self._probe_timeout_s = probe_timeout_s
         self._max_backends = max_backends
         self._health = health or HealthConfig()
+        self._load = load or LoadConfig()
         self._pool = BackendPool(random, max_tasks_per_backend, strategy=strategy)
         self._engines: dict[Backend, RegisteredEngine] = {}
         self._line = WaitingLine()
         self._expected = ExpectedBackends(self.add, random)
         self._updates = PolicyUpdates(self._engines)
         self._watch = PoolWatch(
-            self._pool, self._engines, self._changed, health=self._health, probe_timeout_s=probe_timeout_s
+            self._pool,
+            self._engines,
+            self._changed,
+            health=self._health,
+            load=self._load,
+            probe_timeout_s=probe_timeout_s,
         )
         self._closed = False
 
@@ -172,6 +182,8 @@ class Backends:
     def limit_tasks(self, max_tasks_per_backend: int) -> None:
         """Change the limit, 0 for none. Tasks beyond a smaller one stay; a larger one lets in who waits."""
         self._pool.limit(max_tasks_per_backend)
+        for backend, engine in self._engines.items():
+            self._watch.apply_limit(backend, engine)
         self._serve()
 
     # ------------------------------------------------------------ leases
@@ -211,17 +223,24 @@ class Backends:
         """Of the backend that the lease is on now."""
         return self._engines[lease.backend]
 
-    def move(self, lease: Lease, reason: MoveReason) -> bool:
+    def move(self, lease: Lease, reason: MoveReason, to: Backend | None = None) -> bool:
         """See `BackendPool.move`. The room it leaves is given to who waits."""
-        moved = self._pool.move(lease, reason)
-        self._serve()
+        left = self._engines[lease.backend]
+        moved = self._pool.move(lease, reason, to)
+        if moved:
+            left.load.task_moved(-1)
+            self._engines[lease.backend].load.task_moved(1)
+            self._serve()
         return moved
 
     @contextmanager
-    def observed(self, lease: Lease) -> Iterator[None]:
-        """Around a completion. A task whose backend takes none any more moves first, if it can."""
+    def observed(self, lease: Lease, turn: PartialCompletion | None) -> Iterator[None]:
+        """Around a completion. A task whose backend takes none any more moves first, if it can; and so does one that is
+        at the beginning of a `turn` and better off elsewhere."""
         if not lease.backend.accepting:
             self.move(lease, "failure" if lease.backend.suspended else "drain")
+        elif turn is not None and (better := self._better(lease, turn)) is not None:
+            self.move(lease, "skew", better)
         backend = lease.backend
         engine = self._engines[backend]
         try:
@@ -231,6 +250,22 @@ class Backends:
             self._watch.judge(backend, engine, str(exc))
             raise
         engine.breaker.call_ended(ok=True)
+
+    def _better(self, lease: Lease, turn: PartialCompletion) -> Backend | None:
+        """Where the task is better off than where it is, by the formula of `inference.load`."""
+        here = self._engines[lease.backend].load
+        worth_s = (here.wait_s or 0.0) - self._load.skew_margin_s
+        if worth_s <= 0 or self._pool.strategy != "least_in_flight":
+            return None
+        tokens = len(turn.prompt_token_ids)
+        costs = {
+            backend: cost_s
+            for backend, engine in self._engines.items()
+            if backend is not lease.backend and backend.accepting and not backend.full
+            if (cost_s := engine.load.entry_s(tokens, here)) is not None
+        }
+        best = min(costs, key=costs.__getitem__, default=None)
+        return best if best is not None and worth_s > self._load.skew_ratio * costs[best] else None
 
     # ------------------------------------------------------------ all of them
 
@@ -267,6 +302,7 @@ class Backends:
         """Look at all backends from time to time, for ever: see `PoolWatch`, `ExpectedBackends`."""
         async with open_single_nursery() as nursery:
             nursery.start_soon(self._watch.watch_health)
+            nursery.start_soon(self._watch.watch_load)
             nursery.start_soon(self._expected.run)
 
     async def aclose(self) -> None:
@@ -284,8 +320,11 @@ class Backends:
             "waiting": len(self._line),
             "moves": dict(self._pool.moves),
             "gate": self.gate.statistics(),
-            "backends": [*self._pool.statistics(), *self._expected.statistics()],
+            "backends": [*map(self._statistics_of, self._pool.backends()), *self._expected.statistics()],
         }
+
+    def _statistics_of(self, backend: Backend) -> BackendStatistics:
+        return msgspec.structs.replace(backend.statistics(), **self._engines[backend].load.figures())
 
     @property
     def accepting(self) -> bool:

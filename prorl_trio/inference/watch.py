@@ -1,4 +1,4 @@
-"""The look at registered engines from time to time: which are well. What calls find out counts, too."""
+"""The look at registered engines from time to time: which are well, and how much they have to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prorl_trio.errors import BackendError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from prorl_trio.config import HealthConfig
+    from prorl_trio.config import HealthConfig, LoadConfig
     from prorl_trio.inference.gated import RegisteredEngine
     from prorl_trio.inference.placement import Backend, BackendPool
 
@@ -22,6 +22,8 @@ __all__ = ["PoolWatch"]
 logger = logging.getLogger(__name__)
 
 PROBES_AT_ONCE = 32
+REPORT_TIMEOUT_S = 5.0
+"""For an engine's metrics page."""
 
 
 class PoolWatch:
@@ -34,12 +36,14 @@ class PoolWatch:
         changed: Callable[[], None],
         *,
         health: HealthConfig,
+        load: LoadConfig,
         probe_timeout_s: float,
     ) -> None:
         self._pool = pool
         self._engines = engines
         self._changed = changed
         self._health = health
+        self._load = load
         self._probe_timeout_s = probe_timeout_s
 
     async def watch_health(self) -> None:
@@ -56,6 +60,46 @@ class PoolWatch:
                 for backend in self._engines:
                     if backend.state != "removed":
                         nursery.start_soon(self._probe_again, backend, limiter)
+
+    async def watch_load(self) -> None:
+        """Ask every engine for its load again and again, for ever, and adapt how many tasks it may have.
+
+        Nothing is known of one that does not say, or fails to: its tasks then stay where they are, as does its limit.
+        """
+        limiter = trio.CapacityLimiter(PROBES_AT_ONCE)
+        if not self._load.interval_s:
+            await trio.sleep_forever()
+        while True:
+            await trio.sleep(self._load.interval_s)
+            async with open_single_nursery() as nursery:
+                for backend, engine in self._engines.items():
+                    if backend.state != "removed":
+                        nursery.start_soon(self._ask_load, backend, engine, limiter)
+
+    def adapt(self, backend: Backend, engine: RegisteredEngine, *, pressed: bool) -> None:
+        """Decide how many tasks it may have, as the pool's limit and its KV cache allow."""
+        if self._load.max_kv_usage:
+            engine.limit.adapt(self._load, pressed=pressed, in_flight=backend.in_flight)
+        self.apply_limit(backend, engine)
+
+    def apply_limit(self, backend: Backend, engine: RegisteredEngine) -> None:
+        """Have the pool keep to it."""
+        before, now = backend.max_tasks, engine.limit.within(self._pool.max_tasks_per_backend)
+        if now != before:
+            self._pool.limit_one(backend, now)
+            logger.info("backend %s may have %s tasks at once", backend.url, now or "any number of")
+            self._changed()
+
+    async def _ask_load(self, backend: Backend, engine: RegisteredEngine, limiter: trio.CapacityLimiter) -> None:
+        async with limiter:
+            try:
+                load = await engine.client.load(timeout_s=REPORT_TIMEOUT_S)
+            except BackendError as exc:
+                logger.debug("backend %s: its load is not known: %s", backend.url, exc)
+                load = None
+        engine.load.reported(load, self._load.max_kv_usage)
+        if load is not None:
+            self.adapt(backend, engine, pressed=engine.load.pressed)
 
     def judge(self, backend: Backend, engine: RegisteredEngine, why: str) -> None:
         """Take it out or in, as its breaker says."""

@@ -18,6 +18,7 @@ import trio
 from ipc.nursery import open_single_nursery
 from prorl_trio.errors import BackendError, ContextLengthExceeded
 from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
+from prorl_trio.inference.engine_load import EngineLoad
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -169,6 +170,19 @@ class SimulatedEngine(EngineClient):
             finish_reason="stop",
             policy_version="0",
             engine="simulated",
+        )
+
+    async def load(self, *, timeout_s: float) -> EngineLoad:
+        """See `EngineClient.load`."""
+        del timeout_s
+        await trio.lowlevel.checkpoint()
+        read = self.prompt_tokens - self.prefix_hits_tokens
+        return EngineLoad(
+            running=self.running,
+            waiting=self.waiting,
+            kv_usage=self.reserved_tokens / self.model.kv_tokens,
+            prefill_tokens_total=read,
+            prefill_s_total=read / self.model.prefill_tokens_per_s,
         )
 
     async def aclose(self) -> None:

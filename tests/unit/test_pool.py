@@ -307,6 +307,11 @@ async def test_statistics_can_be_sent(backends):
                 "weight": 1.0,
                 "max_tasks": 0,
                 "error": "",
+                "engine_running": None,
+                "engine_waiting": None,
+                "kv_usage": None,
+                "wait_s": None,
+                "prefill_tokens_per_s": None,
             }
         ],
     }
