@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ContractBroken",
     "Logprob",
+    "Prompt",
     "TokenId",
     "Wanted",
     "checked_completion",
@@ -39,6 +40,8 @@ HOT_TOLERANCE = 0.15
 """Between two runs of a bfloat16 engine. Twice the temperature moves an uncertain token by more."""
 
 MAX_ERROR_CHARS = 1000
+
+_NOT_SAID = (msgspec.Raw(), msgspec.Raw(b"null"))
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Logprob = Annotated[float, msgspec.Meta(gt=CLAMPED_LOGPROB, le=MAX_LOGPROB)]
@@ -68,10 +71,45 @@ class ContractBroken(ValueError):
     """An answer that cannot be trusted token for token. The message says why."""
 
 
+class Prompt(msgspec.Struct, frozen=True):
+    """A prompt's ids as an engine gets them. Thousands wait for their completions at once, and a list of ids is seven
+    times as large, has to be walked through by each search for garbage, and to be made again from what is sent back.
+
+    Attributes:
+        text: a JSON list of ids, without spaces.
+        tokens: how many.
+    """
+
+    text: msgspec.Raw
+    tokens: int
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int]) -> Prompt:
+        """The same ids."""
+        return cls(msgspec.Raw(msgspec.json.encode(token_ids)), len(token_ids))
+
+    def check(self, read: msgspec.Raw) -> None:
+        """`read` is the JSON of the prompt that an engine says it has read; nothing, or null, if it does not say.
+
+        Raises:
+            ContractBroken: it is another one.
+        """
+        if read == self.text or read in _NOT_SAID:
+            return
+        try:
+            ids = msgspec.json.decode(read, type=list[int])
+        except msgspec.MsgspecError as exc:
+            raise ContractBroken(f"the prompt it says it has read is no list of ids: {exc}") from exc
+        if Prompt.of(ids) != self:  # where there are spaces in it
+            raise ContractBroken(
+                f"it drops token ids or changes them: sent a prompt of {self.tokens}, it read one of {len(ids)}"
+            )
+
+
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for, to hold the answer against."""
 
-    prompt_token_ids: list[int]
+    prompt: Prompt
     sampling: SamplingParams
     max_tokens: int
     info: EngineInfo

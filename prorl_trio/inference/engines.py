@@ -69,7 +69,7 @@ class AutoClient(EngineClient):
         sink: TokenSink | None = None,
     ) -> Completion:
         """See `HttpEngineClient.generate`."""
-        return await self._chosen.generate(
+        call = self._chosen.generate(
             prompt_token_ids,
             sampling,
             max_tokens=max_tokens,
@@ -78,6 +78,8 @@ class AutoClient(EngineClient):
             cache_salt=cache_salt,
             sink=sink,
         )
+        del prompt_token_ids  # see `HttpEngineClient.generate`
+        return await call
 
     async def load(self, *, timeout_s: float) -> EngineLoad | None:
         """See `EngineClient.load`."""

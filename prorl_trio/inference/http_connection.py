@@ -189,9 +189,11 @@ class HttpConnection:
         try:
             pieces = (request, h11.Data(data=body), h11.EndOfMessage())
             payload = b"".join(piece for event in pieces if (piece := self._h11.send(event)))
+            del pieces
             # A server may refuse a request before it has read all of it: what it said then counts.
             with suppress(trio.BrokenResourceError):
                 await self._stream.send_all(payload)
+            del payload  # the answer may take minutes, and thousands may wait for one
             response = await self._receive_response(on_data)
         except (trio.ClosedResourceError, trio.BrokenResourceError) as exc:
             self.close()

@@ -12,7 +12,7 @@ import msgspec
 import trio
 
 from prorl_trio.errors import BackendError, ContextLengthExceeded
-from prorl_trio.inference.answers import ContractBroken, Wanted, context_limit, error_message, logprob_kind
+from prorl_trio.inference.answers import ContractBroken, Prompt, Wanted, context_limit, error_message, logprob_kind
 from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo, TokenSink
 from prorl_trio.inference.engine_load import EngineLoad, read_load
 from prorl_trio.inference.http import (
@@ -146,12 +146,12 @@ class HttpEngineClient(EngineClient):
             raise RuntimeError(f"{self.url}: probe() must succeed before generate()")
         if not prompt_token_ids or max_tokens < 1:
             raise ValueError(f"need a prompt and max_tokens >= 1, got {len(prompt_token_ids)} ids and {max_tokens}")
-        room = info.max_model_len - len(prompt_token_ids)
+        prompt = Prompt.of(prompt_token_ids)
+        del prompt_token_ids  # nobody needs the list any more, see `Prompt`
+        room = info.max_model_len - prompt.tokens
         if room < 1:
-            raise ContextLengthExceeded(len(prompt_token_ids), info.max_model_len)
-        wanted = Wanted(
-            prompt_token_ids=prompt_token_ids, sampling=sampling, max_tokens=min(max_tokens, room), info=info
-        )
+            raise ContextLengthExceeded(prompt.tokens, info.max_model_len)
+        wanted = Wanted(prompt=prompt, sampling=sampling, max_tokens=min(max_tokens, room), info=info)
         started_s, result = trio.current_time(), "cancelled"
         try:
             completion = await self._complete(
@@ -183,7 +183,7 @@ class HttpEngineClient(EngineClient):
 
     async def _sample_probe(self, info: EngineInfo, sampling: SamplingParams, timeout_s: float) -> list[float]:
         """The log-probabilities of `PROBE_TOKENS` tokens. Raises BackendError: it is not fit."""
-        wanted = Wanted(prompt_token_ids=PROBE_PROMPT, sampling=sampling, max_tokens=PROBE_TOKENS, info=info)
+        wanted = Wanted(prompt=Prompt.of(PROBE_PROMPT), sampling=sampling, max_tokens=PROBE_TOKENS, info=info)
         try:
             completion = await self._complete(
                 wanted, request_id="prorl-probe", timeout_s=timeout_s, cache_salt="", sink=None, probing=True

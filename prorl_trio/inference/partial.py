@@ -6,6 +6,7 @@ short completions, as they are cut less often. So no token that was received is 
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -48,7 +49,7 @@ class PartialCompletion:
         self.stop = stop
         self.stream = stream or stop is not None
         self.admit = admit
-        self._prompt = prompt_token_ids
+        self._prompt = array("i", prompt_token_ids)
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[PolicySpan] = []
@@ -67,7 +68,7 @@ class PartialCompletion:
     @property
     def prompt_token_ids(self) -> list[int]:
         """What the next attempt continues."""
-        return self._prompt + self._token_ids
+        return self._prompt.tolist() + self._token_ids
 
     @property
     def room(self) -> int:

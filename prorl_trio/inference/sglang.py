@@ -49,7 +49,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /generate`. `extra_key` keeps prefixes apart. No `rid`: a repeated one is refused."""
 
-    input_ids: list[int]
+    input_ids: msgspec.Raw
     sampling_params: SamplingFields
     return_logprob: bool = True
     stream: bool = False
@@ -161,7 +161,7 @@ class SglangClient(HttpEngineClient):
             _request(wanted, cache_salt, stream=stream is not None, ignore_eos=probing),
             request_id=request_id,
             timeout_s=timeout_s,
-            prompt_tokens=len(wanted.prompt_token_ids),
+            prompt_tokens=wanted.prompt.tokens,
             on_data=None if stream is None else stream.feed,
             once=probing,
         )
@@ -172,7 +172,7 @@ def _request(wanted: Wanted, cache_salt: str, *, stream: bool, ignore_eos: bool)
     sampling = wanted.sampling
     return msgspec.json.encode(
         GenerateRequest(
-            input_ids=wanted.prompt_token_ids,
+            input_ids=wanted.prompt.text,
             sampling_params=SamplingFields(
                 max_new_tokens=wanted.max_tokens,
                 temperature=sampling.temperature,

@@ -90,7 +90,7 @@ class VllmClient(HttpEngineClient):
             completion_request(wanted, path=path, cache_salt=cache_salt, stream=stream is not None, ignore_eos=probing),
             request_id=request_id,
             timeout_s=timeout_s,
-            prompt_tokens=len(wanted.prompt_token_ids),
+            prompt_tokens=wanted.prompt.tokens,
             on_data=None if stream is None else stream.feed,
             once=probing,
         )

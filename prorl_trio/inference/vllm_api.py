@@ -72,7 +72,7 @@ class CompletionRequest(_Sampling, frozen=True, kw_only=True):
     """`POST /v1/completions`. See `_Sampling` for what is sent although it is neutral."""
 
     model: str
-    prompt: list[int]
+    prompt: msgspec.Raw
     return_token_ids: bool = True
     stream: bool = False
     stream_options: StreamOptions | msgspec.UnsetType = msgspec.UNSET
@@ -89,7 +89,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /inference/v1/generate`."""
 
     model: str
-    token_ids: list[int]
+    token_ids: msgspec.Raw
     sampling_params: GenerateSampling
     return_token_ids: bool = True
     stream: bool = False
@@ -124,7 +124,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     finish_reason: str | None = None
     token_ids: list[TokenId] | None = None
-    prompt_token_ids: list[TokenId] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
     logprobs: ChoiceLogprobs | None = None
     weight_versions: list[VersionRun] | None = None
 
@@ -140,7 +140,7 @@ class AnswerPart(msgspec.Struct, frozen=True):
 
     choices: list[Choice]
     usage: Usage | None = None
-    prompt_token_ids: list[TokenId] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -172,7 +172,7 @@ def completion_request(
     wanted: Wanted, *, path: str, cache_salt: str = "", stream: bool = False, ignore_eos: bool = False
 ) -> bytes:
     """The JSON body that asks for one continuation at `path`."""
-    model, prompt, sampling = wanted.info.model, wanted.prompt_token_ids, wanted.sampling
+    model, prompt, sampling = wanted.info.model, wanted.prompt.text, wanted.sampling
     how: dict[str, Any] = {
         "max_tokens": wanted.max_tokens,
         "temperature": sampling.temperature,
@@ -207,12 +207,8 @@ def read_answer(body: bytes, wanted: Wanted) -> AnswerPart:
     if len(part.choices) > 1:
         raise ContractBroken(f"asked for 1 continuation, got {len(part.choices)}")
     for choice in part.choices:
-        read = choice.prompt_token_ids if part.prompt_token_ids is None else part.prompt_token_ids
-        if read is not None and read != wanted.prompt_token_ids:
-            raise ContractBroken(
-                f"it drops token ids or changes them: sent a prompt of {len(wanted.prompt_token_ids)}, "
-                f"it read one of {len(read)}"
-            )
+        wanted.prompt.check(part.prompt_token_ids)
+        wanted.prompt.check(choice.prompt_token_ids)
     return part
 
 

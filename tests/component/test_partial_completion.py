@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from prorl_trio.errors import BackendError
-from prorl_trio.inference.answers import ContractBroken, Wanted, logprob_kind
+from prorl_trio.inference.answers import ContractBroken, Prompt, Wanted, logprob_kind
 from prorl_trio.inference.completion_stream import CompletionStream
 from prorl_trio.inference.engine import Completion, EngineInfo
 from prorl_trio.inference.engines import AutoClient, engine_client
@@ -32,7 +32,7 @@ def under(version):
 
 
 INFO = EngineInfo(url="u", model="m", max_model_len=100, engine="e", policy_version="0")
-WANTED = Wanted(prompt_token_ids=PROMPT, sampling=SamplingParams(), max_tokens=9, info=INFO)
+WANTED = Wanted(prompt=Prompt.of(PROMPT), sampling=SamplingParams(), max_tokens=9, info=INFO)
 
 
 @asynccontextmanager
