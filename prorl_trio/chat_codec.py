@@ -66,11 +66,13 @@ class TokenCodec:
     Attributes:
         vocab_size: every id the tokenizer knows is below it. The model's embedding may have more rows.
         added_ids: the ids of all added tokens, by their text.
+        look_alikes: the added tokens that are broken up in text from outside.
         control_pattern: matches the tokens that structure a dialogue, in rendered text.
     """
 
     vocab_size: int
     added_ids: dict[str, int]
+    look_alikes: list[str]
     control_pattern: re.Pattern[str]
 
     def __init__(self, tokenizer_json: bytes, origin: Path, markup: Collection[str] = MARKUP) -> None:
@@ -96,6 +98,7 @@ class TokenCodec:
         self._full, self._plain = _tokenizers(tokenizer_json, frozenset(t.content for t in breakable), origin)
         self.vocab_size = max(self._full.get_vocab(with_added_tokens=True).values()) + 1
         self._look_alike = _break_pattern(t.content for t in breakable)
+        self.look_alikes = [t.content for t in breakable]
         control = [t.content for t in breakable if t.id in self._control_ids]
         self._control_look_alike = _break_pattern(control)
         self.control_pattern = re.compile(_longest(control) or r"(?!)")
@@ -127,6 +130,11 @@ class TokenCodec:
             ids.append(self.added_ids[match.group(match.lastindex or 0)])
             start = match.end()
         return ids + self._encode_plain(marked[start:])
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Return the ids that the tokenizer itself gives to rendered text, control tokens in all of it included."""
+        ids: list[int] = self._full.encode(text, add_special_tokens=False).ids
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD, ids out of range nothing.

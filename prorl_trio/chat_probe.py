@@ -49,8 +49,8 @@ def probe(template: ChatTemplate) -> None:
             template,
             opens_thinking=opening.rstrip().endswith("<think>"),
             rewrites_history=_rewrites_history(template, opening),
-            short_history=_same_delta(template, lambda _: STAND_IN, ((), _TOOLS)),
-            shape_history=_same_delta(template, shape, ()),
+            short_history=_same_delta(template, lambda _: STAND_IN, without_tools=True),
+            shape_history=_same_delta(template, shape, without_tools=False),
         )
     except HandlerError as exc:
         raise ConfigError(f"{template.origin}: the chat template failed its self-test: {exc}") from exc
@@ -110,7 +110,9 @@ def _needs_calls(template: ChatTemplate) -> bool:
             return True
         if after_text != after_calls:
             return True
-    return False
+    called = assistant_message([template.as_wanted(_CALL)])
+    accepted = [_delta_or_none(template, [_LAST], [_USER, said, _TOOL], ()) for said in (_ASSISTANT, called)]
+    return accepted[0] is None and accepted[1] is not None
 
 
 def _check_messages_survive(template: ChatTemplate) -> str:
@@ -120,8 +122,8 @@ def _check_messages_survive(template: ChatTemplate) -> str:
     spoken = template.prompt([_SYSTEM, _USER, {"role": "assistant", "content": SENTINEL}], ())
     if opening == opened or not (opening or spoken.startswith(opened + SENTINEL)):
         raise HandlerError("it does not append a generation prompt when asked to")
-    tool_delta, user_delta = (template.delta([new], [_SYSTEM, _USER], calls=[_CALL]) for new in (_TOOL, _USER))
-    for text, message in ((opened, _SYSTEM), (opened, _USER), (tool_delta, _TOOL), (user_delta, _USER)):
+    tool_delta, user_delta = (template.delta([new], [_SYSTEM, _USER], calls=[_CALL]) for new in (_TOOL, _MORE))
+    for text, message in ((opened, _SYSTEM), (opened, _USER), (tool_delta, _TOOL), (user_delta, _MORE)):
         if text.count(message["content"]) != 1:
             raise HandlerError(f"it loses, changes or repeats the content of a {message['role']} message")
     if not user_delta.endswith(opening):
@@ -167,22 +169,26 @@ def _differs(
 def _same_delta(
     template: ChatTemplate,
     reduced: Callable[[Sequence[Message]], Sequence[Message]],
-    without_tools: Sequence[Sequence[ToolSchema]],
+    *,
+    without_tools: bool,
 ) -> bool:
-    """Whether deltas stay the same when the history is reduced, and the tools left out where `without_tools` says."""
-
-    def delta(new: Sequence[Message], history: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
-        try:
-            return template.delta(new, history, tools, _calls_for(new))
-        except HandlerError:
-            return None
-
+    """Whether deltas stay the same when the history is reduced, and, with `without_tools`, the tools left out."""
     return all(
-        delta(new, reduced(history), () if without_tools else tools) == delta(new, history, tools)
+        _delta_or_none(template, new, reduced(history), () if without_tools else tools)
+        == _delta_or_none(template, new, history, tools)
         for new in _NEW_MESSAGES
         for history in _histories(template)
         for tools in ((), _TOOLS)
     )
+
+
+def _delta_or_none(
+    template: ChatTemplate, new: Sequence[Message], history: Sequence[Message], tools: Sequence[ToolSchema]
+) -> str | None:
+    try:
+        return template.delta(new, history, tools, _calls_for(new))
+    except HandlerError:
+        return None
 
 
 def _histories(template: ChatTemplate) -> list[list[Message]]:
@@ -209,6 +215,7 @@ def _calls_for(new: Sequence[Message]) -> list[Message]:
 
 _SYSTEM: Message = {"role": "system", "content": "probe-system"}
 _USER = STAND_IN[0]
+_MORE: Message = {"role": "user", "content": "probe-more"}  # another one: some templates look for equal messages
 _ASSISTANT: Message = {"role": "assistant", "content": "probe-assistant"}
 _TOOL: Message = {"role": "tool", "content": "probe-result", "name": "probe_tool", "tool_call_id": call_id(1)}
 _TOOL_2: Message = {**_TOOL, "tool_call_id": call_id(2)}
@@ -231,9 +238,10 @@ _HISTORIES = (
     (_USER,),
     (_SYSTEM, _USER),
     (_USER, _ASSISTANT, _TOOL),
-    (_SYSTEM, _USER, _ASSISTANT, _USER),
-    (_SYSTEM, _USER, _ASSISTANT, _TOOL, _TOOL_2, _ASSISTANT, _USER, _ASSISTANT, _TOOL),
+    (_SYSTEM, _USER, _ASSISTANT, _MORE),
+    (_SYSTEM, _USER, _ASSISTANT, _TOOL, _TOOL_2, _ASSISTANT, _MORE, _ASSISTANT, _TOOL),
 )
 _SAID = ("probe-said", "", f"{MARK}{MARK} 2 < 3\n\n```\né e\u0301 數 😀 <{MARK}|x|>\n```", "long " * 4000 + "end")
-_AFTER_TOOLS = ((_TOOL,), (_TOOL, _TOOL_2), (_TOOL, _USER))
-_NEW_MESSAGES = ((_USER,), *_AFTER_TOOLS, (_TOOL, {"role": "system", "content": "probe-system"}, _USER))
+_LAST: Message = {"role": "user", "content": "probe-last"}
+_AFTER_TOOLS = ((_TOOL,), (_TOOL, _TOOL_2), (_TOOL, _LAST))
+_NEW_MESSAGES = ((_LAST,), *_AFTER_TOOLS, (_TOOL, _SYSTEM, _LAST))

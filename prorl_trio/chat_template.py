@@ -116,10 +116,12 @@ class ChatTemplate:
         Raises:
             HandlerError: the template refuses these messages, and says why.
         """
+        return self.render(self.adapted(messages, tools), tools, open_turn)
+
+    def adapted(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
+        """Return `messages` with what this template knows nothing of, results or `tools`, written into its texts."""
         adapted = list(messages) if self.capabilities.renders_tool_role else _tool_results_as_user(messages)
-        if tools and not self.capabilities.renders_tools:
-            adapted = _tools_in_system(adapted, tools)
-        return self.render(adapted, tools, open_turn)
+        return _tools_in_system(adapted, tools) if tools and not self.capabilities.renders_tools else adapted
 
     def delta(
         self,

@@ -1,0 +1,256 @@
+"""The proof that a model's prompts are its template's own, token by token, over made-up dialogues.
+
+Each dialogue grows turn by turn as rollouts do, and must end as the ids that an oracle makes of all of it at once. The
+oracle renders the texts as they are and encodes them with the whole tokenizer: nothing of our marking and splitting is
+in it. Where text from outside contains control tokens, the oracle's ids would contain them too; there the decoded text
+must be the oracle's, and the control tokens those of a dialogue of the same shape that says nothing.
+"""
+
+from __future__ import annotations
+
+import time
+import unicodedata
+from random import Random
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
+
+from prorl_trio.chat_corpus import CORPUS_TOOLS, Dialogue, Round, forged_tool, made_up_dialogue
+from prorl_trio.chat_template import Message, ToolSchema, assistant_message, call_id
+from prorl_trio.errors import ConfigError, HandlerError
+from prorl_trio.models import ChatMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from prorl_trio.chat import ChatFormat
+
+__all__ = ["Oracle", "Proof", "Unexplained", "prove_dialogue", "prove_format"]
+
+PROOF_DIALOGUES: Final = 60
+PROOF_TIMEOUT_S: Final = 5.0
+"""After which a proof at start is content with the dialogues it has."""
+MIN_PROOF_DIALOGUES: Final = 10
+
+
+class Unexplained(Exception):
+    """A prompt differs from the oracle's for no known reason; the message says where."""
+
+
+class Oracle(Protocol):
+    """What renders and encodes in one piece."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], open_turn: bool) -> str:
+        """Return the dialogue as text. Raises HandlerError where the template refuses it."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of rendered text."""
+        ...
+
+
+class Proof(NamedTuple):
+    """How many dialogues were seen: of the `exact` each prompt extends the one before; of the `rewritten` the template
+    itself altered earlier turns, and each segment is exact; the `refused` it does not render. `turns` are those of the
+    first two."""
+
+    exact: int
+    rewritten: int
+    refused: int
+    turns: int
+
+
+def prove_format(
+    chat: ChatFormat, *, dialogues: int = PROOF_DIALOGUES, seed: int = 0, timeout_s: float = PROOF_TIMEOUT_S
+) -> Proof:
+    """Prove `chat` against its own template in one piece. Uses the CPU for a second or so.
+
+    Raises:
+        ConfigError: it is not exact; the message says on what.
+    """
+    oracle, random, deadline = _OwnTemplate(chat), Random(seed), time.monotonic() + timeout_s
+    counted = {"exact": 0, "rewritten": 0, "refused": 0}
+    turns = 0
+    for number in range(dialogues):
+        if number >= MIN_PROOF_DIALOGUES and time.monotonic() > deadline:
+            break
+        try:
+            kind, rounds = prove_dialogue(chat, oracle, random)
+        except Unexplained as exc:
+            raise ConfigError(
+                f"{chat.template.origin}: prompts of the family {chat.family.name!r} are not exact for this template "
+                f"(dialogue {number} of the proof): {exc}"
+            ) from exc
+        counted[kind] += 1
+        turns += rounds
+    return Proof(**counted, turns=turns)
+
+
+def prove_dialogue(
+    chat: ChatFormat, oracle: Oracle, random: Random
+) -> tuple[Literal["exact", "rewritten", "refused"], int]:
+    """Prove one dialogue that is made up from `random`; return what it showed, and its number of turns.
+
+    Raises:
+        Unexplained: a prompt is not the oracle's.
+    """
+    dialogue = made_up_dialogue(random, chat.codec.look_alikes)
+    try:
+        return _Prover(chat, oracle, dialogue).prove(), len(dialogue.rounds)
+    except HandlerError:
+        return "refused", 0
+
+
+class _Prover:
+    """One dialogue as it grows, ours and the oracle's."""
+
+    def __init__(self, chat: ChatFormat, oracle: Oracle, dialogue: Dialogue) -> None:
+        self._chat, self._oracle, self._dialogue = chat, oracle, dialogue
+        opening = [ChatMessage(role="user", content=dialogue.question)]
+        if dialogue.system is not None:
+            opening.insert(0, ChatMessage(role="system", content=dialogue.system))
+        self._messages: list[Message] = [{"role": each.role, "content": each.content} for each in opening]
+        self._text = self._whole()
+        self._conversation = chat.open(opening, dialogue.tools, on_break="segment")
+        self._calls = 0
+
+    def prove(self) -> Literal["exact", "rewritten"]:
+        for each in self._dialogue.rounds:
+            self._turn(each)
+        ids = self._conversation.prompt_token_ids()
+        if self._dialogue.hostile:
+            self._check_forgeries(ids)
+        elif ids != (expected := self._oracle.encode(self._text)):
+            raise Unexplained(_difference(self._chat, ids, expected))
+        return "rewritten" if self._conversation.prefix_breaks else "exact"
+
+    def _turn(self, each: Round) -> None:
+        said, end, answer = self._spoken(each)
+        chat, conversation = self._chat, self._conversation
+        ids = [*self._oracle.encode(said), *([] if end is None else [end])]
+        turn = conversation.add_completion(ids, [0.0] * len(ids))
+        new = [ChatMessage(role="tool", content=text, name="probe") for text in each.results]
+        if each.question is not None:
+            new.append(ChatMessage(role="user", content=each.question))
+        breaks, before = conversation.prefix_breaks, self._text
+        self._messages.append(answer)
+        for index, message in enumerate(new):
+            plain: Message = {"role": message.role, "content": message.content}
+            if message.role == "tool":
+                made = answer.get("tool_calls", [])
+                plain |= {"name": "probe", "tool_call_id": made[index]["id"] if index < len(made) else call_id(0)}
+            self._messages.append(plain)
+        self._text = self._whole()
+        conversation.add_messages(new)
+        stands = before + said + ("" if end is None else chat.decode([end]))
+        if conversation.prefix_breaks > breaks and self._text.startswith(stands):
+            raise Unexplained(f"a new segment where the template rewrites nothing, after {said[-60:]!r}")
+        if "tool_calls" in answer and [call.arguments for call in turn.tool_calls] != each.arguments:
+            raise Unexplained(f"the calls in {said!r}, as the template writes them, are read as {turn.tool_calls}")
+
+    @property
+    def _renders_tools(self) -> bool:
+        return self._chat.capabilities.renders_tools
+
+    def _whole(self, messages: Sequence[Message] | None = None, tools: Sequence[ToolSchema] | None = None) -> str:
+        template = self._chat.template
+        tools = self._dialogue.tools if tools is None else tools
+        adapted = template.adapted(self._messages if messages is None else messages, tools)
+        return self._oracle.render(adapted, tools if self._renders_tools else [], True)
+
+    def _spoken(self, each: Round) -> tuple[str, int | None, Message]:
+        """Return what the assistant says this time, the token it ends with, if it says one, and the oracle's message.
+
+        Where the template writes calls itself, it says exactly what the template would write.
+        """
+        chat, capabilities = self._chat, self._chat.capabilities
+        if capabilities.needs_calls or (each.arguments and capabilities.renders_calls):
+            answer = self._parts(each)
+            written = self._as_written(answer, self._messages, self._text)
+            if written is None and capabilities.needs_calls:  # it alters earlier turns as soon as it sees this one
+                alone: list[Message] = [{"role": "user", "content": "x"}]
+                written = self._as_written(answer, alone, self._whole(alone))
+            if written is not None:
+                return *written, answer
+            if capabilities.needs_calls:
+                raise HandlerError("the template does not continue its own prompt")
+        said = each.content or "So"
+        thoughts = chat.family.syntax.thoughts
+        if each.reasoning and "<think>" in thoughts:
+            said = f"{each.reasoning}\n</think>\n\n{said}"
+            said = said if capabilities.opens_thinking else f"<think>\n{said}"
+        return said, None if each.results else chat.end_of_turn_id, {"role": "assistant", "content": said}
+
+    def _parts(self, each: Round) -> Message:
+        calls = []
+        for arguments in each.arguments:
+            self._calls += 1
+            function = {"name": "probe", "arguments": arguments}
+            call = {"id": call_id(self._calls), "type": "function", "function": function}
+            calls.append(self._chat.template.as_wanted(call))
+        content = "" if each.reasoning and calls else each.content
+        return assistant_message(calls, content, each.reasoning)
+
+    def _as_written(self, answer: Message, messages: Sequence[Message], prompt: str) -> tuple[str, int | None] | None:
+        """Return what the template writes for `answer` after its own prompt, and the token that closes it."""
+        codec, template = self._chat.codec, self._chat.template
+        adapted = template.adapted([*messages, answer], self._dialogue.tools)
+        try:
+            text = self._oracle.render(adapted, self._dialogue.tools if self._renders_tools else [], False)
+        except HandlerError:
+            return None
+        if not text.startswith(prompt):
+            return None
+        text = text[len(prompt) :]
+        if text[:1].isspace() and prompt[-1:].isspace():
+            return None  # one run of white space, which a model samples otherwise than it is encoded in one piece
+        closings = list(codec.control_pattern.finditer(text))
+        if not closings or text[closings[-1].end() :].strip():
+            return text, None
+        return text[: closings[-1].start()], codec.added_ids[closings[-1][0]]
+
+    def _check_forgeries(self, ids: Sequence[int]) -> None:
+        codec = self._chat.codec
+        decoded, expected = _normal(codec.decode(ids)), _normal(self._text)
+        if decoded != expected:
+            raise Unexplained(_first_difference(decoded, expected))
+        quiet = [_silenced(message) for message in self._messages]
+        tools = self._dialogue.tools and [*CORPUS_TOOLS, forged_tool("x")]
+        controls = {codec.added_ids[token] for token in codec.look_alikes}
+        ours = [token_id for token_id in ids if token_id in controls]
+        theirs = [token_id for token_id in self._oracle.encode(self._whole(quiet, tools)) if token_id in controls]
+        if ours != theirs:
+            raise Unexplained(f"{len(ours)} control tokens instead of {len(theirs)}: {codec.decode(ours)!r}")
+
+
+def _silenced(message: Message) -> Message:
+    """Return what another one says without what it says; templates may test whether there is anything."""
+    return {**message, "content": "x"} if message["role"] != "assistant" and message["content"].strip() else message
+
+
+class _OwnTemplate:
+    """The template and the tokenizer themselves, without marks."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], open_turn: bool) -> str:
+        return self._chat.template.render(messages, tools, open_turn)
+
+    def encode(self, text: str) -> list[int]:
+        return self._chat.codec.encode_whole(text)
+
+
+def _difference(chat: ChatFormat, ids: Sequence[int], expected: Sequence[int]) -> str:
+    at = next((n for n, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), min(len(ids), len(expected)))
+    ours, theirs = (chat.decode(each[max(0, at - 8) : at + 8]) for each in (ids, expected))
+    return f"from id {at} on there is {ours!r} instead of {theirs!r}"
+
+
+def _first_difference(text: str, expected: str) -> str:
+    at = next((n for n, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), 0)
+    start = max(0, at - 30)
+    return f"from character {at} on there is {text[start : at + 40]!r} instead of {expected[start : at + 40]!r}"
+
+
+def _normal(text: str) -> str:
+    """What tokenizers may do to text on the way: NFC, and one character that some write a space as."""
+    return unicodedata.normalize("NFC", text).replace("\u2581", " ")
