@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import zlib
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -134,8 +133,8 @@ def planned(record: Record, body: Sequence[bytes | memoryview] = (), keys: Itera
     return Planned(record, encode_meta(record), body, sum(_length(part) for part in body), frozenset(keys))
 
 
-def plan(operation: Operation, index: Index, *, max_jobs: int) -> Planned | None:
-    """The record that does it; None if it is done already.
+def plan(operation: Operation, index: Index, *, max_jobs: int, now_s: float) -> Planned | None:
+    """The record that does it; None if it is done already. `now_s` is the time of day, for what is forgotten by age.
 
     Raises:
         LedgerFull, StaleAttempt, UnknownJob, DuplicateJob, ProtocolError: see the `Ledger`'s methods.
@@ -158,7 +157,7 @@ def plan(operation: Operation, index: Index, *, max_jobs: int) -> Planned | None
                 raise ProtocolError(
                     f"cursor {cursor} acknowledged, but {session.last} is the last one of session {session_id!r}"
                 )
-            return planned(Acknowledged(session_id, cursor, time.time()))
+            return planned(Acknowledged(session_id, cursor, now_s))
         case Forget(session_id, job_ids):
             jobs = [job for job_id in job_ids if (job := index.job(job_id)) and job.session_id == session_id]
             known = [job.job_id for job in jobs]

@@ -137,6 +137,7 @@ class Store:
         self._sync_failed = self._clean_blocked = False
         self.removed_segments = 0
         self._refill_at = 0.0
+        self._monotonic_epoch_s = time.time() - time.monotonic()
         self._live = self.index.live()
         self._logged_bytes = 0
         self._snapshot_due_bytes = limits.segment_bytes
@@ -205,7 +206,7 @@ class Store:
         return answers
 
     def _plan(self, operation: Operation) -> Planned | None:
-        return plan(operation, self.index, max_jobs=self._limits.max_jobs)
+        return plan(operation, self.index, max_jobs=self._limits.max_jobs, now_s=self._now_s())
 
     def _refusal(self, operation: Operation, reason: str) -> Answer:
         if not isinstance(operation, Finish):
@@ -431,7 +432,7 @@ class Store:
 
     def lookup(self, job_ids: Sequence[str]) -> dict[str, tuple[Job | None, tuple[str, bytes] | None]]:
         """Each job and its tombstone; what is in neither is left out."""
-        now_s = time.time()
+        now_s = self._now_s()
         found = {}
         with self._lock:
             for job_id in job_ids:
@@ -440,6 +441,10 @@ class Store:
                 if job or tombstone:
                     found[job_id] = (job, tombstone)
         return found
+
+    def _now_s(self) -> float:
+        """The time of day, which other processes know, too; here it does not jump when somebody sets the clock."""
+        return self._monotonic_epoch_s + time.monotonic()
 
     def _payload(self, job: Job) -> bytes:
         what = f"the {'spec' if job.cursor is None else 'outcome'} of job {job.job_id!r}"

@@ -91,9 +91,14 @@ async def test_a_stall_is_outlived_by_the_session_and_not_felt_by_others():
     assert len(node.submitted) == 2 * JOBS, "a job ran twice"
 
 
-@pytest.mark.parametrize("ways", [("up",), ("down",), ("up", "down")], ids="-".join)
-async def test_a_stall_in_any_direction_is_noticed_by_both_ends_and_costs_nothing(ways):
+async def test_a_stall_in_any_direction_is_noticed_by_both_ends_and_costs_nothing():
     """Each end has its own deadline: no end of a connection gets through where bytes do not."""
+    async with trio.open_nursery() as nursery:
+        for ways in (("up",), ("down",), ("up", "down")):
+            nursery.start_soon(stall_ways, *ways)
+
+
+async def stall_ways(*ways):
     heartbeats = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 0.4}
     with trio.fail_after(DEADLINE_S):
         node, sessions = FakeNode(), SessionTable()

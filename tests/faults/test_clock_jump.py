@@ -5,17 +5,24 @@ from __future__ import annotations
 import ast
 import datetime
 import itertools
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 
 import prorl_trio
 from ipc.nursery import open_single_nursery
+from ipc.session import Accepted, Rejected
 from prorl_trio.client import connect
 from prorl_trio.config import ModelConfig, NodeConfig
 from prorl_trio.handlers.base import AgentHandler, Evaluation
+from prorl_trio.ledger import LedgerLimits, NewJob, open_ledger
 from prorl_trio.models import Budgets, JobSpec, TaskInstance
 from prorl_trio.pipeline import Job, open_pipeline
 from prorl_trio.rollout import Resources
@@ -24,19 +31,21 @@ from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.fake_service import TOKEN, open_service
+from prorl_trio.testing.soak import open_world
+from prorl_trio.testing.soak.trainer import soak_spec
 
 pytestmark = pytest.mark.timeout(60)
 
 CHECKOUT = Path(prorl_trio.__file__).parents[1]
 PACKAGES = ["prorl_trio", "sandbox_daemon", "ipc", "launch"]
 DAY_S = 86_400.0
+MIB = 1024 * 1024
 
 DATES_FOR_PEOPLE = {
     "prorl_trio/logs.py": "when a line was logged",
     "prorl_trio/telemetry.py": "spans carry the time of day",
     "prorl_trio/chat_jinja.py": "templates may print the date",
-    "prorl_trio/ledger/operations.py": "how long acknowledged jobs are remembered, across restarts",
-    "prorl_trio/ledger/store.py": "the same",
+    "prorl_trio/ledger/store.py": "how long acknowledged jobs are remembered across restarts; looked at once",
     "launch/image_store.py": "when an image was made",
     "launch/image_commands.py": "how long an image was not used",
 }
@@ -160,3 +169,70 @@ async def test_sessions_and_heartbeats_do_not_notice_a_jump(jumping_clock):
             node.finish("b", make_outcome(make_spec("b")))
             assert [outcome.job_id async for outcome in client.results(2)] == ["a", "b"]
             assert client._state.link is link
+
+
+async def test_what_was_acknowledged_is_not_forgotten_before_its_time(jumping_clock, tmp_path):
+    limits = LedgerLimits(segment_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB, tombstone_s=DAY_S)
+    async with open_ledger(tmp_path, limits) as ledger:
+        await ledger.open_session("s", 0)
+        names = [f"job-{n}" for n in range(8)]
+        for cursor, name in enumerate(names, 1):
+            await ledger.accept("s", [NewJob(job_id=name, fingerprint=b"f", spec=b"spec")])
+            await ledger.finish("s", name, 1, cursor, [b"outcome"])
+            await ledger.acknowledge("s", cursor)
+            assert (await ledger.lookup(names)).keys() == set(names[:cursor])
+
+
+JUMPING_CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+
+int clock_gettime(clockid_t clock, struct timespec *now)
+{
+    static int (*real)(clockid_t, struct timespec *);
+    static unsigned looks;
+    if (!real)
+        real = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
+    int failed = real(clock, now);
+    if (clock == CLOCK_REALTIME && !failed)
+        now->tv_sec += (int)(__atomic_fetch_add(&looks, 1, __ATOMIC_RELAXED) % 3 - 1) * 3600;
+    return failed;
+}
+"""
+"""An hour behind, right, an hour ahead, in turn."""
+
+
+@pytest.fixture
+def preloaded(tmp_path, monkeypatch):
+    """Processes started from here have the jumping clock."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("there is no C compiler")
+    library = tmp_path / "clock.so"
+    command = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(library), "-ldl"]
+    subprocess.run(command, input=JUMPING_CLOCK, text=True, check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    look = subprocess.run([sys.executable, "-c", "import time; print(time.time(), time.time())"], capture_output=True)
+    first, second = map(float, look.stdout.split())
+    assert abs(second - first) > 1800
+
+
+@pytest.mark.slow
+async def test_a_whole_node_does_not_notice_a_jump(preloaded):
+    """Nothing times out, and what was acknowledged is not forgotten before its time."""
+    jobs = [soak_spec(f"job-{n}") for n in range(4)]
+    with tempfile.TemporaryDirectory(prefix="clock-") as folder, trio.fail_after(50):
+        config = {"sandbox": {"provider": "process", "max_warm": 0}, "ledger": {"tombstone_s": 1800.0}}
+        async with (
+            open_world(Path(folder), jobs=0, **config) as world,
+            connect(world.url, world.token, connect_timeout_s=40) as client,
+        ):
+            assert all(isinstance(answer, Accepted) for answer in await client.submit(jobs))
+            outcomes = [outcome async for outcome in client.results(len(jobs))]
+            client.acknowledge(client.cursor)
+            await client.status()
+            again = await client.submit(jobs)
+    assert [(outcome.status, outcome.attempt) for outcome in outcomes] == [("completed", 1)] * len(jobs)
+    for outcome in outcomes:
+        assert all(0 <= spent_s < 50 for spent_s in msgspec.structs.astuple(outcome.timing))
+    assert [answer.code for answer in again if isinstance(answer, Rejected)] == ["already_delivered"] * len(jobs)

@@ -74,6 +74,7 @@ async def submit_until_refused(client):
     return admitted, answer
 
 
+@pytest.mark.slow
 async def test_a_full_disk_stops_admission_and_nothing_else(folder):
     with trio.fail_after(DEADLINE_S):
         config = {
