@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from prorl_trio.families.syntax import CallSyntax
     from prorl_trio.models import ChatMessage
 
 __all__ = ["ChatFormat", "CompletionRange", "Conversation", "OnBreak", "ParsedTurn"]
@@ -133,6 +134,12 @@ class ChatFormat:
         """Return the text of `ids`, for tools and people. `skip_special` leaves out what structures the dialogue."""
         return self.codec.decode(ids, skip_special=skip_special)
 
+    @property
+    def call_syntaxes(self) -> tuple[CallSyntax, ...]:
+        """How the policy may write its calls."""
+        own = self.family.syntax
+        return (own,) if self.capabilities.renders_tools or own is HERMES else (HERMES, own)
+
     def parse(self, ids: Sequence[int], tools: Mapping[str, Any], opened_thinking: bool) -> SpokenTurn:
         """Return what a completion says; `tools` maps the names a call may have to the schemas of their parameters.
 
@@ -140,9 +147,7 @@ class ChatFormat:
         the family's own syntax are understood as well.
         """
         text = self.decode(ids, skip_special=True)
-        own = self.family.syntax
-        syntaxes = (own,) if self.capabilities.renders_tools or own is HERMES else (HERMES, own)
-        turns = (parse_turn(text, tools, syntax=each, opened_thinking=opened_thinking) for each in syntaxes)
+        turns = (parse_turn(text, tools, syntax=each, opened_thinking=opened_thinking) for each in self.call_syntaxes)
         first = next(turns)
         return first if first.tool_calls else next(turns, first)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from prorl_trio.token_memory import SegmentTokens
 
 __all__ = ["CompletionRange", "Conversation", "OnBreak", "ParsedTurn"]
-
-CALL_END: Final = "</tool_call>"
-"""After which a model may be stopped: the call is complete, and nothing of it is missed."""
 
 _TAIL_TOKENS = 8
 """Enough of a prompt's end to see whether it opens reasoning, also where `<think>` is several tokens."""
@@ -236,7 +233,7 @@ class Conversation:
         return (
             bool(turn.tool_calls)
             and not any(call.error for call in turn.tool_calls)
-            and turn.text.rstrip().endswith(CALL_END)
+            and turn.text.rstrip().endswith(tuple(each.closing for each in self._format.call_syntaxes if each.closing))
         )
 
     def segments(self) -> list[Segment]:

@@ -56,4 +56,4 @@ def _read_call(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int
 
 _BRACKET = re.compile(f"{_CALLS}|{_END_CALLS}|</?｜DSML｜ ?\\w*calls>")
 
-DEEPSEEK = CallSyntax(re.compile(f"{_BRACKET.pattern}|{_CALL}|<｜DSML｜ ?invoke"), _read)
+DEEPSEEK = CallSyntax(re.compile(f"{_BRACKET.pattern}|{_CALL}|<｜DSML｜ ?invoke"), _read, closing=_END_CALLS)

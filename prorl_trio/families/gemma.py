@@ -35,4 +35,9 @@ def _read(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
     return [ToolCall(name=name, arguments=arguments, raw=text[start:end])], end
 
 
-GEMMA_4 = CallSyntax(re.compile(re.escape(_OPEN)), _read, {"<|channel>thought": "<channel|>", "<think>": "</think>"})
+GEMMA_4 = CallSyntax(
+    re.compile(re.escape(_OPEN)),
+    _read,
+    {"<|channel>thought": "<channel|>", "<think>": "</think>"},
+    closing=_CLOSE,
+)

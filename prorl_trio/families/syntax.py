@@ -33,12 +33,15 @@ class CallSyntax(NamedTuple):
             where it cannot be understood) and where the text goes on, which is further on. Never raises.
         thoughts: what opens reasoning, and what closes it.
         whole_turn: for a family whose turns are built otherwise: takes the text and the tools, returns all of it.
+        closing: what is sampled last of a call, or of the bracket around calls; empty where nothing but the end of the
+            turn marks it. All of them end with `>`.
     """
 
     opening: re.Pattern[str]
     read: Callable[[str, int, Tools], tuple[list[ToolCall], int]]
     thoughts: Mapping[str, str] = THINK
     whole_turn: Callable[[str, Tools], SpokenTurn] | None = None
+    closing: str = ""
 
 
 # ---------------------------------------------------------------- JSON between tags
@@ -85,6 +88,6 @@ def _broken_end(text: str, body_start: int) -> int:
     return following if following >= 0 else len(text)
 
 
-HERMES = CallSyntax(re.compile(_OPEN), read_tagged_json)
+HERMES = CallSyntax(re.compile(_OPEN), read_tagged_json, closing=_CLOSE)
 """`<tool_call>` around a JSON object: Qwen2.5, Qwen3, SmolLM, Hermes, and what is written into the system message for a
 template that renders no tools."""

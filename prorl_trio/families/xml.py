@@ -117,8 +117,8 @@ def _stated(name: str, key: str, is_string: bool) -> Tools:
     return {name: {"properties": {key: {"type": "string"} if is_string else {}}}}
 
 
-QWEN_XML = CallSyntax(re.compile(r"<tool_call>|<function="), _read_qwen)
+QWEN_XML = CallSyntax(re.compile(r"<tool_call>|<function="), _read_qwen, closing="</tool_call>")
 """Qwen3-Coder, Qwen3.5 and later: `<function=tool><parameter=key>value</parameter></function>` in `<tool_call>`."""
 
-GLM_XML = CallSyntax(re.compile("<tool_call>"), _read_glm)
+GLM_XML = CallSyntax(re.compile("<tool_call>"), _read_glm, closing="</tool_call>")
 """GLM-4.5 and later: `<tool_call>tool<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`."""
