@@ -66,6 +66,23 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.limit_one(self.pool.get(url), limit)
             self.limits[url] = limit
 
+    @rule(url=URLS, weight=st.sampled_from([0.5, 1.0, 3.0]))
+    def weigh(self, url, weight):
+        if url in self.states:
+            self.pool.weigh(url, weight)
+            self.weights[url] = weight
+
+    @rule(lease=leases, url=URLS)
+    def move_to(self, lease, url):
+        """A skewed one moves to the one that is named, if it may, and to no other."""
+        if lease not in self.open or url not in self.states:
+            return
+        before, to = lease.backend, self.pool.get(url)
+        may = to is not before and not self.loads().get(url, (True, 0))[0]
+        assert self.pool.move(lease, "skew", to) == may
+        assert lease.backend is (to if may else before)
+        self.moves["skew"] += may
+
     @rule(url=URLS)
     def drain(self, url):
         if url in self.states:

@@ -1,0 +1,222 @@
+"""The pool under any schedule of tasks, cancels and changes of its backends, in virtual time.
+
+Nothing is lost or counted twice, no room is left while somebody waits, and everybody is served within a bound.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ipc.nursery import open_single_nursery
+from prorl_trio.config import HealthConfig, LoadConfig
+from prorl_trio.errors import BackendError
+from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
+from prorl_trio.inference.engine_load import EngineLoad
+from prorl_trio.inference.line import MAX_PASSED_OVER
+from prorl_trio.inference.pool import Backends
+from prorl_trio.models import SamplingParams
+
+URLS = [f"http://host{index}:8000" for index in range(4)]
+PRIORITIES = 3
+REPORT_S = 1.0
+
+
+class WildClient(EngineClient):
+    """Its load and its health are what the schedule says; a call takes a second."""
+
+    def __init__(self, url):
+        self.url = url
+        self.says = EngineLoad(running=0, waiting=0)
+        self.ill = False
+        self.closed = False
+
+    async def probe(self, *, timeout_s):
+        await trio.lowlevel.checkpoint()
+        if self.ill:
+            raise BackendError(f"{self.url}: down", retryable=True)
+        return EngineInfo(url=self.url, model="m", max_model_len=9, engine="fake", policy_version="0")
+
+    async def load(self, *, timeout_s):
+        await trio.lowlevel.checkpoint()
+        if self.ill:
+            raise BackendError(f"{self.url}: down", retryable=True)
+        return self.says
+
+    async def generate(self, prompt_token_ids, sampling, *, max_tokens, request_id, timeout_s, **more):
+        assert not self.closed
+        await trio.sleep(1)
+        if self.ill:
+            raise BackendError(f"{self.url}: down", retryable=True)
+        return Completion(token_ids=[1], logprobs=[0.0], finish_reason="stop", policy_version="0", engine="fake")
+
+    async def aclose(self):
+        await trio.lowlevel.checkpoint()
+        self.closed = True
+
+
+class World:
+    """The pool, and the tasks of the schedule as they are known from outside."""
+
+    def __init__(self, limit, seed):
+        self.clients = []
+        self.ill = set()
+        self.backends = Backends(
+            self.client,
+            max_tasks_per_backend=limit,
+            health=HealthConfig(interval_s=3, open_after_failures=1, close_after_successes=1),
+            load=LoadConfig(interval_s=REPORT_S, skew_margin_s=0.5, skew_ratio=1, min_tasks=1, decrease_factor=0.5),
+            random=Random(seed),
+        )
+        self.scopes = {}
+        self.waiting = {}
+        self.holding = {}
+        self.ends = {}
+        self.served = 0
+        self.bounds = {}
+
+    def client(self, url):
+        client = WildClient(url)
+        client.ill = url in self.ill
+        self.clients.append(client)
+        return client
+
+    async def task(self, task_id, priority):
+        """A rollout: completions with its backend until the schedule ends it, or cancels it."""
+        place = sum(other == priority for other in self.waiting.values())
+        self.waiting[task_id] = priority
+        self.bounds[task_id] = self.served + (place + 1) * (MAX_PASSED_OVER + PRIORITIES)
+        with self.scopes[task_id]:
+            try:
+                async with self.backends.lease(task_id, priority) as lease:
+                    del self.waiting[task_id]
+                    self.served += 1
+                    assert self.served <= self.bounds[task_id] + 1, f"{task_id} was passed over too often"
+                    self.holding[task_id] = lease
+                    try:
+                        while not self.ends[task_id].is_set():
+                            try:
+                                await lease.generate(
+                                    [1] * 10, SamplingParams(), max_tokens=1, request_id=task_id, timeout_s=9
+                                )
+                            except BackendError:
+                                lease.repin()
+                                await trio.sleep(0.1)
+                    finally:
+                        del self.holding[task_id]
+            finally:
+                self.waiting.pop(task_id, None)
+
+    def check(self):
+        statistics = self.backends.statistics()
+        rows = statistics["backends"]
+        assert statistics["open_leases"] == len(self.holding) == sum(row.in_flight for row in rows)
+        assert statistics["waiting"] == len(self.waiting)
+        for row in rows:
+            assert row.in_flight >= 0
+            if row.state != "removed":
+                holders = [lease for lease in self.holding.values() if lease.url == row.url]
+                removed = sum(other.in_flight for other in rows if other.url == row.url and other.state == "removed")
+                assert row.in_flight == len(holders) - removed
+        if self.waiting:
+            open_rows = [row for row in rows if row.state == "active" and not row.suspended]
+            assert all(0 < row.max_tasks <= row.in_flight for row in open_rows), "room, and somebody waits"
+        listed = {row.url for row in rows if row.state != "down"}
+        assert listed <= {client.url for client in self.clients if not client.closed}
+
+
+def steps():
+    url = st.sampled_from(URLS)
+    load = st.builds(
+        EngineLoad,
+        running=st.integers(0, 8),
+        waiting=st.integers(0, 8),
+        kv_usage=st.sampled_from([None, 0.5, 0.99]),
+        prefill_tokens_total=st.just(1000.0),
+        prefill_s_total=st.just(1.0),
+    )
+    return st.lists(
+        st.one_of(
+            st.tuples(st.just("submit"), st.integers(0, PRIORITIES - 1)),
+            st.tuples(st.just("submit"), st.integers(0, PRIORITIES - 1)),
+            st.tuples(st.sampled_from(["end", "cancel"]), st.integers(0, 99)),
+            st.tuples(st.sampled_from(["drain", "remove", "expect", "fall ill", "recover"]), url),
+            st.tuples(st.just("add"), url, st.sampled_from([None, 0.5, 3.0])),
+            st.tuples(st.just("weigh"), url, st.sampled_from([0.5, 1.0, 3.0])),
+            st.tuples(st.just("report"), url, st.one_of(st.none(), load)),
+            st.tuples(st.just("limit"), st.integers(0, 3)),
+            st.tuples(st.just("clear")),
+            st.tuples(st.just("pass"), st.sampled_from([0.05, 1.0, 4.0, 40.0])),
+        ),
+        max_size=30,
+    )
+
+
+async def play(world, nursery, step):
+    what, *args = step
+    backends = world.backends
+    try:
+        match what:
+            case "submit":
+                task_id = f"t{len(world.scopes)}"
+                world.scopes[task_id], world.ends[task_id] = trio.CancelScope(), trio.Event()
+                nursery.start_soon(world.task, task_id, *args)
+            case "end" | "cancel":
+                alive = [*world.holding] if what == "end" else [*world.holding, *world.waiting]
+                if alive:
+                    task_id = alive[args[0] % len(alive)]
+                    world.ends[task_id].set() if what == "end" else world.scopes[task_id].cancel()
+            case "fall ill" | "recover":
+                (world.ill.add if what == "fall ill" else world.ill.discard)(args[0])
+                for client in world.clients:
+                    client.ill = client.url in world.ill
+            case "report":
+                for client in world.clients:
+                    if client.url == args[0]:
+                        client.says = args[1]
+            case "drain" | "expect" | "weigh":
+                getattr(backends, what)(*args)
+            case "add" | "remove" | "clear":
+                await getattr(backends, what)(*args)
+            case "limit":
+                backends.limit_tasks(*args)
+            case "pass":
+                await trio.sleep(*args)
+    except BackendError:
+        if what not in ("add", "drain", "remove", "weigh"):
+            raise
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps(), st.integers(0, 2), st.integers(0, 999))
+def test_conserved_and_served_under_any_schedule(schedule, limit, seed):
+    async def run():
+        world = World(limit, seed)
+        with trio.fail_after(100_000):
+            async with open_single_nursery() as outer:
+                outer.start_soon(world.backends.watch)
+                async with trio.open_nursery() as nursery:
+                    for step in schedule:
+                        await play(world, nursery, step)
+                        await trio.testing.wait_all_tasks_blocked()
+                        world.check()
+                    # With one backend that is well, everybody is served in the end.
+                    world.ill.clear()
+                    for client in world.clients:
+                        client.ill, client.says = False, None
+                    for ends in world.ends.values():
+                        ends.set()
+                    await world.backends.add(URLS[0])
+                assert not world.waiting
+                assert not world.holding
+                assert world.backends.statistics()["open_leases"] == 0
+                outer.cancel_scope.cancel()
+            await world.backends.clear()
+            assert world.backends.statistics()["backends"] == []
+            assert all(client.closed for client in world.clients)
+
+    trio.run(run, clock=trio.testing.MockClock(autojump_threshold=0))
