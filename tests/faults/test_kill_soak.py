@@ -48,8 +48,12 @@ async def soak(folder, harm, *, jobs, provider="process", max_warm=2, deadline_s
         await choose_provider(SandboxConfig(provider=provider))
     except ConfigError as exc:
         pytest.skip(f"{provider} does not work on this machine: {exc}")
+    config = {
+        "sandbox": {"provider": provider, "max_warm": max_warm},
+        "ledger": {"max_attempts": 100},  # no job is to blame for it that its node is killed time and again
+    }
     with trio.fail_after(deadline_s):
-        async with open_world(folder, jobs=jobs, sandbox={"provider": provider, "max_warm": max_warm}) as world:
+        async with open_world(folder, jobs=jobs, **config) as world:
             left = Leftovers(world.temp)
             await harm(world)
             await world.trainer.done.wait()

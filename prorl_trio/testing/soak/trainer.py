@@ -24,7 +24,7 @@ __all__ = ["SESSION_ID", "is_retried", "job_id", "soak_spec", "work"]
 SESSION_ID: Final = "soak"
 CONNECT_TIMEOUT_S: Final = 120.0
 MAX_OUTPUT_TOKENS: Final = 200
-RETRY: Final = RetryPolicy(max_attempts=20, causes=("sandbox",), backoff_s=0.1)
+RETRY: Final = RetryPolicy(max_attempts=100, causes=("sandbox",), backoff_s=0.1)
 """Of more attempts than all kills of a soak together cost one job."""
 
 
