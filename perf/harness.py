@@ -26,13 +26,14 @@ from perf.machine import describe_machine
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Case", "Options", "Report", "Series", "measure_interleaved", "run_benchmark"]
+__all__ = ["Case", "Options", "Report", "Series", "measure_interleaved", "run_benchmark", "tell"]
 
 Unit = Literal["ms", "us"]
 PER_SECOND: dict[Unit, float] = {"ms": 1e3, "us": 1e6}
 PERCENTS = (50, 95, 99)
 PLOT_DPI = 120
 FILE_COLUMNS = 120
+_BEGAN_S = time.monotonic()
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +41,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     quick: bool
     json_path: Path | None
+
+
+def tell(doing: str) -> None:
+    """Say on standard error what is measured now, for who waits."""
+    sys.stderr.write(f"{time.monotonic() - _BEGAN_S:4.0f} s  {doing}\n")
 
 
 async def _measured_elsewhere() -> None:
@@ -247,7 +253,8 @@ def run_benchmark(benchmark: Callable[[Options], Awaitable[Report]], argv: Seque
     console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
     for table in (report.table(), *report.more_tables):
         console.print(table)
-    for note in (*report.notes, f"measured on: {describe_machine()}"):
+    took_s = time.monotonic() - _BEGAN_S
+    for note in (*report.notes, f"measured on: {describe_machine()}; in {took_s:.0f} s"):
         console.print(note, style="dim", highlight=False, markup=False)
     for sentence in report.missed():
         console.print(f"missed: {sentence}", style="yellow", highlight=False)

@@ -20,7 +20,7 @@ import numpy as np
 import trio
 
 from perf import delivery, ledger_bench
-from perf.harness import Case, Options, Report, Series, run_benchmark
+from perf.harness import Case, Options, Report, Series, run_benchmark, tell
 from perf.node_gateway import measure_calls, open_gateway
 from perf.node_jobs import JobProcesses
 from perf.node_load import BYTES_PER_TOKEN, measure_crowd, measure_latencies, open_node_rig
@@ -50,7 +50,7 @@ class Scale(msgspec.Struct, frozen=True):
     gateway_calls: int
 
 
-QUICK: Final = Scale(turns=4, engine_s=6.0, singles=100, processes=4, gateway_calls=320)
+QUICK: Final = Scale(turns=3, engine_s=5.0, singles=100, processes=4, gateway_calls=160)
 FULL: Final = Scale(turns=20, engine_s=8.0, singles=500, processes=16, gateway_calls=3_200)
 
 
@@ -59,14 +59,21 @@ async def benchmark(options: Options) -> Report:
     scale = QUICK if options.quick else FULL
     with tempfile.TemporaryDirectory(prefix="prorl-perf-") as name:
         folder = Path(name)
+        tell("starting the node, its engines and its sandboxes")
         async with open_node_rig(folder, rollouts=ROLLOUTS, engine_s=scale.engine_s) as rig:
+            tell(f"{scale.singles} single jobs")
             latencies = await measure_latencies(rig, scale.singles)
+            least_s = scale.turns * scale.engine_s
+            tell(f"{ROLLOUTS:,} rollouts of {scale.turns} turns at once, which takes more than {least_s:.0f} s")
             crowd = await measure_crowd(rig, ROLLOUTS, scale.turns)
             report = _node_report(latencies, crowd, scale)
+            tell(f"{scale.processes} jobs in processes of their own")
             processes = await _run_processes(rig, scale)
             report = report.joined_with(_process_report(processes, crowd))
+            tell("calls straight to the engine, and through rllm-model-gateway")
             report = report.joined_with(await _gateway_report(rig, folder, scale))
     for part in PARTS:
+        tell(f"python -m {part.__module__}")
         report = report.joined_with(await part(options))
     return report
 

@@ -97,10 +97,10 @@ async def measure_calls(url: str, path_prefix: str, called: Child, calls: int) -
     )
     http = HttpClient(url, limits=HttpLimits(max_connections=CALLERS))
 
-    async def call(caller: int) -> None:
+    async def call(caller: int, times: int) -> None:
         path = f"{path_prefix.format(caller=caller)}/v1/completions"
         headers = [("Content-Type", "application/json")]
-        for _ in range(calls // CALLERS):
+        for _ in range(times):
             response = await http.request("POST", path, body=body, headers=headers, timeout_s=CALL_TIMEOUT_S)
             if response.status != 200:
                 raise PeerUnavailable(f"{url} answered with {response.status}: {response.body[:200]!r}")
@@ -108,11 +108,11 @@ async def measure_calls(url: str, path_prefix: str, called: Child, calls: int) -
     try:
         async with open_single_nursery() as nursery:  # connections, and what is made at a first call
             for caller in range(CALLERS):
-                nursery.start_soon(call, caller)
+                nursery.start_soon(call, caller, 1)
         cpu_s, started = called.cpu_s(), time.perf_counter()
         async with open_single_nursery() as nursery:
             for caller in range(CALLERS):
-                nursery.start_soon(call, caller)
+                nursery.start_soon(call, caller, calls // CALLERS)
         wall_s = time.perf_counter() - started
     finally:
         http.close()
