@@ -31,6 +31,9 @@ __all__ = [
     "HeartbeatPing",
     "HeartbeatPong",
     "JobEvent",
+    "ObservationLost",
+    "ObservedEvent",
+    "ObservedOutcome",
     "OutcomeFrame",
     "OutcomeRefFrame",
     "Rejected",
@@ -63,7 +66,9 @@ class SessionHello(_Frame, frozen=True):
 
     `session_id` is chosen by the trainer. A known one resumes that session (its unacknowledged outcomes are sent
     again, after `resume_after`); a connection still open for it is closed: the newest wins. `batches`: the trainer
-    takes several frames in one message.
+    takes several frames in one message. `max_unacked_outcomes`, `max_unacked_bytes`: how much it takes beyond what it
+    has acknowledged, one outcome always; 0, or more than the node's own window: that. `observe_all`, `observe_group`:
+    see what comes of the jobs of other sessions, all of them or those of one group, as `Observed...` frames.
     """
 
     version: int
@@ -71,6 +76,10 @@ class SessionHello(_Frame, frozen=True):
     session_id: str
     resume_after: int = 0
     batches: bool = False
+    max_unacked_outcomes: int = 0
+    max_unacked_bytes: int = 0
+    observe_all: bool = False
+    observe_group: str = ""
 
 
 class Submit(_Frame, frozen=True):
@@ -244,6 +253,30 @@ class JobEvent(_Frame, frozen=True):
     detail: str = ""
 
 
+class ObservedEvent(_Frame, frozen=True):
+    """As `JobEvent`, of a job of another session that this one observes."""
+
+    session_id: str
+    job_id: str
+    status: str
+    detail: str = ""
+
+
+class ObservedOutcome(_Frame, frozen=True):
+    """The outcome of a job of another session that this one observes. Without a cursor: sent once at most, and there is
+    nothing to acknowledge."""
+
+    session_id: str
+    job_id: str
+    outcome: msgspec.Raw
+
+
+class ObservationLost(_Frame, frozen=True):
+    """So many `Observed...` frames were dropped here, because this trainer was too slow for them."""
+
+    count: int
+
+
 class CancelledJobs(_Frame, frozen=True):
     """Answer to `CancelJobs`. `unknown` are ids this session never submitted or has acknowledged."""
 
@@ -289,6 +322,9 @@ ServerFrame = (
     | OutcomeFrame
     | OutcomeRefFrame
     | JobEvent
+    | ObservedEvent
+    | ObservedOutcome
+    | ObservationLost
     | CancelledJobs
     | StatusReport
     | BackendChanged

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from prorl_trio.client.blocking import BlockingClient
-from prorl_trio.client.client import EventStream, ResultStream, RolloutClient, connect
+from prorl_trio.client.client import RolloutClient, connect
 from prorl_trio.client.errors import ConnectionLost, SessionLost, SessionReplaced
+from prorl_trio.client.observed import Observed
+from prorl_trio.client.streams import EventStream, ObservedStream, ResultStream
 
 __all__ = [
     "BlockingClient",
     "ConnectionLost",
     "EventStream",
+    "Observed",
+    "ObservedStream",
     "ResultStream",
     "RolloutClient",
     "SessionLost",

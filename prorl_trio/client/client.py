@@ -13,13 +13,14 @@ from ipc.errors import IpcError, StaleReference
 from ipc.nursery import single_exception
 from ipc.session import (
     MAX_MESSAGE_BYTES,
+    SESSION_PROTOCOL_VERSION,
     Accepted,
     CancelJobs,
     CancelledJobs,
-    JobEvent,
     OutcomeFrame,
     OutcomeRefFrame,
     Rejected,
+    SessionHello,
     StatusReport,
     StatusRequest,
 )
@@ -29,6 +30,7 @@ from prorl_trio.client.address import Address, EndpointFile
 from prorl_trio.client.backend_calls import BackendCalls
 from prorl_trio.client.requests import AnswerT, Call, RequestFrame, SubmitCall
 from prorl_trio.client.state import ClientState
+from prorl_trio.client.streams import EventStream, ObservedStream, ResultStream
 from prorl_trio.client.transport import Patience, Transport
 from prorl_trio.errors import AdmissionRejected, ConfigError, ProtocolError
 from prorl_trio.models import JobSpec, Outcome
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
     from os import PathLike
 
-__all__ = ["EventStream", "ResultStream", "RolloutClient", "connect"]
+__all__ = ["RolloutClient", "connect"]
 
 BATCH_BYTES: Final = 1024 * 1024
 BATCH_JOBS: Final = 1_000
@@ -158,6 +160,12 @@ class RolloutClient(BackendCalls):
         """Jobs changing their stage, for people and progress bars. Lossy: the node drops some under pressure, and
         this client the oldest when nobody takes them. Ends with the session."""
         return EventStream(self._state)
+
+    def observed(self) -> ObservedStream:
+        """What comes of the jobs of other sessions, if `connect` was told to observe: stages and outcomes. To look at:
+        there is nothing to acknowledge. Lossy: `ObservedStream.lost` counts what this client, or the network, was too
+        slow for; what happens while the connection is lost is not seen. Ends with the session."""
+        return ObservedStream(self._state)
 
     async def cancel(
         self,
@@ -297,46 +305,6 @@ class RolloutClient(BackendCalls):
                 state.raise_failure()
 
 
-class ResultStream:
-    """An async iterator over outcomes. See `RolloutClient.results`."""
-
-    def __init__(self, client: RolloutClient, count: int | None) -> None:
-        self._client = client
-        self._left = count
-
-    def __aiter__(self) -> ResultStream:
-        return self
-
-    async def __anext__(self) -> Outcome:
-        client = self._client
-        if self._left == 0:
-            await trio.lowlevel.checkpoint()
-            client.acknowledge(client.cursor)
-            raise StopAsyncIteration
-        _, outcome = await client.next_after(client.cursor)
-        if self._left is not None:
-            self._left -= 1
-        return outcome
-
-
-class EventStream:
-    """An async iterator over job events. See `RolloutClient.events`."""
-
-    def __init__(self, state: ClientState) -> None:
-        self._state = state
-
-    def __aiter__(self) -> EventStream:
-        return self
-
-    async def __anext__(self) -> JobEvent:
-        await trio.lowlevel.checkpoint()
-        while not self._state.events:
-            if self._state.failure is not None:
-                raise StopAsyncIteration
-            await self._state.wait_changed()
-        return self._state.events.popleft()
-
-
 @asynccontextmanager
 async def connect(
     url: str | None = None,
@@ -352,6 +320,10 @@ async def connect(
     heartbeat_timeout_s: float = 30.0,
     tls_ca: str | PathLike[str] | None = None,
     shared_memory: bool = False,
+    max_unacked_outcomes: int = 0,
+    max_unacked_bytes: int = 0,
+    observe_all: bool = False,
+    observe_group: str = "",
 ) -> AsyncIterator[RolloutClient]:
     """Open a session on the node at `url`: `ws://HOST:PORT`, `wss://HOST:PORT` with TLS, `unix:///PATH`.
 
@@ -378,6 +350,9 @@ async def connect(
             are then views of the node's memory, which it uses again once the outcome is acknowledged, that is when the
             next one is asked for: use them before, or keep `outcome.detached()`. `outcome.check()`, and `pad_batch` by
             itself, raise StaleReference where it was too late. Elsewhere it changes nothing.
+        max_unacked_outcomes, max_unacked_bytes: what the node may send beyond what is acknowledged, so what waits here
+            at most, but one outcome always; 0, or more than the node's own limit: that.
+        observe_all, observe_group: show the jobs of all other sessions, or those of one group, in `observed`.
 
     Leaving without an exception acknowledges what `results` has yielded; with one, or by a cancel, the outcome yielded
     last is kept for the next client of the session. Either way the connection is closed, within 2 s, and jobs go on.
@@ -401,7 +376,17 @@ async def connect(
         heartbeat_timeout_s=heartbeat_timeout_s,
     )
     patience = Patience(connect_timeout_s=connect_timeout_s, reconnect_timeout_s=reconnect_timeout_s)
-    transport = Transport(where, token, state, limits, patience, tls=tls, shared_memory=shared_memory)
+    hello = SessionHello(
+        version=SESSION_PROTOCOL_VERSION,
+        token=token,
+        session_id=state.session_id,
+        batches=True,
+        max_unacked_outcomes=max_unacked_outcomes,
+        max_unacked_bytes=max_unacked_bytes,
+        observe_all=observe_all,
+        observe_group=observe_group,
+    )
+    transport = Transport(where, hello, state, limits, patience, tls=tls, shared_memory=shared_memory)
     client = RolloutClient(state, max_message_bytes)
     with single_exception():
         async with trio.open_nursery() as nursery:

@@ -13,6 +13,9 @@ from ipc.session import (
     BackendChanged,
     CancelledJobs,
     JobEvent,
+    ObservationLost,
+    ObservedEvent,
+    ObservedOutcome,
     OutcomeFrame,
     OutcomeRefFrame,
     Rejected,
@@ -25,6 +28,7 @@ from ipc.websocket import CloseCode
 from prorl_trio.client.arenas import MappedArenas
 from prorl_trio.client.errors import SessionLost, SessionReplaced
 from prorl_trio.client.inbox import Inbox
+from prorl_trio.client.observed import ObservedInbox
 from prorl_trio.client.requests import Requests
 from prorl_trio.errors import AdmissionRejected, Draining, ProtocolError, ServiceError, Unauthorized
 
@@ -48,6 +52,7 @@ class ClientState:
         self.inbox = Inbox(resume_after)
         self.requests = Requests()
         self.events: deque[JobEvent] = deque(maxlen=EVENTS_KEPT)
+        self.observed = ObservedInbox()
         self.welcome: SessionWelcome | None = None
         self.link: WebSocketLink[ServerFrame] | None = None
         self.arenas = MappedArenas()
@@ -102,6 +107,11 @@ class ClientState:
             case JobEvent():
                 self.events.append(frame)
                 self._notify()
+            case ObservedEvent() | ObservedOutcome():
+                self.observed.put(frame)
+                self._notify()
+            case ObservationLost():
+                self.observed.lost += frame.count
             case SessionRefused():
                 raise refusal(frame)
             case _:

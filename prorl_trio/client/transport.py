@@ -13,12 +13,10 @@ import trio
 from ipc.arena_socket import open_mapped_arena
 from ipc.errors import IpcError, ProtocolViolation
 from ipc.session import (
-    SESSION_PROTOCOL_VERSION,
     Ack,
     AttachArena,
     ServerFrame,
     ServerMessage,
-    SessionHello,
     SessionRefused,
     SessionWelcome,
 )
@@ -32,6 +30,7 @@ from prorl_trio.errors import ProtocolError, ServiceError
 if TYPE_CHECKING:
     import ssl
 
+    from ipc.session import SessionHello
     from prorl_trio.client.address import EndpointFile
 
 __all__ = ["Patience", "Transport"]
@@ -58,7 +57,7 @@ class Transport:
     def __init__(
         self,
         where: Address | EndpointFile,
-        token: str,
+        hello: SessionHello,
         state: ClientState,
         limits: LinkLimits,
         patience: Patience,
@@ -66,11 +65,12 @@ class Transport:
         tls: ssl.SSLContext | None = None,
         shared_memory: bool = False,
     ) -> None:
-        """`tls` is used, and needed, where the address is secure. `shared_memory`: map its arena, if possible."""
+        """`hello` opens each connection, with the cursor of that moment. `tls` is used, and needed, where the address
+        is secure. `shared_memory`: map its arena, if possible."""
         self._where = where
         self._tls = tls
         self._shared_memory = shared_memory
-        self._token = token
+        self._hello = hello
         self._state = state
         self._limits = limits
         self._patience = patience
@@ -156,15 +156,7 @@ class Transport:
 
     async def _enter(self, link: WebSocketLink[ServerFrame]) -> SessionWelcome:
         state = self._state
-        await link.send(
-            SessionHello(
-                version=SESSION_PROTOCOL_VERSION,
-                token=self._token,
-                session_id=state.session_id,
-                resume_after=state.inbox.received,
-                batches=True,
-            )
-        )
+        await link.send(msgspec.structs.replace(self._hello, resume_after=state.inbox.received))
         frame = await link.receive()
         if isinstance(frame, SessionRefused):
             raise refusal(frame)
@@ -215,7 +207,7 @@ class Transport:
     async def _map_arena(self, link: WebSocketLink[ServerFrame], path: str) -> None:
         """Be a reader of the node's arena for as long as the link lasts. If that fails, outcomes come as ever."""
         try:
-            async with open_mapped_arena(path, token=self._token) as arena:
+            async with open_mapped_arena(path, token=self._hello.token) as arena:
                 self._state.arenas.add(arena)
                 link.post(AttachArena(reader_id=arena.reader_id))
                 await arena.wait_closed()

@@ -44,8 +44,9 @@ from prorl_trio.models import JobSpec
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from ipc.session import BackendFrame
+    from ipc.session import BackendFrame, SessionHello
     from prorl_trio.service.node_api import NodeApi
+    from prorl_trio.service.observation import Observation
     from prorl_trio.service.session import Session
     from prorl_trio.service.session_table import SessionTable
 
@@ -76,8 +77,14 @@ class Connection:
     """The `Listener` of a session for as long as its link lasts. The session and its jobs outlive it."""
 
     def __init__(
-        self, link: WebSocketLink[ClientFrame], session: Session, resume_after: int, node: NodeApi, table: SessionTable
+        self,
+        link: WebSocketLink[ClientFrame],
+        session: Session,
+        hello: SessionHello,
+        node: NodeApi,
+        table: SessionTable,
     ) -> None:
+        """Raises ProtocolError if `hello` asks for what cannot be."""
         self._link = link
         self._session = session
         self._node = node
@@ -85,15 +92,21 @@ class Connection:
         self._operations = 0
         self._leaving = False
         self.reader_id = ""
-        self._feed = session.attach(self, resume_after)
+        self._feed = session.attach(self, hello.resume_after, hello.max_unacked_outcomes, hello.max_unacked_bytes)
         self._feed.by_reference = self._by_reference
+        self._observation: Observation | None = None
+        if hello.observe_all or hello.observe_group:
+            group_id = "" if hello.observe_all else hello.observe_group
+            self._observation = table.observations.begin(session.session_id, group_id, link.wake)
 
     async def run(self) -> tuple[int, str]:
         """Serve until the link ends; returns why (close code, reason). Detaches from the session."""
         try:
-            return await self._link.run(self._read, self._next_outcome)
+            return await self._link.run(self._read, self._next_frame)
         finally:
             self._session.detach(self)
+            if self._observation is not None:
+                self._table.observations.end(self._observation)
 
     def go_away(self) -> None:
         """Send what there is to send, then close. The caller sets the deadline."""
@@ -129,8 +142,10 @@ class Connection:
             return None
         return shared.frame(self._session.session_id, job_id, cursor, self.reader_id)
 
-    def _next_outcome(self) -> bytes | None:
+    def _next_frame(self) -> bytes | None:
         frame = self._feed.next_frame()
+        if frame is None and self._observation is not None and not self._leaving:
+            frame = self._observation.next_frame()
         if frame is None and self._leaving and self._feed.exhausted:
             self._link.end(CloseCode.GOING_AWAY, "the node is going away")
         return frame

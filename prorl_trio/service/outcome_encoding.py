@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["encode_outcome", "failed_outcome", "lost_outcome", "unreadable_spec"]
 
-FRAME_OVERHEAD_BYTES: Final = 1024
-"""More than an `OutcomeFrame` adds to its outcome (the job id has at most 200 characters)."""
+FRAME_OVERHEAD_BYTES: Final = 2048
+"""More than a frame adds to its outcome (ids of jobs and sessions have at most 200 characters)."""
 UNKNOWN: Final = "(unreadable)"
 
 _NO_WIRE_FORM = (TypeError, ValueError, OverflowError, RecursionError)

@@ -206,7 +206,7 @@ class _Server:
             await session.store()
             if self._sessions.get(hello.session_id) is not session:
                 raise AdmissionRejected("the node has too many sessions", RETRY_AFTER_S)  # it gave way meanwhile
-            connection = Connection(link, session, hello.resume_after, self._node, self._sessions)
+            connection = Connection(link, session, hello, self._node, self._sessions)
         except AdmissionRejected as exc:
             refuse(link, "admission", str(exc))
             await link.aclose()

@@ -12,8 +12,9 @@ import trio
 from ipc.session import JobEvent
 from prorl_trio.errors import DuplicateJob, ProtocolError, ServiceError, UnknownJob
 from prorl_trio.ledger import LedgerCorrupt
-from prorl_trio.service.feed import Feed
+from prorl_trio.service.feed import MAX_UNACKED_BYTES, MAX_UNACKED_OUTCOMES, Feed
 from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
+from prorl_trio.service.observation import Observations
 from prorl_trio.service.outcome_encoding import encode_outcome, lost_outcome
 from prorl_trio.service.outcome_log import Held, OutcomeLog
 from prorl_trio.service.running_job import RunningJob, fingerprint_of
@@ -66,6 +67,8 @@ class Session:
         """The session itself is in the journal."""
         self.is_elsewhere: Callable[[str], bool] = lambda _job_id: False
         """Whether a job of that id is another session's."""
+        self.observations = Observations()
+        """Who looks on. The table's, for all sessions."""
         self._clock = clock
         self._limits = limits
         self._on_change = on_change
@@ -262,6 +265,8 @@ class Session:
             self._ended_s[job_id] = self._clock()
             job.encoded = job.finishing
             job.ended.set()
+            if len(self.observations) and job.encoded is not None:
+                self.observations.outcome(self.session_id, job.spec.group_id, job_id, job.encoded)
         self._arrival.unpark_all()
         if self._listener is not None:
             self._listener.wake()
@@ -275,14 +280,17 @@ class Session:
 
     def report(self, job_id: str, status: Status, detail: str) -> None:
         """See `JobSink`."""
+        event = JobEvent(job_id=job_id, status=status, detail=detail)
         if (job := self._running.get(job_id)) is not None:
             job.status = status
+            if len(self.observations):
+                self.observations.event(self.session_id, job.spec.group_id, event)
             if status == "init":
                 job.attempt += 1
                 if self.journal is not None:
                     self.journal.begin_attempt(job)
         if self._listener is not None:
-            self._listener.event(JobEvent(job_id=job_id, status=status, detail=detail))
+            self._listener.event(event)
 
     def ack(self, cursor: int) -> None:
         """The trainer has everything up to `cursor`.
@@ -379,8 +387,12 @@ class Session:
         else:
             await trio.lowlevel.checkpoint()
 
-    def attach(self, listener: Listener, resume_after: int) -> Feed:
+    def attach(
+        self, listener: Listener, resume_after: int, max_unacked_outcomes: int = 0, max_unacked_bytes: int = 0
+    ) -> Feed:
         """A connection takes the session; one that had it is told so. Returns what is to be sent, after `resume_after`.
+
+        The limits are what the trainer takes beyond what it has acknowledged, within our own; 0: it does not say.
 
         Raises:
             ProtocolError: `resume_after` is a cursor this session never gave.
@@ -390,10 +402,19 @@ class Session:
                 f"resume_after {resume_after} is beyond {self.log.last}, the last cursor of session "
                 f"{self.session_id!r}; use another session_id"
             )
+        if max_unacked_outcomes < 0 or max_unacked_bytes < 0:
+            raise ProtocolError(
+                f"max_unacked_outcomes {max_unacked_outcomes} and max_unacked_bytes {max_unacked_bytes} must be >= 0"
+            )
         replaced, self._listener = self._listener, listener
         if replaced is not None:
             replaced.replaced()
-        return Feed(self.log, resume_after)
+        return Feed(
+            self.log,
+            resume_after,
+            max_unacked_outcomes=min(max_unacked_outcomes or MAX_UNACKED_OUTCOMES, MAX_UNACKED_OUTCOMES),
+            max_unacked_bytes=min(max_unacked_bytes or MAX_UNACKED_BYTES, MAX_UNACKED_BYTES),
+        )
 
     def detach(self, listener: Listener) -> None:
         """The connection is over. Nothing happens if another has taken its place."""

@@ -9,6 +9,7 @@ import trio
 
 from prorl_trio.errors import AdmissionRejected, ProtocolError
 from prorl_trio.service.limits import RETRY_AFTER_S, SessionLimits
+from prorl_trio.service.observation import Observations
 from prorl_trio.service.session import Session
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class SessionTable:
         """For the sessions from now on. Set by whoever has the arena."""
         self.journal: Journal | None = None
         """For the sessions from now on. Set by whoever has the ledger."""
+        self.observations = Observations()
         self._limits = limits or SessionLimits()
         self._sessions: dict[str, Session] = {}
         self._changed = trio.Event()
@@ -59,6 +61,7 @@ class SessionTable:
         """A session whose cursors up to `acked` are forgotten, whether there is room for it or not."""
         session = Session(session_id, acked, self._limits, self._notify, journal=self.journal)
         session.shared = self.shared
+        session.observations = self.observations
         session.is_elsewhere = lambda job_id: any(
             other.knows(job_id) for other in self._sessions.values() if other is not session
         )

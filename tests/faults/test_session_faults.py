@@ -13,7 +13,6 @@ import trio
 from ipc import websocket as websocket_module
 from ipc.session import Accepted
 from prorl_trio.client import connect
-from prorl_trio.service import feed
 from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.cancel_sweep import CancelledRun, cancel_sweep
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
@@ -127,15 +126,11 @@ async def test_a_silent_peer_is_noticed_from_both_ends(deadline: None):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_trainer_that_does_not_take_results_stalls_itself_alone_in_bounded_memory(
-    deadline: None, monkeypatch: pytest.MonkeyPatch
-):
-    window = {"max_unacked_outcomes": 10, "max_unacked_bytes": 2**26}
-    monkeypatch.setattr(feed.Feed.__init__, "__kwdefaults__", window)
+async def test_a_trainer_that_does_not_take_results_stalls_itself_alone_in_bounded_memory(deadline: None):
     node = FakeNode(lambda spec: make_outcome(spec, tokens=1_000))
     async with (
         open_service(node) as service,
-        connect(service.url, TOKEN) as slow,
+        connect(service.url, TOKEN, max_unacked_outcomes=10) as slow,
         connect(service.url, TOKEN) as fast,
     ):
         await slow.submit([make_spec(f"slow-{i}") for i in range(200)])

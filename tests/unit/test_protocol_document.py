@@ -16,7 +16,7 @@ from ipc.channel import MAX_SOCKET_PATH_BYTES
 from ipc.envelope import encode_envelope
 from ipc.framing import encode_frame
 from prorl_trio.models import JobSpec, Outcome, Segment
-from prorl_trio.service import feed
+from prorl_trio.service import feed, observation
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -84,6 +84,7 @@ def test_the_codes_are_described():
         f"waits {rpc.HANDSHAKE_TIMEOUT_S:g} s (default)",
         f"to {rpc.CANCEL_GRACE_S:g} s for the answer",
         f"at most {rpc.MAX_OUTBOX_BYTES // 2**20} MiB and one frame",
+        f"{observation.MAX_OBSERVED_FRAMES:,} frames or {observation.MAX_OBSERVED_BYTES // 2**20} MiB",
         f"at most {feed.MAX_UNACKED_OUTCOMES} outcomes or {feed.MAX_UNACKED_BYTES // 2**20} MiB",
     ],
 )

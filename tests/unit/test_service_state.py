@@ -147,7 +147,7 @@ def test_an_outcome_too_large_for_a_message_becomes_a_failure_that_says_how_larg
     outcome = make_outcome(make_spec("a"), tokens=2000)
     got = decoded(encode_outcome(outcome, 9_000))
     assert (got.status, got.reward, got.trajectory) == ("failed", None, None)
-    assert "more than the limit of 7976" in got.error
+    assert "more than the limit of 6952" in got.error
 
 
 def test_a_failure_that_cannot_travel_keeps_its_status_cause_and_error():

@@ -1,0 +1,61 @@
+"""What a client sees of the jobs of other sessions, until somebody takes it. Pure state: no I/O, no waiting."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from ipc.session import ObservedOutcome
+
+if TYPE_CHECKING:
+    from ipc.session import ObservedEvent
+    from prorl_trio.models import Outcome
+
+__all__ = ["Observed", "ObservedInbox"]
+
+KEPT_FRAMES: Final = 1024
+KEPT_BYTES: Final = 64 * 1024 * 1024
+"""Of outcomes nobody has taken yet, but the last one always; older ones are dropped, and counted."""
+
+
+class Observed(NamedTuple):
+    """A job of another session changed its stage, or ended: then there is its outcome, and `detail` is its error."""
+
+    session_id: str
+    job_id: str
+    status: str
+    detail: str
+    outcome: Outcome | None = None
+
+
+class ObservedInbox:
+    """Frames in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.lost = 0
+        """What was dropped so far, here and by the node."""
+        self._frames: deque[ObservedEvent | ObservedOutcome] = deque()
+        self._size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def put(self, frame: ObservedEvent | ObservedOutcome) -> None:
+        """One more; the oldest make room for it."""
+        self._frames.append(frame)
+        self._size_bytes += _size(frame)
+        while len(self._frames) > 1 and (len(self._frames) > KEPT_FRAMES or self._size_bytes > KEPT_BYTES):
+            self.take()
+            self.lost += 1
+
+    def take(self) -> ObservedEvent | ObservedOutcome | None:
+        """The oldest; None if there is none."""
+        if not self._frames:
+            return None
+        frame = self._frames.popleft()
+        self._size_bytes -= _size(frame)
+        return frame
+
+
+def _size(frame: ObservedEvent | ObservedOutcome) -> int:
+    return memoryview(frame.outcome).nbytes if isinstance(frame, ObservedOutcome) else 0

@@ -1,0 +1,91 @@
+"""What a client gives out one by one. Made by the methods of `RolloutClient`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from ipc.session import ObservedEvent
+from prorl_trio.client.observed import Observed
+from prorl_trio.errors import ProtocolError
+from prorl_trio.models import Outcome
+
+if TYPE_CHECKING:
+    from ipc.session import JobEvent
+    from prorl_trio.client.client import RolloutClient
+    from prorl_trio.client.state import ClientState
+
+__all__ = ["EventStream", "ObservedStream", "ResultStream"]
+
+_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+
+
+class ResultStream:
+    """An async iterator over outcomes. See `RolloutClient.results`."""
+
+    def __init__(self, client: RolloutClient, count: int | None) -> None:
+        self._client = client
+        self._left = count
+
+    def __aiter__(self) -> ResultStream:
+        return self
+
+    async def __anext__(self) -> Outcome:
+        client = self._client
+        if self._left == 0:
+            await trio.lowlevel.checkpoint()
+            client.acknowledge(client.cursor)
+            raise StopAsyncIteration
+        _, outcome = await client.next_after(client.cursor)
+        if self._left is not None:
+            self._left -= 1
+        return outcome
+
+
+class EventStream:
+    """An async iterator over job events. See `RolloutClient.events`."""
+
+    def __init__(self, state: ClientState) -> None:
+        self._state = state
+
+    def __aiter__(self) -> EventStream:
+        return self
+
+    async def __anext__(self) -> JobEvent:
+        await trio.lowlevel.checkpoint()
+        while not self._state.events:
+            if self._state.failure is not None:
+                raise StopAsyncIteration
+            await self._state.wait_changed()
+        return self._state.events.popleft()
+
+
+class ObservedStream:
+    """An async iterator over `Observed`. See `RolloutClient.observed`."""
+
+    def __init__(self, state: ClientState) -> None:
+        self._state = state
+
+    @property
+    def lost(self) -> int:
+        """What was dropped so far, by the node and here, for want of somebody to take it."""
+        return self._state.observed.lost
+
+    def __aiter__(self) -> ObservedStream:
+        return self
+
+    async def __anext__(self) -> Observed:
+        await trio.lowlevel.checkpoint()
+        while (frame := self._state.observed.take()) is None:
+            if self._state.failure is not None:
+                raise StopAsyncIteration
+            await self._state.wait_changed()
+        if isinstance(frame, ObservedEvent):
+            return Observed(frame.session_id, frame.job_id, frame.status, frame.detail)
+        try:
+            outcome = _decode_outcome(frame.outcome)
+        except msgspec.DecodeError as exc:
+            raise ProtocolError(f"the observed outcome of job {frame.job_id!r} cannot be read: {exc}") from None
+        return Observed(frame.session_id, frame.job_id, outcome.status, outcome.error, outcome)
