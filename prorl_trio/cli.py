@@ -122,8 +122,10 @@ def serve(config_path: Path, token: str | None, rest_port: int | None) -> None:
     Exit code: 0 every job had its own outcome; 3 jobs were cut short (they end as `cancelled`); 1 it could not start
     or its configuration is wrong; 70 a bug of ours ended it.
 
-    SIGHUP reads the file again: worker counts, queue limits, budgets and the agents' limits change at once; the log
-    says what needs a restart.
+    SIGHUP reads the file again: worker counts, queue limits, admission, weights of sessions, budgets, limits of agents
+    and backends, and monitoring change at once; the log says what needs a restart.
+
+    With listen.tls_cert and listen.tls_key, PEM files, the WebSocket is wss:// and REST https://.
 
     \b
     A minimal node.toml:

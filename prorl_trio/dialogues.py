@@ -63,6 +63,11 @@ class Dialogues:
         """Of all dialogues."""
         return sum(each.conversation.prefix_breaks for each in self._all)
 
+    @property
+    def drift_tokens(self) -> int:
+        """Of all dialogues."""
+        return sum(each.conversation.drift_tokens for each in self._all)
+
     def assemble(self, segments_of: Callable[[Conversation], list[Segment]]) -> tuple[list[Segment], list[Turn]]:
         """The segments of all dialogues one after the other, and the turns in the order they were recorded.
 

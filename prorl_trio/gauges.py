@@ -29,11 +29,11 @@ class Gauges(Collector):
     """Reads whatever is watched. See `Metrics.watch`."""
 
     def __init__(self) -> None:
-        self._watched: dict[str, tuple[Read, str]] = {}
+        self._watched: dict[str, tuple[Read, str, str]] = {}
 
-    def watch(self, name: str, read: Read, label: str) -> None:
+    def watch(self, name: str, read: Read, text: str, label: str) -> None:
         """From now on, also `read`; another one of the same name is replaced."""
-        self._watched[name] = (read, label)
+        self._watched[name] = (read, text, label)
 
     def unwatch(self, name: str) -> None:
         """No more."""
@@ -45,8 +45,8 @@ class Gauges(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry, once a scrape."""
-        for part, (read, label) in self._watched.items():
-            yield from _families(f"prorl_{part}", read(), label)
+        for part, (read, text, label) in self._watched.items():
+            yield from _families(f"prorl_{part}", read(), text, label)
 
 
 class StallCollector(Collector):
@@ -69,7 +69,7 @@ class StallCollector(Collector):
         yield GaugeMetricFamily("prorl_loop_pass_max_seconds", "The longest pass.", value=stalls.report().max_ms / 1e3)
 
 
-def _families(prefix: str, values: Mapping[str, Any], label: str) -> Iterator[Metric]:
+def _families(prefix: str, values: Mapping[str, Any], text: str, label: str) -> Iterator[Metric]:
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     rows = values.items() if label else [("", values)]
     series = 0
@@ -81,7 +81,7 @@ def _families(prefix: str, values: Mapping[str, Any], label: str) -> Iterator[Me
             full = f"{prefix}_{name}"
             if full not in families:
                 kind = CounterMetricFamily if full.endswith("_total") else GaugeMetricFamily
-                families[full] = kind(full, "See the documentation of the part.", labels=[label] if label else [])
+                families[full] = kind(full, text, labels=[label] if label else [])
             families[full].add_metric([label_value] if label else [], number)
     yield from families.values()
 

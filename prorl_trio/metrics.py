@@ -87,6 +87,7 @@ class Metrics:
         self._tokens = counter(
             "tokens", "In trajectories: sampled by the policy, or given (prompts, observations).", "kind"
         )
+        self._drift = counter("drift_tokens", "Recorded otherwise than sent or sampled; anything but 0 is a bug.")
         self._breaks = counter("segment_breaks", "Segments that do not continue the one before, and why.", "reason")
         self._calls = counter("backend_calls", "Calls of an LLM backend, retries not counted.", "backend", "result")
         self._call = seconds("backend_call", "Calls of an LLM backend, retries included.", CALL_BUCKETS_S, "backend")
@@ -99,14 +100,15 @@ class Metrics:
         )
         self._reward = _Labelled(Summary("prorl_reward", "Rewards given.", ("handler",), registry=registry))
 
-    def watch(self, name: str, read: Read, *, label: str = "") -> None:
+    def watch(self, name: str, read: Read, text: str = "", *, label: str = "") -> None:
         """Show what `read` returns, each time it is asked for, until `unwatch`.
 
         `read` returns numbers by name: `{"used_bytes": 5}` becomes the gauge `prorl_NAME_used_bytes`, a name that ends
         in `_total` a counter; nested ones are joined by `_`, what is no number is left out. With `label` there is one
         such dict per label value: `{"init": {"busy": 3}}` becomes `prorl_NAME_busy{LABEL="init"}`. It must not raise.
+        `text` says what the part is.
         """
-        self._gauges.watch(name, read, label)
+        self._gauges.watch(name, read, text, label)
 
     def unwatch(self, name: str) -> None:
         """Forget what `watch` was told of `name`."""
@@ -165,6 +167,7 @@ class Metrics:
         if trajectory is not None:
             sampled = sum(turn.completion_end - turn.completion_start for turn in trajectory.turns)
             self._tokens("given").inc(max(0, sum(len(segment) for segment in trajectory.segments) - sampled))
+            self._drift().inc(trajectory.drift_tokens)
             for segment in trajectory.segments:
                 if segment.reason is not None:
                     self._breaks(segment.reason).inc()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -41,16 +42,32 @@ class Monitoring:
     def watch(self, node: Node, sessions: SessionTable) -> None:
         """Show the node's parts as metrics, and what is measured here in `node.statistics()`."""
         metrics = self.metrics
-        metrics.watch("stage", lambda: _part(node, "pipeline", "stages"), label="stage")
-        metrics.watch("backend", lambda: _by_url(_part(node, "backends", "backends")), label="backend")
-        metrics.watch("backends", lambda: _part(node, "backends"))
-        metrics.watch("sandbox", lambda: _part(node, "sandboxes"))
-        metrics.watch("scorers", lambda: _part(node, "scorers"))
-        metrics.watch("arena", lambda: _part(node, "arena"))
-        metrics.watch("outbox", lambda: _outbox(sessions.statistics()))
+        pool = partial(_part, node, "backends")
+        metrics.watch(
+            "stage",
+            lambda: _part(node, "pipeline", "stages"),
+            "A stage of the pipeline: jobs that wait for it, its workers and those at work.",
+            label="stage",
+        )
+        metrics.watch(
+            "backend",
+            lambda: _by_url(pool()["backends"]),
+            "An LLM backend: whether it takes rollouts (up), those it has now and had ever, what its engine reports.",
+            label="backend",
+        )
+        metrics.watch("backends", lambda: _without_moves(pool()), "The pool of LLM backends, and its gate for pauses.")
+        metrics.watch("rollout_moves", lambda: _moves(pool()), "Rollouts moved to another backend.", label="reason")
+        metrics.watch("sandbox", lambda: _part(node, "sandboxes"), "Sandboxes now, and what became of their starts.")
+        metrics.watch("scorers", lambda: _part(node, "scorers"), "Processes that run reward functions.")
+        metrics.watch("arena", lambda: _part(node, "arena"), "The shared memory that trajectories are recorded in.")
+        metrics.watch("outbox", lambda: _outbox(sessions.statistics()), "What all sessions hold together.")
         if sessions.journal is not None:
-            metrics.watch("outcome_cache", sessions.journal.cache.statistics)
-        metrics.watch("node", lambda: {"draining": node.draining, "uptime_seconds": node.uptime_s})
+            ledger, cache = partial(_part, node, "ledger"), sessions.journal.cache
+            metrics.watch("ledger", lambda: _ledger(ledger()), "Jobs and outcomes on the disk.")
+            metrics.watch("outcome_cache", cache.statistics, "Outcomes that are in memory besides the disk.")
+        metrics.watch(
+            "node", lambda: {"draining": node.draining, "uptime_seconds": node.uptime_s}, "The node as a whole."
+        )
         node.describe("loop", lambda: msgspec.structs.asdict(self.stalls.report()))
         node.describe("totals", metrics.totals)
         node.describe("sessions", sessions.statistics)
@@ -80,7 +97,24 @@ def _part(node: Node, *path: str) -> Any:
 
 
 def _by_url(backends: list[Any]) -> dict[str, Mapping[str, Any]]:
-    return {backend.url: msgspec.structs.asdict(backend) for backend in backends}
+    return {backend.url: {"up": _is_up(backend), **msgspec.structs.asdict(backend)} for backend in backends}
+
+
+def _is_up(backend: Any) -> bool:
+    return backend.state == "active" and not backend.suspended
+
+
+def _without_moves(pool: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in pool.items() if name != "moves"}
+
+
+def _moves(pool: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    return {reason: {"total": count} for reason, count in pool["moves"].items()}
+
+
+def _ledger(statistics: Mapping[str, Any]) -> dict[str, Any]:
+    """Of commits and operations there are only more: Prometheus wants that said in the name."""
+    return {f"{name}_total" if name in ("commits", "operations") else name: n for name, n in statistics.items()}
 
 
 def _outbox(sessions: Mapping[str, Any]) -> dict[str, int]:

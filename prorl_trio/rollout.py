@@ -149,4 +149,5 @@ class RolloutContext:
             turns=turns,
             stop_reason=self.stop_reason,
             prefix_breaks=self.dialogues.prefix_breaks,
+            drift_tokens=self.dialogues.drift_tokens,
         )

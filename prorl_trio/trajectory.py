@@ -263,6 +263,7 @@ class Turn(_Model, frozen=True, omit_defaults=True):
 class Trajectory(_Model, frozen=True):
     """What the policy did, token-exact. `prefix_breaks` counts segments begun because a prompt lost its prefix.
 
+    `drift_tokens` are recorded ones that were found to differ from what was sent and sampled: 0, or the job has failed.
     `segments` are those of the task's own agent in their order, then those of each agent that it asked.
     """
 
@@ -270,6 +271,7 @@ class Trajectory(_Model, frozen=True):
     turns: list[Turn]
     stop_reason: StopReason
     prefix_breaks: int = 0
+    drift_tokens: int = 0
 
     @property
     def policy_versions(self) -> list[str]:

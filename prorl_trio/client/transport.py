@@ -120,7 +120,7 @@ class Transport:
                     f"no connection to {self._where} (session {self._state.session_id!r}), tried for as long as "
                     f"allowed; the last attempt: {why}"
                 )
-            logger.info("connection to %s lost, trying again: %s", self._where, why)
+            logger.info("no connection to %s, trying again: %s", self._where, why)
             await trio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 

@@ -5,7 +5,7 @@ import pytest
 import trio
 
 from prorl_trio.agent import run_agent
-from prorl_trio.errors import BackendError, ContextLengthExceeded
+from prorl_trio.errors import BackendError, ContextLengthExceeded, TokenDrift
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.models import ChatMessage
 from prorl_trio.rollout import RolloutContext
@@ -57,6 +57,21 @@ async def test_the_trajectory_is_what_the_engine_saw_bit_for_bit(rig):
     assert [(span.start, span.end) for span in segment.spans] == [
         (turn.completion_start, turn.completion_end) for turn in trajectory.turns
     ]
+
+
+async def test_drift_fails_the_rollout_and_its_trajectory_says_how_many_tokens(rig):
+    def alter(_turn):
+        context.conversation._current.tokens._private._whole.token_ids[5:8] += 1
+
+    rig.says = [call("6*7"), r"\boxed{42}"]
+    async with rig.open():
+        context = RolloutContext(spec=rig.spec(), resources=rig.resources)
+        context.on_turn = alter
+        async with rig.provider.open_sandbox(SandboxSpec()) as context.sandbox:
+            with pytest.raises(TokenDrift, match="differ from position 5 on"):
+                await MathHandler().run(context)
+    trajectory = context.trajectory()
+    assert (trajectory.drift_tokens, len(trajectory.turns)) == (3, 1)
 
 
 async def test_finish_ends_the_episode_with_its_answer(rig):

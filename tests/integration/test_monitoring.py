@@ -63,6 +63,7 @@ async def test_a_node_says_what_it_does_and_what_it_did(tmp_path):
     assert shown["prorl_outcomes_total", "", "math", "completed"] == 1
     assert shown["prorl_stage_workers", "run"] == config.stages.run_workers
     assert shown["prorl_backend_assigned_total", engine.url] == 1
+    assert shown["prorl_backend_up", engine.url] == 1
     assert shown["prorl_backend_calls_total", engine.url, "completed"] == 1
     assert shown["prorl_backend_call_seconds_count", engine.url] == 1
     assert shown["prorl_sandbox_started_total",] == 1

@@ -120,6 +120,16 @@ def test_tool_calls_are_told_apart_and_made_up_names_are_no_labels():
     }
 
 
+def test_drift_is_counted():
+    metrics = Metrics()
+    outcome = make_outcome(make_spec("job"))
+    metrics.job_ended(view(), outcome)
+    assert value(metrics, "prorl_drift_tokens_total") == 0
+    drifted = msgspec.structs.replace(outcome.trajectory, drift_tokens=2)
+    metrics.job_ended(view(), msgspec.structs.replace(outcome, status="failed", trajectory=drifted))
+    assert value(metrics, "prorl_drift_tokens_total") == 2
+
+
 def test_waits_for_sandboxes_are_told_apart():
     metrics = Metrics()
     for start, waited_s in (("cold", 0.4), ("warm", 0.002), ("warm", 0.003)):
@@ -142,10 +152,11 @@ def test_what_is_watched_is_read_when_asked_for():
     metrics = Metrics()
     stages = {"init": {"busy": 1, "workers": 4}, "run": {"busy": 9, "workers": 32}}
     arena = {"used_bytes": 5, "spills_total": 7, "path": "/dev/shm/x", "full": False, "blocks": {"free": 3}}
-    metrics.watch("stage", lambda: stages, label="stage")
+    metrics.watch("stage", lambda: stages, "A stage.", label="stage")
     metrics.watch("arena", lambda: arena)
     arena["full"] = True
     assert value(metrics, "prorl_stage_busy", stage="run") == 9
+    assert b"# HELP prorl_stage_busy A stage." in metrics.render()[1]
     assert value(metrics, "prorl_arena_used_bytes") == 5
     assert value(metrics, "prorl_arena_spills_total") == 7
     assert value(metrics, "prorl_arena_full") == 1
