@@ -145,14 +145,20 @@ def _sandboxes(report: Mapping[str, Any]) -> Text:
 
 
 def _backends(backends: list[Mapping[str, Any]]) -> Table:
-    table = _table("backend", "state", "tasks", "ever")
+    """Tasks of the node's own, and what the engine says that it works on and holds up, from whomever."""
+    table = _table("backend", "state", "tasks", "ever", "running", "waiting", "KV", "")
     for backend in backends:
-        state = str(backend.get("state", ""))
+        state = "suspended" if backend.get("suspended") else str(backend.get("state", ""))
+        kv_usage, limit = backend.get("kv_usage"), backend.get("max_tasks") or ""
         table.add_row(
             _printable(backend.get("url", "")),
             Text(state, style="" if state == "active" else "yellow"),
-            str(backend.get("in_flight", 0)),
+            f"{backend.get('in_flight', 0)}{limit and f'/{limit}'}",
             str(backend.get("assigned_total", 0)),
+            _known(backend.get("engine_running")),
+            _known(backend.get("engine_waiting")),
+            "" if kv_usage is None else f"{100 * kv_usage:.0f}%",
+            _printable(backend.get("error", "")),
         )
     return table
 
@@ -215,6 +221,10 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, no_wrap=True, overflow="ellipsis")
     return table
+
+
+def _known(number: float | None) -> str:
+    return "" if number is None else f"{number:.0f}"
 
 
 def _printable(text: object) -> Text:

@@ -71,6 +71,19 @@ def test_everything_is_there():
         assert wanted in text, text
 
 
+def test_what_is_known_of_backends():
+    backends = [
+        {"url": "http://a", "state": "active", "in_flight": 3, "max_tasks": 8, "engine_running": 7, "kv_usage": 0.914},
+        {"url": "http://b", "state": "active", "suspended": True, "engine_waiting": 12},
+        {"url": "http://c", "state": "down", "error": "cannot \x1b[2Jconnect", "engine_running": None},
+    ]
+    lines = {line.split()[0]: line for line in drawn(report(backends={"backends": backends})).splitlines() if line}
+    assert lines["http://a"].split()[1:] == ["active", "3/8", "0", "7", "91%"]
+    assert lines["http://b"].split()[1:] == ["suspended", "0", "0", "12"]
+    assert "down" in lines["http://c"]
+    assert "cannot ?[2Jconnect" in lines["http://c"]
+
+
 def test_a_stuck_job_comes_first_and_is_marked():
     jobs = [job("job-q", last_progress_s=50.0), job("stuck-one", stuck=True, age_s=1.0), job("job-b", waiting_on="")]
     for sort in ("progress", "age", "stage", "turns"):
