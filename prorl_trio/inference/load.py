@@ -1,9 +1,11 @@
 """What is made of an engine's load: how long a call would wait there, what a prefix costs to read again, how many tasks
 it can hold. Pure state, one of each for a backend.
 
-A call waits `waiting * call_s / (running + waiting)` seconds: by Little's law, `running + waiting` calls that take
-`call_s` each, their wait included, leave at the rate `(running + waiting) / call_s`, and `waiting` of them are ahead.
-A task that moves has its prefix read again: `prefix tokens / prefill rate` seconds. So it moves when
+A call waits `waiting * service_s / running` seconds: by Little's law, `running` calls that take `service_s` each leave
+at the rate `running / service_s`, and `waiting` are ahead. What is measured is how long calls take from being sent to
+the answer; of that, `running / (running + waiting)` is service. The rest is wait, which, unlike the service, is another
+one as soon as tasks come or go. A task that moves has its prefix read again: `prefix tokens / prefill rate` seconds. So
+it moves when
 
     wait here > skew_margin_s + skew_ratio * (wait there + prefix there)
 
@@ -33,14 +35,14 @@ class LoadEstimate:
         load: the last report; None: there is none, or it failed.
         pressed: the KV cache was too full at the last report, or requests lost their place in it since the one before.
         prefill_tokens_per_s: as a request sees it.
-        call_s: how long calls from here took lately, from being sent to the answer.
+        service_s: how long calls from here took lately, without their wait.
     """
 
     def __init__(self) -> None:
         self.load: EngineLoad | None = None
         self.pressed = False
         self.prefill_tokens_per_s: float | None = None
-        self.call_s: float | None = None
+        self.service_s: float | None = None
         self._last: EngineLoad | None = None
         self._came = 0
 
@@ -62,8 +64,13 @@ class LoadEstimate:
             self.prefill_tokens_per_s = tokens / seconds
 
     def call_ended(self, used_s: float) -> None:
-        """A completion was answered."""
-        self.call_s = used_s if self.call_s is None else self.call_s + CALL_WEIGHT * (used_s - self.call_s)
+        """A completion was answered, so long after it was sent."""
+        if self.load is None:
+            return
+        running = max(1, self.load.running)
+        service_s = used_s * running / (running + self.load.waiting)
+        before_s = service_s if self.service_s is None else self.service_s
+        self.service_s = before_s + CALL_WEIGHT * (service_s - before_s)
 
     def task_moved(self, change: int) -> None:
         """A task came (1) or went (-1) since the last report: it counts as waiting here, or not any more."""
@@ -72,7 +79,7 @@ class LoadEstimate:
     @property
     def wait_s(self) -> float | None:
         """What a call that comes now waits; None: not known."""
-        return None if self.load is None else self._wait_s(self.load, self._came, self.call_s)
+        return None if self.load is None else self._wait_s(self.load, self._came, self.service_s)
 
     def entry_s(self, prefix_tokens: int, here: LoadEstimate) -> float | None:
         """What a call waits that comes from `here`, and whose prefix is not cached there. None: not known.
@@ -83,15 +90,17 @@ class LoadEstimate:
         if self.load is None or here.load is None or rate is None:
             return None
         room = 0 if self.load.waiting else max(0, here.load.running - self.load.running)
-        wait_s = self._wait_s(self.load, min(self._came, 0) + max(self._came - room, 0), self.call_s or here.call_s)
+        wait_s = self._wait_s(
+            self.load, min(self._came, 0) + max(self._came - room, 0), self.service_s or here.service_s
+        )
         return None if wait_s is None else wait_s + prefix_tokens / rate
 
     @staticmethod
-    def _wait_s(load: EngineLoad, came: int, call_s: float | None) -> float | None:
+    def _wait_s(load: EngineLoad, came: int, service_s: float | None) -> float | None:
         waiting = load.waiting + came
         if waiting <= 0:
             return 0.0
-        return None if call_s is None else waiting * call_s / (load.running + waiting)
+        return None if service_s is None else waiting * service_s / max(1, load.running)
 
     def figures(self) -> dict[str, float | None]:
         """For `BackendStatistics`."""

@@ -14,6 +14,7 @@ from ipc.nursery import open_single_nursery
 from prorl_trio.config import BackendConfig
 from prorl_trio.errors import BackendError
 from prorl_trio.inference.engine import EngineClient, EngineInfo
+from prorl_trio.inference.gate import unseen
 from prorl_trio.inference.pool import Backends
 
 A, B = "http://a:1", "http://b:1"
@@ -150,9 +151,7 @@ async def test_who_waits_is_told_what_is_missing_as_it_changes(autojump_clock):
     backends = Backends(LateClient, max_tasks_per_backend=1, random=Random(0))
 
     async def task(name):
-        async with backends.lease(
-            name, waiting=waiting if name == "t" else lambda _: contextmanager(lambda: (yield))()
-        ):
+        async with backends.lease(name, waiting=waiting if name == "t" else unseen):
             await trio.sleep(10)
 
     async with open_single_nursery() as nursery:

@@ -91,12 +91,12 @@ def test_the_wait_by_littles_law_and_the_prefix_by_the_measured_rate():
     estimate = LoadEstimate()
     assert (estimate.wait_s, estimate.entry_s(100, estimate)) == (None, None)
     estimate.reported(load_of(waiting=8, tokens=10_000, seconds=10), 0.95)
-    assert estimate.wait_s is None  # how long a call takes is not known
+    assert estimate.wait_s is None  # how long its service takes is not known
     estimate.call_ended(20)
     assert estimate.wait_s == 10
     assert estimate.entry_s(3000, estimate) == 13
     estimate.task_moved(-1)
-    assert estimate.wait_s == pytest.approx(7 * 20 / 15)
+    assert estimate.wait_s == pytest.approx(7 * 10 / 8)
     estimate.reported(load_of(tokens=12_000, seconds=10.5), 0.95)
     assert (estimate.wait_s, estimate.prefill_tokens_per_s) == (0, 4000)
     estimate.reported(load_of(tokens=12_010, seconds=99), 0.95)  # too few tokens to tell
@@ -118,7 +118,7 @@ def test_an_engine_that_nothing_is_known_of_is_taken_for_one_as_fast_and_as_larg
     for _ in range(5):
         costs.append(idle.entry_s(500, here))
         idle.task_moved(1)
-    assert costs == [0.5, 0.5, 0.5, 0.5, 0.5 + 10 / 2]
+    assert costs == [0.5, 0.5, 0.5, 0.5, pytest.approx(0.5 + 10 * 4 / 13)]
     idle.task_moved(-9)
     assert idle.entry_s(500, here) == 0.5
 
