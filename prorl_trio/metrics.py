@@ -79,13 +79,18 @@ class Metrics:
         self._stage = seconds("stage_duration", "Time in a stage.", STAGE_BUCKETS_S, "stage")
         self._job = seconds("job_duration", "From acceptance to outcome, waits included.", STAGE_BUCKETS_S, "status")
         self._turns = counter("turns", "Turns the policy took.", "handler")
+        self._finishes = counter(
+            "completions", "Completions by why sampling ended; tool_call: stopped early by the node.", "finish_reason"
+        )
         self._inference = seconds("turn_inference", "Completion of one turn, retries included.", CALL_BUCKETS_S)
         self._tools = seconds("turn_tools", "Tool calls of one turn together.", CALL_BUCKETS_S)
         self._tool_calls = counter(
             "tool_calls", "Calls of tools: ok, error, unknown, malformed, not_run.", "tool", "result"
         )
         self._tokens = counter(
-            "tokens", "In trajectories: sampled by the policy, or given (prompts, observations).", "kind"
+            "tokens",
+            "Sampled by the policy, given (prompts, observations), or received after an early stop and dropped.",
+            "kind",
         )
         self._drift = counter("drift_tokens", "Recorded otherwise than sent or sampled; anything but 0 is a bug.")
         self._breaks = counter("segment_breaks", "Segments that do not continue the one before, and why.", "reason")
@@ -149,6 +154,9 @@ class Metrics:
         self._tokens_total += sampled
         self._turns(job.handler).inc()
         self._tokens("sampled").inc(sampled)
+        self._finishes(turn.finish_reason).inc()
+        if turn.dropped_tokens:
+            self._tokens("dropped").inc(turn.dropped_tokens)
         self._inference().observe(turn.inference_s)
         if turn.tool_calls:
             self._tools().observe(turn.tools_s)

@@ -86,6 +86,16 @@ def test_a_job_from_its_acceptance_to_its_end():
     assert value(metrics, "prorl_turn_inference_seconds_sum") == 0.2
 
 
+def test_early_stops_are_counted_with_what_came_too_late():
+    metrics = Metrics()
+    metrics.turn_done(view(), turn())
+    metrics.turn_done(view(), msgspec.structs.replace(turn(), finish_reason="tool_call", dropped_tokens=3))
+    assert value(metrics, "prorl_completions_total", finish_reason="stop") == 1
+    assert value(metrics, "prorl_completions_total", finish_reason="tool_call") == 1
+    assert value(metrics, "prorl_tokens_total", kind="dropped") == 3
+    assert value(metrics, "prorl_tokens_total", kind="sampled") == 10
+
+
 def test_a_failure_has_a_cause_and_no_reward():
     metrics = Metrics()
     outcome = make_outcome(make_spec("job"), reward=None)
