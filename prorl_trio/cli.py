@@ -32,7 +32,7 @@ from prorl_trio.testing.simulation_command import simulate
 from prorl_trio.top import SORTS, TopOptions, run_top
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from prorl_trio.client import RolloutClient
     from prorl_trio.config import NodeConfig
@@ -112,11 +112,33 @@ def main(context: click.Context, verbose: bool, log_level: str, log_format: LogF
     context.with_resource(open_logging(level, log_format))
 
 
+def _weighted_urls(_context: click.Context, _parameter: click.Parameter, values: Sequence[str]) -> dict[str, float]:
+    weights: dict[str, float] = {}
+    for value in values:
+        url, _, weight = value.partition(",weight=")
+        try:
+            weights[url] = float(weight or 1.0)
+        except ValueError:
+            raise click.BadParameter(f"{value}: the weight is not a number") from None
+        if not 0 < weights[url] < float("inf"):
+            raise click.BadParameter(f"{value}: the weight must be > 0")
+    return weights
+
+
 @main.command()
 @click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The node's TOML file.")
 @click.option("--token", envvar="PRORL_TOKEN", help="Overrules listen.token; better in PRORL_TOKEN than in sight.")
 @click.option("--rest-port", type=click.IntRange(0, 65_535), help="Serve REST there (0: any free port), too.")
-def serve(config_path: Path, token: str | None, rest_port: int | None) -> None:
+@click.option(
+    "--backend",
+    "backends",
+    multiple=True,
+    metavar="URL[,weight=W]",
+    callback=_weighted_urls,
+    help="An LLM backend, instead of those of backends.urls; may be given again. Of weight 2, it gets twice as many "
+    "rollouts as one of weight 1, which is the default.",
+)
+def serve(config_path: Path, token: str | None, rest_port: int | None, backends: dict[str, float]) -> None:
     """Run a node until SIGTERM or Ctrl-C: the first drains it, the second cancels what is left, a third kills it.
 
     Exit code: 0 every job had its own outcome; 3 jobs were cut short (they end as `cancelled`); 1 it could not start
@@ -139,6 +161,9 @@ def serve(config_path: Path, token: str | None, rest_port: int | None) -> None:
 
     def load() -> NodeConfig:
         config = load_config(config_path)
+        if backends:
+            chosen = msgspec.structs.replace(config.backends, urls=list(backends), weights=backends)
+            config = msgspec.structs.replace(config, backends=chosen)
         if rest_port is not None:
             rest = msgspec.structs.replace(config.rest, enabled=True, port=rest_port)
             config = msgspec.structs.replace(config, rest=rest)

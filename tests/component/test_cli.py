@@ -77,6 +77,25 @@ def test_the_exit_code_says_whether_jobs_were_cut(monkeypatch, node_toml, clean,
     assert (line["level"], line["message"], line["logger"]) == ("info", "working", "prorl_trio.node")
 
 
+def test_backends_and_their_weights_may_be_options(monkeypatch, node_toml):
+    served = []
+
+    async def serve(config, *, load, task_status):
+        served.append(config.backends)
+        assert load().backends == config.backends
+        task_status.started(("127.0.0.1", 1))
+        return True
+
+    monkeypatch.setattr(cli, "serve_node", serve)
+    options = ("--backend", "http://a:1,weight=2", "--backend", "http://b:1")
+    assert run("serve", "--config", node_toml, *options).exit_code == 0
+    assert (served[0].urls, served[0].weights) == (["http://a:1", "http://b:1"], {"http://a:1": 2.0, "http://b:1": 1.0})
+    for weight, why in [("x", "is not a number"), ("0", "must be > 0"), ("nan", "must be > 0")]:
+        result = run("serve", "--config", node_toml, "--backend", f"http://a:1,weight={weight}")
+        assert result.exit_code == 2
+        assert why in result.stderr
+
+
 def test_a_bug_of_ours_has_an_exit_code_of_its_own(monkeypatch, node_toml):
     async def serve(config, *, load, task_status):
         raise InternalError("impossible")
