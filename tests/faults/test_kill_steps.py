@@ -1,7 +1,7 @@
 """A node is killed with -9 at one step after the other while it starts, accepts, runs, finishes and delivers.
 
-Each life takes one job more and is killed one step later than the last one, on the same ledger, which is looked at in
-between: a job has one outcome, numbered after the attempts that the ledger knows of, and nothing is left.
+Each life is killed one step later than the last one, on the same ledger, which is looked at in between, and there is
+always a job to do: it has one outcome, numbered after the attempts that the ledger knows of, and nothing is left.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ TOKEN = "a-token-for-tests-0123456789"
 KIB = 1024
 SIZES = {"segment_bytes": 64 * KIB, "reserve_bytes": 64 * KIB, "max_bytes": 64 * 1024 * KIB}
 LIFE_TIMEOUT_S = 60
+SWEEP_TIMEOUT_S = 3000
+JOBS_AT_ONCE = 2
 GONE_WITHIN_S = 10
 
 
@@ -65,7 +67,8 @@ class Lives:
 
     async def train(self, url):
         """One trainer for all lives: take what comes, once there is a node."""
-        async with connect(url, TOKEN, connect_timeout_s=LIFE_TIMEOUT_S) as self._client:
+        patience = {"connect_timeout_s": SWEEP_TIMEOUT_S, "reconnect_timeout_s": SWEEP_TIMEOUT_S}
+        async with connect(url, TOKEN, **patience) as self._client:
             self._connected.set()
             async for outcome in self._client.results():
                 assert (outcome.status, outcome.reward) == ("completed", 1.0)
@@ -86,9 +89,11 @@ class Lives:
         await self._client.status()  # it is answered behind the acknowledgement
 
     async def live(self, kind, last_step, job_id):
-        """Submit the job. Returns whether the node died at that step; else it is killed when it has delivered all."""
-        self._submitted.add(job_id)
-        self._trainer.start_soon(self._submit, job_id)
+        """Submit the job, unless there are enough. Returns whether the node died at that step; else it is killed when
+        it has delivered all."""
+        if len(self._submitted - self.ended.keys()) < JOBS_AT_ONCE:
+            self._submitted.add(job_id)
+            self._trainer.start_soon(self._submit, job_id)
         with trio.fail_after(LIFE_TIMEOUT_S):
             async with open_node(self._folder, kind, last_step) as node, trio.open_nursery() as nursery:
 
