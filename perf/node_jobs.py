@@ -25,7 +25,7 @@ import trio
 from perf.children import say_ready
 from perf.node_served import StampedHandler, StandInProvider
 from perf.node_world import World
-from prorl_trio.chat import ChatFormat
+from prorl_trio.chat_proof import load_chat_format
 from prorl_trio.config import ModelConfig, NodeConfig
 from prorl_trio.inference.pool import Backends
 from prorl_trio.inference.vllm import VllmClient
@@ -54,9 +54,10 @@ async def _roll_out(world: World, number: int, turns: int) -> Trajectory:
         backends = Backends(VllmClient)
         stack.push_async_callback(backends.aclose)
         await backends.add(world.quick_engine)
+        model = ModelConfig(path=world.model)
         resources = Resources(
-            config=NodeConfig(model=ModelConfig(path=world.model)),
-            chat_format=ChatFormat.load(Path(world.model)),
+            config=NodeConfig(model=model),
+            chat_format=load_chat_format(model, proven=False),
             backends=backends,
             scorers=await stack.enter_async_context(open_scorer_pool(1)),
         )

@@ -300,8 +300,9 @@ class Conversation:
         text = template.prompt(dialogue, self._tools)
         rendered = codec.encode(text)
         if self._format.capabilities.needs_calls:
-            before = template.prompt(dialogue[:-new], self._tools, open_turn=False)
-            stands = text.startswith(before)
+            asked = template.prompt(dialogue[: -new - 1], self._tools)
+            answered = template.prompt(dialogue[:-new], self._tools, open_turn=False)
+            stands = text.startswith(asked) and text.startswith(answered)
         else:
             stands = codec.decode(rendered).startswith(codec.decode(self._current.token_ids.tolist()))
         if stands:

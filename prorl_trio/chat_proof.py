@@ -8,24 +8,28 @@ must be the oracle's, and the control tokens those of a dialogue of the same sha
 
 from __future__ import annotations
 
+import hashlib
 import time
 import unicodedata
+from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
+from prorl_trio.chat import ChatFormat
 from prorl_trio.chat_corpus import CORPUS_TOOLS, Dialogue, Round, forged_tool, made_up_dialogue
 from prorl_trio.chat_template import Message, ToolSchema, assistant_message, call_id
 from prorl_trio.errors import ConfigError, HandlerError
+from prorl_trio.model_folder import read_model_folder
 from prorl_trio.models import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from prorl_trio.chat import ChatFormat
+    from prorl_trio.config import ModelConfig
 
-__all__ = ["Oracle", "Proof", "Unexplained", "prove_dialogue", "prove_format"]
+__all__ = ["Oracle", "Proof", "Unexplained", "load_chat_format", "prove_dialogue", "prove_format"]
 
-PROOF_DIALOGUES: Final = 60
+PROOF_DIALOGUES: Final = 24
 PROOF_TIMEOUT_S: Final = 5.0
 """After which a proof at start is content with the dialogues it has."""
 MIN_PROOF_DIALOGUES: Final = 10
@@ -56,6 +60,31 @@ class Proof(NamedTuple):
     rewritten: int
     refused: int
     turns: int
+
+
+def load_chat_format(model: ModelConfig, *, proven: bool = True) -> ChatFormat:
+    """Load what the configuration names; unless told otherwise, only one that is proven. Takes seconds: in a thread.
+
+    Raises:
+        ConfigError: the model folder cannot be used, or its prompts are not exact; says why.
+    """
+    options, on_break = model.template_options, model.on_break
+    chat = ChatFormat.load(Path(model.path), family=model.family, template_options=options, on_break=on_break)
+    if proven and (digest := _digest(chat, options)) not in _PROVEN:
+        prove_format(chat)
+        _PROVEN.add(digest)
+    return chat
+
+
+_PROVEN: Final[set[bytes]] = set()
+"""What this process has proven: the same model, loaded again, is the same."""
+
+
+def _digest(chat: ChatFormat, options: Mapping[str, Any]) -> bytes:
+    folder = read_model_folder(chat.model_dir)
+    digest = hashlib.blake2b(folder.tokenizer_json)
+    digest.update(repr((folder.template, folder.special_tokens, chat.family.name, sorted(options.items()))).encode())
+    return digest.digest()
 
 
 def prove_format(

@@ -162,11 +162,14 @@ class ModelConfig(_Config, frozen=True):
 
     `family` says how the model writes tool calls and reasoning; empty: it is told from the template.
     `template_options` are variables for the template, `{enable_thinking = false}` for Qwen3, say.
+    `on_break` says what to do where the template alters earlier turns, as Qwen3's drops old reasoning at a new user
+    message: `keep` the tokens as they were sampled, begin a new `segment`, or `fail` the rollout.
     """
 
     path: str
     family: str = ""
     template_options: dict[str, bool | int | float | str] = {}
+    on_break: Literal["keep", "segment", "fail"] = "keep"
 
 
 Strategy = Literal["least_in_flight", "round_robin", "assignments_ever", "static_split"]

@@ -25,7 +25,7 @@ import trio
 from ipc.arena_socket import serve_arena
 from ipc.nursery import open_single_nursery
 from prorl_trio.admission import Load
-from prorl_trio.chat import ChatFormat
+from prorl_trio.chat_proof import load_chat_format
 from prorl_trio.drain import drain
 from prorl_trio.errors import (
     ConfigError,
@@ -308,8 +308,7 @@ async def open_node(
     """
     handlers = handlers or HandlerRegistry.from_entry_points()
     model = config.model
-    load = partial(ChatFormat.load, family=model.family, template_options=model.template_options)
-    chat_format = await trio.to_thread.run_sync(load, Path(model.path))
+    chat_format = await trio.to_thread.run_sync(load_chat_format, model)
     provider = provider or await choose_provider(config.sandbox)
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_single_nursery())
