@@ -3,9 +3,10 @@
     python -m perf.peers setup renderers               # once: the peers' environment
     python -m perf.tokens [--quick] [--json FILE]
 
-Dialogues of an agent grow turn by turn to 100,000 tokens. A turn of ours: prove that nothing has changed, record and
-parse the completion, render and encode the tool's result. Beside it, in the same run: rendering and encoding the whole
-dialogue each turn, by our own code (`rerender`) and by `transformers`, and extending it with `renderers`.
+Dialogues of an agent have grown turn by turn to so many tokens; their next turns are timed, interleaved. A turn of
+ours: prove that nothing has changed, record and parse the completion, render and encode the tool's result. Beside it,
+in the same run: rendering and encoding the whole dialogue each turn, by our own code (`rerender`) and by
+`transformers`, and extending it with `renderers`.
 
 The model is Qwen3's published tokenizer and template where the tests have fetched it (or PRORL_MODEL_DIR names it), a
 small one of the same family otherwise; other models of the cache folder are measured besides.
@@ -19,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,32 +31,34 @@ from rich.table import Table
 from perf.harness import PLOT_DPI, Case, Options, Report, Series, run_benchmark
 from perf.machine import describe_machine
 from perf.peers.environments import PeerUnavailable
-from perf.tokens_dialogue import TOOLS, DialogueTurn, TurnTimes, draw_turns, grow, sampled_ids, whole_dialogue
+from perf.tokens_dialogue import TOOLS, DialogueTurn, TurnTimes, draw_turns, sampled_ids, time_turns, whole_dialogue
 from perf.tokens_drift import Drift, drift_of, sampled_at_random
 from perf.tokens_peers import WAYS, measure_peers
 from prorl_trio.cache import cache_dir
 from prorl_trio.chat import ChatFormat
+from prorl_trio.errors import ConfigError
 from prorl_trio.testing.chat_families import write_family_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONTEXTS = (1_000, 4_000, 16_000, 32_000, 64_000, 100_000)
-NEAR_TOKENS = 1_500
-"""A turn that begins so near to one of these, counts for it."""
+ROUNDS = 6
+"""Of turns at each length of context, for each set of dialogues."""
 QUICK_DIALOGUES, DIALOGUES = 8, 30
 QUICK_PEER_ROUNDS, PEER_ROUNDS = 3, 10
 DRIFT_DIALOGUES = 20
 FAMILY: Final = "qwen3"
 FLATNESS = 1.5
 US = 1e6
+Times = dict[int, list[TurnTimes]]
 NOTES = [
     "turn: a completion proven, recorded and parsed (record), and a tool's result rendered, encoded and recorded, what "
     "was there proven again (extend). prompt: its ids as a list, which the engine's request is made of; a request has "
-    "the whole prompt in it, so that this grows with the context for everybody. whole: turn and prompt.",
-    "Peers hand over the whole prompt, too, so they are held against `whole`. They run in their own process, without "
-    "the pipe to it being charged. `renderers` parses and extends, as ours does, without a proof; `transformers` "
-    "renders and encodes all messages, as `rerender` does with our code.",
+    "the whole prompt in it, so that this grows with the context for everybody. All these are CPU time.",
+    "Peers hand over the whole prompt, too, so they are held against `whole`: turn and prompt, by the clock as theirs. "
+    "They run in their own process, without the pipe to it being charged. `renderers` parses and extends, as ours "
+    "does, without a proof; `transformers` renders and encodes all messages, as `rerender` does with our code.",
     "drift: turns whose sampled ids change once they have been text, of short completions by the fake engine, which "
     "samples any token alike.",
 ]
@@ -103,7 +106,7 @@ async def _measure(options: Options, folder: Path) -> Report:
     rounds = QUICK_PEER_ROUNDS if options.quick else PEER_ROUNDS
     dialogues = QUICK_DIALOGUES if options.quick else DIALOGUES
     turns = await trio.to_thread.run_sync(_turns_to, chat, CONTEXTS)
-    times = await trio.to_thread.run_sync(_grow_many, chat, dialogues)
+    times = await trio.to_thread.run_sync(_time_ours, chat, dialogues)
     series = _series_of(times)
     series += await trio.to_thread.run_sync(_rerender, chat, turns, rounds)
     notes = [f"model: {chat.model_dir.name}, {chat.vocab_size} tokens", *NOTES]
@@ -149,11 +152,21 @@ def _report(series: list[Series], flatness: dict[str, float], drift: Drift, note
 
 
 def _load_models(small: Path, quick: bool) -> tuple[ChatFormat, list[ChatFormat]]:
-    """The one that everything is measured with, and, not in quick runs, the others."""
-    found = [ChatFormat.load(folder) for folder in _model_dirs()[: 1 if quick else None]]
-    chosen = next((chat for chat in found if chat.family.name == FAMILY), None)
-    others = [chat for chat in found if chat is not chosen]
-    return chosen or ChatFormat.load(write_family_model(small, FAMILY)), others
+    """The one that everything is measured with, and, not in quick runs, the others. What is refused is left out."""
+    chosen: ChatFormat | None = None
+    others = []
+    for folder in _model_dirs():
+        if chosen is not None and quick:
+            break
+        if chosen is None and quick and not folder.name.startswith(FAMILY):
+            continue
+        with suppress(ConfigError):
+            chat = ChatFormat.load(folder)
+            if chosen is None and chat.family.name == FAMILY:
+                chosen = chat
+            else:
+                others.append(chat)
+    return chosen or ChatFormat.load(write_family_model(small, FAMILY)), [] if quick else others
 
 
 def _model_dirs() -> list[Path]:
@@ -166,26 +179,26 @@ def _model_dirs() -> list[Path]:
     return sorted(cached, key=lambda folder: (not folder.name.startswith(FAMILY), folder.name))
 
 
-def _grow_many(chat: ChatFormat, dialogues: int) -> list[TurnTimes]:
-    """Of dialogues of all seeds but the first, which warms up."""
-    grow(chat, 0, CONTEXTS[0])
-    return [turn for seed in range(1, dialogues + 1) for turn in grow(chat, seed, CONTEXTS[-1] + NEAR_TOKENS)]
+def _time_ours(chat: ChatFormat, dialogues: int) -> Times:
+    """Over dialogues of all seeds but the first, which warms up."""
+    time_turns(chat, 0, CONTEXTS[:1], ROUNDS)
+    times: Times = {context: [] for context in CONTEXTS}
+    for seed in range(1, dialogues + 1):
+        for context, turns in time_turns(chat, seed, CONTEXTS, ROUNDS).items():
+            times[context] += turns
+    return times
 
 
-def _near(times: Sequence[TurnTimes], context: int) -> list[TurnTimes]:
-    return [turn for turn in times if abs(turn.context_tokens - context) <= NEAR_TOKENS]
-
-
-def _flatness(times: Sequence[TurnTimes]) -> float:
+def _flatness(times: Times) -> float:
     first, last = (
-        float(np.median([turn.record_s + turn.extend_s for turn in _near(times, context)]))
+        float(np.median([turn.record_s + turn.extend_s for turn in times[context]]))
         for context in (CONTEXTS[0], CONTEXTS[-1])
     )
     return last / first
 
 
 def _flatness_of(chats: Sequence[ChatFormat], dialogues: int) -> dict[str, float]:
-    return {chat.model_dir.name: _flatness(_grow_many(chat, dialogues)) for chat in chats}
+    return {chat.model_dir.name: _flatness(_time_ours(chat, dialogues)) for chat in chats}
 
 
 def _drift(chat: ChatFormat) -> Drift:
@@ -223,16 +236,16 @@ def _rerender(chat: ChatFormat, turns: dict[int, list[DialogueTurn]], rounds: in
 # ---------------------------------------------------------------- figures
 
 
-def _series_of(times: Sequence[TurnTimes]) -> list[Series]:
+def _series_of(times: Times) -> list[Series]:
     parts = {
         "turn": ("record_s", "extend_s"),
         "record": ("record_s",),
         "extend": ("extend_s",),
         "prompt": ("prompt_s",),
-        "whole": ("prompt_s", "record_s", "extend_s"),
+        "whole": ("elapsed_s",),
     }
     return [
-        _series(name, context, [sum(getattr(turn, part) for part in added) for turn in _near(times, context)])
+        _series(name, context, [sum(getattr(turn, part) for part in added) for turn in times[context]])
         for name, added in parts.items()
         for context in CONTEXTS
     ]

@@ -11,14 +11,25 @@ import msgspec
 from prorl_trio.models import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from prorl_trio.chat import ChatFormat
 
-__all__ = ["OPENING", "TOOLS", "DialogueTurn", "TurnTimes", "draw_turns", "grow", "sampled_ids", "whole_dialogue"]
+__all__ = [
+    "OPENING",
+    "TOOLS",
+    "Dialogue",
+    "DialogueTurn",
+    "TurnTimes",
+    "draw_turns",
+    "sampled_ids",
+    "time_turns",
+    "whole_dialogue",
+]
 
 SAID_WORDS, RESULT_WORDS = 30, 150
-"""Of a turn: with them it has some 300 tokens, three quarters of which are a tool's result."""
+TURN_TOKENS = 300
+"""What so many words make, about; three quarters are a tool's result."""
 WORDS = (
     "the of parser error file return value line test index module class def import self None True raise assert list "
     "dict path open read write 0x7f3a 42 1307 src/lexer.py tests/test_lexer.py :: -> == += [] () {} # TODO "
@@ -48,7 +59,8 @@ class DialogueTurn(msgspec.Struct, frozen=True):
 
 
 class TurnTimes(NamedTuple):
-    """One turn of ours, at a context of `context_tokens` before it.
+    """One turn of ours, at a context of `context_tokens` before it. Parts are in this thread's own CPU time, which is
+    all they take, and which other programs do not add to; `elapsed_s` is by the clock, to be held against peers'.
 
     `prompt_s`: the prompt's ids proven and made a list, for the engine. `record_s`: the completion proven, recorded and
     parsed. `extend_s`: the tool's result rendered, encoded and recorded, what was there proven again.
@@ -58,6 +70,7 @@ class TurnTimes(NamedTuple):
     prompt_s: float
     record_s: float
     extend_s: float
+    elapsed_s: float
 
 
 def draw_turns(seed: int) -> Iterator[DialogueTurn]:
@@ -85,23 +98,49 @@ def whole_dialogue(turns: list[DialogueTurn]) -> list[ChatMessage]:
     return messages
 
 
-def grow(chat: ChatFormat, seed: int, context_tokens: int) -> list[TurnTimes]:
-    """Hold a dialogue until its context is that long; every turn is timed. Blocks."""
-    conversation = chat.open(OPENING, TOOLS)
-    times: list[TurnTimes] = []
-    for turn in draw_turns(seed):
-        if len(conversation) > context_tokens:
-            break
-        ids = sampled_ids(chat, turn.said)
+class Dialogue:
+    """One that is held with our own code, and grows turn by turn. Blocks."""
+
+    def __init__(self, chat: ChatFormat, seed: int) -> None:
+        self._chat = chat
+        self._turns = draw_turns(seed)
+        self._conversation = chat.open(OPENING, TOOLS)
+
+    def __len__(self) -> int:
+        """Tokens of the next prompt."""
+        return len(self._conversation)
+
+    def turn(self) -> TurnTimes:
+        """The next one, timed."""
+        turn = next(self._turns)
+        ids = sampled_ids(self._chat, turn.said)
         logprobs = [-0.5] * len(ids)
         result = [ChatMessage(role="tool", content=turn.result, name="bash")]
-        context = len(conversation)
-        started = time.perf_counter()
-        conversation.prompt_token_ids()
-        prompted = time.perf_counter()
-        conversation.add_completion(ids, logprobs, policy_version="1", engine="perf")
-        recorded = time.perf_counter()
-        conversation.add_messages(result)
-        extended = time.perf_counter()
-        times.append(TurnTimes(context, prompted - started, recorded - prompted, extended - recorded))
+        context = len(self)
+        began, started = time.perf_counter(), time.thread_time()
+        self._conversation.prompt_token_ids()
+        prompted = time.thread_time()
+        self._conversation.add_completion(ids, logprobs, policy_version="1", engine="perf")
+        recorded = time.thread_time()
+        self._conversation.add_messages(result)
+        extended = time.thread_time()
+        elapsed_s = time.perf_counter() - began
+        return TurnTimes(context, prompted - started, recorded - prompted, extended - recorded, elapsed_s)
+
+
+def time_turns(chat: ChatFormat, seed: int, contexts: Sequence[int], rounds: int) -> dict[int, list[TurnTimes]]:
+    """Turns at each length of context, interleaved: each round has one of each, another one first each time.
+
+    So a slow spell of the machine meets short and long contexts alike. Before that, untimed, a dialogue grows to each
+    length, and somewhat less, so that what is timed lies around it.
+    """
+    dialogues = {context: Dialogue(chat, seed) for context in contexts}
+    for context, dialogue in dialogues.items():
+        while len(dialogue) < context - rounds * TURN_TOKENS // 2:
+            dialogue.turn()
+    times: dict[int, list[TurnTimes]] = {context: [] for context in contexts}
+    for number in range(rounds):
+        first = number % len(contexts)
+        for context in (*contexts[first:], *contexts[:first]):
+            times[context].append(dialogues[context].turn())
     return times

@@ -12,7 +12,16 @@ import trio
 from perf import tokens, tokens_drift
 from perf.harness import Options, Report
 from perf.peers.environments import PEERS, PeerUnavailable
-from perf.tokens_dialogue import OPENING, TOOLS, draw_turns, grow, sampled_ids, whole_dialogue
+from perf.tokens_dialogue import (
+    OPENING,
+    TOOLS,
+    TURN_TOKENS,
+    Dialogue,
+    draw_turns,
+    sampled_ids,
+    time_turns,
+    whole_dialogue,
+)
 from perf.tokens_drift import Drift, Sampled, drift_of, sampled_at_random
 from perf.tokens_peers import WAYS, measure_peers
 from prorl_trio.chat import ChatFormat
@@ -64,14 +73,22 @@ def test_the_same_seed_is_the_same_dialogue_with_a_call_in_each_turn(chat):
 
 
 def test_a_dialogue_grows_as_the_whole_of_it_is_rendered(chat):
-    times = grow(chat, 3, CONTEXTS[0])
-    assert times[-1].context_tokens <= CONTEXTS[0]
-    assert all(min(turn[1:]) > 0 for turn in times)
-    drawn = draw_turns(3)
-    for count, turn in enumerate(times):
-        said = [next(drawn) for _ in range(count)]
-        assert len(chat.open(whole_dialogue(said), TOOLS)) == turn.context_tokens
-        drawn = draw_turns(3)
+    dialogue, drawn, said = Dialogue(chat, 3), draw_turns(3), []
+    for _ in range(4):
+        assert len(dialogue) == len(chat.open(whole_dialogue(said), TOOLS))
+        times = dialogue.turn()
+        said.append(next(drawn))
+        assert times.context_tokens < len(dialogue)
+        assert min(times[1:]) > 0
+
+
+def test_turns_are_timed_around_each_context(chat):
+    times = time_turns(chat, 1, CONTEXTS, rounds=2)
+    assert {context: len(turns) for context, turns in times.items()} == dict.fromkeys(CONTEXTS, 2)
+    short, long = ([turn.context_tokens for turn in turns] for turns in times.values())
+    assert short == sorted(short)
+    assert CONTEXTS[1] - TURN_TOKENS <= long[0] < long[1]
+    assert short[0] < CONTEXTS[1] - TURN_TOKENS
 
 
 def test_what_is_sampled_otherwise_than_text_is_encoded_counts_as_drift(chat):
@@ -163,12 +180,16 @@ async def test_a_report_has_the_metrics_and_says_which_peer_is_missing(tmp_path,
 
 
 def test_other_models_are_measured_with_their_names(tmp_path, monkeypatch):
+    refused = tmp_path / "refused"
+    refused.mkdir()
     folders = [write_family_model(tmp_path / name, name) for name in ("smollm2", "qwen3")]
-    monkeypatch.setenv("PRORL_MODEL_DIR", ":".join(map(str, folders)))
+    monkeypatch.setenv("PRORL_MODEL_DIR", ":".join(map(str, [refused, *folders])))
     chosen, others = tokens._load_models(tmp_path / "unused", quick=False)
-    assert (chosen.family.name, [other.model_dir for other in others]) == ("qwen3", folders[:1])
+    assert (chosen.model_dir, [other.model_dir for other in others]) == (folders[1], folders[:1])
     monkeypatch.setattr(tokens, "CONTEXTS", (1_000, 3_000))
     assert tokens._flatness_of(others, 1)["smollm2"] > 0
+    chosen, others = tokens._load_models(tmp_path / "unused", quick=True)
+    assert (chosen.model_dir, others) == (folders[1], [])
 
 
 async def test_peers_that_are_not_installed_are_told(chat, tmp_path, monkeypatch):
