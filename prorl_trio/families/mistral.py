@@ -12,6 +12,8 @@ __all__ = ["MISTRAL"]
 
 _OPEN = "[TOOL_CALLS]"
 _HEAD = re.compile(r"\s*([^\s\[{]{1,200})\s*(?:\[CALL_ID\]\s*([^\s\[{]{1,200})\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_ID = re.compile(r"[a-zA-Z0-9]{9}")
+"""What its templates accept; a call with another id gets a new one."""
 _EXPECTED = f'{_OPEN}tool[ARGS]{{...}} or {_OPEN}[{{"name": "tool", "arguments": {{...}}}}]'
 
 
@@ -42,7 +44,8 @@ def _call(value: object, raw: str, tools: Tools) -> ToolCall:
         named = value.get("name") if isinstance(value, dict) else None
         return failed_call(raw, str(exc), _EXPECTED, named if isinstance(named, str) else "")
     identity = value.get("id") if isinstance(value, dict) else None
-    return ToolCall(name=name, arguments=arguments, raw=raw, id=identity if isinstance(identity, str) else "")
+    usable = isinstance(identity, str) and _ID.fullmatch(identity) is not None
+    return ToolCall(name=name, arguments=arguments, raw=raw, id=str(identity) if usable else "")
 
 
 MISTRAL = CallSyntax(re.compile(re.escape(_OPEN)), _read, {**THINK, "[THINK]": "[/THINK]"})

@@ -66,14 +66,14 @@ _GEMMA_4_PAIRED = tuple(
 )
 
 PUBLISHED_MODELS: Final[dict[str, PublishedModel]] = {
-    "qwen2.5": PublishedModel("qwen3", "qwen3", "qwen2_5"),
+    "qwen2.5": PublishedModel("chatml", "qwen3", "qwen2_5"),
     "qwen3": PublishedModel("qwen3", "qwen3"),
     "qwen3-no-thinking": PublishedModel("qwen3", "qwen3", options={"enable_thinking": False}),
-    "qwen3-2507": PublishedModel("qwen3", "qwen3", "qwen3_instruct_2507"),
+    "qwen3-2507": PublishedModel("chatml", "qwen3", "qwen3_instruct_2507"),
     "qwen3.5": PublishedModel("qwen3-coder", "qwen3", "qwen3_5_think"),
     "qwen3.5-no-thinking": PublishedModel("qwen3-coder", "qwen3", "qwen3_5_nothink"),
-    "llama3": PublishedModel("llama", "llama3_1", "llama3"),
-    "llama3.1": PublishedModel("llama", "llama3_1"),
+    "llama3": PublishedModel("llama", "llama3_1"),
+    "llama3.1": PublishedModel("llama", "llama3_1", "llama3_1"),
     "llama3.2": PublishedModel("llama", "llama3_1", "llama3_2"),
     "deepseek-v3": PublishedModel("deepseek", "deepseek_v3"),
     "deepseek-r1": PublishedModel("deepseek", "deepseek_v3", "deepseekv3"),

@@ -1,0 +1,159 @@
+"""What each family's conversations look like, and the proof that they are its template's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from prorl_trio import chat_proof
+from prorl_trio.chat import ChatFormat
+from prorl_trio.chat_proof import load_chat_format, prove_format
+from prorl_trio.config import ModelConfig
+from prorl_trio.errors import ConfigError
+from prorl_trio.models import ChatMessage, ToolCall
+from prorl_trio.testing.chat_families import ALL_CHAT_FAMILIES, write_family_model
+from prorl_trio.testing.chat_family_templates import FAMILY_TEMPLATES
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+USER = ChatMessage(role="user", content="2 + 2?")
+REWRITING = {"qwen3", "mistral", "gpt-oss"}
+
+
+@pytest.fixture(scope="module")
+def formats(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    return {family: ChatFormat.load(write_family_model(folder / family, family)) for family in ALL_CHAT_FAMILIES}
+
+
+def sample(conversation, chat, text, end):
+    ids = [*chat.codec.encode(text), chat.codec.added_ids[end]]
+    return conversation.add_completion(ids, [-1.0] * len(ids))
+
+
+def result(text="8", **fields):
+    return ChatMessage(role="tool", content=text, name="add", **fields)
+
+
+@pytest.mark.parametrize("family", ALL_CHAT_FAMILIES)
+def test_every_family_is_proven(formats, family):
+    proof = prove_format(formats[family], dialogues=20, seed=7, timeout_s=60)
+    assert proof.exact + proof.rewritten + proof.refused == 20
+    assert proof.exact + proof.rewritten >= 12
+    assert bool(proof.rewritten) == (family in REWRITING)
+
+
+def test_a_template_that_the_proof_breaks_is_refused(tmp_path):
+    quirky = FAMILY_TEMPLATES["smollm2"].replace("+ m['content'] +", "+ (m['content'] | replace('`x`', 'x')) +")
+    folder = write_family_model(tmp_path, "smollm2", template=quirky)
+    assert not ChatFormat.load(folder).capabilities.rewrites_history  # no probe notices
+    with pytest.raises(ConfigError, match="family 'chatml' are not exact for this template"):
+        load_chat_format(ModelConfig(path=str(folder)))
+    assert load_chat_format(ModelConfig(path=str(folder)), proven=False)
+
+
+def test_a_model_is_proven_once_for_each_way_of_using_it(tmp_path, monkeypatch):
+    proofs = []
+    monkeypatch.setattr(chat_proof, "prove_format", proofs.append)
+    folder = str(write_family_model(tmp_path, "glm"))
+    for options in ({}, {}, {"enable_thinking": False}):
+        chat = load_chat_format(ModelConfig(path=folder, template_options=options, on_break="segment"))
+        assert chat.on_break == "segment"
+    assert len(proofs) == 2
+
+
+# ---------------------------------------------------------------- gpt-oss
+
+
+def test_a_harmony_call_and_its_result(formats):
+    chat = formats["gpt-oss"]
+    assert [chat.decode([end]) for end in chat.stop_token_ids] == ["<|return|>", "<|call|>"]
+    conversation = chat.open([USER], TOOLS)
+    before = chat.decode(conversation.prompt_token_ids())
+    said = (
+        "<|channel|>analysis<|message|>Let me add.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+        '<|constrain|>json<|message|>{"a": 2}'
+    )
+    turn = sample(conversation, chat, said, "<|call|>")
+    assert (turn.ended, turn.reasoning) == (True, "Let me add.")
+    assert [(call.name, call.arguments) for call in turn.tool_calls] == [("add", {"a": 2})]
+    conversation.add_messages([result('4 <|end|> "x"')])
+    delta = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"4 <|end|> \\"x\\""<|end|>'
+    ids = conversation.prompt_token_ids()
+    assert chat.decode(ids) == f"{before}{said}<|call|>{delta}<|start|>assistant"
+    assert ids.count(chat.codec.added_ids["<|end|>"]) == before.count("<|end|>") + 2  # the result's own is text
+
+
+def test_what_ended_a_harmony_turn_is_not_followed_by_another_end(formats):
+    chat = formats["gpt-oss"]
+    final = "<|channel|>final<|message|>4"
+    texts = {}
+    for on_break in ("keep", "segment"):
+        conversation = chat.open([USER], on_break=on_break)
+        sample(conversation, chat, final, "<|return|>")
+        conversation.add_messages([USER])
+        texts[on_break] = chat.decode(conversation.prompt_token_ids())
+    assert texts["keep"] == texts["segment"].replace(f"{final}<|end|>", f"{final}<|return|>")
+    assert conversation.prefix_breaks == 1  # <|return|> is never an input, so the template says
+
+
+# ---------------------------------------------------------------- Mistral
+
+
+def test_results_carry_the_ids_of_their_calls(formats):
+    chat = formats["mistral"]
+    conversation = chat.open([USER], TOOLS)
+    named = '[TOOL_CALLS][{"name": "add", "arguments": {}, "id": "abcdefghi"}, {"name": "add", "arguments": {}}]'
+    turn = sample(conversation, chat, named, "</s>")
+    assert [call.id for call in turn.tool_calls] == ["abcdefghi", ""]
+    conversation.add_messages([result("8"), result("9")])
+    text = chat.decode(conversation.prompt_token_ids())
+    assert text.endswith(
+        '</s>[TOOL_RESULTS]{"content": "8", "call_id": "abcdefghi"}[/TOOL_RESULTS]'
+        '[TOOL_RESULTS]{"content": "9", "call_id": "000000002"}[/TOOL_RESULTS]'
+    )
+    sample(conversation, chat, "Seventeen.", "</s>")
+    conversation.add_messages([USER])
+    assert chat.decode(conversation.prompt_token_ids()).endswith("Seventeen.</s>[AVAILABLE_TOOLS]" + text[
+        text.index("[AVAILABLE_TOOLS]") + len("[AVAILABLE_TOOLS]") : text.index("[INST]")
+    ] + "[INST]2 + 2?[/INST]")  # fmt: skip
+
+
+@pytest.mark.parametrize("identity", ["short", "</s>[INST]", '\\"}, {\\"', "12345678é", "[INST]xyz"])
+def test_a_calls_id_that_the_template_would_refuse_is_replaced(formats, identity):
+    chat = formats["mistral"]
+    conversation = chat.open([USER], TOOLS)
+    said = f'[TOOL_CALLS][{{"name": "add", "arguments": {{}}, "id": "{identity}"}}]'
+    (call,) = sample(conversation, chat, said, "</s>").tool_calls
+    assert (call.id, call.error) == ("", "")
+    conversation.add_messages([result()])
+    assert chat.decode(conversation.prompt_token_ids()).endswith('"call_id": "000000001"}[/TOOL_RESULTS]')
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt-oss", "smollm2"])
+def test_an_opening_may_contain_calls(formats, family):
+    chat = formats[family]
+    call = ToolCall(name="add", arguments={"a": 2}, raw="<tool_call>add</tool_call>", id="123456789")
+    example = [
+        ChatMessage(role="assistant", content="", tool_calls=[call]),
+        result(tool_call_id="123456789"),
+        ChatMessage(role="assistant", content="Eight."),
+    ]
+    text = chat.decode(chat.open([USER, *example, USER], TOOLS).prompt_token_ids())
+    expected = {
+        "mistral": '"id": "123456789"}]</s>[TOOL_RESULTS]{"content": "8", "call_id": "123456789"}[/TOOL_RESULTS]Eight.',
+        "gpt-oss": '{"a": 2}<|call|><|start|>functions.add to=assistant<|channel|>commentary<|message|>"8"<|end|>',
+        "smollm2": "assistant\n<tool_call>add</tool_call><|im_end|>\n",
+    }
+    assert expected[family] in text
+
+
+def test_contents_are_not_kept_where_only_the_roles_matter(formats):
+    chat = formats["deepseek"]
+    assert chat.capabilities.shape_history
+    conversation = chat.open([ChatMessage(role="user", content="long " * 1_000)])
+    texts = []
+    for _ in range(3):
+        sample(conversation, chat, "Hm. " * 100, "<｜end▁of▁sentence｜>")
+        conversation.add_messages([result()])
+        texts.append(chat.decode(conversation.prompt_token_ids()))
+    assert sum(len(message["content"]) for message in conversation._history) < 50
+    assert texts[-1].count("<｜tool▁outputs▁begin｜>") == 1  # as the published template has it
