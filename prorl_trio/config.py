@@ -357,8 +357,10 @@ class AgentConfig(_Config, frozen=True):
     `max_trajectory_tokens`: prompt plus everything after it; 0 takes the backend's context length.
     `max_nudges`: how often a turn without a tool call is answered by a reminder before the loop ends.
     `max_observation_chars`: a longer tool result is cut in the middle.
-    `stop_at_tool_call`: stop the engine as soon as a tool call is complete (tokens are then streamed). What the policy
-    would have said after it is not sampled: not its end of turn either, nor a second call.
+    `stop_at_tool_call`: stop the engine as soon as a tool call is complete. What the policy would have said after it is
+    not sampled: not its end of turn either, nor a second call. It is for policies that make up a call's result and talk
+    on; one that ends its turn there saves one token. Tokens are then streamed, which costs the node some 60 us of CPU
+    each, in place of 2.
     `max_staleness`: policy updates that may lie between the first and the last sampled token of a trajectory, for jobs
     that do not say; nothing: any number. See `models.JobSpec`.
     """
