@@ -152,7 +152,7 @@ ENDPOINTS: Final = (
         path="/v1/backends/pause",
         handler=pause,
         summary="Let no completion begin until the resume. Completions in flight are awaited (wait), aborted and later "
-        "sampled again from the same prompt (abort), or left alone (keep). 504: not done in time, and undone.",
+        "continued from the tokens that came (abort), or left alone (keep). 504: not done in time, and undone.",
         query=NoQuery,
         bodies=(PauseRequest,),
         body_required=False,

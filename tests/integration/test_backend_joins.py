@@ -1,0 +1,118 @@
+"""A whole node whose backends come and go while rollouts run."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from prorl_trio.config import BackendConfig, HealthConfig, ModelConfig, NodeConfig, SandboxConfig, StagesConfig
+from prorl_trio.models import JobSpec, SamplingParams, TaskInstance
+from prorl_trio.node import open_node
+from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+from prorl_trio.testing.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.timeout(90)
+
+
+class Trainer:
+    """Takes outcomes."""
+
+    session_id = "trainer"
+
+    def __init__(self):
+        self.outcomes = {}
+        self.changed = trio.lowlevel.ParkingLot()
+
+    def deliver(self, outcome):
+        assert outcome.job_id not in self.outcomes
+        self.outcomes[outcome.job_id] = outcome
+        self.changed.unpark_all()
+
+    def report(self, job_id, status, detail):
+        self.changed.unpark_all()
+
+    async def wait_outcomes(self, count):
+        while len(self.outcomes) < count:
+            await self.changed.park()
+
+
+def job(job_id):
+    instance = TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})
+    return JobSpec(job_id=job_id, instance=instance, sampling=SamplingParams(max_output_tokens=200), max_turns=2)
+
+
+class Engines:
+    """Fake engines that answer rightly, at ports that are told before."""
+
+    def __init__(self, tiny):
+        self.config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=4000)
+        self.tiny = tiny
+
+    def open(self, port=0):
+        ids = self.tiny.turn(r"\boxed{42}")
+        return open_fake_engine(script=lambda _: (ids, [-0.5] * len(ids), "stop"), config=self.config, port=port)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@asynccontextmanager
+async def open_pool_node(tmp_path, urls, **backends):
+    config = NodeConfig(
+        model=ModelConfig(path=str(tmp_path)),
+        backends=BackendConfig(urls=urls, **backends),
+        sandbox=SandboxConfig(provider="process", max_warm=0),
+        stages=StagesConfig(eval_workers=1),
+    )
+    with trio.fail_after(60):
+        async with open_node(config) as node:
+            yield node
+
+
+async def wait_job(node, job_id, what):
+    """Until the job waits for what begins so."""
+    while not any(view["job_id"] == job_id and view["waiting_on"].startswith(what) for view in node.live_jobs()):
+        await trio.sleep(0.01)
+
+
+async def test_jobs_go_on_while_backends_join_are_drained_and_cleared(tmp_path):
+    engines, trainer, port = Engines(make_tiny_model(tmp_path)), Trainer(), free_port()
+    url = f"http://127.0.0.1:{port}"
+    async with (
+        engines.open() as late,
+        open_pool_node(tmp_path, [url], weights={url: 2.0}, health=HealthConfig(interval_s=0)) as node,
+    ):
+
+        def rows():
+            return [(row.url, row.state, row.weight) for row in node.statistics()["backends"]["backends"]]
+
+        assert rows() == [(url, "down", 2.0)]
+        assert node.unreadiness()
+        node.submit(job("j"), trainer)
+        await wait_job(node, "j", f"a backend that is up: {url}")
+        async with engines.open(port) as first:
+            await trainer.wait_outcomes(1)
+            assert (rows(), node.unreadiness()) == ([(url, "active", 2.0)], "")
+            first.hold()
+            node.submit(job("stays"), trainer)
+            await first.wait_until(lambda stats: stats.running == 1)
+            node.drain_backend(url)
+            await node.clear_backends()
+            assert (rows(), node.backend_urls()) == ([(url, "removed", 2.0)], [])
+            node.submit(job("late"), trainer)
+            await wait_job(node, "late", "a backend that takes tasks: none is registered")
+            await node.add_backend(late.url, 0.5)
+            await trainer.wait_outcomes(2)
+            assert list(trainer.outcomes) == ["j", "late"]
+            first.release()
+            await trainer.wait_outcomes(3)
+            assert rows() == [(late.url, "active", 0.5)]
+            assert (first.stats.running, len(late.requests)) == (0, 2)  # the late job's, and that of the probe
+    for outcome in trainer.outcomes.values():
+        assert (outcome.status, outcome.reward) == ("completed", 1.0), outcome.error
