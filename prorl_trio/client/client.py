@@ -296,8 +296,8 @@ class RolloutClient(BackendCalls):
                 state.raise_failure()
             request_id = state.requests.add(call)
             try:
-                if state.link is not None:
-                    state.link.post(call.frame(request_id))
+                if state.connected:
+                    state.post(call.frame(request_id))
                 await call.answered.wait()
             finally:
                 state.requests.remove(request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final, NoReturn
 
+import msgspec
 import trio
 
 from ipc.session import (
@@ -33,8 +34,6 @@ from prorl_trio.client.requests import Requests
 from prorl_trio.errors import AdmissionRejected, Draining, ProtocolError, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
-    import msgspec
-
     from ipc.websocket import WebSocketLink
 
 __all__ = ["EVENTS_KEPT", "ClientState", "refusal"]
@@ -42,6 +41,10 @@ __all__ = ["EVENTS_KEPT", "ClientState", "refusal"]
 EVENTS_KEPT: Final = 1024
 """Job events nobody has taken yet; older ones are dropped."""
 ADMISSION_RETRY_S: Final = 5.0
+ACK_DELAY_S: Final = 0.005
+"""While more outcomes wait to be taken, an acknowledgement waits so long for others to come along with it."""
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class ClientState:
@@ -57,6 +60,9 @@ class ClientState:
         self.link: WebSocketLink[ServerFrame] | None = None
         self.arenas = MappedArenas()
         self.failure: ServiceError | None = None
+        self._acked = resume_after
+        """The node has been told over this link that everything up to here is settled."""
+        self._ack_waits = False
         self._awaited: set[str] = set()
         self._changed = trio.Event()
 
@@ -82,7 +88,9 @@ class ClientState:
         # Submits go first: an acknowledged job is forgotten, and submitting it once more would run it once more.
         for frame in self.requests.frames():
             link.post(frame)
-        link.post(Ack(cursor=self.inbox.settled))
+        self._ack_waits = False
+        self._acked = self.inbox.settled
+        link.post(Ack(cursor=self._acked))
         self._notify()
 
     def lost(self) -> None:
@@ -119,8 +127,18 @@ class ClientState:
 
     def settle(self, cursor: int) -> None:
         """The outcomes up to `cursor` are taken care of: let the node forget them."""
-        if self.inbox.settle(cursor):
-            self.post(Ack(cursor=cursor))
+        if not self.inbox.settle(cursor) or self.link is None or self._ack_waits:
+            return
+        if len(self.inbox):
+            self._ack_waits = True
+            self.link.start_soon(self._ack_soon, self.link)
+        else:
+            self.link.wake()
+
+    def next_ack(self) -> bytes | None:
+        """What the link sends when it has nothing else: the newest acknowledgement, if it is due and news."""
+        ack = None if self._ack_waits else self._ack()
+        return None if ack is None else _encode(ack)
 
     def ask_again(self, why: str) -> None:
         """Have the node send again what is not settled, over a new link."""
@@ -131,6 +149,8 @@ class ClientState:
     def post(self, frame: msgspec.Struct) -> None:
         """Send now if there is a link; `opened` makes up for it if there is none."""
         if self.link is not None:
+            if (ack := self._ack()) is not None:
+                self.link.post(ack)  # first: the frame may be about a job that was settled before
             self.link.post(frame)
 
     def fail(self, failure: ServiceError) -> None:
@@ -148,6 +168,18 @@ class ClientState:
     async def wait_changed(self) -> None:
         """Return at the next outcome, event, connection or failure. The caller looks first, and again afterwards."""
         await self._changed.wait()
+
+    async def _ack_soon(self, link: WebSocketLink[ServerFrame]) -> None:
+        await trio.sleep(ACK_DELAY_S)
+        if self.link is link:
+            self._ack_waits = False
+            link.wake()
+
+    def _ack(self) -> Ack | None:
+        if self.inbox.settled == self._acked:
+            return None
+        self._acked = self.inbox.settled
+        return Ack(cursor=self._acked)
 
     def _notify(self) -> None:
         self._changed.set()

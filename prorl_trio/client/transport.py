@@ -193,7 +193,7 @@ class Transport:
 
         state.opened(link, welcome)
         try:
-            code, reason = await link.run(start)
+            code, reason = await link.run(start, state.next_ack)
         finally:
             state.lost()
         if failures:
