@@ -55,8 +55,8 @@ Times = dict[int, list[TurnTimes]]
 NOTES = [
     "turn: a completion proven, recorded and parsed (record), and a tool's result rendered, encoded and recorded, what "
     "was there proven again (extend). prompt: its ids as a list, which the engine's request is made of; a request has "
-    "the whole prompt in it, so that this grows with the context for everybody. All these are CPU time.",
-    "Peers hand over the whole prompt, too, so they are held against `whole`: turn and prompt, by the clock as theirs. "
+    "the whole prompt in it, so that this grows with the context for everybody. Times are CPU time, peers' too.",
+    "Peers hand over the whole prompt, too, so they are held against `whole`: turn and prompt. "
     "They run in their own process, without the pipe to it being charged. `renderers` parses and extends, as ours "
     "does, without a proof; `transformers` renders and encodes all messages, as `rerender` does with our code.",
     "drift: turns whose sampled ids change once they have been text, of short completions by the fake engine, which "
@@ -226,9 +226,9 @@ def _rerender(chat: ChatFormat, turns: dict[int, list[DialogueTurn]], rounds: in
         messages = whole_dialogue(said)
         samples = []
         for _ in range(rounds + 1):
-            started = time.perf_counter()
+            started = time.thread_time()
             chat.open(messages, TOOLS).prompt_token_ids()
-            samples.append(time.perf_counter() - started)
+            samples.append(time.thread_time() - started)
         series.append(_series("rerender", context, samples[1:]))
     return series
 
@@ -242,7 +242,7 @@ def _series_of(times: Times) -> list[Series]:
         "record": ("record_s",),
         "extend": ("extend_s",),
         "prompt": ("prompt_s",),
-        "whole": ("elapsed_s",),
+        "whole": ("prompt_s", "record_s", "extend_s"),
     }
     return [
         _series(name, context, [sum(getattr(turn, part) for part in added) for turn in times[context]])

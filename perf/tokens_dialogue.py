@@ -59,8 +59,8 @@ class DialogueTurn(msgspec.Struct, frozen=True):
 
 
 class TurnTimes(NamedTuple):
-    """One turn of ours, at a context of `context_tokens` before it. Parts are in this thread's own CPU time, which is
-    all they take, and which other programs do not add to; `elapsed_s` is by the clock, to be held against peers'.
+    """One turn of ours, at a context of `context_tokens` before it, in this thread's own CPU time: that is all it
+    takes, and other programs do not add to it.
 
     `prompt_s`: the prompt's ids proven and made a list, for the engine. `record_s`: the completion proven, recorded and
     parsed. `extend_s`: the tool's result rendered, encoded and recorded, what was there proven again.
@@ -70,7 +70,6 @@ class TurnTimes(NamedTuple):
     prompt_s: float
     record_s: float
     extend_s: float
-    elapsed_s: float
 
 
 def draw_turns(seed: int) -> Iterator[DialogueTurn]:
@@ -117,15 +116,14 @@ class Dialogue:
         logprobs = [-0.5] * len(ids)
         result = [ChatMessage(role="tool", content=turn.result, name="bash")]
         context = len(self)
-        began, started = time.perf_counter(), time.thread_time()
+        started = time.thread_time()
         self._conversation.prompt_token_ids()
         prompted = time.thread_time()
         self._conversation.add_completion(ids, logprobs, policy_version="1", engine="perf")
         recorded = time.thread_time()
         self._conversation.add_messages(result)
         extended = time.thread_time()
-        elapsed_s = time.perf_counter() - began
-        return TurnTimes(context, prompted - started, recorded - prompted, extended - recorded, elapsed_s)
+        return TurnTimes(context, prompted - started, recorded - prompted, extended - recorded)
 
 
 def time_turns(chat: ChatFormat, seed: int, contexts: Sequence[int], rounds: int) -> dict[int, list[TurnTimes]]:

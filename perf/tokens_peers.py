@@ -39,7 +39,7 @@ async def measure_peers(
         folder: an empty one, for the peers' files.
 
     Returns:
-        Seconds by way and context, and a sentence for each prompt that is not ours.
+        Seconds of CPU time by way and context, and a sentence for each prompt that is not ours.
 
     Raises:
         PeerUnavailable: the peers are not installed, or failed.
@@ -61,7 +61,7 @@ async def measure_peers(
 
 
 async def _time(peer: PeerProcess, way: str, rounds: int) -> list[float]:
-    times_s = [(await peer.run(way)).elapsed_s for _ in range(rounds + 1)]
+    times_s = [float((await peer.run(way)).output) for _ in range(rounds + 1)]
     return times_s[1:]
 
 

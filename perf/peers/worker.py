@@ -110,7 +110,8 @@ def open_renderers() -> Iterator[Run]:
 
     Commands: `begin PATH`, of a JSON file with `model_dir`, `messages`, `said`, `completion_ids`, `new_messages` and
     `tools`; `renderers`, which parses the completion and extends the prompt; `transformers`, which renders and encodes
-    all messages; `digest`, of the ids that the last of these two made.
+    all messages; `digest`, of the ids that the last of these two made. These two answer with the CPU time they took, in
+    seconds: other programs do not add to it.
     """
     fast_type: Any = importlib.import_module("transformers").PreTrainedTokenizerFast
     peer: Any = importlib.import_module("renderers")
@@ -133,6 +134,7 @@ def open_renderers() -> Iterator[Run]:
             begin(path)
         tokenizer, renderer = loaded[dialogue["model_dir"]]
         prompt, completion, tools = dialogue["prompt_ids"], dialogue["completion_ids"], dialogue["tools"]
+        started_s = time.thread_time()
         if action == "renderers":
             renderer.parse_response(completion, tools=tools, prompt_ids=prompt)
             extended = renderer.bridge_to_next_turn(prompt, completion, dialogue["new_messages"], tools=tools)
@@ -147,7 +149,7 @@ def open_renderers() -> Iterator[Run]:
             dialogue["made"] = tokenizer.apply_chat_template(messages, **options)
         elif action == "digest":
             return hashlib.sha256(json.dumps(dialogue["made"]).encode()).hexdigest(), 0
-        return "", 0
+        return str(time.thread_time() - started_s), 0
 
     yield run
 
