@@ -249,6 +249,43 @@ async def test_an_sglang_that_drops_something_is_refused(fault):
         await client.aclose()
 
 
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("tokens_per_event", [1, 3])
+async def test_an_sglang_streams_all_so_far_or_what_is_new(incremental, tokens_per_event):
+    got = []
+    config = FakeEngineConfig(tokens_per_event=tokens_per_event)
+    async with open_fake_sglang(script=lambda _: ([*range(10, 18)], [-0.5] * 8, "stop"), config=config) as engine:
+        engine.incremental = incremental
+        client = SglangClient(engine.url)
+        await client.probe(timeout_s=5)
+        asked = {"max_tokens": 20, "request_id": "r", "timeout_s": 5}
+        completion = await client.generate(PROMPT, SamplingParams(), sink=lambda ids, _: got.extend(ids), **asked)
+        assert got == completion.token_ids == [*range(10, 18)]
+        assert (completion.finish_reason, completion.dropped_tokens) == ("stop", 0)
+        stopped = await client.generate(
+            PROMPT, SamplingParams(), sink=lambda ids, _: ids.index(13) + 1 if 13 in ids else None, **asked
+        )
+        assert (stopped.token_ids, stopped.finish_reason) == ([10, 11, 12, 13], "tool_call")
+        assert stopped.dropped_tokens == -4 % tokens_per_event
+        await client.aclose()
+
+
+@pytest.mark.parametrize(
+    "fault", ["drop_logprobs", "count_mismatch", "usage_mismatch", "drop_token_ids", "null_logprob", "bad_json"]
+)
+async def test_a_stream_of_an_sglang_that_drops_something_is_refused(fault):
+    async with open_fake_sglang() as engine:
+        client = SglangClient(engine.url)
+        await client.probe(timeout_s=5)
+        engine.inject(fault)
+        with pytest.raises(BackendError, match="not fit for token-exact rollouts") as caught:
+            await client.generate(
+                PROMPT, SamplingParams(), max_tokens=8, request_id="r", timeout_s=5, sink=lambda _ids, _logprobs: None
+            )
+        assert not caught.value.retryable
+        await client.aclose()
+
+
 def test_what_log_probabilities_are_of():
     assert logprob_kind([-1.5, -2.0], [-1.5, -3.0]) == "raw"
     assert logprob_kind([0.0, 0.0], [0.0, 0.0]) == "processed"
