@@ -186,7 +186,7 @@ async def open_lives(folder):
     [
         pytest.param("disk", (11,), id="quick"),
         pytest.param("disk", itertools.count(1), id="each call of the disk", marks=pytest.mark.slow),
-        pytest.param("loop", itertools.count(1, 7), id="every 7th step of the loop", marks=pytest.mark.soak),
+        pytest.param("loop", itertools.count(1, 13), id="every 13th step of the loop", marks=pytest.mark.soak),
     ],
 )
 async def test_killed_one_step_later_each_time(folder, kind, steps):
