@@ -7,7 +7,7 @@ import trio
 from prorl_trio.agent import run_agent
 from prorl_trio.errors import BackendError, ContextLengthExceeded, TokenDrift
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.models import ChatMessage
+from prorl_trio.models import ChatMessage, SamplingParams
 from prorl_trio.rollout import RolloutContext
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
@@ -117,6 +117,34 @@ async def test_the_context_budget_ends_the_loop_before_the_engine_would_refuse(r
     assert context.stop_reason == "context_budget"
     assert 1 <= len(context.turns) < 9
     assert len(context.conversation) <= 1800
+
+
+async def test_a_turn_has_its_own_limit_and_stop_ids_beside_the_familys(rig):
+    stop = rig.tiny.turn("!")[0]
+    async with rig.open():
+        context = await rollout(
+            rig,
+            "A long thought about it",
+            "Stop! Go on.",
+            r"\boxed{42}",
+            sampling=SamplingParams(max_output_tokens=11, stop_token_ids=[stop]),
+        )
+        asked = [(request.max_tokens, request.stop_token_ids) for request in list(rig.engine.requests)[-2:]]
+        second_prompt = rig.tiny.decode(rig.engine.requests[-1].prompt)
+    assert asked == [(11, [stop, *rig.resources.chat_format.stop_token_ids])] * 2
+    assert [(turn.text, turn.finish_reason) for turn in context.turns] == [("A long thou", "length"), ("Stop!", "stop")]
+    assert "A long thou<|im_end|>\n<|im_start|>user\n" in second_prompt, "what was cut short is closed"
+    assert context.stop_reason == "no_tool_call"
+
+
+async def test_a_turn_is_given_no_more_than_the_context_has_left(rig):
+    async with rig.open(max_model_len=1500):
+        context = await rollout(rig, call("1"), *["x" * 2000] * 3, sampling=SamplingParams(max_output_tokens=1500))
+        last = rig.engine.requests[-1]
+    assert len(last.prompt) + last.max_tokens == 1500
+    assert context.turns[-1].finish_reason == "length"
+    assert context.stop_reason == "context_budget"
+    assert len(context.conversation) >= 1500 - 16
 
 
 async def test_a_question_longer_than_the_context_is_told_with_both_figures(rig):
