@@ -6,6 +6,7 @@ previous prompt, plus the sampled ids bit for bit, plus the template's own text 
 
 from __future__ import annotations
 
+import json
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -329,9 +330,12 @@ class Conversation:
         return dialogue if whole else shape(dialogue)
 
     def _marked(self, messages: Iterable[ChatMessage], answered: Sequence[Message] = ()) -> list[Message]:
-        """Return `messages` as the template gets them; the tool results among them answer `answered`, in order."""
+        """Return `messages` as the template gets them.
+
+        Tool results answer the calls of the assistant's message before them, or else `answered`, in order.
+        """
         codec, capabilities = self._format.codec, self._format.capabilities
-        ids = (call["id"] for call in answered)
+        open_ids = [call["id"] for call in answered]
         marked = []
         for message in messages:
             said: object = message.content
@@ -343,12 +347,13 @@ class Conversation:
             if message.name is not None:
                 rendered["name"] = codec.mark(message.name)
             if message.role == "tool":
-                answers = next(ids, None)
-                rendered["tool_call_id"] = codec.mark(message.tool_call_id or answers or call_id(0))
+                answers = open_ids.pop(0) if open_ids else call_id(0)
+                rendered["tool_call_id"] = codec.mark(message.tool_call_id) if message.tool_call_id else answers
             if message.tool_calls and capabilities.renders_calls:
                 rendered["tool_calls"] = self._calls(message.tool_calls)
+                open_ids = [call["id"] for call in rendered["tool_calls"]]
             elif message.tool_calls:
-                rendered["content"] += "".join(codec.mark(call.raw, speech=True) for call in message.tool_calls)
+                rendered["content"] += "".join(codec.mark(_written(call), speech=True) for call in message.tool_calls)
             marked.append(rendered)
         return marked
 
@@ -433,6 +438,12 @@ def _arrays(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[array[
     if ids and min(ids) < 0:
         raise BackendError(f"the backend returned the token id {min(ids)}", retryable=False)
     return ids, values
+
+
+def _written(call: ToolCall) -> str:
+    """Return a call as it was said, or as a template without tools tells the policy to write one."""
+    said = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+    return call.raw or f"<tool_call>\n{said}\n</tool_call>"
 
 
 def _parameter_schemas(tools: Iterable[ToolSchema]) -> dict[str, Any]:

@@ -144,6 +144,22 @@ def test_an_opening_may_contain_calls(formats, family):
         "smollm2": "assistant\n<tool_call>add</tool_call><|im_end|>\n",
     }
     assert expected[family] in text
+    unsaid = ChatMessage(role="assistant", content="", tool_calls=[ToolCall(name="add", arguments={"a": 2}, raw="")])
+    text = formats["smollm2"].decode(formats["smollm2"].open([USER, unsaid, USER]).prompt_token_ids())
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>' in text
+
+
+def test_results_in_an_opening_answer_the_calls_before_them(formats):
+    chat = formats["mistral"]
+    calls = [ToolCall(name="add", arguments={}, raw="") for _ in range(2)]
+    opening = [USER, ChatMessage(role="assistant", content="", tool_calls=calls), result("8"), result("9")]
+    conversation = chat.open(opening, TOOLS)
+    text = chat.decode(conversation.prompt_token_ids())
+    assert text.count('"id": "000000001"') == text.count('"content": "8", "call_id": "000000001"') == 1
+    assert text.count('"id": "000000002"') == text.count('"content": "9", "call_id": "000000002"') == 1
+    sample(conversation, chat, '[TOOL_CALLS][{"name": "add", "arguments": {}}]', "</s>")
+    conversation.add_messages([result("10")])
+    assert chat.decode(conversation.prompt_token_ids()).endswith('"call_id": "000000003"}[/TOOL_RESULTS]')
 
 
 def test_contents_are_not_kept_where_only_the_roles_matter(formats):
