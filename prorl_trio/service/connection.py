@@ -93,7 +93,7 @@ class Connection:
         self._leaving = False
         self.reader_id = ""
         self._feed = session.attach(self, hello.resume_after, hello.max_unacked_outcomes, hello.max_unacked_bytes)
-        self._feed.by_reference = self._by_reference
+        self._feed.by_reference, self._feed.has_reference = self._by_reference, self._has_reference
         self._observation: Observation | None = None
         if hello.observe_all or hello.observe_group:
             group_id = "" if hello.observe_all else hello.observe_group
@@ -141,6 +141,10 @@ class Connection:
         if shared is None or not self.reader_id:
             return None
         return shared.frame(self._session.session_id, job_id, cursor, self.reader_id)
+
+    def _has_reference(self, job_id: str) -> bool:
+        shared = self._session.shared
+        return shared is not None and bool(self.reader_id) and shared.holds(self._session.session_id, job_id)
 
     def _next_frame(self) -> bytes | None:
         frame = self._feed.next_frame()

@@ -44,6 +44,8 @@ class Feed:
         self._sent = max(resume_after, log.acked)
         self.by_reference: Callable[[str, int], bytes | None] = lambda _job_id, _cursor: None
         """Gives the frame to send in place of the whole outcome, if there is one. Set by the connection."""
+        self.has_reference: Callable[[str], bool] = lambda _job_id: False
+        """Whether it would. Set with it."""
         self._max_outcomes = max_unacked_outcomes
         self._max_bytes = max_unacked_bytes
         self._ahead: dict[int, bytes] = {}
@@ -111,7 +113,9 @@ class Feed:
         log = self._log
         sent = max(self._sent, log.acked)
         for cursor in range(sent + 1, min(sent + READ_AHEAD_OUTCOMES, log.last) + 1):
-            if cursor not in self._ahead and log.job_id(cursor) and not log.in_memory(cursor):
+            job_id = log.job_id(cursor)
+            here = not job_id or cursor in self._ahead or log.in_memory(cursor) or self.has_reference(job_id)
+            if not here:
                 is_next = cursor < min(self._ahead, default=cursor + 1)  # else what is here keeps it out for ever
                 has_room = self._ahead_bytes + log.outcome_bytes(cursor) <= READ_AHEAD_BYTES
                 return cursor if is_next or has_room else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections import deque
 from contextlib import asynccontextmanager
@@ -20,7 +21,7 @@ from prorl_trio.errors import (
     ServiceError,
     UnknownJob,
 )
-from prorl_trio.ledger import LedgerFailed, LedgerFull, NewJob, Ref, StaleAttempt
+from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, NewJob, Ref, StaleAttempt
 from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
 from prorl_trio.service.outcome_cache import HOT_OUTCOME_BYTES, OutcomeCache
 
@@ -40,6 +41,9 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S: Final = 30.0
 """At the end, what is on its way to the disk may take so long. What does not get there is run again."""
 FULL_RETRY_AFTER_S: Final = 5.0
+READ_RETRY_INTERVAL_S: Final = 1.0
+
+_FOR_NOW: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -253,14 +257,21 @@ class Journal:
             session.offer(cursor)
 
     async def read(self, job_id: str, cursor: int) -> bytes:
-        """A stored outcome, encoded. Safe to cancel.
+        """A stored outcome, encoded. Waits while the process has no descriptor for it. Safe to cancel.
 
         Raises:
             UnknownJob: it is not there (any more).
             LedgerCorrupt: it cannot be read, or is not what was written.
         """
         self.cache.misses_total += 1
-        return await self.ledger.read(Ref(job_id, cursor, 0))
+        while True:
+            try:
+                return await self.ledger.read(Ref(job_id, cursor, 0))
+            except OSError as exc:
+                if exc.errno not in _FOR_NOW:
+                    raise LedgerCorrupt(f"the outcome of job {job_id!r} cannot be read: {exc}") from exc
+                logger.warning("the outcome of job %s cannot be read for now: %s", job_id, exc)
+            await trio.sleep(READ_RETRY_INTERVAL_S)
 
     def acknowledge(self, session: Session) -> None:
         """Let go of what the session's trainer has."""

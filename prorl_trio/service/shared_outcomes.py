@@ -54,6 +54,10 @@ class SharedOutcomes:
         """That reader has the arena mapped."""
         return self._arena.has_reader(reader_id)
 
+    def holds(self, session_id: str, job_id: str) -> bool:
+        """The tokens of that job's outcome are held: `frame` has it for a reader."""
+        return (session_id, job_id) in self._kept
+
     def keep(self, session_id: str, outcome: Outcome, encoded: bytes) -> None:
         """Hold the tokens of `outcome`, whose arrays may be views of the arena, if there is room.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import trio
 
 from prorl_trio.config import LedgerConfig
 from prorl_trio.errors import AdmissionRejected, AlreadyDelivered, Draining, DuplicateJob, UnknownHandler
-from prorl_trio.ledger import LedgerFailed, LedgerLimits, open_ledger
+from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerLimits, open_ledger
 from prorl_trio.service.journal import open_journal
 from prorl_trio.service.restore import restore_sessions
 from prorl_trio.service.session_table import SessionTable
@@ -358,3 +359,27 @@ async def test_outcomes_are_held_back_when_the_disk_failed(tmp_path):
         ledger.finishing[1].done.set()
         await trio.testing.wait_all_tasks_blocked()
         assert (session.log.last, journal.failed) == (0, "broken")
+
+
+class _Unreadable:
+    """A ledger whose reads fail so often."""
+
+    def __init__(self, code, times):
+        self.error = OSError(code, "what happened")
+        self.times = times
+
+    async def read(self, _ref):
+        await trio.lowlevel.checkpoint()
+        self.times -= 1
+        if self.times >= 0:
+            raise self.error
+        return b"outcome"
+
+
+async def test_an_outcome_for_which_there_is_no_descriptor_now_is_read_later(autojump_clock, caplog):
+    async with open_journal(_Unreadable(errno.EMFILE, 3)) as journal:
+        assert await journal.read("a", 1) == b"outcome"
+    assert caplog.text.count("the outcome of job a cannot be read for now") == 3
+    async with open_journal(_Unreadable(errno.EACCES, 1)) as journal:
+        with pytest.raises(LedgerCorrupt, match="what happened"):
+            await journal.read("a", 1)

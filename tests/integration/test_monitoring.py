@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prorl_trio.config import BackendConfig, ModelConfig, NodeConfig, SandboxConfig
+from prorl_trio.ledger import open_ledger
 from prorl_trio.models import JobSpec, SamplingParams, TaskInstance
 from prorl_trio.monitoring import open_monitoring
 from prorl_trio.node import open_node
+from prorl_trio.service.journal import open_journal
 from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
@@ -42,6 +45,8 @@ async def test_a_node_says_what_it_does_and_what_it_did(tmp_path):
             sandbox=SandboxConfig(provider="process", max_warm=0),
         )
         async with (
+            open_ledger(tmp_path / "ledger") as ledger,
+            open_journal(ledger, hot_outcome_bytes=1000) as journal,
             open_monitoring(config) as monitoring,
             open_node(
                 config,
@@ -50,8 +55,10 @@ async def test_a_node_says_what_it_does_and_what_it_did(tmp_path):
                 on_sandbox_open=monitoring.metrics.sandbox_opened,
             ) as node,
         ):
-            monitoring.watch(node, sessions)
             session, _ = sessions.open("trainer", 0)
+            sessions.journal = journal  # for the sessions from now on
+            node.describe("ledger", lambda: msgspec.structs.asdict(ledger.statistics()))
+            monitoring.watch(node, sessions)
             instance = TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})
             spec = JobSpec(job_id="j", instance=instance, sampling=SamplingParams(max_output_tokens=100))
             session.submit(spec, node)
@@ -71,6 +78,9 @@ async def test_a_node_says_what_it_does_and_what_it_did(tmp_path):
     assert shown["prorl_sandbox_start_seconds_total",] > 0
     assert shown["prorl_outbox_undelivered_outcomes",] == 1
     assert shown["prorl_outbox_undelivered_bytes",] > 0
+    assert shown["prorl_outbox_memory_bytes",] == shown["prorl_outbox_undelivered_bytes",]
+    assert shown["prorl_outcome_cache_max_bytes",] == 1000
+    assert shown["prorl_outcome_cache_bytes",] == shown["prorl_outcome_cache_hits_total",] == 0
     assert shown["prorl_outbox_offered_outcomes",] == 1
     assert shown["prorl_outbox_acknowledged_outcomes",] == 0
     assert shown["prorl_node_draining",] == 1

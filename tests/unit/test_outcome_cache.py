@@ -173,6 +173,21 @@ async def test_outcomes_in_memory_are_never_read():
     assert disk.asked == []
 
 
+async def test_what_goes_by_reference_is_never_read():
+    log = OutcomeLog(0, OutcomeCache(0).share())
+    feed, disk = Feed(log, 0), Disk(log)
+    feed.has_reference = lambda job_id: job_id != "job-1"
+    feed.by_reference = lambda job_id, cursor: b"reference" if feed.has_reference(job_id) else None
+    fill(log, 3)
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            await reading(nursery, feed, disk)
+            first, second, third = (feed.next_frame() for _ in range(3))
+            nursery.cancel_scope.cancel()
+    assert (first, cursor_of(second), third) == (b"reference", 2, b"reference")
+    assert disk.asked == [2]
+
+
 async def test_large_outcomes_are_read_one_by_one_and_the_next_one_always():
     large = READ_AHEAD_BYTES // 2 + 1
     cache = OutcomeCache(2 * large)
