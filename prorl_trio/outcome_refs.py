@@ -76,7 +76,7 @@ def join_outcome(frame: OutcomeRefFrame, mapped: Mapped) -> Outcome:
     """
     try:
         outcome = _decode_outcome(frame.outcome)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ProtocolError(f"outcome {frame.cursor} of job {frame.job_id!r} cannot be read: {exc}") from None
     trajectory = outcome.trajectory
     segments = [] if trajectory is None else trajectory.segments

@@ -260,7 +260,7 @@ class RolloutClient(BackendCalls):
             return join_outcome(frame, self._state.arenas)
         except StaleReference:
             raise
-        except (msgspec.DecodeError, IpcError) as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IpcError) as exc:
             raise _unreadable(frame, exc) from None
 
     def _batches(self, specs: Sequence[JobSpec]) -> Iterator[list[tuple[str, msgspec.Raw]] | Rejected]:

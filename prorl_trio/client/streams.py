@@ -86,6 +86,6 @@ class ObservedStream:
             return Observed(frame.session_id, frame.job_id, frame.status, frame.detail)
         try:
             outcome = _decode_outcome(frame.outcome)
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise ProtocolError(f"the observed outcome of job {frame.job_id!r} cannot be read: {exc}") from None
         return Observed(frame.session_id, frame.job_id, outcome.status, outcome.error, outcome)
