@@ -132,14 +132,14 @@ class RolloutContext:
 
     def trajectory(self) -> Trajectory | None:
         """A copy of what was recorded so far; None before the first completion."""
-        return self._trajectory(Conversation.segments) if self.turns else None
+        return self._trajectory(Conversation.segments) if self.turns and self.dialogues else None
 
     def sealed_trajectory(self) -> Trajectory | None:
         """As `trajectory`, without a copy: its arrays are views of `tokens`, valid until those are released.
 
         Nothing can be recorded afterwards.
         """
-        trajectory = self._trajectory(Conversation.seal)
+        trajectory = self._trajectory(Conversation.seal) if self.dialogues else None
         return trajectory if self.turns else None
 
     def _trajectory(self, segments_of: Callable[[Conversation], list[Segment]]) -> Trajectory:

@@ -233,3 +233,13 @@ async def test_a_dialogue_to_go_on_from_must_fit(rig):
     async with rig.open():
         with pytest.raises(ContextLengthExceeded):
             await work(rig, "Hm.", before_turn=swell)
+
+
+async def test_turns_without_a_dialogue_are_no_trajectory(rig):
+    """An agent that speaks to something else altogether may record its turns, for those who watch."""
+    async with rig.open():
+        spoke = await work(rig, "ANSWER 42")
+        context = RolloutContext(spec=rig.spec(), resources=rig.resources)
+        context.record(spoke.turns[0])
+    assert context.trajectory() is None
+    assert context.sealed_trajectory() is None
