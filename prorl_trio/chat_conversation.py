@@ -191,7 +191,7 @@ class Conversation:
         codec, template = self._format.codec, self._format.template
         calls = self._answered_calls(messages)
         new = self._marked(messages, calls)
-        dialogue = [*self._history, self._answer, *new] if self._keeps_history else []
+        dialogue = [*self._history, self._answered(calls), *new] if self._keeps_history else []
         rewritten = self._rewritten(dialogue, len(new)) if self._on_break != "keep" else None
         if rewritten is not None:
             self._begin_segment(rewritten, "template_rewrite")
@@ -375,14 +375,21 @@ class Conversation:
         asked = [ToolCall(name=each.name or "", arguments={}, raw="") for each in results[len(made) :]]
         return [*made, *self._calls(asked)]
 
+    def _answered(self, calls: Sequence[Message]) -> Message:
+        """Return the last turn as the dialogue has it, now that results of `calls` have come back: these are its calls,
+        be it that it did not write them in the family's syntax. Of text beside a reasoned call, templates know nothing.
+        """
+        if not self._format.capabilities.needs_calls:
+            return self._answer
+        said, reasoning = self._answer["content"], self._answer.get("reasoning_content", "")
+        return assistant_message(calls, "" if calls and reasoning else said, reasoning)
+
     def _as_message(self, turn: ParsedTurn) -> Message:
-        """Return a turn that was sampled as the dialogue has it: its text, or, where the template needs them, its parts
-        (of text beside a reasoned call, templates know nothing)."""
+        """Return a turn that was sampled as a message: its text, or, where the template needs them, its parts."""
         mark = self._format.codec.mark
         if not self._format.capabilities.needs_calls:
             return {"role": "assistant", "content": self._last_said()}
-        content = "" if turn.tool_calls and turn.reasoning else turn.content
-        return assistant_message(self._calls(turn.tool_calls), mark(content), mark(turn.reasoning))
+        return assistant_message(self._calls(turn.tool_calls), mark(turn.content), mark(turn.reasoning))
 
     def _last_said(self) -> str:
         """Return the last completion as the content of a message: without its end-of-turn token."""

@@ -171,10 +171,11 @@ class ChatTemplate:
         return after[closing.start() :]
 
     def sentinel_calls(self, calls: Sequence[Message]) -> list[Message]:
-        """Return the names and ids of `calls`, without their arguments; the sentinel is that of the last."""
+        """Return the names and ids of `calls`, without their arguments; the sentinel is that of the first, which also
+        templates for one call at a time write."""
         ids = [(call["function"]["name"], call["id"]) for call in calls] or [("none", call_id(0))]
         bare = [_call(name, identity, {}) for name, identity in ids]
-        bare[-1] = _call(*ids[-1], {"s": SENTINEL})
+        bare[0] = _call(*ids[0], {"s": SENTINEL})
         return [self.as_wanted(call) for call in bare]
 
     def as_wanted(self, call: Message) -> Message:

@@ -162,6 +162,19 @@ def test_results_in_an_opening_answer_the_calls_before_them(formats):
     assert chat.decode(conversation.prompt_token_ids()).endswith('"call_id": "000000003"}[/TOOL_RESULTS]')
 
 
+@pytest.mark.parametrize("family", ALL_CHAT_FAMILIES)
+@pytest.mark.parametrize("on_break", ["keep", "segment"])
+def test_results_of_what_is_no_formal_call(formats, family, on_break):
+    chat = formats[family]
+    conversation = chat.open([USER], TOOLS, on_break=on_break)
+    for number in range(4):
+        ids = chat.codec.encode("Let me run `2 + 2`.")  # cut short as well
+        conversation.add_completion(ids, [-1.0] * len(ids))
+        conversation.add_messages([result(f"result {number}"), result("again")])
+    text = chat.decode(conversation.prompt_token_ids())
+    assert all(text.count(f"result {number}") == 1 for number in range(4))
+
+
 def test_contents_are_not_kept_where_only_the_roles_matter(formats):
     chat = formats["deepseek"]
     assert chat.capabilities.shape_history
