@@ -85,6 +85,7 @@ PEERS = {
             requirements=("renderers==0.1.12", "transformers==5.19.0", "httpx==0.28.1"),  # httpx: it does not say so
         ),
         Peer(name="gateway", title="rllm-model-gateway 0.1.0", requirements=("rllm-model-gateway==0.1.0",)),
+        Peer(name="vllm-router", title="vllm-router 0.1.17", requirements=("vllm-router==0.1.17",)),
     )
 }
 

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 import trio
 
-from perf.balance_world import HEAVY, Event, Scenario, draw_batch, simulate
+from perf.balance_batch import HEAVY, TOKENS, draw_batch
+from perf.balance_world import Event, Scenario, simulate
 
 SMALL = msgspec.structs.replace(HEAVY, instances=8, rollouts=4, turns_p50=3, max_turns=8)
 STRATEGIES = ("least_in_flight", "round_robin", "assignments_ever", "static_split")
@@ -23,7 +24,7 @@ async def test_every_rollout_ends_and_all_work_is_the_same(strategy):
     run = await simulated(strategy=strategy)
     tokens = sum(turn.completion_tokens for rollouts in draw_batch(SMALL, 1) for turns in rollouts for turn in turns)
     assert run.completed == 32
-    assert run.tokens_per_s * run.makespan_s == pytest.approx(tokens)
+    assert run.tokens_per_s * run.makespan_s == pytest.approx(tokens * TOKENS)
     assert run.max_over_mean >= 1
     assert run.in_flight[-1][1:] == [0] * 4
     if strategy == "least_in_flight":
