@@ -244,7 +244,9 @@ def run_benchmark(benchmark: Callable[[Options], Awaitable[Report]], argv: Seque
 
     A missed target is said, but is no error: it may be the machine's doing. What the benchmark raises flies.
     """
-    parser = argparse.ArgumentParser(description=sys.modules[benchmark.__module__].__doc__)
+    parser = argparse.ArgumentParser(
+        description=sys.modules[benchmark.__module__].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer samples: under 60 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help='write {"metric": number}, and a plot beside it')
     arguments = parser.parse_args(argv)
