@@ -113,7 +113,7 @@ class _Plan:
                     work=_fewer(LIGHT, quick=quick), strategy=strategy, seed=seed
                 )
                 self.scenarios["reasoning", strategy, seed] = Scenario(
-                    work=_fewer(REASONING, quick=quick),
+                    work=REASONING,
                     strategy=strategy,
                     seed=seed,
                     workers=256,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 import pytest
 import trio
 
+from perf import balance, balance_peers
 from perf.balance_batch import HEAVY, TOKENS, draw_batch
+from perf.balance_served import ROUTED
 from perf.balance_world import Event, Scenario, simulate
+from perf.harness import Options
 
 SMALL = msgspec.structs.replace(HEAVY, instances=8, rollouts=4, turns_p50=3, max_turns=8)
 STRATEGIES = ("least_in_flight", "round_robin", "assignments_ever", "static_split")
@@ -42,3 +47,26 @@ async def test_one_killed_loses_no_rollout_and_one_added_takes_its_share():
     assert on_the_killed == sorted(on_the_killed, reverse=True)
     assert on_the_killed[-1] == 0
     assert 0 < max(row[5] for row in run.in_flight) <= 6
+
+
+async def test_a_report_has_the_metrics_and_says_that_the_router_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(balance, "ProcessPoolExecutor", lambda **_: ThreadPoolExecutor(1))
+    for name in ("HEAVY", "LIGHT", "REASONING"):
+        monkeypatch.setattr(balance, name, msgspec.structs.replace(SMALL, instances=16, rollouts=2))
+    monkeypatch.setattr(balance, "KILL", Event(at_s=3, kind="kill", backend=0))
+    monkeypatch.setattr(balance, "ADD", Event(at_s=5, kind="add", backend=8))
+    monkeypatch.setattr(balance, "SETTLED_S", 2)
+    monkeypatch.setattr(balance_peers, "QUICK_PLACEMENTS", ROUTED[:1])
+    with trio.fail_after(120):
+        report = await balance.balance(Options(quick=True, json_path=None))
+    metrics = report.metrics()
+    gains = [f"balance.least_over_{other}" for other in ("static", "assignments_ever", "static_reasoning")]
+    assert all(metrics[name] > 0.5 for name in gains)
+    assert metrics["balance.lost_rollouts"] == 0
+    assert metrics["balance.moved_off_the_killed"] > 0
+    assert 0 <= metrics["balance.added_settled_over_mean"] <= metrics["balance.added_peak_over_mean"] < 2
+    assert not any(name.startswith("balance.http.") for name in metrics)
+    assert any("python -m perf.peers setup vllm-router" in note for note in report.notes)
+    assert report.write_plot(tmp_path / "balance.png")
+    assert (tmp_path / "balance.png").stat().st_size > 10_000
