@@ -1,0 +1,43 @@
+"""`perf.balance_vllm` on two real servers, with caches too small for more rollouts than a server's share."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import msgspec
+import pytest
+import trio
+
+from launch.paths import engine_python, model_dir
+from launch.vllm import open_vllm
+from perf.balance_vllm import STRATEGIES, WORK, compare
+
+BLOCK_TOKENS, KV_BLOCKS = 32, 300
+ARGUMENTS = ["--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(KV_BLOCKS)]
+
+pytestmark = pytest.mark.slow
+
+
+async def test_every_strategy_ends_the_batch_and_the_figures_are_vllms(tmp_path, monkeypatch):
+    if not engine_python().exists():
+        pytest.skip("the CPU engine is not set up; run: make engine")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a server that idles lends no core to the other
+    with trio.fail_after(1500):
+        async with AsyncExitStack() as stack:
+            servers = [
+                await stack.enter_async_context(
+                    open_vllm(
+                        engine_python(), model_dir(), log_file=tmp_path / f"vllm-{number}.log", extra_args=ARGUMENTS
+                    )
+                )
+                for number in range(2)
+            ]
+            work = msgspec.structs.replace(WORK, instances=8)
+            report = await compare([server.url for server in servers], work)
+    metrics = report.metrics()
+    report.write_json(tmp_path / "balance_vllm.json")
+    assert metrics["balance_vllm.rollouts"] == work.instances * work.rollouts
+    for strategy in STRATEGIES:
+        assert metrics[f"balance_vllm.{strategy}.makespan_s"] > 0
+        assert 0 < metrics[f"balance_vllm.{strategy}.prefix_hit_rate"] < 1
+    assert metrics["balance_vllm.least_in_flight.max_over_mean"] < 1.2
