@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 import trio
+import trio.testing
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.errors import BackendError
@@ -163,6 +164,9 @@ class Batch:
     async def run(self, workers: int) -> None:
         """Run all rollouts in the order they are drawn, `workers` at once; return when the last one has ended.
 
+        The first of each worker has asked its engine before the next one begins: which of them comes first decides how
+        full the caches are later on, and so the makespan.
+
         Raises:
             BackendError: a rollout found no backend that would have it.
         """
@@ -174,6 +178,7 @@ class Batch:
             async with open_single_nursery() as nursery:
                 for _ in range(workers):
                     nursery.start_soon(self._run_waiting)
+                    await trio.testing.wait_all_tasks_blocked()
 
     def _binding_order(self) -> list[tuple[int, int]]:
         """So that in turns each backend gets an instance with all its rollouts, where placement goes in turns."""

@@ -2,9 +2,9 @@
 
     PRORL_VLLM_URLS=http://127.0.0.1:8001,http://127.0.0.1:8002 python -m perf.balance_vllm [--quick] [--json FILE]
 
-Nobody else may use them meanwhile, and what a cache holds should be about six rollouts of 1,500 tokens: more of them on
-one server then cost each other's prefixes (`--block-size 32 --num-gpu-blocks-override 300`). Strategies get the same batch, with other token ids, so that none finds the
-prefixes of the one before. Hit rates are vLLM's own.
+Nobody else may use them meanwhile, and what a cache holds should be about six rollouts of 1,500 tokens, as with
+`--block-size 32 --num-gpu-blocks-override 300`: more of them on one server then cost each other's prefixes. Strategies
+get the same batch, with other token ids, so that none finds the prefixes of the one before. Hit rates are vLLM's own.
 """
 
 from __future__ import annotations
