@@ -6,7 +6,7 @@ that no message can forge a control token (see `chat_codec`). `Conversation` is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prorl_trio.chat_codec import TokenCodec
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from prorl_trio.chat_history import Recall
     from prorl_trio.families.syntax import CallSyntax
     from prorl_trio.models import ChatMessage
 
@@ -99,6 +100,10 @@ class ChatFormat:
     def capabilities(self) -> Capabilities:
         """What the template was found to do."""
         return self.template.capabilities
+
+    def recalling(self, recall: Recall) -> ChatFormat:
+        """Return one like this that remembers of a dialogue what `recall` says."""
+        return replace(self, template=self.template.recalling(recall))
 
     @property
     def stop_token_ids(self) -> list[int]:

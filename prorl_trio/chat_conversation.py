@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from prorl_trio.chat_template import Message, ToolSchema, assistant_message, call_id, shape
+from prorl_trio.chat_template import Message, ToolSchema, assistant_message, call_id
 from prorl_trio.errors import BackendError, HandlerError, TokenDrift
 from prorl_trio.models import ChatMessage, PolicySpan, Segment, ToolCall
 from prorl_trio.token_memory import RolloutTokens
@@ -96,7 +96,7 @@ class Conversation:
         self._tools = [_mark_strings(tool, chat_format.codec) for tool in tools]
         self._on_break = on_break if chat_format.capabilities.rewrites_history else "keep"
         self._calls_so_far = 0
-        self._answer: Message = {}
+        self._answer = assistant_message(())
         self._history = self._marked(messages)
         self._tokens = RolloutTokens()
         self._current = _OpenSegment(self._tokens.open_segment())
@@ -169,7 +169,7 @@ class Conversation:
         self._proven += ids.tobytes()
         self._awaits_completion = False
         turn = self._parse(ids)
-        if self._keeps_history or self._format.capabilities.needs_calls:
+        if self._keeps_texts or self._format.capabilities.needs_calls:
             self._answer = self._as_message(turn)
         return turn
 
@@ -191,7 +191,7 @@ class Conversation:
         codec, template = self._format.codec, self._format.template
         calls = self._answered_calls(messages)
         new = self._marked(messages, calls)
-        dialogue = [*self._history, self._answered(calls), *new] if self._keeps_history else []
+        dialogue = [*self._history, self._answered(calls), *new]
         rewritten = self._rewritten(dialogue, len(new)) if self._on_break != "keep" else None
         if rewritten is not None:
             self._begin_segment(rewritten, "template_rewrite")
@@ -264,9 +264,9 @@ class Conversation:
         return [*self._closed, self._current]
 
     @property
-    def _keeps_history(self) -> bool:
-        """Whether messages must be kept: not where a delta needs no history and no rewrite is looked for."""
-        return self._on_break != "keep" or not self._format.capabilities.short_history
+    def _keeps_texts(self) -> bool:
+        """Whether what messages say must be kept: not where a delta does not need it and no rewrite is looked for."""
+        return self._on_break != "keep" or self._format.capabilities.recall.history == "whole"
 
     def _expect(self, *, awaits_completion: bool) -> None:
         if self._sealed:
@@ -324,10 +324,7 @@ class Conversation:
 
     def _kept(self, dialogue: list[Message]) -> list[Message]:
         """Return what has to be remembered of `dialogue` for the next delta."""
-        if not self._keeps_history:
-            return []
-        whole = self._on_break != "keep" or not self._format.capabilities.shape_history
-        return dialogue if whole else shape(dialogue)
+        return dialogue if self._keeps_texts else self._format.template.remembered(dialogue)
 
     def _marked(self, messages: Iterable[ChatMessage], answered: Sequence[Message] = ()) -> list[Message]:
         """Return `messages` as the template gets them.

@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from prorl_trio.chat_codec import MARK
+from prorl_trio.chat_history import RECALLS, STAND_IN, Recall, remembered
 from prorl_trio.chat_template import (
     SENTINEL,
-    STAND_IN,
     Capabilities,
     ChatTemplate,
     Message,
     ToolSchema,
     assistant_message,
     call_id,
-    shape,
 )
 from prorl_trio.errors import ConfigError, HandlerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["probe"]
 
@@ -49,9 +48,8 @@ def probe(template: ChatTemplate) -> None:
             template,
             opens_thinking=opening.rstrip().endswith("<think>"),
             rewrites_history=_rewrites_history(template, opening),
-            short_history=_same_delta(template, lambda _: STAND_IN, without_tools=True),
-            shape_history=_same_delta(template, shape, without_tools=False),
         )
+        template.capabilities = msgspec.structs.replace(template.capabilities, recall=_shortest_recall(template))
     except HandlerError as exc:
         raise ConfigError(f"{template.origin}: the chat template failed its self-test: {exc}") from exc
 
@@ -166,20 +164,23 @@ def _differs(
         return False
 
 
-def _same_delta(
-    template: ChatTemplate,
-    reduced: Callable[[Sequence[Message]], Sequence[Message]],
-    *,
-    without_tools: bool,
-) -> bool:
-    """Whether deltas stay the same when the history is reduced, and, with `without_tools`, the tools left out."""
-    return all(
-        _delta_or_none(template, new, reduced(history), () if without_tools else tools)
-        == _delta_or_none(template, new, history, tools)
+def _shortest_recall(template: ChatTemplate) -> Recall:
+    """Return the shortest that leaves every delta as it is."""
+    probes = [
+        (new, history, tools, _delta_or_none(template, new, history, tools))
         for new in _NEW_MESSAGES
-        for history in _histories(template)
+        for history in (*_histories(template), *_histories(template, _LONG_HISTORIES))
         for tools in ((), _TOOLS)
+    ]
+    enough = (
+        recall
+        for recall in RECALLS
+        if all(
+            delta == _delta_or_none(template, new, remembered(history, recall.history), tools if recall.tools else ())
+            for new, history, tools, delta in probes
+        )
     )
+    return next(enough, Recall())
 
 
 def _delta_or_none(
@@ -191,10 +192,11 @@ def _delta_or_none(
         return None
 
 
-def _histories(template: ChatTemplate) -> list[list[Message]]:
+def _histories(template: ChatTemplate, histories: _Histories | None = None) -> list[list[Message]]:
     """Dialogues up to where the assistant speaks, each call in them in the form that the template needs."""
+    histories = histories or _HISTORIES
     if not template.capabilities.needs_calls:
-        return [list(history) for history in _HISTORIES]
+        return [list(history) for history in histories]
     return [
         [
             assistant_message([template.as_wanted(_CALL)])
@@ -202,7 +204,7 @@ def _histories(template: ChatTemplate) -> list[list[Message]]:
             else message
             for index, message in enumerate(history)
         ]
-        for history in _HISTORIES
+        for history in histories
     ]
 
 
@@ -234,12 +236,19 @@ _TOOLS: tuple[ToolSchema, ...] = (
         },
     },
 )
-_HISTORIES = (
+_Histories = tuple[tuple[Message, ...], ...]
+_HISTORIES: _Histories = (
     (_USER,),
     (_SYSTEM, _USER),
     (_USER, _ASSISTANT, _TOOL),
     (_SYSTEM, _USER, _ASSISTANT, _MORE),
     (_SYSTEM, _USER, _ASSISTANT, _TOOL, _TOOL_2, _ASSISTANT, _MORE, _ASSISTANT, _TOOL),
+)
+_LONG_HISTORIES: _Histories = (
+    (_USER, _ASSISTANT, _TOOL, _ASSISTANT, _MORE),
+    (_USER, *(_ASSISTANT, _TOOL) * 5),
+    (_SYSTEM, _USER, *(_ASSISTANT, _MORE) * 4),
+    (_USER, *(_ASSISTANT, _MORE, _ASSISTANT, _TOOL, _TOOL_2) * 2, *(_ASSISTANT, _MORE) * 2),
 )
 _SAID = ("probe-said", "", f"{MARK}{MARK} 2 < 3\n\n```\né e\u0301 數 😀 <{MARK}|x|>\n```", "long " * 4000 + "end")
 _LAST: Message = {"role": "user", "content": "probe-last"}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 from prorl_trio.chat import ChatFormat
 from prorl_trio.chat_corpus import CORPUS_TOOLS, Dialogue, Round, forged_tool, made_up_dialogue
+from prorl_trio.chat_history import RECALLS, Recall
 from prorl_trio.chat_template import Message, ToolSchema, assistant_message, call_id
 from prorl_trio.errors import ConfigError, HandlerError
 from prorl_trio.model_folder import read_model_folder
@@ -65,19 +66,40 @@ class Proof(NamedTuple):
 def load_chat_format(model: ModelConfig, *, proven: bool = True) -> ChatFormat:
     """Load what the configuration names; unless told otherwise, only one that is proven. Takes seconds: in a thread.
 
+    Where the proof shows that what its template writes depends on more of a dialogue than the probes found, so much is
+    remembered: each of its turns takes longer then.
+
     Raises:
         ConfigError: the model folder cannot be used, or its prompts are not exact; says why.
     """
     options, on_break = model.template_options, model.on_break
     chat = ChatFormat.load(Path(model.path), family=model.family, template_options=options, on_break=on_break)
-    if proven and (digest := _digest(chat, options)) not in _PROVEN:
-        prove_format(chat)
-        _PROVEN.add(digest)
-    return chat
+    if not proven:
+        return chat
+    digest = _digest(chat, options)
+    if digest not in _PROVEN:
+        _PROVEN[digest] = _proven_recall(chat)
+    return chat.recalling(_PROVEN[digest])
 
 
-_PROVEN: Final[set[bytes]] = set()
+_PROVEN: Final[dict[bytes, Recall]] = {}
 """What this process has proven: the same model, loaded again, is the same."""
+
+
+def _proven_recall(chat: ChatFormat) -> Recall:
+    """Return the shortest that the proof holds with, from the probed one on. ConfigError if there is none."""
+    probed = chat.capabilities.recall
+    longer = [recall for recall in RECALLS if recall.tools and RECALLS.index(recall) > RECALLS.index(probed)]
+    failure: ConfigError | None = None
+    for recall in (probed, *longer):
+        try:
+            prove_format(chat.recalling(recall))
+        except ConfigError as exc:
+            failure = failure or exc
+        else:
+            return recall
+    assert failure is not None
+    raise failure
 
 
 def _digest(chat: ChatFormat, options: Mapping[str, Any]) -> bytes:

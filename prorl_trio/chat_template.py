@@ -8,6 +8,7 @@ and the next, whatever the template looks like. What a template can do is found 
 from __future__ import annotations
 
 import json
+from copy import copy
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import jinja2
 import msgspec
 
 from prorl_trio.chat_codec import MARK
+from prorl_trio.chat_history import Recall, remembered
 from prorl_trio.chat_jinja import TEMPLATE_FAULTS, template_environment
 from prorl_trio.errors import ConfigError, HandlerError
 
@@ -50,10 +52,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         opens_thinking: its generation prompt ends inside `<think>`.
         rewrites_history: it renders an earlier assistant turn otherwise than it was sampled (drops its reasoning, or
             differs in some other way on the dialogues of the self-test).
-        short_history: what follows an assistant turn does not depend on what preceded it, so that a delta is rendered
-            with a stand-in history of one message, in time independent of the dialogue's length.
-        shape_history: it depends on the roles of what preceded it at most, so that a delta is rendered over messages
-            without their contents.
+        recall: on what of the dialogue before an assistant turn it depends what follows that turn. A delta is rendered
+            over no more, for most templates in time independent of the dialogue's length.
     """
 
     renders_tools: bool = False
@@ -63,8 +63,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     needs_calls: bool = False
     opens_thinking: bool = False
     rewrites_history: bool = False
-    short_history: bool = False
-    shape_history: bool = False
+    recall: Recall = Recall()
 
 
 def call_id(number: int) -> str:
@@ -134,19 +133,28 @@ class ChatTemplate:
 
         Args:
             new: what came back. Tool results answer `calls` in their order.
-            history: what preceded that assistant turn; it and `tools` are used, and needed, only where
-                `capabilities.short_history` is false.
+            history: what preceded that assistant turn, or what `remembered` has left of it. It and `tools` are used,
+                and needed, only where `capabilities.recall` says so.
             tools: functions the policy may call.
             calls: of that assistant turn, as `tool_calls`; used only where `capabilities.needs_calls`.
 
         Raises:
             HandlerError: the template refuses these messages, loses one, or does not render the assistant's turn.
         """
-        if self.capabilities.short_history:
-            history, tools = STAND_IN, ()
+        history, tools = self.remembered(history), tools if self.capabilities.recall.tools else ()
         if self.capabilities.needs_calls and new and new[0]["role"] == "tool":
             return self.delta_after_calls(new, history, tools, calls)
         return self.delta_after_text(new, history, tools)
+
+    def remembered(self, history: Sequence[Message]) -> list[Message]:
+        """Return what `delta` needs of `history`, now and when it has grown."""
+        return remembered(history, self.capabilities.recall.history)
+
+    def recalling(self, recall: Recall) -> ChatTemplate:
+        """Return one like this that renders deltas over what `recall` says."""
+        other = copy(self)
+        other.capabilities = msgspec.structs.replace(self.capabilities, recall=recall)
+        return other
 
     def delta_after_text(self, new: Sequence[Message], history: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
         """See `delta`: after an assistant's turn that has content and nothing else."""
@@ -202,22 +210,6 @@ class ChatTemplate:
         if any(message["role"] == "system" and message["content"].strip() not in after[0] for message in new):
             raise HandlerError("the chat template has no place for a system message after an assistant's turn")
         return after[0]
-
-
-STAND_IN: tuple[Message, ...] = ({"role": "user", "content": "probe-user"},)
-"""A history that is as good as any other, where a template's `short_history` says so."""
-
-
-def shape(messages: Sequence[Message]) -> list[Message]:
-    """Return `messages` without what they say: who spoke, and whether a tool was called."""
-    shapes = []
-    for message in messages:
-        bare = {**message, "content": "x"} | {key: "" for key in ("thinking", "reasoning_content") if key in message}
-        if "tool_calls" in message:
-            functions = [(call["id"], call["function"]) for call in message["tool_calls"]]
-            bare["tool_calls"] = [_call(f["name"], each, type(f["arguments"])()) for each, f in functions]
-        shapes.append(bare)
-    return shapes
 
 
 def assistant_message(calls: Sequence[Message], content: str = "", reasoning: str = "") -> Message:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from prorl_trio.chat import ChatFormat, CompletionRange
+from prorl_trio.chat_history import Recall
 from prorl_trio.errors import BackendError, ConfigError, HandlerError, TokenDrift
 from prorl_trio.models import ChatMessage
 from prorl_trio.testing.chat_families import CHAT_FAMILIES, write_family_model
@@ -54,13 +55,13 @@ def said(chat, conversation):
 
 def test_what_each_family_can_do(formats):
     rendering = {
-        family: (c.renders_tools, c.renders_tool_role, c.rewrites_history, c.short_history, c.opens_thinking)
+        family: (c.renders_tools, c.renders_tool_role, c.rewrites_history, c.recall.history, c.opens_thinking)
         for family, c in ((family, chat.capabilities) for family, chat in formats.items())
     }
     assert rendering == {
-        "smollm2": (False, False, False, True, False),
-        "qwen2.5": (True, True, False, True, False),
-        "qwen3": (True, True, True, True, False),
+        "smollm2": (False, False, False, "none", False),
+        "qwen2.5": (True, True, False, "none", False),
+        "qwen3": (True, True, True, "none", False),
     }
 
 
@@ -423,7 +424,7 @@ def test_a_delta_that_depends_on_the_dialogue_is_rendered_with_all_of_it(tmp_pat
     numbered = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + "
     template = numbered + "loop.index | string + '\n' }}{% endfor %}" + GENERATE
     chat = ChatFormat.load(write_family_model(tmp_path, "qwen3", template=template))
-    assert not chat.capabilities.short_history
+    assert chat.capabilities.recall == Recall("shape")
     conversation = chat.open([QUESTION], TOOLS)
     for _ in range(2):
         sample(conversation, chat, "<think>x</think>hm")

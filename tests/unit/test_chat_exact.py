@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from prorl_trio import chat_proof
 from prorl_trio.chat import ChatFormat
+from prorl_trio.chat_history import Recall
 from prorl_trio.chat_proof import load_chat_format, prove_format
 from prorl_trio.config import ModelConfig
 from prorl_trio.errors import ConfigError
@@ -48,6 +51,27 @@ def test_a_template_that_the_proof_breaks_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="family 'chatml' are not exact for this template"):
         load_chat_format(ModelConfig(path=str(folder)))
     assert load_chat_format(ModelConfig(path=str(folder)), proven=False)
+
+
+@pytest.mark.parametrize(
+    ("condition", "recall"),
+    [
+        ("'42' in m.content and m.role != 'assistant'", Recall("whole")),
+        ("loop.index == 8", Recall("shape")),
+        ("false", Recall("none", False)),
+    ],
+)
+def test_what_the_probes_do_not_see_the_proof_does(tmp_path, condition, recall):
+    template = (
+        "{%- set ns = namespace(end='') %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{{ ns.end if m.role == 'user' }}{{ m.content + '<|im_end|>\n' }}"
+        f"{{% if {condition} %}}{{% set ns.end = 'x' %}}{{% endif %}}{{% endfor %}}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    folder = write_family_model(tmp_path, "smollm2", template=template)
+    chat = load_chat_format(ModelConfig(path=str(folder)))
+    assert chat.capabilities.recall == recall
+    assert load_chat_format(ModelConfig(path=str(folder))).capabilities.recall == recall  # proven before
 
 
 def test_a_model_is_proven_once_for_each_way_of_using_it(tmp_path, monkeypatch):
@@ -175,9 +199,25 @@ def test_results_of_what_is_no_formal_call(formats, family, on_break):
     assert all(text.count(f"result {number}") == 1 for number in range(4))
 
 
+@pytest.mark.parametrize("family", ALL_CHAT_FAMILIES)
+def test_a_long_dialogue_is_remembered_by_few_messages_and_is_the_templates_own(formats, family):
+    chat, random = formats[family], Random(family)
+    conversation, dialogue = chat.open([USER], TOOLS), [USER]
+    said, lengths = chat.codec.encode("Hm."), []
+    for number in range(40):
+        new = random.choice([[USER], [result(f"{number}")], [result("8"), result("9")]])
+        conversation.add_completion(said, [0.0] * len(said))  # cut short: what ends it depends on what follows (GLM)
+        conversation.add_messages(new)
+        dialogue += [ChatMessage(role="assistant", content="Hm."), *new]
+        lengths.append(len(conversation._history))
+    assert max(lengths[20:]) <= max(lengths[:20]) <= 10
+    if not chat.capabilities.needs_calls:  # such results are of calls that the oracle would have to know
+        assert conversation.prompt_token_ids() == chat.open(dialogue, TOOLS).prompt_token_ids()
+
+
 def test_contents_are_not_kept_where_only_the_roles_matter(formats):
     chat = formats["deepseek"]
-    assert chat.capabilities.shape_history
+    assert chat.capabilities.recall == Recall("kinds", tools=False)
     conversation = chat.open([ChatMessage(role="user", content="long " * 1_000)])
     texts = []
     for _ in range(3):
