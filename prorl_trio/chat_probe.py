@@ -135,7 +135,7 @@ def _rewrites_history(template: ChatTemplate, opening: str) -> bool:
     said.append(thought if opening.rstrip().endswith("<think>") else "<think>\n" + thought)
     return any(
         _differs(template, history, text, new, tools)
-        for history in _histories(template)
+        for history in _histories(template, _HISTORIES)
         for text in said
         for new in _NEW_MESSAGES
         for tools in ((), _TOOLS)
@@ -169,7 +169,7 @@ def _shortest_recall(template: ChatTemplate) -> Recall:
     probes = [
         (new, history, tools, _delta_or_none(template, new, history, tools))
         for new in _NEW_MESSAGES
-        for history in (*_histories(template), *_histories(template, _LONG_HISTORIES))
+        for history in _histories(template, _HISTORIES + _LONG_HISTORIES)
         for tools in ((), _TOOLS)
     ]
     enough = (
@@ -192,9 +192,8 @@ def _delta_or_none(
         return None
 
 
-def _histories(template: ChatTemplate, histories: _Histories | None = None) -> list[list[Message]]:
+def _histories(template: ChatTemplate, histories: Sequence[tuple[Message, ...]]) -> list[list[Message]]:
     """Dialogues up to where the assistant speaks, each call in them in the form that the template needs."""
-    histories = histories or _HISTORIES
     if not template.capabilities.needs_calls:
         return [list(history) for history in histories]
     return [
@@ -236,15 +235,14 @@ _TOOLS: tuple[ToolSchema, ...] = (
         },
     },
 )
-_Histories = tuple[tuple[Message, ...], ...]
-_HISTORIES: _Histories = (
+_HISTORIES: tuple[tuple[Message, ...], ...] = (
     (_USER,),
     (_SYSTEM, _USER),
     (_USER, _ASSISTANT, _TOOL),
     (_SYSTEM, _USER, _ASSISTANT, _MORE),
     (_SYSTEM, _USER, _ASSISTANT, _TOOL, _TOOL_2, _ASSISTANT, _MORE, _ASSISTANT, _TOOL),
 )
-_LONG_HISTORIES: _Histories = (
+_LONG_HISTORIES: tuple[tuple[Message, ...], ...] = (
     (_USER, _ASSISTANT, _TOOL, _ASSISTANT, _MORE),
     (_USER, *(_ASSISTANT, _TOOL) * 5),
     (_SYSTEM, _USER, *(_ASSISTANT, _MORE) * 4),

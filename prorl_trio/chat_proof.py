@@ -9,6 +9,7 @@ must be the oracle's, and the control tokens those of a dialogue of the same sha
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 import unicodedata
 from pathlib import Path
@@ -19,7 +20,7 @@ from prorl_trio.chat import ChatFormat
 from prorl_trio.chat_corpus import CORPUS_TOOLS, Dialogue, Round, forged_tool, made_up_dialogue
 from prorl_trio.chat_history import RECALLS, Recall
 from prorl_trio.chat_template import Message, ToolSchema, assistant_message, call_id
-from prorl_trio.errors import ConfigError, HandlerError
+from prorl_trio.errors import ConfigError, HandlerError, TokenDrift
 from prorl_trio.model_folder import read_model_folder
 from prorl_trio.models import ChatMessage
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from prorl_trio.config import ModelConfig
 
 __all__ = ["Oracle", "Proof", "Unexplained", "load_chat_format", "prove_dialogue", "prove_format"]
+
+logger = logging.getLogger(__name__)
 
 PROOF_DIALOGUES: Final = 24
 PROOF_TIMEOUT_S: Final = 5.0
@@ -97,6 +100,12 @@ def _proven_recall(chat: ChatFormat) -> Recall:
         except ConfigError as exc:
             failure = failure or exc
         else:
+            if recall.history in ("shape", "whole"):
+                logger.warning(
+                    "%s: what this chat template writes depends on all messages before it, so that turns take longer "
+                    "the more there have been",
+                    chat.template.origin,
+                )
             return recall
     assert failure is not None
     raise failure
@@ -161,6 +170,8 @@ class _Prover:
         self._messages: list[Message] = [{"role": each.role, "content": each.content} for each in opening]
         self._text = self._whole()
         self._conversation = chat.open(opening, dialogue.tools, on_break="segment")
+        ways = (chat, chat.recalling(RECALLS[-1])) if chat.capabilities.rewrites_history else ()
+        self._append_only = [way.open(opening, dialogue.tools, on_break="keep") for way in ways]
         self._calls = 0
 
     def prove(self) -> Literal["exact", "rewritten"]:
@@ -191,12 +202,28 @@ class _Prover:
             self._messages.append(plain)
         self._text = self._whole()
         conversation.add_messages(new)
+        self._check_append_only(ids, new)
         stands = before + said + ("" if end is None else chat.decode([end]))
         if conversation.prefix_breaks > breaks and self._text.startswith(stands):
             raise Unexplained(f"a new segment where the template rewrites nothing, after {said[-60:]!r}")
         read = [call.arguments for call in turn.tool_calls]
         if "tool_calls" in answer and not (read and read == each.arguments[: len(read)]):  # some write the first only
             raise Unexplained(f"the calls in {said!r}, as the template writes them, are read as {turn.tool_calls}")
+
+    def _check_append_only(self, ids: Sequence[int], new: Sequence[ChatMessage]) -> None:
+        """Where new segments hide it: what follows a turn must not depend on more than is remembered."""
+        prompts: list[list[int] | None] = []
+        for each in self._append_only:
+            try:
+                each.add_completion(ids, [0.0] * len(ids))
+                each.add_messages(new)
+                prompts.append(each.prompt_token_ids())
+            except (HandlerError, TokenDrift):
+                prompts.append(None)
+        if None in prompts:
+            self._append_only = []  # it cannot go on
+        if len(prompts) == 2 and prompts[0] != prompts[1]:
+            raise Unexplained("without new segments, it depends on more of the dialogue than is remembered")
 
     @property
     def _renders_tools(self) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from prorl_trio import chat_proof
 from prorl_trio.chat import ChatFormat
-from prorl_trio.chat_history import Recall
+from prorl_trio.chat_history import RECALLS, Recall
 from prorl_trio.chat_proof import load_chat_format, prove_format
 from prorl_trio.config import ModelConfig
 from prorl_trio.errors import ConfigError
@@ -61,7 +61,7 @@ def test_a_template_that_the_proof_breaks_is_refused(tmp_path):
         ("false", Recall("none", False)),
     ],
 )
-def test_what_the_probes_do_not_see_the_proof_does(tmp_path, condition, recall):
+def test_what_the_probes_do_not_see_the_proof_does(tmp_path, caplog, condition, recall):
     template = (
         "{%- set ns = namespace(end='') %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
         "{{ ns.end if m.role == 'user' }}{{ m.content + '<|im_end|>\n' }}"
@@ -71,7 +71,14 @@ def test_what_the_probes_do_not_see_the_proof_does(tmp_path, condition, recall):
     folder = write_family_model(tmp_path, "smollm2", template=template)
     chat = load_chat_format(ModelConfig(path=str(folder)))
     assert chat.capabilities.recall == recall
+    assert ("depends on all messages" in caplog.text) == (recall.history != "none")
     assert load_chat_format(ModelConfig(path=str(folder))).capabilities.recall == recall  # proven before
+
+
+@pytest.mark.parametrize("family", ["deepseek", "mistral"])
+def test_the_proof_notices_that_too_little_is_remembered(formats, family):
+    with pytest.raises(ConfigError, match="not exact for this template"):
+        prove_format(formats[family].recalling(RECALLS[0]))
 
 
 def test_a_model_is_proven_once_for_each_way_of_using_it(tmp_path, monkeypatch):
