@@ -8,7 +8,7 @@ import trio
 
 from perf import tools, trace
 from perf.harness import Options
-from perf.peers.environments import PEERS
+from perf.trace_systems import PEER_SYSTEMS
 
 if TYPE_CHECKING:
     import pytest
@@ -52,7 +52,7 @@ async def test_the_tools_benchmark_measures_everything_and_leaves_nothing(
     )
     assert not [name for name in metrics if "tmux" in name or "swerex" in name or "zmq" in name]
     left_out = [note for note in report.notes if note.startswith("left out: ")]
-    assert len(left_out) == len(PEERS.keys() - {"gateway"})
+    assert len(left_out) == len(PEER_SYSTEMS) + 1, "and Jupyter"
     assert all("python -m perf.peers setup" in note or "needs the program" in note for note in left_out)
     assert children() == before
     assert len(os.listdir("/proc/self/fd")) <= fds_before
