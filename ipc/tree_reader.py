@@ -91,7 +91,7 @@ class TreeReader:
         try:
             mode = os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode
             if stat.S_ISLNK(mode):
-                target = os.readlink(name, dir_fd=folder_fd)
+                target = _read_link(folder_fd, name)
                 if link_stays_inside(path, target):
                     yield self._entry(TreeEntry(path=path, kind="symlink", mode=0, target=target))
                     return
@@ -143,3 +143,12 @@ class TreeReader:
     def _entry(self, entry: TreeEntry) -> TreeEntry:
         self.counts.add_entry()
         return entry
+
+
+def _read_link(folder_fd: int, name: bytes) -> bytes:
+    try:
+        return os.readlink(name, dir_fd=folder_fd)
+    except OSError as exc:
+        if exc.errno == errno.EINVAL:
+            raise OSError(errno.ENXIO, "no link any more") from None
+        raise

@@ -170,6 +170,23 @@ def test_a_folder_swapped_for_a_link_under_way_is_not_read_through(tmp_path):
     assert reader.left_out == [b"d"]
 
 
+def test_a_link_swapped_for_a_folder_under_way_is_left_out(tmp_path, monkeypatch):
+    source, readlink = tmp_path / "source", os.readlink
+    source.mkdir()
+    (source / "link").symlink_to("nowhere")
+
+    def swap_and_read(name, *, dir_fd):
+        (source / "link").unlink()
+        (source / "link").mkdir()
+        return readlink(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "readlink", swap_and_read)
+    with closing(TreeReader(os.fsencode(source), LIMITS)) as reader:
+        parts, done = reader.next_parts()
+    assert ([part.path for part in parts], done) == ([b""], True)
+    assert reader.left_out == [b"link"]
+
+
 def test_a_link_in_the_place_of_the_tree_is_refused(tmp_path):
     (tmp_path / "link").symlink_to("/etc")
     reader = TreeReader(os.fsencode(tmp_path / "link"), LIMITS)
