@@ -60,10 +60,10 @@ format: setup-dev ## let ruff format and repair what it can
 	$(VENV)/ruff check --fix $(PACKAGES) tests
 
 test: setup apptainer-if-possible check ## check, then the whole suite but for the slow marks
-	$(VENV)/python -m pytest -m "not slow and not soak"
+	$(VENV)/python -m pytest -m "not slow and not soak" --durations=15
 
 e2e: setup apptainer-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
-	$(VENV)/python -m pytest -m "slow and not soak"
+	$(VENV)/python -m pytest -m "slow and not soak" --durations=15
 
 soak: setup apptainer-if-possible ## a thousand sandboxes in a row, thousands of jobs under kill -9 (hours)
 	$(VENV)/python -m pytest -m soak

@@ -15,7 +15,7 @@ from perf.balance_vllm import STRATEGIES, WORK, compare
 BLOCK_TOKENS, KV_BLOCKS = 32, 300
 ARGUMENTS = ["--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(KV_BLOCKS)]
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 
 async def test_every_strategy_ends_the_batch_and_the_figures_are_vllms(tmp_path, monkeypatch):
