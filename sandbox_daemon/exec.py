@@ -105,6 +105,7 @@ async def _run(command: _Command, request: Exec) -> ExecResult:
         finally:
             with trio.move_on_after(KILL_DEADLINE_S, shield=True):
                 await kill_until_gone(command.members)
+                await command.child.wait()  # reaped, too: no zombie has its pid when this returns
         with trio.move_on_after(DRAIN_TIMEOUT_S):
             await out_drained.wait()
             await err_drained.wait()
