@@ -158,7 +158,7 @@ async def test_corruption_under_tls_changes_nothing_but_the_number_of_connection
             open_proxy(service.host, service.port) as p,
             connect(f"wss://127.0.0.1:{p.port}", TOKEN, tls_ca=ca, **HEARTBEATS) as client,
         ):
-            p.corrupt(random.Random(seed), 60_000)  # a message, which has 64 KiB at most, comes whole or not at all
+            p.corrupt(random.Random(seed), 30_000)
             assert await work(client, specs_of("tls")) == [answer(spec) for spec in specs_of("tls")]
             while not p.flipped_total:
                 await client.status()

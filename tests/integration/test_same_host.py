@@ -346,7 +346,7 @@ async def test_a_trainer_process_reads_outcomes_without_memory_for_their_tokens(
             name, peak_bytes = await trainer.next_line()
             assert await trainer.process.wait() == 0, "its last acknowledgement is sent"
         assert name == "peak"
-        assert int(peak_bytes) < tokens * 9 / 2, "the receive buffer of its connection is most of this"
+        assert int(peak_bytes) < tokens * 9 / 3
         assert (await service.arena())["shared"]["sent_token_bytes_total"] > 3 * tokens * 9
         await service.wait_empty()
 
