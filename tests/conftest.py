@@ -8,7 +8,6 @@ import threading
 
 import pytest
 import trio
-from hypothesis import settings
 
 from launch.paths import engine_python, model_dir
 from launch.vllm import open_vllm
@@ -18,10 +17,6 @@ LONG_TEST_TIMEOUT_S = 3600
 
 # A job that a shell put into the background ignores SIGINT, and so would whatever the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# How long an example takes says how busy the machine is.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
 
 
 def pytest_collection_modifyitems(items):

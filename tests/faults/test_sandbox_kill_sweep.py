@@ -28,7 +28,7 @@ from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.testing.cancel_sweep import cancel_sweep
 
 SPEC = SandboxSpec(prestart_ipython=True)
-QUICK_CUTS, MANY_CUTS = 3, 40
+QUICK_CUTS, MANY_CUTS = 6, 40
 RUN_TIMEOUT_S = 60.0
 GONE_WITHIN_S = 10.0
 

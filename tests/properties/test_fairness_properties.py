@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -81,7 +81,6 @@ class WeightedOrderModel(FairOrderModel):
 
 TestFairOrder = FairOrderModel.TestCase
 TestWeightedOrder = WeightedOrderModel.TestCase
-TestFairOrder.settings = TestWeightedOrder.settings = settings(max_examples=40)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=2, max_size=6), st.integers(1, 300), st.randoms())

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 __all__ = ["Leftovers", "adopted_orphans", "descendants"]
 
 SHARED_MEMORY: Final = Path("/dev/shm")
-STRANGERS_NAMES: Final = ("sem.mp-", "psm_")
-"""Python's multiprocessing gives these, which no process of a soak uses."""
 PR_SET_CHILD_SUBREAPER: Final = 36
 
 
@@ -59,7 +57,7 @@ class Leftovers:
 
     def _new_shared(self) -> set[str]:
         """Names in the shared memory, those left out that a stranger uses: the machine may not be ours alone."""
-        new = {name for name in os.listdir(SHARED_MEMORY) if not name.startswith(STRANGERS_NAMES)} - self._shared
+        new = set(os.listdir(SHARED_MEMORY)) - self._shared
         if not new:
             return new
         ours = descendants(os.getpid()).keys() - self._processes
