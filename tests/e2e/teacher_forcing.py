@@ -3,8 +3,9 @@
 python teacher_forcing.py MODEL_DIR CASES.json OUT.json
 
 A case is `{"token_ids": [...], "loss_mask": [...]}`. The answer has, for each case, `{"bfloat16": [...], "float32":
-[...]}`: the log-probability of every token with mask 1. Both have the weights as they are stored; what differs is how
-exactly is calculated with them.
+[...], "spread": [...]}`: of every token with mask 1 its log-probability in both, and by how much bfloat16 moves the
+logits of the likeliest tokens there against each other (root mean square). Both have the weights as they are stored;
+what differs is how exactly is calculated with them.
 """
 
 from __future__ import annotations
@@ -17,23 +18,38 @@ import torch
 from transformers import AutoModelForCausalLM
 
 SAID_EVERY = 20
+LIKELIEST = 50
 
 
 def score(model_dir: str, cases: list[dict[str, list[int]]]) -> list[dict[str, list[float]]]:
     """One forward pass over each case, for each dtype."""
-    scores: list[dict[str, list[float]]] = [{} for _ in cases]
-    for name in ("bfloat16", "float32"):
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, name)).eval()
-        for number, (case, scored) in enumerate(zip(cases, scores, strict=True)):
-            ids = torch.tensor(case["token_ids"])
-            (sampled,) = torch.tensor(case["loss_mask"]).nonzero(as_tuple=True)
-            with torch.inference_mode():
-                logits = model(ids.unsqueeze(0), logits_to_keep=sampled - 1).logits[0]
-            logprobs = logits.float().log_softmax(-1).gather(1, ids[sampled].unsqueeze(1))
-            scored[name] = logprobs[:, 0].tolist()
-            if number % SAID_EVERY == SAID_EVERY - 1:
-                print(f"{name}: {number + 1} of {len(cases)}", file=sys.stderr, flush=True)  # noqa: T201
+    exact, rounding = (
+        AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval() for dtype in (torch.float32, torch.bfloat16)
+    )
+    scores = []
+    for number, case in enumerate(cases, 1):
+        ids = torch.tensor(case["token_ids"])
+        (sampled,) = torch.tensor(case["loss_mask"]).nonzero(as_tuple=True)
+        with torch.inference_mode():
+            float32, bfloat16 = (
+                model(ids.unsqueeze(0), logits_to_keep=sampled - 1).logits[0].float() for model in (exact, rounding)
+            )
+        moved = (bfloat16 - float32).gather(1, float32.topk(LIKELIEST).indices)
+        scores.append(
+            {
+                "bfloat16": _of(bfloat16, ids[sampled]),
+                "float32": _of(float32, ids[sampled]),
+                "spread": moved.std(1, correction=0).tolist(),
+            }
+        )
+        if number % SAID_EVERY == 0:
+            print(f"{number} of {len(cases)}", file=sys.stderr, flush=True)  # noqa: T201
     return scores
+
+
+def _of(logits: torch.Tensor, token_ids: torch.Tensor) -> list[float]:
+    """The log-probability of each token."""
+    return logits.log_softmax(-1).gather(1, token_ids.unsqueeze(1))[:, 0].tolist()
 
 
 if __name__ == "__main__":

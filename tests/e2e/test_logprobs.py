@@ -41,10 +41,8 @@ RUN_S = 3000.0
 MEAN_ABS = 0.05
 AS_EXACT = 1.25
 """The engine may be so much further from float32 than transformers in bfloat16 is."""
-SURENESS = (-3.0, -1.0, -0.3, -0.1, -0.03, -0.01)
-"""Tokens between two of these log-probabilities are compared with each other."""
-USUAL_ERRORS, LEAST_ERROR = 8.0, 1e-3
-"""Beyond so many times the usual error of tokens of its kind, a token's difference is not bfloat16's doing."""
+USUAL_ERRORS, LEAST_ERROR = 6.0, 1e-5
+"""What bfloat16 may do to a token's log-odds, in its usual errors, and on top to its log-probability, in nats."""
 QUESTIONS = (
     "A baker makes {0} loaves and sells {1} of them. How many are left? Explain.",
     "Write Python that sums the numbers from {0} to {1}.",
@@ -124,7 +122,8 @@ def check_tokens(recorded):
 
 
 async def score(recorded, folder):
-    """Log-probabilities of all sampled tokens as recorded, and as transformers has them, in two dtypes."""
+    """Log-probabilities of all sampled tokens as recorded, as transformers has them in bfloat16 and in float32, and the
+    spread between those; see `teacher_forcing`."""
     cases = [
         {"token_ids": each.segment.token_ids.tolist(), "loss_mask": each.segment.loss_mask.tolist()}
         for each in recorded
@@ -136,32 +135,42 @@ async def score(recorded, folder):
     assert done.returncode == 0, done.stdout[-2000:]
     scores = json.loads((folder / "scores.json").read_text())
     recorded_logprobs = np.concatenate([np.array(each.logprobs) for each in recorded])
-    return recorded_logprobs, *(np.concatenate([each[dtype] for each in scores]) for dtype in ("bfloat16", "float32"))
+    names = "bfloat16", "float32", "spread"
+    return recorded_logprobs, *(np.concatenate([each[name] for each in scores]) for name in names)
+
+
+class Outlier(NamedTuple):
+    """A token at which the engine is further from float32 than bfloat16 explains."""
+
+    index: int
+    engine: float
+    bfloat16: float
+    float32: float
+    spread: float
 
 
 class Agreement(NamedTuple):
-    """Mean absolute differences of log-probabilities between the engine, transformers in bfloat16, and in float32; and
-    the indices of the tokens at which the engine is further from float32 than bfloat16 explains."""
+    """Mean absolute differences of log-probabilities between the engine, transformers in bfloat16, and in float32."""
 
     engine_to_bfloat16: float
     engine_to_float32: float
     bfloat16_to_float32: float
-    unexplained: list[int]
+    unexplained: list[Outlier]
 
 
-def agreement(engine, bfloat16, float32):
-    """What bfloat16 does to a token depends on how sure the policy was of it: where it was, the errors of its logit and
-    of the sum over all logits are one and the same, and cancel. So tokens are compared with tokens of like probability.
+def agreement(engine, bfloat16, float32, spread):
+    """bfloat16 moves logits, and so the log-odds of a token, about as much whether it is likely or not: its
+    log-probability hardly, where the policy was sure. How much, depends on the place: `spread` measures it there, but
+    of one way to calculate, and the engine has another. So the run's mean goes in beside it.
     """
-    unexplained = []
-    kinds = np.digitize(float32, SURENESS)
-    for kind in np.unique(kinds):
-        (tokens,) = np.nonzero(kinds == kind)
-        usual = math.sqrt(np.mean((bfloat16 - float32)[tokens] ** 2))
-        far = np.abs(engine - float32)[tokens] > USUAL_ERRORS * max(usual, LEAST_ERROR)
-        unexplained += tokens[far].tolist()
+    usual = np.hypot(spread, math.sqrt(np.mean(spread**2)))
+    with np.errstate(divide="ignore"):
+        odds = float32 - np.log(-np.expm1(float32))
+    lowest, highest = (-np.logaddexp(0.0, -(odds + by)) for by in (-USUAL_ERRORS * usual, USUAL_ERRORS * usual))
+    (far,) = np.nonzero((engine < lowest - LEAST_ERROR) | (engine > highest + LEAST_ERROR))
     means = (np.abs(one - other).mean() for one, other in ((engine, bfloat16), (engine, float32), (bfloat16, float32)))
-    return Agreement(*map(float, means), unexplained)
+    outliers = [Outlier(i, *(float(each[i]) for each in (engine, bfloat16, float32, spread))) for i in far.tolist()]
+    return Agreement(*map(float, means), outliers)
 
 
 async def check(url, count, folder, record_property):
@@ -201,11 +210,16 @@ async def test_two_hundred_trajectories(vllm_url, tmp_path, record_property):
 def test_what_bfloat16_does_not_explain_is_found():
     rng = np.random.default_rng(0)
     float32 = -rng.exponential(1.0, 4000)
-    noise = np.where(float32 > -0.1, 0.003, 0.05)
-    engine, bfloat16 = (float32 + noise * rng.standard_normal(4000) for _ in range(2))
-    assert not agreement(engine, bfloat16, float32).unexplained
+    float32[:3] = -1e-3, -1e-7, 0.0
+    noise = 0.07 * -np.expm1(float32)
+    engine, bfloat16 = (np.minimum(0.0, float32 + noise * rng.standard_normal(4000)) for _ in range(2))
+    spread = np.full(4000, 0.07)
+    assert not agreement(engine, bfloat16, float32, spread).unexplained
     unsure = int(np.argmin(np.abs(float32 + 2)))
-    sure = int(np.argmax(float32))
-    engine[unsure] += 1.0
-    engine[sure] -= 0.1
-    assert agreement(engine, bfloat16, float32).unexplained == sorted([unsure, sure], key=lambda token: float32[token])
+    engine[unsure] += 0.7
+    engine[:3] -= 0.002, 2e-5, 2e-5
+    found = agreement(engine, bfloat16, float32, spread).unexplained
+    assert [each.index for each in found] == sorted([0, 1, 2, unsure])
+    spread[unsure] = 0.3
+    found = agreement(engine, bfloat16, float32, spread).unexplained
+    assert [each.index for each in found] == [0, 1, 2], "where bfloat16 moves the logits more, it explains more"
