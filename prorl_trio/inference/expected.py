@@ -63,6 +63,26 @@ class ExpectedBackends:
             expected.scope.cancel()
         return expected is not None
 
+    def drain(self, url: str) -> bool:
+        """It stays listed, and does not join by itself any more; a probe under way ends. False: it was not expected."""
+        expected = self._expected.get(url)
+        if expected is not None:
+            expected.scope.cancel()
+            expected.why = f"{url}: drained while it was down; add it again to put it to use"
+        return expected is not None
+
+    def weigh(self, url: str, weight: float) -> bool:
+        """It will have that weight; a probe under way, which would give it the old one, begins anew. False: it was not
+        expected."""
+        expected = self._expected.get(url)
+        if expected is None:
+            return False
+        if expected.scope.cancel_called:
+            expected.weight = weight
+        else:
+            self.expect(url, weight, expected.why)
+        return True
+
     def urls(self) -> list[str]:
         """In order of arrival."""
         return list(self._expected)

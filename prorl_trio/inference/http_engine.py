@@ -28,9 +28,11 @@ from prorl_trio.inference.http import (
 from prorl_trio.inference.retries import RETRYABLE_STATUSES, RetryPolicy
 from prorl_trio.models import SamplingParams
 
-__all__ = ["PROBE_PROMPT", "PROBE_TOKENS", "HttpEngineClient", "OnCall"]
+__all__ = ["PROBE_PROMPT", "PROBE_TOKENS", "EndpointMissing", "HttpEngineClient", "OnCall"]
 
 MAX_REQUEST_ID_CHARS = 200
+MISSING_STATUSES = frozenset({403, 404, 405, 501})
+"""An endpoint that a server does not have, or has switched off."""
 PROBE_PROMPT = [1, 2, 3]
 PROBE_TOKENS = 2
 
@@ -41,6 +43,10 @@ _PROBE_SAMPLING = SamplingParams(max_output_tokens=PROBE_TOKENS, top_k=1)
 _HOT_SAMPLING = msgspec.structs.replace(_PROBE_SAMPLING, temperature=2.0)
 _JSON = ("Content-Type", "application/json")
 _Answer = TypeVar("_Answer")
+
+
+class EndpointMissing(BackendError):
+    """The server does not have what was asked for, or has it switched off."""
 
 
 class HttpEngineClient(EngineClient):
@@ -118,8 +124,8 @@ class HttpEngineClient(EngineClient):
         """See `EngineClient.probe`. Nothing is retried. Also refreshes what `generate` knows about the server."""
         with trio.move_on_after(timeout_s):
             info = await self._ask_info(timeout_s)
-            plain = await self._sample_probe(info, _PROBE_SAMPLING, timeout_s)
-            hot = await self._sample_probe(info, _HOT_SAMPLING, timeout_s) if self.may_scale_logprobs else plain
+            plain = await self._sample_probe(info, timeout_s)
+            hot = await self._sample_probe(info, timeout_s, _HOT_SAMPLING) if self.may_scale_logprobs else plain
             self._info = msgspec.structs.replace(info, logprob_kind=logprob_kind(plain, hot))
             return self._info
         raise BackendError(f"{self.url}: the probe took more than {timeout_s:g} s", retryable=True)
@@ -181,7 +187,9 @@ class HttpEngineClient(EngineClient):
 
     # ------------------------------------------------------------ for subclasses
 
-    async def _sample_probe(self, info: EngineInfo, sampling: SamplingParams, timeout_s: float) -> list[float]:
+    async def _sample_probe(
+        self, info: EngineInfo, timeout_s: float, sampling: SamplingParams = _PROBE_SAMPLING
+    ) -> list[float]:
         """The log-probabilities of `PROBE_TOKENS` tokens. Raises BackendError: it is not fit."""
         wanted = Wanted(prompt=Prompt.of(PROBE_PROMPT), sampling=sampling, max_tokens=PROBE_TOKENS, info=info)
         try:
@@ -262,14 +270,6 @@ class HttpEngineClient(EngineClient):
         except msgspec.MsgspecError as exc:
             raise self._unfit(f"{path} is not what was expected: {exc}") from exc
 
-    async def _exists(self, path: str, timeout_s: float) -> bool:
-        """Whether the server takes POST to `path`: an empty object is then a wrong request, not an unknown one."""
-        try:
-            response = await self._http.request("POST", path, body=b"{}", headers=[_JSON], timeout_s=timeout_s)
-        except HttpError as exc:
-            raise self._failed(exc) from exc
-        return response.status in (400, 422)
-
     async def _control(self, path: str, timeout_s: float, body: object = msgspec.UNSET) -> bool:
         """One call, not retried. False where the server does not have it."""
         payload = b"" if body is msgspec.UNSET else msgspec.json.encode(body)
@@ -288,7 +288,8 @@ class HttpEngineClient(EngineClient):
         limit = context_limit(message) if response.status == 400 else None
         if limit is not None:
             raise ContextLengthExceeded(prompt_tokens, limit)
-        raise BackendError(
+        kind = EndpointMissing if response.status in MISSING_STATUSES else BackendError
+        raise kind(
             f"{self.url}: {method} {path} was answered by status {response.status}: {message}",
             retryable=response.status in RETRYABLE_STATUSES,
         )

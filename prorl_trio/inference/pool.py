@@ -138,12 +138,13 @@ class Backends:
 
     def drain(self, url: str) -> None:
         """Give `url` no new tasks; it stays listed. Its tasks move with their next completion, as soon as another one
-        accepts tasks. `add` makes it active again.
+        accepts tasks. `add` makes it active again. One that is down does not join by itself any more.
 
         Raises:
             BackendError: it is not registered.
         """
-        self._pool.drain(self._registered(url))
+        if not self._expected.drain(url.rstrip("/")):
+            self._pool.drain(self._registered(url))
         self._changed()
 
     def weigh(self, url: str, weight: float) -> None:
@@ -153,7 +154,8 @@ class Backends:
             BackendError: it is not registered, or the weight is not above 0.
         """
         _check_weight(url, weight)
-        self._pool.weigh(self._registered(url), weight)
+        if not self._expected.weigh(url.rstrip("/"), weight):
+            self._pool.weigh(self._registered(url), weight)
 
     async def remove(self, url: str) -> None:
         """Give `url` no new tasks and forget it. Its calls finish there; its tasks move with the next one, or finish

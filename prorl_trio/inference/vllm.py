@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from prorl_trio.inference.completion_stream import CompletionStream
 from prorl_trio.inference.engine import Completion, EngineInfo, TokenSink
-from prorl_trio.inference.http_engine import PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient, OnCall
+from prorl_trio.inference.http_engine import PROBE_PROMPT, PROBE_TOKENS, EndpointMissing, HttpEngineClient, OnCall
 from prorl_trio.inference.retries import RetryPolicy
 from prorl_trio.inference.vllm_api import (
     COMPLETIONS,
@@ -61,17 +63,22 @@ class VllmClient(HttpEngineClient):
         weights = await self._get_json("/weight_info", WeightInfo, timeout_s)
         metrics = await self._get("/metrics", timeout_s)
         label = weights.weight_version if weights else None
-        generates = await self._exists(GENERATE, timeout_s)
-        return EngineInfo(
+        info = EngineInfo(
             url=self.url,
             model=card.id,
             max_model_len=card.max_model_len,
             engine=f"vllm {version.version}" if version else "vllm",
             policy_version=label if label and label != UNLABELLED else "0",
-            api=GENERATE if generates else COMPLETIONS,
+            api=GENERATE,
             pausable=weights is not None,
             prefix_caching=None if metrics is None else prefix_caching(metrics),
         )
+        # Only a request that is valid tells: routers refuse others themselves, and pass this on to servers without it.
+        try:
+            await self._sample_probe(info, timeout_s)
+        except EndpointMissing:
+            return msgspec.structs.replace(info, api=COMPLETIONS)
+        return info
 
     async def _complete(
         self,

@@ -16,7 +16,13 @@ from prorl_trio.inference.http import HttpClient
 from prorl_trio.inference.vllm import RetryPolicy, VllmClient
 from prorl_trio.models import SamplingParams
 from prorl_trio.testing.cancel_sweep import cancel_sweep
-from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+from prorl_trio.testing.fake_engine import (
+    FakeEngine,
+    FakeEngineConfig,
+    error_answer,
+    open_fake_engine,
+    open_look_alike,
+)
 from prorl_trio.testing.fake_http import Answer, serve_http
 
 PROMPT = [40, 41, 42]
@@ -290,6 +296,25 @@ async def test_a_server_that_cannot_be_used_is_refused_with_the_reason(card, rea
             assert not caught.value.retryable
             await client.aclose()
             nursery.cancel_scope.cancel()
+
+
+class Routed(FakeEngine):
+    """A server behind vllm-router: that refuses malformed requests itself, also for what the server does not offer."""
+
+    async def _answer(self, call):
+        if call.path == "/inference/v1/generate" and b"token_ids" not in call.body:
+            await trio.lowlevel.checkpoint()
+            return error_answer(422, "Failed to deserialize the JSON body: missing field `token_ids`")
+        return await super()._answer(call)
+
+
+async def test_behind_a_router_it_is_the_server_that_tells_what_it_offers():
+    with trio.fail_after(10):
+        async with open_look_alike(Routed, None, None, 0) as engine:
+            client = VllmClient(engine.url)
+            assert (await client.probe(timeout_s=5)).api == "/v1/completions"
+            assert (await generate(client)).token_ids
+            await client.aclose()
 
 
 async def test_too_many_and_no_tokens_are_refused():

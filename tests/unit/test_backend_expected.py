@@ -126,6 +126,46 @@ async def test_not_expected_any_more(how, autojump_clock):
             assert len(LateClient.probed_at_s) == probes
 
 
+@pytest.mark.parametrize("probing_s", [0.0, 20.0])
+async def test_one_that_is_down_can_be_weighed(probing_s, autojump_clock):
+    """Also in the middle of the probe that would have it join."""
+    LateClient.probe_s = probing_s
+    LateClient.up_at_s = 15.0
+    async with open_backends() as backends:
+        backends.expect(A)
+        await trio.sleep(10)
+        backends.weigh(A + "/", 3.0)
+        assert backends.statistics()["backends"][0].weight == 3.0
+        await trio.sleep(100)
+        assert states(backends) == {A: "active"}
+        assert backends.statistics()["backends"][0].weight == 3.0
+
+
+async def test_one_that_is_drained_while_it_is_down_joins_when_it_is_added(autojump_clock):
+    LateClient.probe_s = 5.0
+    backends = Backends(LateClient, random=Random(0))
+    backends.expect(B)
+    backends.drain(B)
+    async with open_single_nursery() as nursery:
+        nursery.start_soon(backends.watch)
+        backends.expect(A)
+        await trio.sleep(3)
+        backends.drain(A)
+        backends.drain(A)
+        probes = len(LateClient.probed_at_s)
+        await trio.sleep(300)
+        assert states(backends) == {A: "down", B: "down"}
+        assert len(LateClient.probed_at_s) == probes
+        assert f"{A}: drained while it was down" in backends.shortage()
+        backends.weigh(A, 2.0)
+        await backends.add(A)
+        assert states(backends) == {A: "active", B: "down"}
+        await backends.remove(B)
+        assert states(backends) == {A: "active"}
+        nursery.cancel_scope.cancel()
+    await backends.aclose()
+
+
 async def test_clear_takes_all_out_at_once_and_tasks_finish_where_they_are(autojump_clock):
     async with open_backends() as backends:
         for url in (A, B):
