@@ -10,7 +10,7 @@ import pytest
 
 from prorl_trio.chat import ChatFormat, CompletionRange
 from prorl_trio.chat_history import Recall
-from prorl_trio.errors import BackendError, ConfigError, HandlerError, TokenDrift
+from prorl_trio.errors import BackendError, HandlerError, TokenDrift
 from prorl_trio.models import ChatMessage
 from prorl_trio.testing.chat_families import CHAT_FAMILIES, write_family_model
 
@@ -26,6 +26,8 @@ TOOLS = [
 ]
 QUESTION = ChatMessage(role="user", content="What is 12 + 30?")
 RESULT = ChatMessage(role="tool", content="42", name="ipython")
+TURN = "'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'"
+GENERATE = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -70,86 +72,6 @@ def test_stop_tokens_come_from_template_tokenizer_and_generation_config(chat):
     assert chat.end_of_turn_ids == set(chat.stop_token_ids)
     assert chat.decode([chat.end_of_turn_id]) == "<|im_end|>"
     assert max(chat.codec.added_ids.values()) < chat.vocab_size
-
-
-def test_the_template_may_be_in_any_of_three_files(tmp_path):
-    folder = write_family_model(tmp_path, "qwen3")
-    config_file = folder / "tokenizer_config.json"
-    config = json.loads(config_file.read_text())
-    template = config.pop("chat_template")
-    config_file.write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="no chat template in"):
-        ChatFormat.load(folder)
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    assert ChatFormat.load(folder).capabilities.rewrites_history
-    config["chat_template"] = [{"name": "rag", "template": "{{"}, {"name": "default", "template": template}]
-    config_file.write_text(json.dumps(config))
-    assert ChatFormat.load(folder).capabilities.rewrites_history
-    (folder / "chat_template.jinja").write_text("{{ broken")
-    with pytest.raises(ConfigError, match=r"chat_template\.jinja: the chat template is not valid Jinja"):
-        ChatFormat.load(folder)
-
-
-TURN = "'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'"
-LOUD_TURN = TURN.replace("m.content", "(m.content | upper)")
-GENERATE = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{% for m in messages %}{{ " + TURN + " }}{% endfor %}", "does not append a generation prompt"),
-        (
-            "{% for m in messages %}{{ m.role + '\n' + m.content + '\n' }}{% endfor %}" + GENERATE,
-            "no end-of-turn token",
-        ),
-        ("{% for m in messages if m.role != 'system' %}{{ " + TURN + " }}{% endfor %}" + GENERATE, "a system message"),
-        ("{% for m in messages %}{{ " + LOUD_TURN + " }}{% endfor %}" + GENERATE, "changes or repeats"),
-        (
-            "{% for m in messages if m.role != 'assistant' %}{{ " + TURN + " }}{% endfor %}" + GENERATE,
-            "what an assistant says 0 times",
-        ),
-        ("{{ raise_exception('only Tuesdays') }}", "only Tuesdays"),
-        ("{{ messages.append(1) }}", "refuses these messages"),
-        ("{{ messages[0].content + 1 }}", "refuses these messages"),
-        ("", "no chat template"),
-    ],
-)
-def test_a_template_that_cannot_be_used_is_refused_with_the_reason(tmp_path, template, reason):
-    with pytest.raises(ConfigError, match=reason):
-        ChatFormat.load(write_family_model(tmp_path, "qwen2.5", template=template))
-
-
-def test_a_folder_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere.tokenizer\.json: no such file"):
-        ChatFormat.load(tmp_path / "nowhere")
-    folder = write_family_model(tmp_path / "model", "qwen3")
-    for name, content, reason in (
-        ("generation_config.json", "[]", "not a JSON object"),
-        ("tokenizer_config.json", "{", "not a JSON object"),
-        ("tokenizer.json", '{"model": {"type": "Unigram", "vocab": []}}', "only BPE tokenizers"),
-        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}}}', "cannot be loaded"),
-        ("tokenizer.json", "not json", "not a tokenizer file"),
-    ):
-        good = (folder / name).read_text()
-        (folder / name).write_text(content)
-        with pytest.raises(ConfigError, match=reason):
-            ChatFormat.load(folder)
-        (folder / name).write_text(good)
-    assert ChatFormat.load(folder).stop_token_ids
-
-
-@pytest.mark.parametrize(("flag", "refused"), [("lstrip", False), ("rstrip", False), ("single_word", True)])
-def test_added_tokens_that_swallow_space_are_honoured_and_others_refused(tmp_path, flag, refused):
-    folder = write_family_model(tmp_path, "qwen3")
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    next(t for t in tokenizer["added_tokens"] if t["content"] == "<think>")[flag] = True
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    if refused:
-        with pytest.raises(ConfigError, match="added token '<think>' is not encoded piece by piece"):
-            ChatFormat.load(folder)
-    else:
-        assert ChatFormat.load(folder).codec.encode("a <think> b")
 
 
 # ---------------------------------------------------------------- turns
