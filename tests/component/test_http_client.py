@@ -1,131 +1,24 @@
-"""The HTTP client against raw loopback servers that do what servers do, and what they should not."""
+"""The HTTP client and its pool of connections, against servers that do as they should."""
 
 from __future__ import annotations
 
 import os
-import socket
 import ssl
-import subprocess
-from contextlib import asynccontextmanager
-from shutil import which
 
 import pytest
 import trio
 import trio.testing
+import trustme
 
 from prorl_trio.inference.http import (
     ClientClosed,
     ConnectFailed,
-    ConnectionLost,
     HttpClient,
     HttpLimits,
-    RequestTimedOut,
-    ResponseMalformed,
-    ResponseTooLarge,
     TooManyWaiting,
 )
 from prorl_trio.testing.cancel_sweep import cancel_sweep
-
-OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
-
-
-class RawServer:
-    """Runs `script(connection)` for each connection; counts connections and requests."""
-
-    def __init__(self, script):
-        self.script = script
-        self.connections = 0
-        self.open = 0
-        self.requests: list[bytes] = []
-        self.origin = ""
-        self.changed = trio.lowlevel.ParkingLot()
-
-    async def handle(self, stream):
-        await trio.lowlevel.checkpoint()
-        self.connections += 1
-        self.open += 1
-        self.changed.unpark_all()
-        try:
-            await self.script(Peer(self, stream, self.connections))
-        except trio.BrokenResourceError:
-            pass
-        finally:
-            self.open -= 1
-            self.changed.unpark_all()
-
-    async def wait(self, condition):
-        await trio.lowlevel.checkpoint()
-        while not condition():
-            await self.changed.park()
-
-
-class Peer:
-    """The server's end of one connection. `number` counts from 1."""
-
-    def __init__(self, server, stream, number):
-        self.server = server
-        self.stream = stream
-        self.number = number
-        self.buffer = b""
-
-    async def read_request(self) -> bytes | None:
-        """One request with its body, or None when the client has closed."""
-        await trio.lowlevel.checkpoint()
-        while b"\r\n\r\n" not in self.buffer:
-            received = await self.stream.receive_some()
-            if not received:
-                return None
-            self.buffer += received
-        head, self.buffer = self.buffer.split(b"\r\n\r\n", 1)
-        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-        while len(self.buffer) < length:
-            received = await self.stream.receive_some()
-            if not received:
-                return None
-            self.buffer += received
-        body, self.buffer = self.buffer[:length], self.buffer[length:]
-        self.server.requests.append(head + b"\r\n\r\n" + body)
-        self.server.changed.unpark_all()
-        return body
-
-    async def send(self, data: bytes) -> None:
-        await self.stream.send_all(data)
-
-
-async def echo(peer):
-    while (body := await peer.read_request()) is not None:
-        await peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-
-
-@asynccontextmanager
-async def serving(script, tls=None):
-    server = RawServer(script)
-    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    if tls is not None:
-        listeners = [trio.SSLListener(listeners[0], tls, https_compatible=True)]
-        port = listeners[0].transport_listener.socket.getsockname()[1]
-    else:
-        port = listeners[0].socket.getsockname()[1]
-    server.origin = f"{'https' if tls else 'http'}://127.0.0.1:{port}"
-    async with trio.open_nursery() as nursery:
-        await nursery.start(trio.serve_listeners, server.handle, listeners)
-        yield server
-        nursery.cancel_scope.cancel()
-
-
-def answering(*answers: bytes, then_close: bool = True):
-    """A script that gives each request of a connection the next of `answers`."""
-
-    async def script(peer):
-        await trio.lowlevel.checkpoint()
-        for answer in answers:
-            if await peer.read_request() is None:
-                return
-            await peer.send(answer)
-        while not then_close and await peer.stream.receive_some():
-            pass
-
-    return script
+from prorl_trio.testing.scripted_http import OK, answering, echo, serving
 
 
 async def get(client, timeout_s=5.0, body=b""):
@@ -257,176 +150,6 @@ async def test_an_expired_connection_is_not_used_again():
             client.close()
 
 
-# ---------------------------------------------------------------- connections that end
-
-
-async def test_a_connection_closed_while_idle_is_not_used_again():
-    with trio.fail_after(10):
-        async with serving(answering(OK)) as server:
-            client = HttpClient(server.origin)
-            for _ in range(3):
-                assert (await get(client)).body == b"ok"
-                await server.wait(lambda: server.open == 0)
-            assert server.connections == 3
-            client.close()
-
-
-async def test_a_kept_connection_that_ends_without_a_byte_is_replaced_once():
-    async def script(peer):
-        await peer.read_request()
-        if peer.number == 2:
-            return  # the replacement ends in silence, too
-        await peer.send(OK)
-        await peer.read_request()
-
-    with trio.fail_after(10):
-        async with serving(script) as server:
-            client = HttpClient(server.origin)
-            await get(client)
-            with pytest.raises(ConnectionLost, match="after 0 bytes"):
-                await get(client)
-            assert (server.connections, len(server.requests)) == (2, 3)
-            assert (await get(client)).body == b"ok"
-            assert (await get(client)).body == b"ok"
-            assert server.connections == 4
-            client.close()
-
-
-async def test_a_fresh_connection_that_ends_without_a_byte_is_an_error():
-    with trio.fail_after(10):
-        async with serving(answering(b"")) as server:
-            client = HttpClient(server.origin)
-            with pytest.raises(ConnectionLost) as caught:
-                await get(client)
-            assert caught.value.received_bytes == 0
-            assert len(server.requests) == 1
-
-
-@pytest.mark.parametrize("part", [b"H", b"HTTP/1.1 200 OK\r\n", OK[:-1]])
-async def test_nothing_is_sent_twice_once_a_byte_came(part):
-    with trio.fail_after(10):
-        async with serving(answering(OK, part)) as server:
-            client = HttpClient(server.origin)
-            await get(client)
-            with pytest.raises(ConnectionLost) as caught:
-                await get(client)
-            assert caught.value.received_bytes == len(part)
-            assert (server.connections, len(server.requests)) == (1, 2)
-            assert (client.statistics().busy, client.statistics().idle) == (0, 0)
-
-
-async def test_refused_and_unreachable():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        with trio.fail_after(10), pytest.raises(ConnectFailed, match="refused"):
-            await get(HttpClient(f"http://127.0.0.1:{unused.getsockname()[1]}"))
-    with trio.fail_after(30), pytest.raises(ConnectFailed, match=r"no-such-host\.invalid"):
-        await get(HttpClient("http://no-such-host.invalid:80"), timeout_s=20)
-    with trio.fail_after(30), pytest.raises(ConnectFailed, match=r"cannot connect to a\.\.b:80"):
-        await get(HttpClient("http://a..b:80"), timeout_s=20)
-
-
-async def test_connecting_has_its_own_timeout():
-    with socket.socket() as full:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        callers = [socket.socket() for _ in range(4)]
-        try:
-            for caller in callers:  # fill the backlog: further connection attempts get no answer
-                caller.setblocking(False)
-                caller.connect_ex(full.getsockname())
-            client = HttpClient(f"http://127.0.0.1:{full.getsockname()[1]}", limits=HttpLimits(connect_timeout_s=0.2))
-            with trio.fail_after(10), pytest.raises(ConnectFailed, match=r"no answer within 0\.2 s"):
-                await get(client)
-        finally:
-            for caller in callers:
-                caller.close()
-
-
-# ---------------------------------------------------------------- limits and nonsense
-
-
-async def test_a_slow_answer_times_out_and_its_connection_is_closed():
-    with trio.fail_after(10):
-        async with serving(answering(b"HTTP/1.1 200 OK\r\n", then_close=False)) as server:
-            client = HttpClient(server.origin)
-            with pytest.raises(RequestTimedOut, match=r"not answered within 0\.1 s"):
-                await get(client, timeout_s=0.1)
-            await server.wait(lambda: server.open == 0)
-            assert client.statistics().busy == 0
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"HTTP/1.1 200 OK\r\nContent-Length: 1001\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1f4\r\n" + b"x" * 500 + b"\r\n",
-    ],
-)
-async def test_a_response_beyond_the_limit_is_refused(answer):
-    async def endless(peer):
-        await peer.read_request()
-        await peer.send(answer)
-        while True:
-            await peer.send(b"1f4\r\n" + b"x" * 500 + b"\r\n")
-
-    with trio.fail_after(10):
-        async with serving(endless) as server:
-            client = HttpClient(server.origin, limits=HttpLimits(max_response_bytes=1000))
-            with pytest.raises(ResponseTooLarge, match="exceeds the maximum of 1000"):
-                await get(client)
-            await server.wait(lambda: server.open == 0)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"220 mail.example.org ESMTP\r\n\r\n",
-        b"HTTP/1.1 2x0 OK\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 200_000,
-    ],
-)
-async def test_what_is_not_http_is_refused(answer):
-    with trio.fail_after(10):
-        async with serving(answering(answer, then_close=False)) as server:
-            client = HttpClient(server.origin)
-            with pytest.raises(ResponseMalformed, match=r"not an HTTP/1\.1 response"):
-                await get(client)
-            await server.wait(lambda: server.open == 0)
-
-
-async def test_bytes_after_a_response_end_the_connection():
-    with trio.fail_after(10):
-        async with serving(
-            answering(OK + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil", then_close=False)
-        ) as server:
-            client = HttpClient(server.origin)
-            assert (await get(client)).body == b"ok"
-            assert client.statistics().idle == 0
-            assert (await get(client)).body == b"ok"
-            assert server.connections == 2
-
-
-@pytest.mark.parametrize(
-    "origin",
-    [
-        "127.0.0.1:8000",
-        "ftp://h:1",
-        "http://",
-        "http://h:1/v1",
-        "http://h:1?x",
-        "http://u:p@h:1",
-        "http://h:port",
-        "http://h:99999",
-        "http://h\N{LATIN SMALL LETTER E WITH ACUTE}:1",
-    ],
-)
-def test_what_is_not_an_origin_is_refused(origin):
-    with pytest.raises(ValueError, match="is not an origin like"):
-        HttpClient(origin)
-
-
 # ---------------------------------------------------------------- cancel and close
 
 
@@ -518,17 +241,13 @@ async def test_cancelled_at_any_step_nothing_is_left():
 # ---------------------------------------------------------------- TLS
 
 
-@pytest.mark.skipif(which("openssl") is None, reason="makes its certificate with the openssl command")
-async def test_https(tmp_path):
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=loopback"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    await trio.run_process(command, stderr=subprocess.DEVNULL)
-    server_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    server_context.load_cert_chain(certificate, key)
+async def test_https():
+    authority, certified = trustme.CA(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(certified)
+    authority.configure_trust(trust := ssl.create_default_context())
     with trio.fail_after(20):
-        async with serving(echo, tls=server_context) as server:
-            trusting = HttpClient(server.origin, ssl_context=ssl.create_default_context(cafile=str(certificate)))
+        async with serving(echo, tls=certified) as server:
+            trusting = HttpClient(server.origin, ssl_context=trust)
             for _ in range(3):
                 assert (await get(trusting, body=b"secret")).body == b"secret"
             assert server.connections == 1
