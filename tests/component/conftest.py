@@ -1,4 +1,5 @@
-"""What tests of the core share: resources over a fake engine and a fake sandbox, and an observer of jobs."""
+"""What component tests share: for the core, resources over a fake engine and a fake sandbox, and an observer of jobs;
+for the edges, a fake node."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from prorl_trio.rollout import Resources
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.scoring import open_scorer_pool
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+from prorl_trio.testing.fake_node import FakeNode
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
 
@@ -99,3 +101,15 @@ class Rig:
 @pytest.fixture
 def rig(tmp_path):
     return Rig(tmp_path / "model")
+
+
+@pytest.fixture
+def node():
+    return FakeNode()
+
+
+@pytest.fixture
+async def deadline(request):
+    """Fails a test that takes longer than the `DEADLINE_S` of its module."""
+    with trio.fail_after(request.module.DEADLINE_S):
+        yield

@@ -25,12 +25,7 @@ from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 from prorl_trio.testing.fake_service import TOKEN, open_service
 
 MIB = 1024 * 1024
-
-
-@pytest.fixture
-async def deadline():
-    with trio.fail_after(30):
-        yield
+DEADLINE_S = 30
 
 
 def in_group(job_id, group_id):

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
-
 import msgspec
 import pytest
 import trio
-from trio_websocket import CloseReason, ConnectionClosed, WebSocketConnection, wrap_client_stream
+from trio_websocket import ConnectionClosed
 
 from ipc.session import (
-    SESSION_PROTOCOL_VERSION,
     Accepted,
     Ack,
     AddBackend,
@@ -27,219 +22,22 @@ from ipc.session import (
     OutcomeFrame,
     Rejected,
     RemoveBackend,
-    ServerFrame,
     SessionHello,
-    SessionRefused,
-    SessionWelcome,
     StatusReport,
     StatusRequest,
     Submit,
     WeighBackend,
 )
-from prorl_trio.config import ListenConfig
-from prorl_trio.errors import ConfigError
-from prorl_trio.models import JobSpec, Outcome
+from prorl_trio.models import Outcome
 from prorl_trio.service import connection as connection_module
 from prorl_trio.service import server as server_module
 from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.server import serve_websocket
 from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_service import TOKEN, Service, open_service
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+from prorl_trio.testing.fake_service import TOKEN, open_service
+from prorl_trio.testing.raw_trainer import encode, raw_trainer
 
 DEADLINE_S = 20
-encode = msgspec.msgpack.encode
-
-
-class RawTrainer:
-    """Sends and receives single frames; asserts nothing by itself."""
-
-    def __init__(self, socket: WebSocketConnection) -> None:
-        self.socket = socket
-
-    async def send(self, frame: msgspec.Struct) -> None:
-        await self.socket.send_message(encode(frame))
-
-    async def receive(self, *, heartbeats: bool = False) -> Any:
-        while True:
-            frame = msgspec.msgpack.decode(await self.socket.get_message(), type=ServerFrame)
-            if heartbeats or not isinstance(frame, HeartbeatPing):
-                return frame
-
-    async def hello(self, session_id: str = "s", *, resume_after: int = 0, token: str = TOKEN, version: int = 1) -> Any:
-        await self.send(SessionHello(version=version, token=token, session_id=session_id, resume_after=resume_after))
-        return await self.receive()
-
-    async def submit(self, *specs: JobSpec) -> list[Any]:
-        await self.send(Submit(request_id=1, jobs=[msgspec.Raw(encode(spec)) for spec in specs]))
-        return [await self.receive() for _ in specs]
-
-    async def closed(self) -> CloseReason:
-        """Read to the end of the connection."""
-        with pytest.raises(ConnectionClosed) as closed:  # noqa: PT012
-            while True:
-                await self.socket.get_message()
-        assert closed.value.reason is not None
-        return closed.value.reason
-
-
-@asynccontextmanager
-async def raw_trainer(service: Service) -> AsyncIterator[RawTrainer]:
-    # The library leaves the TCP connection open when the other side closes first.
-    stream = await trio.open_tcp_stream(service.host, service.port)
-    async with stream, trio.open_nursery() as nursery:
-        socket = await wrap_client_stream(nursery, stream, service.host, "/", max_message_size=2**26)
-        yield RawTrainer(socket)
-        with trio.move_on_after(5):
-            await socket.aclose()
-        nursery.cancel_scope.cancel()
-
-
-@pytest.fixture
-async def deadline() -> AsyncIterator[None]:
-    with trio.fail_after(DEADLINE_S):
-        yield
-
-
-@pytest.fixture
-def node() -> FakeNode:
-    return FakeNode()
-
-
-# ---------------------------------------------------------------- who may come in
-
-
-async def test_a_welcome_says_who_and_what(deadline: None, node: FakeNode):
-    async with open_service(node) as service, raw_trainer(service) as trainer:
-        welcome = await trainer.hello("mine")
-    assert welcome == SessionWelcome(
-        version=SESSION_PROTOCOL_VERSION, node_id="fake-node", session_id="mine", resumed=False, pending=0
-    )
-
-
-@pytest.mark.parametrize(
-    ("hello", "code", "message"),
-    [
-        ({"token": "wrong"}, "token", "wrong token"),
-        ({"token": ""}, "token", "wrong token"),
-        ({"version": 99}, "version", "speaks version 1, not 99"),
-        ({"session_id": ""}, "protocol", "session_id must have 1 to 200 characters, got 0"),
-        ({"resume_after": -1}, "protocol", "resume_after must be a cursor"),
-    ],
-)
-async def test_a_refusal_comes_as_a_frame_before_the_close(
-    deadline: None, node: FakeNode, hello: dict[str, Any], code: str, message: str
-):
-    async with open_service(node) as service, raw_trainer(service) as trainer:
-        refused = await trainer.hello(**hello)
-        assert isinstance(refused, SessionRefused)
-        assert refused.code == code
-        assert message in refused.message
-        reason = await trainer.closed()
-    assert reason.code in (1002, 1008)
-    assert reason.reason == refused.message[:120]
-
-
-@pytest.mark.parametrize(
-    ("message", "why"),
-    [
-        (b"", "not a frame"),
-        (b"\xc1garbage", "not a frame"),
-        (b"\x91" * 50_000, "not a frame"),
-        (b"\x83\xa4type\xaaAddBackend\xaarequest_id\x01\xa3url\xa2\xff\xfe", "not a frame"),
-        ("text", "got a text message"),
-        (encode(StatusRequest(request_id=1)), "the first frame must be SessionHello, got StatusRequest"),
-        (encode({"type": "SessionHello", "version": 1, "token": TOKEN, "session_id": "s", "extra": 1}), "extra"),
-    ],
-    ids=["empty", "garbage", "deep", "utf8", "text", "order", "unknown field"],
-)
-async def test_strangers_that_talk_nonsense_are_told_so(deadline: None, node: FakeNode, message: bytes | str, why: str):
-    async with open_service(node) as service:
-        async with raw_trainer(service) as trainer:
-            await trainer.socket.send_message(message)
-            refused = await trainer.receive()
-            assert (refused.code, why in refused.message) == ("protocol", True), refused
-            assert (await trainer.closed()).code == 1002
-        async with raw_trainer(service) as trainer:  # and the next one is served
-            assert isinstance(await trainer.hello(), SessionWelcome)
-
-
-@pytest.mark.parametrize("size", [0, 1, 100, 300_000])
-async def test_bytes_that_are_not_websocket_do_no_harm(deadline: None, node: FakeNode, size: int):
-    async with open_service(node) as service:
-        for junk in (os.urandom(size), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\r\n" * size):
-            stream = await trio.open_tcp_stream(service.host, service.port)
-            async with stream:
-                try:
-                    await stream.send_all(junk)
-                    await stream.send_eof()
-                    while await stream.receive_some():
-                        pass
-                except trio.BrokenResourceError:
-                    pass
-        async with raw_trainer(service) as trainer:
-            assert isinstance(await trainer.hello(), SessionWelcome)
-
-
-async def test_junk_frames_after_the_websocket_handshake_do_no_harm(deadline: None, node: FakeNode):
-    async with open_service(node) as service:
-        for junk in (os.urandom(500), b"\x82\x7f" + b"\xff" * 8 + b"x" * 100, b"\x88\x02\x03\xe8", b"\x89\xff" * 20):
-            async with raw_trainer(service) as trainer:
-                await trainer.hello()
-                await trainer.socket._stream.send_all(junk)
-                await trainer.socket._stream.aclose()
-        async with raw_trainer(service) as trainer:
-            assert isinstance(await trainer.hello(), SessionWelcome)
-
-
-async def test_a_stranger_that_says_nothing_is_shown_out(
-    deadline: None, node: FakeNode, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.1)
-    async with open_service(node) as service:
-        async with raw_trainer(service) as trainer:
-            refused = await trainer.receive()
-            assert (refused.code, refused.message) == ("protocol", "no SessionHello within 0.1 s")
-        async with await trio.open_tcp_stream(service.host, service.port) as stream:
-            assert await stream.receive_some() == b""
-
-
-async def test_a_stranger_cannot_fill_memory(deadline: None, node: FakeNode, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.3)
-    async with open_service(node) as service, raw_trainer(service) as trainer:
-        with pytest.raises(ConnectionClosed):
-            await trainer.socket.send_message(bytes(32 * 1024 * 1024))
-
-
-async def test_more_strangers_than_allowed_are_not_let_in(
-    deadline: None, node: FakeNode, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(server_module, "STRANGERS", 1)
-    async with open_service(node, max_sessions=1) as service, raw_trainer(service) as one, raw_trainer(service) as two:
-        await one.hello("one")
-        async with await trio.open_tcp_stream(service.host, service.port) as stream:
-            assert await stream.receive_some() == b""
-        refused = await two.hello("two")
-        assert refused.code == "admission"
-        assert "1 sessions, its limit" in refused.message
-
-
-@pytest.mark.parametrize(
-    ("listen", "message"),
-    [
-        ({"token": ""}, "listen.token is empty"),
-        ({"token": "t", "host": "192.0.2.1"}, r"cannot bind 192\.0\.2\.1:0"),
-        ({"token": "t", "port": 70_000}, "listen.port must be"),
-        ({"token": "t", "heartbeat_interval_s": 5, "heartbeat_timeout_s": 5}, "heartbeat_interval_s"),
-    ],
-)
-async def test_a_configuration_that_cannot_work_is_refused(node: FakeNode, listen: dict[str, Any], message: str):
-    config = ListenConfig(**{"port": 0, **listen})
-    with trio.fail_after(DEADLINE_S), pytest.raises(ConfigError, match=message):
-        await serve_websocket(node, config)
 
 
 # ---------------------------------------------------------------- jobs
