@@ -9,18 +9,13 @@ import trio
 
 from prorl_trio.errors import ConfigError
 from prorl_trio.models import Segment, ToolCall, Trajectory, Turn
-from prorl_trio.testing.fake_node import FakeNode, make_outcome
+from prorl_trio.testing.fake_node import make_outcome
 from prorl_trio.testing.fake_rest import open_rest
 
 SOURCES = {"deepscaler": "fake", "mathy": "math"}
 
 
 pytestmark = pytest.mark.timeout(30)
-
-
-@pytest.fixture
-def node():
-    return FakeNode()
 
 
 def open_compat(node, **rest):
