@@ -29,30 +29,25 @@ if TYPE_CHECKING:
 __all__ = ["ENDPOINTS"]
 
 
-def _pool(call: Call) -> Reply:
+async def list_backends(call: Call) -> Reply:
+    """The pool as it is: what every change of it answers with, too."""
+    await trio.lowlevel.checkpoint()
     node = call.api.node
     return Reply(body=BackendsReply(urls=node.backend_urls(), pool=node.statistics()["backends"]))
-
-
-async def list_backends(call: Call) -> Reply:
-    """The pool as it is."""
-    await trio.lowlevel.checkpoint()
-    return _pool(call)
 
 
 async def add_backend(call: Call) -> Reply:
     """Probe a server and, if it is fit, add it. A client that leaves during the probe changes nothing."""
     wanted = read_body_as(call.body, BackendAdd)
     await call.api.node.add_backend(wanted.url, wanted.weight)
-    return _pool(call)
+    return await list_backends(call)
 
 
 async def drain_backend(call: Call) -> Reply:
     """Give one no new rollouts; it stays listed."""
     with _known("url"):
         call.api.node.drain_backend(read_body_as(call.body, BackendDrain).url)
-    await trio.lowlevel.checkpoint()
-    return _pool(call)
+    return await list_backends(call)
 
 
 async def weigh_backend(call: Call) -> Reply:
@@ -60,8 +55,7 @@ async def weigh_backend(call: Call) -> Reply:
     wanted = read_body_as(call.body, BackendWeigh)
     with _known("url"):
         call.api.node.weigh_backend(wanted.url, wanted.weight)
-    await trio.lowlevel.checkpoint()
-    return _pool(call)
+    return await list_backends(call)
 
 
 async def remove_backends(call: Call) -> Reply:
@@ -74,8 +68,7 @@ async def remove_backends(call: Call) -> Reply:
     else:
         with _known("query.url"):
             await call.api.node.remove_backend(query.url)
-    await trio.lowlevel.checkpoint()
-    return _pool(call)
+    return await list_backends(call)
 
 
 @contextmanager
