@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
 import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-import trio
 
 from ipc.nursery import open_single_nursery
 from perf.children import Child
-from perf.peers.environments import PEERS, PeerUnavailable, peer_python
-from prorl_trio.inference.http import HttpClient, HttpError, HttpLimits
+from perf.peers.environments import PEERS, PeerUnavailable
+from perf.peers.server import free_port, open_peer_server
+from prorl_trio.inference.http import HttpClient, HttpLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -24,9 +22,6 @@ __all__ = ["GatewayRate", "measure_calls", "open_gateway"]
 
 CALLERS: Final = 32
 PROMPT_TOKENS: Final = 1500
-START_TIMEOUT_S: Final = 60.0
-RETRY_S: Final = 0.2
-END_TIMEOUT_S: Final = 5.0
 CALL_TIMEOUT_S: Final = 60.0
 
 
@@ -44,40 +39,12 @@ async def open_gateway(engine_url: str, folder: Path) -> AsyncIterator[tuple[str
     Raises:
         PeerUnavailable: it is not installed, or does not get ready.
     """
-    python = peer_python(PEERS["gateway"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    argv = [str(python), "-m", "rllm_model_gateway", "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--worker", f"{engine_url}/v1", "--db-path", str(folder / "gateway.db"), "--log-level", "warning"]
-    with (folder / "gateway.log").open("wb") as log:
-        process = await trio.lowlevel.open_process(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            await _wait_ready(url, process, folder)
-            yield url, Child(process)
-        finally:
-            process.terminate()
-            with trio.move_on_after(END_TIMEOUT_S, shield=True):
-                await process.wait()
-            if process.returncode is None:
-                process.kill()
-
-
-async def _wait_ready(url: str, process: trio.Process, folder: Path) -> None:
-    http = HttpClient(url)
-    try:
-        with trio.move_on_after(START_TIMEOUT_S):  # noqa: ASYNC912 - until the process ends
-            while process.poll() is None:
-                try:
-                    if (await http.request("GET", "/health", timeout_s=START_TIMEOUT_S)).status == 200:
-                        return
-                except HttpError:
-                    await trio.sleep(RETRY_S)
-    finally:
-        http.close()
-    said = (folder / "gateway.log").read_text(errors="replace")[-400:]
-    raise PeerUnavailable(f"rllm-model-gateway did not get ready; it said: {said}")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    arguments = ["-m", "rllm_model_gateway", "--host", "127.0.0.1", "--port", str(port)]
+    arguments += ["--worker", f"{engine_url}/v1", "--db-path", str(folder / "gateway.db"), "--log-level", "warning"]
+    async with open_peer_server(PEERS["gateway"], arguments, url=url, folder=folder) as process:
+        yield url, Child(process)
 
 
 async def measure_calls(url: str, path_prefix: str, called: Child, calls: int) -> GatewayRate:
