@@ -41,7 +41,9 @@ class RawTrainer:
     async def receive(self, *, heartbeats: bool = False) -> Any:
         """The next frame, of those that are no heartbeats unless asked for."""
         while True:
-            frame = msgspec.msgpack.decode(await self.socket.get_message(), type=ServerFrame)
+            message = await self.socket.get_message()
+            assert isinstance(message, bytes), message
+            frame = msgspec.msgpack.decode(message, type=ServerFrame)
             if heartbeats or not isinstance(frame, HeartbeatPing):
                 return frame
 
