@@ -135,6 +135,7 @@ class Node:
             stage.queue.resize(queues[stage.name])
         self._resources.scorers.resize(sizes.eval_workers)
         self._backends.limit_tasks(config.backends.max_tasks_per_backend)
+        self._backends.adopt(config.backends.health, config.backends.load)
         self.admission.limits = config.admission
 
     def submit(self, spec: JobSpec, sink: JobSink) -> None:

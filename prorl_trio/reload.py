@@ -33,6 +33,8 @@ LIVE: Final = (
     "backends.max_tasks_per_backend",
     "backends.request_timeout_s",
     "backends.lease_timeout_s",
+    "backends.health",
+    "backends.load",
     "drain_timeout_s",
     "stuck_after_s",
 )

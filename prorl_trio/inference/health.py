@@ -15,11 +15,14 @@ enough to be given tasks."""
 
 
 class Breaker:
-    """Of one backend. What a call finds counts only while closed: those that end late say nothing of a recovery."""
+    """Of one backend. What a call finds counts only while closed: those that end late say nothing of a recovery.
+
+    `policy` may be changed: it goes by another one from the next call or probe on.
+    """
 
     def __init__(self, policy: HealthConfig) -> None:
         self.state: BreakerState = "closed"
-        self._policy = policy
+        self.policy = policy
         self._in_a_row = 0
         """Failures while closed, successes while half open."""
 
@@ -45,7 +48,7 @@ class Breaker:
         else:
             self.state = "half_open"
             self._in_a_row += 1
-            if self._in_a_row >= self._policy.close_after_successes:
+            if self._in_a_row >= self.policy.close_after_successes:
                 self._enter("closed")
 
     def reset(self) -> None:
@@ -54,7 +57,7 @@ class Breaker:
 
     def _count_failures(self, *, ok: bool) -> None:
         self._in_a_row = 0 if ok else self._in_a_row + 1
-        if self._in_a_row >= self._policy.open_after_failures:
+        if self._in_a_row >= self.policy.open_after_failures:
             self._enter("open")
 
     def _enter(self, state: BreakerState) -> None:

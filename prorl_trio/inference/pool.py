@@ -78,8 +78,6 @@ class Backends:
         self._client_factory = client_factory
         self._probe_timeout_s = probe_timeout_s
         self._max_backends = max_backends
-        self._health = health or HealthConfig()
-        self._load = load or LoadConfig()
         self._pool = BackendPool(random, max_tasks_per_backend, strategy=strategy)
         self._engines: dict[Backend, RegisteredEngine] = {}
         self._line = WaitingLine()
@@ -89,8 +87,8 @@ class Backends:
             self._pool,
             self._engines,
             self._changed,
-            health=self._health,
-            load=self._load,
+            health=health or HealthConfig(),
+            load=load or LoadConfig(),
             probe_timeout_s=probe_timeout_s,
         )
         self._closed = False
@@ -188,6 +186,10 @@ class Backends:
             self._watch.apply_limit(backend, engine)
         self._serve()
 
+    def adopt(self, health: HealthConfig, load: LoadConfig) -> None:
+        """Go by these from now on: see `PoolWatch.adopt`."""
+        self._watch.adopt(health, load)
+
     # ------------------------------------------------------------ leases
 
     @asynccontextmanager
@@ -256,7 +258,7 @@ class Backends:
     def _better(self, lease: Lease, turn: PartialCompletion) -> Backend | None:
         """Where the task is better off than where it is, by the formula of `inference.load`."""
         here = self._engines[lease.backend].load
-        worth_s = (here.wait_s or 0.0) - self._load.skew_margin_s
+        worth_s = (here.wait_s or 0.0) - self._watch.load.skew_margin_s
         if worth_s <= 0 or self._pool.strategy != "least_in_flight":
             return None
         tokens = len(turn.prompt_token_ids)
@@ -267,7 +269,7 @@ class Backends:
             if (cost_s := engine.load.entry_s(tokens, here)) is not None
         }
         best = min(costs, key=costs.__getitem__, default=None)
-        return best if best is not None and worth_s > self._load.skew_ratio * costs[best] else None
+        return best if best is not None and worth_s > self._watch.load.skew_ratio * costs[best] else None
 
     # ------------------------------------------------------------ all of them
 
@@ -362,7 +364,7 @@ class Backends:
         if current is None and len(self._engines) >= self._max_backends:
             raise BackendError(f"{url}: {self._max_backends} backends are registered; remove one", retryable=False)
         backend = self._pool.add(url, weight=weight)
-        engine = self._engines.setdefault(backend, RegisteredEngine(client, info, self._health))
+        engine = self._engines.setdefault(backend, RegisteredEngine(client, info, self._watch.health))
         engine.breaker.reset()
         self._pool.suspend(backend, suspended=False)
         if info.policy_version == UNKNOWN_VERSION:

@@ -9,25 +9,32 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.errors import BackendError
+from prorl_trio.inference.load import AdaptiveLimit, LoadEstimate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from prorl_trio.config import HealthConfig, LoadConfig
     from prorl_trio.inference.gated import RegisteredEngine
     from prorl_trio.inference.placement import Backend, BackendPool
 
+    Look = Callable[[Backend, RegisteredEngine], Awaitable[None]]
+
 __all__ = ["PoolWatch"]
 
 logger = logging.getLogger(__name__)
 
-PROBES_AT_ONCE = 32
+LOOKS_AT_ONCE = 32
 REPORT_TIMEOUT_S = 5.0
 """For an engine's metrics page."""
 
 
 class PoolWatch:
-    """Of one pool, whose table `engines` is. `changed` is called when a backend was taken out or in."""
+    """Of one pool, whose table `engines` is. `changed` is called when a backend was taken out or in.
+
+    Attributes:
+        health, load: what it goes by now.
+    """
 
     def __init__(
         self,
@@ -39,47 +46,72 @@ class PoolWatch:
         load: LoadConfig,
         probe_timeout_s: float,
     ) -> None:
+        self.health = health
+        self.load = load
         self._pool = pool
         self._engines = engines
         self._changed = changed
-        self._health = health
-        self._load = load
         self._probe_timeout_s = probe_timeout_s
+        self._health_rounds = trio.CancelScope()
+        self._load_rounds = trio.CancelScope()
+
+    def adopt(self, health: HealthConfig, load: LoadConfig) -> None:
+        """Go by these from now on. Where one differs, its round under way is given up, and its interval begins anew."""
+        if health != self.health:
+            self.health = health
+            for engine in self._engines.values():
+                engine.breaker.policy = health
+            self._health_rounds.cancel("another policy")
+        if load != self.load:
+            self.load = load
+            self._load_rounds.cancel("another policy")
 
     async def watch_health(self) -> None:
         """Probe every backend again and again, for ever: what fails goes out, what is well again comes back.
 
         Each probe has `probe_timeout_s`. A backend that is only slow stays: each answered call counts for it.
         """
-        limiter = trio.CapacityLimiter(PROBES_AT_ONCE)
-        if not self._health.interval_s:
-            await trio.sleep_forever()
         while True:
-            await trio.sleep(self._health.interval_s)
-            async with open_single_nursery() as nursery:
-                for backend in self._engines:
-                    if backend.state != "removed":
-                        nursery.start_soon(self._probe_again, backend, limiter)
+            with trio.CancelScope() as self._health_rounds:
+                await self._look_again(self.health.interval_s, self._probe_again)
 
     async def watch_load(self) -> None:
         """Ask every engine for its load again and again, for ever, and adapt how many tasks it may have.
 
         Nothing is known of one that does not say, or fails to: its tasks then stay where they are, as does its limit.
+        What is turned off forgets what it had found out.
         """
-        limiter = trio.CapacityLimiter(PROBES_AT_ONCE)
-        if not self._load.interval_s:
-            await trio.sleep_forever()
         while True:
-            await trio.sleep(self._load.interval_s)
+            for backend, engine in self._engines.items():
+                if not self.load.interval_s:
+                    engine.load = LoadEstimate()
+                if not (self.load.interval_s and self.load.max_kv_usage):
+                    engine.limit = AdaptiveLimit()
+                    self.apply_limit(backend, engine)
+            with trio.CancelScope() as self._load_rounds:
+                await self._look_again(self.load.interval_s, self._ask_load)
+
+    async def _look_again(self, interval_s: float, look: Look) -> None:
+        """At every backend from time to time, for ever; never, where the interval is 0."""
+        if not interval_s:
+            await trio.sleep_forever()
+        limiter = trio.CapacityLimiter(LOOKS_AT_ONCE)
+        while True:
+            await trio.sleep(interval_s)
             async with open_single_nursery() as nursery:
-                for backend, engine in self._engines.items():
+                for backend in self._engines:
                     if backend.state != "removed":
-                        nursery.start_soon(self._ask_load, backend, engine, limiter)
+                        nursery.start_soon(self._look, backend, look, limiter)
+
+    async def _look(self, backend: Backend, look: Look, limiter: trio.CapacityLimiter) -> None:
+        async with limiter:
+            if (engine := self._engines.get(backend)) is not None:
+                await look(backend, engine)
 
     def adapt(self, backend: Backend, engine: RegisteredEngine, *, pressed: bool) -> None:
         """Decide how many tasks it may have, as the pool's limit and its KV cache allow."""
-        if self._load.max_kv_usage:
-            engine.limit.adapt(self._load, pressed=pressed, in_flight=backend.in_flight)
+        if self.load.max_kv_usage:
+            engine.limit.adapt(self.load, pressed=pressed, in_flight=backend.in_flight)
         self.apply_limit(backend, engine)
 
     def apply_limit(self, backend: Backend, engine: RegisteredEngine) -> None:
@@ -90,14 +122,13 @@ class PoolWatch:
             logger.info("backend %s may have %s tasks at once", backend.url, now or "any number of")
             self._changed()
 
-    async def _ask_load(self, backend: Backend, engine: RegisteredEngine, limiter: trio.CapacityLimiter) -> None:
-        async with limiter:
-            try:
-                load = await engine.client.load(timeout_s=REPORT_TIMEOUT_S)
-            except BackendError as exc:
-                logger.debug("backend %s: its load is not known: %s", backend.url, exc)
-                load = None
-        engine.load.reported(load, self._load.max_kv_usage)
+    async def _ask_load(self, backend: Backend, engine: RegisteredEngine) -> None:
+        try:
+            load = await engine.client.load(timeout_s=REPORT_TIMEOUT_S)
+        except BackendError as exc:
+            logger.debug("backend %s: its load is not known: %s", backend.url, exc)
+            load = None
+        engine.load.reported(load, self.load.max_kv_usage)
         if load is not None:
             self.adapt(backend, engine, pressed=engine.load.pressed)
 
@@ -112,15 +143,11 @@ class PoolWatch:
             self._pool.suspend(backend, suspended=True)
             self._changed()
 
-    async def _probe_again(self, backend: Backend, limiter: trio.CapacityLimiter) -> None:
-        async with limiter:
-            engine = self._engines.get(backend)
-            if engine is None:
-                return
-            try:
-                model = (await engine.client.probe(timeout_s=self._probe_timeout_s)).model
-                ok, why = model == engine.info.model, f"{backend.url}: serves {model}, not {engine.info.model}, now"
-            except BackendError as exc:
-                ok, why = False, str(exc)
+    async def _probe_again(self, backend: Backend, engine: RegisteredEngine) -> None:
+        try:
+            model = (await engine.client.probe(timeout_s=self._probe_timeout_s)).model
+            ok, why = model == engine.info.model, f"{backend.url}: serves {model}, not {engine.info.model}, now"
+        except BackendError as exc:
+            ok, why = False, str(exc)
         engine.breaker.probed(ok=ok)
         self.judge(backend, engine, why)

@@ -10,8 +10,11 @@ import trio
 
 from prorl_trio import reload as reload_module
 from prorl_trio.config import (
+    BackendConfig,
     BudgetConfig,
+    HealthConfig,
     ListenConfig,
+    LoadConfig,
     ModelConfig,
     MonitoringConfig,
     NodeConfig,
@@ -22,6 +25,7 @@ from prorl_trio.config import (
 from prorl_trio.errors import ConfigError
 from prorl_trio.node import open_node
 from prorl_trio.reload import plan_reload, serve_reloads
+from prorl_trio.testing.fake_engine import FakeEngine, open_look_alike
 from prorl_trio.testing.tiny_model import make_tiny_model
 
 OLD = NodeConfig(model=ModelConfig(path="/m"), listen=ListenConfig(token="hush"))
@@ -156,3 +160,37 @@ async def test_a_running_node_has_other_workers_and_limits_at_once(tmp_path):
         stages = node.statistics()["pipeline"]["stages"]
         assert {name: stage["workers"] for name, stage in stages.items()} == {"init": 1, "run": 50, "eval": 2}
         assert stages["init"]["queue_capacity"] == 3
+
+
+class WatchedEngine(FakeEngine):
+    """Says that it was asked for a path."""
+
+    def __init__(self, *options):
+        super().__init__(*options)
+        self.asked = {}
+
+    async def _answer(self, call):
+        if call.path in self.asked:
+            self.asked[call.path].set()
+        return await super()._answer(call)
+
+
+async def test_a_running_node_looks_at_its_backends_as_the_new_file_says(tmp_path):
+    make_tiny_model(tmp_path)
+    async with open_look_alike(WatchedEngine, None, None, 0) as engine:
+        off = BackendConfig(urls=[engine.url], health=HealthConfig(interval_s=0), load=LoadConfig(interval_s=0))
+        sandbox = SandboxConfig(provider="process", max_warm=0)
+        config = NodeConfig(model=ModelConfig(path=str(tmp_path)), sandbox=sandbox, backends=off)
+        async with open_node(config) as node:
+            for name, policy, path in (
+                ("load", LoadConfig(interval_s=0.01), "/metrics"),
+                ("health", HealthConfig(interval_s=0.01), "/v1/models"),
+            ):
+                asked = engine.asked[path] = trio.Event()
+                backends = msgspec.structs.replace(node.config.backends, **{name: policy})
+                plan = plan_reload(node.config, msgspec.structs.replace(node.config, backends=backends))
+                assert [str(change) for change in plan.live] == [f"backends.{name}.interval_s: 0 -> 0.01"]
+                assert plan.fixed == []
+                node.apply(plan.config)
+                with trio.fail_after(20):
+                    await asked.wait()

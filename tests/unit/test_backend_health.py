@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.config import HealthConfig
+from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.errors import BackendError
 from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
 from prorl_trio.inference.health import Breaker
@@ -94,17 +94,17 @@ class IllClient(EngineClient):
 class Pool:
     """Two backends, watched."""
 
-    def __init__(self):
+    def __init__(self, health):
         self.clients = {url: IllClient(url) for url in (A, B)}
-        self.backends = Backends(self.clients.__getitem__, health=POLICY, random=Random(0))
+        self.backends = Backends(self.clients.__getitem__, health=health, random=Random(0))
 
     def accepting(self):
         return {each.url for each in self.backends.statistics()["backends"] if not each.suspended}
 
 
 @asynccontextmanager
-async def open_pool():
-    pool = Pool()
+async def open_pool(health=POLICY):
+    pool = Pool(health)
     for url in (A, B):
         await pool.backends.add(url)
     with trio.fail_after(1000):
@@ -206,3 +206,19 @@ async def test_tasks_of_a_drained_or_removed_one_move_with_their_next_completion
         await pool.backends.add(A)
         await complete(homes[B])
         assert homes[B].url == A
+
+
+async def test_another_policy_holds_from_now_on(autojump_clock):
+    async with open_pool(HealthConfig(interval_s=0)) as pool:
+        pool.clients[A].ill = True
+        await trio.sleep(100)
+        assert pool.accepting() == {A, B}
+        pool.backends.adopt(HealthConfig(interval_s=10, open_after_failures=1), LoadConfig())
+        await trio.sleep(15)
+        assert pool.accepting() == {B}
+        pool.clients[A].ill = False
+        pool.backends.adopt(HealthConfig(interval_s=10, close_after_successes=1), LoadConfig())
+        await trio.sleep(9)
+        assert pool.accepting() == {B}  # the interval begins with the policy
+        await trio.sleep(2)
+        assert pool.accepting() == {A, B}

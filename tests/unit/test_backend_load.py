@@ -366,3 +366,28 @@ async def test_an_engine_that_stops_reporting_keeps_its_limit(autojump_clock):
         pool.clients[A].says = BackendError("gone", retryable=True)
         await trio.sleep(5)
         assert (pool.of(A).max_tasks, pool.of(A).kv_usage) == (4, None)
+
+
+async def test_another_policy_holds_from_now_on_and_what_is_turned_off_is_forgotten(autojump_clock):
+    off = LoadConfig(interval_s=0)
+    async with open_pool(A, B, load=off) as pool, pool.backends.lease("t") as lease:
+        home, other = lease.url, ({A, B} - {lease.url}).pop()
+        pool.clients[home].says = load_of(waiting=80, kv=0.99, tokens=10_000, seconds=1)
+        pool.clients[other].says = load_of()
+        await complete(lease)
+        assert (pool.of(home).wait_s, pool.of(home).max_tasks) == (None, 0)
+        pool.backends.adopt(HealthConfig(interval_s=0), POLICY)
+        await trio.sleep(1.5)
+        assert (pool.of(home).kv_usage, pool.of(home).max_tasks) == (0.99, 4)
+        pool.backends.adopt(HealthConfig(interval_s=0), off)
+        await trio.sleep(5)
+        await complete(lease)
+        assert (pool.of(home).kv_usage, pool.of(home).max_tasks) == (None, 0)
+        assert (lease.url, pool.moves) == (home, {})
+        pool.backends.adopt(HealthConfig(interval_s=0), LoadConfig(interval_s=1000))
+        await trio.sleep(5)
+        pool.backends.adopt(HealthConfig(interval_s=0), POLICY)  # does not wait for the rest of the long interval
+        await trio.sleep(1.5)
+        await complete(lease)
+        await complete(lease)
+        assert (lease.url, pool.moves) == (other, {"skew": 1})
