@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     from prorl_trio.rollout import RolloutContext
     from prorl_trio.tools import ToolSet
 
-__all__ = ["MIN_TURN_TOKENS", "AgentEnd", "AgentStyle", "BeforeTurn", "NewDialogue", "run_agent", "run_sub_agent"]
+__all__ = [
+    "MIN_TURN_TOKENS",
+    "AgentEnd",
+    "AgentStyle",
+    "BeforeTurn",
+    "NewDialogue",
+    "lease_backend",
+    "run_agent",
+    "run_sub_agent",
+]
 
 MAX_PAUSE_S = 3600.0
 """A pause of the backends is charged to no budget, up to this."""
@@ -100,7 +109,7 @@ async def run_agent(
     conversation = await trio.to_thread.run_sync(resources.chat_format.open, messages, tools.schemas())
     context.begin_dialogue(conversation)
     async with AsyncExitStack() as stack:
-        lease = await _lease(context, stack)
+        lease = await lease_backend(context, stack)
         agent = _Agent(context, lease, conversation, tools, style, before_turn)
         agent.check_room()
         agent_s = context.spec.budgets.agent_s or resources.config.budgets.agent_s
@@ -151,7 +160,12 @@ _at_work: ContextVar[_Agent | None] = ContextVar("_at_work", default=None)
 """The innermost agent, for whom it calls."""
 
 
-async def _lease(context: RolloutContext, stack: AsyncExitStack) -> BackendLease:
+async def lease_backend(context: RolloutContext, stack: AsyncExitStack) -> BackendLease:
+    """A backend for the whole task, given back when `stack` is closed. The wait for it is charged to no budget.
+
+    Raises:
+        BackendError: there was none for `backends.lease_timeout_s`; the message says what was missing.
+    """
     backends, at_most_s = context.resources.backends, context.resources.config.backends.lease_timeout_s
     job_id, priority = context.spec.job_id, PRIORITY[context.spec.priority]
     waiting = partial(context.standing_in_line, charge="inference", at_most_s=at_most_s)

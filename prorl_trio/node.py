@@ -38,7 +38,7 @@ from prorl_trio.errors import (
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.ledger import LedgerLimits, open_ledger
 from prorl_trio.monitoring import open_monitoring
-from prorl_trio.node_parts import open_backends, open_node_arena, open_node_sandboxes
+from prorl_trio.node_parts import engine_clients, open_backends, open_node_arena, open_node_sandboxes
 from prorl_trio.pipeline import Job, open_pipeline
 from prorl_trio.reload import serve_reloads
 from prorl_trio.rollout import Resources
@@ -313,7 +313,8 @@ async def open_node(
     provider = provider or await choose_provider(config.sandbox)
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_single_nursery())
-        backends = await stack.enter_async_context(open_backends(config.backends, on_backend_call))
+        clients = engine_clients(config.backends, on_backend_call)
+        backends = await stack.enter_async_context(open_backends(config.backends, clients))
         scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers))
         sandboxes = await stack.enter_async_context(open_node_sandboxes(provider, config.sandbox, on_sandbox_open))
         resources = Resources(

@@ -15,37 +15,49 @@ from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.warm_pool import WarmLimits
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from contextlib import AbstractAsyncContextManager, AsyncExitStack
+    from random import Random
 
     from ipc.arena import Arena
     from prorl_trio.config import ArenaConfig, BackendConfig, SandboxConfig
+    from prorl_trio.inference.engine import EngineClient
     from prorl_trio.inference.vllm import OnCall
     from prorl_trio.sandbox.host import OnOpen, SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
 
-__all__ = ["open_backends", "open_node_arena", "open_node_sandboxes"]
+__all__ = ["engine_clients", "open_backends", "open_node_arena", "open_node_sandboxes"]
 
 logger = logging.getLogger(__name__)
 
 
+def engine_clients(config: BackendConfig, on_call: OnCall | None) -> Callable[[str], EngineClient]:
+    """Makes the client of a URL, for engines as they are configured. `on_call` is told of every call."""
+
+    def make(url: str) -> EngineClient:
+        return engine_client(config.engine, url, max_connections=config.max_connections_per_backend, on_call=on_call)
+
+    return make
+
+
 @asynccontextmanager
-async def open_backends(config: BackendConfig, on_call: OnCall | None) -> AsyncIterator[Backends]:
+async def open_backends(
+    config: BackendConfig, client_factory: Callable[[str], EngineClient], *, random: Random | None = None
+) -> AsyncIterator[Backends]:
     """The pool, watched, with the configured backends in it: all are probed at once, and those that fail are `down`
-    until they are well. `on_call` is told of every call. On leaving, calls in flight fail.
+    until they are well. `client_factory` and `random` are those of `Backends`. On leaving, calls in flight fail.
 
     Raises:
         BackendError: one that is `required` is not fit.
     """
     backends = Backends(
-        lambda url: engine_client(
-            config.engine, url, max_connections=config.max_connections_per_backend, on_call=on_call
-        ),
+        client_factory,
         probe_timeout_s=config.probe_timeout_s,
         max_tasks_per_backend=config.max_tasks_per_backend,
         strategy=config.strategy,
         health=config.health,
         load=config.load,
+        random=random,
     )
     try:
         failed: dict[str, BackendError] = {}

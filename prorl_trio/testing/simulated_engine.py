@@ -37,7 +37,7 @@ class _Decoder:
     """Serves all at the same pace: each needs so many seconds alone; where too many want too much, the pace falls."""
 
     def __init__(self, max_tokens_per_s: float) -> None:
-        self._max_tokens_per_s = max_tokens_per_s
+        self.max_tokens_per_s = max_tokens_per_s
         self.wanted_tokens_per_s = 0.0
         self._served_s = 0.0
         self._at_s = 0.0
@@ -48,7 +48,7 @@ class _Decoder:
     @property
     def pace(self) -> float:
         """Speed of each completion, as a share of what it has alone."""
-        return min(1.0, self._max_tokens_per_s / self.wanted_tokens_per_s) if self._line else 1.0
+        return min(1.0, self.max_tokens_per_s / self.wanted_tokens_per_s) if self._line else 1.0
 
     async def decode(self, tokens: int, tokens_per_s: float) -> None:
         """Return when `tokens` are sampled; alone it would take `tokens / tokens_per_s`."""
@@ -101,10 +101,28 @@ class SimulatedEngine(EngineClient):
         completions, tokens_sampled, prompt_tokens, prefix_hits_tokens: sums so far.
     """
 
-    def __init__(self, url: str, model: EngineModel, *, failure_rate: float, seed: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: EngineModel,
+        *,
+        failure_rate: float,
+        seed: str,
+        speed: float = 1.0,
+        max_answer_s: float = 0.0,
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            url: its name.
+            model: how it works. `speed`: a factor of all rates in it.
+            failure_rate: of completions.
+            seed: of what is drawn.
+            max_answer_s: probes and reports take up to so long.
+        """
         self.url = url
         self.model = model
-        self.decoder = _Decoder(model.max_tokens_per_s)
+        self.decoder = _Decoder(speed * model.max_tokens_per_s)
         self.running = 0
         self.waiting = 0
         self.reserved_tokens = 0
@@ -114,6 +132,9 @@ class SimulatedEngine(EngineClient):
         self.prefix_hits_tokens = 0
         self._failure_rate = failure_rate
         self._seed = seed
+        self._speed = speed
+        self._max_answer_s = max_answer_s
+        self._answers = Random(f"{seed} answers")
         self._prefill = trio.Lock()
         self._line = trio.Lock()
         self._freed = trio.Event()
@@ -135,7 +156,7 @@ class SimulatedEngine(EngineClient):
     async def probe(self, *, timeout_s: float) -> EngineInfo:
         """See `EngineClient.probe`. Always fit."""
         del timeout_s
-        await trio.lowlevel.checkpoint()
+        await self._take_time()
         return EngineInfo(
             url=self.url, model="simulated", max_model_len=self.model.kv_tokens, engine="simulated", policy_version="0"
         )
@@ -157,7 +178,7 @@ class SimulatedEngine(EngineClient):
         if random.random() < self._failure_rate:
             await trio.lowlevel.checkpoint()
             raise BackendError(f"{self.url}: simulated failure of {request_id}", retryable=True)
-        tokens_per_s = max(1e-3, self.model.tokens_per_s.draw(random))
+        tokens_per_s = self._speed * max(1e-3, self.model.tokens_per_s.draw(random))
         with trio.move_on_after(timeout_s) as patience:
             await self._complete(request_id.rpartition("-t")[0], len(prompt_token_ids), max_tokens, tokens_per_s)
         if patience.cancelled_caught:
@@ -175,19 +196,27 @@ class SimulatedEngine(EngineClient):
     async def load(self, *, timeout_s: float) -> EngineLoad:
         """See `EngineClient.load`."""
         del timeout_s
-        await trio.lowlevel.checkpoint()
+        await self._take_time()
         read = self.prompt_tokens - self.prefix_hits_tokens
         return EngineLoad(
             running=self.running,
             waiting=self.waiting,
             kv_usage=self.reserved_tokens / self.model.kv_tokens,
             prefill_tokens_total=read,
-            prefill_s_total=read / self.model.prefill_tokens_per_s,
+            prefill_s_total=read / self._prefill_tokens_per_s,
         )
 
     async def aclose(self) -> None:
         """Nothing to close."""
         await trio.lowlevel.checkpoint()
+
+    @property
+    def _prefill_tokens_per_s(self) -> float:
+        return self._speed * self.model.prefill_tokens_per_s
+
+    async def _take_time(self) -> None:
+        """An answer to whoever looks after it."""
+        await trio.sleep(self._answers.random() * self._max_answer_s)
 
     async def _complete(self, job_id: str, prompt_tokens: int, max_tokens: int, tokens_per_s: float) -> None:
         reserved = prompt_tokens + max_tokens
@@ -201,7 +230,7 @@ class SimulatedEngine(EngineClient):
             self.prompt_tokens += prompt_tokens
             self.prefix_hits_tokens += known
             async with self._prefill:
-                await trio.sleep((prompt_tokens - known) / self.model.prefill_tokens_per_s)
+                await trio.sleep((prompt_tokens - known) / self._prefill_tokens_per_s)
             await self.decoder.decode(max_tokens, tokens_per_s)
             self._cached[job_id] = reserved
         finally:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import trio
 
+from prorl_trio.agent import lease_backend
 from prorl_trio.errors import BackendError, EvaluationError, SandboxLost, SandboxUnavailable
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.models import Turn
@@ -90,20 +90,13 @@ class SimulatedHandler(AgentHandler):
         fails_at = random.randrange(turns) if random.random() < failures.handler else turns
         context_tokens = work.prompt_tokens.draw_count(random)
         async with AsyncExitStack() as stack:
-            lease = await self._lease(context, stack)
+            lease = await lease_backend(context, stack)
             for turn in range(turns):
                 if turn == fails_at:
                     raise RuntimeError("simulated failure of the handler")
                 began_s = trio.current_time()
                 sampled = work.completion_tokens.draw_count(random)
-                with context.waiting(f"backend {lease.url}: completion", "inference"):
-                    await lease.generate(
-                        [0] * context_tokens,
-                        context.spec.sampling,
-                        max_tokens=sampled,
-                        request_id=f"{context.spec.job_id}.{self._draws[context.spec.job_id, 'run']}-t{turn}",
-                        timeout_s=context.resources.config.backends.request_timeout_s,
-                    )
+                await self._sample(context, lease, turn, context_tokens, sampled)
                 sampled_s = trio.current_time()
                 if turn + 1 < turns:
                     await self._act(context, random)
@@ -120,12 +113,28 @@ class SimulatedHandler(AgentHandler):
             raise EvaluationError("simulated failure of the evaluation")
         return Evaluation(reward=1.0, details={})
 
-    async def _lease(self, context: RolloutContext, stack: AsyncExitStack) -> BackendLease:
-        backends, at_most_s = context.resources.backends, context.resources.config.backends.lease_timeout_s
-        waiting = partial(context.standing_in_line, charge="inference", at_most_s=at_most_s)
-        with trio.move_on_after(at_most_s):
-            return await stack.enter_async_context(backends.lease(context.spec.job_id, waiting=waiting))
-        raise BackendError(f"no backend had room within {at_most_s:g} s", retryable=True)
+    async def _sample(
+        self, context: RolloutContext, lease: BackendLease, turn: int, prompt_tokens: int, sampled: int
+    ) -> None:
+        """As the agent's loop: a backend that fails is left for another one."""
+        attempt = self._draws[context.spec.job_id, "run"]
+
+        async def call() -> None:
+            with context.waiting(f"backend {lease.url}: completion", "inference"):
+                await lease.generate(
+                    [0] * prompt_tokens,
+                    context.spec.sampling,
+                    max_tokens=sampled,
+                    request_id=f"{context.spec.job_id}.{attempt}-t{turn}",
+                    timeout_s=context.resources.config.backends.request_timeout_s,
+                )
+
+        try:
+            await call()
+        except BackendError:
+            if not lease.repin():
+                raise
+            await call()
 
     async def _act(self, context: RolloutContext, random: Random) -> None:
         """One tool call, in the sandbox."""

@@ -1,5 +1,5 @@
-"""A node in simulated time: the real pipeline, queues, gates, warm pool and backend pool, over an engine and sandboxes
-that only take their time. Minutes pass in a second, so that worker counts can be tried out on a laptop.
+"""A node in simulated time: the real pipeline, queues, gates, warm pool and watched backend pool, over engines and
+sandboxes that only take their time. Minutes pass in a second, so that worker counts can be tried out on a laptop.
 
     report = run_simulation(SimulationConfig(stages=StagesConfig(run_workers=64)))
     print(report.jobs_per_h, report.bottleneck)
@@ -24,12 +24,10 @@ import trio.testing
 from ipc.nursery import open_single_nursery
 from prorl_trio.chat import ChatFormat
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.inference.pool import Backends
 from prorl_trio.models import JobSpec, TaskInstance
+from prorl_trio.node_parts import open_backends, open_node_sandboxes
 from prorl_trio.pipeline import Job, Pipeline, open_pipeline
 from prorl_trio.rollout import Resources
-from prorl_trio.sandbox.host import open_sandbox_host
-from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.scoring import open_scorer_pool
 from prorl_trio.testing.simulated_engine import SimulatedEngine
 from prorl_trio.testing.simulated_work import SimulatedHandler, SimulatedProvider
@@ -37,10 +35,7 @@ from prorl_trio.testing.simulation_use import ResourceUse, UseMeter, UseSource, 
 from prorl_trio.testing.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
-
     from prorl_trio.models import Outcome, Status
-    from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.testing.simulation_config import SimulationConfig
 
 __all__ = ["SimulationReport", "Wait", "run_simulation"]
@@ -49,6 +44,8 @@ NEVER_S: Final = 1e12
 """Nobody watches for stuck jobs here."""
 SPACING_S: Final = 1e-3
 """Between two jobs of one submission: as a batch is read, and so that no two things happen at the very same time."""
+MAX_ANSWER_S: Final = 5e-3
+"""Engines take different times to answer a probe, or to say what their load is: for the same reason."""
 STEADY: Final = (0.1, 0.9)
 """Occupancy and throughput are measured between these shares of the jobs ended: without filling up and running out."""
 
@@ -68,6 +65,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
         makespan_s: from the first submission to the last outcome.
         jobs_per_h: in the steady part. `tokens_per_s` (sampled) and `turns_per_s`: over the whole.
         completed: jobs. `failures`: the others, by cause. `retried`: attempts that were followed by another.
+        moves: rollouts that changed their backend, by reason: see `inference.placement.MoveReason`.
         waits: `queued_init`, `init`, `queued_run`, ... as in `models.Timing`.
         use: of every resource, the first that jobs meet first.
         bottleneck: name of the resource that limits throughput.
@@ -81,6 +79,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     completed: int
     failures: dict[str, int]
     retried: int
+    moves: dict[str, int]
     waits: dict[str, Wait]
     use: list[ResourceUse]
     bottleneck: str
@@ -88,7 +87,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Trainer:
-    """Submits, and takes what comes back."""
+    """Takes what comes back. `ended_s`: when each outcome came, from the beginning on."""
 
     session_id = "simulation"
 
@@ -98,6 +97,7 @@ class _Trainer:
         self.in_status: Counter[Status] = Counter()
         self._status: dict[str, Status] = {}
         self._jobs = jobs
+        self._began_s = trio.current_time()
         self.all_over = trio.Event()
 
     @property
@@ -108,7 +108,7 @@ class _Trainer:
     def deliver(self, outcome: Outcome) -> None:
         """See `JobSink`."""
         self.outcomes.append(outcome)
-        self.ended_s.append(trio.current_time())
+        self.ended_s.append(trio.current_time() - self._began_s)
         self.in_status[self._status.pop(outcome.job_id)] -= 1
         if len(self.outcomes) == self._jobs:
             self.all_over.set()
@@ -142,21 +142,25 @@ async def _simulate(config: SimulationConfig, chat_format: ChatFormat) -> Simula
         stuck_after_s=NEVER_S,
     )
     engines = {
-        url: SimulatedEngine(url, config.engine, failure_rate=config.failures.completion, seed=f"{config.seed} {url}")
-        for url in (f"sim://{number}" for number in range(config.engine.count))
+        f"sim://{number}": SimulatedEngine(
+            f"sim://{number}",
+            config.engine,
+            failure_rate=config.failures.completion,
+            seed=f"{config.seed} sim://{number}",
+            speed=config.engine.speed_of(number),
+            max_answer_s=MAX_ANSWER_S,
+        )
+        for number in range(config.engine.count)
     }
+    pool = msgspec.structs.replace(config.backends, urls=list(engines), weights={})
     provider = SimulatedProvider(config)
-    trainer = _Trainer(config.jobs)
     async with AsyncExitStack() as stack:
         for engine in engines.values():
             await stack.enter_async_context(engine.open())
-        backends = Backends(
-            engines.__getitem__,
-            max_tasks_per_backend=config.backends.max_tasks_per_backend,
-            random=Random(f"{config.seed} backends"),
+        backends = await stack.enter_async_context(
+            open_backends(pool, engines.__getitem__, random=Random(f"{config.seed} backends"))
         )
-        for url in engines:
-            await backends.add(url)
+        trainer = _Trainer(config.jobs)
         resources = Resources(
             config=node,
             chat_format=chat_format,
@@ -164,32 +168,17 @@ async def _simulate(config: SimulationConfig, chat_format: ChatFormat) -> Simula
             scorers=await stack.enter_async_context(open_scorer_pool(1)),
         )
         service = await stack.enter_async_context(open_single_nursery())
-        host = await stack.enter_async_context(_open_host(config, provider))
+        host = await stack.enter_async_context(open_node_sandboxes(provider, config.sandbox, None))
         pipeline = await stack.enter_async_context(open_pipeline(resources, host, service))
         meter = UseMeter(_sources(config, pipeline, provider, trainer, list(engines.values())), lambda: trainer.steady)
         trio.lowlevel.add_instrument(meter)
         await _submit_all(config, resources, pipeline, trainer)
         await trainer.all_over.wait()
         trio.lowlevel.remove_instrument(meter)
-        retried = pipeline.statistics()["retried"]
+        retried, moves = pipeline.statistics()["retried"], backends.statistics()["moves"]
     assert isinstance(retried, int)
-    return _report(trainer, meter, retried, list(engines.values()))
-
-
-def _open_host(config: SimulationConfig, provider: SimulatedProvider) -> AbstractAsyncContextManager[SandboxHost]:
-    sandbox = config.sandbox
-    warm = WarmLimits(
-        max_warm=sandbox.max_warm,
-        max_warm_per_image=sandbox.max_warm_per_image,
-        max_refills=max(1, sandbox.max_concurrent_starts // 2),
-        max_idle_s=sandbox.max_warm_idle_s,
-    )
-    return open_sandbox_host(
-        provider,
-        max_concurrent_starts=sandbox.max_concurrent_starts,
-        max_concurrent_starts_per_image=sandbox.max_concurrent_starts_per_image,
-        warm=warm,
-    )
+    assert isinstance(moves, dict)
+    return _report(trainer, meter, retried, moves, list(engines.values()))
 
 
 async def _submit_all(config: SimulationConfig, resources: Resources, pipeline: Pipeline, trainer: _Trainer) -> None:
@@ -220,14 +209,16 @@ def _sources(
         UseSource("engine_prefill", model.count, lambda: sum(e.prefilling for e in engines)),
         UseSource(
             "engine_decode",
-            model.count * model.max_tokens_per_s,
-            lambda: sum(min(e.decoder.wanted_tokens_per_s, model.max_tokens_per_s) for e in engines),
+            sum(e.decoder.max_tokens_per_s for e in engines),
+            lambda: sum(min(e.decoder.wanted_tokens_per_s, e.decoder.max_tokens_per_s) for e in engines),
         ),
         UseSource("eval_workers", config.stages.eval_workers, lambda: in_status["eval"], lambda: busy["eval"].busy),
     ]
 
 
-def _report(trainer: _Trainer, meter: UseMeter, retried: int, engines: list[SimulatedEngine]) -> SimulationReport:
+def _report(
+    trainer: _Trainer, meter: UseMeter, retried: int, moves: dict[str, int], engines: list[SimulatedEngine]
+) -> SimulationReport:
     outcomes, ended_s = trainer.outcomes, trainer.ended_s
     first, last = (int(share * (len(outcomes) - 1)) for share in STEADY)
     steady_s = ended_s[last] - ended_s[first]
@@ -245,6 +236,7 @@ def _report(trainer: _Trainer, meter: UseMeter, retried: int, engines: list[Simu
         completed=len(timings),
         failures=dict(sorted(Counter(outcome.cause for outcome in outcomes if outcome.cause is not None).items())),
         retried=retried,
+        moves=moves,
         waits={name.removesuffix("_s"): _wait([timing[name] for timing in timings]) for name in fields},
         use=uses,
         bottleneck=find_bottleneck(uses),

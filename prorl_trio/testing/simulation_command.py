@@ -110,11 +110,12 @@ def _value(text: str) -> Any:
 
 def _summary(config: SimulationConfig, report: SimulationReport) -> str:
     failures = ", ".join(f"{count} {cause}" for cause, count in report.failures.items()) or "none"
+    moves = ", ".join(f"{count} by {reason}" for reason, count in report.moves.items()) or "none"
     return (
         f"{report.jobs_per_h:,.0f} jobs/h; {report.tokens_per_s:,.0f} tokens/s, {report.turns_per_s:.1f} turns/s; "
         f"{config.jobs} jobs in {report.makespan_s:,.0f} s\n"
         f"completed: {report.completed}; failed: {failures}; retried: {report.retried}; "
-        f"prefix cache hits: {100 * report.prefix_hit_rate:.0f} %\n"
+        f"prefix cache hits: {100 * report.prefix_hit_rate:.0f} %; moved to another engine: {moves}\n"
         f"the bottleneck: {report.bottleneck}"
     )
 

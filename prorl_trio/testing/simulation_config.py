@@ -83,9 +83,10 @@ def _check_percentiles(points: tuple[tuple[float, float], ...]) -> None:
 
 
 class EngineModel(_Table, frozen=True):
-    """Each of `count` alike backends.
+    """Each of `count` backends, alike but for their `speeds`.
 
     Attributes:
+        speeds: of the first ones, as factors of all rates here; that of the others is 1.
         max_batch: completions that run at once; more wait, first come, first served.
         kv_tokens: prompt and completion of all that run, reserved in full; what is left over keeps prefixes.
         prefill_tokens_per_s: one prompt after another; tokens in the prefix cache cost nothing.
@@ -99,11 +100,18 @@ class EngineModel(_Table, frozen=True):
     prefill_tokens_per_s: float = 20_000.0
     tokens_per_s: Distribution = Distribution(value=60.0)
     max_tokens_per_s: float = 2_500.0
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("count", "max_batch", "kv_tokens", "prefill_tokens_per_s", "max_tokens_per_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        if not all(0 < speed < math.inf for speed in self.speeds):
+            raise ValueError(f"speeds must be > 0, got {list(self.speeds)}")
+
+    def speed_of(self, number: int) -> float:
+        """Of one of them, counted from 0."""
+        return self.speeds[number] if number < len(self.speeds) else 1.0
 
 
 class WorkModel(_Table, frozen=True):

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from prorl_trio.cli import main
-from prorl_trio.config import BudgetConfig, SandboxConfig, StagesConfig
+from prorl_trio.config import BackendConfig, BudgetConfig, HealthConfig, LoadConfig, SandboxConfig, StagesConfig
 from prorl_trio.errors import ConfigError
 from prorl_trio.models import RetryPolicy
 from prorl_trio.testing.simulation import run_simulation
@@ -100,6 +100,55 @@ def test_throughput_is_what_the_bottleneck_allows(stages, engine, bottleneck, jo
         assert report.bottleneck == bottleneck
 
 
+def test_several_engines_that_fail_and_are_watched_give_the_same_figures_too():
+    config = SimulationConfig(
+        jobs=40,
+        stages=StagesConfig(run_workers=32),
+        engine=EngineModel(count=4, kv_tokens=60_000, max_batch=4, speeds=(0.2,)),
+        backends=BackendConfig(health=HealthConfig(open_after_failures=1, close_after_successes=1)),
+        failures=FailureRates(completion=0.02),
+    )
+    first = run_simulation(config)
+    assert run_simulation(config) == first
+    assert set(first.moves) == {"skew", "failure"}
+
+
+LONG = msgspec.structs.replace(
+    PLAIN, turns=always(8), prompt_tokens=always(1000), completion_tokens=always(200), tool_s=always(0.5)
+)
+# A turn takes 4 s, for 8 rollouts at once; on the first of three engines it takes 16 s.
+UNEVEN = EngineModel(count=3, max_batch=8, tokens_per_s=always(50), max_tokens_per_s=400, speeds=(0.25,))
+
+
+def test_rollouts_move_off_an_engine_that_is_slower_than_the_others():
+    config = changed(jobs=120, work=LONG, engine=UNEVEN, stages=StagesConfig(init_workers=8, run_workers=48))
+    still = run_simulation(changed(config, backends=BackendConfig(load=LoadConfig(interval_s=0))))
+    moving = run_simulation(config)
+    assert (still.completed, moving.completed) == (120, 120)
+    assert still.moves == {}
+    assert set(moving.moves) == {"skew"}
+    assert moving.moves["skew"] >= 10
+    assert moving.jobs_per_h > 1.1 * still.jobs_per_h
+
+
+def test_fewer_rollouts_at_once_keep_their_prefixes_in_a_full_cache():
+    engine = EngineModel(kv_tokens=30_000, prefill_tokens_per_s=2000, max_tokens_per_s=4000)
+    config = changed(jobs=100, work=LONG, engine=engine, stages=StagesConfig(init_workers=8, run_workers=48))
+    limits = [LoadConfig(max_kv_usage=usage) for usage in (0, 0.8)]
+    blind, adaptive = (run_simulation(changed(config, backends=BackendConfig(load=load))) for load in limits)
+    assert adaptive.prefix_hit_rate > 2 * blind.prefix_hit_rate
+    assert adaptive.makespan_s < blind.makespan_s
+
+
+def test_a_rollout_goes_on_elsewhere_when_its_engine_fails_it():
+    config = changed(jobs=60, work=LONG, failures=FailureRates(completion=0.05))
+    one = run_simulation(config)
+    assert one.failures == {"inference": 60 - one.completed}
+    assert one.failures["inference"] > 5
+    two = run_simulation(changed(config, engine=msgspec.structs.replace(FAST, count=2)))
+    assert (two.completed, set(two.moves)) == (60, {"failure"})
+
+
 def test_only_more_of_the_bottleneck_helps():
     config = changed(stages=StagesConfig(init_workers=8, run_workers=4, eval_workers=8))
     base = run_simulation(config).jobs_per_h
@@ -176,6 +225,7 @@ def test_a_sweep_finds_what_is_enough():
         ({"work.tool_s.value": 1}, "one of: value; p50 and p95; percentiles"),
         ({"engine.max_batch": "many"}, "Expected `int`"),
         ({"failures.completion": 2}, "must be a probability"),
+        ({"engine.speeds": [1, 0]}, "speeds must be > 0"),
         ({"work.tool_s": {"percentiles": [[0, 1], [50, 2]]}}, "rise from 0 to 100"),
         ({"work.tool_s": {"percentiles": [[0, 1], [100, 0.5]]}}, "must not fall"),
     ],
