@@ -56,6 +56,7 @@ def simulate(
         prefill_tokens_per_s = 20_000
         tokens_per_s = { value = 60 }  # of one completion alone
         max_tokens_per_s = 2_500       # of all together
+        speeds = []                    # of the first ones, as factors: [0.5] makes the first half as fast
         [work]                         # p50 and p95, or value, or percentiles = [[0, 0.1], [50, 2], [100, 9]]
         turns = { p50 = 8, p95 = 20 }
         tool_s = { p50 = 0.4, p95 = 6 }
