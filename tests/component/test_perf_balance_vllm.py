@@ -44,7 +44,24 @@ async def test_each_strategy_runs_the_batch_with_ids_of_its_own():
     assert metrics["balance_vllm.least_over_static_split"] > 0
 
 
-async def test_servers_are_to_be_named(monkeypatch):
+async def test_seeds_change_the_batch_and_the_order():
+    config = FakeEngineConfig(vocab_size=49_152, max_model_len=8192)
+    with trio.fail_after(60):
+        async with open_fake_engine(config=config) as one, open_fake_engine(config=config) as other:
+            report = await compare([one.url, other.url], SMALL, seeds=2)
+    metrics = report.metrics()
+    assert metrics["balance_vllm.seeds"] == 2
+    assert metrics["balance_vllm.rollouts"] == 16
+
+
+async def test_one_server_is_too_few(monkeypatch):
     monkeypatch.setenv("PRORL_VLLM_URLS", "http://127.0.0.1:1, ")
     with pytest.raises(SystemExit, match="two vLLM servers or more"):
+        await balance_vllm(Options(quick=True, json_path=None))
+
+
+async def test_without_servers_and_without_an_engine_it_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.delenv("PRORL_VLLM_URLS", raising=False)
+    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path))
+    with pytest.raises(SystemExit, match="make engine"):
         await balance_vllm(Options(quick=True, json_path=None))

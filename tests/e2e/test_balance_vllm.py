@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
-
 import msgspec
 import pytest
 import trio
 
-from launch.paths import engine_python, model_dir
-from launch.vllm import open_vllm
-from perf.balance_vllm import STRATEGIES, WORK, compare
-
-BLOCK_TOKENS, KV_BLOCKS = 32, 300
-ARGUMENTS = ["--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(KV_BLOCKS)]
+from launch.paths import engine_python
+from perf.balance_vllm import STRATEGIES, WORK, compare, open_servers
 
 pytestmark = pytest.mark.soak
 
@@ -21,19 +15,11 @@ pytestmark = pytest.mark.soak
 async def test_every_strategy_ends_the_batch_and_the_figures_are_vllms(tmp_path, monkeypatch):
     if not engine_python().exists():
         pytest.skip("the CPU engine is not set up; run: make engine")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a server that idles lends no core to the other
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    work = msgspec.structs.replace(WORK, instances=8)
     with trio.fail_after(1500):
-        async with AsyncExitStack() as stack:
-            servers = [
-                await stack.enter_async_context(
-                    open_vllm(
-                        engine_python(), model_dir(), log_file=tmp_path / f"vllm-{number}.log", extra_args=ARGUMENTS
-                    )
-                )
-                for number in range(2)
-            ]
-            work = msgspec.structs.replace(WORK, instances=8)
-            report = await compare([server.url for server in servers], work)
+        async with open_servers(tmp_path) as urls:
+            report = await compare(urls, work)
     metrics = report.metrics()
     report.write_json(tmp_path / "balance_vllm.json")
     assert metrics["balance_vllm.rollouts"] == work.instances * work.rollouts
