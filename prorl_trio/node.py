@@ -388,22 +388,7 @@ async def serve_node(
             if local is not None:
                 endpoints["unix_url"] = f"unix://{local.node}"
             if feed is not None:
-                token = await trio.to_thread.run_sync(load_token, listen)
-                tls = await trio.to_thread.run_sync(load_tls, listen) if rest.tls else None
-                rest_address = await accept.start(
-                    partial(
-                        serve_rest,
-                        node,
-                        rest,
-                        token,
-                        sessions=sessions,
-                        feed=feed,
-                        tls=tls,
-                        metrics=monitoring.metrics.render,
-                    )
-                )
-                endpoints["rest_url"] = rest_url(rest_address, secure=tls is not None)
-                logger.info("REST at %s", endpoints["rest_url"])
+                endpoints["rest_url"] = await _open_rest(node, sessions, feed, monitoring, accept)
             if listen.endpoint_file:
                 await trio.to_thread.run_sync(announce, Path(listen.endpoint_file), endpoints)
             if load is not None:
@@ -444,6 +429,20 @@ async def _open_journal(config: NodeConfig, stack: AsyncExitStack) -> Journal | 
         raise ConfigError(f"ledger: {exc}") from exc
     ledger = await stack.enter_async_context(open_ledger(folder, limits))
     return await stack.enter_async_context(open_journal(ledger, config.ledger.hot_outcome_bytes))
+
+
+async def _open_rest(
+    node: Node, sessions: SessionTable, feed: EventFeed, monitoring: Monitoring, accept: trio.Nursery
+) -> str:
+    """Serve REST in `accept`; returns its URL."""
+    listen, rest = node.config.listen, node.config.rest
+    token = await trio.to_thread.run_sync(load_token, listen)
+    tls = await trio.to_thread.run_sync(load_tls, listen) if rest.tls else None
+    metrics = monitoring.metrics.render
+    serve = partial(serve_rest, node, rest, token, sessions=sessions, feed=feed, tls=tls, metrics=metrics)
+    url = rest_url(await accept.start(serve), secure=tls is not None)
+    logger.info("REST at %s", url)
+    return url
 
 
 async def _share_arena(node: Node, arena: Arena, path: Path, sessions: SessionTable, accept: trio.Nursery) -> None:

@@ -171,7 +171,7 @@ class Index:
     # ------------------------------------------------------------ changes
 
     def begin(self) -> None:
-        """Until `commit`, all or nothing."""
+        """Until `commit`, all or nothing: what is not committed when the process ends was not."""
         self._db.execute("BEGIN")
 
     def commit(self, position: Position | None) -> None:
@@ -179,10 +179,6 @@ class Index:
         if position is not None:
             self._db.execute("UPDATE position SET sequence = ?, segment = ?, offset = ?", position)
         self._db.execute("COMMIT")
-
-    def rollback(self) -> None:
-        """Nothing since `begin` was."""
-        self._db.execute("ROLLBACK")
 
     def apply(self, record: Record, sequence: int, segment: int, body: int) -> None:
         """What the record says is so. `body` is the offset of its payloads in `segment`."""
