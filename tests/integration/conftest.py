@@ -1,4 +1,4 @@
-"""What integration tests share: the runtime that images other than `host` need."""
+"""What integration tests share: the runtime that images other than `host` need, and the providers that isolate."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from launch.bundle import build_bundle
 from launch.progress import SetupError
+from prorl_trio.sandbox.registry import PROVIDERS
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +16,21 @@ def runtime():
         return build_bundle()
     except SetupError as error:
         pytest.skip(f"no runtime for images can be made: {error}")
+
+
+@pytest.fixture(scope="session")
+def probe_reports():
+    """What each provider's probe said, once it was asked."""
+    return {}
+
+
+@pytest.fixture(params=[name for name, provider in PROVIDERS.items() if provider.isolated])
+async def provider(request, tmp_path, probe_reports):
+    """Each provider that isolates, with its folder in `tmp_path`; skipped where it does not work."""
+    found = PROVIDERS[request.param](tmp_path)
+    if found.name not in probe_reports:
+        probe_reports[found.name] = await found.probe()
+    report = probe_reports[found.name]
+    if not report.usable:
+        pytest.skip(f"{found.name} cannot run here: {report.problem}. What to do: {report.remedy}")
+    return found

@@ -16,21 +16,11 @@ from ipc.limits import SandboxLimits
 from prorl_trio.errors import SandboxLost
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import descendants, is_alive
-from prorl_trio.sandbox.registry import PROVIDERS
 
 MIB = 1024 * 1024
 TEST_TIMEOUT_S = 120
 ACTION_TIMEOUT_S = 40
 NAMESPACES = ("pid", "mnt", "ipc", "uts", "net", "user")
-
-
-@pytest.fixture(params=[name for name, provider in PROVIDERS.items() if provider.isolated])
-async def provider(request, tmp_path):
-    found = PROVIDERS[request.param](tmp_path)
-    report = await found.probe()
-    if not report.usable:
-        pytest.skip(f"{request.param} cannot run here: {report.problem}. What to do: {report.remedy}")
-    return found
 
 
 async def run(sandbox, command):

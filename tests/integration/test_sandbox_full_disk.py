@@ -7,7 +7,6 @@ import trio
 
 from ipc.limits import SandboxLimits
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.registry import PROVIDERS
 
 MIB = 1024 * 1024
 ACTION_TIMEOUT_S = 40
@@ -27,12 +26,7 @@ async def check_refusals(sandbox):
         await sandbox.write_file("/tmp/file", b"x" * MIB)
 
 
-@pytest.mark.parametrize("name", [name for name, provider in PROVIDERS.items() if provider.isolated])
-async def test_commands_on_a_full_disk(name, tmp_path):
-    provider = PROVIDERS[name](tmp_path)
-    report = await provider.probe()
-    if not report.usable:
-        pytest.skip(f"{name} cannot run here: {report.problem}. What to do: {report.remedy}")
+async def test_commands_on_a_full_disk(provider):
     with trio.fail_after(120):
         async with provider.open_sandbox(SandboxSpec(limits=SandboxLimits(disk_bytes=48 * MIB))) as sandbox:
 
@@ -44,7 +38,7 @@ async def test_commands_on_a_full_disk(name, tmp_path):
             assert filled.breach == "disk"
             if FULL not in filled.output:
                 # As root, Apptainer's has no size of its own: the watchdog ends all that write beyond the limit.
-                assert name == "apptainer"
+                assert provider.name == "apptainer"
                 await bash("rm -rf /tmp/filler")
                 assert (await bash("echo room > /tmp/new && cat /tmp/new")).output.endswith("room\n")
                 assert (await bash("true")).breach == ""

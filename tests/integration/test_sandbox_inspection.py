@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import trio
 
 from prorl_trio.sandbox import start
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.registry import PROVIDERS
 
 ACTION_TIMEOUT_S = 60
 TOKEN = "0123456789abcdef-planted-token"
@@ -75,15 +73,6 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
             pass
 found
 """
-
-
-@pytest.fixture(params=[name for name, provider in PROVIDERS.items() if provider.isolated])
-async def provider(request, tmp_path):
-    found = PROVIDERS[request.param](tmp_path)
-    report = await found.probe()
-    if not report.usable:
-        pytest.skip(f"{request.param} cannot run here: {report.problem}. What to do: {report.remedy}")
-    return found
 
 
 async def test_the_daemon_can_be_neither_read_nor_traced_nor_spoken_for(provider):

@@ -7,7 +7,6 @@ import trio
 
 from ipc.limits import SandboxLimits
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.registry import PROVIDERS
 from prorl_trio.tools.builtin import render_bash
 
 MIB = 1024 * 1024
@@ -29,15 +28,6 @@ BOMBS = {
     "a file": ("head -c 64M /dev/zero > /tmp/large", "file_size"),
     "a file of the home directory": ("head -c 64M /dev/zero > ~/large", "file_size"),
 }
-
-
-@pytest.fixture(params=[name for name, provider in PROVIDERS.items() if provider.isolated])
-async def provider(request, tmp_path):
-    found = PROVIDERS[request.param](tmp_path)
-    report = await found.probe()
-    if not report.usable:
-        pytest.skip(f"{request.param} cannot run here: {report.problem}. What to do: {report.remedy}")
-    return found
 
 
 async def test_bombs_are_ended_named_and_survived(provider):

@@ -13,7 +13,6 @@ import trio
 
 from ipc.limits import SandboxLimits
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.registry import PROVIDERS
 
 MIB = 1024 * 1024
 
@@ -38,12 +37,7 @@ def project_below(request, monkeypatch):
         yield environment
 
 
-@pytest.mark.parametrize("name", [name for name, provider in PROVIDERS.items() if provider.isolated])
-async def test_the_project_works_and_tmp_keeps_its_limit(name, project_below, tmp_path):
-    provider = PROVIDERS[name](tmp_path)
-    report = await provider.probe()
-    if not report.usable:
-        pytest.skip(f"{name} cannot run here: {report.problem}. What to do: {report.remedy}")
+async def test_the_project_works_and_tmp_keeps_its_limit(provider, project_below):
     with trio.fail_after(90):
         async with provider.open_sandbox(SandboxSpec(limits=SandboxLimits(disk_bytes=64 * MIB))) as sandbox:
 

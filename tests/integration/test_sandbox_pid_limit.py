@@ -19,7 +19,6 @@ from prorl_trio.sandbox import pid_setter
 from prorl_trio.sandbox.pid_limit import FIRST_REUSED_PID, OWN_TASKS, PidLimiter, pid_limit_problem
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import identify
-from prorl_trio.sandbox.registry import PROVIDERS
 
 PID_MAX = Path("/proc/sys/kernel/pid_max")
 TEST_TIMEOUT_S = 120
@@ -39,15 +38,6 @@ BOMBS = {
 pytestmark = pytest.mark.skipif(
     bool(problem := pid_limit_problem()), reason=f"no limit of processes by the kernel: {problem}"
 )
-
-
-@pytest.fixture(params=[name for name, provider in PROVIDERS.items() if provider.isolated])
-async def provider(request, tmp_path):
-    found = PROVIDERS[request.param](tmp_path)
-    report = await found.probe()
-    if not report.usable:
-        pytest.skip(f"{request.param} cannot run here: {report.problem}. What to do: {report.remedy}")
-    return found
 
 
 @pytest.fixture(autouse=True)
