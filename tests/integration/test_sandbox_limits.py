@@ -24,7 +24,7 @@ BOMBS = {
         "processes",
     ),
     "fork bomb that ignores signals": (f"trap '' INT TERM HUP; {FORKS}", "processes"),
-    "memory of many processes": (f"for i in 1 2 3; do {HOG} & done; sleep 3", "memory"),
+    "memory of many processes": (f"for i in 1 2 3; do {HOG} & done; wait -n", "memory"),
     "a file": ("head -c 64M /dev/zero > /tmp/large", "file_size"),
     "a file of the home directory": ("head -c 64M /dev/zero > ~/large", "file_size"),
 }
