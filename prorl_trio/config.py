@@ -183,7 +183,7 @@ class HealthConfig(_Config, frozen=True):
     """When a backend that fails is given no more rollouts, its rollouts move, and when it is taken in again.
 
     Attributes:
-        interval_s: from the end of one round of probes to the next; 0 for no probes: only calls tell then, and one that
+        interval_s: between two probes of one backend; 0 for no probes: only calls tell then, and one that
             is out stays out until it is added again.
         open_after_failures: in a row, of calls (with all their retries) and probes.
         close_after_successes: in a row, of probes.
@@ -205,7 +205,7 @@ class LoadConfig(_Config, frozen=True):
     """What is made of the load that engines report on their `/metrics`; nothing for one that reports none.
 
     Attributes:
-        interval_s: from the end of one round of reports to the next; 0 for none, and then nothing of this happens.
+        interval_s: between two reports of one backend; 0 for none, and then nothing of this happens.
         skew_margin_s, skew_ratio: a rollout moves to another backend, at most once a turn, when its wait here would be
             more than `skew_margin_s + skew_ratio * (wait there + time to read its prefix there)`. See `inference.load`.
         max_kv_usage: of the KV cache, by running requests. Above it, or when requests lost their place in the cache,

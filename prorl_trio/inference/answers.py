@@ -24,6 +24,7 @@ __all__ = [
     "checked_completion",
     "context_limit",
     "error_message",
+    "label_of",
     "logprob_kind",
 ]
 
@@ -40,6 +41,9 @@ HOT_TOLERANCE = 0.15
 """Between two runs of a bfloat16 engine. Twice the temperature moves an uncertain token by more."""
 
 MAX_ERROR_CHARS = 1000
+
+UNNAMED = "0"
+"""The version of weights that nobody gave a name. vLLM and SGLang call it `default`."""
 
 _NOT_SAID = (msgspec.Raw(), msgspec.Raw(b"null"))
 
@@ -123,10 +127,12 @@ def checked_completion(
     sampled: int,
     finish_reason: str | None,
     versions: Sequence[tuple[str, int, int]] = (),
+    label: str = "",
     dropped: int = 0,
 ) -> Completion:
     """The completion, if everything about it agrees. `sampled` is the engine's own count; `versions` are its runs of
-    `(version of the weights, start, end)`, if it tells; `dropped` see `Completion`.
+    `(version of the weights, start, end)`, if it tells, and `label` the version at the end, if it tells no more than
+    that; `dropped` see `Completion`.
 
     Raises:
         ContractBroken: it does not.
@@ -168,6 +174,7 @@ def checked_completion(
         engine=info.engine,
         spans=spans,
         versions_told=told,
+        label=versions[-1][0] if told else label,
         dropped_tokens=dropped,
     )
 
@@ -181,6 +188,11 @@ def logprob_kind(plain: Sequence[float], hot: Sequence[float]) -> LogprobKind:
     if min(plain) >= CERTAIN_LOGPROB or abs(plain[0] - hot[0]) > HOT_TOLERANCE:
         return "processed"
     return "raw"
+
+
+def label_of(told: str | None) -> str:
+    """What an engine says that its weights are called: nothing if it says nothing, `0` if nobody gave them a name."""
+    return UNNAMED if told == "default" else told or ""
 
 
 def error_message(body: bytes) -> str:

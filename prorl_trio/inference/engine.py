@@ -9,17 +9,32 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
+from prorl_trio.errors import BackendError
 from prorl_trio.models import FinishReason, LogprobKind, PolicySpan, SamplingParams
 
 if TYPE_CHECKING:
     from prorl_trio.inference.engine_load import EngineLoad
     from prorl_trio.inference.gate import PauseMode
 
-__all__ = ["Completion", "EngineClient", "EngineInfo", "TokenSink"]
+__all__ = ["Completion", "EngineClient", "EngineInfo", "EnginePaused", "RequestRefused", "TokenSink"]
 
 TokenSink = Callable[[list[int], list[float]], int | None]
 """Given the ids and log-probabilities that came since the last call. None: go on; n: keep the first n of these, and
 stop sampling. Must not raise."""
+
+
+class EnginePaused(BackendError):
+    """It is paused, by whomever. Says nothing of its health; retryable."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)
+
+
+class RequestRefused(BackendError):
+    """The engine refused the request for what is in it. Says nothing of its health; not retryable."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=False)
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +45,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         model: the name it serves the policy under.
         max_model_len: prompt plus completion, in tokens.
         engine: name and version.
-        policy_version: what it calls its weights; `0` where it does not say.
+        policy_version: of its weights, as spans are to name it. The engine's own label, until a resume says otherwise;
+            `0` where it has none.
+        label: what the engine itself called those weights when it was last heard of; `0`: it has no name for them.
+            Empty: it does not say.
         logprob_kind: what its log-probabilities are of, found out by sampling with `top_k` 1.
         api: the path that completions are asked for at.
         pausable: it can be paused, and told the version of its weights.
@@ -42,6 +60,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     engine: str
     policy_version: str
+    label: str = ""
     logprob_kind: LogprobKind = "raw"
     api: str = ""
     pausable: bool = False
@@ -55,7 +74,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     usage count. The end-of-turn token is included when it was sampled.
 
     `spans` cover the N tokens, position 0 being the first of them. None: all are of one kind, by `policy_version` and
-    `engine`. `versions_told`: the engine itself said which of them were sampled by which version of the weights.
+    `engine`. `versions_told`: the engine itself said which of them were sampled by which version of the weights, and
+    its labels are in the spans. `label`: what it called its weights at the end; empty: it did not say.
 
     `dropped_tokens` came with, but after, the token at which the sink had enough. What the engine went on to sample
     until it noticed is not known, nor what it would have.
@@ -68,6 +88,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     spans: list[PolicySpan] = []
     versions_told: bool = False
+    label: str = ""
     dropped_tokens: int = 0
 
 
@@ -82,6 +103,7 @@ class EngineClient(abc.ABC):
 
         Raises:
             BackendError: it is down (`retryable`), or not fit for token-exact work (not retryable), with the reason.
+            EnginePaused: where it says so.
         """
 
     @abc.abstractmethod
@@ -107,6 +129,7 @@ class EngineClient(abc.ABC):
 
         Raises:
             BackendError: after the retries, or at once when counts of ids, logprobs and usage differ.
+            RequestRefused: what was asked for is no valid request to this engine.
             ContextLengthExceeded: the engine says that the prompt does not fit.
         """
 
@@ -128,15 +151,16 @@ class EngineClient(abc.ABC):
         await trio.lowlevel.checkpoint()
         return False
 
-    async def label_weights(self, policy_version: str, *, timeout_s: float) -> None:
+    async def label_weights(self, policy_version: str, *, timeout_s: float) -> bool:
         """Tell the engine what its weights are called from now on, so that it can say which tokens are of which.
 
-        Nothing happens where it cannot be told.
+        False, and nothing happened, where it cannot be told.
 
         Raises:
             BackendError: it can be told, and failed.
         """
         await trio.lowlevel.checkpoint()
+        return False
 
     async def resume(self, *, timeout_s: float) -> None:
         """End a `pause` that returned True.

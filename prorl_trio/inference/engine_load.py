@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from typing import Final
@@ -22,6 +21,9 @@ _PREFILL_S: Final = ("vllm:request_prefill_time_seconds_sum", "sglang:time_to_fi
 """SGLang says no better: its time in the queue counts, too, so that a prefix seems dearer than it is."""
 
 _NAMES: Final = (*_RUNNING, *_WAITING, *_KV_USAGE, *_PREEMPTIONS, *_COMPUTED, *_PROMPT, *_CACHED, *_PREFILL_S)
+MAX_VALUE: Final = 1e15
+"""Of a sample. What is larger, negative or no number is not believed."""
+
 _SAMPLE: Final = re.compile(
     b"^(" + b"|".join(re.escape(name.encode()) for name in _NAMES) + rb")(?:\{.*\})? +([-+0-9.eE]+)", re.MULTILINE
 )
@@ -56,7 +58,7 @@ def read_load(page: bytes) -> EngineLoad | None:
             value = float(match[2])
         except ValueError:
             continue
-        if math.isfinite(value):
+        if 0 <= value < MAX_VALUE:
             samples[match[1].decode()].append(value)
 
     def total(names: tuple[str, ...]) -> float | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypedDict
 
+import trio
+
+from prorl_trio.errors import BackendError
 from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo, TokenSink
 from prorl_trio.inference.sglang import SglangClient
 from prorl_trio.inference.vllm import VllmClient
@@ -53,9 +56,16 @@ class AutoClient(EngineClient):
         return f"<AutoClient: {self._chosen!r}>"
 
     async def probe(self, *, timeout_s: float) -> EngineInfo:
-        """See `EngineClient.probe`. A server that is neither is taken for a vLLM that is not fit."""
-        self._chosen = self._sglang if await self._sglang.is_there(timeout_s) else self._vllm
-        return await self._chosen.probe(timeout_s=timeout_s)
+        """See `EngineClient.probe`. A server that is neither is taken for a vLLM that is not fit.
+
+        Until one succeeds, calls go to what the last one that did found.
+        """
+        with trio.move_on_after(timeout_s):
+            there: HttpEngineClient = self._sglang if await self._sglang.is_there(timeout_s) else self._vllm
+            info = await there.probe(timeout_s=timeout_s)
+            self._chosen = there
+            return info
+        raise BackendError(f"{self.url}: the probe took more than {timeout_s:g} s", retryable=True)
 
     async def generate(
         self,
@@ -89,9 +99,9 @@ class AutoClient(EngineClient):
         """See `EngineClient.pause`."""
         return await self._chosen.pause(mode, timeout_s=timeout_s)
 
-    async def label_weights(self, policy_version: str, *, timeout_s: float) -> None:
+    async def label_weights(self, policy_version: str, *, timeout_s: float) -> bool:
         """See `EngineClient.label_weights`."""
-        await self._chosen.label_weights(policy_version, timeout_s=timeout_s)
+        return await self._chosen.label_weights(policy_version, timeout_s=timeout_s)
 
     async def resume(self, *, timeout_s: float) -> None:
         """See `EngineClient.resume`."""

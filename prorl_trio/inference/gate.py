@@ -35,6 +35,8 @@ class CompletionGate:
 
     def __init__(self) -> None:
         self._closed = False
+        self.closings = 0
+        """How often it was closed so far."""
         self._calls: dict[trio.CancelScope, str] = {}
         self._opened = trio.lowlevel.ParkingLot()
         self._idle = trio.lowlevel.ParkingLot()
@@ -62,6 +64,7 @@ class CompletionGate:
 
     def close(self) -> None:
         """Let no completion begin. Idempotent."""
+        self.closings += not self._closed
         self._closed = True
 
     def open(self) -> None:
@@ -86,12 +89,13 @@ class CompletionGate:
 
     async def run(
         self,
-        url: str,
+        place: Callable[[], str],
         call: Callable[[], Awaitable[Completion]],
         waiting: Callable[[str], AbstractContextManager[None]] = unseen,
     ) -> Completion:
-        """`call`, as soon as the gate is open; and again, if a pause aborted it, or had its engine abort it.
+        """`call`, as soon as the gate is open; and again, if a pause aborted it, or its engine, whoever asked for that.
 
+        `place` is asked before each, with the gate open, for the url of the backend that it will be on.
         `waiting(PAUSED)` is entered while the gate is closed. Raises what `call` raises; a cancel passes as ever.
         """
         while True:
@@ -99,11 +103,12 @@ class CompletionGate:
                 with waiting(PAUSED):
                     while self._closed:
                         await self._opened.park()
+            url = place()
             with trio.CancelScope() as scope:
                 self._calls[scope] = url
                 try:
                     completion = await call()
-                    if not (self.closed and completion.finish_reason == "abort"):
+                    if completion.finish_reason != "abort":
                         return completion
                 finally:
                     del self._calls[scope]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+import trio
 
 from prorl_trio.errors import BackendError
+from prorl_trio.inference.answers import UNNAMED
 from prorl_trio.inference.health import Breaker
 from prorl_trio.inference.load import AdaptiveLimit, LoadEstimate
 
@@ -28,6 +30,49 @@ class RegisteredEngine:
         self.breaker = Breaker(health)
         self.load = LoadEstimate()
         self.limit = AdaptiveLimit()
+
+    def heard(self, label: str, since: EngineInfo) -> None:
+        """It said what its weights are called, in answer to a call that was made when `since` was known of it.
+
+        Weights that got another name without a resume of the pool are recorded under that from now on. One that has no
+        name for them any more was started again: that is for the probe to judge, see `lost_weights`.
+        """
+        known = self.info
+        if not label or (known.label, known.policy_version) != (since.label, since.policy_version):
+            return
+        if not known.label:
+            self.info = msgspec.structs.replace(known, label=label)
+        elif label not in (known.label, UNNAMED):
+            self.info = msgspec.structs.replace(known, label=label, policy_version=label)
+
+    def probed(self, found: EngineInfo, since: EngineInfo) -> None:
+        """A probe found it fit, begun when `since` was known. What the pool calls its weights stays."""
+        self.heard(found.label, since)
+        known = self.info
+        self.info = msgspec.structs.replace(found, label=known.label, policy_version=known.policy_version)
+
+    def lost_weights(self, found: EngineInfo, since: EngineInfo) -> bool:
+        """Whether a probe, begun when `since` was known, shows that it was started again: its weights had a name, and
+        have none now, so they are not those that tokens would be recorded under."""
+        return found.label == UNNAMED and self.info.label == since.label and since.label not in ("", UNNAMED)
+
+    async def unpause(self, timeout_s: float) -> None:
+        """Resume it if it was paused here. Raises BackendError: it failed, and counts as paused."""
+        await trio.lowlevel.checkpoint()
+        if self.paused:
+            await self.client.resume(timeout_s=timeout_s)
+            self.paused = False
+
+    async def label(self, policy_version: str, timeout_s: float) -> str:
+        """Tell it what its weights are called from now on. Why it failed, or nothing."""
+        label, error = "", ""
+        try:
+            if await self.client.label_weights(policy_version, timeout_s=timeout_s):
+                label = policy_version
+        except BackendError as exc:
+            error = str(exc)
+        self.info = msgspec.structs.replace(self.info, label=label)
+        return error
 
 
 EngineAnswer = Literal["paused", "resumed", "not_offered", "failed"]
@@ -70,18 +115,16 @@ async def tell_engine(
 
     How it took that is entered in `told`; a failure is not raised.
     """
+    error = "" if policy_version is None else await engine.label(policy_version, timeout_s)
     try:
-        if policy_version is not None:
-            await engine.client.label_weights(policy_version, timeout_s=timeout_s)
-        if mode is None and not engine.paused:
-            told[engine] = ("not_offered", "")
-        elif mode is None:
-            await engine.client.resume(timeout_s=timeout_s)
-            engine.paused = False
-            told[engine] = ("resumed", "")
-        else:
+        answer: EngineAnswer = "not_offered"
+        if mode is not None:
             engine.paused = True
             engine.paused = await engine.client.pause(mode, timeout_s=timeout_s)
-            told[engine] = ("paused" if engine.paused else "not_offered", "")
+            answer = "paused" if engine.paused else "not_offered"
+        elif engine.paused:
+            await engine.unpause(timeout_s)
+            answer = "resumed"
+        told[engine] = ("failed", error) if error else (answer, "")
     except BackendError as exc:
         told[engine] = ("failed", str(exc))

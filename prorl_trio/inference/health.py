@@ -51,6 +51,10 @@ class Breaker:
             if self._in_a_row >= self.policy.close_after_successes:
                 self._enter("closed")
 
+    def trip(self) -> None:
+        """Open at once: it is known to be of no use."""
+        self._enter("open")
+
     def reset(self) -> None:
         """Closed, as at first: it was just found fit by whoever added it."""
         self._enter("closed")

@@ -45,7 +45,8 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         max_connections: open at once, busy and idle together.
         max_waiting_requests: requests that may wait for a connection; one more is refused.
-        max_response_bytes: of one response's body.
+        max_response_bytes: of one response's body that is kept. One that is handed on as it comes has no limit but the
+            time-out.
         max_header_bytes: of one response's status line and headers.
         connect_timeout_s: for name look-up, TCP and TLS together.
         keep_alive_s: an idle connection older than this is not used again. Below the 5 s after which uvicorn, and so
@@ -233,11 +234,12 @@ class HttpConnection:
         while (event := self._h11.next_event()) is not h11.NEED_DATA:
             if isinstance(event, h11.Response):
                 head.append(event)
-                self._check_size(int(dict(event.headers).get(b"content-length", b"0")))
+                if on_data is None or event.status_code != 200:
+                    self._check_size(int(dict(event.headers).get(b"content-length", b"0")))
             elif isinstance(event, h11.Data):
-                self._body_bytes += len(event.data)
-                self._check_size(self._body_bytes)
                 if on_data is None or head[-1].status_code != 200:
+                    self._body_bytes += len(event.data)
+                    self._check_size(self._body_bytes)
                     body.append(bytes(event.data))
                 elif on_data(bytes(event.data)):
                     self.close()

@@ -13,7 +13,14 @@ import trio
 
 from prorl_trio.errors import BackendError, ContextLengthExceeded
 from prorl_trio.inference.answers import ContractBroken, Prompt, Wanted, context_limit, error_message, logprob_kind
-from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo, TokenSink
+from prorl_trio.inference.engine import (
+    Completion,
+    EngineClient,
+    EngineInfo,
+    EnginePaused,
+    RequestRefused,
+    TokenSink,
+)
 from prorl_trio.inference.engine_load import EngineLoad, read_load
 from prorl_trio.inference.http import (
     ConnectFailed,
@@ -28,11 +35,13 @@ from prorl_trio.inference.http import (
 from prorl_trio.inference.retries import RETRYABLE_STATUSES, RetryPolicy
 from prorl_trio.models import SamplingParams
 
-__all__ = ["PROBE_PROMPT", "PROBE_TOKENS", "EndpointMissing", "HttpEngineClient", "OnCall"]
+__all__ = ["PROBE_PROMPT", "PROBE_TOKENS", "REFUSED_STATUSES", "EndpointMissing", "HttpEngineClient", "OnCall"]
 
 MAX_REQUEST_ID_CHARS = 200
 MISSING_STATUSES = frozenset({403, 404, 405, 501})
 """An endpoint that a server does not have, or has switched off."""
+REFUSED_STATUSES = frozenset({400, 413, 422})
+"""For what is in the request."""
 PROBE_PROMPT = [1, 2, 3]
 PROBE_TOKENS = 2
 
@@ -126,7 +135,7 @@ class HttpEngineClient(EngineClient):
             info = await self._ask_info(timeout_s)
             plain = await self._sample_probe(info, timeout_s)
             hot = await self._sample_probe(info, timeout_s, _HOT_SAMPLING) if self.may_scale_logprobs else plain
-            self._info = msgspec.structs.replace(info, logprob_kind=logprob_kind(plain, hot))
+            self._info = msgspec.structs.replace(info, logprob_kind=logprob_kind(plain.logprobs, hot.logprobs))
             return self._info
         raise BackendError(f"{self.url}: the probe took more than {timeout_s:g} s", retryable=True)
 
@@ -189,8 +198,8 @@ class HttpEngineClient(EngineClient):
 
     async def _sample_probe(
         self, info: EngineInfo, timeout_s: float, sampling: SamplingParams = _PROBE_SAMPLING
-    ) -> list[float]:
-        """The log-probabilities of `PROBE_TOKENS` tokens. Raises BackendError: it is not fit."""
+    ) -> Completion:
+        """`PROBE_TOKENS` tokens. Raises BackendError: it is not fit."""
         wanted = Wanted(prompt=Prompt.of(PROBE_PROMPT), sampling=sampling, max_tokens=PROBE_TOKENS, info=info)
         try:
             completion = await self._complete(
@@ -198,9 +207,11 @@ class HttpEngineClient(EngineClient):
             )
         except ContractBroken as exc:
             raise self._unfit(str(exc)) from exc
+        if completion.finish_reason == "abort":
+            raise EnginePaused(f"{self.url}: it aborted the probe, as it does for a pause")
         if len(completion.token_ids) != PROBE_TOKENS:
             raise self._unfit(f"asked for {PROBE_TOKENS} tokens, it sampled {len(completion.token_ids)}")
-        return completion.logprobs
+        return completion
 
     async def _post(
         self,
@@ -256,7 +267,7 @@ class HttpEngineClient(EngineClient):
             response = await self._http.request("GET", path, headers=headers, timeout_s=timeout_s)
         except HttpError as exc:
             raise self._failed(exc) from exc
-        if response.status not in (200, 404):
+        if response.status != 200 and response.status not in MISSING_STATUSES:
             self._refused("GET", path, response, 0)
         return response.body if response.status == 200 else None
 
@@ -278,7 +289,7 @@ class HttpEngineClient(EngineClient):
             response = await self._http.request("POST", path, body=payload, headers=headers, timeout_s=timeout_s)
         except HttpError as exc:
             raise self._failed(exc) from exc
-        if response.status not in (200, 404):
+        if response.status != 200 and response.status not in MISSING_STATUSES:
             self._refused("POST", path, response, 0)
         return response.status == 200
 
@@ -288,11 +299,11 @@ class HttpEngineClient(EngineClient):
         limit = context_limit(message) if response.status == 400 else None
         if limit is not None:
             raise ContextLengthExceeded(prompt_tokens, limit)
+        said = f"{self.url}: {method} {path} was answered by status {response.status}: {message}"
+        if response.status in REFUSED_STATUSES:
+            raise RequestRefused(said)
         kind = EndpointMissing if response.status in MISSING_STATUSES else BackendError
-        raise kind(
-            f"{self.url}: {method} {path} was answered by status {response.status}: {message}",
-            retryable=response.status in RETRYABLE_STATUSES,
-        )
+        raise kind(said, retryable=response.status in RETRYABLE_STATUSES)
 
     def _failed(self, exc: HttpError) -> BackendError:
         breach = isinstance(exc, ResponseMalformed | ResponseTooLarge)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from prorl_trio.errors import BackendError
 from prorl_trio.inference.gate import unseen
 from prorl_trio.inference.partial import PartialCompletion
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["BackendLease"]
 
+MAX_EMPTY_ABORTS = 3
+"""Of one completion, by an engine that nobody had asked for them here."""
+
 
 class BackendLease:
     """A task's hold on one backend, for all its calls. Made by `Backends.lease`."""
@@ -27,8 +31,6 @@ class BackendLease:
     def __init__(self, backends: Backends, lease: Lease) -> None:
         self._backends = backends
         self._lease = lease
-        self._turn: PartialCompletion | None = None
-        """Which was begun, and is not complete."""
 
     def __repr__(self) -> str:
         return f"<BackendLease of {self.task_id} on {self.url}>"
@@ -79,38 +81,52 @@ class BackendLease:
 
         A pause that aborts has it continued after the resume, from the tokens received: those the engine answered the
         abort with, or those streamed before. They stay in `partial` if this raises or is cancelled, for another
-        backend to continue. `timeout_s` is for one attempt, the pause not counted; `waiting` is entered while it lasts
-        (see `CompletionGate.run`). The spans say which tokens were sampled under which policy version.
+        backend to continue. So it is with an abort that somebody else asked the engine for, at once. `timeout_s` is for
+        one attempt, the pause not counted; `waiting` is entered while it lasts (see `CompletionGate.run`). The spans
+        say which tokens were sampled under which policy version.
         """
+        empty_aborts = 0
+
+        def place() -> str:
+            self._backends.place(self._lease, None if partial.begun else partial)
+            return self.url
 
         async def call() -> Completion:
+            nonlocal empty_aborts
             engine = self._backends.engine_of(self._lease)
+            known = engine.info
             if (whole := partial.begin_attempt(lambda: engine.info)) is not None:
                 await trio.lowlevel.checkpoint()
                 return whole
             completion, sent_s = None, trio.current_time()
-            try:
-                completion = await engine.client.generate(
-                    partial.prompt_token_ids,
-                    partial.sampling,
-                    max_tokens=partial.room,
-                    request_id=request_id,
-                    timeout_s=timeout_s,
-                    cache_salt=engine.info.policy_version,
-                    sink=partial.sink,
-                )
-            finally:
-                if completion is None:
-                    partial.cut()
-            engine.load.call_ended(trio.current_time() - sent_s)
-            return partial.add(completion)
+            with self._backends.judged(self._lease.backend):
+                try:
+                    completion = await engine.client.generate(
+                        partial.prompt_token_ids,
+                        partial.sampling,
+                        max_tokens=partial.room,
+                        request_id=request_id,
+                        timeout_s=timeout_s,
+                        cache_salt=known.policy_version,
+                        sink=partial.sink,
+                    )
+                finally:
+                    if completion is None:
+                        partial.cut()
+                engine.load.call_ended(trio.current_time() - sent_s)
+                whole = partial.add(completion)
+                engine.heard(completion.label, known)
+                gate = self._backends.gate
+                empty_aborts += completion.finish_reason == "abort" and not completion.token_ids and not gate.closed
+                if empty_aborts >= MAX_EMPTY_ABORTS:
+                    raise BackendError(
+                        f"{engine.client.url}: it aborted a completion before its first token, {empty_aborts} times, "
+                        "and no pause was asked for here",
+                        retryable=True,
+                    )
+            return whole
 
-        begins = partial is not self._turn
-        self._turn = partial
-        with self._backends.observed(self._lease, partial if begins else None):
-            completion = await self._backends.gate.run(self.url, call, waiting)
-        self._turn = None
-        return completion
+        return await self._backends.gate.run(place, call, waiting)
 
     def repin(self) -> bool:
         """Move to the least loaded other backend, after this one failed.

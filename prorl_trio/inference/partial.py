@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.engine import EngineInfo
     from prorl_trio.models import FinishReason, SamplingParams
 
-__all__ = ["PartialCompletion", "named_spans"]
+__all__ = ["PartialCompletion", "version_name"]
 
 
 class PartialCompletion:
@@ -59,11 +59,16 @@ class PartialCompletion:
         self._streamed_under: list[tuple[int, str]] = []
         """From which streamed token on which version was in force."""
         self._info: Callable[[], EngineInfo] | None = None
-        self._before = ""
+        self._before: EngineInfo | None = None
 
     def __len__(self) -> int:
         """Tokens sampled so far."""
         return len(self._token_ids)
+
+    @property
+    def begun(self) -> bool:
+        """An attempt was made."""
+        return self._info is not None
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -90,7 +95,7 @@ class PartialCompletion:
             Whatever `admit` does.
         """
         self._so_far, self._streamed_logprobs, self._streamed_under = list(self._token_ids), [], []
-        self._info, self._before = info, info().policy_version
+        self._info, self._before = info, info()
         if self._token_ids and self._token_ids[-1] in self.sampling.stop_token_ids:
             return self._whole("stop")
         if self._token_ids and self.stop is not None and self.stop(self._token_ids):
@@ -98,16 +103,30 @@ class PartialCompletion:
         if self.room < 1:
             return self._whole("length")
         if self.admit is not None:
-            self.admit(self._before, [span.policy_version for span in self._spans])
+            self.admit(self._before.policy_version, [span.policy_version for span in self._spans])
         return None
 
     def add(self, completion: Completion) -> Completion:
-        """An attempt ended: the completion with what earlier ones sampled in front. See `named_spans`."""
-        count, after = len(completion.token_ids), self._engine().policy_version
-        if completion.versions_told or not self._streamed_under:
-            spans = named_spans(completion.spans or [self._span(0, count, "")], self._before, after)
-        else:
+        """An attempt ended: the completion with what earlier ones sampled in front.
+
+        Its spans are those that the engine tells, by `version_name`. If it tells none, they are of the version that was
+        in force when the attempt began, or each streamed token came; but if it says at the end that its weights have
+        another name than anybody gave them, of these.
+        """
+        before, after = self._before, self._engine()
+        assert before is not None, "begin_attempt comes first"
+        count, last = len(completion.token_ids), version_name(completion.label, before, after)
+        if completion.versions_told:
+            spans = [
+                msgspec.structs.replace(span, policy_version=version_name(span.policy_version, before, after))
+                for span in completion.spans
+            ]
+        elif last not in ("", before.policy_version, after.policy_version):
+            spans = [self._span(0, count, last)]
+        elif self._streamed_under:
             spans = self._streamed_spans(count)
+        else:
+            spans = [self._span(0, count, before.policy_version)]
         self._append(completion.token_ids, completion.logprobs, spans)
         return self._whole(completion.finish_reason, completion.dropped_tokens)
 
@@ -178,16 +197,14 @@ class PartialCompletion:
         )
 
 
-def named_spans(spans: Sequence[PolicySpan], before: str, after: str) -> list[PolicySpan]:
-    """An engine's spans under the pool's versions: `before` was in force when the attempt began, `after` when it ended.
+def version_name(label: str, before: EngineInfo, after: EngineInfo) -> str:
+    """What weights are recorded as that the engine calls `label`.
 
-    The engine knows where one version ended, the pool what it is called: the first span is of `before`, the last of
-    `after`. Where there is one span, and the version changed meanwhile, it is `after` if the engine says so, otherwise
-    `before`. Where the pool's did not change, several spans are of versions that only the engine was told of.
+    `before` is what was known of it when the attempt began, and `after` what is when it ended: the label of its
+    weights, and the version of the policy that the pool knows them by. A label that is neither's is of weights that
+    only the engine was told of, and stands for itself. Where the engine was told nothing, the version is the one
+    before.
     """
-    names = [span.policy_version for span in spans]
-    if len(spans) == 1:
-        names = [after if names[0] == after else before]
-    elif before != after:
-        names[0], names[-1:] = before, [after]
-    return [msgspec.structs.replace(span, policy_version=name) for span, name in zip(spans, names, strict=True)]
+    if label == before.label:
+        return before.policy_version
+    return after.policy_version if label == after.label or not after.label else label

@@ -112,11 +112,14 @@ class PolicyUpdates:
     ) -> None:
         """Pause the engines, or (None) tell them the version, if there is one, and resume those that were paused.
 
-        How each took it is in `told` as soon as it has answered.
+        How each took it is in `told` as soon as it has answered. One that is out of health has half of the time that is
+        left: that it does not answer is to be reported, and not to undo a pause of the others.
         """
+        left_s = min(timeout_s, trio.current_effective_deadline() - trio.current_time())
         async with open_single_nursery() as nursery:
             for engine in self._engines.values():
-                nursery.start_soon(tell_engine, engine, mode, timeout_s, told, policy_version)
+                each_s = timeout_s if engine.breaker.closed else left_s / 2
+                nursery.start_soon(tell_engine, engine, mode, each_s, told, policy_version)
 
     def _report(self, told: dict[RegisteredEngine, Told]) -> GateReport:
         in_flight = self.gate.in_flight()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import trio
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig, Strategy
 from prorl_trio.errors import BackendError
+from prorl_trio.inference.engine import RequestRefused
 from prorl_trio.inference.expected import ExpectedBackends
 from prorl_trio.inference.gate import unseen
 from prorl_trio.inference.gated import GatedBackend, GateReport, RegisteredEngine
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 CLOSE_GRACE_S = 5.0
+UNPAUSE_GRACE_S = 3.0
+"""Of these, for an engine that is to go on."""
 
 
 class Backends:
@@ -87,6 +90,7 @@ class Backends:
             self._pool,
             self._engines,
             self._changed,
+            self._updates.gate,
             health=health or HealthConfig(),
             load=load or LoadConfig(),
             probe_timeout_s=probe_timeout_s,
@@ -157,7 +161,8 @@ class Backends:
 
     async def remove(self, url: str) -> None:
         """Give `url` no new tasks and forget it. Its calls finish there; its tasks move with the next one, or finish
-        there if no other backend accepts tasks. The client is closed when they have ended.
+        there if no other backend accepts tasks. The client is closed when they have ended, and its engine resumed if it
+        was paused here.
 
         Raises:
             BackendError: it is not registered.
@@ -237,20 +242,28 @@ class Backends:
             self._serve()
         return moved
 
-    @contextmanager
-    def observed(self, lease: Lease, turn: PartialCompletion | None) -> Iterator[None]:
-        """Around a completion. A task whose backend takes none any more moves first, if it can; and so does one that is
-        at the beginning of a `turn` and better off elsewhere."""
+    def place(self, lease: Lease, turn: PartialCompletion | None) -> None:
+        """Before a completion. A task whose backend takes none any more moves, if it can; and so does one that is at
+        the beginning of a `turn` and better off elsewhere."""
         if not lease.backend.accepting:
             self.move(lease, "failure" if lease.backend.suspended else "drain")
         elif turn is not None and (better := self._better(lease, turn)) is not None:
             self.move(lease, "skew", better)
-        backend = lease.backend
+
+    @contextmanager
+    def judged(self, backend: Backend) -> Iterator[None]:
+        """Around a completion there: how it ends counts for the backend's health, unless only the request is to blame.
+
+        An answer that breaks the contract counts as a failure: one that fails each call at once has the least to do,
+        and would draw all tasks.
+        """
         engine = self._engines[backend]
         try:
             yield
+        except RequestRefused:
+            raise
         except BackendError as exc:
-            engine.breaker.call_ended(ok=not exc.retryable)
+            engine.breaker.call_ended(ok=False)
             self._watch.judge(backend, engine, str(exc))
             raise
         engine.breaker.call_ended(ok=True)
@@ -295,12 +308,17 @@ class Backends:
         """Let completions begin again, recorded under `policy_version` if that is given. A pool need not be paused.
 
         Engines are told the version, and those that were paused are resumed, before; one that fails to is reported, not
-        raised. If this is cancelled, the pool stays paused.
+        raised, and takes no tasks until `watch` has resumed it. If this is cancelled, the pool stays paused.
 
         Raises:
             BackendsBusy: another pause or resume is under way.
         """
-        return await self._updates.resume(policy_version)
+        report = await self._updates.resume(policy_version)
+        for backend, engine in self._engines.items():
+            if engine.paused:
+                engine.breaker.trip()
+                self._watch.judge(backend, engine, f"{backend.url}: it did not answer its resume")
+        return report
 
     async def watch(self) -> None:
         """Look at all backends from time to time, for ever: see `PoolWatch`, `ExpectedBackends`."""
@@ -310,11 +328,12 @@ class Backends:
             nursery.start_soon(self._expected.run)
 
     async def aclose(self) -> None:
-        """Close every client; calls in flight and whoever waits for a backend fail. Idempotent."""
+        """Close every client; calls in flight and whoever waits for a backend fail. Engines that were paused here are
+        resumed, as nobody else would. Idempotent."""
         self._closed = True
         self._line.tell_news()
         with trio.move_on_after(CLOSE_GRACE_S, shield=True):
-            await _close_all(engine.client for engine in self._engines.values())
+            await _close_all(self._engines.values())
 
     def statistics(self) -> dict[str, object]:
         """Leases, tasks `waiting` for a backend, `moves` by reason, the gate, and `backends`: one `BackendStatistics`
@@ -419,7 +438,7 @@ class Backends:
 
     async def _close_unused(self) -> None:
         unused = [backend for backend in self._engines if backend.state == "removed" and not backend.in_flight]
-        await _close_all(self._engines.pop(backend).client for backend in unused)
+        await _close_all([self._engines.pop(backend) for backend in unused])
 
 
 def _check_weight(url: str, weight: float | None) -> None:
@@ -427,7 +446,13 @@ def _check_weight(url: str, weight: float | None) -> None:
         raise BackendError(f"{url}: a weight must be > 0, got {weight}", retryable=False)
 
 
-async def _close_all(clients: Iterable[EngineClient]) -> None:
+async def _close_all(engines: Iterable[RegisteredEngine]) -> None:
     async with trio.open_nursery() as nursery:
-        for client in clients:
-            nursery.start_soon(client.aclose)
+        for engine in engines:
+            nursery.start_soon(_close, engine)
+
+
+async def _close(engine: RegisteredEngine) -> None:
+    with suppress(BackendError):
+        await engine.unpause(UNPAUSE_GRACE_S)
+    await engine.client.aclose()

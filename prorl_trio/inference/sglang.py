@@ -5,15 +5,27 @@ Written against SGLang's documented API, and tested against `prorl_trio.testing.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgspec
 
-from prorl_trio.inference.answers import ContractBroken, Logprob, TokenId, Wanted, checked_completion
+from prorl_trio.errors import BackendError, ContextLengthExceeded
+from prorl_trio.inference.answers import (
+    UNNAMED,
+    ContractBroken,
+    Logprob,
+    TokenId,
+    Wanted,
+    checked_completion,
+    context_limit,
+    label_of,
+)
 from prorl_trio.inference.completion_stream import CompletionStream, StreamPart
-from prorl_trio.inference.engine import Completion, EngineInfo, TokenSink
-from prorl_trio.inference.http_engine import PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient
-from prorl_trio.inference.vllm_api import ModelList
+from prorl_trio.inference.engine import Completion, EngineInfo, RequestRefused, TokenSink
+from prorl_trio.inference.http_engine import PROBE_PROMPT, PROBE_TOKENS, REFUSED_STATUSES, HttpEngineClient
+from prorl_trio.inference.retries import RETRYABLE_STATUSES
+from prorl_trio.inference.vllm_api import ModelList, VersionRun, runs_of, served_model
 
 if TYPE_CHECKING:
     from prorl_trio.inference.gate import PauseMode
@@ -24,7 +36,6 @@ GENERATE: Final = "/generate"
 MODEL_INFO: Final = ("/model_info", "/get_model_info")
 SERVER_INFO: Final = ("/server_info", "/get_server_info")
 """Each under its name of today and that of older servers."""
-UNLABELLED: Final = "default"
 PAUSE_MODES: Final[dict[PauseMode, str]] = {"wait": "retract", "abort": "abort", "keep": "retract"}
 """`retract` puts requests back in line and forgets what the old weights made of them, so that it is computed anew."""
 
@@ -57,9 +68,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishedBecause(msgspec.Struct, frozen=True):
-    """`type` is `stop`, `length` or `abort`."""
+    """`type` is `stop`, `length` or `abort`. An abort with a `status_code` is an error, which `message` tells."""
 
     type: str
+    message: str | None = None
+    status_code: int | None = None
 
 
 class MetaInfo(msgspec.Struct, frozen=True):
@@ -67,15 +80,24 @@ class MetaInfo(msgspec.Struct, frozen=True):
 
     In a stream `completion_tokens` counts all so far. The log-probabilities are of all so far, too, or, of a server
     with `--incremental-streaming-output`, of the new ones. There is no `finish_reason` until the last event.
+
+    `weight_version` is what the weights were called as this was sent, `weight_versions` the runs of all tokens so far.
+    Older servers tell the first of these only, or neither.
     """
 
     completion_tokens: int
     finish_reason: FinishedBecause | None = None
     output_token_logprobs: list[tuple[Logprob, TokenId, Any]] | None = None
+    weight_version: str | None = None
+    weight_versions: list[VersionRun] | None = None
 
 
 class GenerateResponse(msgspec.Struct, frozen=True):
-    """The answer of `POST /generate`, or an event of a streamed one."""
+    """The answer of `POST /generate`, or an event of a streamed one.
+
+    `output_ids` are of all so far or new, as the log-probabilities are, but not always as these are: servers with
+    `--stream-output`, an older name, have new ids and the log-probabilities of all.
+    """
 
     meta_info: MetaInfo
     output_ids: list[TokenId] | None = None
@@ -108,11 +130,11 @@ class SglangClient(HttpEngineClient):
         """See `EngineClient.pause`. With `abort`, completions in flight are answered with what they have."""
         return await self._control("/pause_generation", timeout_s, {"mode": PAUSE_MODES[mode]})
 
-    async def label_weights(self, policy_version: str, *, timeout_s: float) -> None:
+    async def label_weights(self, policy_version: str, *, timeout_s: float) -> bool:
         """See `EngineClient.label_weights`."""
         # Unless it is told not to, the server aborts everything here.
         body = {"new_version": policy_version, "abort_all_requests": False}
-        await self._control("/update_weight_version", timeout_s, body)
+        return await self._control("/update_weight_version", timeout_s, body)
 
     async def resume(self, *, timeout_s: float) -> None:
         """See `EngineClient.resume`."""
@@ -121,19 +143,20 @@ class SglangClient(HttpEngineClient):
     async def _ask_info(self, timeout_s: float) -> EngineInfo:
         model = await self._first(MODEL_INFO, ModelInfo, timeout_s)
         models = await self._get_json("/v1/models", ModelList, timeout_s)
-        if model is None or models is None or not models.data:
+        card = served_model(models)
+        if model is None or card is None:
             raise self._unfit("it has no /model_info or lists no model; is it an SGLang server?")
-        card = models.data[0]
         if card.max_model_len is None or card.max_model_len < len(PROBE_PROMPT) + PROBE_TOKENS:
             raise self._unfit(f"it reports a max_model_len of {card.max_model_len}")
         server = await self._first(SERVER_INFO, ServerInfo, timeout_s) or ServerInfo()
-        label = model.weight_version
+        label = label_of(model.weight_version)
         return EngineInfo(
             url=self.url,
             model=card.id,
             max_model_len=card.max_model_len,
             engine=f"sglang {server.version}".strip(),
-            policy_version=label if label and label != UNLABELLED else "0",
+            policy_version=label or UNNAMED,
+            label=label,
             api=GENERATE,
             pausable=True,
             prefix_caching=None if server.disable_radix_cache is None else not server.disable_radix_cache,
@@ -155,7 +178,7 @@ class SglangClient(HttpEngineClient):
         sink: TokenSink | None,
         probing: bool = False,
     ) -> Completion:
-        stream = None if sink is None else CompletionStream(wanted, sink, _event)
+        stream = None if sink is None else CompletionStream(wanted, sink, partial(_event, wanted))
         response = await self._post(
             GENERATE,
             _request(wanted, cache_salt, stream=stream is not None, ignore_eos=probing),
@@ -188,41 +211,55 @@ def _request(wanted: Wanted, cache_salt: str, *, stream: bool, ignore_eos: bool)
 
 
 def _completion(body: bytes, wanted: Wanted) -> Completion:
-    answer = _decode(body)
-    meta, (token_ids, logprobs) = answer.meta_info, _tokens(answer)
+    answer = _decode(body, wanted)
+    meta, (token_ids, logprobs) = answer.meta_info, _tokens(answer, 0)
     return checked_completion(
         wanted,
         token_ids=token_ids,
         logprobs=logprobs,
         sampled=meta.completion_tokens,
         finish_reason=meta.finish_reason.type if meta.finish_reason else None,
+        versions=runs_of(meta.weight_versions),
+        label=label_of(meta.weight_version),
     )
 
 
-def _event(data: bytes, before: int) -> StreamPart:
-    answer = _decode(data)
-    meta, (token_ids, logprobs) = answer.meta_info, _tokens(answer)
-    if len(token_ids) == meta.completion_tokens:  # of all so far
-        token_ids, logprobs = token_ids[before:], logprobs[before:]
+def _event(wanted: Wanted, data: bytes, before: int) -> StreamPart:
+    answer = _decode(data, wanted)
+    meta, (token_ids, logprobs) = answer.meta_info, _tokens(answer, before)
     reason = meta.finish_reason.type if meta.finish_reason else None
-    return StreamPart(token_ids, logprobs, reason, meta.completion_tokens)
+    runs, label = runs_of(meta.weight_versions), label_of(meta.weight_version)
+    return StreamPart(token_ids, logprobs, reason, meta.completion_tokens, runs, label)
 
 
-def _decode(body: bytes) -> GenerateResponse:
+def _decode(body: bytes, wanted: Wanted) -> GenerateResponse:
+    """Raises BackendError or ContextLengthExceeded where the answer, or event, tells of an error."""
     try:
-        return msgspec.json.decode(body, type=GenerateResponse)
+        answer = msgspec.json.decode(body, type=GenerateResponse)
     except msgspec.MsgspecError as exc:
         raise ContractBroken(f"the answer is not a completion to train on: {exc}") from exc
+    reason = answer.meta_info.finish_reason
+    if reason is not None and reason.status_code is not None:
+        message = reason.message or "no message"
+        if reason.status_code == 400 and (limit := context_limit(message)) is not None:
+            raise ContextLengthExceeded(wanted.prompt.tokens, limit)
+        said = f"{wanted.info.url}: the engine aborted with status {reason.status_code}: {message}"
+        if reason.status_code in REFUSED_STATUSES:
+            raise RequestRefused(said)
+        raise BackendError(said, retryable=reason.status_code in RETRYABLE_STATUSES)
+    return answer
 
 
-def _tokens(answer: GenerateResponse) -> tuple[list[int], list[float]]:
-    """The ids and log-probabilities in it."""
-    told = answer.meta_info.output_token_logprobs
+def _tokens(answer: GenerateResponse, before: int) -> tuple[list[int], list[float]]:
+    """The ids and log-probabilities in it that are not of the first `before` tokens."""
+    told, ids, count = answer.meta_info.output_token_logprobs, answer.output_ids, answer.meta_info.completion_tokens
     if told is None:
         raise ContractBroken("it drops log-probabilities (no output_token_logprobs in the answer)")
+    if len(told) == count:  # of all so far
+        told = told[before:]
+    if ids is not None and len(ids) == count:
+        ids = ids[before:]
     token_ids = [token_id for _, token_id, _ in told]
-    if answer.output_ids is not None and answer.output_ids != token_ids:
-        raise ContractBroken(
-            f"it drops token ids or logprobs: {len(answer.output_ids)} ids, logprobs of {len(token_ids)} others"
-        )
+    if ids is not None and ids != token_ids:
+        raise ContractBroken(f"it drops token ids or logprobs: {len(ids)} ids, logprobs of {len(token_ids)} others")
     return token_ids, [logprob for logprob, _, _ in told]

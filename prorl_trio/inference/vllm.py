@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+import trio
 
+from prorl_trio.inference.answers import UNNAMED, label_of
 from prorl_trio.inference.completion_stream import CompletionStream
-from prorl_trio.inference.engine import Completion, EngineInfo, TokenSink
+from prorl_trio.inference.engine import Completion, EngineInfo, EnginePaused, TokenSink
 from prorl_trio.inference.http_engine import PROBE_PROMPT, PROBE_TOKENS, EndpointMissing, HttpEngineClient, OnCall
 from prorl_trio.inference.retries import RetryPolicy
 from prorl_trio.inference.vllm_api import (
     COMPLETIONS,
     GENERATE,
     ModelList,
+    PauseInfo,
     Version,
     WeightInfo,
     completion_of,
@@ -21,6 +24,7 @@ from prorl_trio.inference.vllm_api import (
     prefix_caching,
     read_answer,
     read_event,
+    served_model,
 )
 
 if TYPE_CHECKING:
@@ -28,9 +32,6 @@ if TYPE_CHECKING:
     from prorl_trio.inference.gate import PauseMode
 
 __all__ = ["OnCall", "RetryPolicy", "VllmClient"]
-
-UNLABELLED = "default"
-"""What vLLM calls weights that nobody gave a version."""
 
 
 class VllmClient(HttpEngineClient):
@@ -43,10 +44,12 @@ class VllmClient(HttpEngineClient):
         """
         return await self._control(f"/pause?mode={mode}", timeout_s)
 
-    async def label_weights(self, policy_version: str, *, timeout_s: float) -> None:
+    async def label_weights(self, policy_version: str, *, timeout_s: float) -> bool:
         """See `EngineClient.label_weights`. Only in development mode."""
-        if self._info is not None and self._info.pausable:
-            await self._control("/update_weight_version", timeout_s, {"new_version": policy_version})
+        if self._info is None or not self._info.pausable:
+            await trio.lowlevel.checkpoint()
+            return False
+        return await self._control("/update_weight_version", timeout_s, {"new_version": policy_version})
 
     async def resume(self, *, timeout_s: float) -> None:
         """See `EngineClient.resume`."""
@@ -54,31 +57,35 @@ class VllmClient(HttpEngineClient):
 
     async def _ask_info(self, timeout_s: float) -> EngineInfo:
         models = await self._get_json("/v1/models", ModelList, timeout_s)
-        if models is None or not models.data:
+        card = served_model(models)
+        if card is None:
             raise self._unfit("it lists no model at /v1/models; is it a vLLM server?")
-        card = models.data[0]
         if card.max_model_len is None or card.max_model_len < len(PROBE_PROMPT) + PROBE_TOKENS:
             raise self._unfit(f"it reports a max_model_len of {card.max_model_len}")
+        pause = await self._get_json("/is_paused", PauseInfo, timeout_s)
+        if pause is not None and pause.is_paused:
+            raise EnginePaused(f"{self.url}: it is paused, and samples nothing before a POST {self.url}/resume")
         version = await self._get_json("/version", Version, timeout_s)
         weights = await self._get_json("/weight_info", WeightInfo, timeout_s)
         metrics = await self._get("/metrics", timeout_s)
-        label = weights.weight_version if weights else None
+        label = label_of(weights.weight_version if weights else None)
         info = EngineInfo(
             url=self.url,
             model=card.id,
             max_model_len=card.max_model_len,
             engine=f"vllm {version.version}" if version else "vllm",
-            policy_version=label if label and label != UNLABELLED else "0",
+            policy_version=label or UNNAMED,
+            label=label,
             api=GENERATE,
             pausable=weights is not None,
             prefix_caching=None if metrics is None else prefix_caching(metrics),
         )
         # Only a request that is valid tells: routers refuse others themselves, and pass this on to servers without it.
         try:
-            await self._sample_probe(info, timeout_s)
+            told = (await self._sample_probe(info, timeout_s)).label
         except EndpointMissing:
             return msgspec.structs.replace(info, api=COMPLETIONS)
-        return info
+        return msgspec.structs.replace(info, label=told or label, policy_version=told or label or UNNAMED)
 
     async def _complete(
         self,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from prorl_trio.inference.answers import ContractBroken, Logprob, TokenId, Wanted, checked_completion
+from prorl_trio.inference.answers import ContractBroken, Logprob, TokenId, Wanted, checked_completion, label_of
 from prorl_trio.inference.completion_stream import StreamPart
 
 if TYPE_CHECKING:
@@ -21,13 +21,17 @@ __all__ = [
     "CompletionRequest",
     "GenerateRequest",
     "ModelList",
+    "PauseInfo",
     "Version",
+    "VersionRun",
     "WeightInfo",
     "completion_of",
     "completion_request",
     "prefix_caching",
     "read_answer",
     "read_event",
+    "runs_of",
+    "served_model",
     "tokens_of",
 ]
 
@@ -63,9 +67,10 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """The last part of a stream is to have the engine's own count."""
+    """Each part of a stream is to have the engine's own count: so nothing is lost or doubled before an early stop."""
 
     include_usage: bool = True
+    continuous_usage_stats: bool = True
 
 
 class CompletionRequest(_Sampling, frozen=True, kw_only=True):
@@ -136,7 +141,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class AnswerPart(msgspec.Struct, frozen=True):
-    """The answer of either endpoint, or one part of a streamed one. Of the parts, the last has only the usage."""
+    """The answer of either endpoint, or one part of a streamed one. Of the parts, the last has only the usage, of all;
+    in others it is of all so far."""
 
     choices: list[Choice]
     usage: Usage | None = None
@@ -156,10 +162,22 @@ class ModelList(msgspec.Struct, frozen=True):
     data: list[ModelCard]
 
 
+def served_model(models: ModelList | None) -> ModelCard | None:
+    """The policy: the first that has a length of its own, as adapters, which may be listed before it, have not."""
+    cards = [] if models is None else models.data
+    return next(iter([card for card in cards if card.max_model_len is not None] or cards), None)
+
+
 class Version(msgspec.Struct, frozen=True):
     """The answer of `GET /version`."""
 
     version: str
+
+
+class PauseInfo(msgspec.Struct, frozen=True):
+    """The answer of `GET /is_paused`, which only a server in development mode has."""
+
+    is_paused: bool
 
 
 class WeightInfo(msgspec.Struct, frozen=True):
@@ -267,7 +285,12 @@ def completion_of(part: AnswerPart, wanted: Wanted) -> Completion:
 
 
 def _runs(choice: Choice) -> list[tuple[str, int, int]]:
-    return [(run.version, run.start, run.end) for run in choice.weight_versions or ()]
+    return runs_of(choice.weight_versions)
+
+
+def runs_of(told: list[VersionRun] | None) -> list[tuple[str, int, int]]:
+    """As `checked_completion` takes them."""
+    return [(label_of(run.version), run.start, run.end) for run in told or ()]
 
 
 def prefix_caching(metrics: bytes) -> bool | None:

@@ -9,12 +9,14 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.errors import BackendError
+from prorl_trio.inference.engine import EnginePaused
 from prorl_trio.inference.load import AdaptiveLimit, LoadEstimate
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_trio.config import HealthConfig, LoadConfig
+    from prorl_trio.inference.gate import CompletionGate
     from prorl_trio.inference.gated import RegisteredEngine
     from prorl_trio.inference.placement import Backend, BackendPool
 
@@ -30,7 +32,8 @@ REPORT_TIMEOUT_S = 5.0
 
 
 class PoolWatch:
-    """Of one pool, whose table `engines` is. `changed` is called when a backend was taken out or in.
+    """Of one pool, whose table `engines` is. `changed` is called when a backend was taken out or in. While `gate` is
+    closed, backends are not probed: they may stand still, or be busy with their weights.
 
     Attributes:
         health, load: what it goes by now.
@@ -41,6 +44,7 @@ class PoolWatch:
         pool: BackendPool,
         engines: dict[Backend, RegisteredEngine],
         changed: Callable[[], None],
+        gate: CompletionGate,
         *,
         health: HealthConfig,
         load: LoadConfig,
@@ -51,6 +55,7 @@ class PoolWatch:
         self._pool = pool
         self._engines = engines
         self._changed = changed
+        self._gate = gate
         self._probe_timeout_s = probe_timeout_s
         self._health_rounds = trio.CancelScope()
         self._load_rounds = trio.CancelScope()
@@ -92,21 +97,29 @@ class PoolWatch:
                 await self._look_again(self.load.interval_s, self._ask_load)
 
     async def _look_again(self, interval_s: float, look: Look) -> None:
-        """At every backend from time to time, for ever; never, where the interval is 0."""
+        """At every backend from time to time, for ever; never, where the interval is 0.
+
+        One whose last look is not over is passed over: a backend that does not answer holds up no other.
+        """
         if not interval_s:
             await trio.sleep_forever()
         limiter = trio.CapacityLimiter(LOOKS_AT_ONCE)
-        while True:
-            await trio.sleep(interval_s)
-            async with open_single_nursery() as nursery:
+        looked_at: set[Backend] = set()
+        async with open_single_nursery() as nursery:
+            while True:
+                await trio.sleep(interval_s)
                 for backend in self._engines:
-                    if backend.state != "removed":
-                        nursery.start_soon(self._look, backend, look, limiter)
+                    if backend.state != "removed" and backend not in looked_at:
+                        looked_at.add(backend)
+                        nursery.start_soon(self._look, backend, look, limiter, looked_at)
 
-    async def _look(self, backend: Backend, look: Look, limiter: trio.CapacityLimiter) -> None:
-        async with limiter:
-            if (engine := self._engines.get(backend)) is not None:
-                await look(backend, engine)
+    async def _look(self, backend: Backend, look: Look, limiter: trio.CapacityLimiter, looked_at: set[Backend]) -> None:
+        try:
+            async with limiter:
+                if (engine := self._engines.get(backend)) is not None:
+                    await look(backend, engine)
+        finally:
+            looked_at.discard(backend)
 
     def adapt(self, backend: Backend, engine: RegisteredEngine, *, pressed: bool) -> None:
         """Decide how many tasks it may have, as the pool's limit and its KV cache allow."""
@@ -143,11 +156,38 @@ class PoolWatch:
             self._pool.suspend(backend, suspended=True)
             self._changed()
 
+    async def _unpause(self, engine: RegisteredEngine) -> None:
+        """Resume one whose resume failed. If a pause came across, it may be told to go on after it was paused."""
+        closings = self._gate.closings
+        await engine.unpause(self._probe_timeout_s)
+        engine.paused = closings != self._gate.closings
+
     async def _probe_again(self, backend: Backend, engine: RegisteredEngine) -> None:
+        """A probe that a pause came across says nothing, unless it was answered."""
+        if self._gate.closed:
+            await trio.lowlevel.checkpoint()
+            return
+        since, closings, why = engine.info, self._gate.closings, ""
         try:
-            model = (await engine.client.probe(timeout_s=self._probe_timeout_s)).model
-            ok, why = model == engine.info.model, f"{backend.url}: serves {model}, not {engine.info.model}, now"
+            await self._unpause(engine)
+            found = await engine.client.probe(timeout_s=self._probe_timeout_s)
+        except EnginePaused as exc:
+            logger.debug("backend %s is not judged: %s", backend.url, exc)
+            return
         except BackendError as exc:
-            ok, why = False, str(exc)
-        engine.breaker.probed(ok=ok)
+            if closings != self._gate.closings:
+                return
+            why = str(exc)
+        else:
+            if found.model != engine.info.model:
+                why = f"{backend.url}: serves {found.model}, not {engine.info.model}, now"
+            elif engine.lost_weights(found, since):
+                why = (
+                    f"{backend.url}: has lost weights {since.label}: it was started again, or has others, of no name; "
+                    "move the weights there and resume, or add it again"
+                )
+                engine.breaker.trip()
+            else:
+                engine.probed(found, since)
+        engine.breaker.probed(ok=not why)
         self.judge(backend, engine, why)

@@ -38,6 +38,8 @@ Fault = Literal[
     "clamped_logprob",  # -9999.0, vLLM's minus infinity
     "unknown_finish",
     "engine_error",  # of a stream only: an error in the place of its second half
+    "repeated_event",  # of a stream only: its second event comes twice
+    "no_done",  # of a stream only: it ends as it should, but before the last event
 ]
 """What may go wrong with one completion."""
 
@@ -74,7 +76,10 @@ def completion_event(request: FakeRequest, sampled: Sampled, start: int, end: in
     reason = sampled.finish_reason if end == len(sampled.token_ids) else None
     ids, logprobs = sampled.token_ids[start:end], sampled.logprobs[start:end]
     choice = _choice(request, ids, logprobs, reason, fault, prompt=start == 0)
-    return sse(_faulty({"model": request.model, "choices": [choice]}, fault))
+    event: dict[str, Any] = {"model": request.model, "choices": [choice]}
+    if request.stream_options.continuous_usage_stats:
+        event["usage"] = {"prompt_tokens": len(request.prompt), "completion_tokens": end}
+    return sse(_faulty(event, fault))
 
 
 def usage_event(request: FakeRequest, sampled: Sampled, fault: Fault | None) -> bytes:

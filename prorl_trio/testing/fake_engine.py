@@ -248,10 +248,12 @@ class FakeEngine:
                 if self._abort_rounds != abort_rounds:
                     end = start + (len(piece.token_ids) if piece.finish_reason == "abort" else 0)
                     sampled = Sampled(sampled.token_ids[:end], sampled.logprobs[:end], "abort")
-                await send(self._event(request, sampled, start, end, fault))
+                event = self._event(request, sampled, start, end, fault)
+                await send(event * (2 if fault == "repeated_event" and start == step else 1))
                 if sampled.finish_reason == "abort":
                     break
-            await send(self._last_event(request, sampled, fault) + DONE)
+            if fault != "no_done":
+                await send(self._last_event(request, sampled, fault) + DONE)
             return False
 
     def _event(self, request: FakeRequest, sampled: Sampled, start: int, end: int, fault: Fault | None) -> bytes:

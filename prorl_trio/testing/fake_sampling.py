@@ -16,6 +16,13 @@ Script = Callable[[list[int]], tuple[list[int], list[float], FinishReason]]
 """Prompt ids -> (sampled ids, log-probabilities, finish reason)."""
 
 
+class FakeStreamOptions(msgspec.Struct, frozen=True):
+    """Which parts of a stream have the engine's own count: the last, and each."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
 class FakeRequest(msgspec.Struct, frozen=True):
     """The fields of `POST /v1/completions` that a fake engine heeds; others are ignored."""
 
@@ -27,6 +34,7 @@ class FakeRequest(msgspec.Struct, frozen=True):
     return_token_ids: bool = False
     logprobs: int | None = None
     stream: bool = False
+    stream_options: FakeStreamOptions = FakeStreamOptions()
     cache_salt: str = ""
 
 

@@ -9,7 +9,7 @@ Example:
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import trio
@@ -34,11 +34,12 @@ class FakeSglang(FakeEngine):
     Attributes:
         paused: the mode of the pause in force, or None. As the real one, it holds what comes while it is paused; with
             `abort` it answers what runs with what it has.
-        weight_version: what `/update_weight_version` said last.
-        incremental: events have the new tokens only, as with `--incremental-streaming-output`; else all so far.
+        weight_version: what `/update_weight_version` said last. Each answer and event tells it.
+        incremental: events have the new tokens only, as with `--incremental-streaming-output`; else all so far. `ids`:
+            only the ids are new ones, as with the older `--stream-output`.
     """
 
-    incremental: bool = False
+    incremental: bool | Literal["ids"] = False
     paused: str | None = None
     weight_version: str = "default"
 
@@ -97,10 +98,10 @@ class FakeSglang(FakeEngine):
             completion = msgspec.json.decode(answer.body)
         except msgspec.DecodeError:  # a fault that was injected
             return answer
-        return msgspec.structs.replace(answer, body=msgspec.json.encode(_as_sglang(completion)))
+        return msgspec.structs.replace(answer, body=msgspec.json.encode(self._as_sglang(completion)))
 
     def _event(self, request: FakeRequest, sampled: Sampled, start: int, end: int, fault: Fault | None) -> bytes:
-        first = start if self.incremental else 0
+        first = start if self.incremental is True else 0
         so_far = Sampled(sampled.token_ids[:end], sampled.logprobs[:end], sampled.finish_reason)
         event = completion_event(request, so_far, first, end, fault).removeprefix(b"data: ").rstrip()
         try:
@@ -110,27 +111,30 @@ class FakeSglang(FakeEngine):
         if end < len(sampled.token_ids):
             told["choices"][0]["finish_reason"] = None
         told["usage"] = {"prompt_tokens": len(request.prompt), "completion_tokens": end + (fault == "usage_mismatch")}
-        return sse(msgspec.json.encode(_as_sglang(told)))
+        answer = self._as_sglang(told)
+        if self.incremental == "ids":
+            answer["output_ids"] = answer["output_ids"][start:]
+        return sse(msgspec.json.encode(answer))
+
+    def _as_sglang(self, completion: dict[str, Any]) -> dict[str, Any]:
+        choice = completion["choices"][0]
+        ids, logprobs, reason = choice["token_ids"], choice["logprobs"], choice["finish_reason"]
+        meta = {
+            "finish_reason": reason and {"type": reason},
+            "completion_tokens": completion["usage"]["completion_tokens"],
+            "prompt_tokens": completion["usage"]["prompt_tokens"],
+            "weight_version": self.weight_version,
+        }
+        if logprobs is not None:
+            values = logprobs["token_logprobs"]
+            meta["output_token_logprobs"] = [
+                [value, token_id, None] for value, token_id in zip(values, ids or [], strict=False)
+            ]
+        return {"text": "", "output_ids": ids, "meta_info": meta}
 
     def _last_event(self, request: FakeRequest, sampled: Sampled, fault: Fault | None) -> bytes:
         del request, sampled, fault
         return b""
-
-
-def _as_sglang(completion: dict[str, Any]) -> dict[str, Any]:
-    choice = completion["choices"][0]
-    ids, logprobs, reason = choice["token_ids"], choice["logprobs"], choice["finish_reason"]
-    meta = {
-        "finish_reason": reason and {"type": reason},
-        "completion_tokens": completion["usage"]["completion_tokens"],
-        "prompt_tokens": completion["usage"]["prompt_tokens"],
-    }
-    if logprobs is not None:
-        values = logprobs["token_logprobs"]
-        meta["output_token_logprobs"] = [
-            [value, token_id, None] for value, token_id in zip(values, ids or [], strict=False)
-        ]
-    return {"text": "", "output_ids": ids, "meta_info": meta}
 
 
 @asynccontextmanager

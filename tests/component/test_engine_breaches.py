@@ -1,202 +1,307 @@
-"""Engines that drop, garble or break off what they send: the vLLM client refuses them, loudly."""
+"""Engines, and what stands before them, that answer otherwise than they should: told apart, and never believed."""
 
 from __future__ import annotations
 
-from functools import partial
-from random import Random
+from contextlib import asynccontextmanager
+from typing import ClassVar
 
 import msgspec
 import pytest
 import trio
 
-from prorl_trio.errors import BackendError
-from prorl_trio.inference.vllm import RetryPolicy, VllmClient
+from prorl_trio.errors import BackendError, ContextLengthExceeded
+from prorl_trio.inference.completion_stream import EventLines
+from prorl_trio.inference.engine import EnginePaused, RequestRefused
+from prorl_trio.inference.engine_load import read_load
+from prorl_trio.inference.engines import AutoClient
+from prorl_trio.inference.http import HttpClient, HttpLimits
+from prorl_trio.inference.retries import RetryPolicy
+from prorl_trio.inference.sglang import SglangClient
+from prorl_trio.inference.vllm import VllmClient
 from prorl_trio.models import SamplingParams
-from prorl_trio.testing.fake_engine import FakeEngine, error_answer, open_fake_engine, open_look_alike
+from prorl_trio.testing.fake_engine import FakeEngine, open_fake_engine, open_look_alike
 from prorl_trio.testing.fake_http import Answer, serve_http
+from prorl_trio.testing.fake_sglang import FakeSglang, open_fake_sglang
 
-FAST_RETRY = RetryPolicy(max_attempts=4, first_delay_s=0.001, max_delay_s=0.002)
+pytestmark = pytest.mark.timeout(30)
 
-
-async def open_client(engine, retry=FAST_RETRY):
-    client = VllmClient(engine.url, retry=retry, random=Random(1))
-    await client.probe(timeout_s=5)
-    return client
+PROMPT = [5, 6, 7]
+STORY = list(range(10, 18))
 
 
-async def generate(client, max_tokens=8, sink=None):
+def tell(_prompt):
+    return STORY, [-0.5] * len(STORY), "stop"
+
+
+def never_enough(_ids, _logprobs):
+    return None
+
+
+async def ask(client, sink=never_enough, max_tokens=20):
     return await client.generate(
-        [40, 41, 42], SamplingParams(), max_tokens=max_tokens, request_id="job-1", timeout_s=5.0, sink=sink
+        PROMPT, SamplingParams(), max_tokens=max_tokens, request_id="r", timeout_s=5, sink=sink
     )
 
 
-BREACHES = {
-    "drop_token_ids": "drops token ids",
-    "drop_logprobs": "drops log-probabilities",
-    "count_mismatch": "counts differ: 8 ids, 7 logprobs, 8 in its usage",
-    "usage_mismatch": "counts differ: 8 ids, 8 logprobs, 9 in its usage",
-    "changed_prompt": "sent a prompt of 3, it read one of 2",
-    "nan_logprob": "not a completion to train on: JSON is malformed",
-    "null_logprob": r"Expected `float`, got `null` - at `\$\.choices\[0\]\.logprobs\.token_logprobs\[7\]`",
-    "clamped_logprob": r"Expected `float` > -9999\.0 - at `\$\.choices\[0\]\.logprobs\.token_logprobs\[7\]`",
-    "bad_json": "not a completion to train on: Input data was truncated",
-    "unknown_finish": "unknown finish_reason 'repetition'",
-}
+@asynccontextmanager
+async def probed(client):
+    try:
+        with trio.fail_after(20):
+            await client.probe(timeout_s=5)
+            yield client
+    finally:
+        await client.aclose()
 
 
-@pytest.mark.parametrize("fault", BREACHES)
-async def test_a_broken_contract_is_refused_loudly_and_not_retried(fault):
-    with trio.fail_after(10):
-        async with open_fake_engine(script=lambda prompt: ([9] * 20, [-0.5] * 20, "stop")) as engine:
-            client = await open_client(engine)
-            engine.inject(fault)
-            with pytest.raises(BackendError, match=BREACHES[fault]) as caught:
-                await generate(client)
-            assert not caught.value.retryable
-            assert engine.url in str(caught.value)
-            assert len(engine.requests) == 2  # the probe's and this one
-            await generate(client)
-            await client.aclose()
-
-
-PROBE_REASONS = {
-    **BREACHES,
-    "count_mismatch": "counts differ: 2 ids, 1 logprobs, 2 in its usage",
-    "usage_mismatch": "counts differ: 2 ids, 2 logprobs, 3 in its usage",
-    "null_logprob": "got `null`",
-    "clamped_logprob": r"Expected `float` > -9999\.0",
-    "server_error": "status 500: Internal server error",
-    "reset_before_headers": "connection lost after 0 bytes",
-    "reset_after_headers": "connection lost after",
-}
-
-
-@pytest.mark.parametrize("fault", PROBE_REASONS)
-async def test_an_engine_that_breaks_the_contract_does_not_pass_the_probe(fault):
-    breach = fault in BREACHES
-    with trio.fail_after(10):
-        async with open_fake_engine() as engine:
-            engine.inject(fault, times=2)  # a kept connection that is reset is replaced once
-            client = VllmClient(engine.url, retry=FAST_RETRY)
-            with pytest.raises(BackendError, match=PROBE_REASONS[fault]) as caught:
-                await client.probe(timeout_s=5)
-            assert caught.value.retryable != breach
-            assert engine.url in str(caught.value)
-            await client.aclose()
-
-
-STREAM_REASONS = {
-    "drop_token_ids": "counts differ: 0 ids, 0 logprobs, 20 in its usage",
-    "drop_logprobs": "drops log-probabilities",
-    "count_mismatch": "1 ids, 0 logprobs in one event",
-    "usage_mismatch": "counts differ: 20 ids, 20 logprobs, 21 in its usage",
-    "changed_prompt": "sent a prompt of 3, it read one of 2",
-    "nan_logprob": "JSON is malformed",
-    "null_logprob": "got `null`",
-    "clamped_logprob": r"Expected `float` > -9999\.0",
-    "bad_json": "Input data was truncated",
-    "unknown_finish": "unknown finish_reason 'repetition'",
-}
-CUT = {
-    "reset_after_headers": "connection lost after",
-    "engine_error": "failed in the middle of an answer: .*the engine died",
-}
-
-
-@pytest.mark.parametrize("fault", [*STREAM_REASONS, *CUT])
-async def test_a_stream_that_breaks_the_contract_is_refused_and_one_that_breaks_off_may_be_gone_on_with(fault):
-    got = []
-    with trio.fail_after(10):
-        async with open_fake_engine(script=lambda prompt: ([9] * 20, [-0.5] * 20, "stop")) as engine:
-            client = await open_client(engine)
-            engine.inject(fault)
-            with pytest.raises(BackendError, match=STREAM_REASONS.get(fault) or CUT[fault]) as caught:
-                await generate(client, max_tokens=50, sink=lambda ids, _: got.extend(ids))
-            assert caught.value.retryable == (fault in CUT)
-            assert engine.url in str(caught.value)
-            assert len(engine.requests) == 2, "what was received is never asked for again"
-            assert fault not in CUT or got == [9] * 10
-            assert (await generate(client)).token_ids
-            await client.aclose()
-
-
-@pytest.mark.parametrize("fault", ["server_error", "reset_before_headers"])
-async def test_a_stream_of_which_nothing_came_is_asked_for_again(fault):
-    got = []
-    with trio.fail_after(10):
-        async with open_fake_engine() as engine:
-            client = await open_client(engine)
-            engine.inject(fault, times=2)
-            completion = await generate(client, sink=lambda ids, _: got.extend(ids))
-            assert got == completion.token_ids
-            await client.aclose()
+# ------------------------------------------------------------ streams
 
 
 @pytest.mark.parametrize(
-    ("card", "reason"),
+    ("open_engine", "kind"), [(open_fake_engine, VllmClient), (open_fake_sglang, SglangClient)], ids=["vllm", "sglang"]
+)
+async def test_an_event_that_comes_twice_is_noticed_before_an_early_stop(open_engine, kind):
+    """An engine's count comes with each event: the one at the end would be too late for a stream that is left."""
+
+    def stop_at_twelve(ids, _logprobs):
+        return ids.index(12) + 1 if 12 in ids else None
+
+    async with open_engine(script=tell) as engine, probed(kind(engine.url)) as client:
+        if isinstance(engine, FakeSglang):
+            engine.incremental = True
+        engine.inject("repeated_event")
+        with pytest.raises(BackendError, match="counts differ: 3 ids, 2 in its usage") as caught:
+            await ask(client, stop_at_twelve)
+        assert not caught.value.retryable
+        assert (await ask(client, stop_at_twelve)).token_ids == [10, 11, 12]
+
+
+async def test_a_stream_that_ends_early_may_be_continued():
+    async with open_fake_engine(script=tell) as engine, probed(VllmClient(engine.url)) as client:
+        engine.inject("no_done")
+        with pytest.raises(BackendError, match="ended after 8 tokens") as caught:
+            await ask(client)
+        assert caught.value.retryable
+
+
+class Flood(FakeEngine):
+    """Streams on and on, whatever it was asked for."""
+
+    def _run_script(self, request):
+        return super()._run_script(request if request.ignore_eos else msgspec.structs.replace(request, max_tokens=2000))
+
+
+async def test_an_engine_that_does_not_stop_is_left_at_once():
+    def script(_prompt):
+        return [9] * 5000, [-1.0] * 5000, "stop"
+
+    async with open_look_alike(Flood, script, None, 0) as engine, probed(VllmClient(engine.url)) as client:
+        got = []
+        with pytest.raises(BackendError, match="asked for at most 20 tokens, it sampled 21 and goes on"):
+            await ask(client, lambda ids, _: got.extend(ids))
+        assert len(got) == 20
+        await engine.wait_until(lambda stats: stats.running == 0)
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+def test_events_are_split_wherever_the_pieces_are(size):
+    stream = b": ping\r\n\r\ndata: " + b"x" * 50_000 + b"\r\n\r\nevent: more\ndata:y\n\ndata: rest"
+    lines, got = EventLines(), []
+    for at in range(0, len(stream), size):
+        got += lines.feed(stream[at : at + size])
+    assert got == [b"x" * 50_000, b"y"]
+
+
+async def test_a_stream_may_be_longer_than_an_answer_that_is_kept():
+    """Of an SGLang each event has all tokens so far: together they are much larger than any of them."""
+
+    async def answer(call):
+        async def stream(send):
+            for _ in range(50):
+                await send(b"z" * 1000)
+            return False
+
+        await trio.lowlevel.checkpoint()
+        return Answer(200, b"", "text/event-stream", stream=stream) if call.path == "/s" else Answer(200, b"k" * 5000)
+
+    async with trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        port = listeners[0].socket.getsockname()[1]
+        await nursery.start(trio.serve_listeners, lambda stream: serve_http(stream, answer), listeners)
+        http = HttpClient(f"http://127.0.0.1:{port}", limits=HttpLimits(max_response_bytes=4000))
+        got = bytearray()
+
+        def take(piece):
+            got.extend(piece)
+            return False
+
+        await http.request("GET", "/s", timeout_s=5, on_data=take)
+        assert len(got) == 50_000
+        http.close()
+        nursery.cancel_scope.cancel()
+
+
+# ------------------------------------------------------------ SGLang's errors, and its versions
+
+
+def sglang_event(reason):
+    return msgspec.json.encode({"meta_info": {"completion_tokens": 0, "finish_reason": reason}, "output_ids": []})
+
+
+class Aborting(FakeSglang):
+    """Answers with an abort that is an error, as the scheduler makes them."""
+
+    reason: ClassVar = {}
+
+    def _event(self, request, sampled, start, end, fault):
+        if request.ignore_eos:
+            return super()._event(request, sampled, start, end, fault)
+        return b"data: " + sglang_event(self.reason) + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "error", "retryable"),
     [
-        ([], "lists no model"),
-        ([{"id": "m"}], "reports a max_model_len of None"),
-        ([{"id": "m", "max_model_len": 4}], "reports a max_model_len of 4"),
-        ([{"max_model_len": 9}], "/v1/models is not what was expected: .*`id`"),
+        (503, "the queue is full", BackendError, True),
+        (500, "NaN in the logits", BackendError, True),
+        (400, "stop_token_ids: not a list", RequestRefused, False),
+        (
+            400,
+            "The input (9 tokens) is longer than the model's context length (8 tokens).",
+            ContextLengthExceeded,
+            None,
+        ),
     ],
 )
-async def test_a_server_that_cannot_be_used_is_refused_with_the_reason(card, reason):
-    async def answer(call):
-        await trio.lowlevel.checkpoint()
-        return Answer(200, msgspec.json.encode({"data": card}))
-
-    with trio.fail_after(10):
-        async with trio.open_nursery() as nursery:
-            serve = partial(trio.serve_tcp, lambda stream: serve_http(stream, answer), 0, host="127.0.0.1")
-            listeners = await nursery.start(serve)
-            port = listeners[0].socket.getsockname()[1]
-            client = VllmClient(f"http://127.0.0.1:{port}")
-            with pytest.raises(BackendError, match=reason) as caught:
-                await client.probe(timeout_s=5)
-            assert not caught.value.retryable
-            await client.aclose()
-            nursery.cancel_scope.cancel()
+async def test_an_abort_with_a_status_is_an_error_and_no_end_of_a_turn(status, message, error, retryable):
+    async with open_look_alike(Aborting, tell, None, 0) as engine, probed(SglangClient(engine.url)) as client:
+        engine.reason = {"type": "abort", "message": message, "status_code": status}
+        with pytest.raises(error, match="8" if retryable is None else message) as caught:
+            await ask(client)
+        assert getattr(caught.value, "retryable", None) == retryable
 
 
-class Routed(FakeEngine):
-    """A server behind vllm-router: that refuses malformed requests itself, also for what the server does not offer."""
+@pytest.mark.parametrize("sink", [None, never_enough])
+async def test_an_sglang_says_what_its_weights_are_called(sink):
+    async with open_fake_sglang(script=tell) as engine:
+        client = SglangClient(engine.url)
+        assert (await client.probe(timeout_s=5)).label == "0"
+        engine.weight_version = "step-8"
+        completion = await ask(client, sink)
+        assert (completion.label, completion.versions_told) == ("step-8", False)
+        await client.aclose()
+
+
+class Spans(FakeSglang):
+    """A newer one: it tells which tokens are of which weights."""
+
+    def _as_sglang(self, completion):
+        answer = super()._as_sglang(completion)
+        count = answer["meta_info"]["completion_tokens"]
+        cut = min(3, count)
+        runs = [("default", 0, cut), ("w2", cut, count)] if count > cut else [("default", 0, count)]
+        answer["meta_info"]["weight_versions"] = [
+            {"version": version, "start": start, "end": end} for version, start, end in runs
+        ]
+        return answer
+
+
+@pytest.mark.parametrize("stop_at", [None, 11, 14])
+async def test_an_sglangs_spans_are_kept_up_to_an_early_stop(stop_at):
+    def sink(ids, _logprobs):
+        return ids.index(stop_at) + 1 if stop_at in ids else None
+
+    async with open_look_alike(Spans, tell, None, 0) as engine, probed(SglangClient(engine.url)) as client:
+        completion = await ask(client, sink)
+        count = len(STORY) if stop_at is None else STORY.index(stop_at) + 1
+        told = [(span.policy_version, span.start, span.end) for span in completion.spans]
+        assert told == ([("0", 0, 3), ("w2", 3, count)] if count > 3 else [("0", 0, count)])
+        assert completion.versions_told
+
+
+# ------------------------------------------------------------ what is said of the server
+
+
+class Odd:
+    """Behind something that has its own answers for some paths."""
+
+    own: ClassVar = {}
 
     async def _answer(self, call):
-        if call.path == "/inference/v1/generate" and b"token_ids" not in call.body:
+        if call.path in self.own:
             await trio.lowlevel.checkpoint()
-            return error_answer(422, "Failed to deserialize the JSON body: missing field `token_ids`")
+            return self.own[call.path]
         return await super()._answer(call)
 
 
-async def test_behind_a_router_it_is_the_server_that_tells_what_it_offers():
-    with trio.fail_after(10):
-        async with open_look_alike(Routed, None, None, 0) as engine:
-            client = VllmClient(engine.url)
-            assert (await client.probe(timeout_s=5)).api == "/v1/completions"
-            assert (await generate(client)).token_ids
-            await client.aclose()
+class OddEngine(Odd, FakeEngine):
+    pass
 
 
-async def test_too_many_and_no_tokens_are_refused():
-    answers = [([], [], "stop"), ([5], [-0.1], "length")]
-    with trio.fail_after(10):
-        async with open_fake_engine(script=lambda prompt: answers.pop(0)) as engine:
-            client = await open_client(engine)
-            with pytest.raises(BackendError, match="it sampled 0"):
-                await generate(client)
-            assert (await generate(client)).finish_reason == "length"
-            await client.aclose()
+class OddSglang(Odd, FakeSglang):
+    pass
 
 
-@pytest.mark.parametrize(("value", "fit"), [(1e-4, True), (0.5, False), (-9998.0, True), (float("inf"), False)])
-async def test_logprobs_must_be_finite_and_not_positive(value, fit):
-    with trio.fail_after(10):
-        async with open_fake_engine(script=lambda prompt: ([5], [value], "stop")) as engine:
-            client = await open_client(engine)
-            if fit:
-                assert (await generate(client)).logprobs == [value]
-            else:
-                with pytest.raises(BackendError, match=r"token_logprobs\[0\]"):
-                    await generate(client)
-            await client.aclose()
+@asynccontextmanager
+async def open_odd(kind=OddEngine, **own):
+    async with open_look_alike(kind, tell, None, 0) as engine:
+        engine.own = {f"/{path.replace('__', '/')}": answer for path, answer in own.items()}
+        yield engine
+
+
+async def test_a_gateway_that_forbids_what_is_optional_hides_no_engine():
+    forbidden = Answer(403, b'{"error": {"message": "no such route"}}')
+    paths = ["version", "weight_info", "metrics", "is_paused", "model_info", "get_model_info", "pause?mode=abort"]
+    async with open_odd(**dict.fromkeys(paths, forbidden)) as engine:
+        client = AutoClient(engine.url)
+        info = await client.probe(timeout_s=5)
+        assert (info.engine, info.pausable, info.prefix_caching) == ("vllm", False, None)
+        assert await client.load(timeout_s=5) is None
+        assert await client.pause("abort", timeout_s=5) is False
+        await client.aclose()
+
+
+async def test_adapters_listed_before_the_model_are_not_taken_for_it():
+    cards = [
+        {"id": "adapter", "parent": "fake-model", "max_model_len": None},
+        {"id": "fake-model", "max_model_len": 99},
+    ]
+    listed = Answer(200, msgspec.json.encode({"data": cards}))
+    async with open_odd(v1__models=listed) as engine, probed(VllmClient(engine.url)) as client:
+        info = await client.probe(timeout_s=5)
+        assert (info.model, info.max_model_len) == ("fake-model", 99)
+
+
+async def test_one_that_is_paused_says_so_instead_of_holding_the_probe():
+    async with open_odd(is_paused=Answer(200, b'{"is_paused":true}')) as engine:
+        client = VllmClient(engine.url)
+        with pytest.raises(EnginePaused, match=r"POST http.*/resume"):
+            await client.probe(timeout_s=5)
+        await client.aclose()
+
+
+async def test_a_probe_that_fails_leaves_the_client_that_was_found_before():
+    """An SGLang that is starting may not have its own endpoints yet: it does not become a vLLM by that."""
+    async with open_odd(OddSglang) as engine, probed(AutoClient(engine.url)) as client:
+        engine.own = dict.fromkeys(["/model_info", "/get_model_info"], Answer(404, b"{}"))
+        with pytest.raises(BackendError):
+            await client.probe(timeout_s=5)
+        assert (await ask(client)).token_ids == STORY
+
+
+@pytest.mark.parametrize(("status", "kind"), [(400, RequestRefused), (422, RequestRefused), (500, BackendError)])
+async def test_whose_fault_a_status_is(status, kind):
+    async with open_odd() as engine, probed(VllmClient(engine.url, retry=RetryPolicy(max_attempts=1))) as client:
+        engine.own = {"/v1/completions": Answer(status, b'{"error": {"message": "because"}}')}
+        with pytest.raises(kind, match="because") as caught:
+            await ask(client, None)
+        assert isinstance(caught.value, RequestRefused) == (status < 500)
+
+
+@pytest.mark.parametrize("value", ["-1", "1e308", "NaN", "-inf", "1e15"])
+def test_numbers_that_no_engine_has_are_not_believed(value):
+    """Two that are finite add up to infinity; a negative one would divide by zero."""
+    lines = [f'vllm:num_requests_running{{engine="{n}"}} {value}\n' for n in range(2)]
+    page = "".join(lines) + f"vllm:num_requests_waiting {value}\n"
+    assert read_load(page.encode()) is None
+    one_good = read_load((page + "vllm:num_requests_running 3\nvllm:num_requests_waiting 2\n").encode())
+    assert (one_good.running, one_good.waiting) == (3, 2)

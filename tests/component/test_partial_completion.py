@@ -10,14 +10,14 @@ import trio
 
 from prorl_trio.errors import BackendError
 from prorl_trio.inference.answers import ContractBroken, Prompt, Wanted, logprob_kind
-from prorl_trio.inference.completion_stream import CompletionStream
+from prorl_trio.inference.completion_stream import MAX_EVENT_BYTES, CompletionStream
 from prorl_trio.inference.engine import Completion, EngineInfo
 from prorl_trio.inference.engines import AutoClient, engine_client
-from prorl_trio.inference.partial import PartialCompletion, named_spans
+from prorl_trio.inference.partial import PartialCompletion, version_name
 from prorl_trio.inference.pool import Backends
 from prorl_trio.inference.sglang import SglangClient
 from prorl_trio.inference.vllm_api import read_event
-from prorl_trio.models import PolicySpan, SamplingParams
+from prorl_trio.models import SamplingParams
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_sglang import open_fake_sglang
 
@@ -148,23 +148,28 @@ def test_a_call_that_was_complete_when_its_stream_was_cut_is_not_sampled_further
     assert (whole.token_ids, whole.finish_reason) == ([11, 12], "tool_call")
 
 
-def spans(*versions):
-    return [PolicySpan(start=n, end=n + 1, policy_version=each, engine="e") for n, each in enumerate(versions)]
+def known(label, policy_version):
+    return msgspec.structs.replace(INFO, label=label, policy_version=policy_version)
 
 
 @pytest.mark.parametrize(
     ("labels", "before", "after", "named"),
     [
-        (["default"], "0", "0", ["0"]),
-        (["default"], "0", "7", ["0"]),  # an engine that is told nothing
-        (["7"], "0", "7", ["7"]),  # it stood still before its first token
-        (["default", "7"], "0", "7", ["0", "7"]),
-        (["default", "6", "7"], "0", "7", ["0", "6", "7"]),
-        (["a", "b"], "0", "0", ["a", "b"]),  # whoever told the engine did not tell the pool
+        (["0"], ("0", "0"), ("0", "0"), ["0"]),
+        (["0"], ("0", "0"), ("0", "7"), ["0"]),  # an engine that is told nothing
+        (["0"], ("0", "0"), ("", "7"), ["0"]),
+        (["7"], ("0", "0"), ("7", "7"), ["7"]),  # it stood still before its first token
+        (["0", "7"], ("0", "0"), ("7", "7"), ["0", "7"]),
+        (["0", "6", "7"], ("0", "0"), ("7", "7"), ["0", "6", "7"]),
+        (["a", "b"], ("0", "0"), ("0", "0"), ["a", "b"]),  # whoever told the engine did not tell the pool
+        (["b"], ("a", "3"), ("a", "3"), ["b"]),
+        (["a"], ("a", "3"), ("a", "3"), ["3"]),
+        (["a", "b"], ("a", "3"), ("", "4"), ["3", "4"]),  # the trainer told the engine its name, and the pool its own
+        (["0"], ("7", "7"), ("7", "7"), ["0"]),  # it was started again
     ],
 )
 def test_the_engine_knows_where_and_the_pool_what(labels, before, after, named):
-    assert [span.policy_version for span in named_spans(spans(*labels), before, after)] == named
+    assert [version_name(label, known(*before), known(*after)) for label in labels] == named
 
 
 # ------------------------------------------------------------ streams
@@ -178,6 +183,11 @@ def event(ids, logprobs=None, **choice):
 
 def open_stream(sink):
     return CompletionStream(WANTED, sink, lambda data, _: read_event(data, WANTED))
+
+
+def counted(ids, count):
+    body = {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * len(ids)}}]}
+    return b"data: " + msgspec.json.encode(body | {"usage": {"completion_tokens": count}}) + b"\n\n"
 
 
 USAGE = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\n'
@@ -208,8 +218,13 @@ def test_a_stream_stops_at_the_token_that_is_enough():
 @pytest.mark.parametrize(
     ("body", "error", "says"),
     [
-        (event([11]), ContractBroken, "ended after 1 tokens"),
+        (event([11]), BackendError, "ended after 1 tokens"),
+        (event([11]) + DONE, ContractBroken, "without the engine's own count"),
         (event([11], finish_reason="stop") + USAGE + DONE, ContractBroken, "counts differ"),
+        (event(list(range(10))), ContractBroken, "asked for at most 9 tokens, it sampled 10"),
+        (counted([11], 1) + counted([12], 1), ContractBroken, "repeats tokens"),
+        (b"data: " + b"x" * MAX_EVENT_BYTES, ContractBroken, "an event of its stream is larger"),
+        (b'data: {"object":"error","message":"the core died"}\n\n', BackendError, "the core died"),
         (event([11], []), ContractBroken, "0 logprobs in one event"),
         (event([11], prompt_token_ids=[5, 6]), ContractBroken, "read one of 2"),
         (b'data: {"error": {"message": "out of memory"}}\n\n', BackendError, "out of memory"),
@@ -249,7 +264,7 @@ async def test_an_sglang_that_drops_something_is_refused(fault):
         await client.aclose()
 
 
-@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("incremental", [False, True, "ids"])
 @pytest.mark.parametrize("tokens_per_event", [1, 3])
 async def test_an_sglang_streams_all_so_far_or_what_is_new(incremental, tokens_per_event):
     got = []

@@ -13,7 +13,7 @@ import trio.testing
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.errors import BackendError
-from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
+from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo, RequestRefused
 from prorl_trio.inference.health import Breaker
 from prorl_trio.inference.pool import Backends
 from prorl_trio.models import SamplingParams
@@ -71,9 +71,11 @@ class IllClient(EngineClient):
         self.ill = False
         self.model = "m"
         self.calls = 0
+        self.probe_s = 0.0
+        self.breaks = None
 
     async def probe(self, *, timeout_s):
-        await trio.lowlevel.checkpoint()
+        await trio.sleep(self.probe_s)
         self._check()
         return EngineInfo(url=self.url, model=self.model, max_model_len=9, engine="fake", policy_version="0")
 
@@ -81,6 +83,8 @@ class IllClient(EngineClient):
         await trio.lowlevel.checkpoint()
         self.calls += 1
         self._check()
+        if self.breaks is not None:
+            raise self.breaks
         return Completion(token_ids=[1], logprobs=[0.0], finish_reason="stop", policy_version="0", engine="fake")
 
     async def aclose(self):
@@ -184,6 +188,46 @@ async def test_added_again_it_takes_tasks_at_once(autojump_clock):
         pool.clients[A].ill = False
         await pool.backends.add(A)
         assert pool.accepting() == {A, B}
+
+
+async def test_one_whose_answers_cannot_be_trusted_goes_out(autojump_clock):
+    """Else it would draw all tasks: it fails each at once, and so has the least to do."""
+    async with open_pool() as pool:
+        pool.clients[A].breaks = BackendError("it drops logprobs", retryable=False)
+        harmed = 0
+        for index in range(50):
+            async with pool.backends.lease(f"t{index}") as lease:
+                try:
+                    await complete(lease)
+                except BackendError:
+                    harmed += 1
+        assert harmed == POLICY.open_after_failures
+        assert pool.accepting() == {B}
+
+
+async def test_a_request_that_is_refused_says_nothing_of_the_backend(autojump_clock):
+    """Else a job with a wrong parameter would put out one backend after the other."""
+    async with open_pool() as pool, pool.backends.lease("t") as lease:
+        client = pool.clients[lease.url]
+        client.breaks = RequestRefused("top_p must be in (0, 1], got 2")
+        for _ in range(10):
+            with pytest.raises(RequestRefused):
+                await complete(lease)
+        assert pool.accepting() == {A, B}
+        # Nor does it hide failures: these are in a row.
+        for error in (BackendError("gone", retryable=True), client.breaks, BackendError("gone", retryable=True)):
+            client.breaks = error
+            with pytest.raises(BackendError):
+                await complete(lease)
+        assert pool.accepting() == {A, B} - {lease.url}
+
+
+async def test_one_that_does_not_answer_its_probe_holds_up_no_other(autojump_clock):
+    async with open_pool() as pool:
+        pool.clients[A].probe_s = 1000
+        pool.clients[B].ill = True
+        await trio.sleep(25)
+        assert pool.accepting() == {A}
 
 
 async def test_one_that_serves_another_model_goes_out(autojump_clock):
