@@ -1,4 +1,5 @@
-"""The end of a node: the first signal lets its jobs finish, the second cancels them, the third ends the process."""
+"""The end of a node: the first signal lets its jobs finish, the second cancels them, the third ends the process. One
+that comes while the node starts ends it at once."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import logging
 import os
 import signal
 from collections import Counter
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
@@ -15,7 +17,7 @@ from ipc.nursery import open_single_nursery
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["Drainable", "drain"]
+__all__ = ["Drainable", "drain", "until_started"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,18 @@ class Drainable(Protocol):
     def live_jobs(self) -> list[dict[str, object]]:
         """Every live job, with its `status`."""
         ...
+
+
+@asynccontextmanager
+async def until_started(signals: AsyncIterator[int]) -> AsyncIterator[trio.CancelScope]:
+    """The first of `signals` cancels the block, which then ends without an error; no longer so once the scope that this
+    yields is cancelled: then the node has started, and signals are `drain`'s."""
+    starting = trio.CancelScope()
+    with trio.CancelScope() as block:
+        async with open_single_nursery() as tasks:
+            tasks.start_soon(_cancel_start_on_next, signals, starting, block)
+            yield starting
+            starting.cancel("the block is over")
 
 
 async def drain(node: Drainable, signals: AsyncIterator[int], timeout_s: float) -> int:
@@ -76,6 +90,14 @@ def _left(node: Drainable) -> str:
         return "no jobs left"
     stages = ", ".join(f"{count} {status}" for status, count in by_status.items())
     return f"{by_status.total()} jobs left ({stages})"
+
+
+async def _cancel_start_on_next(
+    signals: AsyncIterator[int], starting: trio.CancelScope, block: trio.CancelScope
+) -> None:
+    with starting:
+        logger.warning("%s: the node ends before it has started", signal.Signals(await anext(signals)).name)
+        block.cancel("signal at the start")
 
 
 async def _cancel_on_next(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:

@@ -26,7 +26,7 @@ from ipc.arena_socket import serve_arena
 from ipc.nursery import open_single_nursery
 from prorl_trio.admission import Load
 from prorl_trio.chat_proof import load_chat_format
-from prorl_trio.drain import drain
+from prorl_trio.drain import drain, until_started
 from prorl_trio.errors import (
     ConfigError,
     Draining,
@@ -55,6 +55,7 @@ from prorl_trio.service.restore import restore_sessions
 from prorl_trio.service.server import serve_websocket
 from prorl_trio.service.session_table import SessionTable
 from prorl_trio.service.shared_outcomes import SharedOutcomes
+from prorl_trio.service.tcp import open_tcp_listener
 from prorl_trio.service.tls import load_tls
 from prorl_trio.token_memory import TokenMemory
 
@@ -338,7 +339,8 @@ async def serve_node(
     load: Callable[[], NodeConfig] | None = None,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> bool:
-    """Run a node until SIGTERM or SIGINT. The first drains, for `drain_timeout_s` at most; the second cancels.
+    """Run a node until SIGTERM or SIGINT. The first drains, for `drain_timeout_s` at most; the second cancels. One that
+    comes before the node has started just ends it.
 
     Reports the listener's (host, port) through `task_status`. Returns whether the drain was clean: every job had its
     own outcome before the end. At SIGHUP `load`, called in a thread, reads the configuration again; see `reload`. Must
@@ -354,9 +356,9 @@ async def serve_node(
     )
     rest = config.rest
     feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events) if rest.enabled else None
-    cut = 0
+    cut, journal = 0, None
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async with AsyncExitStack() as stack:
+        async with until_started(signals) as starting, AsyncExitStack() as stack:
             monitoring = await stack.enter_async_context(open_monitoring(config))
             sessions.journal = journal = await _open_journal(config, stack)
             observers = [*monitoring.observers, feed] if feed is not None else monitoring.observers
@@ -370,6 +372,11 @@ async def serve_node(
                     on_sandbox_open=monitoring.metrics.sandbox_opened,
                 )
             )
+            starting.cancel("from here on jobs of former processes run: a signal drains them")
+            bind = await stack.enter_async_context(await open_tcp_listener("listen", listen.host, listen.port))
+            rest_bind = None
+            if feed is not None:
+                rest_bind = await stack.enter_async_context(await open_tcp_listener("rest", rest.host, rest.port))
             if journal is not None:
                 node.wait_promised = journal.wait_settled
                 node.describe("ledger", lambda: msgspec.structs.asdict(journal.ledger.statistics()))
@@ -383,12 +390,14 @@ async def serve_node(
             node.undelivered = sessions.undelivered
             if local is not None and node.tokens.arena is not None:
                 await _share_arena(node, node.tokens.arena, local.arena, sessions, accept)
-            address = await accept.start(partial(serve_websocket, node, listen, sessions=sessions, local=local))
+            address = await accept.start(
+                partial(serve_websocket, node, listen, sessions=sessions, local=local, listener=bind)
+            )
             endpoints = {"url": endpoint_url(address, secure=bool(listen.tls_cert))}
             if local is not None:
                 endpoints["unix_url"] = f"unix://{local.node}"
             if feed is not None:
-                endpoints["rest_url"] = await _open_rest(node, sessions, feed, monitoring, accept)
+                endpoints["rest_url"] = await _open_rest(node, sessions, feed, monitoring, accept, rest_bind)
             if listen.endpoint_file:
                 await trio.to_thread.run_sync(announce, Path(listen.endpoint_file), endpoints)
             if load is not None:
@@ -396,6 +405,8 @@ async def serve_node(
                 await accept.start(serve_reloads, load, lambda: node.config, apply)
             task_status.started(address)
             await anext(signals)
+            if journal is not None:
+                journal.draining = True
             cut = await drain(node, signals, node.config.drain_timeout_s)
             with trio.move_on_after(DELIVERY_TIMEOUT_S):
                 await sessions.wait_delivered()
@@ -432,14 +443,28 @@ async def _open_journal(config: NodeConfig, stack: AsyncExitStack) -> Journal | 
 
 
 async def _open_rest(
-    node: Node, sessions: SessionTable, feed: EventFeed, monitoring: Monitoring, accept: trio.Nursery
+    node: Node,
+    sessions: SessionTable,
+    feed: EventFeed,
+    monitoring: Monitoring,
+    accept: trio.Nursery,
+    listener: trio.SocketListener | None,
 ) -> str:
     """Serve REST in `accept`; returns its URL."""
     listen, rest = node.config.listen, node.config.rest
     token = await trio.to_thread.run_sync(load_token, listen)
     tls = await trio.to_thread.run_sync(load_tls, listen) if rest.tls else None
-    metrics = monitoring.metrics.render
-    serve = partial(serve_rest, node, rest, token, sessions=sessions, feed=feed, tls=tls, metrics=metrics)
+    serve = partial(
+        serve_rest,
+        node,
+        rest,
+        token,
+        sessions=sessions,
+        feed=feed,
+        tls=tls,
+        metrics=monitoring.metrics.render,
+        listener=listener,
+    )
     url = rest_url(await accept.start(serve), secure=tls is not None)
     logger.info("REST at %s", url)
     return url

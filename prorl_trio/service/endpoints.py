@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import TYPE_CHECKING
 
 import msgspec
+
+from prorl_trio.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,10 +28,22 @@ def rest_url(address: tuple[str, int], *, secure: bool = False) -> str:
 
 
 def announce(endpoint_file: Path, endpoints: Mapping[str, str]) -> None:
-    """Write the endpoints so that a reader sees all of it or nothing. Blocks on the disk."""
+    """Write the endpoints so that a reader sees all of it or nothing. Blocks on the disk.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     draft = endpoint_file.with_name(endpoint_file.name + ".new")
-    draft.write_bytes(msgspec.json.encode(endpoints))
-    draft.replace(endpoint_file)
+    try:
+        if endpoint_file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        draft.write_bytes(msgspec.json.encode(endpoints))
+        draft.replace(endpoint_file)
+    except OSError as exc:
+        raise ConfigError(
+            f"listen.endpoint_file: {endpoint_file} cannot be written: {exc.strerror}; name a file in a folder that "
+            "exists and is yours"
+        ) from exc
 
 
 def _authority(address: tuple[str, int]) -> str:

@@ -74,6 +74,9 @@ class Journal:
         """Which of the outcomes that are stored are in memory, too."""
         self.accepting = 0
         """Jobs that are being stored, and not the node's yet."""
+        self.draining = False
+        """The node ends as it was told to: jobs that it cuts are over. Set by whoever ends it. Where an error ends it,
+        they are no more over than if it had been killed, and the next start runs them."""
         self.failed = ""
         """Why outcomes are held back; empty: they are not."""
         self._tasks = tasks

@@ -22,6 +22,7 @@ from prorl_trio.service.auth import load_token, token_matches
 from prorl_trio.service.connection import Connection, refuse
 from prorl_trio.service.limits import RETRY_AFTER_S, SessionLimits
 from prorl_trio.service.session_table import SessionTable
+from prorl_trio.service.tcp import open_tcp_listener
 from prorl_trio.service.tls import load_tls
 
 if TYPE_CHECKING:
@@ -52,12 +53,14 @@ async def serve_websocket(
     *,
     sessions: SessionTable | None = None,
     local: LocalSockets | None = None,
+    listener: trio.SocketListener | None = None,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve trainers until cancelled. Reports the bound (host, port) through `task_status`.
 
     `sessions` may be shared with the rest of the node; without, the server has its own, and they end with it.
-    `local`: where to listen besides, for trainers on this host.
+    `local`: where to listen besides, for trainers on this host. `listener`: bound already, instead of the address that
+    is configured; closed on leaving.
 
     On cancel nobody new is let in; what is queued for connected trainers is sent, and the connections are closed as
     "going away", all within `GOODBYE_TIMEOUT_S`. Jobs are not touched: they are the node's.
@@ -70,14 +73,12 @@ async def serve_websocket(
             f"listen.heartbeat_interval_s ({config.heartbeat_interval_s:g}) must be more than 0 and less than "
             f"listen.heartbeat_timeout_s ({config.heartbeat_timeout_s:g})"
         )
-    if not 0 <= config.port <= 65_535:
-        raise ConfigError(f"listen.port must be 0 (any free one) to 65535, got {config.port}")
     token = await trio.to_thread.run_sync(load_token, config)
     tls = await trio.to_thread.run_sync(load_tls, config)
     if sessions is None:
         limits = SessionLimits(max_sessions=config.max_sessions, max_message_bytes=config.max_message_bytes)
         sessions = SessionTable(limits)
-    listener = await _listen(config)
+    listener = listener or await open_tcp_listener("listen", config.host, config.port)
     host, port = listener.socket.getsockname()[:2]
     if tls is None and not ipaddress.ip_address(host).is_loopback:
         logger.warning(
@@ -116,17 +117,6 @@ def _listen_here(local: LocalSockets | None) -> Iterator[list[trio.SocketListene
         listener.socket.close()
         with suppress(FileNotFoundError):
             local.node.unlink()
-
-
-async def _listen(config: ListenConfig) -> trio.SocketListener:
-    """One listener, also for a name with several addresses: the first."""
-    try:
-        first, *others = await trio.open_tcp_listeners(config.port, host=config.host)
-    except OSError as exc:
-        raise ConfigError(f"listen: cannot bind {config.host}:{config.port}: {exc}") from exc
-    for other in others:
-        await other.aclose()
-    return first
 
 
 class _Server:

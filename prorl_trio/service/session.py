@@ -245,12 +245,15 @@ class Session:
             node.cancel_soon(job.spec.job_id, reason)
 
     def deliver(self, outcome: Outcome) -> None:
-        """See `JobSink`. A second outcome of a job is dropped, loudly: the first one stands."""
+        """See `JobSink`. A second outcome of a job is dropped, loudly: the first one stands. So is, quietly, that of a
+        stored job which a failing node has cut: the job is not over, see `Journal.draining`."""
         job = self._running.get(outcome.job_id)
         if job is None or job.finishing is not None:
             logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, outcome.job_id)
             return
         job.finishing = encode_outcome(outcome, self._limits.max_message_bytes)
+        if self.journal is not None and outcome.error_code == "shutdown" and not self.journal.draining:
+            return
         if self.shared is not None and self._listener is not None and self._listener.reader_id:
             self.shared.keep(self.session_id, outcome, job.finishing)
         if self.journal is not None:

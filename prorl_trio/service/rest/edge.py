@@ -40,18 +40,18 @@ async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
     feed: EventFeed,
     tls: ssl.SSLContext | None = None,
     metrics: Callable[[], tuple[str, bytes]] | None = None,
+    listener: trio.SocketListener | None = None,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve `node` over HTTP, or over HTTPS with `tls`, until cancelled. Reports the bound (host, port).
 
     `sessions` are the node's, shared with the WebSocket; `feed` is one of the node's observers. On cancel, requests
     that wait answer with what there is, within `server.GOODBYE_TIMEOUT_S`. Jobs are not touched: they are the node's.
+    `listener`: bound already, instead of the address that is configured.
 
     Raises:
         ConfigError: the address cannot be bound, or the configuration contradicts itself.
     """
-    if not 0 <= config.port <= 65_535:
-        raise ConfigError(f"rest.port must be 0 (any free one) to 65535, got {config.port}")
     if not config.prorl_compat_token and not _is_loopback(config.host):
         raise ConfigError(
             f"rest.prorl_compat_token = false is for a loopback rest.host only, not {config.host!r}: anyone could come"
@@ -66,7 +66,7 @@ async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
         )
     async with open_single_nursery() as nursery:
         nursery.start_soon(_expire, sessions, config.results_retention_s)
-        await serve_http(app, config, api.closing, tls=tls, task_status=task_status)
+        await serve_http(app, config, api.closing, tls=tls, listener=listener, task_status=task_status)
 
 
 async def _expire(sessions: SessionTable, retention_s: float) -> None:

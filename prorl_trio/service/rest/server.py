@@ -16,7 +16,7 @@ from ipc.errors import ProtocolViolation
 from ipc.nursery import single_exception
 from ipc.tls import open_tls
 from ipc.websocket import LinkClosed
-from prorl_trio.errors import ConfigError
+from prorl_trio.service.tcp import open_tcp_listener
 
 if TYPE_CHECKING:
     import ssl
@@ -41,9 +41,12 @@ async def serve_http(
     closing: trio.Event,
     *,
     tls: ssl.SSLContext | None = None,
+    listener: trio.SocketListener | None = None,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve `app` until cancelled, over `tls` if given. Reports the bound (host, port) through `task_status`.
+
+    `listener`: bound already, instead of the address that is configured; closed on leaving.
 
     On cancel nobody new is let in and `closing` is set; requests in progress have `GOODBYE_TIMEOUT_S` to be answered,
     then their connections are closed.
@@ -51,7 +54,7 @@ async def serve_http(
     Raises:
         ConfigError: the address cannot be bound.
     """
-    listener = await _listen(config)
+    listener = listener or await open_tcp_listener("rest", config.host, config.port)
     host, port = listener.socket.getsockname()[:2]
     server = _Server(app, config, closing, tls)
     with single_exception():
@@ -61,17 +64,6 @@ async def serve_http(
                 await trio.serve_listeners(server.serve_stream, [listener], handler_nursery=connections)
             finally:
                 server.go_away()
-
-
-async def _listen(config: RestConfig) -> trio.SocketListener:
-    """One listener, also for a name with several addresses: the first."""
-    try:
-        first, *others = await trio.open_tcp_listeners(config.port, host=config.host)
-    except OSError as exc:
-        raise ConfigError(f"rest: cannot bind {config.host}:{config.port}: {exc}") from exc
-    for other in others:
-        await other.aclose()
-    return first
 
 
 class _Context(WorkerContext):

@@ -1,0 +1,118 @@
+"""A node that does not come to listen: told so in one line, ended by a signal, and without harm to what is stored."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import msgspec
+import pytest
+import trio
+
+from prorl_trio.config import NodeConfig
+from prorl_trio.errors import ConfigError, Draining
+from prorl_trio.handlers.math import MathHandler
+from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.ledger import LedgerLimits, open_ledger
+from prorl_trio.models import JobSpec, TaskInstance
+from prorl_trio.node import serve_node
+from prorl_trio.service.journal import open_journal
+from prorl_trio.service.session_table import SessionTable
+from prorl_trio.testing.fake_node import FakeNode
+from prorl_trio.testing.fake_sandbox import FakeProvider
+from prorl_trio.testing.tiny_model import make_tiny_model
+
+MIB = 1024 * 1024
+LIMITS = LedgerLimits(segment_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Of a node that starts in no time, as tables of node.toml."""
+    make_tiny_model(tmp_path / "model")
+    ledger = {"dir": str(tmp_path / "ledger"), "segment_bytes": MIB, "reserve_bytes": MIB, "max_bytes": 16 * MIB}
+    return {
+        "model": {"path": str(tmp_path / "model")},
+        "listen": {"port": 0, "token": "t", "unix_socket": ""},
+        "ledger": ledger,
+        "arena": {"enabled": False},
+    }
+
+
+class Math(MathHandler):
+    """Without the seconds that its scoring process takes to start."""
+
+    async def prepare(self, resources):
+        pass
+
+
+async def serve(config):
+    return await serve_node(msgspec.convert(config, NodeConfig), HandlerRegistry([Math()]), provider=FakeProvider())
+
+
+class Gone(FakeNode):
+    """Ends between a job's storage and its start."""
+
+    def check(self, spec, sink, ahead):
+        pass
+
+    def take(self, spec, sink, attempt):
+        raise Draining("the node has ended")
+
+
+@pytest.fixture
+async def stored_jobs(tmp_path):
+    """What a killed node leaves: the ids of jobs that it accepted and did not finish."""
+    instance = TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})
+    specs = [JobSpec(job_id=f"job-{n}", instance=instance) for n in range(6)]
+    async with open_ledger(tmp_path / "ledger", LIMITS) as ledger, open_journal(ledger) as journal:
+        table = SessionTable()
+        table.journal = journal
+        session, _ = table.open("s", 0)
+        await session.submit_all(specs, Gone(), lambda _index, _error: None)
+    return [spec.job_id for spec in specs]
+
+
+async def unfinished(tmp_path):
+    async with open_ledger(tmp_path / "ledger", LIMITS) as ledger:
+        return ledger.recovered.unfinished
+
+
+async def test_jobs_outlive_a_start_at_a_port_that_is_taken(tmp_path, config, stored_jobs):
+    with trio.fail_after(60), socket.create_server(("127.0.0.1", 0)) as other:
+        port = config["listen"]["port"] = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: .*in use.*set listen\.port to another"):
+            await serve(config)
+        left = await unfinished(tmp_path)
+    assert [(job.job_id, job.last_attempt) for job in left] == [(job_id, 0) for job_id in stored_jobs]
+
+
+@pytest.mark.parametrize(("name", "why"), [("none/endpoint.json", "No such file"), ("", "Is a directory")])
+async def test_jobs_outlive_a_start_whose_endpoint_file_cannot_be_written(tmp_path, config, stored_jobs, name, why):
+    config["listen"]["endpoint_file"] = str(tmp_path / name)
+    with trio.fail_after(60):
+        with pytest.raises(ConfigError, match=rf"listen\.endpoint_file: {tmp_path}.*{why}.*name a file in a folder"):
+            await serve(config)
+        left = await unfinished(tmp_path)
+    assert [job.job_id for job in left] == stored_jobs
+    assert not tmp_path.with_name(tmp_path.name + ".new").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_ends_a_start_that_waits_for_a_backend(tmp_path, config, stored_jobs, number, caplog):
+    (silent,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    with trio.fail_after(60):
+        async with silent:
+            config["backends"] = {
+                "urls": [f"http://127.0.0.1:{silent.socket.getsockname()[1]}"],
+                "probe_timeout_s": 600.0,
+            }
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, config)
+                probe = await silent.accept()
+                os.kill(os.getpid(), number)
+            await probe.aclose()
+        left = await unfinished(tmp_path)
+    assert f"{number.name}: the node ends before it has started" in caplog.text
+    assert [(job.job_id, job.last_attempt) for job in left] == [(job_id, 0) for job_id in stored_jobs]
