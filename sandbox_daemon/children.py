@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import trio
 
 from sandbox_daemon.limits import limit_process
+from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import ExitStack
 
     from ipc.limits import SandboxLimits
 
-__all__ = ["Child", "ChildReaper"]
+__all__ = ["Child", "ChildReaper", "open_pipe"]
 
 SIGNAL_EXIT_BASE = 128
 """Exit code of a process ended by signal n, as shells report it: this plus n."""
@@ -87,6 +90,41 @@ class ChildReaper:
             self._starting -= 1
             self.reap()
 
+    async def start(
+        self,
+        argv: Sequence[str],
+        streams: tuple[int, int, int],
+        *,
+        env: Mapping[str, str],
+        cwd: str | None = None,
+        pass_fds: Sequence[int] = (),
+        limiter: trio.CapacityLimiter,
+    ) -> Child:
+        """Start a program in a session of its own. `streams` are its input, output and errors; they stay the caller's
+        to close, as those to pass do.
+
+        Raises:
+            OSError, ValueError: it could not be started.
+        """
+
+        def spawn() -> int:
+            stdin, stdout, stderr = streams
+            process = subprocess.Popen(
+                argv,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=env,
+                cwd=cwd,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+            process.returncode = 0  # the reaper waits for it, not this object
+            return process.pid
+
+        with self.starting():
+            return self.adopt(await run_blocking(spawn, limiter=limiter))
+
     def adopt(self, pid: int) -> Child:
         """Watch a process just started, and limit it. Call inside `starting`."""
         limit_process(pid, self._limits, isolated=self._isolated)
@@ -105,3 +143,11 @@ class ChildReaper:
             child = self._children.pop(pid, None)
             if child is not None:
                 child.ended(wait_status)
+
+
+def open_pipe(reader: ExitStack, writer: ExitStack, flags: int = 0) -> tuple[int, int]:
+    """A new pipe's ends, to read and to write, closed by whom they belong to. `flags` besides `O_CLOEXEC`."""
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC | flags)
+    reader.callback(os.close, read_fd)
+    writer.callback(os.close, write_fd)
+    return read_fd, write_fd

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import subprocess
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
@@ -13,9 +11,9 @@ import trio
 from ipc.rpc import CallError
 from ipc.sandbox_calls import ExecResult
 from ipc.wire import MAX_FRAME_BYTES
+from sandbox_daemon.children import open_pipe
 from sandbox_daemon.output import OutputBuffer
 from sandbox_daemon.processes import kill_until_gone
-from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -138,37 +136,15 @@ async def _start(
     request: Exec, reaper: ChildReaper, env: Mapping[str, str], cwd: str, limiter: trio.CapacityLimiter
 ) -> _Command:
     with ExitStack() as ours, ExitStack() as theirs:
-        stdin_read, stdin_write = _pipe(theirs, ours)
-        stdout_read, stdout_write = _pipe(ours, theirs)
-        stderr_read, stderr_write = _pipe(ours, theirs)
-
-        def spawn() -> int:
-            process = subprocess.Popen(
-                request.argv,
-                stdin=stdin_read,
-                stdout=stdout_write,
-                stderr=stderr_write,
-                env=env,
-                cwd=cwd,
-                start_new_session=True,
-            )
-            process.returncode = 0  # the reaper waits for it, not this object
-            return process.pid
-
+        stdin_read, stdin_write = open_pipe(theirs, ours)
+        stdout_read, stdout_write = open_pipe(ours, theirs)
+        stderr_read, stderr_write = open_pipe(ours, theirs)
+        streams = (stdin_read, stdout_write, stderr_write)
         try:
-            with reaper.starting():
-                child = reaper.adopt(await run_blocking(spawn, limiter=limiter))
+            child = await reaper.start(request.argv, streams, env=env, cwd=cwd, limiter=limiter)
         except (OSError, ValueError) as exc:
             code = _CODES.get(exc.errno or 0, "io") if isinstance(exc, OSError) else "bad_request"
             raise CallError(code, f"{request.argv[0]!r} could not be started in {cwd!r}: {exc}") from exc
         command = _Command(child, stdin_write, stdout_read, stderr_read)
         ours.pop_all()
         return command
-
-
-def _pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
-    """A new pipe's ends, closed by whom they belong to."""
-    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-    reader.callback(os.close, read_fd)
-    writer.callback(os.close, write_fd)
-    return read_fd, write_fd

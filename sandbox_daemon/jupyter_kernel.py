@@ -9,13 +9,14 @@ import os
 import shutil
 import signal
 import subprocess
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from sandbox_daemon.cell_output import OutputPipe
+from sandbox_daemon.children import open_pipe
 from sandbox_daemon.jupyter_cell import JupyterCell
 from sandbox_daemon.jupyter_channels import BadMessage, JupyterChannels
 from sandbox_daemon.keeper import StartFailed
@@ -259,30 +260,14 @@ async def open_jupyter_kernel(
 
 
 async def _spawn(plan: KernelPlan, reaper: ChildReaper, *, cwd: str, limiter: trio.CapacityLimiter) -> JupyterKernel:
-    stdout_read, stdout_write = os.pipe2(os.O_CLOEXEC)
-    stderr_read, stderr_write = os.pipe2(os.O_CLOEXEC)
-
-    def spawn() -> int:
-        process = subprocess.Popen(
-            plan.argv,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout_write,
-            stderr=stderr_write,
-            env=plan.env,
-            cwd=cwd if os.path.isdir(cwd) else "/",
-            start_new_session=True,
-        )
-        process.returncode = 0  # the reaper waits for it, not this object
-        return process.pid
-
-    try:
-        with reaper.starting():
-            child = reaper.adopt(await run_blocking(spawn, limiter=limiter))
-    except OSError as exc:
-        os.close(stdout_read)
-        os.close(stderr_read)
-        raise StartFailed(f"{plan.argv[0]} could not be started: {exc}") from exc
-    finally:
-        os.close(stdout_write)
-        os.close(stderr_write)
+    with ExitStack() as ours, ExitStack() as theirs:
+        stdout_read, stdout_write = open_pipe(ours, theirs)
+        stderr_read, stderr_write = open_pipe(ours, theirs)
+        streams = (subprocess.DEVNULL, stdout_write, stderr_write)
+        try:
+            there = await run_blocking(partial(os.path.isdir, cwd), limiter=limiter)
+            child = await reaper.start(plan.argv, streams, env=plan.env, cwd=cwd if there else "/", limiter=limiter)
+        except OSError as exc:
+            raise StartFailed(f"{plan.argv[0]} could not be started: {exc}") from exc
+        ours.pop_all()
     return JupyterKernel(plan, child, OutputPipe("stdout", stdout_read), OutputPipe("stderr", stderr_read), limiter)

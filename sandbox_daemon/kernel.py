@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,9 +17,9 @@ from ipc.channel import Channel
 from ipc.errors import ChannelBroken, IpcError
 from sandbox_daemon.cell_output import OutputPipe
 from sandbox_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, CellDone, ChildReady, RunCell, StartChild
+from sandbox_daemon.children import open_pipe
 from sandbox_daemon.keeper import StartFailed
 from sandbox_daemon.processes import kill_until_gone
-from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -180,40 +180,22 @@ async def open_kernel(
 
 
 async def _spawn(reaper: ChildReaper, *, runtime_env: dict[str, str], limiter: trio.CapacityLimiter) -> Kernel:
-    ours, theirs = socket.socketpair()
-    stdout_read, stdout_write = os.pipe2(os.O_CLOEXEC)
-    stderr_read, stderr_write = os.pipe2(os.O_CLOEXEC)
-    begun_read, begun_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    passed = [theirs.fileno(), begun_write]
-    argv = [sys.executable, "-P", "-m", "sandbox_daemon.ipython_child", *map(str, passed)]
-
-    def spawn() -> int:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout_write,
-            stderr=stderr_write,
-            env=runtime_env,
-            pass_fds=passed,
-            start_new_session=True,
-        )
-        process.returncode = 0  # the reaper waits for it, not this object
-        return process.pid
-
-    try:
-        with reaper.starting():
-            child = reaper.adopt(await run_blocking(spawn, limiter=limiter))
-    except OSError as exc:
-        ours.close()
-        os.close(stdout_read)
-        os.close(stderr_read)
-        os.close(begun_read)
-        raise StartFailed(f"{sys.executable} could not be started: {exc}") from exc
-    finally:
-        theirs.close()
-        os.close(stdout_write)
-        os.close(stderr_write)
-        os.close(begun_write)
-    ours.setblocking(False)
-    control = Channel(trio.SocketStream(trio.socket.from_stdlib_socket(ours)), max_frame_bytes=CONTROL_MAX_FRAME_BYTES)
-    return Kernel(child, control, OutputPipe("stdout", stdout_read), OutputPipe("stderr", stderr_read), begun_read)
+    with ExitStack() as ours, ExitStack() as theirs:
+        control, passed_control = socket.socketpair()
+        ours.callback(control.close)
+        theirs.callback(passed_control.close)
+        stdout_read, stdout_write = open_pipe(ours, theirs)
+        stderr_read, stderr_write = open_pipe(ours, theirs)
+        begun_read, begun_write = open_pipe(ours, theirs, os.O_NONBLOCK)
+        passed = [passed_control.fileno(), begun_write]
+        argv = [sys.executable, "-P", "-m", "sandbox_daemon.ipython_child", *map(str, passed)]
+        streams = (subprocess.DEVNULL, stdout_write, stderr_write)
+        try:
+            child = await reaper.start(argv, streams, env=runtime_env, pass_fds=passed, limiter=limiter)
+        except OSError as exc:
+            raise StartFailed(f"{sys.executable} could not be started: {exc}") from exc
+        ours.pop_all()
+    control.setblocking(False)
+    stream = trio.SocketStream(trio.socket.from_stdlib_socket(control))
+    channel = Channel(stream, max_frame_bytes=CONTROL_MAX_FRAME_BYTES)
+    return Kernel(child, channel, OutputPipe("stdout", stdout_read), OutputPipe("stderr", stderr_read), begun_read)
