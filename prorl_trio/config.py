@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 
 from ipc.arena_socket import MAX_ARENA_READERS
 from ipc.limits import SandboxLimits
-from prorl_trio.errors import ConfigError
+from prorl_trio.quantities import Amount, Count, Port, Seconds, SecondsOrZero
+from prorl_trio.toml_file import read_toml
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 
+NODE_ID: Final = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?\Z"
 MIN_SESSION_WEIGHT: Final = 0.01
 MAX_SESSION_WEIGHT: Final = 100.0
 
@@ -56,17 +58,17 @@ class ListenConfig(_Config, frozen=True):
     """
 
     host: str = "127.0.0.1"
-    port: int = 8700
+    port: Port = 8700
     token: str = ""
     token_file: str = ""
     endpoint_file: str = ""
     unix_socket: str = "auto"
     tls_cert: str = ""
     tls_key: str = ""
-    max_message_bytes: int = 64 * 1024 * 1024
-    max_sessions: int = 64
-    heartbeat_interval_s: float = 10.0
-    heartbeat_timeout_s: float = 30.0
+    max_message_bytes: Count = 64 * 1024 * 1024
+    max_sessions: Count = 64
+    heartbeat_interval_s: Seconds = 10.0
+    heartbeat_timeout_s: Seconds = 30.0
 
     def unix_path(self) -> Path | None:
         """Where the Unix socket goes; None: nowhere."""
@@ -99,24 +101,24 @@ class RestConfig(_Config, frozen=True):
 
     enabled: bool = False
     host: str = "127.0.0.1"
-    port: int = 8701
+    port: Port = 8701
     tls: bool = True
-    max_connections: int = 256
-    max_body_bytes: int = 64 * 1024 * 1024
-    idle_timeout_s: float = 15.0
-    body_timeout_s: float = 60.0
-    send_timeout_s: float = 60.0
-    max_wait_s: float = 600.0
-    results_retention_s: float = 86_400.0
-    max_jobs_per_request: int = 10_000
-    max_results_per_reply: int = 256
-    max_reply_bytes: int = 256 * 1024 * 1024
-    max_event_streams: int = 16
-    event_buffer_events: int = 4096
-    event_heartbeat_interval_s: float = 15.0
+    max_connections: Count = 256
+    max_body_bytes: Count = 64 * 1024 * 1024
+    idle_timeout_s: Seconds = 15.0
+    body_timeout_s: Seconds = 60.0
+    send_timeout_s: Seconds = 60.0
+    max_wait_s: SecondsOrZero = 600.0
+    results_retention_s: Seconds = 86_400.0
+    max_jobs_per_request: Count = 10_000
+    max_results_per_reply: Count = 256
+    max_reply_bytes: Count = 256 * 1024 * 1024
+    max_event_streams: Amount = 16
+    event_buffer_events: Count = 4096
+    event_heartbeat_interval_s: Seconds = 15.0
     prorl_compat: bool = False
     prorl_compat_token: bool = True
-    prorl_compat_timeout_s: float = 7200.0
+    prorl_compat_timeout_s: Seconds = 7200.0
     data_sources: dict[str, str] = msgspec.field(
         default_factory=lambda: {"deepscaler": "math", "gsm8k": "math", "math": "math"}
     )
@@ -140,12 +142,12 @@ class LedgerConfig(_Config, frozen=True):
 
     dir: str = "auto"
     on_restart: Literal["retry", "fail"] = "retry"
-    max_attempts: int = 5
-    segment_bytes: int = 64 * 1024 * 1024
-    reserve_bytes: int = 128 * 1024 * 1024
-    max_bytes: int = 16 * 1024 * 1024 * 1024
-    tombstone_s: float = 3600.0
-    hot_outcome_bytes: int = 256 * 1024 * 1024
+    max_attempts: Count = 5
+    segment_bytes: Count = 64 * 1024 * 1024
+    reserve_bytes: Amount = 128 * 1024 * 1024
+    max_bytes: Count = 16 * 1024 * 1024 * 1024
+    tombstone_s: SecondsOrZero = 3600.0
+    hot_outcome_bytes: Amount = 256 * 1024 * 1024
 
     def folder(self, node_id: str, environ: Mapping[str, str]) -> Path | None:
         """Where the ledger goes; None: nowhere."""
@@ -166,7 +168,7 @@ class ModelConfig(_Config, frozen=True):
     message: `keep` the tokens as they were sampled, begin a new `segment`, or `fail` the rollout.
     """
 
-    path: str
+    path: Annotated[str, msgspec.Meta(min_length=1)]
     family: str = ""
     template_options: dict[str, bool | int | float | str] = {}
     on_break: Literal["keep", "segment", "fail"] = "keep"
@@ -254,11 +256,11 @@ class BackendConfig(_Config, frozen=True):
     engine: Literal["auto", "vllm", "sglang"] = "auto"
     stream: bool = False
     required: bool = False
-    probe_timeout_s: float = 60.0
-    request_timeout_s: float = 600.0
-    max_connections_per_backend: int = 512
-    max_tasks_per_backend: int = 0
-    lease_timeout_s: float = 900.0
+    probe_timeout_s: Seconds = 60.0
+    request_timeout_s: Seconds = 600.0
+    max_connections_per_backend: Count = 512
+    max_tasks_per_backend: Amount = 0
+    lease_timeout_s: SecondsOrZero = 900.0
     strategy: Strategy = "least_in_flight"
     health: HealthConfig = HealthConfig()
     load: LoadConfig = LoadConfig()
@@ -283,12 +285,12 @@ class SandboxConfig(_Config, frozen=True):
     network: bool = False
     fakeroot: bool = False
     """The tools are root in there, so that they can install packages. apptainer only."""
-    start_timeout_s: float = 60.0
-    max_concurrent_starts: int = 4
-    max_concurrent_starts_per_image: int = 4
-    max_warm: int = 8
-    max_warm_per_image: int = 8
-    max_warm_idle_s: float = 120.0
+    start_timeout_s: Seconds = 60.0
+    max_concurrent_starts: Count = 4
+    max_concurrent_starts_per_image: Count = 4
+    max_warm: Amount = 8
+    max_warm_per_image: Amount = 8
+    max_warm_idle_s: SecondsOrZero = 120.0
     limits: SandboxLimits = SandboxLimits()
     runtime_dir: str = ""
     """Node-local folder for control sockets. Empty: a private one below the system's temporary folder."""
@@ -301,13 +303,13 @@ class StagesConfig(_Config, frozen=True):
     Of the handlers that want a fresh sandbox for the evaluation, `max_refreshing` may start it while RUN goes on.
     """
 
-    init_workers: int = 4
-    run_workers: int = 32
-    eval_workers: int = 4
-    init_queue: int = 10_000
-    ready_queue: int = 16
-    eval_queue: int = 1_000
-    max_refreshing: int = 8
+    init_workers: Count = 4
+    run_workers: Count = 32
+    eval_workers: Count = 4
+    init_queue: Count = 10_000
+    ready_queue: Count = 16
+    eval_queue: Count = 1_000
+    max_refreshing: Count = 8
 
 
 class AdmissionConfig(_Config, frozen=True):
@@ -321,11 +323,11 @@ class AdmissionConfig(_Config, frozen=True):
     """
 
     session_weights: dict[str, float] = {}
-    max_queued_per_session: int = 10_000
-    max_live: int = 20_000
-    max_live_per_session: int = 20_000
-    max_undelivered: int = 200_000
-    max_undelivered_bytes: int = 16 * 1024 * 1024 * 1024
+    max_queued_per_session: Count = 10_000
+    max_live: Count = 20_000
+    max_live_per_session: Count = 20_000
+    max_undelivered: Count = 200_000
+    max_undelivered_bytes: Count = 16 * 1024 * 1024 * 1024
 
     def __post_init__(self) -> None:
         for session_id, weight in self.session_weights.items():
@@ -344,11 +346,11 @@ class BudgetConfig(_Config, frozen=True):
     """Default seconds per stage of a job, for all stages together and for the agent's loop; a job may ask for others.
     Queue time is not charged. See `models.Budgets`."""
 
-    init_s: float = 120.0
-    run_s: float = 900.0
-    eval_s: float = 120.0
-    total_s: float = 3600.0
-    agent_s: float = 3600.0
+    init_s: Seconds = 120.0
+    run_s: Seconds = 900.0
+    eval_s: Seconds = 120.0
+    total_s: Seconds = 3600.0
+    agent_s: Seconds = 3600.0
 
 
 class AgentConfig(_Config, frozen=True):
@@ -366,11 +368,11 @@ class AgentConfig(_Config, frozen=True):
     """
 
     stop_at_tool_call: bool = False
-    max_staleness: int | None = None
-    max_trajectory_tokens: int = 0
-    max_nudges: int = 1
-    tool_timeout_s: float = 30.0
-    max_observation_chars: int = 8_000
+    max_staleness: Amount | None = None
+    max_trajectory_tokens: Amount = 0
+    max_nudges: Amount = 1
+    tool_timeout_s: Seconds = 30.0
+    max_observation_chars: Count = 8_000
 
 
 class ArenaConfig(_Config, frozen=True):
@@ -386,10 +388,10 @@ class ArenaConfig(_Config, frozen=True):
     """
 
     enabled: bool = True
-    size_bytes: int = 0
-    shared_bytes: int = 0
-    room_timeout_s: float = 60.0
-    max_readers: int = MAX_ARENA_READERS
+    size_bytes: Amount = 0
+    shared_bytes: Amount = 0
+    room_timeout_s: SecondsOrZero = 60.0
+    max_readers: Count = MAX_ARENA_READERS
 
 
 class MonitoringConfig(_Config, frozen=True):
@@ -399,8 +401,8 @@ class MonitoringConfig(_Config, frozen=True):
     `stall_dump_after_s`: log the loop's stack while a pass lasts longer, from a thread of its own; 0 never does.
     """
 
-    stall_warn_s: float = 0.25
-    stall_dump_after_s: float = 0.0
+    stall_warn_s: Seconds = 0.25
+    stall_dump_after_s: SecondsOrZero = 0.0
 
 
 class TelemetryConfig(_Config, frozen=True):
@@ -408,17 +410,18 @@ class TelemetryConfig(_Config, frozen=True):
 
     otlp_endpoint: str = ""
     service_name: str = "prorl-trio"
-    max_queued_spans: int = 8192
+    max_queued_spans: Count = 8192
 
 
 class NodeConfig(_Config, frozen=True):
     """Everything one node needs.
 
+    `node_id` is its name, also of its folder in `ledger.dir`; empty: made of host and process.
     A job in a stage to which nothing happens for `stuck_after_s` is shown as stuck; its budgets end it.
     """
 
     model: ModelConfig
-    node_id: str = ""
+    node_id: Annotated[str, msgspec.Meta(pattern=NODE_ID)] = ""
     listen: ListenConfig = ListenConfig()
     rest: RestConfig = RestConfig()
     ledger: LedgerConfig = LedgerConfig()
@@ -431,9 +434,9 @@ class NodeConfig(_Config, frozen=True):
     arena: ArenaConfig = ArenaConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
-    drain_timeout_s: float = 60.0
-    stuck_after_s: float = 300.0
-    max_undelivered: int = 100_000
+    drain_timeout_s: SecondsOrZero = 60.0
+    stuck_after_s: SecondsOrZero = 300.0
+    max_undelivered: Count = 100_000
 
 
 def load_config(path: Path) -> NodeConfig:
@@ -442,13 +445,4 @@ def load_config(path: Path) -> NodeConfig:
     Raises:
         ConfigError: the file is missing, is not TOML, or has an unknown or wrong field (named by its path).
     """
-    try:
-        raw = path.read_bytes()
-    except OSError as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
-    try:
-        return msgspec.toml.decode(raw, type=NodeConfig)
-    except msgspec.ValidationError as exc:
-        raise ConfigError(f"{path}: {exc}") from exc
-    except msgspec.DecodeError as exc:
-        raise ConfigError(f"{path}: not TOML: {exc}") from exc
+    return read_toml(path, NodeConfig)

@@ -10,6 +10,7 @@ from ipc.arena import open_arena
 from ipc.nursery import open_single_nursery
 from prorl_trio.errors import BackendError, ConfigError
 from prorl_trio.inference.engines import engine_client
+from prorl_trio.inference.http import split_origin
 from prorl_trio.inference.pool import Backends
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.warm_pool import WarmLimits
@@ -32,7 +33,16 @@ logger = logging.getLogger(__name__)
 
 
 def engine_clients(config: BackendConfig, on_call: OnCall | None) -> Callable[[str], EngineClient]:
-    """Makes the client of a URL, for engines as they are configured. `on_call` is told of every call."""
+    """Makes the client of a URL, for engines as they are configured. `on_call` is told of every call.
+
+    Raises:
+        ConfigError: a configured URL can be none of an engine.
+    """
+    for url in config.urls:
+        try:
+            split_origin(url.rstrip("/"))
+        except ValueError as exc:
+            raise ConfigError(f"backends.urls: {exc}") from exc
 
     def make(url: str) -> EngineClient:
         return engine_client(config.engine, url, max_connections=config.max_connections_per_backend, on_call=on_call)

@@ -46,6 +46,7 @@ __all__ = [
     "ResponseMalformed",
     "ResponseTooLarge",
     "TooManyWaiting",
+    "split_origin",
 ]
 
 
@@ -82,7 +83,7 @@ class HttpClient:
         """
         self.origin = origin.rstrip("/")
         self._limits = limits or HttpLimits()
-        secure, self._host, self._port, self._authority = _split_origin(self.origin)
+        secure, self._host, self._port, self._authority = split_origin(self.origin)
         self._ssl_context = (ssl_context or ssl.create_default_context()) if secure else None
         self._slots = trio.Semaphore(self._limits.max_connections)
         self._idle: deque[HttpConnection] = deque()  # oldest first; the newest is reused first
@@ -206,7 +207,7 @@ class HttpClient:
             raise ClientClosed(f"{self.origin}: the client is closed")
 
 
-def _split_origin(origin: str) -> tuple[bool, str, int, str]:
+def split_origin(origin: str) -> tuple[bool, str, int, str]:
     """`(secure, host, port, authority)` of an origin. Raises ValueError for anything else."""
     wrong = f"{origin!r} is not an origin like http://127.0.0.1:8000"
     try:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from prorl_trio.config import AgentConfig, BackendConfig, BudgetConfig, SandboxConfig, StagesConfig
-from prorl_trio.errors import ConfigError
 from prorl_trio.models import RetryPolicy
+from prorl_trio.toml_file import read_toml
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,10 +28,6 @@ __all__ = ["Distribution", "EngineModel", "FailureRates", "SimulationConfig", "W
 
 Z95: Final = 1.6448536269514722
 """The 95th percentile of the standard normal distribution."""
-_AT_LEAST_ONE: Final = {
-    "stages": ("init_workers", "run_workers", "eval_workers", "ready_queue", "eval_queue", "max_refreshing"),
-    "sandbox": ("max_concurrent_starts", "max_concurrent_starts_per_image"),
-}
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -165,10 +161,6 @@ class SimulationConfig(_Table, frozen=True):
             raise ValueError(f"jobs must be >= 1, got {self.jobs}")
         if not 0 <= self.arrivals_per_s < math.inf:
             raise ValueError(f"arrivals_per_s must be >= 0, got {self.arrivals_per_s}")
-        for table, names in _AT_LEAST_ONE.items():
-            for name in names:
-                if getattr(getattr(self, table), name) < 1:
-                    raise ValueError(f"{table}.{name} must be >= 1, got {getattr(getattr(self, table), name)}")
 
 
 def load_simulation(path: Path) -> SimulationConfig:
@@ -177,11 +169,4 @@ def load_simulation(path: Path) -> SimulationConfig:
     Raises:
         ConfigError: the file is missing, is not TOML, or has an unknown or wrong field (named by its path).
     """
-    try:
-        return msgspec.toml.decode(path.read_bytes(), type=SimulationConfig)
-    except OSError as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
-    except msgspec.ValidationError as exc:
-        raise ConfigError(f"{path}: {exc}") from exc
-    except msgspec.DecodeError as exc:
-        raise ConfigError(f"{path}: not TOML: {exc}") from exc
+    return read_toml(path, SimulationConfig)

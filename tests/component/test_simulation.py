@@ -221,7 +221,7 @@ def test_a_sweep_finds_what_is_enough():
     [
         ({"nope": 1}, "unknown field `nope`"),
         ({"work.nope": 1}, "unknown field `nope`"),
-        ({"run_workers": 0}, "stages.run_workers must be >= 1"),
+        ({"run_workers": 0}, r"`int` >= 1 - at `\$\.stages\.run_workers`"),
         ({"work.tool_s.value": 1}, "one of: value; p50 and p95; percentiles"),
         ({"engine.max_batch": "many"}, "Expected `int`"),
         ({"failures.completion": 2}, "must be a probability"),

@@ -99,6 +99,16 @@ async def test_jobs_outlive_a_start_whose_endpoint_file_cannot_be_written(tmp_pa
     assert not tmp_path.with_name(tmp_path.name + ".new").exists()
 
 
+@pytest.mark.parametrize("url", ["gpu1:8000", "http://gpu1:8000/v1", "ftp://gpu1", "http://gpu1:99999", ""])
+async def test_a_url_that_no_backend_can_have_is_not_waited_for(config, url):
+    config["backends"] = {"urls": ["http://127.0.0.1:1", url]}
+    with (
+        trio.fail_after(60),
+        pytest.raises(ConfigError, match=rf"backends\.urls: '{url}' is not an origin like http://"),
+    ):
+        await serve(config)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_signal_ends_a_start_that_waits_for_a_backend(tmp_path, config, stored_jobs, number, caplog):
     (silent,) = await trio.open_tcp_listeners(0, host="127.0.0.1")

@@ -23,11 +23,16 @@ def test_defaults_bind_to_loopback(tmp_path):
         ('[model]\npath = "x"\n[sandbox]\nprovider = "docker"\n', r"sandbox\.provider"),
         ('[model]\npath = "x"\n[admission.session_weights]\na = 0\n', r"session_weights.*'a'.*0\.01.*admission"),
         ("[model", "not TOML"),
+        (b'[model]\npath = "/m\xe9"\n', "not TOML.*utf-8"),
+        ('[model]\npath = ""\n', r"length >= 1.*model\.path"),
+        ('node_id = "../x"\n[model]\npath = "x"\n', "matching regex.*node_id"),
+        ('node_id = " "\n[model]\npath = "x"\n', "matching regex.*node_id"),
+        ('drain_timeout_s = -1\n[model]\npath = "x"\n', r">= 0.*drain_timeout_s"),
     ],
 )
 def test_a_bad_file_is_named_with_the_fields_path(tmp_path, text, message):
     file = tmp_path / "node.toml"
-    file.write_text(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(file)
     assert str(file) in str(caught.value)
@@ -36,3 +41,53 @@ def test_a_bad_file_is_named_with_the_fields_path(tmp_path, text, message):
 def test_a_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("table", "field", "value", "allowed"),
+    [
+        ("listen", "port", 99_999, "<= 65535"),
+        ("listen", "port", -1, ">= 0"),
+        ("listen", "max_sessions", 0, ">= 1"),
+        ("rest", "port", 65_536, "<= 65535"),
+        ("rest", "idle_timeout_s", "nan", "> 0"),
+        ("stages", "run_workers", 0, ">= 1"),
+        ("stages", "ready_queue", 0, ">= 1"),
+        ("stages", "max_refreshing", 0, ">= 1"),
+        ("budgets", "run_s", -1, "> 0"),
+        ("budgets", "run_s", "nan", "> 0"),
+        ("budgets", "total_s", "inf", "<= 3"),
+        ("backends", "max_connections_per_backend", 0, ">= 1"),
+        ("backends", "max_tasks_per_backend", -3, ">= 0"),
+        ("backends", "request_timeout_s", 0, "> 0"),
+        ("sandbox", "max_concurrent_starts", 0, ">= 1"),
+        ("sandbox", "max_warm", -1, ">= 0"),
+        ("agent", "max_staleness", -1, ">= 0"),
+        ("agent", "max_observation_chars", 0, ">= 1"),
+        ("arena", "size_bytes", -1, ">= 0"),
+        ("ledger", "max_attempts", 0, ">= 1"),
+        ("monitoring", "stall_warn_s", -1, "> 0"),
+        ("admission", "max_live", 0, ">= 1"),
+    ],
+)
+def test_a_number_that_cannot_be_is_told_before_anything_starts(tmp_path, table, field, value, allowed):
+    file = tmp_path / "node.toml"
+    file.write_text(f'[model]\npath = "x"\n[{table}]\n{field} = {value}\n')
+    with pytest.raises(ConfigError, match=rf"{allowed}.*{table}\.{field}"):
+        load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("[stages]\nrun_worker = 3\n", "did you mean `run_workers`"),
+        ("[backends.health]\ninterval = 3\n", "did you mean `interval_s`"),
+        ("[stage]\nrun_workers = 3\n", "did you mean `stages`"),
+        ("[budgets]\nx = 3\n", "there are: init_s, run_s, eval_s, total_s, agent_s"),
+    ],
+)
+def test_a_field_that_does_not_exist_is_told_with_what_was_meant(tmp_path, text, advice):
+    file = tmp_path / "node.toml"
+    file.write_text(f'[model]\npath = "x"\n{text}')
+    with pytest.raises(ConfigError, match=advice):
+        load_config(file)
