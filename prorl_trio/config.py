@@ -185,10 +185,11 @@ class HealthConfig(_Config, frozen=True):
     """When a backend that fails is given no more rollouts, its rollouts move, and when it is taken in again.
 
     Attributes:
-        interval_s: between two probes of one backend; 0 for no probes: only calls tell then, and one that
-            is out stays out until it is added again.
-        open_after_failures: in a row, of calls (with all their retries) and probes.
-        close_after_successes: in a row, of probes.
+        interval_s: between two probes of one backend; 0 for no probes: only calls tell then, and one that is out stays
+            out until it is added again.
+        open_after_failures: of calls (with all their retries) since one was answered, and of probes since one was. A
+            single call is enough if none was answered since it was taken in again.
+        close_after_successes: in a row, of probes; up to eight times as many while the first call afterwards fails.
     """
 
     interval_s: float = 15.0

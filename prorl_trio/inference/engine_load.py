@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["EngineLoad", "read_load"]
+__all__ = ["EngineLoad", "LoadReader", "read_load"]
 
 _RUNNING: Final = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
@@ -23,10 +23,11 @@ _PREFILL_S: Final = ("vllm:request_prefill_time_seconds_sum", "sglang:time_to_fi
 _NAMES: Final = (*_RUNNING, *_WAITING, *_KV_USAGE, *_PREEMPTIONS, *_COMPUTED, *_PROMPT, *_CACHED, *_PREFILL_S)
 MAX_VALUE: Final = 1e15
 """Of a sample. What is larger, negative or no number is not believed."""
+MAX_LINE_BYTES: Final = 16 * 1024
+"""A longer one is not read."""
 
-_SAMPLE: Final = re.compile(
-    b"^(" + b"|".join(re.escape(name.encode()) for name in _NAMES) + rb")(?:\{.*\})? +([-+0-9.eE]+)", re.MULTILINE
-)
+_STARTS: Final = tuple(f"{name}{end}".encode() for name in _NAMES for end in "{ ")
+_SAMPLE: Final = re.compile(rb"([^{ ]+)(?:\{.*\})? +([-+0-9.eE]+)")
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,33 +48,59 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s_total: float | None = None
 
 
-def read_load(page: bytes) -> EngineLoad | None:
-    """The load, from a page in Prometheus' text format; None where it does not say what runs and what waits.
+class LoadReader:
+    """Reads a page in Prometheus' text format as it comes: one of many engines behind one server has megabytes.
 
     Samples of one name (engines behind one server) are added up.
     """
-    samples: defaultdict[str, list[float]] = defaultdict(list)
-    for match in _SAMPLE.finditer(page):
+
+    def __init__(self) -> None:
+        self._samples: defaultdict[str, list[float]] = defaultdict(list)
+        self._rest = b""
+
+    def feed(self, received: bytes) -> bool:
+        """Take a piece of the page. False: it is never enough."""
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        for line in lines:
+            if line.startswith(_STARTS):
+                self._take(line)
+        if len(self._rest) > MAX_LINE_BYTES:
+            self._rest = b"#"  # so that what comes of it is a comment
+        return False
+
+    def load(self) -> EngineLoad | None:
+        """What the page says, once all of it was fed; None where it does not say what runs and what waits."""
+        self.feed(b"\n")
+        running, waiting, computed = self._total(_RUNNING), self._total(_WAITING), self._total(_COMPUTED)
+        if running is None or waiting is None:
+            return None
+        if computed is None and (prompt := self._total(_PROMPT)) is not None:
+            computed = max(0.0, prompt - (self._total(_CACHED) or 0.0))
+        return EngineLoad(
+            running=round(running),
+            waiting=round(waiting),
+            kv_usage=next((max(self._samples[name]) for name in _KV_USAGE if name in self._samples), None),
+            preemptions_total=self._total(_PREEMPTIONS),
+            prefill_tokens_total=computed,
+            prefill_s_total=self._total(_PREFILL_S),
+        )
+
+    def _take(self, line: bytes) -> None:
+        if len(line) > MAX_LINE_BYTES or (match := _SAMPLE.match(line)) is None:
+            return
         try:
             value = float(match[2])
         except ValueError:
-            continue
+            return
         if 0 <= value < MAX_VALUE:
-            samples[match[1].decode()].append(value)
+            self._samples[match[1].decode()].append(value)
 
-    def total(names: tuple[str, ...]) -> float | None:
-        return next((sum(samples[name]) for name in names if name in samples), None)
+    def _total(self, names: tuple[str, ...]) -> float | None:
+        return next((sum(self._samples[name]) for name in names if name in self._samples), None)
 
-    running, waiting, computed, prompt = total(_RUNNING), total(_WAITING), total(_COMPUTED), total(_PROMPT)
-    if running is None or waiting is None:
-        return None
-    if computed is None and prompt is not None:
-        computed = max(0.0, prompt - (total(_CACHED) or 0.0))
-    return EngineLoad(
-        running=round(running),
-        waiting=round(waiting),
-        kv_usage=next((max(samples[name]) for name in _KV_USAGE if name in samples), None),
-        preemptions_total=total(_PREEMPTIONS),
-        prefill_tokens_total=computed,
-        prefill_s_total=total(_PREFILL_S),
-    )
+
+def read_load(page: bytes) -> EngineLoad | None:
+    """See `LoadReader`."""
+    reader = LoadReader()
+    reader.feed(page)
+    return reader.load()

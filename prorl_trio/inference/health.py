@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
     from prorl_trio.config import HealthConfig
 
 __all__ = ["Breaker", "BreakerState"]
+
+MAX_DOUBLINGS: Final = 3
+"""Of the probes that close it, while the first call after each recovery fails."""
 
 BreakerState = Literal["closed", "open", "half_open"]
 """`closed`: takes tasks. `open`: failed too often, and takes none. `half_open`: answers probes again, but not yet often
@@ -17,53 +20,78 @@ enough to be given tasks."""
 class Breaker:
     """Of one backend. What a call finds counts only while closed: those that end late say nothing of a recovery.
 
-    `policy` may be changed: it goes by another one from the next call or probe on.
+    A good probe makes up for bad ones, not for failed calls: there are engines that answer the one and not the other.
+    Each of these would draw all tasks, as it has the least to do. So when the first call after a recovery fails, it
+    opens at once, and closes after twice as many good probes as the last time.
+
+    Attributes:
+        policy: what it goes by; another one holds from the next call or probe on.
+        openings: how often it opened.
     """
 
     def __init__(self, policy: HealthConfig) -> None:
         self.state: BreakerState = "closed"
         self.policy = policy
-        self._in_a_row = 0
-        """Failures while closed, successes while half open."""
+        self.openings = 0
+        self._failed_calls = 0
+        """Since the last good one, while closed. So with probes."""
+        self._failed_probes = 0
+        self._good_probes = 0
+        """In a row, while half open."""
+        self._on_trial = False
+        """No call was answered since it closed."""
+        self._failed_trials = 0
+        """In a row."""
 
     def __repr__(self) -> str:
-        return f"<Breaker {self.state}, {self._in_a_row} in a row>"
+        return f"<Breaker {self.state}, {self._failed_calls + self._failed_probes} failures>"
 
     @property
     def closed(self) -> bool:
         """The backend may be given tasks."""
         return self.state == "closed"
 
-    def call_ended(self, *, ok: bool) -> None:
-        """A completion was answered, or given up."""
-        if self.closed:
-            self._count_failures(ok=ok)
+    def call_ended(self, *, ok: bool, began: int | None = None) -> None:
+        """A completion was answered, or given up. `began`: the `openings` as it was sent; it does not count if there
+        was another one since."""
+        if not self.closed or began not in (None, self.openings):
+            return
+        if ok:
+            self._failed_calls = self._failed_probes = self._failed_trials = 0
+            self._on_trial = False
+            return
+        self._failed_calls += 1
+        self._failed_trials += self._on_trial
+        self._open_if_due()
 
     def probed(self, *, ok: bool) -> None:
         """A probe was answered as it must be, or not."""
         if self.closed:
-            self._count_failures(ok=ok)
+            self._failed_probes = 0 if ok else self._failed_probes + 1
+            self._open_if_due()
         elif not ok:
-            self._enter("open")
+            self.state, self._good_probes = "open", 0
         else:
             self.state = "half_open"
-            self._in_a_row += 1
-            if self._in_a_row >= self.policy.close_after_successes:
-                self._enter("closed")
+            self._good_probes += 1
+            if self._good_probes >= self.policy.close_after_successes << min(self._failed_trials, MAX_DOUBLINGS):
+                self._close(on_trial=True)
 
     def trip(self) -> None:
         """Open at once: it is known to be of no use."""
-        self._enter("open")
+        self.openings += self.closed
+        self.state, self._good_probes = "open", 0
 
     def reset(self) -> None:
         """Closed, as at first: it was just found fit by whoever added it."""
-        self._enter("closed")
+        self._failed_trials = 0
+        self._close(on_trial=False)
 
-    def _count_failures(self, *, ok: bool) -> None:
-        self._in_a_row = 0 if ok else self._in_a_row + 1
-        if self._in_a_row >= self.policy.open_after_failures:
-            self._enter("open")
+    def _open_if_due(self) -> None:
+        failures = self._failed_calls + self._failed_probes
+        if failures >= self.policy.open_after_failures or (self._on_trial and self._failed_calls):
+            self.trip()
 
-    def _enter(self, state: BreakerState) -> None:
-        self.state = state
-        self._in_a_row = 0
+    def _close(self, *, on_trial: bool) -> None:
+        self.state, self._on_trial = "closed", on_trial
+        self._failed_calls = self._failed_probes = 0

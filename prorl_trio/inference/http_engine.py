@@ -21,7 +21,7 @@ from prorl_trio.inference.engine import (
     RequestRefused,
     TokenSink,
 )
-from prorl_trio.inference.engine_load import EngineLoad, read_load
+from prorl_trio.inference.engine_load import EngineLoad, LoadReader
 from prorl_trio.inference.http import (
     ConnectFailed,
     ConnectionLost,
@@ -186,8 +186,9 @@ class HttpEngineClient(EngineClient):
 
     async def load(self, *, timeout_s: float) -> EngineLoad | None:
         """See `EngineClient.load`. From the server's metrics page."""
-        page = await self._get("/metrics", timeout_s)
-        return None if page is None else read_load(page)
+        reader = LoadReader()
+        found = await self._get("/metrics", timeout_s, on_data=reader.feed)
+        return None if found is None else reader.load()
 
     async def aclose(self) -> None:
         """Close every connection. Calls in flight raise `BackendError`. Idempotent."""
@@ -260,11 +261,11 @@ class HttpEngineClient(EngineClient):
             retryable=True,
         )
 
-    async def _get(self, path: str, timeout_s: float) -> bytes | None:
-        """The body, or None if the server does not know `path`. Not retried."""
+    async def _get(self, path: str, timeout_s: float, on_data: Callable[[bytes], bool] | None = None) -> bytes | None:
+        """The body, empty where `on_data` was given it, or None if the server does not know `path`. Not retried."""
         headers = [("X-Request-Id", "prorl-probe")]
         try:
-            response = await self._http.request("GET", path, headers=headers, timeout_s=timeout_s)
+            response = await self._http.request("GET", path, headers=headers, timeout_s=timeout_s, on_data=on_data)
         except HttpError as exc:
             raise self._failed(exc) from exc
         if response.status != 200 and response.status not in MISSING_STATUSES:

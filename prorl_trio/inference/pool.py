@@ -258,15 +258,16 @@ class Backends:
         and would draw all tasks.
         """
         engine = self._engines[backend]
+        began = engine.breaker.openings
         try:
             yield
         except RequestRefused:
             raise
         except BackendError as exc:
-            engine.breaker.call_ended(ok=False)
+            engine.breaker.call_ended(ok=False, began=began)
             self._watch.judge(backend, engine, str(exc))
             raise
-        engine.breaker.call_ended(ok=True)
+        engine.breaker.call_ended(ok=True, began=began)
 
     def _better(self, lease: Lease, turn: PartialCompletion) -> Backend | None:
         """Where the task is better off than where it is, by the formula of `inference.load`."""
@@ -388,6 +389,8 @@ class Backends:
         self._pool.suspend(backend, suspended=False)
         if info.policy_version == UNKNOWN_VERSION:
             info = msgspec.structs.replace(info, policy_version=self._updates.policy_version)
+        elif info.label == engine.info.label:  # added again, with the weights that it had
+            info = msgspec.structs.replace(info, policy_version=engine.info.policy_version)
         engine.info = info
         self._expected.forget(url)
         self._changed()

@@ -39,7 +39,7 @@ COMPLETIONS = "/v1/completions"
 GENERATE = "/inference/v1/generate"
 """Of servers started with `--enable-scale-out`: it says which tokens were sampled by which version of the weights."""
 
-_PREFIX_CACHING = re.compile(rb'^vllm:cache_config_info\{[^}]*enable_prefix_caching="(True|False)"', re.MULTILINE)
+_PREFIX_CACHING = re.compile(rb'vllm:cache_config_info\{[^}]*enable_prefix_caching="(True|False)"')
 
 
 class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,5 +295,6 @@ def runs_of(told: list[VersionRun] | None) -> list[tuple[str, int, int]]:
 
 def prefix_caching(metrics: bytes) -> bool | None:
     """Whether the engine's metrics say that it reuses prefixes; None if they do not say."""
-    match = _PREFIX_CACHING.search(metrics)
+    at = metrics.find(b"\nvllm:cache_config_info{") + 1
+    match = _PREFIX_CACHING.match(metrics, at)
     return match[1] == b"True" if match else None

@@ -12,7 +12,7 @@ import trio
 from prorl_trio.errors import BackendError, ContextLengthExceeded
 from prorl_trio.inference.completion_stream import EventLines
 from prorl_trio.inference.engine import EnginePaused, RequestRefused
-from prorl_trio.inference.engine_load import read_load
+from prorl_trio.inference.engine_load import EngineLoad, LoadReader, read_load
 from prorl_trio.inference.engines import AutoClient
 from prorl_trio.inference.http import HttpClient, HttpLimits
 from prorl_trio.inference.retries import RetryPolicy
@@ -297,11 +297,25 @@ async def test_whose_fault_a_status_is(status, kind):
         assert isinstance(caught.value, RequestRefused) == (status < 500)
 
 
+async def test_a_page_of_megabytes_is_read_as_it_comes():
+    """So it stalls nobody, and no limit of what is kept applies."""
+    others = b"".join(b'vllm:latency_bucket{engine="0",le="%d"} 1.0\n' % n for n in range(50_000))
+    page = others + b'vllm:num_requests_running{engine="0"} 3\n' + others + b"vllm:num_requests_waiting{} 2"
+    pieces = [page[at : at + 60_000] for at in range(0, len(page), 60_000)]
+    reader = LoadReader()
+    assert not any(map(reader.feed, pieces))
+    assert reader.load() == read_load(page) == EngineLoad(running=3, waiting=2)
+    async with open_odd(metrics=Answer(200, page, "text/plain")) as engine, probed(VllmClient(engine.url)) as client:
+        client._http._limits = HttpLimits(max_response_bytes=100_000)
+        assert await client.load(timeout_s=5) == EngineLoad(running=3, waiting=2)
+
+
 @pytest.mark.parametrize("value", ["-1", "1e308", "NaN", "-inf", "1e15"])
 def test_numbers_that_no_engine_has_are_not_believed(value):
     """Two that are finite add up to infinity; a negative one would divide by zero."""
     lines = [f'vllm:num_requests_running{{engine="{n}"}} {value}\n' for n in range(2)]
     page = "".join(lines) + f"vllm:num_requests_waiting {value}\n"
     assert read_load(page.encode()) is None
+    assert read_load(b"vllm:num_requests_running" + b"{" + b"}" * 100_000 + b" 1\n" + page.encode()) is None
     one_good = read_load((page + "vllm:num_requests_running 3\nvllm:num_requests_waiting 2\n").encode())
     assert (one_good.running, one_good.waiting) == (3, 2)

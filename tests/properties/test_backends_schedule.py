@@ -33,7 +33,9 @@ class WildClient(EngineClient):
         self.url = url
         self.says = EngineLoad(running=0, waiting=0)
         self.ill = False
+        self.breaks = False
         self.closed = False
+        self.calls = []
 
     async def probe(self, *, timeout_s):
         await trio.lowlevel.checkpoint()
@@ -49,6 +51,9 @@ class WildClient(EngineClient):
 
     async def generate(self, prompt_token_ids, sampling, *, max_tokens, request_id, timeout_s, **more):
         assert not self.closed
+        self.calls.append((trio.current_time(), request_id, self.url))
+        if self.breaks:
+            raise BackendError(f"{self.url}: it drops logprobs", retryable=False)
         await trio.sleep(1)
         if self.ill:
             raise BackendError(f"{self.url}: down", retryable=True)
@@ -65,6 +70,7 @@ class World:
     def __init__(self, limit, seed):
         self.clients = []
         self.ill = set()
+        self.breaking = set()
         self.backends = Backends(
             self.client,
             max_tasks_per_backend=limit,
@@ -81,7 +87,7 @@ class World:
 
     def client(self, url):
         client = WildClient(url)
-        client.ill = url in self.ill
+        client.ill, client.breaks = url in self.ill, url in self.breaking
         self.clients.append(client)
         return client
 
@@ -103,7 +109,9 @@ class World:
                                 await lease.generate(
                                     [1] * 10, SamplingParams(), max_tokens=1, request_id=task_id, timeout_s=9
                                 )
-                            except BackendError:
+                            except BackendError as exc:
+                                if not exc.retryable:
+                                    return
                                 lease.repin()
                                 await trio.sleep(0.1)
                     finally:
@@ -111,7 +119,16 @@ class World:
             finally:
                 self.waiting.pop(task_id, None)
 
+    def count_switches(self):
+        """How often a task's call went to another URL than its call before."""
+        homes, switches = {}, 0
+        for _, task_id, url in sorted(call for client in self.clients for call in client.calls):
+            switches += homes.setdefault(task_id, url) != url
+            homes[task_id] = url
+        return switches
+
     def check(self):
+        assert self.count_switches() <= sum(self.backends.statistics()["moves"].values()), "moved, and not recorded"
         statistics = self.backends.statistics()
         rows = statistics["backends"]
         assert statistics["open_leases"] == len(self.holding) == sum(row.in_flight for row in rows)
@@ -144,7 +161,7 @@ def steps():
             st.tuples(st.just("submit"), st.integers(0, PRIORITIES - 1)),
             st.tuples(st.just("submit"), st.integers(0, PRIORITIES - 1)),
             st.tuples(st.sampled_from(["end", "cancel"]), st.integers(0, 99)),
-            st.tuples(st.sampled_from(["drain", "remove", "expect", "fall ill", "recover"]), url),
+            st.tuples(st.sampled_from(["drain", "remove", "expect", "fall ill", "recover", "break", "mend"]), url),
             st.tuples(st.just("add"), url, st.sampled_from([None, 0.5, 3.0])),
             st.tuples(st.just("weigh"), url, st.sampled_from([0.5, 1.0, 3.0])),
             st.tuples(st.just("report"), url, st.one_of(st.none(), load)),
@@ -174,6 +191,10 @@ async def play(world, nursery, step):
                 (world.ill.add if what == "fall ill" else world.ill.discard)(args[0])
                 for client in world.clients:
                     client.ill = client.url in world.ill
+            case "break" | "mend":
+                (world.breaking.add if what == "break" else world.breaking.discard)(args[0])
+                for client in world.clients:
+                    client.breaks = client.url in world.breaking
             case "report":
                 for client in world.clients:
                     if client.url == args[0]:
@@ -207,7 +228,7 @@ def test_conserved_and_served_under_any_schedule(schedule, limit, seed):
                     # With one backend that is well, everybody is served in the end.
                     world.ill.clear()
                     for client in world.clients:
-                        client.ill, client.says = False, None
+                        client.ill, client.breaks, client.says = False, False, None
                     for ends in world.ends.values():
                         ends.set()
                     await world.backends.add(URLS[0])

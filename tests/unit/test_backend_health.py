@@ -32,7 +32,39 @@ def states(breaker, steps):
 
 
 def test_failures_in_a_row_open_it():
-    assert states(Breaker(POLICY), "cCcPpc") == ["closed"] * 5 + ["open"]
+    assert states(Breaker(POLICY), "cCcC") == ["closed"] * 4
+    assert states(Breaker(POLICY), "pPpCpc") == ["closed"] * 5 + ["open"]
+
+
+def test_good_probes_do_not_make_up_for_failed_calls():
+    """Of an engine that answers probes and nothing else, and is called seldom."""
+    assert states(Breaker(POLICY), "cPPPc") == ["closed"] * 4 + ["open"]
+    assert states(Breaker(POLICY), "cPp") == ["closed"] * 2 + ["open"]
+
+
+def test_the_first_call_after_a_recovery_decides_and_each_that_fails_doubles_the_time():
+    breaker = Breaker(POLICY)
+    states(breaker, "cc")
+    needed = []
+    for _ in range(6):
+        probes = 1
+        while states(breaker, "P") != ["closed"]:
+            probes += 1
+        needed.append(probes)
+        assert states(breaker, "PPc")[-1] == "open"
+    assert needed == [2, 4, 8, 16, 16, 16]
+    assert states(breaker, "P" * 16 + "CcC")[-4:] == ["closed"] * 4
+    assert states(breaker, "cc" + "PP")[-1] == "closed"
+
+
+def test_a_call_from_before_it_opened_does_not_count():
+    breaker = Breaker(POLICY)
+    began = breaker.openings
+    states(breaker, "cc" + "PP")
+    breaker.call_ended(ok=False, began=began)
+    assert breaker.closed
+    breaker.call_ended(ok=False, began=breaker.openings)
+    assert not breaker.closed
 
 
 def test_probes_in_a_row_close_it_and_late_calls_do_not_count():

@@ -411,6 +411,21 @@ async def test_one_that_was_started_again_is_out_until_it_has_the_weights(autoju
         assert pool.out() == set()
 
 
+async def test_added_again_it_keeps_the_name_that_the_pool_gave_its_weights(autojump_clock):
+    """The engine's own name, which it had from the start, is of no resume."""
+    async with open_pool() as pool:
+        pool.engines[A].label = "checkpoint-6"
+        pool.engines[A].broken.add("label")
+        assert (await pool.backends.add(A)).policy_version == "checkpoint-6"
+        await pool.backends.resume("7")
+        async with pool.backends.lease("t") as lease:
+            await complete(lease)
+            pool.backends.drain(A)
+            await pool.backends.add(A)
+            assert lease.info.policy_version == "7"
+            assert versions(await complete(lease)) == [("7", 0, 1)]
+
+
 async def test_tokens_of_one_that_was_started_again_are_not_recorded_as_the_policys(autojump_clock):
     async with open_pool(A) as pool, pool.backends.lease("t") as lease:
         await pool.backends.resume("7")
