@@ -12,6 +12,7 @@ import tempfile
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
 from perf import trace
@@ -20,6 +21,12 @@ from perf.floors import open_bare_echo, open_bare_ipython, open_bare_pty
 from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import open_peer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ipc.rpc import RpcClient
+    from perf.floors import BarePty
 
 QUICK_ROUNDS, ROUNDS = 200, 2_000
 WARM_UP_ROUNDS = 10
@@ -34,93 +41,23 @@ OUTPUT_1MB = "head -c 1000000 /dev/zero | tr '\\0' x"
 async def benchmark(options: Options) -> Report:
     """Every case, floors included, interleaved."""
     async with AsyncExitStack() as stack:
-        runtime_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prorl-perf-")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prorl-perf-")))
         pty = stack.enter_context(open_bare_pty())
-        run_cell = stack.enter_context(open_bare_ipython(str(runtime_dir / "ipython")))
-        bare_echo = await stack.enter_async_context(open_bare_echo())
-        echo = await stack.enter_async_context(open_unix_echo())
-        tcp_echo = await stack.enter_async_context(open_tcp_echo())
+        bare_cell = stack.enter_context(open_bare_ipython(str(folder / "ipython")))
+        rpc = await _rpc_cases(stack)
+        peers: list[Case] = []
         notes: list[str] = []
-        peer_cases: list[Case] = []
         try:
-            peer_dir = runtime_dir / "peer"
-            peer_dir.mkdir()
-            env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(peer_dir), "LANG": "C.UTF-8"}
-            jupyter = await stack.enter_async_context(
-                open_peer(PEERS["jupyter"], env=env, cwd=peer_dir, log=peer_dir / "log")
-            )
+            peers = await _peer_cases(stack, folder)
         except PeerUnavailable as exc:
             notes.append(f"left out: {exc}")
-        else:
-
-            async def zmq(transport: str) -> float:
-                answer = await jupyter.run(f"{transport} {CELL}")
-                assert answer.exit_code == 0, answer
-                return answer.elapsed_s
-
-            peer_cases += [
-                Case(
-                    name=f"ipython.zmq_{transport}",
-                    run=partial(zmq, transport),
-                    self_timed=True,
-                    floor="ipython.floor",
-                    peer=True,
-                )
-                for transport in ("tcp", "ipc")
-            ]
-        daemon = await stack.enter_async_context(open_daemon(runtime_dir))
-
-        async def bash(command: str) -> None:
-            result = await daemon.call(
-                BashRun(command=command, timeout_s=CALL_TIMEOUT_S), BashResult, timeout_s=CALL_TIMEOUT_S
-            )
-            assert result.exit_code == 0, result
-
-        async def ipython(code: str) -> None:
-            result = await daemon.call(
-                IpythonRun(code=code, timeout_s=CALL_TIMEOUT_S), CellResult, timeout_s=CALL_TIMEOUT_S
-            )
-            assert result.error is None, result
-
-        async def ping() -> None:
-            await daemon.call(Ping(), Pong, timeout_s=CALL_TIMEOUT_S)
-
-        async def bare_bash(command: str) -> None:
-            pty.run(command)
-
-        async def bare_cell(code: str) -> None:
-            run_cell(code)
-
-        cases = [
-            Case(name="bash.true", run=partial(bash, "true"), floor="bash.floor_true", max_p50=1),
-            Case(name="bash.floor_true", run=partial(bare_bash, "true")),
-            Case(
-                name="bash.bin_true",
-                run=partial(bash, "/bin/true"),
-                floor="bash.floor_bin_true",
-                max_p50=3,
-                max_x_floor=2,
-            ),
-            Case(name="bash.floor_bin_true", run=partial(bare_bash, "/bin/true")),
-            Case(name="bash.pipe", run=partial(bash, PIPE), floor="bash.floor_pipe", max_x_floor=2),
-            Case(name="bash.floor_pipe", run=partial(bare_bash, PIPE)),
-            Case(
-                name="bash.output_1mb", run=partial(bash, OUTPUT_1MB), floor="bash.floor_output_1mb", every=LARGE_EVERY
-            ),
-            Case(name="bash.floor_output_1mb", run=partial(bare_bash, OUTPUT_1MB), every=LARGE_EVERY),
-            Case(name="ipython.assign", run=partial(ipython, CELL), floor="ipython.floor", max_p50=1, max_x_floor=3),
-            Case(name="ipython.floor", run=partial(bare_cell, CELL)),
-            Case(name="ipython.print", run=partial(ipython, "print(x)"), max_p50=1),
-            Case(name="uds.rpc", run=echo, unit="us", burst=RPC_BURST, floor="uds.floor"),
-            Case(name="uds.tcp_rpc", run=tcp_echo, unit="us", burst=RPC_BURST, floor="uds.floor"),
-            Case(name="uds.floor", run=bare_echo, unit="us", burst=RPC_BURST),
-            Case(name="uds.daemon_ping", run=ping, unit="us", burst=RPC_BURST),
-        ]
-        cases += peer_cases
-        await ipython(CELL)
-        series = await measure_interleaved(
-            cases, rounds=QUICK_ROUNDS if options.quick else ROUNDS, warm_up_rounds=WARM_UP_ROUNDS
-        )
+        daemon = await stack.enter_async_context(open_daemon(folder))
+        ping = partial(daemon.call, Ping(), Pong, timeout_s=CALL_TIMEOUT_S)
+        cases = [*_tool_cases(daemon, pty, bare_cell), *rpc]
+        cases += [Case(name="uds.daemon_ping", run=ping, unit="us", burst=RPC_BURST), *peers]
+        await _run_cell(daemon, CELL)
+        rounds = QUICK_ROUNDS if options.quick else ROUNDS
+        series = await measure_interleaved(cases, rounds=rounds, warm_up_rounds=WARM_UP_ROUNDS)
     p50 = {one.case.name: one.percentile(50) for one in series}
     ratios = {"uds.tcp_over_uds": p50["uds.tcp_rpc"] / p50["uds.rpc"]}
     if "ipython.zmq_tcp" in p50:
@@ -134,6 +71,80 @@ async def benchmark(options: Options) -> Report:
         notes=notes,
     )
     return report.joined_with(await trace.benchmark(options))
+
+
+def _tool_cases(daemon: RpcClient, pty: BarePty, bare_cell: Callable[[str], object]) -> list[Case]:
+    """Commands and cells through the daemon, each beside its floor: the same with nothing of ours around it."""
+    bash, ipython = partial(_run_command, daemon), partial(_run_cell, daemon)
+
+    async def bare_bash(command: str) -> None:
+        pty.run(command)
+
+    async def bare_ipython(code: str) -> None:
+        bare_cell(code)
+
+    floor, large_floor = "bash.floor_bin_true", "bash.floor_output_1mb"
+    return [
+        Case(name="bash.true", run=partial(bash, "true"), floor="bash.floor_true", max_p50=1),
+        Case(name="bash.floor_true", run=partial(bare_bash, "true")),
+        Case(name="bash.bin_true", run=partial(bash, "/bin/true"), floor=floor, max_p50=3, max_x_floor=2),
+        Case(name=floor, run=partial(bare_bash, "/bin/true")),
+        Case(name="bash.pipe", run=partial(bash, PIPE), floor="bash.floor_pipe", max_x_floor=2),
+        Case(name="bash.floor_pipe", run=partial(bare_bash, PIPE)),
+        Case(name="bash.output_1mb", run=partial(bash, OUTPUT_1MB), floor=large_floor, every=LARGE_EVERY),
+        Case(name=large_floor, run=partial(bare_bash, OUTPUT_1MB), every=LARGE_EVERY),
+        Case(name="ipython.assign", run=partial(ipython, CELL), floor="ipython.floor", max_p50=1, max_x_floor=3),
+        Case(name="ipython.floor", run=partial(bare_ipython, CELL)),
+        Case(name="ipython.print", run=partial(ipython, "print(x)"), max_p50=1),
+    ]
+
+
+async def _run_command(daemon: RpcClient, command: str) -> None:
+    call = BashRun(command=command, timeout_s=CALL_TIMEOUT_S)
+    result = await daemon.call(call, BashResult, timeout_s=CALL_TIMEOUT_S)
+    assert result.exit_code == 0, result
+
+
+async def _run_cell(daemon: RpcClient, code: str) -> None:
+    call = IpythonRun(code=code, timeout_s=CALL_TIMEOUT_S)
+    result = await daemon.call(call, CellResult, timeout_s=CALL_TIMEOUT_S)
+    assert result.error is None, result
+
+
+async def _rpc_cases(stack: AsyncExitStack) -> list[Case]:
+    """A trivial call of the RPC, over a Unix socket and over TCP, and its floor."""
+    bare_echo = await stack.enter_async_context(open_bare_echo())
+    echo = await stack.enter_async_context(open_unix_echo())
+    tcp_echo = await stack.enter_async_context(open_tcp_echo())
+    return [
+        Case(name="uds.rpc", run=echo, unit="us", burst=RPC_BURST, floor="uds.floor"),
+        Case(name="uds.tcp_rpc", run=tcp_echo, unit="us", burst=RPC_BURST, floor="uds.floor"),
+        Case(name="uds.floor", run=bare_echo, unit="us", burst=RPC_BURST),
+    ]
+
+
+async def _peer_cases(stack: AsyncExitStack, folder: Path) -> list[Case]:
+    """A cell through jupyter_client. Raises PeerUnavailable."""
+    peer_dir = folder / "peer"
+    peer_dir.mkdir()
+    env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(peer_dir), "LANG": "C.UTF-8"}
+    jupyter = await stack.enter_async_context(open_peer(PEERS["jupyter"], env=env, cwd=peer_dir, log=peer_dir / "log"))
+
+    async def zmq(transport: str) -> float:
+        answer = await jupyter.run(f"{transport} {CELL}")
+        assert answer.exit_code == 0, answer
+        return answer.elapsed_s
+
+    return [
+        Case(
+            name=f"ipython.zmq_{transport}",
+            run=partial(zmq, transport),
+            self_timed=True,
+            floor="ipython.floor",
+            peer=True,
+        )
+        for transport in ("tcp", "ipc")
+    ]
 
 
 if __name__ == "__main__":
