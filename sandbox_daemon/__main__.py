@@ -14,21 +14,7 @@ USAGE_ERROR = 2
 
 def main() -> int:
     """Run the daemon; returns its exit code: 0 at the end of its connection, 2 if it was started wrongly."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sandbox_daemon",
-        description="Serves bash, IPython and files to one connection on a Unix socket, and ends with it. The first "
-        'line of standard input is JSON: {"token": ..., "env": {...}, "cwd": ...}. Prints READY when it listens.',
-    )
-    parser.add_argument(
-        "--socket",
-        default="",
-        metavar="PATH",
-        help="where to listen; in a directory of mode 0700. Without it the start line names an inherited socket",
-    )
-    parser.add_argument("--accept-timeout-s", type=float, default=30.0, metavar="S", help="end if nobody connects")
-    parser.add_argument("--prestart-ipython", action="store_true", help="do not wait for the first cell")
-    parser.add_argument("--guard", action="store_true", help="for where no PID namespace ends what a killed one leaves")
-    options = parser.parse_args()
+    options = _parse_options()
     if options.guard:
         from sandbox_daemon.guard import stay_behind
 
@@ -70,6 +56,24 @@ def main() -> int:
         sys.stderr.write(f"sandbox_daemon: {exc}\n")
         return USAGE_ERROR
     return 0
+
+
+def _parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m sandbox_daemon",
+        description="Serves bash, IPython and files to one connection on a Unix socket, and ends with it. The first "
+        'line of standard input is JSON: {"token": ..., "env": {...}, "cwd": ...}. Prints READY when it listens.',
+    )
+    parser.add_argument(
+        "--socket",
+        default="",
+        metavar="PATH",
+        help="where to listen; in a directory of mode 0700. Without it the start line names an inherited socket",
+    )
+    parser.add_argument("--accept-timeout-s", type=float, default=30.0, metavar="S", help="end if nobody connects")
+    parser.add_argument("--prestart-ipython", action="store_true", help="do not wait for the first cell")
+    parser.add_argument("--guard", action="store_true", help="for where no PID namespace ends what a killed one leaves")
+    return parser.parse_args()
 
 
 def _say_ready() -> None:
