@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 
-__all__ = ["BREACHES", "Breach", "SandboxLimits"]
+__all__ = ["Breach", "SandboxLimits"]
 
 Breach = Literal["", "memory", "processes", "cpu", "file_size", "disk", "wall"]
 """Which limit an action ran into; empty if none."""
-
-BREACHES: tuple[Breach, ...] = get_args(Breach)[1:]
 
 _MIB = 1024 * 1024
 

