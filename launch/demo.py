@@ -77,10 +77,10 @@ def demo(
             folder = run_folder(out)
             url = backend
             if url is None:
-                console.print(f"starting vLLM with {model.name} on the CPU (about a minute) ...")
+                _say(f"starting vLLM with {model.name} on the CPU (about a minute) ...")
                 engine = open_vllm(engine_python(), model, log_file=folder / "vllm.log")
                 url = (await stack.enter_async_context(engine)).url
-            console.print(f"starting a node on {url} ...")
+            _say(f"starting a node on {url} ...")
             config: dict[str, object] = {
                 "model": {"path": str(model)},
                 "backends": {"urls": [url], "required": True},
@@ -97,3 +97,7 @@ def demo(
     if ended < len(specs) or summary.prefix_breaks or summary.completed < MIN_COMPLETED_SHARE * len(specs):
         console.print("[red]the demo failed: rollouts are missing, prefixes broke, or too few completed[/red]")
         sys.exit(1)
+
+
+def _say(line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -60,6 +60,8 @@ def pull(references: tuple[str, ...], tasks: Path | None, again: bool, no_https:
     wanted = [*references]
     if tasks is not None:
         wanted += [name for name in references_in(tasks) if is_reference(name)]
+        if not wanted:
+            click.echo(f"{tasks} names no image of a registry: there is nothing to pull")
     elif not references:
         raise click.UsageError("name a REFERENCE, or a task file with --tasks")
     failed = 0

@@ -17,7 +17,7 @@ from prorl_trio.chat import ChatFormat
 from prorl_trio.client import connect
 from prorl_trio.client.address import Address
 from prorl_trio.client.collect import make_jobs
-from prorl_trio.client.recording import RUN_INFO, RunInfo, read_outcomes, run_folder
+from prorl_trio.client.recording import read_outcomes, read_run_info, run_folder
 from prorl_trio.config import load_config
 from prorl_trio.errors import ConfigError, InternalError, ProrlError
 from prorl_trio.garbage import rare_garbage_collection
@@ -202,8 +202,9 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
     command = click.option(
         "--token",
         envvar="PRORL_TOKEN",
+        show_envvar=True,
         required=True,
-        help="The node's token; better in PRORL_TOKEN than on the command line.",
+        help="The node's token; better in the environment than on the command line.",
     )(command)
     command = click.option(
         "--tls-ca",
@@ -315,9 +316,9 @@ def cancel(url: str, token: str, tls_ca: str | None, job_ids: tuple[str, ...]) -
 @click.argument("job_id", required=False)
 @click.option("--model", type=click.Path(path_type=Path), help="Model folder; default: the one the run remembers.")
 def show(file: Path, job_id: str | None, model: Path | None) -> None:
-    """Print one recorded trajectory with its kinds of tokens in colours, or without ID the list of all.
+    """Print one recorded trajectory with its kinds of tokens in colours, or without JOB_ID the list of all.
 
-    ID may be any unique part of a job's id. Pipe through `less -R` for long ones.
+    JOB_ID may be any unique part of a job's id. Pipe through `less -R` for long ones.
     """
     outcomes = read_outcomes(file)
     if job_id is None:
@@ -335,11 +336,11 @@ def _chat_format(file: Path, model: Path | None) -> ChatFormat | None:
     """The model the run was made with, if it is still where it was; an explicit one must be there."""
     if model is not None:
         return ChatFormat.load(model)
-    info = file.parent / RUN_INFO
-    if not info.exists():
+    info = read_run_info(file.parent)
+    if info is None or not info.model or not Path(info.model).is_dir():
+        click.echo("the run's model folder is not known: no tokens, but each turn's text; name it by --model", err=True)
         return None
-    remembered = Path(msgspec.json.decode(info.read_bytes(), type=RunInfo).model)
-    return ChatFormat.load(remembered) if remembered.is_dir() else None
+    return ChatFormat.load(Path(info.model))
 
 
 main.add_command(simulate)

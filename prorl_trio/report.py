@@ -10,6 +10,8 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from prorl_trio.terminal import one_line, plain
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -64,13 +66,13 @@ def outcome_list(outcomes: Sequence[Outcome]) -> Table:
     for outcome in outcomes:
         trajectory = outcome.trajectory
         table.add_row(
-            outcome.job_id,
+            one_line(outcome.job_id),
             outcome.status,
             "-" if outcome.reward is None else f"{outcome.reward:g}",
             str(len(trajectory.turns)) if trajectory else "-",
             str(sum(map(len, trajectory.segments))) if trajectory else "-",
             trajectory.stop_reason if trajectory else "-",
-            outcome.error,
+            one_line(outcome.error),
         )
     return table
 
@@ -79,13 +81,14 @@ def render_trajectory(outcome: Outcome, chat_format: ChatFormat | None) -> Text:
     """The trajectory as text: sampled tokens, what came back (tool output, reminders), and masked tokens in colours.
 
     Without the model's `chat_format` the tokens cannot be decoded: then the recorded text of each turn is shown.
+    Control characters are shown, not obeyed.
     """
     text = Text()
     trajectory = outcome.trajectory
     details = msgspec.json.encode(outcome.details).decode()
-    text.append(f"{outcome.job_id}  {outcome.status}  reward {outcome.reward}  {details}\n", style="bold")
+    text.append(plain(f"{outcome.job_id}  {outcome.status}  reward {outcome.reward}  {details}\n"), style="bold")
     if outcome.error:
-        text.append(f"{outcome.cause}: {outcome.error}\n", style="red")
+        text.append(plain(f"{outcome.cause}: {outcome.error}\n"), style="red")
     if trajectory is None:
         text.append("no trajectory was recorded\n")
         return text
@@ -102,9 +105,9 @@ def render_trajectory(outcome: Outcome, chat_format: ChatFormat | None) -> Text:
 
 def _append_turns(text: Text, trajectory: Trajectory) -> None:
     for turn in trajectory.turns:
-        text.append(turn.text.rstrip() + "\n", style=SAMPLED)
+        text.append(plain(turn.text.rstrip()) + "\n", style=SAMPLED)
         for observation in turn.observations:
-            text.append(observation.rstrip() + "\n", style=OBSERVED)
+            text.append(plain(observation.rstrip()) + "\n", style=OBSERVED)
 
 
 def _append_tokens(text: Text, trajectory: Trajectory, chat_format: ChatFormat) -> None:
@@ -114,5 +117,5 @@ def _append_tokens(text: Text, trajectory: Trajectory, chat_format: ChatFormat) 
         starts, ends = [0, *edges.tolist()], [*edges.tolist(), len(ids)]
         for start, end in zip(starts, ends, strict=True):
             style = SAMPLED if mask[start] else OBSERVED if start else MASKED
-            text.append(chat_format.decode(ids[start:end].tolist()), style=style)
+            text.append(plain(chat_format.decode(ids[start:end].tolist())), style=style)
         text.append("\n")

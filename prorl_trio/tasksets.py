@@ -51,7 +51,8 @@ def load_task_set(name_or_path: str) -> list[TaskInstance]:
     """A named task set, or a JSONL file with one `TaskInstance` per line (`instance_id`, `handler`, `payload`).
 
     Raises:
-        ConfigError: unknown name, unreadable file, or a malformed line (named by its number and field path).
+        ConfigError: unknown name, unreadable file, a malformed line (named by its number and field path), or an
+            instance_id that comes twice.
     """
     if name_or_path in TASK_SETS:
         return TASK_SETS[name_or_path]()
@@ -63,14 +64,17 @@ def load_task_set(name_or_path: str) -> list[TaskInstance]:
         raise ConfigError(
             f"{name_or_path!r} is neither a task set ({names}) nor a readable file: {exc.strerror}"
         ) from exc
-    instances: list[TaskInstance] = []
+    instances: dict[str, TaskInstance] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            instances.append(msgspec.json.decode(line, type=TaskInstance))
-        except (msgspec.ValidationError, msgspec.DecodeError) as exc:
+            instance = msgspec.json.decode(line, type=TaskInstance)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise ConfigError(f"{path}, line {number}: {exc}") from exc
+        if instance.instance_id in instances:
+            raise ConfigError(f"{path}, line {number}: instance_id {instance.instance_id!r} is that of a line before")
+        instances[instance.instance_id] = instance
     if not instances:
         raise ConfigError(f"{path} holds no task instance")
-    return instances
+    return list(instances.values())

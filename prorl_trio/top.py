@@ -12,6 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from prorl_trio.terminal import one_line
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -112,7 +114,7 @@ def _part(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _head(report: Mapping[str, Any], rates: Mapping[str, float]) -> Text:
     loop = _part(report, "loop")
     head = Text(no_wrap=True, overflow="ellipsis")
-    head.append(_printable(report.get("node_id", "")).plain, style="bold")
+    head.append(one_line(report.get("node_id", "")).plain, style="bold")
     head.append(f"  up {_seconds(report.get('uptime_s', 0.0))}")
     if report.get("draining"):
         head.append("  DRAINING", style="bold yellow")
@@ -151,14 +153,14 @@ def _backends(backends: list[Mapping[str, Any]]) -> Table:
         state = "suspended" if backend.get("suspended") else str(backend.get("state", ""))
         kv_usage, limit = backend.get("kv_usage"), backend.get("max_tasks") or ""
         table.add_row(
-            _printable(backend.get("url", "")),
+            one_line(backend.get("url", "")),
             Text(state, style="" if state == "active" else "yellow"),
             f"{backend.get('in_flight', 0)}{limit and f'/{limit}'}",
             str(backend.get("assigned_total", 0)),
             _known(backend.get("engine_running")),
             _known(backend.get("engine_waiting")),
             "" if kv_usage is None else f"{100 * kv_usage:.0f}%",
-            _printable(backend.get("error", "")),
+            one_line(backend.get("error", "")),
         )
     return table
 
@@ -167,7 +169,7 @@ def _sessions(sessions: Mapping[str, Mapping[str, Any]]) -> Table:
     table = _table("session", "", "running", "undelivered", "MB")
     for session_id, session in sessions.items():
         table.add_row(
-            _printable(session_id),
+            one_line(session_id),
             "connected" if session.get("connected") else Text("away", style="yellow"),
             str(session.get("running", 0)),
             str(session.get("undelivered", 0)),
@@ -189,14 +191,14 @@ def _jobs(jobs: list[Mapping[str, Any]], options: TopOptions, width: int, rows: 
         bad = bool(job.get("stuck"))
         cells: list[Text | str] = [
             Text("!" if bad else " ", style="bold red"),
-            _printable(job.get("job_id", "")),
+            one_line(job.get("job_id", "")),
             str(job.get("status", "")),
             _seconds(job.get("age_s", 0.0)),
             _seconds(job.get("last_progress_s", 0.0)),
-            _printable(job.get("waiting_on") or "(computing)"),
+            one_line(job.get("waiting_on") or "(computing)"),
         ]
         if wide:
-            cells[2:2] = [_printable(job.get("session_id", ""))]
+            cells[2:2] = [one_line(job.get("session_id", ""))]
             cells[-1:-1] = [str(job.get("turns", 0))]
         table.add_row(*cells, style="red" if bad else "")
     said = f"{len(jobs)} jobs, {len(stuck)} stuck"
@@ -225,11 +227,6 @@ def _table(*columns: str) -> Table:
 
 def _known(number: float | None) -> str:
     return "" if number is None else f"{number:.0f}"
-
-
-def _printable(text: object) -> Text:
-    """Ids are their senders' choice: nothing in them may speak to the terminal."""
-    return Text("".join(char if char.isprintable() else "?" for char in str(text)))
 
 
 def _seconds(seconds: float) -> str:

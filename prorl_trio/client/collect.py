@@ -6,11 +6,19 @@ import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import trio
 
 from ipc.session import Rejected
-from prorl_trio.client.recording import RUN_INFO, SUMMARY, TRAJECTORIES, OutcomeFile, RunInfo, Summary, summarise
+from prorl_trio.client.recording import (
+    RUN_INFO,
+    SUMMARY,
+    TRAJECTORIES,
+    OutcomeFile,
+    RunInfo,
+    Summary,
+    summarise,
+    write_json,
+)
 from prorl_trio.errors import ServiceError
 from prorl_trio.models import JobSpec, Outcome, SamplingParams
 
@@ -58,11 +66,12 @@ async def collect(
 
     Raises:
         ServiceError: the node rejected a job (named, with the reason).
+        ConfigError: `folder` cannot be written to.
     """
     started_s = trio.current_time()
     outcomes: list[Outcome] = []
     pending: set[str] = set()
-    (folder / RUN_INFO).write_bytes(msgspec.json.encode(info))
+    write_json(folder / RUN_INFO, info)
     with OutcomeFile(folder / TRAJECTORIES) as file:
         try:
             for answer in await client.submit(specs):
@@ -82,5 +91,5 @@ async def collect(
                 with trio.move_on_after(CANCEL_TIMEOUT_S, shield=True), suppress(ServiceError):
                     await client.cancel(sorted(pending))
             summary = summarise(outcomes, trio.current_time() - started_s)
-            (folder / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2))
+            write_json(folder / SUMMARY, summary)
     return summary, outcomes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
@@ -13,12 +14,21 @@ from prorl_trio.errors import ConfigError
 from prorl_trio.models import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from io import FileIO
     from pathlib import Path
     from types import TracebackType
 
-__all__ = ["OutcomeFile", "RunInfo", "Summary", "read_outcomes", "run_folder", "summarise"]
+__all__ = [
+    "OutcomeFile",
+    "RunInfo",
+    "Summary",
+    "read_outcomes",
+    "read_run_info",
+    "run_folder",
+    "summarise",
+    "write_json",
+]
 
 _HEADER: Final = struct.Struct(">BI")
 _ARRAY32: Final = 0xDD
@@ -28,7 +38,8 @@ RUN_INFO: Final = "run.json"
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run was, for whoever looks at it later. `model` is the folder its tokens are decoded with."""
+    """What a run was, for whoever looks at it later. `model` is the folder its tokens are decoded with, if that
+    is known."""
 
     model: str
     tasks: str
@@ -53,20 +64,38 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutcomeFile:
-    """Appends outcomes to a msgpack array whose count is updated in place, so that a killed run leaves a valid file."""
+    """Appends outcomes to a msgpack array whose count is updated in place, so that a killed run leaves a valid file,
+    and a full disk one with what came before. Blocks on the disk.
+
+    Raises:
+        ConfigError: the file is there already, or cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file: FileIO = path.open("xb", buffering=0)
+        self._path = path
         self._count = 0
-        self._file.write(_HEADER.pack(_ARRAY32, 0))
+        with _named(path):
+            self._file: FileIO = path.open("xb", buffering=0)
+            self._write(_HEADER.pack(_ARRAY32, 0))
 
     def append(self, outcome: Outcome) -> None:
         """Write one outcome (some 9 bytes a token), then the new count."""
-        self._file.seek(0, 2)
-        self._file.write(msgspec.msgpack.encode(outcome))
-        self._count += 1
-        self._file.seek(0)
-        self._file.write(_HEADER.pack(_ARRAY32, self._count))
+        with _named(self._path):
+            end = self._file.seek(0, 2)
+            try:
+                self._write(msgspec.msgpack.encode(outcome))
+            except OSError:
+                self._file.truncate(end)
+                raise
+            self._file.seek(0)
+            self._write(_HEADER.pack(_ARRAY32, self._count + 1))
+            self._count += 1
+
+    def _write(self, content: bytes) -> None:
+        """All of it: a disk that gets full takes a part."""
+        rest = memoryview(content)
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
     def __enter__(self) -> Self:
         return self
@@ -87,12 +116,44 @@ def read_outcomes(path: Path) -> list[Outcome]:
         return msgspec.msgpack.decode(path.read_bytes(), type=list[Outcome])
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
-    except (msgspec.ValidationError, msgspec.DecodeError) as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path} is no file of trajectories: {exc}") from exc
 
 
+def read_run_info(folder: Path) -> RunInfo | None:
+    """What is remembered of a run; None: nothing.
+
+    Raises:
+        ConfigError: it cannot be read, or is something else.
+    """
+    path = folder / RUN_INFO
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunInfo)
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path} does not describe a run: {exc}") from exc
+
+
+def write_json(path: Path, content: msgspec.Struct) -> None:
+    """Write `content` for people and programs. Raises ConfigError: it cannot be written."""
+    with _named(path):
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2))
+
+
 def run_folder(root: Path) -> Path:
-    """Make `root/<local time>` for a new run; a number is appended if it is taken."""
+    """Make `root/<local time>` for a new run; a number is appended if it is taken.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    with _named(root):
+        return _new_folder(root)
+
+
+def _new_folder(root: Path) -> Path:
     name = time.strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{n}" for n in range(2, 100))):
         folder = root / f"{name}{suffix}"
@@ -102,6 +163,15 @@ def run_folder(root: Path) -> Path:
             continue
         return folder
     raise ConfigError(f"{root} already holds 99 runs of this second")
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Says which file it is that cannot be written."""
+    try:
+        yield
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be written: {exc.strerror}") from exc
 
 
 def summarise(outcomes: Sequence[Outcome], wall_s: float) -> Summary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -100,7 +101,8 @@ class Transport:
         self._state.fail(ConnectionLost("the client is closed"))
 
     async def _stay_connected(self) -> None:
-        deadline_s = trio.current_time() + self._patience.connect_timeout_s
+        patience_s, what = self._patience.connect_timeout_s, "connect_timeout_s"
+        deadline_s = trio.current_time() + patience_s
         delay_s = FIRST_DELAY_S
         while True:
             self._useful = False
@@ -114,11 +116,12 @@ class Transport:
                 return
             now_s = trio.current_time()
             if self._useful:
-                deadline_s, delay_s = now_s + self._patience.reconnect_timeout_s, FIRST_DELAY_S
+                patience_s, what = self._patience.reconnect_timeout_s, "reconnect_timeout_s"
+                deadline_s, delay_s = now_s + patience_s, FIRST_DELAY_S
             if now_s + delay_s > deadline_s:
                 raise ConnectionLost(
-                    f"no connection to {self._where} (session {self._state.session_id!r}), tried for as long as "
-                    f"allowed; the last attempt: {why}"
+                    f"no connection to {self._where} within {patience_s:g} s ({what}; session "
+                    f"{self._state.session_id!r}); the last attempt: {why}; is a node listening there?"
                 )
             logger.info("no connection to %s, trying again: %s", self._where, why)
             await trio.sleep(delay_s * random.uniform(0.5, 1.0))
@@ -227,4 +230,12 @@ async def _open_first(addresses: list[Address]) -> tuple[Address, trio.abc.Strea
 async def _open_stream(address: Address) -> trio.abc.Stream:
     if address.unix_path:
         return await trio.open_unix_socket(address.unix_path)
-    return await trio.open_tcp_stream(address.host, address.port)
+    try:
+        return await trio.open_tcp_stream(address.host, address.port)
+    except OSError as exc:
+        cause = exc.__cause__
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[-1]
+        if isinstance(cause, OSError) and cause.errno:  # `exc` only says that all attempts failed
+            raise OSError(f"{exc}: {os.strerror(cause.errno)}") from exc
+        raise

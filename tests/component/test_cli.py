@@ -2,13 +2,19 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 
+import msgspec
 import pytest
+import trio
 from click.testing import CliRunner
 
 from prorl_trio import cli
 from prorl_trio.cli import main
+from prorl_trio.client.recording import OutcomeFile, RunInfo, write_json
 from prorl_trio.errors import InternalError
+from prorl_trio.models import Turn
+from prorl_trio.testing.fake_node import make_outcome, make_spec
 
 TOKEN = {"PRORL_TOKEN": "a-token"}
 
@@ -52,6 +58,7 @@ def test_a_command_that_needs_a_token_says_where_it_is_looked_for():
     result = run("status", env={"PRORL_TOKEN": ""})
     assert result.exit_code == 2
     assert "--token" in result.output
+    assert "PRORL_TOKEN" in result.output
 
 
 @pytest.fixture
@@ -115,3 +122,31 @@ def test_the_level_of_the_log_is_an_option(monkeypatch, node_toml):
     monkeypatch.setattr(cli, "serve_node", serve)
     assert "quiet" not in run("--log-level", "warning", "serve", "--config", node_toml).stderr
     assert "quiet" in run("serve", "--config", node_toml, env={"PRORL_LOG_LEVEL": "debug"}).stderr
+
+
+@pytest.mark.parametrize(
+    "info", [None, RunInfo(model="", tasks="t", started="now"), RunInfo(model="/nowhere", tasks="t", started="now")]
+)
+def test_a_run_whose_model_is_not_known_is_shown_as_text(tmp_path, info):
+    if info is not None:
+        write_json(tmp_path / "run.json", info)
+    turn = Turn(
+        segment=0, completion_start=0, completion_end=8, text="six times seven", finish_reason="stop", tool_calls=[],
+        observations=[], inference_s=1.0, tools_s=0.1,
+    )  # fmt: skip
+    outcome = make_outcome(make_spec("job-1"))
+    trajectory = msgspec.structs.replace(outcome.trajectory, turns=[turn])
+    with OutcomeFile(tmp_path / "trajectories.msgpack") as file:
+        file.append(msgspec.structs.replace(outcome, trajectory=trajectory))
+    result = run("show", str(tmp_path / "trajectories.msgpack"), "job-1")
+    assert result.exit_code == 0, result.output
+    assert "six times seven" in result.stdout
+    assert "model folder is not known" in result.stderr
+
+
+async def test_a_node_that_is_not_there_is_told_with_the_reason(monkeypatch):
+    monkeypatch.setattr(cli, "connect", partial(cli.connect, connect_timeout_s=0.01))
+    result = await trio.to_thread.run_sync(partial(run, "status", "--url", "ws://127.0.0.1:1", env=TOKEN))
+    assert result.exit_code == 1
+    assert "no connection to ws://127.0.0.1:1/ within 0.01 s" in result.stderr
+    assert "Connection refused; is a node listening there?" in result.stderr

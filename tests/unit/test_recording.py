@@ -1,13 +1,22 @@
 from __future__ import annotations
 
 import io
+import resource
 
 import msgspec
 import pytest
 from rich.console import Console
 
 from prorl_trio.chat import ChatFormat
-from prorl_trio.client.recording import OutcomeFile, read_outcomes, run_folder, summarise
+from prorl_trio.client.recording import (
+    OutcomeFile,
+    RunInfo,
+    read_outcomes,
+    read_run_info,
+    run_folder,
+    summarise,
+    write_json,
+)
 from prorl_trio.errors import ConfigError
 from prorl_trio.models import Outcome, Segment, Timing, Trajectory, Turn
 from prorl_trio.report import outcome_list, render_trajectory, summary_table
@@ -47,7 +56,7 @@ def test_the_file_is_valid_after_every_append(tmp_path):
     assert len(msgspec.msgpack.decode(path.read_bytes())) == 3
 
 
-@pytest.mark.parametrize("content", [b"", b"no msgpack", b"\xdd\x00\x00\x00\x01\x80"])
+@pytest.mark.parametrize("content", [b"", b"no msgpack", b"\xdd\x00\x00\x00\x01\x80", b"\x91\x81\xa6job_id\xa1\xff"])
 def test_a_file_of_something_else_is_named(tmp_path, content):
     path = tmp_path / "other"
     path.write_bytes(content)
@@ -97,3 +106,62 @@ def test_without_the_model_the_turns_are_shown_as_text(tmp_path):
     assert "tool says 4" in text.plain
     failed = render_trajectory(an_outcome(status="failed", reward=None, cause="node"), None)
     assert "no trajectory was recorded" in failed.plain
+
+
+@pytest.mark.parametrize("root", ["file", "file/below"])
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, root):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"{tmp_path / root}: cannot be written: Not a directory"):
+        run_folder(tmp_path / root)
+
+
+def test_a_disk_that_gets_full_leaves_what_was_written_before(tmp_path):
+    """The file size limit makes the kernel take a part of what is written, as a full disk does."""
+    path = tmp_path / "trajectories.msgpack"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with OutcomeFile(path) as file:
+        file.append(an_outcome("first"))
+        whole = path.read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, limits[1]))
+        try:
+            with pytest.raises(ConfigError, match=rf"{path}: cannot be written: File too large"):
+                file.append(an_outcome("second"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.read_bytes() == whole
+        file.append(an_outcome("third"))
+    assert [outcome.job_id for outcome in read_outcomes(path)] == ["first", "third"]
+
+
+def test_what_is_remembered_of_a_run(tmp_path):
+    assert read_run_info(tmp_path) is None
+    info = RunInfo(model="/m", tasks="gsm8k", started="now")
+    write_json(tmp_path / "run.json", info)
+    assert read_run_info(tmp_path) == info
+    (tmp_path / "run.json").write_bytes(b'{"model": "\xff"}')
+    with pytest.raises(ConfigError, match=r"run\.json does not describe a run"):
+        read_run_info(tmp_path)
+    with pytest.raises(ConfigError, match="none/x: cannot be written: No such file"):
+        write_json(tmp_path / "none" / "x", info)
+
+
+def test_what_a_policy_or_a_sender_wrote_is_shown_and_not_obeyed(tmp_path):
+    tiny = make_tiny_model(tmp_path / "model")
+    trajectory = a_trajectory(tiny)
+    hostile = "\x1b[2J\x9b2J\a[/bold]"
+    turn = msgspec.structs.replace(trajectory.turns[0], text=hostile, observations=[hostile])
+    ids = tiny.turn(f"a\n\tb{hostile}")
+    segment = Segment.from_arrays(ids, [-0.5] * len(ids), [1] * len(ids), [])
+    trajectory = msgspec.structs.replace(trajectory, turns=[turn], segments=[segment])
+    outcome = msgspec.structs.replace(
+        an_outcome(hostile, status="failed", cause="node", trajectory=trajectory), error=hostile
+    )
+    for chat_format in (None, ChatFormat.load(tmp_path / "model")):
+        text = render_trajectory(outcome, chat_format).plain
+        assert not {"\x1b", "\x9b", "\a"} & set(text)
+        assert "␛[2J" in text
+        assert "[/bold]" in text
+    assert "a\n\tb␛" in text
+    console = Console(file=io.StringIO(), width=200)
+    console.print(outcome_list([outcome]))
+    assert "?[2J?2J?[/bold]" in console.file.getvalue()

@@ -31,11 +31,16 @@ def test_a_jsonl_file(tmp_path):
         ("not json", "line 1"),
         ('{"instance_id": "a", "handler": "math", "payload": {}, "extra": 1}', "line 1.*extra"),
         ("\n", "holds no task instance"),
+        (b'{"instance_id": "\xff", "handler": "math", "payload": {}}', "line 1.*utf-8"),
+        (
+            '{"instance_id": "a", "handler": "math", "payload": {}}\n' * 2,
+            "line 2: instance_id 'a' is that of a line before",
+        ),
     ],
 )
 def test_a_bad_file_is_named_with_line_and_field(tmp_path, content, message):
     file = tmp_path / "tasks.jsonl"
-    file.write_text(content)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=message):
         load_task_set(str(file))
 

@@ -1,0 +1,73 @@
+"""What `prorl-trio submit` shows: why rollouts would wait, hostile ids as text, a command that can be pasted."""
+
+from __future__ import annotations
+
+import io
+import shlex
+
+import pytest
+import trio
+from rich.console import Console
+
+from prorl_trio import progress
+from prorl_trio.client import connect
+from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
+from prorl_trio.testing.fake_service import TOKEN, open_service
+
+
+class Node(FakeNode):
+    """Its jobs complete at once."""
+
+    def __init__(self, backends):
+        super().__init__(make_outcome)
+        self.said = backends
+
+    def statistics(self):
+        return {**super().statistics(), **({} if self.said is None else {"backends": {"backends": self.said}})}
+
+
+async def shown(monkeypatch, folder, backends, *job_ids):
+    """What a run prints, on a terminal of 60 columns."""
+    console = Console(file=io.StringIO(), width=60)
+    monkeypatch.setattr(progress, "console", console)
+    folder.mkdir()
+    with trio.fail_after(30):
+        async with open_service(Node(backends)) as service, connect(service.url, TOKEN) as client:
+            specs = [make_spec(job_id) for job_id in job_ids]
+            summary = await progress.run_jobs(client, specs, folder, model="", tasks="t")
+    assert summary.completed == len(job_ids)
+    return console.file.getvalue()
+
+
+DOWN = {"url": "http://a:1", "state": "down", "error": "http://a:1: Connection \x1b[2J refused"}
+BUSY = {"url": "http://b:1", "state": "active", "suspended": True}
+
+
+@pytest.mark.parametrize(
+    ("backends", "lines"),
+    [
+        ([], ["no backend of the node takes rollouts now, so they wait for one; it has none"]),
+        (
+            [DOWN, BUSY],
+            [
+                "no backend of the node takes rollouts now, so they wait for one:",
+                "  http://a:1: http://a:1: Connection ?[2J refused",
+                "  http://b:1: suspended",
+            ],
+        ),
+        ([DOWN, {"url": "http://c:1", "state": "active"}], []),
+        (None, []),
+    ],
+)
+async def test_it_is_said_when_rollouts_would_wait_for_a_backend(monkeypatch, tmp_path, backends, lines):
+    text = await shown(monkeypatch, tmp_path / "run", backends, "a")
+    head = [line for line in text.splitlines() if "backend" in line or line.startswith("  http")]
+    assert head == lines
+
+
+async def test_ids_are_text_and_the_command_to_look_at_one_can_be_pasted(monkeypatch, tmp_path):
+    folder = tmp_path / ("a folder [bold] with a name that is longer than the terminal " * 2)
+    text = await shown(monkeypatch, folder, None, "[/bold]", "\x1b[2J")
+    assert "\x1b[2J" not in text
+    command = text.partition("look at one with: ")[2].splitlines()[0]
+    assert shlex.split(command) == ["prorl-trio", "show", f"{folder}/trajectories.msgpack", "JOB_ID"]
