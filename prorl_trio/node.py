@@ -38,7 +38,7 @@ from prorl_trio.errors import (
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.ledger import LedgerLimits, open_ledger
 from prorl_trio.monitoring import open_monitoring
-from prorl_trio.node_parts import engine_clients, open_backends, open_node_arena, open_node_sandboxes
+from prorl_trio.node_parts import engine_clients, open_backends, open_node_arena, open_node_sandboxes, warn_of_image
 from prorl_trio.pipeline import Job, open_pipeline
 from prorl_trio.reload import serve_reloads
 from prorl_trio.rollout import Resources
@@ -311,7 +311,9 @@ async def open_node(
     handlers = handlers or HandlerRegistry.from_entry_points()
     model = config.model
     chat_format = await trio.to_thread.run_sync(load_chat_format, model)
-    provider = provider or await choose_provider(config.sandbox)
+    if provider is None:
+        provider = await choose_provider(config.sandbox)
+        await trio.to_thread.run_sync(warn_of_image, config.sandbox)
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_single_nursery())
         clients = engine_clients(config.backends, on_backend_call)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from ipc.arena import open_arena
 from ipc.nursery import open_single_nursery
-from prorl_trio.errors import BackendError, ConfigError
+from prorl_trio.errors import BackendError, ConfigError, SandboxUnavailable
 from prorl_trio.inference.engines import engine_client
 from prorl_trio.inference.http import split_origin
 from prorl_trio.inference.pool import Backends
 from prorl_trio.sandbox.host import open_sandbox_host
+from prorl_trio.sandbox.images import locate_image
 from prorl_trio.sandbox.warm_pool import WarmLimits
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.host import OnOpen, SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
 
-__all__ = ["engine_clients", "open_backends", "open_node_arena", "open_node_sandboxes"]
+__all__ = ["engine_clients", "open_backends", "open_node_arena", "open_node_sandboxes", "warn_of_image"]
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,16 @@ def open_node_arena(config: ArenaConfig, stack: AsyncExitStack) -> Arena | None:
         return stack.enter_context(open_arena(config.size_bytes or None))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"arena.size_bytes: {exc}; change it, or set arena.enabled to false") from exc
+
+
+def warn_of_image(config: SandboxConfig) -> None:
+    """Log it where the configured image is not there: it may be pulled later. Blocks on the disk."""
+    if config.image == "host" or config.provider == "process":
+        return
+    try:
+        locate_image(config.image)
+    except SandboxUnavailable as exc:
+        logger.warning("sandbox.image: until it is there, rollouts that use it fail: %s", exc)
 
 
 def open_node_sandboxes(

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from prorl_trio.client.collect import collect
 from prorl_trio.client.recording import TRAJECTORIES, RunInfo
-from prorl_trio.report import summary_table
+from prorl_trio.report import errors, summary_table
 from prorl_trio.terminal import one_line
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *,
 
         summary, outcomes = await collect(client, specs, folder, info, show)
     console.print(summary_table(summary, outcomes))
+    for line in errors(outcomes):
+        console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     show_one = f"prorl-trio show {shlex.quote(str(folder / TRAJECTORIES))} JOB_ID"
     console.print(f"recorded in {folder}; look at one with: {show_one}", markup=False, highlight=False, soft_wrap=True)
     return summary

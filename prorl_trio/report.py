@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from prorl_trio.client.recording import Summary
     from prorl_trio.models import Outcome, Trajectory
 
-__all__ = ["outcome_list", "render_trajectory", "summary_table"]
+__all__ = ["errors", "outcome_list", "render_trajectory", "summary_table"]
 
 SAMPLED: Final = "bold green"
 OBSERVED: Final = "cyan"
 MASKED: Final = "dim"
+MAX_ERRORS: Final = 3
+MAX_ERROR_CHARS: Final = 400
 
 
 def summary_table(summary: Summary, outcomes: Sequence[Outcome]) -> Table:
@@ -37,7 +39,7 @@ def summary_table(summary: Summary, outcomes: Sequence[Outcome]) -> Table:
     causes = Counter(outcome.cause for outcome in outcomes if outcome.cause is not None)
     for cause, count in causes.most_common():
         table.add_row(f"    cause {cause}", str(count))
-    table.add_row("reward, mean", f"{summary.reward_mean:.3f}")
+    table.add_row("reward, mean", "-" if summary.reward_mean is None else f"{summary.reward_mean:.3f}")
     rewards = Counter(outcome.reward for outcome in outcomes if outcome.reward is not None)
     for reward, count in sorted(rewards.items()):
         table.add_row(f"  reward {reward:g}", str(count))
@@ -55,6 +57,12 @@ def summary_table(summary: Summary, outcomes: Sequence[Outcome]) -> Table:
     table.add_row("wall clock", f"{summary.wall_s:.1f} s")
     table.add_row("prefix breaks", str(summary.prefix_breaks), style="red" if summary.prefix_breaks else "")
     return table
+
+
+def errors(outcomes: Sequence[Outcome]) -> list[str]:
+    """What went wrong most often, with how often, one line each; at most `MAX_ERRORS`."""
+    counts = Counter(one_line(f"{outcome.cause}: {outcome.error}").plain for outcome in outcomes if outcome.error)
+    return [f"{count} x {error[:MAX_ERROR_CHARS]}" for error, count in counts.most_common(MAX_ERRORS)]
 
 
 def outcome_list(outcomes: Sequence[Outcome]) -> Table:

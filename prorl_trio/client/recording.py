@@ -47,8 +47,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in flat figures. Means are over completed jobs (`reward_mean`) and over all with a trajectory
-    (`turns_mean`); `tokens_per_s` counts sampled tokens over the wall clock of the run."""
+    """A run in flat figures. Means are over jobs with a reward (`reward_mean`; None: there is none) and over all
+    with a trajectory (`turns_mean`); `tokens_per_s` counts sampled tokens over the wall clock of the run."""
 
     jobs: int
     completed: int
@@ -56,7 +56,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: int
     timed_out: int
     prefix_breaks: int
-    reward_mean: float
+    reward_mean: float | None
     turns_mean: float
     tool_calls: int
     tokens_per_s: float
@@ -188,7 +188,7 @@ def summarise(outcomes: Sequence[Outcome], wall_s: float) -> Summary:
         cancelled=statuses.count("cancelled"),
         timed_out=statuses.count("timed_out"),
         prefix_breaks=sum(trajectory.prefix_breaks for trajectory in trajectories),
-        reward_mean=float(np.mean(rewards)) if rewards else 0.0,
+        reward_mean=float(np.mean(rewards)) if rewards else None,
         turns_mean=len(turns) / len(trajectories) if trajectories else 0.0,
         tool_calls=sum(len(turn.tool_calls) for turn in turns),
         tokens_per_s=sampled / wall_s if wall_s > 0 else 0.0,

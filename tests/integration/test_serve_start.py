@@ -10,13 +10,14 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.config import NodeConfig
+from prorl_trio.config import NodeConfig, SandboxConfig
 from prorl_trio.errors import ConfigError, Draining
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.ledger import LedgerLimits, open_ledger
 from prorl_trio.models import JobSpec, TaskInstance
 from prorl_trio.node import serve_node
+from prorl_trio.node_parts import warn_of_image
 from prorl_trio.service.journal import open_journal
 from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.fake_node import FakeNode
@@ -126,3 +127,14 @@ async def test_a_signal_ends_a_start_that_waits_for_a_backend(tmp_path, config, 
         left = await unfinished(tmp_path)
     assert f"{number.name}: the node ends before it has started" in caplog.text
     assert [(job.job_id, job.last_attempt) for job in left] == [(job_id, 0) for job_id in stored_jobs]
+
+
+@pytest.mark.parametrize(("image", "why"), [("docker://debian:12", "has not been pulled"), ("/none", "does not exist")])
+def test_an_image_that_is_not_there_is_told_at_the_start(tmp_path, monkeypatch, caplog, image, why):
+    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path))
+    warn_of_image(SandboxConfig(image=image))
+    assert f"sandbox.image: until it is there, rollouts that use it fail: image {image} {why}" in caplog.text
+    caplog.clear()
+    for config in (SandboxConfig(), SandboxConfig(image=str(tmp_path)), SandboxConfig(provider="process", image=image)):
+        warn_of_image(config)
+    assert not caplog.records

@@ -19,7 +19,7 @@ from prorl_trio.client.recording import (
 )
 from prorl_trio.errors import ConfigError
 from prorl_trio.models import Outcome, Segment, Timing, Trajectory, Turn
-from prorl_trio.report import outcome_list, render_trajectory, summary_table
+from prorl_trio.report import errors, outcome_list, render_trajectory, summary_table
 from prorl_trio.testing.tiny_model import make_tiny_model
 
 
@@ -87,7 +87,22 @@ def test_the_summary_counts_what_it_says(tmp_path):
 
 
 def test_no_outcomes_is_a_summary_too():
-    assert summarise([], 0.0).reward_mean == 0.0
+    assert summarise([], 0.0).reward_mean is None
+
+
+def test_failures_have_no_reward_and_are_told_the_most_frequent_first():
+    outcomes = [an_outcome(str(n), status="failed", reward=None, cause="sandbox") for n in range(3)]
+    outcomes += [msgspec.structs.replace(outcomes[0], error=f"{n} \x1b[2J [/b] " + "x" * 1000) for n in range(5)]
+    summary = summarise(outcomes, 1.0)
+    assert summary.reward_mean is None
+    text = io.StringIO()
+    Console(file=text, width=100).print(summary_table(summary, outcomes))
+    assert "0.000" not in text.getvalue()
+    lines = errors(outcomes)
+    assert lines[0] == "3 x sandbox: went wrong"
+    assert len(lines) == 3
+    assert lines[1].startswith("1 x sandbox: 0 ?[2J [/b] xxx")
+    assert max(map(len, lines)) < 420
 
 
 def test_colours_tell_sampled_tokens_tool_output_and_the_masked_prompt_apart(tmp_path):
