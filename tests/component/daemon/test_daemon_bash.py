@@ -173,14 +173,17 @@ async def test_a_lost_shell_is_reported_and_replaced(sandbox, tmp_path, command,
 
 
 async def test_a_shell_that_dies_between_commands_is_reported_with_the_next(sandbox, tmp_path):
-    result = await bash(sandbox, "(read -t 0.1 < <(sleep 5); kill -9 $$) > /dev/null 2>&1 & echo $$")
-    shell = int(result.output.split()[-1])
-    with trio.fail_after(10):
-        pidfd = os.pidfd_open(shell)
-        try:
+    os.mkfifo(tmp_path / "now")
+    now = os.open(tmp_path / "now", os.O_RDWR)
+    result = await bash(sandbox, f"(read < {tmp_path}/now; kill -9 $$) > /dev/null 2>&1 & echo $$")
+    pidfd = os.pidfd_open(int(result.output.split()[-1]))
+    try:
+        os.write(now, b"\n")
+        with trio.fail_after(10):
             await trio.lowlevel.wait_readable(pidfd)
-        finally:
-            os.close(pidfd)
+    finally:
+        os.close(pidfd)
+        os.close(now)
     result = await bash(sandbox, "echo anew")
     assert (result.exit_code, result.restarted) == (0, True)
     assert result.output == "anew\n"

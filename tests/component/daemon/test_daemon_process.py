@@ -164,7 +164,8 @@ async def test_there_is_one_connection_and_never_another(start_daemon):
     daemon = start_daemon()
     daemon.wait_ready()
     async with daemon.connect() as sandbox:
-        await sandbox.call(Ping(), Pong, timeout_s=10)
+        # When the shell answers, no child is left that has been forked with the daemon's listening socket.
+        await sandbox.call(BashRun(command="true", timeout_s=20), BashResult, timeout_s=30)
         with pytest.raises(ChannelBroken):
             await connect_unix(daemon.socket_path, connect_timeout_s=2)
         await sandbox.call(Ping(), Pong, timeout_s=10)
