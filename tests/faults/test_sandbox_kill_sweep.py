@@ -27,6 +27,8 @@ from prorl_trio.sandbox.run_dir import open_run_dir
 from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.testing.cancel_sweep import cancel_sweep
 
+pytestmark = pytest.mark.usefixtures("quick_gc")
+
 SPEC = SandboxSpec(prestart_ipython=True)
 QUICK_CUTS, MANY_CUTS = 6, 40
 RUN_TIMEOUT_S = 60.0

@@ -49,7 +49,7 @@ def write(target, *parts):
 
 
 @pytest.fixture(autouse=True)
-def no_fd_is_left():
+def no_fd_is_left(quick_gc):
     gc.collect()  # what earlier tests left is closed before it counts
     before = len(os.listdir("/proc/self/fd"))
     yield
