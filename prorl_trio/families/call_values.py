@@ -14,6 +14,7 @@ __all__ = [
     "MAX_ARGUMENT_NESTING",
     "Malformed",
     "Tools",
+    "add_once",
     "checked_name",
     "decode_json",
     "failed_call",
@@ -193,6 +194,24 @@ def _refuse_constant(name: str) -> float:
     raise Malformed(f"invalid JSON: {name} is not a JSON number")
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    decoded: dict[str, Any] = {}
+    for key, value in pairs:
+        add_once(decoded, key, value)
+    return decoded
+
+
+def add_once(arguments: dict[str, Any], key: str, value: Any) -> None:
+    """Set an argument. Raises Malformed if it is there already: which one was meant, nobody can tell."""
+    if key in arguments:
+        raise Malformed(f"{key[:40]!r} is there twice")
+    arguments[key] = value
+
+
 _DECODER = json.JSONDecoder(
-    strict=False, parse_int=_parse_int, parse_float=_parse_float, parse_constant=_refuse_constant
+    strict=False,
+    object_pairs_hook=_object,
+    parse_int=_parse_int,
+    parse_float=_parse_float,
+    parse_constant=_refuse_constant,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from prorl_trio.families.call_values import MAX_ARGUMENT_NESTING, Malformed, decode_json, skip_space
+from prorl_trio.families.call_values import MAX_ARGUMENT_NESTING, Malformed, add_once, decode_json, skip_space
 
 __all__ = ["GEMMA", "PYTHON", "Notation", "read_pairs", "read_value"]
 
@@ -65,7 +65,8 @@ def read_pairs(
         position = skip_space(text, position)
         if not text.startswith(sign, position):
             raise Malformed(f"expected {sign!r} after {key[:40]!r}")
-        pairs[key], position = read_value(text, position + 1, notation, levels_left)
+        value, position = read_value(text, position + 1, notation, levels_left)
+        add_once(pairs, key, value)
         position = _after_item(text, position, close)
     return pairs, position + 1
 

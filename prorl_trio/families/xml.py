@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from prorl_trio.families.call_values import Malformed, Tools, checked_name, failed_call, skip_space, typed_value
+from prorl_trio.families.call_values import (
+    Malformed,
+    Tools,
+    add_once,
+    checked_name,
+    failed_call,
+    skip_space,
+    typed_value,
+)
 from prorl_trio.families.syntax import CallSyntax, read_tagged_json
 from prorl_trio.models import ToolCall
 
@@ -31,7 +39,10 @@ class _Tags(NamedTuple):
 _QWEN = _Tags(
     head=re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]{1,200})>\s*"),
     key=re.compile(r"<parameter=([^<>\n]{1,200})>"),
-    value_end=re.compile(r"</parameter>\s*(?=<parameter=|</function>|</tool_call>)|(?=\n<parameter=|\n</function>)"),
+    value_end=re.compile(
+        r"</parameter>\s*(?=<parameter=|</function>|</tool_call>)"
+        r"|(?=\n<parameter=|\n</function>\s*(?:</tool_call>\s*)?(?:<tool_call>|<function=|\Z))"
+    ),
     call_end=re.compile(r"</function>(?:\s*</tool_call>)?|</tool_call>"),
     stray=re.compile(r"</tool_call>|(?=<tool_call>)"),
     expected="<tool_call>\n<function=tool>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>",
@@ -103,7 +114,7 @@ def _arguments(tags: _Tags, text: str, position: int, tools: Tools, name: str) -
             value = value.removeprefix("\n").removesuffix("\n")
         stated = key.groupdict().get("string")
         as_tools = tools if stated is None else _stated(name, parameter, stated == "true")
-        arguments[parameter] = typed_value(value, as_tools, name, parameter)
+        add_once(arguments, parameter, typed_value(value, as_tools, name, parameter))
         position = skip_space(text, end.end())
     close = tags.call_end.match(text, position)
     if close is None:

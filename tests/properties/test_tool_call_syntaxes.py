@@ -183,3 +183,29 @@ def test_the_number_of_calls_is_bounded(name):
     calls = parse_turn(text, TOOLS, syntax=SYNTAXES[name]).tool_calls
     assert len(calls) == MAX_TOOL_CALLS_PER_TURN + 1
     assert [bool(call.error) for call in calls] == [False] * MAX_TOOL_CALLS_PER_TURN + [True]
+
+
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_an_argument_given_twice_is_an_error(name):
+    texts = {
+        **{key: text.replace("@@", '{"s": "a", "s": "b"}') for key, text in WRITTEN.items()},
+        "qwen_xml": "<function=f><parameter=s>a</parameter><parameter=s>b</parameter></function>",
+        "glm": "<tool_call>f" + "<arg_key>s</arg_key><arg_value>a</arg_value>" * 2 + "</tool_call>",
+        "gemma": '<|tool_call>call:f{s:<|"|>a<|"|>,s:<|"|>b<|"|>}<tool_call|>',
+    }
+    for text in (texts[name], *(["[f(s='a', s='b')]"] if name == "llama" else [])):
+        (call,) = parse_turn(text, TOOLS, syntax=SYNTAXES[name]).tool_calls
+        assert "'s' is there twice; expected " in call.error
+        assert (call.name, call.arguments) == ("f", {})
+
+
+@pytest.mark.parametrize("tags", ["\n</function>\n</tool_call>", "\n</function>", "</tool_call>", "\n<tool_call>\n"])
+def test_a_value_may_contain_what_ends_a_call(tags):
+    value = f'print("{tags}")'
+    for name, text in {
+        "qwen_xml": f"<tool_call>\n<function=f>\n<parameter=s>\n{value}\n</parameter>\n</function>\n</tool_call>",
+        "glm": f"<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
+    }.items():
+        for following in ("", "\nDone.", f"\n{text}"):
+            first = parse_turn(text + following, TOOLS, syntax=SYNTAXES[name]).tool_calls[0]
+            assert (first.arguments, first.raw) == ({"s": value}, text)

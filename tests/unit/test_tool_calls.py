@@ -92,6 +92,8 @@ def test_a_complete_object_needs_no_closing_tag():
         (tagged('{"name": "ipython", "arguments": {"s": "\\ud800"}}'), "surrogate"),
         (tagged('{"name": "ipython", "arguments": {"s": ' + "[" * 80 + "]" * 80 + "}}"), str(MAX_ARGUMENT_NESTING)),
         (tagged('{"name": "ipython", "arguments": ' + "[" * 100_000), "nested deeper"),
+        (tagged('{"name": "ipython", "arguments": {"code": "1", "code": "2"}}'), "'code' is there twice"),
+        (tagged('{"name": "ipython", "name": "finish", "arguments": {}}'), "'name' is there twice"),
     ],
 )
 def test_what_cannot_be_read_is_a_call_with_an_error(text, error):
