@@ -81,7 +81,9 @@ class ChatFormat:
         template = ChatTemplate(
             folder.template, folder.special_tokens, folder.template_file, template_options, codec.control_pattern
         )
-        probe(template)
+        probed = template.dated()
+        probe(probed)
+        template.capabilities = probed.capabilities
         closings = _closing_ids(template, codec)
         eos_id = codec.added_ids.get(folder.special_tokens.get("eos_token", ""), closings[0])
         ends = [codec.added_ids[end] for end in chosen.ends if end in codec.added_ids] or [*closings, eos_id]
@@ -100,6 +102,10 @@ class ChatFormat:
     def capabilities(self) -> Capabilities:
         """What the template was found to do."""
         return self.template.capabilities
+
+    def dated(self) -> ChatFormat:
+        """Return one like this for which it is now for ever. See `ChatTemplate.dated`."""
+        return replace(self, template=self.template.dated())
 
     def recalling(self, recall: Recall) -> ChatFormat:
         """Return one like this that remembers of a dialogue what `recall` says."""
@@ -145,13 +151,17 @@ class ChatFormat:
         own = self.family.syntax
         return (own,) if self.capabilities.renders_tools or own is HERMES else (HERMES, own)
 
-    def parse(self, ids: Sequence[int], tools: Mapping[str, Any], opened_thinking: bool) -> SpokenTurn:
+    def parse(
+        self, ids: Sequence[int], tools: Mapping[str, Any], opened_thinking: bool, following: str = ""
+    ) -> SpokenTurn:
         """Return what a completion says; `tools` maps the names a call may have to the schemas of their parameters.
+
+        `following` is text to be read after it, as if it had been sampled, too.
 
         Where the template renders no tools, they are described to the policy as `<tool_call>` with JSON, and calls in
         the family's own syntax are understood as well.
         """
-        text = self.decode(ids, skip_special=True)
+        text = self.decode(ids, skip_special=True) + following
         turns = (parse_turn(text, tools, syntax=each, opened_thinking=opened_thinking) for each in self.call_syntaxes)
         first = next(turns)
         return first if first.tool_calls else next(turns, first)

@@ -29,8 +29,14 @@ MARK = "\ue000"
 MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"})
 """What most families write reasoning and calls with."""
 
+_HTML_TAG = re.compile(
+    "</?(?:a|b|blockquote|body|caption|code|div|em|footer|h[1-6]|html|i|iframe|img|li|span|strong|sub|sup|table|tbody|td"
+    "|tfoot|th|thead|tr|u|ul)>"
+)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MARKS = re.compile(f"{MARK}({MARK}?)")
+_SPACE = r"[^\S\x1c-\x1f]*"
+"""What an added token with `lstrip` or `rstrip` swallows: white space as Unicode, not Python, has it."""
 
 
 class _AddedToken(msgspec.Struct, frozen=True):
@@ -44,8 +50,10 @@ class _AddedToken(msgspec.Struct, frozen=True):
 
     @property
     def is_text(self) -> bool:
-        """It controls nothing: one character, or a run of white space (Gemma has `\\n\\n` among its added tokens)."""
-        return len(self.content) == 1 or not self.content.strip(" \t\r\n\u2581")
+        """It controls nothing: one character, a run of white space, a tag of HTML (Gemma has `\\n\\n` and `<b>`)."""
+        if len(self.content) == 1 or not self.content.strip(" \t\r\n\u2581"):
+            return True
+        return not self.special and _HTML_TAG.fullmatch(self.content) is not None
 
     @property
     def is_structural(self) -> bool:
@@ -136,6 +144,11 @@ class TokenCodec:
         ids: list[int] = self._full.encode(text, add_special_tokens=False).ids
         return ids
 
+    def normalized(self, text: str) -> str:
+        """Return what the tokenizer makes of `text` before it encodes it (Qwen's composes accents: NFC)."""
+        normalizer = self._full.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD, ids out of range nothing.
 
@@ -190,7 +203,7 @@ def _split_pattern(tokens: Iterable[_AddedToken]) -> re.Pattern[str]:
     """Match an added token, leftmost and longest, with the space it swallows; its text is the one group set."""
     longest_first = sorted((t for t in tokens if t.content), key=lambda t: -len(t.content))
     swallowing = [
-        (r"\s*" if t.lstrip else "") + f"({re.escape(t.content)})" + (r"\s*" if t.rstrip else "")
+        (_SPACE if t.lstrip else "") + f"({re.escape(t.content)})" + (_SPACE if t.rstrip else "")
         for t in longest_first
         if t.lstrip or t.rstrip
     ]

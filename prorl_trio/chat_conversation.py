@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat import ChatFormat
     from prorl_trio.chat_codec import TokenCodec
+    from prorl_trio.families.syntax import SpokenTurn
     from prorl_trio.models import SegmentReason
     from prorl_trio.token_memory import SegmentTokens
 
 __all__ = ["CompletionRange", "Conversation", "OnBreak", "ParsedTurn"]
 
+MAX_LOGPROB: Final = 0.01
+"""A certain token's is 0, and rounding may put it above."""
 _TAIL_TOKENS = 8
 """Enough of a prompt's end to see whether it opens reasoning, also where `<think>` is several tokens."""
 
@@ -92,6 +95,7 @@ class Conversation:
         on_break: OnBreak,
     ) -> None:
         self._format = chat_format
+        self._template = chat_format.template.dated()
         self._known_tools = _parameter_schemas(tools)
         self._tools = [_mark_strings(tool, chat_format.codec) for tool in tools]
         self._on_break = on_break if chat_format.capabilities.rewrites_history else "keep"
@@ -105,7 +109,7 @@ class Conversation:
         self._sealed = False
         self.prefix_breaks = self.drift_tokens = 0
         self.completion_ranges = []
-        prompt = chat_format.template.prompt(self._history, self._tools)
+        prompt = self._template.prompt(self._history, self._tools)
         ids = array("i", chat_format.codec.encode(prompt))
         self._current.tokens.append(ids)
         self._proven = bytearray(ids.tobytes())
@@ -188,20 +192,20 @@ class Conversation:
         if not messages or any(message.role == "assistant" for message in messages):
             raise ValueError("add_messages takes at least one message, none of them an assistant's")
         self._prove_prefix()
-        codec, template = self._format.codec, self._format.template
-        calls = self._answered_calls(messages)
-        new = self._marked(messages, calls)
-        dialogue = [*self._history, self._answered(calls), *new]
-        rewritten = self._rewritten(dialogue, len(new)) if self._on_break != "keep" else None
+        calls_before = self._calls_so_far
+        try:
+            calls = self._answered_calls(messages)
+            new = self._marked(messages, calls)
+            dialogue = [*self._history, self._answered(calls), *new]
+            rewritten = self._rewritten(dialogue, len(new)) if self._on_break != "keep" else None
+            delta = self._delta(new, calls) if rewritten is None else array("i")
+        except (HandlerError, TokenDrift):
+            self._calls_so_far = calls_before
+            raise
         if rewritten is not None:
             self._begin_segment(rewritten, "template_rewrite")
             self.prefix_breaks += 1
         else:
-            delta = array("i", codec.encode(template.delta(new, self._history, self._tools, calls)))
-            if not delta or delta[0] not in self._format.closing_ids:
-                raise TokenDrift(f"the template closes this assistant turn with {codec.decode(delta[:4])!r}")
-            if self._format.closes_alike(self._current.token_ids[-1], delta[0]):
-                delta = delta[1:]
             self._current.tokens.append(delta)
             self._proven += delta.tobytes()
         self._history = self._kept(dialogue)
@@ -218,23 +222,24 @@ class Conversation:
         if self._sealed:
             raise RuntimeError("the conversation has been sealed")
         history = self._marked(messages)
-        prompt = array("i", self._format.codec.encode(self._format.template.prompt(history, self._tools)))
+        prompt = array("i", self._format.codec.encode(self._template.prompt(history, self._tools)))
         self._begin_segment(prompt, reason)
         self._history = self._kept(history)
         self._awaits_completion = True
 
     def ends_with_tool_call(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last of these sampled ids completes a tool call that can be understood.
+        """Whether the last of these sampled ids completes a tool call that is understood as it is whatever follows.
 
         Cheap unless the last id closes something. Families that do not mark a call's end never say so.
         """
         if not token_ids or not self._format.decode(token_ids[-1:]).rstrip().endswith(">"):
             return False
-        turn = self._parse(array("i", token_ids))
+        calls, text = self._speech(token_ids).tool_calls, self._format.decode(token_ids)
         return (
-            bool(turn.tool_calls)
-            and not any(call.error for call in turn.tool_calls)
-            and turn.text.rstrip().endswith(tuple(each.closing for each in self._format.call_syntaxes if each.closing))
+            bool(calls)
+            and not any(call.error for call in calls)
+            and text.rstrip().endswith(tuple(each.closing for each in self._format.call_syntaxes if each.closing))
+            and self._speech(token_ids, following="...").tool_calls == calls  # no tag inside an argument
         )
 
     def segments(self) -> list[Segment]:
@@ -290,6 +295,15 @@ class Conversation:
                 f"they differ from position {position} on"
             )
 
+    def _delta(self, new: Sequence[Message], calls: Sequence[Message]) -> array[int]:
+        """Return what comes after the last completion, up to the next one. Errors as `add_messages`."""
+        delta = array("i", self._format.codec.encode(self._template.delta(new, self._history, self._tools, calls)))
+        if not delta or delta[0] not in self._format.closing_ids:
+            raise TokenDrift(f"the template closes this assistant turn with {self._format.decode(delta[:4])!r}")
+        start, end, _segment = self.completion_ranges[-1]
+        closed = end > start and self._format.closes_alike(int(self._current.token_ids[-1]), delta[0])
+        return delta[1:] if closed else delta
+
     def _rewritten(self, dialogue: Sequence[Message], new: int) -> array[int] | None:
         """Return the template's own rendering of `dialogue` if its text does not begin with what was said before the
         last `new` messages.
@@ -297,7 +311,7 @@ class Conversation:
         An assistant's turn that is rendered from its parts may be written otherwise than it was sampled, from its first
         rendering on. There a rewrite is what alters that rendering later.
         """
-        codec, template = self._format.codec, self._format.template
+        codec, template = self._format.codec, self._template
         text = template.prompt(dialogue, self._tools)
         rendered = codec.encode(text)
         if self._format.capabilities.needs_calls:
@@ -305,7 +319,8 @@ class Conversation:
             answered = template.prompt(dialogue[:-new], self._tools, open_turn=False)
             stands = text.startswith(asked) and text.startswith(answered)
         else:
-            stands = codec.decode(rendered).startswith(codec.decode(self._current.token_ids.tolist()))
+            now, then = codec.decode(rendered), codec.decode(self._current.token_ids.tolist())
+            stands = codec.normalized(now).startswith(codec.normalized(then))
         if stands:
             return None
         if self._on_break == "fail":
@@ -324,7 +339,7 @@ class Conversation:
 
     def _kept(self, dialogue: list[Message]) -> list[Message]:
         """Return what has to be remembered of `dialogue` for the next delta."""
-        return dialogue if self._keeps_texts else self._format.template.remembered(dialogue)
+        return dialogue if self._keeps_texts else self._template.remembered(dialogue)
 
     def _marked(self, messages: Iterable[ChatMessage], answered: Sequence[Message] = ()) -> list[Message]:
         """Return `messages` as the template gets them.
@@ -362,7 +377,7 @@ class Conversation:
             arguments = _mark_strings(call.arguments, self._format.codec)
             function = {"name": mark(call.name or "none"), "arguments": arguments}
             identity = mark(call.id) if call.id else call_id(self._calls_so_far)
-            written.append(self._format.template.as_wanted({"id": identity, "type": "function", "function": function}))
+            written.append(self._template.as_wanted({"id": identity, "type": "function", "function": function}))
         return written
 
     def _answered_calls(self, messages: Sequence[ChatMessage]) -> list[Message]:
@@ -396,8 +411,11 @@ class Conversation:
             ids = ids[:-1]
         return self._format.codec.mark(self._format.decode(ids), speech=True)
 
+    def _speech(self, ids: Sequence[int], following: str = "") -> SpokenTurn:
+        return self._format.parse(ids, self._known_tools, self._opens_thinking(), following)
+
     def _parse(self, ids: array[int]) -> ParsedTurn:
-        content, reasoning, tool_calls = self._format.parse(ids, self._known_tools, self._opens_thinking())
+        content, reasoning, tool_calls = self._speech(ids)
         return ParsedTurn(
             content=content,
             reasoning=reasoning,
@@ -439,6 +457,12 @@ def _arrays(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[array[
         ids, values = array("i", token_ids), array("f", logprobs)
     except (TypeError, OverflowError) as exc:
         raise BackendError(f"the backend returned a token id or logprob that is none: {exc}", retryable=False) from exc
+    possible = np.asarray(values) <= MAX_LOGPROB  # NaN is not
+    if not possible.all():
+        worst = values[int(np.argmin(possible))]
+        raise BackendError(
+            f"the backend returned the logprob {worst}, which is that of no probability", retryable=False
+        )
     if ids and min(ids) < 0:
         raise BackendError(f"the backend returned the token id {min(ids)}", retryable=False)
     return ids, values

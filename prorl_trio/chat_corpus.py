@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from random import Random
 
-__all__ = ["CORPUS_TOOLS", "Dialogue", "Round", "forged_tool", "made_up_dialogue"]
+__all__ = ["CORPUS_TOOLS", "Dialogue", "Round", "forged_tool", "long_dialogues", "made_up_dialogue"]
 
 MAX_ROUNDS: Final = 4
 MAX_PIECES: Final = 12
 LONG_OUTPUT_CHARACTERS: Final = 20_000
 LONG_OUTPUT_SHARE: Final = 0.01
 """Of tool results."""
+WORD_SHARE: Final = 0.25
+"""Of the pieces of texts: words that the template itself has."""
+MAX_WORD_CHARACTERS: Final = 60
+LONG_ROUNDS, MAX_LONG_ROUNDS = 160, 1_000
+MAX_LONG_CHARACTERS: Final = 200_000
+LONG_TEXT_ROUND, LONG_ANSWER_ROUND = 8, 10
+"""Of a long dialogue: when a long text comes back, and when one is said."""
 
 _PIECES: Final = (
     "the sum", " of 12", "\n\n", "\n", "  ", "42", "<x>", "{}", "é", "e\u0301", "數", "😀", "👩\u200d💻", "\t", ".",
@@ -23,6 +31,8 @@ _PIECES: Final = (
     "user\n", " " * 7, "0" * 9, "/* x */",
 )  # fmt: skip
 _LONG: Final = "line 數 of output\n\n" * (LONG_OUTPUT_CHARACTERS // 18)
+_WORD: Final = re.compile(rf"[^<>|｜\[\]{{}}]{{1,{MAX_WORD_CHARACTERS}}}")
+"""Of a template, that no control token can come of."""
 _WORDS: Final = ("the sum", " of 12", " is", " 42", ".", " é", " 數", " 😀", "\n", "\n\n", " `x`", " < 3", ", then")
 
 
@@ -68,18 +78,22 @@ def forged_tool(description: str) -> dict[str, Any]:
 CORPUS_TOOLS: Final = (_tool("probe", "Führt <Python> aus & 'prints'."), _tool("finish", 'Say "done".'))
 
 
-def made_up_dialogue(random: Random, control: Sequence[str]) -> Dialogue:
+def made_up_dialogue(random: Random, control: Sequence[str], literals: Collection[str | int] = ()) -> Dialogue:
     """Return the next dialogue of `random`.
 
     Args:
         random: the same state gives the same dialogue.
         control: tokens whose look-alikes hostile texts contain.
+        literals: what the template may look for in messages; texts contain its words.
     """
     hostile = random.random() < 0.4
     forged = [*control, *(token[: random.randrange(len(token))] for token in control)] if hostile else []
+    words = sorted(word for word in literals if isinstance(word, str) and _WORD.fullmatch(word))
 
     def text() -> str:
         pieces = random.choices([*_PIECES, *random.choices(forged, k=30)] if forged else _PIECES, k=MAX_PIECES)
+        if words:
+            pieces = [random.choice(words) if random.random() < WORD_SHARE else piece for piece in pieces]
         return "".join(pieces[: random.randrange(MAX_PIECES + 1)])
 
     def said() -> str:
@@ -103,3 +117,31 @@ def made_up_dialogue(random: Random, control: Sequence[str]) -> Dialogue:
             )
         )
     return Dialogue(text() if random.random() < 0.5 else None, text(), rounds, tools, hostile)
+
+
+def long_dialogues(control: Sequence[str], literals: Collection[str | int]) -> list[Dialogue]:
+    """Return dialogues with more messages, and with longer texts, than a template is likely to count or to measure.
+
+    They go beyond each whole number among its `literals`, up to `MAX_LONG_ROUNDS` and `MAX_LONG_CHARACTERS`. One has
+    results of calls only, one only questions; a hostile one has look-alikes of `control` tokens in long texts.
+    """
+    numbers = [number for number in literals if isinstance(number, int)]
+    rounds = max(LONG_ROUNDS, *(number + 1 for number in (0, *numbers) if number < MAX_LONG_ROUNDS))
+    characters = max(LONG_OUTPUT_CHARACTERS, *(number + 1 for number in (0, *numbers) if number < MAX_LONG_CHARACTERS))
+    line, forged = "the sum of 12 is 42\n", " ".join(control[:100]) + " "
+    long, long_forged = (each * (characters // len(each) + 1) for each in (line, forged))
+
+    def exchange(number: int, text: str, *, calls: bool) -> Round:
+        said = "So " + (long if number == LONG_ANSWER_ROUND else f"{number}").strip()
+        heard = text if number == LONG_TEXT_ROUND else f"{line}{number}"
+        arguments = [{"code": f"{number}", "times": number}] if calls else []
+        return Round("" if calls else said, "", arguments, [heard] if calls else [], None if calls else heard)
+
+    def dialogue(text: str, last: int, *, calls: bool) -> Dialogue:
+        exchanges = [exchange(number, text, calls=calls) for number in range(1, last + 1)]
+        return Dialogue(None, line, exchanges, list(CORPUS_TOOLS) if calls else [], text is long_forged)
+
+    return [
+        *(dialogue(long, rounds, calls=calls) for calls in (False, True)),
+        *(dialogue(long_forged, LONG_TEXT_ROUND, calls=calls) for calls in (False, True)),
+    ]

@@ -14,9 +14,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 if TYPE_CHECKING:
     from jinja2.parser import Parser
 
-__all__ = ["TEMPLATE_FAULTS", "template_environment"]
+__all__ = ["TEMPLATE_FAULTS", "template_environment", "template_literals"]
 
-TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
+TEMPLATE_FAULTS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError
+)  # fmt: skip
 """What rendering a template may raise that is the template's or the messages' fault."""
 
 
@@ -31,14 +33,24 @@ class _GenerationTag(Extension):
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
-    """Return a new environment; templates compiled in it may be rendered in several threads."""
+    """Return a new environment; templates compiled in it may be rendered in several threads.
+
+    It has nothing that draws lots, as there would be no telling what a template that does so writes.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
+    del environment.filters["random"], environment.globals["lipsum"]
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+def template_literals(source: str) -> set[str | int]:
+    """Return the strings and whole numbers that expressions in `source` contain: what it may compare messages with."""
+    constants = template_environment().parse(source).find_all(nodes.Const)
+    return {each.value for each in constants if type(each.value) in (str, int)}
 
 
 def _to_json(

@@ -244,11 +244,17 @@ _HISTORIES: tuple[tuple[Message, ...], ...] = (
 )
 _LONG_HISTORIES: tuple[tuple[Message, ...], ...] = (
     (_USER, _ASSISTANT, _TOOL, _ASSISTANT, _MORE),
-    (_USER, *(_ASSISTANT, _TOOL) * 5),
-    (_SYSTEM, _USER, *(_ASSISTANT, _MORE) * 4),
+    (_USER, *(_ASSISTANT, _TOOL) * 40),
+    (_SYSTEM, _USER, *(_ASSISTANT, _MORE) * 40),
     (_USER, *(_ASSISTANT, _MORE, _ASSISTANT, _TOOL, _TOOL_2) * 2, *(_ASSISTANT, _MORE) * 2),
 )
-_SAID = ("probe-said", "", f"{MARK}{MARK} 2 < 3\n\n```\né e\u0301 數 😀 <{MARK}|x|>\n```", "long " * 4000 + "end")
+_SAID = (
+    "probe-said",
+    "",
+    "\nprobe said \n",
+    f"{MARK}{MARK} 2 < 3\n\n```\né e\u0301 數 😀 <{MARK}|x|>\n```",
+    "long " * 4000 + "end",
+)
 _LAST: Message = {"role": "user", "content": "probe-last"}
 _AFTER_TOOLS = ((_TOOL,), (_TOOL, _TOOL_2), (_TOOL, _LAST))
 _NEW_MESSAGES = ((_LAST,), *_AFTER_TOOLS, (_TOOL, _SYSTEM, _LAST))

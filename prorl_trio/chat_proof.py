@@ -16,8 +16,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
-from prorl_trio.chat import ChatFormat
-from prorl_trio.chat_corpus import CORPUS_TOOLS, Dialogue, Round, forged_tool, made_up_dialogue
+from prorl_trio.chat import ChatFormat, ParsedTurn
+from prorl_trio.chat_corpus import CORPUS_TOOLS, Dialogue, Round, forged_tool, long_dialogues, made_up_dialogue
 from prorl_trio.chat_history import RECALLS, Recall
 from prorl_trio.chat_template import Message, ToolSchema, assistant_message, call_id
 from prorl_trio.errors import ConfigError, HandlerError, TokenDrift
@@ -37,6 +37,10 @@ PROOF_DIALOGUES: Final = 24
 PROOF_TIMEOUT_S: Final = 5.0
 """After which a proof at start is content with the dialogues it has."""
 MIN_PROOF_DIALOGUES: Final = 10
+MIN_RENDERED_DIALOGUES: Final = 5
+"""A template that refuses more of them has not been seen enough."""
+FIRST_ROUNDS: Final = 4
+"""Of a long dialogue. One that the template rewrites by then, it may rewrite later on."""
 
 
 class Unexplained(Exception):
@@ -124,24 +128,34 @@ def prove_format(
     """Prove `chat` against its own template in one piece. Uses the CPU for a second or so.
 
     Raises:
-        ConfigError: it is not exact; the message says on what.
+        ConfigError: it is not exact; the message says on what. Or the template refuses nearly all dialogues.
     """
+    chat = chat.dated()
     oracle, random, deadline = _OwnTemplate(chat), Random(seed), time.monotonic() + timeout_s
     counted = {"exact": 0, "rewritten": 0, "refused": 0}
-    turns = 0
-    for number in range(dialogues):
-        if number >= MIN_PROOF_DIALOGUES and time.monotonic() > deadline:
-            break
-        try:
+    turns, proving = 0, "a long one"
+    try:
+        for long in long_dialogues(chat.codec.look_alikes, chat.template.literals):
+            prove_long_dialogue(chat, oracle, long)
+        for number in range(dialogues):
+            if number >= MIN_PROOF_DIALOGUES and time.monotonic() > deadline:
+                break
+            proving = f"dialogue {number} of the proof"
             kind, rounds = prove_dialogue(chat, oracle, random)
-        except Unexplained as exc:
-            raise ConfigError(
-                f"{chat.template.origin}: prompts of the family {chat.family.name!r} are not exact for this template "
-                f"(dialogue {number} of the proof): {exc}"
-            ) from exc
-        counted[kind] += 1
-        turns += rounds
-    return Proof(**counted, turns=turns)
+            counted[kind] += 1
+            turns += rounds
+    except Unexplained as exc:
+        raise ConfigError(
+            f"{chat.template.origin}: prompts of the family {chat.family.name!r} are not exact for this template "
+            f"({proving}): {exc}"
+        ) from exc
+    proof = Proof(**counted, turns=turns)
+    if proof.exact + proof.rewritten < min(MIN_RENDERED_DIALOGUES, dialogues):
+        raise ConfigError(
+            f"{chat.template.origin}: nothing can be proven: the chat template refuses {proof.refused} of "
+            f"{sum(counted.values())} dialogues of users, assistants and tools"
+        )
+    return proof
 
 
 def prove_dialogue(
@@ -152,47 +166,84 @@ def prove_dialogue(
     Raises:
         Unexplained: a prompt is not the oracle's.
     """
-    dialogue = made_up_dialogue(random, chat.codec.look_alikes)
+    dialogue = made_up_dialogue(random, chat.codec.look_alikes, chat.template.literals)
     try:
         return _Prover(chat, oracle, dialogue).prove(), len(dialogue.rounds)
     except HandlerError:
         return "refused", 0
+    except TokenDrift as exc:
+        raise Unexplained(str(exc)) from exc
+
+
+def prove_long_dialogue(chat: ChatFormat, oracle: Oracle, dialogue: Dialogue) -> None:
+    """Prove one that is rendered as a whole twice only: near its beginning, and at its end.
+
+    Raises:
+        Unexplained: a prompt is not the oracle's, and the template had not rewritten the dialogue by the first look.
+    """
+    number = 0
+    try:
+        prover = _Prover(chat, oracle, dialogue, long=True)
+        for number, each in enumerate(dialogue.rounds, 1):
+            prover.grow(each)
+            if number in (FIRST_ROUNDS, len(dialogue.rounds)):
+                prover.check()
+    except HandlerError:
+        return
+    except (TokenDrift, Unexplained) as exc:
+        if not (chat.capabilities.rewrites_history and number == FIRST_ROUNDS):
+            raise Unexplained(f"after {number} rounds, {exc}") from exc
 
 
 class _Prover:
     """One dialogue as it grows, ours and the oracle's."""
 
-    def __init__(self, chat: ChatFormat, oracle: Oracle, dialogue: Dialogue) -> None:
+    def __init__(self, chat: ChatFormat, oracle: Oracle, dialogue: Dialogue, *, long: bool = False) -> None:
         self._chat, self._oracle, self._dialogue = chat, oracle, dialogue
         opening = [ChatMessage(role="user", content=dialogue.question)]
         if dialogue.system is not None:
             opening.insert(0, ChatMessage(role="system", content=dialogue.system))
         self._messages: list[Message] = [{"role": each.role, "content": each.content} for each in opening]
         self._text = self._whole()
-        self._conversation = chat.open(opening, dialogue.tools, on_break="segment")
-        ways = (chat, chat.recalling(RECALLS[-1])) if chat.capabilities.rewrites_history else ()
+        self._conversation = chat.open(opening, dialogue.tools, on_break="keep" if long else "segment")
+        ways = (chat, chat.recalling(RECALLS[-1])) if chat.capabilities.rewrites_history and not long else ()
         self._append_only = [way.open(opening, dialogue.tools, on_break="keep") for way in ways]
         self._calls = 0
 
     def prove(self) -> Literal["exact", "rewritten"]:
         for each in self._dialogue.rounds:
             self._turn(each)
+        self._check_prompt()
+        return "rewritten" if self._conversation.prefix_breaks else "exact"
+
+    def grow(self, each: Round) -> None:
+        """As a turn, but unseen: what the assistant says is what it would say after a plain question."""
+        alone: list[Message] = [{"role": "user", "content": "x"}]
+        said, end, answer = self._spoken(each, alone, self._whole(alone))
+        _ids, new, _turn = self._exchange(each, said, end, answer)
+        self._conversation.add_messages(new)
+
+    def check(self) -> None:
+        """Compare what has grown with the oracle's. Raises Unexplained."""
+        self._text = self._whole()
+        self._check_prompt()
+
+    def _check_prompt(self) -> None:
         ids = self._conversation.prompt_token_ids()
         if self._dialogue.hostile:
             self._check_forgeries(ids)
         elif ids != (expected := self._oracle.encode(self._text)):
             raise Unexplained(_difference(self._chat, ids, expected))
-        return "rewritten" if self._conversation.prefix_breaks else "exact"
 
-    def _turn(self, each: Round) -> None:
-        said, end, answer = self._spoken(each)
-        chat, conversation = self._chat, self._conversation
+    def _exchange(
+        self, each: Round, said: str, end: int | None, answer: Message
+    ) -> tuple[list[int], list[ChatMessage], ParsedTurn]:
+        """Have the assistant say it; return its ids, what is to come back, and what was read in it."""
         ids = [*self._oracle.encode(said), *([] if end is None else [end])]
-        turn = conversation.add_completion(ids, [0.0] * len(ids))
+        turn = self._conversation.add_completion(ids, [0.0] * len(ids))
         new = [ChatMessage(role="tool", content=text, name="probe") for text in each.results]
         if each.question is not None:
             new.append(ChatMessage(role="user", content=each.question))
-        breaks, before = conversation.prefix_breaks, self._text
         self._messages.append(answer)
         for index, message in enumerate(new):
             plain: Message = {"role": message.role, "content": message.content}
@@ -200,8 +251,18 @@ class _Prover:
                 made = answer.get("tool_calls", [])
                 plain |= {"name": "probe", "tool_call_id": made[index]["id"] if index < len(made) else call_id(0)}
             self._messages.append(plain)
+        return ids, new, turn
+
+    def _turn(self, each: Round) -> None:
+        said, end, answer = self._spoken(each, self._messages, self._text)
+        chat, conversation = self._chat, self._conversation
+        breaks, before = conversation.prefix_breaks, self._text
+        ids, new, turn = self._exchange(each, said, end, answer)
         self._text = self._whole()
-        conversation.add_messages(new)
+        try:
+            conversation.add_messages(new)
+        except HandlerError as exc:
+            raise Unexplained(f"the template renders what the conversation refuses: {exc}") from exc
         self._check_append_only(ids, new)
         stands = before + said + ("" if end is None else chat.decode([end]))
         if conversation.prefix_breaks > breaks and self._text.startswith(stands):
@@ -235,15 +296,16 @@ class _Prover:
         adapted = template.adapted(self._messages if messages is None else messages, tools)
         return self._oracle.render(adapted, tools if self._renders_tools else [], True)
 
-    def _spoken(self, each: Round) -> tuple[str, int | None, Message]:
-        """Return what the assistant says this time, the token it ends with, if it says one, and the oracle's message.
+    def _spoken(self, each: Round, messages: Sequence[Message], prompt: str) -> tuple[str, int | None, Message]:
+        """Return what the assistant says after `prompt`, which is the rendering of `messages`, the token it ends with,
+        if it says one, and the oracle's message.
 
         Where the template writes calls itself, it says exactly what the template would write.
         """
         chat, capabilities = self._chat, self._chat.capabilities
         if capabilities.needs_calls or (each.arguments and capabilities.renders_calls):
             answer = self._parts(each)
-            written = self._as_written(answer, self._messages, self._text)
+            written = self._as_written(answer, messages, prompt)
             if written is None and capabilities.needs_calls:  # it alters earlier turns as soon as it sees this one
                 alone: list[Message] = [{"role": "user", "content": "x"}]
                 written = self._as_written(answer, alone, self._whole(alone))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from copy import copy
+from datetime import datetime
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import msgspec
 
 from prorl_trio.chat_codec import MARK
 from prorl_trio.chat_history import Recall, remembered
-from prorl_trio.chat_jinja import TEMPLATE_FAULTS, template_environment
+from prorl_trio.chat_jinja import TEMPLATE_FAULTS, template_environment, template_literals
 from prorl_trio.errors import ConfigError, HandlerError
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ Message = dict[str, Any]
 ToolSchema = dict[str, Any]
 """A function's JSON schema in OpenAI's format."""
 
-SENTINEL = f"S{MARK}S"
-"""Cannot occur in marked text: there a MARK is doubled, or follows the first character of an added token."""
+SENTINEL = f"\u0298{MARK}\u0298"
+"""Cannot occur in marked text: there a MARK is doubled, or follows a character of an added token, which this is not."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,9 +77,11 @@ class ChatTemplate:
 
     Attributes:
         capabilities: none of them, until `chat_probe.probe` has found them.
+        literals: the strings and whole numbers in its expressions.
     """
 
     capabilities: Capabilities
+    literals: frozenset[str | int]
 
     def __init__(
         self,
@@ -102,10 +105,12 @@ class ChatTemplate:
         """
         self._variables = {**(options or {}), **special_tokens}
         self._control = control
+        self._tells_time = "strftime_now" in source
         self.origin = origin
         self.capabilities = Capabilities()
         try:
             self._compiled = template_environment().from_string(source)
+            self.literals = frozenset(template_literals(source))
         except jinja2.TemplateError as exc:
             raise ConfigError(f"{origin}: the chat template is not valid Jinja: {exc}") from exc
 
@@ -149,6 +154,14 @@ class ChatTemplate:
     def remembered(self, history: Sequence[Message]) -> list[Message]:
         """Return what `delta` needs of `history`, now and when it has grown."""
         return remembered(history, self.capabilities.recall.history)
+
+    def dated(self) -> ChatTemplate:
+        """Return one like this for which it is now for ever: a date in a prompt must not change in mid-dialogue."""
+        if not self._tells_time or "strftime_now" in self._variables:
+            return self
+        other = copy(self)
+        other._variables = {**self._variables, "strftime_now": datetime.now().strftime}
+        return other
 
     def recalling(self, recall: Recall) -> ChatTemplate:
         """Return one like this that renders deltas over what `recall` says."""

@@ -18,11 +18,12 @@ JSON = '{"name": "search", "arguments": {"q": "a </tool_call> b"}}'
 CALLS = {
     "chatml": f"<tool_call>\n{JSON}\n</tool_call>",
     "qwen3": f"<think>\nI call <tool_call>{JSON}</tool_call>?\n</think>\n\n<tool_call>\n{JSON}\n</tool_call>",
-    "qwen3-coder": "<tool_call>\n<function=search>\n<parameter=q>\nx\n</parameter>\n</function>\n</tool_call>",
-    "glm": "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
+    "qwen3-coder": "<tool_call>\n<function=search>\n<parameter=q>\na\n</function>\n</tool_call> b\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "glm": "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>a </tool_call> b</arg_value>\n</tool_call>",
     "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n"
-    '```json\n{"q": "x"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-    "gemma4": '<|tool_call>call:search{q:<|"|>x<|"|>}<tool_call|>',
+    '```json\n{"q": "a <｜tool▁call▁end｜><｜tool▁calls▁end｜> b"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "gemma4": '<|tool_call>call:search{q:<|"|>a }<tool_call|> b<|"|>}<tool_call|>',
 }
 
 
