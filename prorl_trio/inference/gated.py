@@ -27,6 +27,7 @@ class RegisteredEngine:
         self.client = client
         self.info = info
         self.paused = False
+        self._control = trio.Lock()
         self.breaker = Breaker(health)
         self.load = LoadEstimate()
         self.limit = AdaptiveLimit()
@@ -56,12 +57,22 @@ class RegisteredEngine:
         have none now, so they are not those that tokens would be recorded under."""
         return found.label == UNNAMED and self.info.label == since.label and since.label not in ("", UNNAMED)
 
+    async def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """Have it stop sampling, if it offers that. Raises BackendError: it failed, and counts as paused."""
+        async with self._control:
+            self.paused = True
+            self.paused = await self.client.pause(mode, timeout_s=timeout_s)
+
     async def unpause(self, timeout_s: float) -> None:
-        """Resume it if it was paused here. Raises BackendError: it failed, and counts as paused."""
-        await trio.lowlevel.checkpoint()
-        if self.paused:
-            await self.client.resume(timeout_s=timeout_s)
-            self.paused = False
+        """Resume it if it was paused here, also if it is just being told to pause: then after that.
+
+        Raises:
+            BackendError: it failed, and counts as paused.
+        """
+        async with self._control:
+            if self.paused:
+                await self.client.resume(timeout_s=timeout_s)
+                self.paused = False
 
     async def label(self, policy_version: str, timeout_s: float) -> str:
         """Tell it what its weights are called from now on. Why it failed, or nothing."""
@@ -119,8 +130,7 @@ async def tell_engine(
     try:
         answer: EngineAnswer = "not_offered"
         if mode is not None:
-            engine.paused = True
-            engine.paused = await engine.client.pause(mode, timeout_s=timeout_s)
+            await engine.pause(mode, timeout_s)
             answer = "paused" if engine.paused else "not_offered"
         elif engine.paused:
             await engine.unpause(timeout_s)

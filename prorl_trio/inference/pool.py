@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import asynccontextmanager, contextmanager, suppress
 from random import Random
 from typing import TYPE_CHECKING
@@ -44,8 +45,10 @@ __all__ = [
     "Lease",
 ]
 
+logger = logging.getLogger(__name__)
+
 CLOSE_GRACE_S = 5.0
-UNPAUSE_GRACE_S = 3.0
+UNPAUSE_GRACE_S = 4.0
 """Of these, for an engine that is to go on."""
 
 
@@ -456,6 +459,8 @@ async def _close_all(engines: Iterable[RegisteredEngine]) -> None:
 
 
 async def _close(engine: RegisteredEngine) -> None:
-    with suppress(BackendError):
+    with trio.move_on_after(UNPAUSE_GRACE_S), suppress(BackendError):
         await engine.unpause(UNPAUSE_GRACE_S)
+    if engine.paused:
+        logger.warning("backend %s did not answer its resume, and is left as it is", engine.client.url)
     await engine.client.aclose()

@@ -27,6 +27,8 @@ __all__ = ["PoolWatch"]
 logger = logging.getLogger(__name__)
 
 LOOKS_AT_ONCE = 32
+RESUME_TIMEOUT_S = 5.0
+"""For one that did not answer its resume and is told again."""
 REPORT_TIMEOUT_S = 5.0
 """For an engine's metrics page."""
 
@@ -156,12 +158,6 @@ class PoolWatch:
             self._pool.suspend(backend, suspended=True)
             self._changed()
 
-    async def _unpause(self, engine: RegisteredEngine) -> None:
-        """Resume one whose resume failed. If a pause came across, it may be told to go on after it was paused."""
-        closings = self._gate.closings
-        await engine.unpause(self._probe_timeout_s)
-        engine.paused = closings != self._gate.closings
-
     async def _probe_again(self, backend: Backend, engine: RegisteredEngine) -> None:
         """A probe that a pause came across says nothing, unless it was answered."""
         if self._gate.closed:
@@ -169,7 +165,7 @@ class PoolWatch:
             return
         since, closings, why = engine.info, self._gate.closings, ""
         try:
-            await self._unpause(engine)
+            await engine.unpause(RESUME_TIMEOUT_S)  # if its resume failed
             found = await engine.client.probe(timeout_s=self._probe_timeout_s)
         except EnginePaused as exc:
             logger.debug("backend %s is not judged: %s", backend.url, exc)

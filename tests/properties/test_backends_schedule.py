@@ -5,7 +5,9 @@ Nothing is lost or counted twice, no room is left while somebody waits, and ever
 
 from __future__ import annotations
 
+from contextlib import suppress
 from random import Random
+from typing import get_args
 
 import trio
 import trio.testing
@@ -14,9 +16,10 @@ from hypothesis import strategies as st
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.errors import BackendError
+from prorl_trio.errors import BackendError, BackendsBusy, PauseTimeout
 from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
 from prorl_trio.inference.engine_load import EngineLoad
+from prorl_trio.inference.gate import PauseMode
 from prorl_trio.inference.line import MAX_PASSED_OVER
 from prorl_trio.inference.pool import Backends
 from prorl_trio.models import SamplingParams
@@ -36,18 +39,44 @@ class WildClient(EngineClient):
         self.breaks = False
         self.closed = False
         self.calls = []
+        self.slow_s = 0.0
+        self.label = "0"
+        self.goes_on = trio.Event()
+        self.goes_on.set()
+        self.refused_to_go_on = False
 
     async def probe(self, *, timeout_s):
-        await trio.lowlevel.checkpoint()
-        if self.ill:
-            raise BackendError(f"{self.url}: down", retryable=True)
-        return EngineInfo(url=self.url, model="m", max_model_len=9, engine="fake", policy_version="0")
+        await self.answer()
+        await self.goes_on.wait()
+        return EngineInfo(
+            url=self.url, model="m", max_model_len=9, engine="fake", policy_version=self.label, label=self.label
+        )
 
     async def load(self, *, timeout_s):
-        await trio.lowlevel.checkpoint()
+        await self.answer()
+        return self.says
+
+    async def pause(self, mode, *, timeout_s):
+        await self.answer()
+        if self.goes_on.is_set():
+            self.goes_on = trio.Event()
+        return True
+
+    async def label_weights(self, policy_version, *, timeout_s):
+        await self.answer()
+        self.label = policy_version
+        return True
+
+    async def resume(self, *, timeout_s):
+        self.refused_to_go_on = self.ill
+        await self.answer()
+        self.goes_on.set()
+
+    async def answer(self):
+        assert not self.closed
+        await trio.sleep(self.slow_s)
         if self.ill:
             raise BackendError(f"{self.url}: down", retryable=True)
-        return self.says
 
     async def generate(self, prompt_token_ids, sampling, *, max_tokens, request_id, timeout_s, **more):
         assert not self.closed
@@ -55,7 +84,9 @@ class WildClient(EngineClient):
         if self.breaks:
             raise BackendError(f"{self.url}: it drops logprobs", retryable=False)
         await trio.sleep(1)
-        if self.ill:
+        with trio.move_on_after(timeout_s):
+            await self.goes_on.wait()
+        if self.ill or not self.goes_on.is_set():
             raise BackendError(f"{self.url}: down", retryable=True)
         return Completion(token_ids=[1], logprobs=[0.0], finish_reason="stop", policy_version="0", engine="fake")
 
@@ -119,6 +150,11 @@ class World:
             finally:
                 self.waiting.pop(task_id, None)
 
+    async def attempt(self, change, *args):
+        """Meanwhile the schedule goes on: changes overtake one another."""
+        with suppress(BackendError, BackendsBusy, PauseTimeout):
+            await change(*args)
+
     def count_switches(self):
         """How often a task's call went to another URL than its call before."""
         homes, switches = {}, 0
@@ -163,6 +199,9 @@ def steps():
             st.tuples(st.sampled_from(["end", "cancel"]), st.integers(0, 99)),
             st.tuples(st.sampled_from(["drain", "remove", "expect", "fall ill", "recover", "break", "mend"]), url),
             st.tuples(st.just("add"), url, st.sampled_from([None, 0.5, 3.0])),
+            st.tuples(st.just("slow"), url, st.sampled_from([0.0, 0.5, 1.5])),
+            st.tuples(st.just("pause"), st.sampled_from(get_args(PauseMode)), st.sampled_from([0.2, 2.0, 9.0])),
+            st.tuples(st.just("resume"), st.sampled_from([None, "1", "2"])),
             st.tuples(st.just("weigh"), url, st.sampled_from([0.5, 1.0, 3.0])),
             st.tuples(st.just("report"), url, st.one_of(st.none(), load)),
             st.tuples(st.just("limit"), st.integers(0, 3)),
@@ -199,16 +238,19 @@ async def play(world, nursery, step):
                 for client in world.clients:
                     if client.url == args[0]:
                         client.says = args[1]
+            case "slow":
+                for client in world.clients:
+                    client.slow_s = args[1] if client.url == args[0] else client.slow_s
             case "drain" | "expect" | "weigh":
                 getattr(backends, what)(*args)
-            case "add" | "remove" | "clear":
-                await getattr(backends, what)(*args)
+            case "add" | "remove" | "clear" | "pause" | "resume":
+                nursery.start_soon(world.attempt, getattr(backends, what), *args)
             case "limit":
                 backends.limit_tasks(*args)
             case "pass":
                 await trio.sleep(*args)
     except BackendError:
-        if what not in ("add", "drain", "remove", "weigh"):
+        if what not in ("drain", "weigh"):
             raise
 
 
@@ -228,7 +270,9 @@ def test_conserved_and_served_under_any_schedule(schedule, limit, seed):
                     # With one backend that is well, everybody is served in the end.
                     world.ill.clear()
                     for client in world.clients:
-                        client.ill, client.breaks, client.says = False, False, None
+                        client.ill, client.breaks, client.says, client.slow_s = False, False, None, 0.0
+                    await trio.sleep(60)  # what is under way ends
+                    await world.backends.resume()
                     for ends in world.ends.values():
                         ends.set()
                     await world.backends.add(URLS[0])
@@ -239,5 +283,7 @@ def test_conserved_and_served_under_any_schedule(schedule, limit, seed):
             await world.backends.clear()
             assert world.backends.statistics()["backends"] == []
             assert all(client.closed for client in world.clients)
+            for client in world.clients:
+                assert client.goes_on.is_set() or client.refused_to_go_on, "left paused, and nobody will resume it"
 
     trio.run(run, clock=trio.testing.MockClock(autojump_threshold=0))

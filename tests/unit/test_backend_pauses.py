@@ -232,6 +232,23 @@ async def test_one_that_leaves_paused_is_resumed(how, autojump_clock):
             await backends.add(A)
 
 
+@pytest.mark.parametrize("how", ["remove", "close"])
+async def test_one_that_leaves_while_it_is_told_to_pause_is_resumed_after_it(how, autojump_clock):
+    async with open_pool(A, B) as pool, trio.open_nursery() as nursery:
+        engine, pause = pool.engines[A], pool.engines[A].pause
+
+        async def slow(mode, *, timeout_s):
+            await trio.sleep(2)
+            return await pause(mode, timeout_s=timeout_s)
+
+        engine.pause = slow
+        nursery.start_soon(pool.backends.pause, "keep", 10)
+        await trio.sleep(1)
+        await (pool.backends.remove(A) if how == "remove" else pool.backends.aclose())
+        await trio.sleep(3)
+        assert engine.told == ["keep", "resume"]
+
+
 async def test_one_that_leaves_paused_and_does_not_answer_holds_nobody_up(autojump_clock):
     async with open_pool(A, B) as pool:
         await pool.backends.pause("wait", 5)
