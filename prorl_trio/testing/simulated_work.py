@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import trio
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from prorl_trio.testing.simulation_config import SimulationConfig
 
 __all__ = ["SimulatedHandler", "SimulatedProvider"]
+
+STAGGER_S: Final = 1e-3
+"""Rollouts that get a backend at the same moment, as when one is well again, ask it within this time, one by one: trio
+runs what is due at one moment in any order."""
 
 
 class SimulatedProvider(SandboxProvider):
@@ -90,7 +94,7 @@ class SimulatedHandler(AgentHandler):
         fails_at = random.randrange(turns) if random.random() < failures.handler else turns
         context_tokens = work.prompt_tokens.draw_count(random)
         async with AsyncExitStack() as stack:
-            lease = await lease_backend(context, stack)
+            lease = await self._lease(context, stack, random)
             for turn in range(turns):
                 if turn == fails_at:
                     raise RuntimeError("simulated failure of the handler")
@@ -112,6 +116,14 @@ class SimulatedHandler(AgentHandler):
         if fails:
             raise EvaluationError("simulated failure of the evaluation")
         return Evaluation(reward=1.0, details={})
+
+    async def _lease(self, context: RolloutContext, stack: AsyncExitStack, random: Random) -> BackendLease:
+        """See `STAGGER_S`. Who did not wait goes on at once."""
+        asked_s = trio.current_time()
+        lease = await lease_backend(context, stack)
+        if trio.current_time() > asked_s:
+            await trio.sleep(random.random() * STAGGER_S)
+        return lease
 
     async def _sample(
         self, context: RolloutContext, lease: BackendLease, turn: int, prompt_tokens: int, sampled: int
