@@ -83,7 +83,10 @@ def _show_sweep(tried: Sequence[Sized], *, as_json: bool) -> None:
         return
     best = enough(tried)
     console.print(_sized_table(tried, "jobs an hour, against what is enough", best.report.jobs_per_h, best))
-    console.print(f"enough: {_said(best)}; what limits then: {best.report.bottleneck}")
+    limit = best.report.bottleneck
+    more = limit in best.setting and best.setting[limit] == max(one.setting[limit] for one in tried)
+    said = f"what limits then: {limit}{', and more of it was not tried' if more else ''}"
+    console.print(f"enough: {_said(best)}; {said}", soft_wrap=True)
 
 
 def _show_one(config: SimulationConfig, report: SimulationReport, *, as_json: bool) -> None:
