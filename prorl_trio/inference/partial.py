@@ -36,7 +36,7 @@ class PartialCompletion:
 
     def __init__(
         self,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         max_tokens: int,
         *,

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["UNKNOWN_VERSION", "PolicyUpdates"]
 
 ABORT_GRACE_S = 5.0
-"""For an engine that was told to abort to answer with what it has; then its calls are cancelled here."""
+"""For an engine that was told to abort to answer with what it has, or half of the time that the pause has left; then
+its calls are cancelled here."""
 UNPAUSE_TIMEOUT_S = 10.0
 """For telling the engines to go on, where the caller set no other limit."""
 UNKNOWN_VERSION = "0"
@@ -98,7 +99,7 @@ class PolicyUpdates:
         """Return when nothing is in flight. Engines that paused answer with what they have, if they have the call."""
         answering = frozenset(engine.client.url for engine, (answer, _) in told.items() if answer == "paused")
         self.gate.abort(answering)
-        with trio.move_on_after(ABORT_GRACE_S):
+        with trio.move_on_after(min(ABORT_GRACE_S, _left_s() / 2)):
             await self.gate.wait_idle()
         self.gate.abort()
         await self.gate.wait_idle()
@@ -115,7 +116,7 @@ class PolicyUpdates:
         How each took it is in `told` as soon as it has answered. One that is out of health has half of the time that is
         left: that it does not answer is to be reported, and not to undo a pause of the others.
         """
-        left_s = min(timeout_s, trio.current_effective_deadline() - trio.current_time())
+        left_s = min(timeout_s, _left_s())
         async with open_single_nursery() as nursery:
             for engine in self._engines.values():
                 each_s = timeout_s if engine.breaker.closed else left_s / 2
@@ -137,3 +138,8 @@ class PolicyUpdates:
                     )
                 )
         return GateReport(paused=self.gate.closed, waiting=self.gate.waiting, backends=backends)
+
+
+def _left_s() -> float:
+    """Until the caller's time is up."""
+    return max(0.0, trio.current_effective_deadline() - trio.current_time())

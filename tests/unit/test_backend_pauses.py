@@ -19,6 +19,7 @@ from prorl_trio.inference.engine_load import EngineLoad
 from prorl_trio.inference.partial import PartialCompletion
 from prorl_trio.inference.pool import Backends
 from prorl_trio.models import PolicySpan, SamplingParams
+from prorl_trio.testing.cancel_sweep import cancel_sweep
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 HEALTH = HealthConfig(interval_s=10, open_after_failures=2, close_after_successes=2)
@@ -291,6 +292,66 @@ async def test_resumed_twice_under_an_older_version_and_paused_in_a_pause(autoju
         await pool.backends.resume("4")
         assert versions(await complete(lease)) == [("4", 0, 1)]
         assert pool.engines[A].told == ["keep", "abort", "resume"]
+
+
+async def test_an_engine_that_stands_still_instead_of_aborting_is_left_in_time(autojump_clock):
+    """Whatever time the pause has."""
+    async with open_pool(A) as pool, pool.backends.lease("t") as lease, trio.open_nursery() as nursery:
+        nursery.start_soon(complete, lease)
+        await trio.sleep(0.5)
+        report = await pool.backends.pause("abort", 2)
+        assert [(each.engine, each.in_flight) for each in report.backends] == [("paused", 0)]
+        await pool.backends.resume("1")
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+async def test_cancelled_at_any_step_a_pause_is_undone_and_a_resume_leaves_it(mode, autojump_clock):
+    completions = 0
+    async with open_pool(A, B) as pool, trio.open_nursery() as nursery:
+        backends = pool.backends
+
+        async def rollout(name):
+            nonlocal completions
+            async with backends.lease(name) as lease:
+                while True:
+                    completion = await complete(lease)
+                    assert (completion.token_ids, completion.finish_reason) == ([7], "stop")
+                    completions += 1
+
+        for index in range(4):
+            nursery.start_soon(rollout, f"t{index}")
+        await trio.sleep(0.5)
+
+        async def pause():
+            await backends.pause(mode, 5)
+
+        async def check_undone(run):
+            assert backends.gate.closed == run.completed
+            assert all(engine.running.is_set() != run.completed for engine in pool.engines.values() if engine.told)
+            await backends.resume("1")
+            await trio.sleep(0.3)
+
+        assert await cancel_sweep(pause, check_undone) > 5
+
+        async def pause_and_resume():
+            with trio.CancelScope(shield=True):
+                await backends.pause(mode, 5)
+            await backends.resume("2")
+
+        async def check_closed(run):
+            assert backends.gate.closed != run.completed
+            before = completions
+            await trio.sleep(3)
+            if not run.completed and mode != "keep":
+                assert completions == before
+            await backends.resume("2")
+            await trio.sleep(3)
+            assert completions > before
+            assert all(engine.running.is_set() for engine in pool.engines.values())
+            assert {backend.policy_version for backend in backends.list()} == {"2"}
+
+        assert await cancel_sweep(pause_and_resume, check_closed) > 5
+        nursery.cancel_scope.cancel()
 
 
 # ------------------------------------------------------------ where a completion goes that had to wait
