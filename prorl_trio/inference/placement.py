@@ -305,7 +305,8 @@ class BackendPool:
         if self.strategy == "round_robin":
             return backend.full, float(backend.assigned_turn)
         counted = backend.assigned_total if self.strategy == "assignments_ever" else backend.in_flight
-        return backend.full, counted / backend.weight
+        # With the task that is to be placed: else each that has none would get one, however little it can do.
+        return backend.full, (counted + 1) / backend.weight
 
     def _enter(self, backend: Backend) -> None:
         """Stand it where it belongs, if it accepts tasks."""

@@ -33,12 +33,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.tasks = 0
 
     def loads(self):
-        """Of each accepting backend: whether it is full, and its tasks by its weight, as the model counts them."""
+        """Of each accepting backend: whether it is full, and its tasks, with one more, by its weight."""
         loads = {}
         for url, state in self.states.items():
             if state == "active" and url not in self.suspended:
                 tasks = sum(lease.backend is self.pool.get(url) for lease in self.open)
-                loads[url] = (0 < self.limits[url] <= tasks, tasks / self.weights[url])
+                loads[url] = (0 < self.limits[url] <= tasks, (tasks + 1) / self.weights[url])
         return loads
 
     def is_lowest(self, url, loads):

@@ -151,6 +151,16 @@ def test_weights_share_the_tasks_and_change_while_they_run():
         pool.add(A, weight=0)
 
 
+def test_one_of_little_weight_gets_nothing_while_another_has_less_to_do_for_its_own():
+    """Not even one task while it is idle: that would be the one that all wait for in the end."""
+    pool = BackendPool(Random(0))
+    pool.add(A, weight=0.001)
+    pool.add(B, weight=1000)
+    for index in range(500):
+        pool.assign(f"t{index}")
+    assert in_flight(pool) == {A: 0, B: 500}
+
+
 def test_one_that_is_full_does_not_hold_up_another_with_room():
     pool = pool_of(A, B)
     pool.limit_one(pool.get(A), 1)
