@@ -129,6 +129,16 @@ class TokenCodec:
             text += MARK  # lest the text that the template puts after it completes a token
         return text
 
+    def mark_strings(self, value: Any) -> Any:
+        """Return a JSON value with every string in it marked, keys too."""
+        if isinstance(value, str):
+            return self.mark(value)
+        if isinstance(value, dict):
+            return {self.mark(str(key)): self.mark_strings(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mark_strings(item) for item in value]
+        return value
+
     def encode(self, marked: str) -> list[int]:
         """Return the ids of rendered text. Cost is linear in its length."""
         ids: list[int] = []
@@ -167,6 +177,12 @@ class TokenCodec:
 
     def _check_split(self, origin: Path) -> None:
         """Prove on samples that our split gives the ids of the whole tokenizer, whatever flags its tokens have."""
+        if self._plain.encode("a", add_special_tokens=False).tokens[0].startswith(("\u2581", "\u0120")):
+            raise ConfigError(
+                f"{origin}: this tokenizer puts a space before every text (SentencePiece's dummy prefix, or "
+                "add_prefix_space), so that a text has other ids alone than after another one; token-exact rendering "
+                "cannot be guaranteed with it"
+            )
         for content in self.added_ids:
             for text in (f"Hi{content}there", f"Hi {content}\n there", f"{content}{content} "):
                 if self.encode(text) != self._full.encode(text, add_special_tokens=False).ids:

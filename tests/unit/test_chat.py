@@ -87,6 +87,7 @@ def test_a_conversation_is_append_only_and_trains_on_sampled_tokens_alone(chat):
         assert (start, segment) == (len(prompts[-1]), 0)
         conversation.add_messages([reply])
         prompts.append(conversation.prompt_token_ids())
+        assert conversation.prompt_array().tolist() == prompts[-1]
         assert prompts[-1][:start] == prompts[-2]
         completions.append(prompts[-1][start:end])
         assert chat.decode(completions[-1]) == text + "<|im_end|>"

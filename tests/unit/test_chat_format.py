@@ -7,6 +7,7 @@ import json
 import pytest
 
 from prorl_trio.chat import ChatFormat
+from prorl_trio.chat_proof import prove_format
 from prorl_trio.errors import ConfigError
 from prorl_trio.testing.chat_families import write_family_model
 
@@ -76,6 +77,25 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path):
             ChatFormat.load(folder)
         (folder / name).write_text(good)
     assert ChatFormat.load(folder).stop_token_ids
+
+
+def test_a_tokenizer_that_puts_a_space_before_every_text_is_refused(tmp_path):
+    folder = write_family_model(tmp_path, "smollm2")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    for normalizer, prefix_space in (({"type": "Prepend", "prepend": "\u2581"}, False), (None, True)):
+        tokenizer["normalizer"] = normalizer
+        tokenizer["pre_tokenizer"] = {**tokenizer["decoder"], "add_prefix_space": prefix_space}
+        if normalizer is not None:
+            tokenizer["pre_tokenizer"], tokenizer["model"]["vocab"]["\u2581"] = None, 9_999
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        with pytest.raises(ConfigError, match="puts a space before every text"):
+            ChatFormat.load(folder)
+
+
+def test_a_template_may_end_a_dialogue_that_it_does_not_open(tmp_path):
+    ended = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ eos_token }}{% endif %}"
+    template = "{% for m in messages %}{{ " + TURN + " }}{% endfor %}" + ended
+    assert prove_format(ChatFormat.load(write_family_model(tmp_path, "qwen2.5", template=template))).exact == 24
 
 
 @pytest.mark.parametrize(("flag", "refused"), [("lstrip", False), ("rstrip", False), ("single_word", True)])

@@ -9,7 +9,7 @@ import pytest
 from prorl_trio import chat_template
 from prorl_trio.chat import ChatFormat
 from prorl_trio.errors import BackendError, HandlerError, TokenDrift
-from prorl_trio.models import ChatMessage
+from prorl_trio.models import ChatMessage, PolicySpan
 from prorl_trio.testing.chat_families import write_family_model
 from prorl_trio.testing.chat_family_templates import FAMILY_TEMPLATES
 
@@ -129,3 +129,13 @@ def test_a_logprob_of_no_probability_is_refused_and_changes_nothing(qwen3, logpr
     assert not caught.value.retryable
     assert conversation.prompt_token_ids() == before
     conversation.add_completion([5, 6], [1e-6, float("-inf")])
+
+
+@pytest.mark.parametrize("ends", [[(0, 2)], [(0, 2), (1, 3)], [(1, 3)], [(0, 1), (2, 3)], [(0, 4)]])
+def test_spans_that_do_not_cover_a_completion_are_refused_and_change_nothing(qwen3, ends):
+    conversation = qwen3.open([QUESTION])
+    before = conversation.prompt_token_ids()
+    spans = [PolicySpan(start=start, end=end, policy_version="1", engine="e") for start, end in ends]
+    with pytest.raises(BackendError, match="leave some out or overlap"):
+        conversation.add_completion([5, 6, 7], [-0.5] * 3, spans=spans)
+    assert conversation.prompt_token_ids() == before
