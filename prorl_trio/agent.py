@@ -286,7 +286,7 @@ class _Agent:
         asked = context.spec.sampling
         stops = [*asked.stop_token_ids, *context.resources.chat_format.stop_token_ids]
         so_far = PartialCompletion(
-            self.conversation.prompt_token_ids(),
+            self.conversation.prompt_array(),
             msgspec.structs.replace(asked, stop_token_ids=stops),
             min(asked.max_output_tokens, self.room),
             stop=self.conversation.ends_with_tool_call if config.agent.stop_at_tool_call else None,
