@@ -389,6 +389,7 @@ class Backends:
         backend = self._pool.add(url, weight=weight)
         engine = self._engines.setdefault(backend, RegisteredEngine(client, info, self._watch.health))
         engine.breaker.reset()
+        engine.held = False
         self._pool.suspend(backend, suspended=False)
         if info.policy_version == UNKNOWN_VERSION:
             info = msgspec.structs.replace(info, policy_version=self._updates.policy_version)

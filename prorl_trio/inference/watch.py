@@ -148,12 +148,13 @@ class PoolWatch:
             self.adapt(backend, engine, pressed=engine.load.pressed)
 
     def judge(self, backend: Backend, engine: RegisteredEngine, why: str) -> None:
-        """Take it out or in, as its breaker says."""
-        if backend.suspended and engine.breaker.closed:
+        """Take it out or in, as its breaker says, and out while somebody else holds it."""
+        well = engine.breaker.closed and not engine.held
+        if backend.suspended and well:
             logger.info("backend %s is well again and takes tasks", backend.url)
             self._pool.suspend(backend, suspended=False)
             self._changed()
-        elif not backend.suspended and not engine.breaker.closed:
+        elif not backend.suspended and not well:
             logger.warning("backend %s is given no more tasks until it is well again: %s", backend.url, why)
             self._pool.suspend(backend, suspended=True)
             self._changed()
@@ -167,14 +168,13 @@ class PoolWatch:
         try:
             await engine.unpause(RESUME_TIMEOUT_S)  # if its resume failed
             found = await engine.client.probe(timeout_s=self._probe_timeout_s)
-        except EnginePaused as exc:
-            logger.debug("backend %s is not judged: %s", backend.url, exc)
-            return
         except BackendError as exc:
             if closings != self._gate.closings:
                 return
             why = str(exc)
+            engine.held = isinstance(exc, EnginePaused)
         else:
+            engine.held = False
             if found.model != engine.info.model:
                 why = f"{backend.url}: serves {found.model}, not {engine.info.model}, now"
             elif engine.lost_weights(found, since):
@@ -185,5 +185,6 @@ class PoolWatch:
                 engine.breaker.trip()
             else:
                 engine.probed(found, since)
-        engine.breaker.probed(ok=not why)
+        if not engine.held:
+            engine.breaker.probed(ok=not why)
         self.judge(backend, engine, why)

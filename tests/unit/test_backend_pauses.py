@@ -174,15 +174,20 @@ async def test_a_probe_that_a_pause_came_across_does_not_count(autojump_clock):
         assert pool.out() == set()
 
 
-async def test_one_that_somebody_else_paused_is_not_put_out(autojump_clock):
-    async with open_pool(A) as pool:
+async def test_one_that_somebody_else_paused_gets_no_tasks_meanwhile_and_is_not_taken_for_ill(autojump_clock):
+    """It is back with the first probe that it answers."""
+    async with open_pool(A, B) as pool:
+        probe = pool.engines[A].probe
 
-        async def probe(*, timeout_s):
+        async def held(*, timeout_s):
             await trio.lowlevel.checkpoint()
             raise EnginePaused("it is paused")
 
-        pool.engines[A].probe = probe
+        pool.engines[A].probe = held
         await trio.sleep(100)
+        assert pool.out() == {A}
+        pool.engines[A].probe = probe
+        await trio.sleep(11)
         assert pool.out() == set()
 
 
