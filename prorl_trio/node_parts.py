@@ -72,6 +72,8 @@ async def open_backends(
     )
     try:
         failed: dict[str, BackendError] = {}
+        if config.urls:
+            logger.info("probing %d backends, for %g s at most", len(config.urls), config.probe_timeout_s)
         async with open_single_nursery() as probes:
             for url in config.urls:
                 probes.start_soon(_add, backends, url, config.weights.get(url), failed)

@@ -91,7 +91,7 @@ def render_top(
 ) -> RenderableType:
     """The whole report; with `height`, as many jobs as fit into so many lines."""
     backends = _part(report, "backends").get("backends", [])
-    sessions = _part(report, "sessions")
+    sessions = {name: each for name, each in _part(report, "sessions").items() if _matters(each)}
     parts: list[RenderableType] = [_head(report, rates), _stages(report), _sandboxes(report)]
     lines = 3 + len(_part(report, "pipeline").get("stages", {}))
     if backends:
@@ -176,6 +176,11 @@ def _sessions(sessions: Mapping[str, Mapping[str, Any]]) -> Table:
             f"{session.get('undelivered_bytes', 0) / 1e6:.1f}",
         )
     return table
+
+
+def _matters(session: Mapping[str, Any]) -> bool:
+    """Somebody is there, or something is left. Whoever looked at the node once has a session, too."""
+    return any(session.get(name) for name in ("connected", "running", "undelivered"))
 
 
 def _jobs(jobs: list[Mapping[str, Any]], options: TopOptions, width: int, rows: int | None) -> RenderableType:

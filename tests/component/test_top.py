@@ -194,3 +194,17 @@ async def test_ctrl_c_ends_the_command_cleanly():
                 code = await process.wait()
                 errors = await process.stderr.receive_some()
     assert (code, errors) == (0, b"")
+
+
+def test_sessions_that_are_away_and_have_nothing_are_not_shown():
+    nothing = {"connected": False, "running": 0, "undelivered": 0, "undelivered_bytes": 0}
+    sessions = {
+        "looked-once": nothing,
+        "here": {**nothing, "connected": True},
+        "works": {**nothing, "running": 1},
+        "fetches": {**nothing, "undelivered": 1},
+    }
+    text = drawn(report(sessions=sessions))
+    assert "looked-once" not in text
+    assert order(text, "here", "works", "fetches") == ["here", "works", "fetches"]
+    assert "undelivered" not in drawn(report(sessions={"looked-once": nothing}))
