@@ -34,7 +34,8 @@ def probe(template: ChatTemplate) -> None:
     """
     try:
         # Those that rendering itself depends on come first.
-        template.capabilities = Capabilities(renders_tools=_renders_tools(template))
+        template.capabilities = Capabilities(renders_system=_renders_system(template))
+        _note(template, renders_tools=_renders_tools(template))
         for json_arguments in (False, True):
             _note(template, json_arguments=json_arguments)
             if _renders_calls(template):
@@ -57,6 +58,14 @@ def probe(template: ChatTemplate) -> None:
 
 def _note(template: ChatTemplate, **found: bool) -> None:
     template.capabilities = msgspec.structs.replace(template.capabilities, **found)
+
+
+def _renders_system(template: ChatTemplate) -> bool:
+    try:
+        template.render([_SYSTEM, _USER], (), True)
+    except HandlerError:
+        return False
+    return True
 
 
 def _renders_tools(template: ChatTemplate) -> bool:

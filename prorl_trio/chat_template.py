@@ -43,6 +43,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What a template does, found by rendering probes with it when it is loaded.
 
     Attributes:
+        renders_system: it takes a system message; else its text becomes the beginning of the first user message.
         renders_tools: it writes tool schemas itself; else they are appended to the system message by us.
         renders_tool_role: it treats `tool` differently from a made-up role; else tool results become user messages
             with each result inside `<tool_response>`.
@@ -57,6 +58,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
             over no more, for most templates in time independent of the dialogue's length.
     """
 
+    renders_system: bool = True
     renders_tools: bool = False
     renders_tool_role: bool = False
     renders_calls: bool = False
@@ -125,7 +127,9 @@ class ChatTemplate:
     def adapted(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
         """Return `messages` with what this template knows nothing of, results or `tools`, written into its texts."""
         adapted = list(messages) if self.capabilities.renders_tool_role else _tool_results_as_user(messages)
-        return _tools_in_system(adapted, tools) if tools and not self.capabilities.renders_tools else adapted
+        if tools and not self.capabilities.renders_tools:
+            adapted = _tools_in_system(adapted, tools)
+        return adapted if self.capabilities.renders_system else _system_as_user(adapted)
 
     def delta(
         self,
@@ -237,7 +241,7 @@ def _call(name: str, identity: str, arguments: Any) -> Message:
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-# ---------------------------------------------------------------- for templates without tools
+# ---------------------------------------------------------------- for templates without tools, or system messages
 
 
 def _tools_in_system(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
@@ -253,6 +257,17 @@ def _tools_in_system(messages: Sequence[Message], tools: Sequence[ToolSchema]) -
         system, *rest = messages
         return [{**system, "content": f"{system['content']}\n\n{instructions}"}, *rest]
     return [{"role": "system", "content": instructions}, *messages]
+
+
+def _system_as_user(messages: Sequence[Message]) -> list[Message]:
+    """Put what a system message says before what the user says first, as Gemma 3's template does."""
+    if not messages or messages[0]["role"] != "system":
+        return list(messages)
+    system, *rest = messages
+    if rest and rest[0]["role"] == "user":
+        user, *rest = rest
+        return [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *rest]
+    return [{**system, "role": "user"}, *rest]
 
 
 def _tool_results_as_user(messages: Sequence[Message]) -> list[Message]:

@@ -9,6 +9,7 @@ import pytest
 from prorl_trio.chat import ChatFormat
 from prorl_trio.chat_proof import prove_format
 from prorl_trio.errors import ConfigError
+from prorl_trio.models import ChatMessage
 from prorl_trio.testing.chat_families import write_family_model
 
 
@@ -90,6 +91,28 @@ def test_a_tokenizer_that_puts_a_space_before_every_text_is_refused(tmp_path):
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
         with pytest.raises(ConfigError, match="puts a space before every text"):
             ChatFormat.load(folder)
+
+
+def test_where_no_system_message_is_taken_it_begins_the_users_first(tmp_path):
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate, and there is no system') }}{% endif %}"
+        "{{ '<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start_of_turn>assistant\n' }}{% endif %}"
+    )
+    chat = ChatFormat.load(write_family_model(tmp_path, "gemma", template=template))
+    assert not chat.capabilities.renders_system
+    assert prove_format(chat).exact >= 12
+    system, user = ChatMessage(role="system", content="Be <eos> brief."), ChatMessage(role="user", content="Hi.")
+    turn = "<bos><start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>assistant\n"
+    for messages, said in (
+        ([system, user], "Be <eos> brief.\n\nHi."), ([system], "Be <eos> brief."), ([user], "Hi.")
+    ):  # fmt: skip
+        ids = chat.open(messages).prompt_token_ids()
+        assert chat.decode(ids) == turn.format(said)
+        assert chat.codec.added_ids["<eos>"] not in ids
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    assert chat.decode(chat.open([user], [tool]).prompt_token_ids()).startswith("<bos><start_of_turn>user\n# Tools\n")
 
 
 def test_a_template_may_end_a_dialogue_that_it_does_not_open(tmp_path):
