@@ -143,7 +143,7 @@ class LedgerConfig(_Config, frozen=True):
     dir: str = "auto"
     on_restart: Literal["retry", "fail"] = "retry"
     max_attempts: Count = 5
-    segment_bytes: Count = 64 * 1024 * 1024
+    segment_bytes: Annotated[int, msgspec.Meta(ge=64 * 1024)] = 64 * 1024 * 1024
     reserve_bytes: Amount = 128 * 1024 * 1024
     max_bytes: Count = 16 * 1024 * 1024 * 1024
     tombstone_s: SecondsOrZero = 3600.0
@@ -192,7 +192,7 @@ class HealthConfig(_Config, frozen=True):
         close_after_successes: in a row, of probes; up to eight times as many while the first call afterwards fails.
     """
 
-    interval_s: float = 15.0
+    interval_s: SecondsOrZero = 15.0
     open_after_failures: int = 3
     close_after_successes: int = 2
 
@@ -216,10 +216,10 @@ class LoadConfig(_Config, frozen=True):
             is below, the limit grows by `increase_tasks` a report, up to `max_tasks_per_backend`. 0: never.
     """
 
-    interval_s: float = 2.0
-    skew_margin_s: float = 2.0
-    skew_ratio: float = 1.5
-    max_kv_usage: float = 0.95
+    interval_s: SecondsOrZero = 2.0
+    skew_margin_s: SecondsOrZero = 2.0
+    skew_ratio: Annotated[float, msgspec.Meta(ge=1, le=1e6)] = 1.5
+    max_kv_usage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
     decrease_factor: float = 0.8
     increase_tasks: int = 1
     min_tasks: int = 4
@@ -409,7 +409,7 @@ class MonitoringConfig(_Config, frozen=True):
 class TelemetryConfig(_Config, frozen=True):
     """OpenTelemetry: spans go to `otlp_endpoint` (`http://collector:4318/v1/traces`); empty turns it off."""
 
-    otlp_endpoint: str = ""
+    otlp_endpoint: Annotated[str, msgspec.Meta(pattern=r"^(https?://[^/\s]+\S*)?\Z")] = ""
     service_name: str = "prorl-trio"
     max_queued_spans: Count = 8192
 
