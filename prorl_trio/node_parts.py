@@ -37,13 +37,18 @@ def engine_clients(config: BackendConfig, on_call: OnCall | None) -> Callable[[s
     """Makes the client of a URL, for engines as they are configured. `on_call` is told of every call.
 
     Raises:
-        ConfigError: a configured URL can be none of an engine.
+        ConfigError: a configured URL can be none of an engine, or comes twice.
     """
+    known = set[str]()
     for url in config.urls:
+        origin = url.rstrip("/")
         try:
-            split_origin(url.rstrip("/"))
+            split_origin(origin)
         except ValueError as exc:
             raise ConfigError(f"backends.urls: {exc}") from exc
+        if origin in known:
+            raise ConfigError(f"backends.urls: {url} is there twice; for more rollouts, give it a weight in [backends]")
+        known.add(origin)
 
     def make(url: str) -> EngineClient:
         return engine_client(config.engine, url, max_connections=config.max_connections_per_backend, on_call=on_call)

@@ -21,7 +21,8 @@ def load_token(config: ListenConfig) -> bytes:
     """The token from `config.token` or the file `config.token_file`, without white space around it. Reads the disk.
 
     Raises:
-        ConfigError: neither or both are given, it is empty or too long, or others than its owner can reach the file.
+        ConfigError: neither or both are given, it is empty, too long or no line of text, or others than its owner can
+            reach the file.
     """
     if config.token and config.token_file:
         raise ConfigError("listen.token and listen.token_file are both set; keep one")
@@ -31,6 +32,13 @@ def load_token(config: ListenConfig) -> bytes:
         raise ConfigError(f"{where}; one is required: set listen.token, or listen.token_file (mode 0600)")
     if len(token) > MAX_TOKEN_BYTES:
         raise ConfigError(f"the token has {len(token)} bytes, more than the limit of {MAX_TOKEN_BYTES}")
+    try:
+        usable = token.decode().isprintable()
+    except UnicodeDecodeError:
+        usable = False
+    if not usable:
+        where = f"the file {config.token_file}" if config.token_file else "listen.token"
+        raise ConfigError(f"{where} is not one line of text in UTF-8, so no trainer could send it; make another token")
     return token
 
 

@@ -110,6 +110,12 @@ async def test_a_url_that_no_backend_can_have_is_not_waited_for(config, url):
         await serve(config)
 
 
+async def test_a_url_that_comes_twice_is_refused(config):
+    config["backends"] = {"urls": ["http://127.0.0.1:1", "http://127.0.0.1:1/"]}
+    with trio.fail_after(60), pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:1/ is there twice; .* a weight"):
+        await serve(config)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_signal_ends_a_start_that_waits_for_a_backend(tmp_path, config, stored_jobs, number, caplog):
     (silent,) = await trio.open_tcp_listeners(0, host="127.0.0.1")

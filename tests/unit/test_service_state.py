@@ -443,3 +443,14 @@ def test_a_spec_is_what_it_was_on_the_other_side():
     spec = make_spec("a", question="?")
     assert isinstance(spec.instance, TaskInstance)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=type(spec)) == spec
+
+
+@pytest.mark.parametrize("content", [b"caf\xe9", b"two\nlines", b"a\x00b", b"tab\tbed"])
+def test_a_token_that_nobody_could_send_is_refused(tmp_path, content):
+    path = tmp_path / "token"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=f"the file {path} is not one line of text in UTF-8"):
+        load_token(ListenConfig(token_file=str(path)))
+    path.write_text("größer als ein Wort")
+    assert load_token(ListenConfig(token_file=str(path))).decode() == "größer als ein Wort"
