@@ -221,7 +221,7 @@ class _Prover:
         alone: list[Message] = [{"role": "user", "content": "x"}]
         said, end, answer = self._spoken(each, alone, self._whole(alone))
         _ids, new, _turn = self._exchange(each, said, end, answer)
-        self._conversation.add_messages(new)
+        self._add(new)
 
     def check(self) -> None:
         """Compare what has grown with the oracle's. Raises Unexplained."""
@@ -253,16 +253,20 @@ class _Prover:
             self._messages.append(plain)
         return ids, new, turn
 
+    def _add(self, new: Sequence[ChatMessage]) -> None:
+        try:
+            self._conversation.add_messages(new)
+        except HandlerError as exc:
+            self._whole()  # raises what the template itself has against it
+            raise Unexplained(f"the template renders the dialogue, but not turn by turn: {exc}") from exc
+
     def _turn(self, each: Round) -> None:
         said, end, answer = self._spoken(each, self._messages, self._text)
         chat, conversation = self._chat, self._conversation
         breaks, before = conversation.prefix_breaks, self._text
         ids, new, turn = self._exchange(each, said, end, answer)
+        self._add(new)
         self._text = self._whole()
-        try:
-            conversation.add_messages(new)
-        except HandlerError as exc:
-            raise Unexplained(f"the template renders what the conversation refuses: {exc}") from exc
         self._check_append_only(ids, new)
         stands = before + said + ("" if end is None else chat.decode([end]))
         if conversation.prefix_breaks > breaks and self._text.startswith(stands):

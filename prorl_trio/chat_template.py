@@ -224,8 +224,16 @@ class ChatTemplate:
         _before, *after = self.prompt(messages, tools).split(SENTINEL)
         if len(after) != 1:
             raise HandlerError(f"the chat template renders what an assistant says {len(after)} times instead of once")
-        if any(message["role"] == "system" and message["content"].strip() not in after[0] for message in new):
-            raise HandlerError("the chat template has no place for a system message after an assistant's turn")
+        for index, message in enumerate(new, len(messages) - len(new)):
+            said = message["content"].strip()
+            if said in after[0] or json.dumps(said, ensure_ascii=False)[1:-1] in after[0]:
+                continue
+            changed = [*messages[:index], {**message, "content": "changed"}, *messages[index + 1 :]]
+            if self.prompt(changed, tools).partition(SENTINEL)[2] == after[0]:
+                raise HandlerError(
+                    f"the chat template has no place for a {message['role']} message after an assistant's turn, or not "
+                    "in this order"
+                )
         return after[0]
 
 

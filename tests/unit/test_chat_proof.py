@@ -39,6 +39,7 @@ SUBTLE = {
     ),
     "measures all": template(before=LENGTH, hurry="{{ 'x' if ns.n > 50000 else '' }}"),
     "remembers a word": template(before=KEYWORD, head=BOUGHT, hurry="{{ ns.k }}"),
+    "drops later results": template(content="{{ m.content if m.role != 'tool' or loop.index < 30 else '-' }}"),
     "closes otherwise": template(content="{{ m.content }}{{ '<|endoftext|>' if loop.index == 7 else '' }}"),
 }
 
@@ -64,7 +65,7 @@ def test_one_that_tells_the_time_is_exact_for_each_dialogue(folder):
 
 
 def test_one_that_counts_up_to_something_is_exact_with_a_longer_memory(folder):
-    source = template(content="{{ m.content if m.role != 'tool' or loop.index < 30 else '-' }}")
+    source = template(content="{{ m.content }}{{ '!' if m.role == 'tool' and loop.index > 30 else '' }}")
     (folder / "chat_template.jinja").write_text(source)
     chat, random = load_chat_format(ModelConfig(path=str(folder))), Random(0)
     messages = [ChatMessage(role="user", content="Go.")]
@@ -76,7 +77,7 @@ def test_one_that_counts_up_to_something_is_exact_with_a_longer_memory(folder):
         conversation.add_messages([new])
         messages += [ChatMessage(role="assistant", content="So."), new]
     assert conversation.prompt_token_ids() == chat.open(messages).prompt_token_ids()
-    assert chat.decode(conversation.prompt_token_ids()).count("observation\n-") > 10
+    assert chat.decode(conversation.prompt_token_ids()).count("!<|im_end|>") > 10
 
 
 def test_one_that_refuses_nearly_everything_proves_nothing(folder):

@@ -142,3 +142,22 @@ def test_a_template_that_hoists_system_messages_loses_none(tmp_path):
     say(conversation, chat, "4", "<|im_end|>")
     with pytest.raises(HandlerError, match="no place for a system message after an assistant's turn"):
         conversation.add_messages([ChatMessage(role="system", content="Stop."), USER])
+
+
+def test_a_result_that_the_template_leaves_out_is_not_lost_silently(tmp_path):
+    template = (
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ '<|im_start|>' + m.role + ' ' + m.content + '<|im_end|>' }}"
+        "{% elif messages[loop.index0 - 1].role != 'user' %}"
+        "{{ '<|im_start|>result ' + m.content | tojson + '<|im_end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    chat = ChatFormat.load(write_family_model(tmp_path, "smollm2", template=template))
+    conversation = chat.open([USER])
+    say(conversation, chat, "4", "<|im_end|>")
+    before, result = conversation.segments(), ChatMessage(role="tool", content='"eight"\n')
+    with pytest.raises(HandlerError, match="no place for a tool message after an assistant's turn, or not in this"):
+        conversation.add_messages([USER, result])
+    assert conversation.segments() == before
+    conversation.add_messages([result, USER])
+    said = '<|im_start|>result "\\"eight\\"\\n"<|im_end|><|im_start|>user 2 + 2?<|im_end|><|im_start|>assistant '
+    assert chat.decode(conversation.prompt_token_ids()).endswith(said)
