@@ -22,13 +22,14 @@ __all__ = ["EngineAnswer", "GateReport", "GatedBackend", "RegisteredEngine", "To
 
 class RegisteredEngine:
     """What a registered backend is called with. `paused`: by its own API, or it may be: no answer came. `held`: it is
-    paused, and not by us."""
+    paused, and not by us. `why`: it is given no tasks."""
 
     def __init__(self, client: EngineClient, info: EngineInfo, health: HealthConfig) -> None:
         self.client = client
         self.info = info
         self.paused = False
         self.held = False
+        self.why = ""
         self._control = trio.Lock()
         self.breaker = Breaker(health)
         self.load = LoadEstimate()

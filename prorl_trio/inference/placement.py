@@ -109,7 +109,7 @@ class Lease:
 
 class BackendStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of one backend. `assigned_total`: tasks it ever took. `max_tasks`: its limit now, 0 for none.
-    `error`: why it is `down`."""
+    `error`: why it is `down` or suspended."""
 
     url: str
     state: BackendState

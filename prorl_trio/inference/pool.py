@@ -351,7 +351,8 @@ class Backends:
         }
 
     def _statistics_of(self, backend: Backend) -> BackendStatistics:
-        return msgspec.structs.replace(backend.statistics(), **self._engines[backend].load.figures())
+        engine = self._engines[backend]
+        return msgspec.structs.replace(backend.statistics(), error=engine.why, **engine.load.figures())
 
     @property
     def accepting(self) -> bool:
@@ -364,7 +365,9 @@ class Backends:
             return "backend room"
         if self._expected:
             return f"a backend that is up: {'; '.join(self._expected.reasons())}"
-        listed = [repr(backend) for backend in self._engines if backend.state != "removed"]
+        listed = [
+            engine.why or repr(backend) for backend, engine in self._engines.items() if backend.state != "removed"
+        ]
         return f"a backend that takes tasks: {'; '.join(listed) or 'none is registered'}"
 
     def list(self) -> tuple[EngineInfo, ...]:
@@ -389,7 +392,7 @@ class Backends:
         backend = self._pool.add(url, weight=weight)
         engine = self._engines.setdefault(backend, RegisteredEngine(client, info, self._watch.health))
         engine.breaker.reset()
-        engine.held = False
+        engine.held, engine.why = False, ""
         self._pool.suspend(backend, suspended=False)
         if info.policy_version == UNKNOWN_VERSION:
             info = msgspec.structs.replace(info, policy_version=self._updates.policy_version)

@@ -150,6 +150,7 @@ class PoolWatch:
     def judge(self, backend: Backend, engine: RegisteredEngine, why: str) -> None:
         """Take it out or in, as its breaker says, and out while somebody else holds it."""
         well = engine.breaker.closed and not engine.held
+        engine.why = "" if well else why or engine.why
         if backend.suspended and well:
             logger.info("backend %s is well again and takes tasks", backend.url)
             self._pool.suspend(backend, suspended=False)

@@ -482,8 +482,13 @@ async def test_one_that_was_started_again_is_out_until_it_has_the_weights(autoju
         pool.engines[A].label = "0"
         await trio.sleep(12)
         assert pool.out() == {A}
+        why = {each.url: each.error for each in pool.backends.statistics()["backends"]}
+        assert (why[A].startswith(f"{A}: has lost weights 7: "), why[B]) == (True, "")
         await trio.sleep(100)
         assert pool.out() == {A}
+        pool.backends.drain(B)
+        assert "has lost weights 7" in pool.backends.shortage()
+        await pool.backends.add(B)
         await pool.backends.resume("8")
         await trio.sleep(30)
         assert pool.out() == set()
