@@ -35,7 +35,7 @@ from prorl_trio.inference.http import (
 from prorl_trio.inference.retries import RETRYABLE_STATUSES, RetryPolicy
 from prorl_trio.models import SamplingParams
 
-__all__ = ["PROBE_PROMPT", "PROBE_TOKENS", "REFUSED_STATUSES", "EndpointMissing", "HttpEngineClient", "OnCall"]
+__all__ = ["PROBE_PROMPT", "PROBE_TOKENS", "REFUSED_STATUSES", "HttpEngineClient", "OnCall"]
 
 MAX_REQUEST_ID_CHARS = 200
 MISSING_STATUSES = frozenset({403, 404, 405, 501})
@@ -52,10 +52,6 @@ _PROBE_SAMPLING = SamplingParams(max_output_tokens=PROBE_TOKENS, top_k=1)
 _HOT_SAMPLING = msgspec.structs.replace(_PROBE_SAMPLING, temperature=2.0)
 _JSON = ("Content-Type", "application/json")
 _Answer = TypeVar("_Answer")
-
-
-class EndpointMissing(BackendError):
-    """The server does not have what was asked for, or has it switched off."""
 
 
 class HttpEngineClient(EngineClient):
@@ -303,8 +299,7 @@ class HttpEngineClient(EngineClient):
         said = f"{self.url}: {method} {path} was answered by status {response.status}: {message}"
         if response.status in REFUSED_STATUSES:
             raise RequestRefused(said)
-        kind = EndpointMissing if response.status in MISSING_STATUSES else BackendError
-        raise kind(said, retryable=response.status in RETRYABLE_STATUSES)
+        raise BackendError(said, retryable=response.status in RETRYABLE_STATUSES)
 
     def _failed(self, exc: HttpError) -> BackendError:
         breach = isinstance(exc, ResponseMalformed | ResponseTooLarge)

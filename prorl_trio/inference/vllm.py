@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
+from prorl_trio.errors import BackendError
 from prorl_trio.inference.answers import UNNAMED, label_of
 from prorl_trio.inference.completion_stream import CompletionStream
 from prorl_trio.inference.engine import Completion, EngineInfo, EnginePaused, TokenSink
-from prorl_trio.inference.http_engine import PROBE_PROMPT, PROBE_TOKENS, EndpointMissing, HttpEngineClient, OnCall
+from prorl_trio.inference.http_engine import PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient, OnCall
 from prorl_trio.inference.retries import RetryPolicy
 from prorl_trio.inference.vllm_api import (
     COMPLETIONS,
@@ -81,10 +82,13 @@ class VllmClient(HttpEngineClient):
             prefix_caching=None if metrics is None else prefix_caching(metrics),
         )
         # Only a request that is valid tells: routers refuse others themselves, and pass this on to servers without it.
+        # Servers of other versions have it in another form.
         try:
             told = (await self._sample_probe(info, timeout_s)).label
-        except EndpointMissing:
-            return msgspec.structs.replace(info, api=COMPLETIONS)
+        except BackendError as exc:
+            if exc.retryable:
+                raise
+            return msgspec.structs.replace(info, api=COMPLETIONS)  # which tells why, if that is not fit either
         return msgspec.structs.replace(info, label=told or label, policy_version=told or label or UNNAMED)
 
     async def _complete(

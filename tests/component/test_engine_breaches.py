@@ -260,6 +260,22 @@ async def test_a_gateway_that_forbids_what_is_optional_hides_no_engine():
         await client.aclose()
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(422, b'{"error": {"message": "extra inputs are not permitted"}}'),
+        Answer(200, b'{"choices": [{"token_ids": [5, 6], "logprobs": null}]}'),
+        Answer(501, b"not here"),
+    ],
+    ids=["refused", "without logprobs", "not there"],
+)
+async def test_a_generate_endpoint_of_another_form_is_passed_over(answer):
+    """By a server whose /v1/completions is fit."""
+    async with open_odd(inference__v1__generate=answer) as engine, probed(VllmClient(engine.url)) as client:
+        assert (await client.probe(timeout_s=5)).api == "/v1/completions"
+        assert (await ask(client)).token_ids == STORY
+
+
 async def test_adapters_listed_before_the_model_are_not_taken_for_it():
     cards = [
         {"id": "adapter", "parent": "fake-model", "max_model_len": None},
