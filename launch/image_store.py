@@ -148,7 +148,7 @@ def references_in(tasks: Path) -> list[str]:
             continue
         try:
             row = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise SetupError(f"{tasks}, line {number}: {exc}") from exc
         payload = row.get("payload")
         image = row.get("image") or (payload.get("image") if isinstance(payload, dict) else None)

@@ -112,6 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SetupError as error:
         say(f"ERROR\n{error}")
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        say(f"ERROR\n{error.filename}: {error.strerror}; the cache folder is {paths.cache_dir()} (PRORL_CACHE_DIR)")
+        return 1
     except KeyboardInterrupt:
         say("interrupted; the same make goes on from here")
         return 130

@@ -48,7 +48,8 @@ COMMANDS = "prorl_trio.commands"
 
 
 class _Commands(click.Group):
-    """Says a `ProrlError` in one line instead of a traceback, and takes in the commands other packages declare."""
+    """Says a `ProrlError`, or which file cannot be used, in one line instead of a traceback, and takes in the commands
+    other packages declare."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *entry_points(group=COMMANDS).names})
@@ -61,7 +62,7 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            return self._invoke(ctx)
         except* ProrlError as group:
             leaves = _leaves(group)
             code = EXIT_INTERNAL if any(isinstance(error, InternalError) for error in leaves) else 1
@@ -73,6 +74,14 @@ class _Commands(click.Group):
             click.secho("interrupted", fg="yellow", err=True)
             code = EXIT_INTERRUPTED
         ctx.exit(code)
+
+    def _invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as exc:
+            if exc.filename is None:
+                raise
+            raise ConfigError(f"{exc.filename}: {exc.strerror}") from exc
 
 
 def _leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:

@@ -66,7 +66,7 @@ def simulate(
     """
     config = load_simulation(path) if path is not None else SimulationConfig()
     chosen = {name: value for name, value in (("seed", seed), ("jobs", jobs)) if value is not None}
-    config = resized(config, chosen | {name: values[0] for name, values in map(_assignment, fixed)})
+    config = resized(config, chosen | dict(map(_setting, fixed)))
     with _quiet():
         if swept:
             _show_sweep(list(sweep(config, dict(map(_assignment, swept)))), as_json=as_json)
@@ -96,6 +96,13 @@ def _show_one(config: SimulationConfig, report: SimulationReport, *, as_json: bo
     for table in (_use_table(report), _wait_table(report)):
         console.print(table)
     console.print(_summary(config, report))
+
+
+def _setting(said: str) -> tuple[str, Any]:
+    name, values = _assignment(said)
+    if len(values) > 1:
+        raise click.BadParameter(f"{said!r} sets several values; to try each, use --sweep")
+    return name, values[0]
 
 
 def _assignment(said: str) -> tuple[str, list[Any]]:

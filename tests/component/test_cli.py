@@ -150,3 +150,13 @@ async def test_a_node_that_is_not_there_is_told_with_the_reason(monkeypatch):
     assert result.exit_code == 1
     assert "no connection to ws://127.0.0.1:1/ within 0.01 s" in result.stderr
     assert "Connection refused; is a node listening there?" in result.stderr
+
+
+@pytest.mark.parametrize("command", [("image", "pull", "docker://a/b"), ("image", "runtime")])
+def test_a_cache_folder_that_cannot_be_made_is_told_in_one_line(tmp_path, command):
+    (tmp_path / "file").touch()
+    cache = tmp_path / "file" / "cache"
+    result = run(*command, env={"PRORL_CACHE_DIR": str(cache), "PATH": "/nonexistent"})
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert f"{tmp_path}/file" in result.stderr

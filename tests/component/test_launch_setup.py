@@ -256,3 +256,21 @@ def test_apptainer_where_it_cannot_be_installed_is_a_warning_for_tests_and_an_er
     assert people.returncode == 1
     assert "ERROR" in people.stderr
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_cache_folder_that_cannot_be_made_is_told_without_a_traceback(tmp_path):
+    (tmp_path / "file").touch()
+    cache = tmp_path / "file" / "cache"
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.setup", "engine"],
+        cwd=checkout_dir(),
+        env={**os.environ, "PRORL_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"{tmp_path}/file" in done.stdout
+    assert f"the cache folder is {cache} (PRORL_CACHE_DIR)" in done.stdout
+    assert "Traceback" not in done.stderr

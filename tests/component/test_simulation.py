@@ -270,3 +270,5 @@ def test_the_command(tmp_path):
     file.write_text("[work]\nnope = 1\n")
     assert run(main, ["simulate", "--config", str(file)]).exit_code == 1
     assert run(main, ["simulate", "--sweep", "x"]).exit_code == 2
+    several = run(main, ["simulate", "--set", "run_workers=1,2"])
+    assert (several.exit_code, "use --sweep" in several.output) == (2, True)

@@ -280,6 +280,9 @@ def test_references_of_a_task_file(tmp_path):
     tasks.write_text('{}\n["no object"]\n')
     with pytest.raises(SetupError, match="line 2"):
         references_in(tasks)
+    tasks.write_bytes(b'{"image": "\xff"}\n')
+    with pytest.raises(SetupError, match=r"line 1: .*utf-8"):
+        references_in(tasks)
     with pytest.raises(SetupError, match="cannot be read"):
         references_in(tmp_path / "none")
 
