@@ -33,6 +33,8 @@ __all__ = ["CompletionRange", "Conversation", "OnBreak", "ParsedTurn"]
 
 MAX_LOGPROB: Final = 0.01
 """A certain token's is 0, and rounding may put it above."""
+_CLOSING_TOKENS = 64
+"""Enough to see what closes a call, byte by byte."""
 _TAIL_TOKENS = 8
 """Enough of a prompt's end to see whether it opens reasoning, also where `<think>` is several tokens."""
 
@@ -225,8 +227,13 @@ class Conversation:
         """
         if self._sealed:
             raise RuntimeError("the conversation has been sealed")
-        history = self._marked(messages)
-        prompt = array("i", self._format.codec.encode(self._template.prompt(history, self._tools)))
+        calls_before = self._calls_so_far
+        try:
+            history = self._marked(messages)
+            prompt = array("i", self._format.codec.encode(self._template.prompt(history, self._tools)))
+        except HandlerError:
+            self._calls_so_far = calls_before
+            raise
         self._begin_segment(prompt, reason)
         self._history = self._kept(history)
         self._awaits_completion = True
@@ -234,15 +241,17 @@ class Conversation:
     def ends_with_tool_call(self, token_ids: Sequence[int]) -> bool:
         """Whether the last of these sampled ids completes a tool call that is understood as it is whatever follows.
 
-        Cheap unless the last id closes something. Families that do not mark a call's end never say so.
+        Cheap unless the last id completes what closes a call. Families that do not mark a call's end never say so.
         """
+        closings = tuple(each.closing for each in self._format.call_syntaxes if each.closing)
         if not token_ids or not self._format.decode(token_ids[-1:]).rstrip().endswith(">"):
             return False
-        calls, text = self._speech(token_ids).tool_calls, self._format.decode(token_ids)
+        if not self._format.decode(token_ids[-_CLOSING_TOKENS:]).rstrip().endswith(closings):
+            return False
+        calls = self._speech(token_ids).tool_calls
         return (
             bool(calls)
             and not any(call.error for call in calls)
-            and text.rstrip().endswith(tuple(each.closing for each in self._format.call_syntaxes if each.closing))
             and self._speech(token_ids, following="...").tool_calls == calls  # no tag inside an argument
         )
 

@@ -53,6 +53,16 @@ def test_a_call_is_complete_at_its_last_token(model, family):
     assert endings(model, family, said + "\n<tool_response>made up</tool_response>") == [len(said.encode())]
 
 
+def test_text_full_of_tags_is_not_read_again_at_each(model, monkeypatch):
+    folder, tiny = model
+    chat = ChatFormat.load(folder, family="qwen3")
+    conversation = chat.open([ChatMessage(role="user", content="?")], [SEARCH])
+    ids, decoded, decode = tiny.turn("<td>" * 500), [], chat.codec.decode
+    monkeypatch.setattr(chat.codec, "decode", lambda ids, **how: decoded.append(len(ids)) or decode(ids, **how))
+    assert not any(conversation.ends_with_tool_call(ids[:end]) for end in range(1, len(ids) + 1))
+    assert sum(decoded) < 50 * len(ids)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_where_nothing_marks_the_end_nothing_is_said_to_end(model, family):
     said = {"llama": '{"name": "search", "parameters": {"q": "x>"}}', "mistral": '[TOOL_CALLS]search[ARGS]{"q": ">"}'}

@@ -9,7 +9,7 @@ import pytest
 from prorl_trio import chat_template
 from prorl_trio.chat import ChatFormat
 from prorl_trio.errors import BackendError, HandlerError, TokenDrift
-from prorl_trio.models import ChatMessage, PolicySpan
+from prorl_trio.models import ChatMessage, PolicySpan, ToolCall
 from prorl_trio.testing.chat_families import write_family_model
 from prorl_trio.testing.chat_family_templates import FAMILY_TEMPLATES
 
@@ -107,6 +107,21 @@ def test_messages_that_are_refused_change_nothing(tmp_path):
         conversation.add_messages([RESULT])
         prompts.append(conversation.prompt_token_ids())
     assert prompts[0] == prompts[1]  # the numbers of calls, too
+
+
+def test_a_dialogue_that_is_refused_as_a_shorter_form_changes_nothing(tmp_path):
+    chat = ChatFormat.load(write_family_model(tmp_path, "mistral"))
+    prompts = []
+    called = ChatMessage(role="assistant", content="", tool_calls=[ToolCall(name="look", arguments={}, raw="")])
+    for refused in ([], [QUESTION, QUESTION], [QUESTION, called, QUESTION, QUESTION]):
+        conversation = chat.open([QUESTION], [LOOK])
+        say(conversation, [*chat.codec.encode("Hm."), chat.end_of_turn_id])
+        if refused:
+            with pytest.raises(HandlerError):
+                conversation.continue_from(refused, "compaction")
+        conversation.continue_from([QUESTION, called, RESULT], "compaction")
+        prompts.append([segment.token_ids.tolist() for segment in conversation.segments()])
+    assert prompts == prompts[:1] * 3
 
 
 def test_an_empty_completion_is_closed_where_prompts_end_as_turns_do(tmp_path):
