@@ -383,3 +383,21 @@ async def test_an_outcome_for_which_there_is_no_descriptor_now_is_read_later(aut
     async with open_journal(_Unreadable(errno.EACCES, 1)) as journal:
         with pytest.raises(LedgerCorrupt, match="what happened"):
             await journal.read("a", 1)
+
+
+@pytest.mark.parametrize(("draining", "left"), [(False, ["a", "b"]), (True, [])])
+async def test_only_a_node_that_was_told_to_end_ends_its_jobs(tmp_path, draining, left):
+    """Where it ends by an error, those that it cuts are run by the next start; whoever was cancelled before is over."""
+    async with open_life(tmp_path) as (table, node, journal):
+        session, _ = table.open("s", 0)
+        specs = [make_spec("a"), make_spec("b"), make_spec("c")]
+        await submit(session, node, *specs)
+        journal.draining = draining
+        for spec, code in zip(specs, ("shutdown", "shutdown", "cancelled"), strict=True):
+            cut = {"status": "cancelled", "reward": None, "cause": "cancelled", "error_code": code}
+            session.deliver(msgspec.structs.replace(make_outcome(spec), **cut))
+        await ended(session, 1 if left else 3)
+    async with open_life(tmp_path) as (table, node, _):
+        assert [job_id for job_id, _attempt in node.attempts] == left
+        assert table.get("s").running == len(left)
+        assert len(table.get("s").log) == 3 - len(left)
