@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
-from prorl_trio.chat_template import Message, ToolSchema, assistant_message, call_id
+from prorl_trio.chat_template import Message, ToolSchema, assistant_message, call_id, parameter_schemas
 from prorl_trio.errors import BackendError, HandlerError, TokenDrift
 from prorl_trio.models import ChatMessage, PolicySpan, Segment, ToolCall
 from prorl_trio.token_memory import RolloutTokens
@@ -97,7 +97,7 @@ class Conversation:
     ) -> None:
         self._format = chat_format
         self._template = chat_format.template.dated()
-        self._known_tools = _parameter_schemas(tools)
+        self._known_tools = parameter_schemas(tools)
         self._tools = chat_format.codec.mark_strings(list(tools))
         self._on_break = on_break if chat_format.capabilities.rewrites_history else "keep"
         self._calls_so_far = 0
@@ -485,15 +485,3 @@ def _written(call: ToolCall) -> str:
     """Return a call as it was said, or as a template without tools tells the policy to write one."""
     said = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
     return call.raw or f"<tool_call>\n{said}\n</tool_call>"
-
-
-def _parameter_schemas(tools: Iterable[ToolSchema]) -> dict[str, Any]:
-    """Return the schema of each tool's parameters by the tool's name."""
-    schemas = {}
-    for index, tool in enumerate(tools):
-        function = tool.get("function", tool)
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name:
-            raise HandlerError(f"tools[{index}] has no function.name; a tool is a JSON schema in OpenAI's format")
-        schemas[name] = function.get("parameters")
-    return schemas

@@ -23,10 +23,10 @@ from prorl_trio.errors import ConfigError, HandlerError
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Capabilities", "ChatTemplate", "Message", "ToolSchema", "call_id"]
+__all__ = ["Capabilities", "ChatTemplate", "Message", "ToolSchema", "assistant_message", "call_id", "parameter_schemas"]
 
 Message = dict[str, Any]
 """`role`, `content` and what else templates want of a message: `name`, `tool_call_id`, `tool_calls`, and reasoning as
@@ -72,6 +72,18 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 def call_id(number: int) -> str:
     """Return the id of a call that was sampled without one: nine digits, as Mistral's template asks for."""
     return f"{number:09d}"
+
+
+def parameter_schemas(tools: Iterable[ToolSchema]) -> dict[str, Any]:
+    """Return the schema of each tool's parameters by the tool's name."""
+    schemas = {}
+    for index, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name:
+            raise HandlerError(f"tools[{index}] has no function.name; a tool is a JSON schema in OpenAI's format")
+        schemas[name] = function.get("parameters")
+    return schemas
 
 
 class ChatTemplate:
