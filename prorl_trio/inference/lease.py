@@ -82,8 +82,8 @@ class BackendLease:
         A pause that aborts has it continued after the resume, from the tokens received: those the engine answered the
         abort with, or those streamed before. They stay in `partial` if this raises or is cancelled, for another
         backend to continue. So it is with an abort that somebody else asked the engine for, at once. `timeout_s` is for
-        one attempt, the pause not counted; `waiting` is entered while it lasts (see `CompletionGate.run`). The spans
-        say which tokens were sampled under which policy version.
+        one attempt, and goes on in a pause that keeps it; the wait for a resume is not counted. `waiting` is entered
+        while it lasts (see `CompletionGate.run`). The spans say which tokens were sampled under which policy version.
         """
         empty_aborts = 0
 
@@ -98,7 +98,8 @@ class BackendLease:
             if (whole := partial.begin_attempt(lambda: engine.info)) is not None:
                 await trio.lowlevel.checkpoint()
                 return whole
-            completion, sent_s = None, trio.current_time()
+            gate = self._backends.gate
+            completion, sent_s, closings = None, trio.current_time(), gate.closings
             with self._backends.judged(self._lease.backend):
                 try:
                     completion = await engine.client.generate(
@@ -113,10 +114,10 @@ class BackendLease:
                 finally:
                     if completion is None:
                         partial.cut()
-                engine.load.call_ended(trio.current_time() - sent_s)
+                if completion.finish_reason != "abort" and closings == gate.closings:
+                    engine.load.call_ended(trio.current_time() - sent_s)  # it was neither cut nor stood still
                 whole = partial.add(completion)
                 engine.heard(completion.label, known)
-                gate = self._backends.gate
                 empty_aborts += completion.finish_reason == "abort" and not completion.token_ids and not gate.closed
                 if empty_aborts >= MAX_EMPTY_ABORTS:
                     raise BackendError(

@@ -76,6 +76,11 @@ class PartialCompletion:
         return self._prompt.tolist() + self._token_ids
 
     @property
+    def prompt_tokens(self) -> int:
+        """How many these are."""
+        return len(self._prompt) + len(self)
+
+    @property
     def room(self) -> int:
         """Tokens that may still be sampled."""
         return self.max_tokens - len(self)

@@ -255,20 +255,22 @@ class Backends:
 
     @contextmanager
     def judged(self, backend: Backend) -> Iterator[None]:
-        """Around a completion there: how it ends counts for the backend's health, unless only the request is to blame.
+        """Around a completion there: how it ends counts for the backend's health, unless only the request is to blame,
+        or a pause came across, in which it may have stood still too long.
 
         An answer that breaks the contract counts as a failure: one that fails each call at once has the least to do,
         and would draw all tasks.
         """
         engine = self._engines[backend]
-        began = engine.breaker.openings
+        began, closings = engine.breaker.openings, self.gate.closings
         try:
             yield
         except RequestRefused:
             raise
         except BackendError as exc:
-            engine.breaker.call_ended(ok=False, began=began)
-            self._watch.judge(backend, engine, str(exc))
+            if closings == self.gate.closings:
+                engine.breaker.call_ended(ok=False, began=began)
+                self._watch.judge(backend, engine, str(exc))
             raise
         engine.breaker.call_ended(ok=True, began=began)
 
@@ -278,7 +280,7 @@ class Backends:
         worth_s = (here.wait_s or 0.0) - self._watch.load.skew_margin_s
         if worth_s <= 0 or self._pool.strategy != "least_in_flight":
             return None
-        tokens = len(turn.prompt_token_ids)
+        tokens = turn.prompt_tokens
         costs = {
             backend: cost_s
             for backend, engine in self._engines.items()

@@ -3,7 +3,7 @@ else. With clients that only pretend, in virtual time."""
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 
 import msgspec
@@ -405,6 +405,45 @@ async def test_a_turn_stays_where_it_is_whatever_a_sub_agent_begins(autojump_clo
         assert lease.url == home
         await complete(lease)
         assert lease.url == other
+
+
+async def test_calls_that_stood_still_too_long_put_nobody_out(autojump_clock):
+    async with open_pool(A) as pool, AsyncExitStack() as stack, trio.open_nursery() as nursery:
+        leases = [await stack.enter_async_context(pool.backends.lease(f"t{n}")) for n in range(3)]
+        timed_out = 0
+
+        async def call(lease):
+            nonlocal timed_out
+            with pytest.raises(BackendError, match="no answer"):
+                await complete(lease)
+            timed_out += 1
+
+        for lease in leases:
+            nursery.start_soon(call, lease)
+        await trio.sleep(0.5)
+        await pool.backends.pause("keep", 5)
+        await trio.sleep(60)
+        assert timed_out == 3
+        await pool.backends.resume()
+        assert pool.out() == set()
+
+
+async def test_the_time_that_a_call_stood_still_is_not_what_calls_take(autojump_clock):
+    """Or each pause would send rollouts away from where their prefixes are."""
+    policy = LoadConfig(interval_s=1)
+    async with open_pool(A, load=policy) as pool, pool.backends.lease("t") as lease, trio.open_nursery() as nursery:
+        pool.engines[A].load_report = EngineLoad(running=1, waiting=1)
+        await trio.sleep(2)
+        await complete(lease)
+        (before,) = pool.backends.statistics()["backends"]
+        nursery.start_soon(complete, lease)
+        await trio.sleep(0.5)
+        await pool.backends.pause("keep", 5)
+        await trio.sleep(20)
+        await pool.backends.resume()
+        await trio.sleep(2)
+        (after,) = pool.backends.statistics()["backends"]
+        assert after.wait_s == before.wait_s == pytest.approx(0.5)
 
 
 # ------------------------------------------------------------ aborts that nobody asked for here
