@@ -13,6 +13,8 @@ from prorl_trio.inference.health import Breaker
 from prorl_trio.inference.load import AdaptiveLimit, LoadEstimate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from prorl_trio.config import HealthConfig
     from prorl_trio.inference.engine import EngineClient, EngineInfo
     from prorl_trio.inference.gate import PauseMode
@@ -24,7 +26,11 @@ class RegisteredEngine:
     """What a registered backend is called with. `paused`: by its own API, or it may be: no answer came. `held`: it is
     paused, and not by us. `why`: it is given no tasks."""
 
-    def __init__(self, client: EngineClient, info: EngineInfo, health: HealthConfig) -> None:
+    def __init__(
+        self, client: EngineClient, info: EngineInfo, health: HealthConfig, note_version: Callable[[str], None]
+    ) -> None:
+        """`note_version` is told of each version that is in force here and that no resume announced."""
+        self._note_version = note_version
         self.client = client
         self.info = info
         self.paused = False
@@ -48,6 +54,7 @@ class RegisteredEngine:
             self.info = msgspec.structs.replace(known, label=label)
         elif label not in (known.label, UNNAMED):
             self.info = msgspec.structs.replace(known, label=label, policy_version=label)
+            self._note_version(label)
 
     def probed(self, found: EngineInfo, since: EngineInfo) -> None:
         """A probe found it fit, begun when `since` was known. What the pool calls its weights stays."""

@@ -294,7 +294,7 @@ class Backends:
 
     @property
     def versions(self) -> VersionOrder:
-        """The versions that resumes announced, in their order."""
+        """The versions that resumes announced or engines came with, in their order."""
         return self._updates.versions
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> GateReport:
@@ -392,7 +392,9 @@ class Backends:
         if current is None and len(self._engines) >= self._max_backends:
             raise BackendError(f"{url}: {self._max_backends} backends are registered; remove one", retryable=False)
         backend = self._pool.add(url, weight=weight)
-        engine = self._engines.setdefault(backend, RegisteredEngine(client, info, self._watch.health))
+        engine = self._engines.setdefault(
+            backend, RegisteredEngine(client, info, self._watch.health, self.versions.note)
+        )
         engine.breaker.reset()
         engine.held, engine.why = False, ""
         self._pool.suspend(backend, suspended=False)
@@ -401,6 +403,7 @@ class Backends:
         elif info.label == engine.info.label:  # added again, with the weights that it had
             info = msgspec.structs.replace(info, policy_version=engine.info.policy_version)
         engine.info = info
+        self.versions.note(info.policy_version)
         self._expected.forget(url)
         self._changed()
 

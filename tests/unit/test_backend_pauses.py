@@ -4,6 +4,7 @@ else. With clients that only pretend, in virtual time."""
 from __future__ import annotations
 
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
 from random import Random
 
 import msgspec
@@ -503,6 +504,22 @@ async def test_weights_that_got_another_name_without_a_resume_are_recorded_under
         assert lease.info.policy_version == "2"
         await pool.backends.resume("3")
         assert versions(await complete(lease)) == [("3", 0, 1)]
+
+
+async def test_versions_that_only_engines_know_of_have_their_place_in_the_order(autojump_clock):
+    """Or a trajectory over one update would be taken for one over two, and refused as too stale."""
+    async with open_pool() as pool:
+        pool.engines[A].label = "checkpoint"
+        await pool.backends.add(A)
+        await pool.backends.resume("first")
+        async with pool.backends.lease("t") as lease:
+            for label in ("second", "third"):
+                pool.engines[A].label = label
+                await complete(lease)
+        updates = pool.backends.versions.updates
+        names = ["checkpoint", "first", "second", "third"]
+        assert [updates(older, newer) for older, newer in pairwise(names)] == [1, 1, 1]
+        assert (updates("checkpoint", "third"), updates("third", "checkpoint")) == (3, 0)
 
 
 async def test_a_probe_learns_of_another_name_and_of_another_length(autojump_clock):
