@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import suppress
+from functools import partial, wraps
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +34,14 @@ from prorl_trio.top import SORTS, TopOptions, run_top
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
+    from typing import TypeAlias
 
     from prorl_trio.client import RolloutClient
     from prorl_trio.config import NodeConfig
     from prorl_trio.logs import LogFormat
+
+    Node: TypeAlias = Callable[[], AbstractAsyncContextManager[RolloutClient]]
 
 __all__ = ["main"]
 
@@ -207,20 +212,32 @@ def _node_url(_context: click.Context, _parameter: click.Parameter, url: str) ->
 
 
 def _connection(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of every command that talks to a node."""
-    command = click.option(
+    """The options of every command that talks to a node. It gets `node`, which connects to it."""
+
+    @wraps(command)
+    def with_node(url: str, endpoint_file: str | None, token: str, tls_ca: str | None, **options: Any) -> None:
+        url_or_none = None if endpoint_file else url
+        command(node=partial(connect, url_or_none, token, endpoint_file=endpoint_file, tls_ca=tls_ca), **options)
+
+    decorated = click.option(
         "--token",
         envvar="PRORL_TOKEN",
         show_envvar=True,
         required=True,
         help="The node's token; better in the environment than on the command line.",
-    )(command)
-    command = click.option(
+    )(with_node)
+    decorated = click.option(
         "--tls-ca",
         envvar="PRORL_TLS_CA",
         type=click.Path(exists=True, dir_okay=False),
         help="For wss://: a PEM file with the certificates to believe; without, the system's.",
-    )(command)
+    )(decorated)
+    decorated = click.option(
+        "--endpoint-file",
+        envvar="PRORL_ENDPOINT_FILE",
+        type=click.Path(dir_okay=False),
+        help="In place of --url: the file in which the node says where it listens, its listen.endpoint_file.",
+    )(decorated)
     return click.option(
         "--url",
         envvar="PRORL_URL",
@@ -228,12 +245,12 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
         show_default=True,
         callback=_node_url,
         help="The node, or PRORL_URL.",
-    )(command)
+    )(decorated)
 
 
-def _with_client(url: str, token: str, tls_ca: str | None, work: Callable[[RolloutClient], Awaitable[object]]) -> None:
+def _with_client(node: Node, work: Callable[[RolloutClient], Awaitable[object]]) -> None:
     async def run() -> None:
-        async with connect(url, token, tls_ca=tls_ca) as client:
+        async with node() as client:
             await work(client)
 
     trio.run(run)
@@ -252,9 +269,7 @@ def _with_client(url: str, token: str, tls_ca: str | None, work: Callable[[Rollo
     "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where to record."
 )
 def submit(
-    url: str,
-    token: str,
-    tls_ca: str | None,
+    node: Node,
     tasks: str,
     limit: int | None,
     rollouts: int,
@@ -272,19 +287,19 @@ def submit(
     """
     sampling = SamplingParams(temperature=temperature, max_output_tokens=max_output_tokens)
     specs = make_jobs(load_task_set(tasks)[:limit], rollouts=rollouts, sampling=sampling, max_turns=max_turns)
-    _with_client(url, token, tls_ca, lambda client: run_jobs(client, specs, run_folder(out), model=model, tasks=tasks))
+    _with_client(node, lambda client: run_jobs(client, specs, run_folder(out), model=model, tasks=tasks))
 
 
 @main.command()
 @_connection
-def status(url: str, token: str, tls_ca: str | None) -> None:
+def status(node: Node) -> None:
     """Print a node's live state as JSON: jobs by stage, backends, sandboxes."""
 
     async def work(client: RolloutClient) -> None:
         report = await client.status()
         click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
 
-    _with_client(url, token, tls_ca, work)
+    _with_client(node, work)
 
 
 @main.command()
@@ -294,20 +309,20 @@ def status(url: str, token: str, tls_ca: str | None) -> None:
 @click.option("--sort", type=click.Choice(SORTS), default="progress", show_default=True, help="Order of the jobs.")
 @click.option("--stuck", "only_stuck", is_flag=True, help="Only jobs to which nothing happened for stuck_after_s.")
 @click.option("--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="In s.")
-def top(url: str, token: str, tls_ca: str | None, **options: Any) -> None:
+def top(node: Node, **options: Any) -> None:
     """Watch a node: stages, backends, sandboxes, sessions, and what every job waits for. Ctrl-C ends it.
 
     Jobs that are stuck come first, marked with `!`. `quiet` is how long nothing happened to a job.
     """
     chosen = TopOptions(**options)
     with suppress(KeyboardInterrupt):
-        _with_client(url, token, tls_ca, lambda client: run_top(client.status, console, chosen))
+        _with_client(node, lambda client: run_top(client.status, console, chosen))
 
 
 @main.command()
 @_connection
 @click.argument("job_ids", nargs=-1, required=True, metavar="JOB_ID...")
-def cancel(url: str, token: str, tls_ca: str | None, job_ids: tuple[str, ...]) -> None:
+def cancel(node: Node, job_ids: tuple[str, ...]) -> None:
     """Cancel jobs; returns when nothing of them is left on the node."""
 
     async def work(client: RolloutClient) -> None:
@@ -317,7 +332,7 @@ def cancel(url: str, token: str, tls_ca: str | None, job_ids: tuple[str, ...]) -
         if answer.unknown:
             raise ConfigError(f"unknown to this node (over, or never submitted): {', '.join(answer.unknown)}")
 
-    _with_client(url, token, tls_ca, work)
+    _with_client(node, work)
 
 
 @main.command()

@@ -14,7 +14,9 @@ from prorl_trio.cli import main
 from prorl_trio.client.recording import OutcomeFile, RunInfo, write_json
 from prorl_trio.errors import InternalError
 from prorl_trio.models import Turn
-from prorl_trio.testing.fake_node import make_outcome, make_spec
+from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
+from prorl_trio.testing.fake_service import TOKEN as SERVICE_TOKEN
+from prorl_trio.testing.fake_service import open_service
 
 TOKEN = {"PRORL_TOKEN": "a-token"}
 
@@ -160,3 +162,16 @@ def test_a_cache_folder_that_cannot_be_made_is_told_in_one_line(tmp_path, comman
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit), result.exception
     assert f"{tmp_path}/file" in result.stderr
+
+
+async def test_a_node_is_found_by_its_endpoint_file(tmp_path):
+    async with open_service(FakeNode()) as service:
+        (tmp_path / "endpoint.json").write_text(json.dumps({"url": service.url}))
+        for env, options in [
+            ({}, ("--endpoint-file", str(tmp_path / "endpoint.json"))),
+            ({"PRORL_ENDPOINT_FILE": str(tmp_path / "endpoint.json"), "PRORL_URL": "ws://127.0.0.1:1"}, ()),
+        ]:
+            call = partial(run, "status", *options, env={"PRORL_TOKEN": SERVICE_TOKEN, **env})
+            with trio.fail_after(30):
+                result = await trio.to_thread.run_sync(call)
+            assert (result.exit_code, '"node_id": "fake-node"' in result.stdout) == (0, True), result.output
