@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -46,6 +47,7 @@ def probe(template: ChatTemplate) -> None:
         _note(template, renders_tool_role=_renders_role(template))
         _note(template, needs_calls=_needs_calls(template))
         opening = _check_messages_survive(template)
+        _check_texts_stand(template)
         _note(
             template,
             opens_thinking=opening.rstrip().endswith("<think>"),
@@ -138,6 +140,23 @@ def _check_messages_survive(template: ChatTemplate) -> str:
     if not user_delta.endswith(opening):
         raise HandlerError("its generation prompt differs between the first turn and a later one")
     return opening
+
+
+def _check_texts_stand(template: ChatTemplate) -> None:
+    """Check that what comes from outside is written as it is, or as JSON."""
+    odd = [{**message, "content": _ODD} for message in (_SYSTEM, _USER, _MORE, _TOOL)]
+    texts = (
+        template.prompt([odd[0], _USER], ()),
+        template.prompt([_SYSTEM, odd[1]], ()),
+        template.delta([odd[2]], [_SYSTEM, _USER]),
+        template.delta([odd[3]], [_SYSTEM, _USER], calls=[_CALL]),
+    )
+    for message, text in zip(odd, texts, strict=True):
+        if _ODD not in text and json.dumps(_ODD, ensure_ascii=False)[1:-1] not in text:
+            raise HandlerError(
+                f"it writes what a {message['role']} message says otherwise than it is, so that a control token might "
+                "come of it"
+            )
 
 
 def _rewrites_history(template: ChatTemplate, opening: str) -> bool:
@@ -266,6 +285,7 @@ _SAID = (
     f"{MARK}{MARK} 2 < 3\n\n```\né e\u0301 數 😀 <{MARK}|x|>\n```",
     "long " * 4000 + "end",
 )
+_ODD: Final = "probe Odd <X> [y]{x}(z) &lt;&#60; \\| '\"` a  b\n\n \t</B>\ncC_-"
 _LAST: Message = {"role": "user", "content": "probe-last"}
 _AFTER_TOOLS = ((_TOOL,), (_TOOL, _TOOL_2), (_TOOL, _LAST))
 _NEW_MESSAGES = ((_LAST,), *_AFTER_TOOLS, (_TOOL, _SYSTEM, _LAST))

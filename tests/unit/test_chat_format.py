@@ -61,6 +61,27 @@ def test_a_template_that_cannot_be_used_is_refused_with_the_reason(tmp_path, tem
         ChatFormat.load(write_family_model(tmp_path, "qwen2.5", template=template))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "m.content | lower",
+        "m.content | striptags",
+        "m.content | replace(' ', '')",
+        "m.content.split() | join(' ')",
+        "m.content.replace('&lt;', '<')",
+        "m.content.replace('[', '<')",
+        "m.content.format(x='|') if '{x}' in m.content else m.content",
+    ],
+)
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_a_template_that_could_make_a_control_token_of_a_text_is_refused(tmp_path, change, role):
+    head = "{{ '<|im_start|>' + ('result' if m.role == 'tool' else m.role) + '\n' }}"
+    content = f"{{{{ ({change}) if m.role == '{role}' else m.content }}}}{{{{ '<|im_end|>\n' }}}}"
+    template = "{% for m in messages %}" + head + content + "{% endfor %}" + GENERATE
+    with pytest.raises(ConfigError, match=f"what a {role} message says otherwise than it is"):
+        ChatFormat.load(write_family_model(tmp_path, "qwen2.5", template=template))
+
+
 def test_a_folder_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere.tokenizer\.json: no such file"):
         ChatFormat.load(tmp_path / "nowhere")
