@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -13,10 +12,11 @@ import trio
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig, Strategy
 from prorl_trio.errors import BackendError
+from prorl_trio.inference.answers import UNNAMED
 from prorl_trio.inference.engine import RequestRefused
 from prorl_trio.inference.expected import ExpectedBackends
 from prorl_trio.inference.gate import unseen
-from prorl_trio.inference.gated import GatedBackend, GateReport, RegisteredEngine
+from prorl_trio.inference.gated import GatedBackend, GateReport, RegisteredEngine, close_engines
 from prorl_trio.inference.lease import BackendLease
 from prorl_trio.inference.line import WaitingLine
 from prorl_trio.inference.pausing import UNKNOWN_VERSION, PolicyUpdates
@@ -24,7 +24,7 @@ from prorl_trio.inference.placement import Backend, BackendPool, BackendState, B
 from prorl_trio.inference.watch import PoolWatch
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from contextlib import AbstractContextManager
 
     from prorl_trio.inference.engine import EngineClient, EngineInfo
@@ -45,11 +45,7 @@ __all__ = [
     "Lease",
 ]
 
-logger = logging.getLogger(__name__)
-
 CLOSE_GRACE_S = 5.0
-UNPAUSE_GRACE_S = 4.0
-"""Of these, for an engine that is to go on."""
 
 
 class Backends:
@@ -87,7 +83,7 @@ class Backends:
         self._pool = BackendPool(random, max_tasks_per_backend, strategy=strategy)
         self._engines: dict[Backend, RegisteredEngine] = {}
         self._line = WaitingLine()
-        self._expected = ExpectedBackends(self.add, random)
+        self._expected = ExpectedBackends(self._join, random)
         self._updates = PolicyUpdates(self._engines)
         self._watch = PoolWatch(
             self._pool,
@@ -116,21 +112,13 @@ class Backends:
             BackendError: it is down (`retryable`) or not fit for token-exact work, with the reason; or
                 `max_backends` is reached, or the weight is not above 0.
         """
-        url = url.rstrip("/")
-        _check_weight(url, weight)
-        known = self._pool.get(url)
-        client = self._engines[known].client if known else self._client_factory(url)
-        try:
-            info = await client.probe(timeout_s=self._probe_timeout_s)
-            self._accept(url, client, info, known, weight)
-            return info
-        finally:
-            if all(engine.client is not client for engine in self._engines.values()):
-                with trio.move_on_after(CLOSE_GRACE_S, shield=True):
-                    await client.aclose()
+        return await self._probe_and_accept(url, weight)
 
     def expect(self, url: str, weight: float | None = None, why: str = "") -> None:
-        """List `url` as `down`, and have it join when `watch` finds it well: as soon as an `add` succeeds.
+        """List `url` as `down`, and have it join when `watch` finds it well: as soon as an `add` would succeed.
+
+        One that could be told what its weights are called, and was not, does not join by itself once a resume has named
+        the policy's: nobody answers for its having them.
 
         Raises:
             BackendError: the weight is not above 0.
@@ -339,7 +327,7 @@ class Backends:
         self._closed = True
         self._line.tell_news()
         with trio.move_on_after(CLOSE_GRACE_S, shield=True):
-            await _close_all(self._engines.values())
+            await close_engines(self._engines.values())
 
     def statistics(self) -> dict[str, object]:
         """Leases, tasks `waiting` for a backend, `moves` by reason, the gate, and `backends`: one `BackendStatistics`
@@ -381,6 +369,38 @@ class Backends:
         return (*(backend.url for backend in self._engines if backend.state != "removed"), *self._expected.urls())
 
     # ------------------------------------------------------------ inside
+
+    async def _probe_and_accept(
+        self, url: str, weight: float | None, check: Callable[[EngineInfo], None] | None = None
+    ) -> EngineInfo:
+        """See `add`. What `check` raises of what was found comes out here."""
+        url = url.rstrip("/")
+        _check_weight(url, weight)
+        known = self._pool.get(url)
+        client = self._engines[known].client if known else self._client_factory(url)
+        try:
+            info = await client.probe(timeout_s=self._probe_timeout_s)
+            if check is not None:
+                check(info)
+            self._accept(url, client, info, known, weight)
+            return info
+        finally:
+            if all(engine.client is not client for engine in self._engines.values()):
+                with trio.move_on_after(CLOSE_GRACE_S, shield=True):
+                    await client.aclose()
+
+    async def _join(self, url: str, weight: float | None) -> None:
+        """See `expect`."""
+        await self._probe_and_accept(url, weight, self._check_weights)
+
+    def _check_weights(self, info: EngineInfo) -> None:
+        version = self._updates.policy_version
+        if info.pausable and info.label == UNNAMED and version != UNKNOWN_VERSION:
+            raise BackendError(
+                f"{info.url}: it is up, but its weights have no name, and the policy's are {version}: "
+                "move these there, then add it",
+                retryable=True,
+            )
 
     def _accept(
         self, url: str, client: EngineClient, info: EngineInfo, known: Backend | None, weight: float | None
@@ -453,23 +473,9 @@ class Backends:
 
     async def _close_unused(self) -> None:
         unused = [backend for backend in self._engines if backend.state == "removed" and not backend.in_flight]
-        await _close_all([self._engines.pop(backend) for backend in unused])
+        await close_engines([self._engines.pop(backend) for backend in unused])
 
 
 def _check_weight(url: str, weight: float | None) -> None:
     if weight is not None and not 0 < weight < float("inf"):
         raise BackendError(f"{url}: a weight must be > 0, got {weight}", retryable=False)
-
-
-async def _close_all(engines: Iterable[RegisteredEngine]) -> None:
-    async with trio.open_nursery() as nursery:
-        for engine in engines:
-            nursery.start_soon(_close, engine)
-
-
-async def _close(engine: RegisteredEngine) -> None:
-    with trio.move_on_after(UNPAUSE_GRACE_S), suppress(BackendError):
-        await engine.unpause(UNPAUSE_GRACE_S)
-    if engine.paused:
-        logger.warning("backend %s did not answer its resume, and is left as it is", engine.client.url)
-    await engine.client.aclose()

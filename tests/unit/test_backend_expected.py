@@ -55,9 +55,24 @@ def _fresh(monkeypatch):
     assert LateClient.open == 0
 
 
+class NamingClient(LateClient):
+    """Can be told what its weights are called, which is `label` now."""
+
+    label = "0"
+
+    async def probe(self, *, timeout_s):
+        info = await super().probe(timeout_s=timeout_s)
+        return msgspec.structs.replace(info, pausable=True, label=self.label, policy_version=self.label)
+
+    async def label_weights(self, policy_version, *, timeout_s):
+        await trio.lowlevel.checkpoint()
+        NamingClient.label = policy_version
+        return True
+
+
 @asynccontextmanager
-async def open_backends():
-    backends = Backends(LateClient, random=Random(0))
+async def open_backends(client=LateClient):
+    backends = Backends(client, random=Random(0))
     with trio.fail_after(10_000):
         async with open_single_nursery() as nursery:
             nursery.start_soon(backends.watch)
@@ -88,6 +103,28 @@ async def test_one_that_is_down_is_listed_probed_again_and_joins(autojump_clock)
             assert lease.url == A
         assert states(backends) == {A: "active"}
         assert backends.statistics()["backends"][0].weight == 2.0
+
+
+@pytest.mark.parametrize("how", ["named", "added", "no update yet"])
+async def test_one_that_is_not_known_to_have_the_policys_weights_does_not_join_by_itself(
+    how, monkeypatch, autojump_clock
+):
+    """It was down as they were moved: what it would sample is of other weights, recorded as of these."""
+    monkeypatch.setattr(NamingClient, "label", "0")
+    async with open_backends(NamingClient) as backends:
+        backends.expect(A)
+        if how != "no update yet":
+            await backends.resume("3")
+            await trio.sleep(100)
+            assert states(backends) == {A: "down"}
+            assert "its weights have no name, and the policy's are 3: move these there" in backends.shortage()
+        if how == "named":
+            NamingClient.label = "3"
+        if how == "added":
+            await backends.add(A)
+        await trio.sleep(100)
+        assert states(backends) == {A: "active"}
+        assert [info.policy_version for info in backends.list()] == ["0" if how == "no update yet" else "3"]
 
 
 async def test_expected_before_it_is_watched_and_after(autojump_clock):
