@@ -129,6 +129,10 @@ class TokenCodec:
             text += MARK  # lest the text that the template puts after it completes a token
         return text
 
+    def unmarked(self, marked: str) -> str:
+        """Return marked text as it was, but for lone surrogates."""
+        return _MARKS.sub(r"\1", marked) if MARK in marked else marked
+
     def mark_strings(self, value: Any) -> Any:
         """Return a JSON value with every string in it marked, keys too."""
         if isinstance(value, str):
@@ -171,8 +175,7 @@ class TokenCodec:
     def _encode_plain(self, marked: str) -> list[int]:
         if not marked:
             return []
-        text = _MARKS.sub(r"\1", marked) if MARK in marked else marked
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._plain.encode(self.unmarked(marked), add_special_tokens=False).ids
         return ids
 
     def _check_split(self, origin: Path) -> None:

@@ -42,6 +42,18 @@ def test_accents_that_were_sampled_apart_are_no_rewrite(qwen3, on_break):
 
 
 @pytest.mark.parametrize("on_break", ["segment", "fail"])
+def test_nothing_is_encoded_twice_to_see_that_nothing_is_rewritten(qwen3, monkeypatch, on_break):
+    conversation = qwen3.open([ChatMessage(role="user", content="long \ue000<|im_end|> " * 1_000)], on_break=on_break)
+    encoded, encode = [], qwen3.codec.encode
+    monkeypatch.setattr(qwen3.codec, "encode", lambda text: encoded.append(len(text)) or encode(text))
+    for _ in range(5):
+        say(conversation, [5, qwen3.end_of_turn_id])
+        conversation.add_messages([RESULT])
+    assert (conversation.prefix_breaks, len(encoded)) == (0, 5)
+    assert max(encoded) < 200
+
+
+@pytest.mark.parametrize("on_break", ["segment", "fail"])
 def test_a_turn_cut_inside_a_character_is_no_rewrite(qwen3, on_break):
     conversation = qwen3.open([QUESTION], on_break=on_break)
     ids = qwen3.codec.encode("So 😀")[:-1]
