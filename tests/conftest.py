@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+from collections import Counter
 
 import pytest
 import trio
@@ -21,8 +22,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
-    """What is marked as slow may take longer than pyproject.toml allows, but not for ever."""
+    """What is marked as slow may take longer than pyproject.toml allows, but not for ever.
+
+    Alone is also what needs a vLLM, which takes all cores, and what shares its name: xdist would run one of them.
+    """
+    names = Counter(item.nodeid for item in items)
     for item in items:
+        if "vllm_url" in item.fixturenames or names[item.nodeid] > 1:
+            item.add_marker(pytest.mark.alone)
         if not item.get_closest_marker("timeout") and any(map(item.get_closest_marker, ("slow", "soak"))):
             item.add_marker(pytest.mark.timeout(LONG_TEST_TIMEOUT_S))
 

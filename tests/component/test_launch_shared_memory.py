@@ -16,6 +16,8 @@ from launch.paths import checkout_dir
 from launch.shared_memory import FOLDER, SharedMemory
 from launch.supervised import open_supervised
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT_S = 30
 GRACE_S = 0.3
 

@@ -166,6 +166,7 @@ def tree(root: int) -> list[int]:
     return [root, *(pid for child in children for pid in tree(child))]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 async def test_kill_9_of_the_launcher_ends_a_real_vllm_within_5_s(tmp_path):
     if not (engine_python().exists() and model_dir().is_dir()):

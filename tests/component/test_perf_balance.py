@@ -14,6 +14,8 @@ from perf.balance_served import ROUTED
 from perf.balance_world import Event, Scenario, simulate
 from perf.harness import Options
 
+pytestmark = pytest.mark.alone
+
 SMALL = msgspec.structs.replace(HEAVY, instances=8, rollouts=4, turns_p50=3, max_turns=8)
 STRATEGIES = ("least_in_flight", "round_robin", "assignments_ever", "static_split")
 

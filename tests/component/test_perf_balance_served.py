@@ -17,6 +17,8 @@ from perf.balance_served import OURS, ROUTED, WORK, ServedRun, run_served
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.server import free_port, open_peer_server
 
+pytestmark = pytest.mark.alone
+
 SMALL = msgspec.structs.replace(WORK, instances=4, rollouts=2, turns_p50=2, max_turns=3)
 ROUTER = """
 import sys, urllib.request

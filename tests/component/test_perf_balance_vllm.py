@@ -10,6 +10,8 @@ from perf.balance_vllm import STRATEGIES, WORK, EngineCounts, balance_vllm, comp
 from perf.harness import Options
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 
+pytestmark = pytest.mark.alone
+
 SMALL = msgspec.structs.replace(WORK, instances=4, rollouts=2, turns_p50=1, max_turns=2, tool_s_p50=0.001)
 PAGE = """
 # HELP vllm:prefix_cache_hits_total Prefix cache hits, in terms of number of cached tokens.

@@ -112,6 +112,7 @@ async def test_a_stage_over_its_budget_times_out(rig, stage, cause):
     assert "0.05 s" in outcome.error
 
 
+@pytest.mark.alone
 async def test_waiting_in_a_queue_is_not_charged_to_a_budget(rig):
     gate = trio.Event()
     async with rig.open_pipeline():

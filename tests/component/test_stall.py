@@ -19,7 +19,7 @@ async def hog_for_a_job():
     await hog()
 
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(30)]
 
 
 async def hog(seconds=STALL_S):

@@ -22,7 +22,7 @@ from prorl_trio.inference.pool import Backends
 from prorl_trio.inference.vllm import VllmClient
 from prorl_trio.models import ChatMessage, SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("changed_weights.py")
 TOKENS_BEFORE = 24

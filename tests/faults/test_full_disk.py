@@ -19,6 +19,8 @@ from prorl_trio.ledger import LedgerLimits, open_ledger
 from prorl_trio.testing.soak import Leftovers, adopted_orphans, open_world
 from prorl_trio.testing.soak.trainer import soak_spec
 
+pytestmark = pytest.mark.alone
+
 KIB = 1024
 DISK_BYTES = 4 * 1024 * KIB
 SIZES = {"segment_bytes": 256 * KIB, "reserve_bytes": 1024 * KIB, "max_bytes": 64 * 1024 * KIB}

@@ -20,6 +20,8 @@ from prorl_trio.sandbox.registry import choose_provider
 from prorl_trio.testing.soak import Leftovers, adopted_orphans, kill_at_random, open_world
 from prorl_trio.testing.soak.trainer import is_retried
 
+pytestmark = pytest.mark.alone
+
 GONE_WITHIN_S = 10
 PROGRESS_INTERVAL_S = 30
 

@@ -30,6 +30,8 @@ from prorl_trio.testing.soak import Leftovers, adopted_orphans
 from prorl_trio.testing.soak.backend import open_backend
 from prorl_trio.testing.soak.trainer import soak_spec
 
+pytestmark = pytest.mark.alone
+
 TOKEN = "a-token-for-tests-0123456789"
 KIB = 1024
 SIZES = {"segment_bytes": 64 * KIB, "reserve_bytes": 64 * KIB, "max_bytes": 64 * 1024 * KIB}

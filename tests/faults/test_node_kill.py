@@ -22,7 +22,7 @@ from prorl_trio.testing.tiny_model import make_tiny_model
 TOKEN = "a-token-for-tests-0123456789"
 MIB = 1024 * 1024
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class Killable:

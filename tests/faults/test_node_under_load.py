@@ -18,7 +18,7 @@ from prorl_trio.service.feed import READ_AHEAD_BYTES
 from prorl_trio.testing.soak import Leftovers, adopted_orphans, open_world
 from prorl_trio.testing.soak.trainer import SESSION_ID, soak_spec
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(1500)]
 
 MIB = 1024 * 1024
 SETTLED_WITHIN_S = 10

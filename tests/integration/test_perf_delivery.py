@@ -4,10 +4,13 @@ import gc
 import os
 from pathlib import Path
 
+import pytest
 import trio
 
 from perf import delivery
 from perf.harness import Options
+
+pytestmark = pytest.mark.alone
 
 
 def children():

@@ -26,7 +26,7 @@ REQUIRED = [
     "engine.calls_per_s",
 ]
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
 
 
 async def test_every_figure_is_there_and_nothing_is_left(tmp_path, monkeypatch):

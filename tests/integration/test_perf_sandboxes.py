@@ -11,6 +11,8 @@ from perf import sandboxes
 from perf.harness import Options
 from prorl_trio.sandbox.reaper import descendants
 
+pytestmark = pytest.mark.alone
+
 
 async def test_it_measures_what_it_says(monkeypatch):
     monkeypatch.setattr(sandboxes, "QUICK", sandboxes.Size(rounds=1, warm_opens=2, live=3))

@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pytest
 import trio
 
 from perf import tools, trace
 from perf.harness import Options
 from perf.trace_systems import PEER_SYSTEMS
 
-if TYPE_CHECKING:
-    import pytest
+pytestmark = pytest.mark.alone
 
 REQUIRED = [
     *(f"bash.{case}.p{percent}_ms" for case in ("true", "bin_true", "pipe", "output_1mb") for percent in (50, 95)),

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
     from perf.peers.process import PeerAnswer
 
-pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="the trace runs git; install it")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(shutil.which("git") is None, reason="the trace runs git; install it"),
+]
 
 
 def children() -> set[str]:

@@ -65,6 +65,7 @@ async def _wait_gone(processes, base):
             await trio.sleep(0.02)
 
 
+@pytest.mark.alone
 async def test_kill_9_of_a_node(provider_name, tmp_path):
     mounts = Path("/proc/self/mounts").read_text()
     with trio.fail_after(60):

@@ -9,6 +9,8 @@ from ipc.limits import SandboxLimits
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools.builtin import render_bash
 
+pytestmark = pytest.mark.alone
+
 MIB = 1024 * 1024
 LIMITS = SandboxLimits(
     memory_bytes=384 * MIB, max_processes=150, max_open_files=1024, max_file_bytes=32 * MIB, disk_bytes=64 * MIB

@@ -35,9 +35,10 @@ BOMBS = {
     "background": "(bomb() { bomb | bomb & }; bomb) & sleep 1; echo over",
 }
 
-pytestmark = pytest.mark.skipif(
-    bool(problem := pid_limit_problem()), reason=f"no limit of processes by the kernel: {problem}"
-)
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(bool(problem := pid_limit_problem()), reason=f"no limit of processes by the kernel: {problem}"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,7 @@ async def _open_and_close(script, folder, start_timeout_s=10.0):
         pass
 
 
+@pytest.mark.alone
 async def test_gets_its_line_is_recorded_and_ends_with_its_stdin(tmp_path):
     with trio.fail_after(20):
         async with _open('read line; echo "$line" >&2; echo READY; cat', tmp_path) as tree:

@@ -400,6 +400,7 @@ async def test_input_cancelled_at_any_step_leaves_a_working_shell_and_no_process
         assert await cancel_sweep(operation, check) > 2
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("delay_s", [0, 0.0005, 0.001, 0.002, 0.005, 0.02])
 async def test_a_command_cancelled_early_is_interrupted_and_not_waited_for(sandbox, delay_s):
     await bash(sandbox, "x=kept")

@@ -388,6 +388,7 @@ async def test_a_cell_cancelled_at_any_step_leaves_a_working_session(sandbox):
     assert await cancel_sweep(partial(cell, sandbox, "x"), check) > 1
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("delay_s", [0, 0.0005, 0.001, 0.002, 0.005, 0.02])
 async def test_a_cell_cancelled_early_is_interrupted_and_not_waited_for(sandbox, delay_s):
     await cell(sandbox, "x = 'kept'")

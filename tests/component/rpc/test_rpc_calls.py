@@ -178,6 +178,7 @@ async def test_a_budget_must_be_positive_and_finite(timeout_s: float):
 # ---------------------------------------------------------------- latency
 
 
+@pytest.mark.alone
 async def test_a_call_takes_microseconds():
     actions = Actions()
     async with serving("socket", actions) as client:
