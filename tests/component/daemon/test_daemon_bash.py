@@ -415,23 +415,18 @@ async def test_a_command_cancelled_early_is_interrupted_and_not_waited_for(sandb
 
 
 async def test_a_second_command_waits_for_the_first_and_nothing_else_does(sandbox, tmp_path):
-    os.mkfifo(tmp_path / "go")
-    order = []
+    go, order = tmp_path / "go", tmp_path / "order"
+    os.mkfifo(go)
     begun = trio.Event()
-
-    async def run(name, command, **options):
-        await bash(sandbox, command, **options)
-        order.append(name)
-
+    first = partial(bash, stream=True, on_chunk=lambda stream, data: begun.set())
     async with trio.open_nursery() as nursery:
-        first = partial(run, stream=True, on_chunk=lambda stream, data: begun.set())
-        nursery.start_soon(first, "first", f"echo begun; cat {tmp_path}/go")
+        nursery.start_soon(first, sandbox, f"echo begun; cat {go}; echo first >> {order}")
         await begun.wait()
-        nursery.start_soon(run, "second", "echo second")
+        nursery.start_soon(bash, sandbox, f"echo second >> {order}")
         await sandbox.call(FileRead(path="/proc/version"), FileData, timeout_s=10)
-        assert order == []
-        await trio.to_thread.run_sync((tmp_path / "go").write_bytes, b"\n", abandon_on_cancel=True)
-    assert order == ["first", "second"]
+        assert not order.exists()
+        await trio.to_thread.run_sync(go.write_bytes, b"\n", abandon_on_cancel=True)
+    assert order.read_text() == "first\nsecond\n"
 
 
 @pytest.mark.parametrize(
