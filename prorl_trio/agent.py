@@ -40,6 +40,8 @@ __all__ = [
 
 MAX_PAUSE_S = 3600.0
 """A pause of the backends is charged to no budget, up to this."""
+ATTEMPTS = ("first", "repinned", "repinned-2", "repinned-3")
+"""At one completion, each on another backend."""
 MIN_TURN_TOKENS = 16
 """A turn with less room than this in the context is not begun."""
 
@@ -281,7 +283,8 @@ class _Agent:
         return calls, observations
 
     async def _sample(self, turn: int) -> Completion:
-        """One completion; when its backend fails for good, another one goes on. Nothing received is sampled again."""
+        """One completion; when its backend fails for good, another one goes on, and so on, each but once. Nothing
+        received is sampled again."""
         context, config = self.context, self.context.resources.config
         asked = context.spec.sampling
         stops = [*asked.stop_token_ids, *context.resources.chat_format.stop_token_ids]
@@ -294,7 +297,7 @@ class _Agent:
             admit=self._check_staleness,
         )
         who = f"{context.spec.job_id}-s{self.dialogue}" if self.dialogue else context.spec.job_id
-        for attempt in ("first", "repinned"):
+        for attempt in ATTEMPTS:
             try:
                 with context.waiting(f"backend {self.lease.url}: completion", "inference"):
                     completion = await self.lease.complete(
@@ -304,7 +307,7 @@ class _Agent:
                         waiting=partial(context.standing_in_line, charge="inference", at_most_s=MAX_PAUSE_S),
                     )
             except BackendError as exc:
-                if attempt == "repinned" or not exc.retryable or not self.lease.repin():
+                if attempt == ATTEMPTS[-1] or not exc.retryable or not self.lease.repin():
                     raise
             else:
                 context.activity.progress()

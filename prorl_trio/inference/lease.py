@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
-    from prorl_trio.inference.placement import Lease
+    from prorl_trio.inference.placement import Backend, Lease
     from prorl_trio.inference.pool import Backends
     from prorl_trio.models import SamplingParams
 
@@ -31,6 +31,8 @@ class BackendLease:
     def __init__(self, backends: Backends, lease: Lease) -> None:
         self._backends = backends
         self._lease = lease
+        self._failed: list[Backend] = []
+        """Those that `repin` left, since a completion succeeded."""
 
     def __repr__(self) -> str:
         return f"<BackendLease of {self.task_id} on {self.url}>"
@@ -127,12 +129,20 @@ class BackendLease:
                     )
             return whole
 
-        return await self._backends.gate.run(place, call, waiting)
+        completion = await self._backends.gate.run(place, call, waiting)
+        self._failed.clear()
+        return completion
 
     def repin(self) -> bool:
         """Move to the least loaded other backend, after this one failed.
 
+        Not to one that has failed since a completion succeeded: as its tasks left it, it has the least to do.
+
         Returns:
             False, still on the same backend, if no other one accepts tasks. Never waits.
         """
-        return self._backends.move(self._lease, "failure")
+        self._failed.append(self._lease.backend)
+        moved = self._backends.move(self._lease, "failure", besides=self._failed)
+        if not moved:
+            self._failed.clear()
+        return moved

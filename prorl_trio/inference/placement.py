@@ -15,6 +15,7 @@ import msgspec
 from prorl_trio.config import Strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from random import Random
 
 __all__ = ["Backend", "BackendPool", "BackendState", "BackendStatistics", "Lease", "MoveReason", "Strategy"]
@@ -240,17 +241,23 @@ class BackendPool:
         self._count(backend, 1)
         return lease
 
-    def move(self, lease: Lease, reason: MoveReason = "failure", to: Backend | None = None) -> bool:
+    def move(
+        self,
+        lease: Lease,
+        reason: MoveReason = "failure",
+        to: Backend | None = None,
+        besides: Collection[Backend] = (),
+    ) -> bool:
         """Give the task another backend than it has. False, and nothing changes, if there is none.
 
         One that is full is taken only where no other has room, and only after a failure or for a drain. `to`: this one,
-        if it accepts tasks, and no other.
+        if it accepts tasks, and no other. `besides`: none of these.
 
         Raises:
             ValueError: the lease is not open.
         """
         self._check_open(lease)
-        current, other = lease.backend, self.other(lease) if to is None else to
+        current, other = lease.backend, self.other(lease, besides) if to is None else to
         if other is None or other is current or not other.accepting or (reason == "skew" and other.full):
             return False
         self._count(current, -1)
@@ -259,12 +266,14 @@ class BackendPool:
         self.moves[reason] += 1
         return True
 
-    def other(self, lease: Lease) -> Backend | None:
+    def other(self, lease: Lease, besides: Collection[Backend] = ()) -> Backend | None:
         """Where `move` would take the task. Another call may find another one, of the same rank."""
-        current = lease.backend
-        self._leave(current)
+        passed_over = dict.fromkeys((lease.backend, *besides))
+        for backend in passed_over:
+            self._leave(backend)
         other = self._least()
-        self._enter(current)
+        for backend in passed_over:
+            self._enter(backend)
         return other
 
     def release(self, lease: Lease) -> None:

@@ -24,7 +24,7 @@ from prorl_trio.inference.placement import Backend, BackendPool, BackendState, B
 from prorl_trio.inference.watch import PoolWatch
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Collection, Iterator
     from contextlib import AbstractContextManager
 
     from prorl_trio.inference.engine import EngineClient, EngineInfo
@@ -223,10 +223,12 @@ class Backends:
         """Of the backend that the lease is on now."""
         return self._engines[lease.backend]
 
-    def move(self, lease: Lease, reason: MoveReason, to: Backend | None = None) -> bool:
+    def move(
+        self, lease: Lease, reason: MoveReason, to: Backend | None = None, besides: Collection[Backend] = ()
+    ) -> bool:
         """See `BackendPool.move`. The room it leaves is given to who waits."""
         left = self._engines[lease.backend]
-        moved = self._pool.move(lease, reason, to)
+        moved = self._pool.move(lease, reason, to, besides)
         if moved:
             left.load.task_moved(-1)
             self._engines[lease.backend].load.task_moved(1)

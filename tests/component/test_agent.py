@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+
 import numpy as np
 import pytest
 import trio
@@ -39,6 +41,18 @@ async def test_a_tool_call_is_run_and_its_result_reaches_the_model(rig):
     )
     assert (context.stop_reason, context.answer) == ("finished", "42")
     assert [turn.observations for turn in context.turns] == [["42"], []]
+
+
+async def test_a_rollout_outlives_several_engines_that_fail_at_once(rig):
+    """It goes to none of them twice, although those that were left have the least to do."""
+    async with rig.open(), AsyncExitStack() as stack:
+        for _ in range(3):
+            failing = await stack.enter_async_context(open_fake_engine())
+            await rig.resources.backends.add(failing.url, weight=100)
+            failing.inject("server_error", 100)
+        context = await rollout(rig, r"It is \boxed{42}.")
+        assert context.answer == "42"
+        assert rig.resources.backends.statistics()["moves"] == {"failure": 3}
 
 
 async def test_the_trajectory_is_what_the_engine_saw_bit_for_bit(rig):
