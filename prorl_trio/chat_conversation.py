@@ -119,6 +119,11 @@ class Conversation:
         """Return the number of tokens in the current segment, that is of the next prompt."""
         return len(self._current.tokens)
 
+    @property
+    def segment(self) -> int:
+        """Which of the segments is growing: the last one."""
+        return len(self._closed)
+
     def keep_in(self, tokens: RolloutTokens) -> None:
         """Record into `tokens` from now on, the prompt included. Before the first completion only."""
         if self.completion_ranges:
@@ -175,7 +180,7 @@ class Conversation:
             for span in spans
             if span.start < span.end
         ]
-        self.completion_ranges.append(CompletionRange(start, end, len(self._closed)))
+        self.completion_ranges.append(CompletionRange(start, end, self.segment))
         self._proven += ids.tobytes()
         self._awaits_completion = False
         turn = self._parse(ids)

@@ -39,9 +39,7 @@ class Dialogues:
 
     def begin(self, conversation: Conversation, asker: int | None = None) -> int:
         """A new dialogue, asked in the present segment of the dialogue `asker`; its number."""
-        segment = 0
-        if asker is not None and (ranges := self._all[asker].conversation.completion_ranges):
-            segment = ranges[-1].segment
+        segment = 0 if asker is None else self._all[asker].conversation.segment
         self._all.append(_Dialogue(conversation, asker, segment))
         return len(self._all) - 1
 
