@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial, wraps
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+_Found = TypeVar("_Found")
 EXIT_JOBS_CUT = 3
 EXIT_INTERNAL = 70
 """EX_SOFTWARE of sysexits.h."""
@@ -159,7 +160,7 @@ def serve(config_path: Path, token: str | None, rest_port: int | None, backends:
     or its configuration is wrong; 70 a bug of ours ended it.
 
     SIGHUP reads the file again: worker counts, queue limits, admission, weights of sessions, budgets, limits of agents
-    and backends, and monitoring change at once; the log says what needs a restart.
+    and backends, how backends are watched, and monitoring change at once; the log says what needs a restart.
 
     With listen.tls_cert and listen.tls_key, PEM files, the WebSocket is wss:// and REST https://.
 
@@ -248,12 +249,12 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
     )(decorated)
 
 
-def _with_client(node: Node, work: Callable[[RolloutClient], Awaitable[object]]) -> None:
-    async def run() -> None:
+def _with_client(node: Node, work: Callable[[RolloutClient], Awaitable[_Found]]) -> _Found:
+    async def run() -> _Found:
         async with node() as client:
-            await work(client)
+            return await work(client)
 
-    trio.run(run)
+    return trio.run(run)
 
 
 @main.command()
@@ -281,13 +282,17 @@ def submit(
 ) -> None:
     """Submit rollouts to a node, wait for all of them, record them and print what came out.
 
+    Exit code: 0 all were completed, whatever their reward; 3 some were not, and it says why; 1 the node or the task
+    file cannot be used.
+
     \b
     Each line of a JSONL task file:
         {"instance_id": "1", "handler": "math", "payload": {"question": "1+1?", "answer": "2"}}
     """
     sampling = SamplingParams(temperature=temperature, max_output_tokens=max_output_tokens)
     specs = make_jobs(load_task_set(tasks)[:limit], rollouts=rollouts, sampling=sampling, max_turns=max_turns)
-    _with_client(node, lambda client: run_jobs(client, specs, run_folder(out), model=model, tasks=tasks))
+    summary = _with_client(node, lambda client: run_jobs(client, specs, run_folder(out), model=model, tasks=tasks))
+    sys.exit(0 if summary.completed == summary.jobs else EXIT_JOBS_CUT)
 
 
 @main.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
+import trio
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -26,9 +27,13 @@ __all__ = ["console", "run_jobs"]
 console = Console()
 """Where commands print for people."""
 
+SAID_EVERY_S = 30.0
+"""How far a run is, where there is no terminal to draw a bar on."""
+
 
 async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *, model: str, tasks: str) -> Summary:
-    """Submit, show a progress bar, record in `folder`, print the final table. See `client.collect.collect`.
+    """Submit, show a progress bar (a line every `SAID_EVERY_S` where there is no terminal), record in `folder`, print
+    the final table. See `client.collect.collect`.
 
     Says so first where no backend takes rollouts, because they will wait then.
     """
@@ -44,10 +49,19 @@ async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *,
     )
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("rollouts", total=len(specs), last="")
+        ended, said_s = 0, trio.current_time()
 
         def show(outcome: Outcome) -> None:
+            nonlocal ended, said_s
+            ended += 1
             reward = "" if outcome.reward is None else f" reward {outcome.reward:g}"
-            progress.update(bar, advance=1, last=one_line(f"{outcome.instance_id}: {outcome.status}{reward}").plain)
+            last = one_line(f"{outcome.instance_id}: {outcome.status}{reward}").plain
+            progress.update(bar, advance=1, last=last)
+            if not console.is_terminal and trio.current_time() >= said_s + SAID_EVERY_S:
+                said_s = trio.current_time()
+                console.print(
+                    f"{ended} of {len(specs)} rollouts; {last}", markup=False, highlight=False, soft_wrap=True
+                )
 
         summary, outcomes = await collect(client, specs, folder, info, show)
     console.print(summary_table(summary, outcomes))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import shlex
+from functools import partial
 
+import msgspec
 import pytest
 import trio
+from click.testing import CliRunner
 from rich.console import Console
 
 from prorl_trio import progress
+from prorl_trio.cli import main
 from prorl_trio.client import connect
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 from prorl_trio.testing.fake_service import TOKEN, open_service
@@ -18,8 +22,8 @@ from prorl_trio.testing.fake_service import TOKEN, open_service
 class Node(FakeNode):
     """Its jobs complete at once."""
 
-    def __init__(self, backends):
-        super().__init__(make_outcome)
+    def __init__(self, backends, complete=make_outcome):
+        super().__init__(complete)
         self.said = backends
 
     def statistics(self):
@@ -63,6 +67,36 @@ async def test_it_is_said_when_rollouts_would_wait_for_a_backend(monkeypatch, tm
     text = await shown(monkeypatch, tmp_path / "run", backends, "a")
     head = [line for line in text.splitlines() if "backend" in line or line.startswith("  http")]
     assert head == lines
+
+
+def half_of_them(spec):
+    """The first rollout is completed, the second is not."""
+    if spec.job_id.endswith("-0"):
+        return make_outcome(spec)
+    return msgspec.structs.replace(
+        make_outcome(spec), status="failed", reward=None, cause="inference", error="no", trajectory=None
+    )
+
+
+@pytest.mark.parametrize(("complete", "code"), [(make_outcome, 0), (half_of_them, 3)])
+async def test_the_exit_code_says_whether_all_were_completed(tmp_path, complete, code):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"instance_id": "i", "handler": "fake", "payload": {}}\n')
+    argv = ["submit", "--tasks", str(tasks), "--rollouts", "2", "--out", str(tmp_path / "run")]
+    with trio.fail_after(60):
+        async with open_service(Node(None, complete)) as service:
+            env = {"PRORL_TOKEN": TOKEN}
+            invoke = partial(CliRunner().invoke, main, [*argv, "--url", service.url], env=env)
+            result = await trio.to_thread.run_sync(invoke)
+    assert result.exit_code == code, result.output
+
+
+async def test_without_a_terminal_it_says_from_time_to_time_how_far_it_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(progress, "SAID_EVERY_S", 0.0)
+    lines = (await shown(monkeypatch, tmp_path / "run", None, "a", "b")).splitlines()
+    assert [line for line in lines if " of 2 rollouts; " in line] == [
+        f"{count} of 2 rollouts; instance of {job}: completed reward 1" for count, job in ((1, "a"), (2, "b"))
+    ]
 
 
 async def test_ids_are_text_and_the_command_to_look_at_one_can_be_pasted(monkeypatch, tmp_path):
