@@ -4,6 +4,7 @@ SHELL := /bin/sh
 MAKEFLAGS += --no-print-directory
 
 ENGINE ?= cpu
+WORKERS ?= 2
 export PRORL_ENGINE := $(ENGINE)
 VENV := .venv/bin
 PACKAGES := prorl_trio sandbox_daemon ipc launch perf
@@ -17,7 +18,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Settings: PYTHON=..., ENGINE=cpu|gpu, PRORL_CACHE_DIR=... (default ~/.cache/prorl-trio)"
+	@echo "Settings: PYTHON=..., ENGINE=cpu|gpu, WORKERS=2 (of tests), PRORL_CACHE_DIR=... (default ~/.cache/prorl-trio)"
 
 setup: python ## everything: .venv, the engine's environment and the model (once; then a quick no-op)
 	@$(PYTHON) -m launch.setup dev engine --engine $(ENGINE)
@@ -59,11 +60,22 @@ format: setup-dev ## let ruff format and repair what it can
 	$(VENV)/ruff format $(PACKAGES) tests
 	$(VENV)/ruff check --fix $(PACKAGES) tests
 
+# A file at a time in each of WORKERS processes; then, one by one, what is marked `alone`. Both parts run, whatever fails.
+# Paths of sockets are short: below the folder that pytest would choose, that of a worker would make them too long.
+define pytest
+	folder=$$(mktemp -d); code=0; \
+	$(VENV)/python -m pytest -m "$(1) and not alone" --durations=15 --basetemp="$$folder" \
+		-n $(WORKERS) --dist loadfile --no-loadscope-reorder || code=$$?; \
+	[ $$code -ne 0 ] || rm -rf "$$folder"; \
+	$(VENV)/python -m pytest -m "$(1) and alone" --durations=15 || code=$$?; \
+	exit $$code
+endef
+
 test: setup apptainer-if-possible check ## check, then the whole suite but for the slow marks
-	$(VENV)/python -m pytest -m "not slow and not soak" --durations=15
+	$(call pytest,not slow and not soak)
 
 e2e: setup apptainer-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
-	$(VENV)/python -m pytest -m "slow and not soak" --durations=15
+	$(call pytest,slow and not soak)
 
 soak: setup apptainer-if-possible ## a thousand sandboxes in a row, thousands of jobs under kill -9 (hours)
 	$(VENV)/python -m pytest -m soak
@@ -72,6 +84,6 @@ clean: ## remove what was made in the checkout
 	rm -rf .venv build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-clean-cache: python ## remove what was made in the cache folder: engine environments, the model, tokenizers, peers, images, logs
+clean-cache: python ## remove what was made in the cache folder: engine environments, the model, images, packages, logs
 	cd "$$($(PYTHON) -c 'from launch.paths import cache_dir; print(cache_dir())')" && \
-		rm -rf engine-* models tokenizers peers apptainer runtimes images test-images logs
+		rm -rf engine-* models apptainer runtimes images test-images logs
