@@ -84,6 +84,6 @@ clean: ## remove what was made in the checkout
 	rm -rf .venv build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-clean-cache: python ## remove what was made in the cache folder: engine environments, the model, images, packages, logs
+clean-cache: python ## remove what was made in the cache folder: engine environments, the model, tokenizers, peers, images, logs
 	cd "$$($(PYTHON) -c 'from launch.paths import cache_dir; print(cache_dir())')" && \
-		rm -rf engine-* models apptainer runtimes images test-images logs
+		rm -rf engine-* models tokenizers peers apptainer runtimes images test-images logs
