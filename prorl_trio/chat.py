@@ -42,6 +42,8 @@ class ChatFormat:
         closing_ids: what the template closes a turn with.
         family: how it writes tool calls and reasoning.
         on_break: of its conversations, where `open` is not told; see `OnBreak`.
+        sampleable: every id that the model can sample is below it: the tokenizer's, and the embedding's rows that
+            config.json tells of; None where there is none.
     """
 
     model_dir: Path
@@ -52,6 +54,7 @@ class ChatFormat:
     on_break: OnBreak
     codec: TokenCodec = field(repr=False)
     template: ChatTemplate = field(repr=False)
+    sampleable: int | None = None
 
     @classmethod
     def load(
@@ -96,6 +99,7 @@ class ChatFormat:
             on_break=on_break,
             codec=codec,
             template=template,
+            sampleable=max(folder.rows, codec.vocab_size) if folder.rows else None,
         )
 
     @property

@@ -169,7 +169,7 @@ class Conversation:
         """
         self._expect(awaits_completion=True)
         self._prove_prefix()
-        ids, sampled_logprobs = _arrays(token_ids, logprobs)
+        ids, sampled_logprobs = _arrays(token_ids, logprobs, self._format.sampleable)
         spans = spans or [PolicySpan(start=0, end=len(ids), policy_version=policy_version, engine=engine)]
         if [0, *(span.end for span in spans)] != [*(span.start for span in spans), len(ids)]:
             raise BackendError(f"the spans of {len(ids)} tokens leave some out or overlap: {spans}", retryable=False)
@@ -466,7 +466,9 @@ class _OpenSegment:
         return self.tokens.arrays().token_ids
 
 
-def _arrays(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[array[int], array[float]]:
+def _arrays(
+    token_ids: Sequence[int], logprobs: Sequence[float], sampleable: int | None
+) -> tuple[array[int], array[float]]:
     """Return int32 ids and float32 logprobs. Raises BackendError if these are not what an engine may return."""
     if len(token_ids) != len(logprobs):
         raise BackendError(
@@ -485,6 +487,9 @@ def _arrays(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[array[
         )
     if ids and min(ids) < 0:
         raise BackendError(f"the backend returned the token id {min(ids)}", retryable=False)
+    if ids and sampleable is not None and max(ids) >= sampleable:
+        told = f"the backend returned the token id {max(ids)}, and the model has ids below {sampleable} only"
+        raise BackendError(f"{told}: does the backend serve another model?", retryable=False)
     return ids, values
 
 

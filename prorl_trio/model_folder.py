@@ -22,6 +22,7 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         template_file: the file that the source `template` was found in.
         special_tokens: `bos_token`, `eos_token` and so on: the variables a chat template may use.
         eos_token_ids: what generation_config.json says ends a sequence; empty without it.
+        rows: of the model's embedding, by config.json: every id that can be sampled is below it; None without it.
     """
 
     tokenizer_file: Path
@@ -30,6 +31,7 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
     template: str
     special_tokens: dict[str, str]
     eos_token_ids: list[int]
+    rows: int | None = None
 
 
 def read_model_folder(model_dir: Path) -> ModelFolder:
@@ -52,6 +54,7 @@ def read_model_folder(model_dir: Path) -> ModelFolder:
         template=template,
         special_tokens=_special_tokens(config),
         eos_token_ids=_eos_token_ids(_read_object(model_dir / "generation_config.json")),
+        rows=_rows(_read_object(model_dir / "config.json")),
     )
 
 
@@ -92,6 +95,13 @@ def _eos_token_ids(generation_config: dict[str, Any]) -> list[int]:
     """Return `eos_token_id`, which may be one id or a list of them."""
     eos = generation_config.get("eos_token_id")
     return [each for each in (eos if isinstance(eos, list) else [eos]) if isinstance(each, int)]
+
+
+def _rows(model_config: dict[str, Any]) -> int | None:
+    """Return `vocab_size`, which models of text and images have in a part of their own."""
+    text = model_config.get("text_config")
+    found = (text if isinstance(text, dict) else model_config).get("vocab_size")
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _read(path: Path) -> bytes | None:

@@ -221,6 +221,23 @@ def test_a_backend_that_drops_or_garbles_ids_is_refused_and_changes_nothing(chat
     assert conversation.completion_ranges == []
 
 
+@pytest.mark.parametrize(
+    ("config", "sampleable"),
+    [({"vocab_size": 2000}, 2000), ({"text_config": {"vocab_size": 3000}, "vocab_size": 9}, 3000), ({}, None)],
+)
+def test_an_id_that_the_model_cannot_sample_is_refused(tmp_path, config, sampleable):
+    write_family_model(tmp_path, "qwen3")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    chat = ChatFormat.load(tmp_path)
+    assert chat.sampleable == sampleable
+    conversation = chat.open([QUESTION])
+    if sampleable is not None:
+        with pytest.raises(BackendError, match=f"token id {sampleable}, and the model has ids below {sampleable} only"):
+            conversation.add_completion([5, sampleable], [-1.0, -1.0])
+        assert conversation.completion_ranges == []
+    conversation.add_completion([5, (sampleable or 2**31) - 1], [-1.0, -1.0])
+
+
 def test_tokens_changed_behind_our_back_are_drift(chat):
     conversation = chat.open([QUESTION])
     buffer = conversation._current.tokens._private
