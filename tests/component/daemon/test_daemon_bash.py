@@ -368,6 +368,7 @@ async def test_a_command_cancelled_at_any_step_leaves_a_working_shell_and_no_out
         assert await cancel_sweep(partial(bash, sandbox, command), check) > 1
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("command", "keys"),
     [
