@@ -21,7 +21,7 @@ from sandbox_daemon.terminal import Terminal, spawn_on_terminal
 from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from sandbox_daemon.children import Child, ChildReaper
     from sandbox_daemon.output import CappedOutput
@@ -37,6 +37,8 @@ KILL_DEADLINE_S = 2.0
 START_OUTPUT_BYTES = 4096
 BEGIN_GRACE_S = 0.25
 """How long an interrupt waits for a shell that has not read its command yet."""
+SETTLE_GRACE_S = 2.0
+"""How long a shell that is ready may take, on a machine that is busy, to show another prompt."""
 IDLE_OUTPUT_BYTES = 64 * 1024
 """Kept of what is written between two calls."""
 INTERRUPT_KEYS = b"\x03\x1c"
@@ -220,18 +222,21 @@ class Shell:
         """Returns when the shell, ready again, has also taken the signals it was sent when the command just ended.
 
         At once if it is gone. It would take them while it reads the next trigger otherwise, and throw that away. An
-        empty line makes it show another prompt; so does a signal.
+        empty line makes it show another prompt; so does a signal. One that has shown none within `SETTLE_GRACE_S` is
+        still unsettled.
         """
         if self._gone.is_set():
             return
-        self.is_unsettled = False
+        self.is_unsettled = True
         self._drain_records()
         self._records = b""
         self._terminal.reset_mode()
-        self._files.open_gate()  # a signal may have hit the shell when it had just taken the token
-        with trio.move_on_after(BEGIN_GRACE_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+        self._files.open_gate()
+        with trio.move_on_after(SETTLE_GRACE_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             await self._terminal.write(b"\n")
-            await self._wait_mark(PROMPT_MARK)
+            # A signal may hit the shell when it has just taken the token: it then says the record again, and waits.
+            await self._wait_mark(PROMPT_MARK, self._files.open_gate)
+            self.is_unsettled = False
 
     async def kill_foreground(self) -> None:
         """SIGKILL the foreground job with all its descendants. The shell goes on with the rest of the command."""
@@ -318,13 +323,15 @@ class Shell:
             before, after = running.splitter.feed(after)
             await running.take(before)
 
-    async def _wait_mark(self, mark: bytes) -> None:
-        """Until the shell has sent `mark`, or is gone."""
+    async def _wait_mark(self, mark: bytes, heard: Callable[[], None] | None = None) -> None:
+        """Until the shell has sent `mark`, or is gone. `heard` is called after whatever else it sends."""
         with suppress(trio.ClosedResourceError):
             while mark not in self._records and not self._gone.is_set():
                 await trio.lowlevel.wait_readable(self._files.record_read)
                 if not self._drain_records():
                     await self._gone.wait()
+                elif heard is not None:
+                    heard()
 
     def _drain_records(self) -> bool:
         """Read what the shell has sent. False if it can send nothing any more."""
