@@ -85,6 +85,7 @@ async def test_a_full_disk_stops_admission_and_nothing_else(folder):
         }
         async with open_world(folder, jobs=0, **config) as world:
             left = Leftovers(world.temp)
+            await world.trainer.done.wait()  # it has nothing to submit, and its session takes room on the disk, too
             async with connect(world.url, world.token, connect_timeout_s=60) as client:
                 names = {f"job-{n}" for n in range(JOBS)}
                 answers = await client.submit([soak_spec(name) for name in names])
