@@ -43,7 +43,7 @@ def score(model_dir: str, cases: list[dict[str, list[int]]]) -> list[dict[str, l
             }
         )
         if number % SAID_EVERY == 0:
-            print(f"{number} of {len(cases)}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"{number} of {len(cases)}", file=sys.stderr, flush=True)  # noqa: T201 - a program of its own
     return scores
 
 
