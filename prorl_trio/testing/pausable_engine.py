@@ -164,7 +164,7 @@ async def open_pool(*urls: str, **options: Any) -> AsyncIterator[Pool]:
             nursery.start_soon(pool.backends.watch)
             yield pool
             nursery.cancel_scope.cancel()
-            with trio.CancelScope(shield=True), trio.move_on_after(60):
+            with trio.move_on_after(60, shield=True):
                 await pool.backends.aclose()
 
 
