@@ -108,11 +108,12 @@ async def run_agent(
         BackendError, SandboxLost, TokenDrift: infrastructure failed.
     """
     resources = context.resources
-    conversation = await trio.to_thread.run_sync(resources.chat_format.open, messages, tools.schemas())
+    context.tools = tools.schemas()
+    conversation = await trio.to_thread.run_sync(resources.chat_format.open, messages, context.tools)
     context.begin_dialogue(conversation)
     async with AsyncExitStack() as stack:
         lease = await lease_backend(context, stack)
-        agent = _Agent(context, lease, conversation, tools, style, before_turn)
+        agent = _Agent(context, lease, conversation, tools, style, before_turn, said=messages)
         agent.check_room()
         agent_s = context.spec.budgets.agent_s or resources.config.budgets.agent_s
         try:
@@ -150,7 +151,7 @@ async def run_sub_agent(
         raise RuntimeError("run_sub_agent works inside run_agent only: there is no backend to call")
     conversation = await trio.to_thread.run_sync(context.resources.chat_format.open, messages, tools.schemas())
     number = context.begin_dialogue(conversation, asker.dialogue)
-    agent = _Agent(context, asker.lease, conversation, tools, style, before_turn, number)
+    agent = _Agent(context, asker.lease, conversation, tools, style, before_turn, number, said=messages)
     agent.check_room()
     try:
         return AgentEnd(await agent.work(max_turns), agent.answer)
@@ -180,7 +181,8 @@ async def lease_backend(context: RolloutContext, stack: AsyncExitStack) -> Backe
 
 @dataclass(slots=True)
 class _Agent:
-    """One agent at work, with what it has given as its answer."""
+    """One agent at work, with what it has given as its answer. `said` is what the policy was told since its last turn,
+    besides what its tools returned."""
 
     context: RolloutContext
     lease: BackendLease
@@ -190,6 +192,7 @@ class _Agent:
     before_turn: BeforeTurn | None
     dialogue: int = 0
     answer: str | None = None
+    said: Sequence[ChatMessage] = ()
 
     @property
     def room(self) -> int:
@@ -228,7 +231,7 @@ class _Agent:
                 ]
             elif nudges_left:
                 nudges_left -= 1
-                replies = [ChatMessage(role="user", content=self.style.nudge())]
+                replies = self.said = [ChatMessage(role="user", content=self.style.nudge())]
             else:
                 return "no_tool_call"
             if turn + 1 < max_turns:
@@ -239,6 +242,7 @@ class _Agent:
         new = await self.before_turn(self.conversation, self.room) if self.before_turn is not None else None
         if new is not None:
             self.conversation.continue_from(new.messages, new.reason)
+            self.said = new.messages
             self.check_room()
 
     async def _take_turn(self, turn: int) -> tuple[list[ToolCall], list[str]]:
@@ -275,9 +279,11 @@ class _Agent:
                     inference_s=sampled_s - started_s,
                     tools_s=trio.current_time() - sampled_s,
                     dropped_tokens=completion.dropped_tokens,
+                    messages=list(self.said),
                 ),
                 self.dialogue,
             )
+            self.said = ()
         if self.answer is None and not calls:
             self.answer = self.style.final_answer(parsed)
         return calls, observations

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from prorl_trio.chat_codec import TokenCodec
 from prorl_trio.chat_conversation import CompletionRange, Conversation, OnBreak, ParsedTurn
 from prorl_trio.chat_probe import probe
-from prorl_trio.chat_template import Capabilities, ChatTemplate, Message, ToolSchema, call_id
+from prorl_trio.chat_template import Capabilities, ChatTemplate, Message, ToolSchema, call_id, parameter_schemas
 from prorl_trio.errors import ConfigError
 from prorl_trio.families.family import Family, choose_family
 from prorl_trio.families.syntax import HERMES
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat_history import Recall
     from prorl_trio.families.syntax import CallSyntax
-    from prorl_trio.models import ChatMessage
+    from prorl_trio.models import ChatMessage, ToolCall
 
 __all__ = ["ChatFormat", "CompletionRange", "Conversation", "OnBreak", "ParsedTurn"]
 
@@ -44,6 +44,7 @@ class ChatFormat:
         on_break: of its conversations, where `open` is not told; see `OnBreak`.
         sampleable: every id that the model can sample is below it: the tokenizer's, and the embedding's rows that
             config.json tells of; None where there is none.
+        max_positions: the longest sequence that the model was made for, in tokens; 0 where config.json does not say.
     """
 
     model_dir: Path
@@ -55,6 +56,7 @@ class ChatFormat:
     codec: TokenCodec = field(repr=False)
     template: ChatTemplate = field(repr=False)
     sampleable: int | None = None
+    max_positions: int = 0
 
     @classmethod
     def load(
@@ -100,6 +102,7 @@ class ChatFormat:
             codec=codec,
             template=template,
             sampleable=max(folder.rows, codec.vocab_size) if folder.rows else None,
+            max_positions=folder.max_positions,
         )
 
     @property
@@ -154,6 +157,13 @@ class ChatFormat:
         """How the policy may write its calls."""
         own = self.family.syntax
         return (own,) if self.capabilities.renders_tools or own is HERMES else (HERMES, own)
+
+    def read_turn(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
+        """Return the text of one completion without what structures the dialogue, and the calls written in it.
+
+        `raw` of each call is how the text has it, reasoning included. `tools` are those that the policy was offered.
+        """
+        return self.decode(ids, skip_special=True), self.parse(ids, parameter_schemas(tools), False).tool_calls
 
     def parse(
         self, ids: Sequence[int], tools: Mapping[str, Any], opened_thinking: bool, following: str = ""

@@ -93,9 +93,10 @@ class RestConfig(_Config, frozen=True):
             dropped after so long if it was neither acknowledged nor deleted.
         max_results_per_reply, max_reply_bytes: outcomes in one answer; the first one always fits.
         max_event_streams, event_buffer_events: listeners of `/v1/events`, and what each may lag behind.
-        prorl_compat: serve the endpoints of the ProRL Agent server, too. `prorl_compat_token` false asks for no token
-            there, as that server does: on a loopback host only. `prorl_compat_timeout_s`: its `/process` answers by
-            then; the job goes on.
+        prorl_compat: serve the endpoints of the ProRL Agent server, too. `prorl_compat_token`: whether they ask for the
+            token, which that server's clients do not send. `auto`: only where somebody else than this host's users
+            could come: `host` is no loopback address, or sandboxes have a network. False is refused there.
+            `prorl_compat_timeout_s`: its `/process` answers by then; the job goes on.
         data_sources: for `prorl_compat`, which handler works on an instance of a `data_source`.
     """
 
@@ -117,7 +118,7 @@ class RestConfig(_Config, frozen=True):
     event_buffer_events: Count = 4096
     event_heartbeat_interval_s: Seconds = 15.0
     prorl_compat: bool = False
-    prorl_compat_token: bool = True
+    prorl_compat_token: bool | Literal["auto"] = "auto"
     prorl_compat_timeout_s: Seconds = 7200.0
     data_sources: dict[str, str] = msgspec.field(
         default_factory=lambda: {"deepscaler": "math", "gsm8k": "math", "math": "math"}
@@ -241,7 +242,10 @@ class BackendConfig(_Config, frozen=True):
     `max_tasks_per_backend`: rollouts that have a backend at the same time, 0 for no limit of its own (`run_workers` is
     one for all backends). A rollout waits for one with room for `lease_timeout_s`, charged to no budget.
 
-    `engine`: what they are: `vllm`, `sglang` (tested against a look-alike only), or `auto`, which asks each.
+    `engine`: what they are: `vllm`, `sglang` (tested against a look-alike only), `prorl` (a trainer's own, as the ProRL
+    Agent server knows it: `POST /generate` with `prompt_ids`), or `auto`, which asks each.
+    `max_model_len`: the longest context, in tokens, of engines that do not say, which is `prorl` alone; 0: what the
+    model's config.json has as `max_position_embeddings`.
     `weights`: shares of the rollouts, by URL: one of weight 2 gets twice as many as one of 1, which others have.
     `required`: refuse to start when a backend does not pass its probe; otherwise it is `down`, and joins when it does.
     `stream`: have tokens sent as they are sampled. A completion that a lost connection or a pause cuts is then
@@ -254,7 +258,8 @@ class BackendConfig(_Config, frozen=True):
 
     urls: list[str] = []
     weights: dict[str, float] = {}
-    engine: Literal["auto", "vllm", "sglang"] = "auto"
+    engine: Literal["auto", "vllm", "sglang", "prorl"] = "auto"
+    max_model_len: Amount = 0
     stream: bool = False
     required: bool = False
     probe_timeout_s: Seconds = 60.0

@@ -23,6 +23,7 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         special_tokens: `bos_token`, `eos_token` and so on: the variables a chat template may use.
         eos_token_ids: what generation_config.json says ends a sequence; empty without it.
         rows: of the model's embedding, by config.json: every id that can be sampled is below it; None without it.
+        max_positions: the longest sequence that it was made for, in tokens, by config.json; 0 without it.
     """
 
     tokenizer_file: Path
@@ -32,6 +33,7 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: dict[str, str]
     eos_token_ids: list[int]
     rows: int | None = None
+    max_positions: int = 0
 
 
 def read_model_folder(model_dir: Path) -> ModelFolder:
@@ -47,6 +49,7 @@ def read_model_folder(model_dir: Path) -> ModelFolder:
         raise ConfigError(f"{tokenizer_file}: no such file; a model folder needs one")
     config = _read_object(model_dir / "tokenizer_config.json")
     template, template_file = _template(model_dir, config)
+    model_config = _read_object(model_dir / "config.json")
     return ModelFolder(
         tokenizer_file=tokenizer_file,
         tokenizer_json=tokenizer_json,
@@ -54,7 +57,8 @@ def read_model_folder(model_dir: Path) -> ModelFolder:
         template=template,
         special_tokens=_special_tokens(config),
         eos_token_ids=_eos_token_ids(_read_object(model_dir / "generation_config.json")),
-        rows=_rows(_read_object(model_dir / "config.json")),
+        rows=_size(model_config, "vocab_size"),
+        max_positions=_size(model_config, "max_position_embeddings") or 0,
     )
 
 
@@ -97,10 +101,10 @@ def _eos_token_ids(generation_config: dict[str, Any]) -> list[int]:
     return [each for each in (eos if isinstance(eos, list) else [eos]) if isinstance(each, int)]
 
 
-def _rows(model_config: dict[str, Any]) -> int | None:
-    """Return `vocab_size`, which models of text and images have in a part of their own."""
+def _size(model_config: dict[str, Any], name: str) -> int | None:
+    """Return a number of the text model, which models of text and images have in a part of their own."""
     text = model_config.get("text_config")
-    found = (text if isinstance(text, dict) else model_config).get("vocab_size")
+    found = (text if isinstance(text, dict) else model_config).get(name)
     return found if isinstance(found, int) and found > 0 else None
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from prorl_trio.errors import ErrorCode, FailureCause
 from prorl_trio.trajectory import (
+    ChatMessage,
     FinishReason,
     LogprobKind,
     PolicySpan,
@@ -146,23 +147,6 @@ class RetryPolicy(_Model, frozen=True):
             raise ValueError(f"max_attempts must be in [1, 100], got {self.max_attempts}")
         if not 0 <= self.backoff_s <= 60:
             raise ValueError(f"backoff_s must be in [0, 60], got {self.backoff_s}")
-
-
-class ChatMessage(_Model, frozen=True):
-    """A message as chat templates know it.
-
-    Attributes:
-        name: the tool's, for role `tool`.
-        tool_call_id: of the call that a message of role `tool` answers. Results of sampled calls need none: they answer
-            them in their order.
-        tool_calls: what an assistant's message of the opening called; those that are sampled speak for themselves.
-    """
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[ToolCall] = []
 
 
 class TaskInstance(_Model, frozen=True):

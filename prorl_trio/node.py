@@ -63,12 +63,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from ipc.arena import Arena
+    from prorl_trio.chat_template import ToolSchema
     from prorl_trio.config import NodeConfig
     from prorl_trio.handlers.base import AgentHandler
     from prorl_trio.inference.gate import PauseMode
     from prorl_trio.inference.pool import Backends, GateReport
     from prorl_trio.inference.vllm import OnCall
-    from prorl_trio.models import JobSpec
+    from prorl_trio.models import JobSpec, ToolCall
     from prorl_trio.monitoring import Monitoring
     from prorl_trio.observer import Observer
     from prorl_trio.pipeline import JobSink, Pipeline
@@ -210,6 +211,10 @@ class Node:
         """Probe the backend and add it. Raises BackendError with the reason if it is not fit."""
         await self._backends.add(url, weight)
 
+    def expect_backend(self, url: str, why: str) -> None:
+        """List a backend that is down; it joins when it is up. `why` it is not, for those who look."""
+        self._backends.expect(url, why=why)
+
     def drain_backend(self, url: str) -> None:
         """Give the backend no new jobs. Raises BackendError if it is not in the pool."""
         self._backends.drain(url)
@@ -237,6 +242,10 @@ class Node:
     async def resume_backends(self, policy_version: str | None) -> GateReport:
         """Let completions begin again. See `Backends.resume`."""
         return await self._backends.resume(policy_version)
+
+    def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
+        """See `NodeApi.read_turn`."""
+        return self._resources.chat_format.read_turn(token_ids, tools)
 
     def unreadiness(self) -> str:
         """Why a job submitted now would not be worked on; empty if it would."""
@@ -316,7 +325,7 @@ async def open_node(
         await trio.to_thread.run_sync(warn_of_image, config.sandbox)
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_single_nursery())
-        clients = engine_clients(config.backends, on_backend_call)
+        clients = engine_clients(config.backends, on_backend_call, max_positions=chat_format.max_positions)
         backends = await stack.enter_async_context(open_backends(config.backends, clients))
         scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers))
         sandboxes = await stack.enter_async_context(open_node_sandboxes(provider, config.sandbox, on_sandbox_open))
@@ -466,6 +475,7 @@ async def _open_rest(
         tls=tls,
         metrics=monitoring.metrics.render,
         listener=listener,
+        sandbox_network=node.config.sandbox.network,
     )
     url = rest_url(await accept.start(serve), secure=tls is not None)
     logger.info("REST at %s", url)

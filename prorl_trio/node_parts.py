@@ -33,8 +33,11 @@ __all__ = ["engine_clients", "open_backends", "open_node_arena", "open_node_sand
 logger = logging.getLogger(__name__)
 
 
-def engine_clients(config: BackendConfig, on_call: OnCall | None) -> Callable[[str], EngineClient]:
+def engine_clients(
+    config: BackendConfig, on_call: OnCall | None, *, max_positions: int = 0
+) -> Callable[[str], EngineClient]:
     """Makes the client of a URL, for engines as they are configured. `on_call` is told of every call.
+    `max_positions` is the model's own longest context, 0 where it is not known.
 
     Raises:
         ConfigError: a configured URL can be none of an engine, or comes twice.
@@ -51,7 +54,13 @@ def engine_clients(config: BackendConfig, on_call: OnCall | None) -> Callable[[s
         known.add(origin)
 
     def make(url: str) -> EngineClient:
-        return engine_client(config.engine, url, max_connections=config.max_connections_per_backend, on_call=on_call)
+        return engine_client(
+            config.engine,
+            url,
+            context_tokens=config.max_model_len or max_positions,
+            max_connections=config.max_connections_per_backend,
+            on_call=on_call,
+        )
 
     return make
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
@@ -60,7 +60,8 @@ class RolloutContext:
 
     `sandbox` is set from INIT until the handler's `after_run` releases it. `conversation`, `dialogues`, `turns` and
     `stop_reason` grow while the agent runs, so that a failure leaves a partial trajectory. `conversation` is the task's
-    own agent's; `dialogues` has those of agents it asked, too. `answer` is what the agent gave as final.
+    own agent's; `dialogues` has those of agents it asked, too. `tools` are what the task's own agent was offered.
+    `answer` is what the agent gave as final.
     `tokens` is where the conversation is recorded, released when the attempt is over and its outcome delivered.
     `activity` is what those who watch see; `on_turn` is called with each recorded turn. `stage_scope` and `uncharged_s`
     are the pipeline's: the scope of the stage the job is in, and the seconds of it that no budget is charged for.
@@ -73,6 +74,7 @@ class RolloutContext:
     tokens: RolloutTokens = field(default_factory=RolloutTokens)
     dialogues: Dialogues = field(default_factory=Dialogues)
     turns: list[Turn] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
     stop_reason: StopReason = "aborted"
     answer: str | None = None
     activity: Activity = field(default_factory=Activity)
@@ -150,4 +152,5 @@ class RolloutContext:
             stop_reason=self.stop_reason,
             prefix_breaks=self.dialogues.prefix_breaks,
             drift_tokens=self.dialogues.drift_tokens,
+            tools=self.tools,
         )

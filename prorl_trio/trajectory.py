@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from prorl_trio.batch import PaddedBatch
 
 __all__ = [
+    "ChatMessage",
     "FinishReason",
     "LogprobKind",
     "PolicySpan",
@@ -71,6 +72,23 @@ class ToolCall(_Model, frozen=True):
     raw: str
     error: str = ""
     id: str = ""
+
+
+class ChatMessage(_Model, frozen=True):
+    """A message as chat templates know it.
+
+    Attributes:
+        name: the tool's, for role `tool`.
+        tool_call_id: of the call that a message of role `tool` answers. Results of sampled calls need none: they answer
+            them in their order.
+        tool_calls: what an assistant's message of the opening called; those that are sampled speak for themselves.
+    """
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] = []
 
 
 class PolicySpan(_Model, frozen=True, omit_defaults=True):
@@ -246,6 +264,9 @@ class Turn(_Model, frozen=True, omit_defaults=True):
     `completion_start` (inclusive) to `completion_end` (exclusive) are the sampled tokens of this turn.
 
     `dropped_tokens` had come from the engine when it was stopped at a complete tool call, and are not recorded.
+
+    `messages` were said to the policy before it, besides the observations of the turn before: the opening of its
+    dialogue, or a reminder. Their tokens lie between the completions.
     """
 
     segment: int
@@ -258,6 +279,7 @@ class Turn(_Model, frozen=True, omit_defaults=True):
     inference_s: float
     tools_s: float
     dropped_tokens: int = 0
+    messages: list[ChatMessage] = []
 
 
 class Trajectory(_Model, frozen=True):
@@ -265,6 +287,7 @@ class Trajectory(_Model, frozen=True):
 
     `drift_tokens` are recorded ones that were found to differ from what was sent and sampled: 0, or the job has failed.
     `segments` are those of the task's own agent in their order, then those of each agent that it asked.
+    `tools` are the functions that the task's own agent was offered, as chat templates take them.
     """
 
     segments: list[Segment]
@@ -272,6 +295,7 @@ class Trajectory(_Model, frozen=True):
     stop_reason: StopReason
     prefix_breaks: int = 0
     drift_tokens: int = 0
+    tools: list[dict[str, Any]] = []
 
     @property
     def policy_versions(self) -> list[str]:

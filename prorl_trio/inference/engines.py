@@ -9,6 +9,7 @@ import trio
 from prorl_trio.errors import BackendError
 from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo, TokenSink
 from prorl_trio.inference.sglang import SglangClient
+from prorl_trio.inference.trainer_engine import TrainerEngineClient
 from prorl_trio.inference.vllm import VllmClient
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoClient", "EngineKind", "engine_client"]
 
-EngineKind = Literal["auto", "vllm", "sglang"]
+EngineKind = Literal["auto", "vllm", "sglang", "prorl"]
 
 
 class ClientOptions(TypedDict, total=False):
@@ -35,20 +36,33 @@ class ClientOptions(TypedDict, total=False):
     on_call: OnCall | None
 
 
-def engine_client(kind: EngineKind, url: str, **options: Unpack[ClientOptions]) -> EngineClient:
-    """A client that has sent nothing yet. Raises BackendError: `url` is not an origin."""
-    if kind == "auto":
-        return AutoClient(url, **options)
-    return SglangClient(url, **options) if kind == "sglang" else VllmClient(url, **options)
+def engine_client(
+    kind: EngineKind, url: str, *, context_tokens: int = 0, **options: Unpack[ClientOptions]
+) -> EngineClient:
+    """A client that has sent nothing yet. `context_tokens`: of an engine that does not say how long a context may be.
+
+    Raises:
+        BackendError: `url` is not an origin.
+    """
+    match kind:
+        case "auto":
+            return AutoClient(url, context_tokens=context_tokens, **options)
+        case "prorl":
+            return TrainerEngineClient(url, context_tokens=context_tokens, **options)
+        case "sglang":
+            return SglangClient(url, **options)
+        case "vllm":
+            return VllmClient(url, **options)
 
 
 class AutoClient(EngineClient):
-    """An SGLang or a vLLM server: each probe finds out which."""
+    """An SGLang or a vLLM server, or a trainer's own engine: each probe finds out which."""
 
-    def __init__(self, url: str, **options: Unpack[ClientOptions]) -> None:
-        """As `HttpEngineClient`."""
+    def __init__(self, url: str, *, context_tokens: int = 0, **options: Unpack[ClientOptions]) -> None:
+        """As `engine_client`."""
         self._sglang = SglangClient(url, **options)
         self._vllm = VllmClient(url, **options)
+        self._trainers = TrainerEngineClient(url, context_tokens=context_tokens, **options)
         self._chosen: HttpEngineClient = self._vllm
         self.url = self._vllm.url
 
@@ -56,12 +70,16 @@ class AutoClient(EngineClient):
         return f"<AutoClient: {self._chosen!r}>"
 
     async def probe(self, *, timeout_s: float) -> EngineInfo:
-        """See `EngineClient.probe`. A server that is neither is taken for a vLLM that is not fit.
+        """See `EngineClient.probe`. A server that is none of them is taken for a vLLM that is not fit.
 
         Until one succeeds, calls go to what the last one that did found.
         """
         with trio.move_on_after(timeout_s):
-            there: HttpEngineClient = self._sglang if await self._sglang.is_there(timeout_s) else self._vllm
+            there: HttpEngineClient = self._vllm
+            if await self._sglang.is_there(timeout_s):
+                there = self._sglang
+            elif not await self._vllm.is_there(timeout_s) and await self._trainers.is_there(timeout_s):
+                there = self._trainers
             info = await there.probe(timeout_s=timeout_s)
             self._chosen = there
             return info
@@ -108,6 +126,7 @@ class AutoClient(EngineClient):
         await self._chosen.resume(timeout_s=timeout_s)
 
     async def aclose(self) -> None:
-        """Close the connections of both. Idempotent."""
+        """Close the connections of all. Idempotent."""
         await self._sglang.aclose()
         await self._vllm.aclose()
+        await self._trainers.aclose()

@@ -35,7 +35,7 @@ from prorl_trio.inference.http import (
 from prorl_trio.inference.retries import RETRYABLE_STATUSES, RetryPolicy
 from prorl_trio.models import SamplingParams
 
-__all__ = ["PROBE_PROMPT", "PROBE_TOKENS", "REFUSED_STATUSES", "HttpEngineClient", "OnCall"]
+__all__ = ["JSON_CONTENT", "PROBE_PROMPT", "PROBE_TOKENS", "REFUSED_STATUSES", "HttpEngineClient", "OnCall"]
 
 MAX_REQUEST_ID_CHARS = 200
 MISSING_STATUSES = frozenset({403, 404, 405, 501})
@@ -50,7 +50,7 @@ OnCall = Callable[[str, str, float], None]
 
 _PROBE_SAMPLING = SamplingParams(max_output_tokens=PROBE_TOKENS, top_k=1)
 _HOT_SAMPLING = msgspec.structs.replace(_PROBE_SAMPLING, temperature=2.0)
-_JSON = ("Content-Type", "application/json")
+JSON_CONTENT = ("Content-Type", "application/json")
 _Answer = TypeVar("_Answer")
 
 
@@ -231,7 +231,7 @@ class HttpEngineClient(EngineClient):
             left_s = max(0.0, started_s + timeout_s - trio.current_time())
             # Job ids are the submitter's and may hold anything; a header may not.
             header = quote(f"{request_id}.{attempt}", safe="/:+@ ")[-MAX_REQUEST_ID_CHARS:]
-            headers = [_JSON, ("X-Request-Id", header)]
+            headers = [JSON_CONTENT, ("X-Request-Id", header)]
             try:
                 response = await self._http.request(
                     "POST", path, body=body, headers=headers, timeout_s=left_s, on_data=on_data
@@ -281,7 +281,7 @@ class HttpEngineClient(EngineClient):
     async def _control(self, path: str, timeout_s: float, body: object = msgspec.UNSET) -> bool:
         """One call, not retried. False where the server does not have it."""
         payload = b"" if body is msgspec.UNSET else msgspec.json.encode(body)
-        headers = [_JSON] if payload else []
+        headers = [JSON_CONTENT] if payload else []
         try:
             response = await self._http.request("POST", path, body=payload, headers=headers, timeout_s=timeout_s)
         except HttpError as exc:

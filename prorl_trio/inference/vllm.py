@@ -38,6 +38,10 @@ __all__ = ["OnCall", "RetryPolicy", "VllmClient"]
 class VllmClient(HttpEngineClient):
     """One vLLM server. Completions come from `/inference/v1/generate` where it has that, or `/v1/completions`."""
 
+    async def is_there(self, timeout_s: float) -> bool:
+        """Whether the server lists a model as vLLM does. Errors as `probe`."""
+        return served_model(await self._get_json("/v1/models", ModelList, timeout_s)) is not None
+
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
         """See `EngineClient.pause`. Only a server in development mode (`VLLM_SERVER_DEV_MODE=1`) offers it.
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from prorl_trio.chat_template import ToolSchema
     from prorl_trio.inference.gate import PauseMode
     from prorl_trio.inference.pool import GateReport
-    from prorl_trio.models import JobSpec
+    from prorl_trio.models import JobSpec, ToolCall
     from prorl_trio.pipeline import JobSink
 
 __all__ = ["NodeApi"]
@@ -86,6 +89,17 @@ class NodeApi(Protocol):
         Raises:
             BackendError: it is not fit; the message says why.
         """
+
+    def expect_backend(self, url: str, why: str) -> None:
+        """List an LLM backend that is down; it joins when it is up. `why` it is not, for those who look."""
+
+    def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
+        """Of one completion: its text without the tokens that structure the dialogue, and the calls written in it.
+
+        `raw` of each call is how the text has it. `tools` are those that the policy was offered. Blocks for as long as
+        a tokenizer takes.
+        """
+        ...
 
     def drain_backend(self, url: str) -> None:
         """Give a backend no new tasks; it stays listed.

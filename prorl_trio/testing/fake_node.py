@@ -11,12 +11,13 @@ import trio
 
 from prorl_trio.errors import BackendError, Draining, DuplicateJob, ServiceError, UnknownHandler, UnknownJob
 from prorl_trio.inference.pool import GatedBackend, GateReport
-from prorl_trio.models import JobSpec, Outcome, PolicySpan, Segment, TaskInstance, Timing, Trajectory
+from prorl_trio.models import JobSpec, Outcome, PolicySpan, Segment, TaskInstance, Timing, ToolCall, Trajectory
 from prorl_trio.observer import JobView
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from prorl_trio.chat_template import ToolSchema
     from prorl_trio.inference.gate import PauseMode
     from prorl_trio.models import Status
     from prorl_trio.observer import Observer
@@ -55,6 +56,12 @@ def make_outcome(spec: JobSpec, *, tokens: int = 8, reward: float | None = 1.0) 
     )
 
 
+def _spelled_out(token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
+    """Return the ids as a text without calls: a fake node has no tokenizer."""
+    del tools
+    return " ".join(map(str, token_ids)), []
+
+
 class FakeNode:
     """A `service.node_api.NodeApi`. Jobs wait for `finish`, `advance` or a cancel.
 
@@ -63,8 +70,9 @@ class FakeNode:
     Attributes:
         submitted: every spec the node took, in order, also those that have ended.
         live: specs of jobs without an outcome, by id.
-        backends: urls, in order of arrival. Urls in `unfit_backends` are refused. `drained_backends` and
-            `backend_weights` are what was asked for.
+        backends: urls, in order of arrival. Urls in `unfit_backends` are refused, and those in `down_backends` are
+            down. `expected_backends`, `drained_backends` and `backend_weights` are what was asked for.
+        read_turn: see `NodeApi`.
         draining: refuse new jobs.
         cancel_gate: cancels wait for it; set at first.
         paused: the mode of the pause in force, or None. `policy_version` is what the last resume said.
@@ -78,6 +86,8 @@ class FakeNode:
         self.live: dict[str, JobSpec] = {}
         self.backends: list[str] = []
         self.unfit_backends: set[str] = set()
+        self.down_backends: set[str] = set()
+        self.expected_backends: dict[str, str] = {}
         self.drained_backends: set[str] = set()
         self.backend_weights: dict[str, float] = {}
         self.draining = False
@@ -87,6 +97,7 @@ class FakeNode:
         self.policy_version = "0"
         self.pause_error: ServiceError | None = None
         self.observers: list[Observer] = []
+        self.read_turn: Callable[[Sequence[int], Sequence[ToolSchema]], tuple[str, list[ToolCall]]] = _spelled_out
         self._statuses: dict[str, Status] = {}
         self._on_submit = on_submit
         self._sinks: dict[str, list[JobSink]] = {}
@@ -176,11 +187,19 @@ class FakeNode:
         await trio.lowlevel.checkpoint()
         if url in self.unfit_backends:
             raise BackendError(f"backend {url} drops token ids", retryable=False)
+        if url in self.down_backends:
+            raise BackendError(f"backend {url} cannot be reached", retryable=True)
         if url not in self.backends:
             self.backends.append(url)
         self.drained_backends.discard(url)
         if weight is not None:
             self.backend_weights[url] = weight
+
+    def expect_backend(self, url: str, why: str) -> None:
+        """See `NodeApi`."""
+        self.expected_backends[url] = why
+        if url not in self.backends:
+            self.backends.append(url)
 
     def drain_backend(self, url: str) -> None:
         """See `NodeApi`."""

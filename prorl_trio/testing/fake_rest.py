@@ -149,9 +149,10 @@ async def open_rest(
     sessions: SessionTable | None = None,
     certificate: ssl.SSLContext | None = None,
     trust: ssl.SSLContext | None = None,
+    sandbox_network: bool = False,
     **rest: Any,
 ) -> AsyncIterator[RestService]:
-    """Serve `node`; `rest` are fields of `RestConfig`. Leaving cancels the server.
+    """Serve `node`; `rest` are fields of `RestConfig`, `sandbox_network` see `serve_rest`. Leaving cancels the server.
 
     With TLS, `certificate` is the server's context and `trust` its clients'.
     """
@@ -159,7 +160,16 @@ async def open_rest(
     table = SessionTable() if sessions is None else sessions
     feed = EventFeed(max_streams=config.max_event_streams, max_events=config.event_buffer_events)
     node.observers.append(feed)
-    serve = partial(serve_rest, node, config, TOKEN.encode(), sessions=table, feed=feed, tls=certificate)
+    serve = partial(
+        serve_rest,
+        node,
+        config,
+        TOKEN.encode(),
+        sessions=table,
+        feed=feed,
+        tls=certificate,
+        sandbox_network=sandbox_network,
+    )
     try:
         async with open_single_nursery() as nursery:
             address = await nursery.start(serve)

@@ -8,7 +8,7 @@ import trio
 
 from prorl_trio.agent import run_agent
 from prorl_trio.errors import BackendError, ContextLengthExceeded, TokenDrift
-from prorl_trio.handlers.math import MathHandler
+from prorl_trio.handlers.math import NUDGE, MathHandler
 from prorl_trio.models import ChatMessage, SamplingParams
 from prorl_trio.rollout import RolloutContext
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -71,6 +71,18 @@ async def test_the_trajectory_is_what_the_engine_saw_bit_for_bit(rig):
     assert [(span.start, span.end) for span in segment.spans] == [
         (turn.completion_start, turn.completion_end) for turn in trajectory.turns
     ]
+
+
+async def test_what_the_policy_was_told_and_offered_is_recorded_beside_its_tokens(rig):
+    async with rig.open():
+        context = await rollout(rig, call("6*7"), "hm", r"\boxed{42}")
+    trajectory = context.trajectory()
+    opening, after_call, reminded = (turn.messages for turn in trajectory.turns)
+    assert [message.role for message in opening] == ["system", "user"]
+    assert rig.spec().instance.payload["question"] in opening[1].content
+    assert after_call == []
+    assert [(message.role, message.content) for message in reminded] == [("user", NUDGE)]
+    assert [tool["function"]["name"] for tool in trajectory.tools] == ["ipython", "finish"]
 
 
 async def test_drift_fails_the_rollout_and_its_trajectory_says_how_many_tokens(rig):

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+from itertools import pairwise
+
 import msgspec
 import numpy as np
 import pytest
 import trio
 
+from prorl_trio.chat import ChatFormat
 from prorl_trio.errors import ConfigError
-from prorl_trio.models import Segment, ToolCall, Trajectory, Turn
-from prorl_trio.testing.fake_node import make_outcome
-from prorl_trio.testing.fake_rest import open_rest
+from prorl_trio.models import ChatMessage, Segment, ToolCall, Trajectory, Turn
+from prorl_trio.service.prorl_compat.result import Asked, make_result
+from prorl_trio.testing.fake_node import make_outcome, make_spec
+from prorl_trio.testing.fake_rest import TOKEN, open_rest
+from prorl_trio.testing.tiny_model import make_tiny_model
 
+OPENING = [ChatMessage(role="system", content="You calculate."), ChatMessage(role="user", content="What is 6*7?")]
+REMINDER = [ChatMessage(role="user", content="Go on.")]
+TOOLS = [{"type": "function", "function": {"name": "ipython", "description": "", "parameters": {"type": "object"}}}]
 SOURCES = {"deepscaler": "fake", "mathy": "math"}
 
 
@@ -54,14 +63,14 @@ def two_turns(spec):
     segment = Segment.from_arrays(
         np.arange(100, 112), np.linspace(-1, 0, 12, dtype="<f4"), [0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1], []
     )
-    call = ToolCall(name="ipython", arguments={"code": "6*7"}, raw="")
+    call = ToolCall(name="ipython", arguments={"code": "6*7"}, raw="<call/>")
     turns = [
         Turn(segment=0, completion_start=3, completion_end=5, text="let me", finish_reason="stop", tool_calls=[call],
-             observations=["42"], inference_s=1.0, tools_s=1.0),
+             observations=["42"], inference_s=1.0, tools_s=1.0, messages=OPENING),
         Turn(segment=0, completion_start=8, completion_end=12, text="42", finish_reason="stop", tool_calls=[],
-             observations=[], inference_s=1.0, tools_s=1.0),
+             observations=[], inference_s=1.0, tools_s=1.0, messages=REMINDER),
     ]  # fmt: skip
-    trajectory = Trajectory(segments=[segment], turns=turns, stop_reason="finished")
+    trajectory = Trajectory(segments=[segment], turns=turns, stop_reason="finished", tools=TOOLS)
     return msgspec.structs.replace(make_outcome(spec), trajectory=trajectory), segment
 
 
@@ -73,8 +82,9 @@ async def test_process_blocks_until_the_result_and_has_the_tokens_message_by_mes
         spec = node.live["j"]
         assert (spec.sampling.temperature, spec.instance.instance_id) == (0.5, "7")
         status = (await rest.call("GET", "/status")).json()
-        assert (status["status"], status["pending_jobs"]) == ("running", 1)
+        assert (status["status"], status["running"], status["pending_jobs"]) == ("running", True, 1)
         outcome, segment = two_turns(spec)
+        node.read_turn = lambda ids, tools: ("let me\n<call/>", outcome.trajectory.turns[0].tool_calls[:1])
         node.finish("j", outcome)
         code, result = await asking.result()
         assert code == 200
@@ -91,12 +101,20 @@ async def test_process_blocks_until_the_result_and_has_the_tokens_message_by_mes
             None,
         )
         messages = result["messages"]
-        assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
-        assert messages[0]["content"] == "6*7?"
-        assert messages[1]["tool_calls"] == [{"name": "ipython", "arguments": {"code": "6*7"}}]
+        assert [(message["role"], message["content"]) for message in messages] == [
+            ("system", "You calculate."),
+            ("user", "What is 6*7?"),
+            ("assistant", "let me"),
+            ("tool", "42"),
+            ("user", "Go on."),
+            ("assistant", "let me"),
+        ]
+        assert messages[2]["tool_calls"] == [{"name": "ipython", "arguments": '{"code":"6*7"}'}]
+        assert result["tools"] == TOOLS
         assert [token for message in messages for token in message["token_ids"]] == segment.token_ids.tolist()
-        assert messages[3]["input_ids"] == segment.token_ids[:8].tolist()
-        assert messages[3]["logprobs"] == segment.logprobs[8:].tolist()
+        assert messages[5]["input_ids"] == segment.token_ids[:8].tolist()
+        assert messages[5]["logprobs"] == segment.logprobs[8:].tolist()
+        assert [message["input_ids"] is None for message in messages] == [True, True, False, True, True, False]
         assert set(result["timing"]) == {
             "init_time", "run_time", "eval_time", "others_time", "counted_elapsed", "timeout_triggered"
         }  # fmt: skip
@@ -113,7 +131,7 @@ async def test_cancel_resolves_process_at_once_with_a_cancelled_result(node):
         assert (result["reward"], result["filter"], result["success"]) == (None, True, False)
         assert (await rest.call("POST", "/cancel", {"job_id": "j"})).status == 200
         answer = await rest.call("POST", "/cancel", {"job_id": "never"})
-        assert (answer.status, answer.json()["detail"]) == (404, "Job never not found")
+        assert (answer.status, answer.json()) == (200, {"status": "Cancel requested for job never"})
 
 
 async def test_same_job_id_joins_live_and_ended(node):
@@ -193,16 +211,93 @@ async def test_infrastructure_failure_is_filtered_and_has_no_reward(node):
         )  # fmt: skip
 
 
-async def test_math_instance_becomes_question_and_answer(node):
+SAID = [{"role": "system", "content": "s"}, {"role": "user", "content": "6*7?"}]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        pytest.param("6*7?", id="text"),
+        pytest.param(SAID, id="messages"),
+        pytest.param(msgspec.json.encode(SAID).decode(), id="messages as JSON"),
+        pytest.param([*SAID, {"role": "assistant", "content": "Hm"}], id="not the last message"),
+        pytest.param([{"role": "user", "content": [{"type": "text", "text": "6*7?"}]}], id="in parts"),
+    ],
+)
+async def test_math_instance_becomes_question_and_answer(node, prompt):
     async with open_compat(node) as rest:
         await begin(rest, node)
-        prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "6*7?"}]
         sent = request(data_source="mathy", prompt=prompt, reward_model={"ground_truth": 42})
         taken = []
         node.submit = lambda spec, sink: taken.append(spec)
         with trio.move_on_after(0.2):
             await rest.call("POST", "/process", sent)
         assert (taken[0].instance.handler, taken[0].instance.payload) == ("math", {"question": "6*7?", "answer": "42"})
+
+
+async def test_a_question_that_only_looks_like_messages_is_one(node):
+    async with open_compat(node) as rest:
+        await begin(rest, node)
+        taken = []
+        node.submit = lambda spec, sink: taken.append(spec)
+        with trio.move_on_after(0.2):
+            await rest.call(
+                "POST",
+                "/process",
+                request(data_source="mathy", prompt="[1, 2] has how many?", reward_model={"ground_truth": "2"}),
+            )
+        assert taken[0].instance.payload["question"] == "[1, 2] has how many?"
+
+
+async def test_a_client_that_works_on_text_gets_no_tokens(node):
+    async with open_compat(node) as rest, trio.open_nursery() as nursery:
+        await begin(rest, node)
+        sent = request()
+        sent["sampling_params"]["token_level_generation"] = False
+        asking = Asking(nursery, rest, sent)
+        await node.wait_live(1)
+        node.finish("j", two_turns(node.live["j"])[0])
+        _, result = await asking.result()
+        assert [set(message) - {"tool_calls"} for message in result["messages"]] == [{"role", "content"}] * 6
+
+
+async def test_what_was_written_as_a_call_is_no_text_and_what_was_not_is_no_call(node, tmp_path):
+    """As the model's own format reads it: nothing is there twice, and nothing of what was said is lost."""
+    tiny = make_tiny_model(tmp_path)
+    chat_format = ChatFormat.load(tmp_path)
+    good = '<tool_call>\n{"name": "ipython", "arguments": {"code": "6*7"}}\n</tool_call>'
+    broken = '<tool_call>\n{"name": "ipython", "arguments": {</tool_call>'
+    fenced = "```python\n6*7\n```"
+    texts = [f"I think so.\n{good}", f"And {broken}", f"Or {fenced}"]
+    ids = [tiny.turn(text) for text in texts]
+    starts = [sum(map(len, ids[:n])) for n in range(4)]
+    implied = ToolCall(name="ipython", arguments={"code": "6*7"}, raw="6*7")
+    turns = [
+        Turn(segment=0, completion_start=start, completion_end=end, text="", finish_reason="stop",
+             tool_calls=[implied], observations=["42"], inference_s=0.0, tools_s=0.0)
+        for start, end in pairwise(starts)
+    ]  # fmt: skip
+    tokens = [token for each in ids for token in each]
+    segment = Segment.from_arrays(tokens, [-0.5] * len(tokens), [1] * len(tokens), [])
+    trajectory = Trajectory(segments=[segment], turns=turns, stop_reason="finished", tools=TOOLS)
+    outcome = msgspec.structs.replace(make_outcome(make_spec("j")), trajectory=trajectory)
+    result = make_result(outcome, Asked("q"), chat_format.read_turn)
+    said = [message for message in result["messages"] if message["role"] == "assistant"]
+    assert [message["content"] for message in said] == ["I think so.", f"And {broken}", f"Or {fenced}"]
+    assert [message["tool_calls"] for message in said] == [
+        [{"name": "ipython", "arguments": '{"code":"6*7"}'}], [], []
+    ]  # fmt: skip
+
+
+async def test_an_engine_is_known_by_its_openai_address_and_may_be_down(node):
+    node.down_backends.add("http://b:8000")
+    async with open_compat(node) as rest:
+        for address in ("http://a:8000/v1", "a:8000", "http://a:8000/v1/"):
+            assert (await rest.call("POST", "/add_llm_server", {"address": address})).status == 200
+        assert node.backends == ["http://a:8000"]
+        answer = await rest.call("POST", "/add_llm_server", {"address": "b:8000/v1"})
+        assert (answer.status, answer.json()["status"].split(":")[0]) == (200, "Buffered LLM server b")
+        assert list(node.expected_backends) == ["http://b:8000"]
 
 
 async def test_backends_are_added_before_the_start_and_cleared(node):
@@ -216,12 +311,30 @@ async def test_backends_are_added_before_the_start_and_cleared(node):
         assert node.backends == []
 
 
-async def test_no_token_only_where_it_is_said_and_only_on_loopback(node):
+NO_TOKEN = {"Authorization": ""}
+
+
+async def test_its_clients_send_no_token_and_need_none_where_only_this_hosts_users_can_come(node):
     async with open_compat(node) as rest:
-        assert (await rest.call("POST", "/start", headers={"Authorization": ""})).status == 401
-    async with open_compat(node, prorl_compat_token=False) as rest:
-        assert (await rest.call("POST", "/start", headers={"Authorization": ""})).status == 200
-        assert (await rest.call("GET", "/v1/status", headers={"Authorization": ""})).status == 401
-    with pytest.raises(ConfigError, match="loopback"):
-        async with open_compat(node, prorl_compat_token=False, host="0.0.0.0"):
+        assert (await rest.call("POST", "/start", headers=NO_TOKEN)).status == 200
+        assert (await rest.call("GET", "/v1/status", headers=NO_TOKEN)).status == 401
+    for where in ({"prorl_compat_token": True}, {"sandbox_network": True}, {"host": "0.0.0.0"}):
+        async with open_compat(node, **where) as rest:
+            assert (await rest.call("POST", "/start", headers=NO_TOKEN)).status == 401, where
+
+
+@pytest.mark.parametrize("where", [{"host": "0.0.0.0"}, {"sandbox_network": True}])
+async def test_no_token_is_refused_where_others_could_come(node, where):
+    with pytest.raises(ConfigError, match="prorl_compat_token"):
+        async with open_compat(node, prorl_compat_token=False, **where):
             pass
+
+
+async def test_the_token_may_come_as_a_password_in_the_url(node):
+    async with open_compat(node, prorl_compat_token=True) as rest:
+        for credentials, status in ((f"any:{TOKEN}", 200), (f":{TOKEN}", 400), ("any:wrong", 401), (TOKEN, 401)):
+            basic = base64.b64encode(credentials.encode()).decode()
+            answer = await rest.call("POST", "/start", headers={"Authorization": f"Basic {basic}"})
+            assert answer.status == status, credentials
+        answer = await rest.call("POST", "/start", headers={"Authorization": "Basic ???"})
+        assert answer.status == 401

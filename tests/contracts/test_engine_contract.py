@@ -19,6 +19,7 @@ from prorl_trio.inference.vllm import VllmClient  # noqa: E402
 from prorl_trio.testing.engine_contract import EngineContract, EngineUnderTest  # noqa: E402
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine  # noqa: E402
 from prorl_trio.testing.fake_sglang import open_fake_sglang  # noqa: E402
+from prorl_trio.testing.fake_trainer_engine import open_fake_trainer_engine  # noqa: E402
 
 POLL_S = 0.05
 
@@ -59,6 +60,27 @@ class TestFakeSglang(EngineContract):
                 end_of_turn_id=fake.config.end_of_turn_id,
                 wait_running=lambda condition: fake.wait_until(lambda stats: condition(stats.running)),
                 count_finished=count_finished,
+            )
+            await client.aclose()
+
+
+class TestFakeTrainerEngine(EngineContract):
+    @pytest.fixture
+    async def engine(self):
+        async with open_fake_trainer_engine(config=FakeEngineConfig(per_token_s=0.002)) as fake:
+            client = AutoClient(fake.url, context_tokens=fake.config.max_model_len)
+
+            async def count_finished() -> int:
+                await trio.lowlevel.checkpoint()
+                return fake.stats.completions_total - fake.stats.aborted_total
+
+            yield EngineUnderTest(
+                client=client,
+                prompt_token_ids=[11, 12, 13, 14, 15, 16, 17, 18, 19],
+                end_of_turn_id=fake.config.end_of_turn_id,
+                wait_running=lambda condition: fake.wait_until(lambda stats: condition(stats.running)),
+                count_finished=count_finished,
+                streams=False,
             )
             await client.aclose()
 

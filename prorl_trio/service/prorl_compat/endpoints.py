@@ -11,7 +11,7 @@ import msgspec
 import trio
 from starlette.responses import Response
 
-from prorl_trio.errors import BackendError, DuplicateJob, ServiceError, UnknownJob
+from prorl_trio.errors import BackendError, DuplicateJob, ServiceError
 from prorl_trio.service.prorl_compat.request import (
     CancelRequest,
     Instance,
@@ -20,8 +20,9 @@ from prorl_trio.service.prorl_compat.request import (
     UnknownDataSource,
     make_spec,
     question_of,
+    wants_tokens,
 )
-from prorl_trio.service.prorl_compat.result import make_result
+from prorl_trio.service.prorl_compat.result import Asked, make_result
 from prorl_trio.service.rest.call import Endpoint
 from prorl_trio.service.rest.errors import ApiError, decode_body, error_of, status_of
 from prorl_trio.service.rest.rollouts import cancel_jobs
@@ -30,13 +31,15 @@ from prorl_trio.service.rest.schema import ErrorBody, ErrorDetail, NoQuery
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from prorl_trio.config import RestConfig
     from prorl_trio.models import JobSpec, Outcome
+    from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.rest.call import Api, Call
     from prorl_trio.service.session import Session
 
 __all__ = ["SESSION", "compat_endpoints"]
 
+OPENAI_PATH: Final = "/v1"
+"""What that server's users put at the end of an engine's address."""
 SESSION: Final = "prorl"
 """The session that all jobs of these endpoints belong to."""
 
@@ -48,8 +51,8 @@ class CompatError(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-def compat_endpoints(config: RestConfig) -> list[Endpoint]:
-    """The endpoints, to be added to the REST application. Without a token if `prorl_compat_token` is off."""
+def compat_endpoints(*, free: bool) -> list[Endpoint]:
+    """The endpoints, to be added to the REST application. `free`: they ask for no token."""
     server = _Server()
     table: list[tuple[str, str, Callable[[Call], Awaitable[Response]], str, tuple[Any, ...], tuple[int, ...]]] = [
         ("POST", "/start", server.start, "Take jobs from now on.", (), (400,)),
@@ -63,7 +66,7 @@ def compat_endpoints(config: RestConfig) -> list[Endpoint]:
             (ProcessRequest,),
             (400, 409, 429, 503, 504),
         ),
-        ("POST", "/cancel", server.cancel, "Cancel a job: its /process answers.", (CancelRequest,), (404, 503)),
+        ("POST", "/cancel", server.cancel, "Cancel a job: its /process answers.", (CancelRequest,), (503,)),
         ("POST", "/add_llm_server", server.add_llm_server, "Add a backend.", (ServerRequest,), ()),
         ("POST", "/clear_llm_server", server.clear_llm_server, "Take all backends out.", (), ()),
     ]
@@ -78,7 +81,7 @@ def compat_endpoints(config: RestConfig) -> list[Endpoint]:
             replies={200: None},
             errors=errors,
             error_bodies=(CompatError, ErrorBody),
-            free=not config.prorl_compat_token,
+            free=free,
             tags=("ProRL",),
         )
         for method, path, handler, summary, bodies, errors in table
@@ -112,7 +115,8 @@ class _Server:
         await trio.lowlevel.checkpoint()
         at = Counter(job.status for job in session.running_jobs())
         stages = {stage: at[stage] for stage in ("init", "run", "eval")}
-        return _json({"status": "running", "pending_jobs": session.running, "jobs": session.running, **stages})
+        jobs = session.running
+        return _json({"status": "running", "running": True, "pending_jobs": jobs, "jobs": jobs, **stages})
 
     async def process(self, call: Call) -> Response:
         """See the endpoint's summary. A client that leaves loses nothing: it asks again with the same job_id."""
@@ -125,25 +129,30 @@ class _Server:
         await self._submit(session, spec, api)
         outcome = await self._outcome(session, spec.job_id, api)
         instance = msgspec.convert(request.instance, Instance)
-        question = question_of(request.instance)
-        result = await trio.to_thread.run_sync(_encode, outcome, question, instance.trajectory_id)
+        asked = Asked(question_of(request.instance), instance.trajectory_id, wants_tokens(request))
+        result = await trio.to_thread.run_sync(_encode, outcome, asked, api.node)
         return Response(result, media_type="application/json")
 
     async def cancel(self, call: Call) -> Response:
-        """Returns when nothing of the job is left. One that has ended already is fine."""
+        """Returns when nothing of the job is left. One that has ended, or never was, is fine."""
         session = self._session(call.api)
         job_id = decode_body(call.body, CancelRequest).job_id
-        if not session.knows(job_id):
-            raise UnknownJob(f"Job {job_id} not found")
         if session.is_running(job_id):
             await cancel_jobs(call.api, [job_id], "cancelled through /cancel")
         return _say(f"Cancel requested for job {job_id}")
 
     async def add_llm_server(self, call: Call) -> Response:
-        """Works before `/start`, too. A server that is there already is probed again."""
+        """Works before `/start`, too. A server that is there already is probed again, and one that is down joins when
+        it is up."""
         address = decode_body(call.body, ServerRequest).address
-        url = address if "://" in address else f"http://{address}"
-        await call.api.node.add_backend(url)
+        url = (address if "://" in address else f"http://{address}").rstrip("/").removesuffix(OPENAI_PATH)
+        try:
+            await call.api.node.add_backend(url)
+        except BackendError as exc:
+            if not exc.retryable:
+                raise
+            call.api.node.expect_backend(url, str(exc))
+            return _say(f"Buffered LLM server {address}: it joins when it is up")
         return _say(f"Added LLM server {address}")
 
     async def clear_llm_server(self, call: Call) -> Response:
@@ -183,8 +192,8 @@ class _Server:
         raise _error(HTTPStatus.GATEWAY_TIMEOUT, "timeout", message)
 
 
-def _encode(outcome: Outcome, question: str, trajectory_id: str | int | None) -> bytes:
-    return msgspec.json.encode(make_result(outcome, question, trajectory_id), enc_hook=str)
+def _encode(outcome: Outcome, asked: Asked, node: NodeApi) -> bytes:
+    return msgspec.json.encode(make_result(outcome, asked, node.read_turn), enc_hook=str)
 
 
 def _with_detail(handler: Callable[[Call], Awaitable[Response]]) -> Callable[[Call], Awaitable[Response]]:

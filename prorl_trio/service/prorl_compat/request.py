@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
 
@@ -21,6 +22,7 @@ __all__ = [
     "UnknownDataSource",
     "make_spec",
     "question_of",
+    "wants_tokens",
 ]
 
 DEFAULT_DATA_SOURCE: Final = "swebench"
@@ -74,14 +76,19 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampling parameters that are honoured. All others (`model`, `api_key`, `max_model_len`, `custom_tokenizer`,
-    `native_tool_calling`, `token_level_generation`, `enable_thinking`, ...) are ignored: the node's model decides."""
+    """The sampling parameters that a job is made of. See docs/prorl-clients.md for those that are ignored, and why."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     max_output_tokens: int | None = None
     max_iterations: int | None = None
+
+
+class _Form(msgspec.Struct, frozen=True, kw_only=True):
+    """The one that decides what the result has."""
+
+    token_level_generation: bool | None = None
 
 
 def make_spec(request: ProcessRequest, data_sources: Mapping[str, str]) -> JobSpec:
@@ -118,12 +125,34 @@ def make_spec(request: ProcessRequest, data_sources: Mapping[str, str]) -> JobSp
 
 
 def question_of(instance: dict[str, Any]) -> str:
-    """The text of an instance's prompt; of messages, the last one by the user."""
-    prompt = instance.get("prompt", instance.get("problem_statement", ""))
+    """The text of an instance's prompt; of messages, which may come as JSON, the last one by the user."""
+    prompt = _messages_of(instance.get("prompt", instance.get("problem_statement", "")))
+    if isinstance(prompt, str):
+        return prompt
+    by_user = [message for message in prompt if message.get("role", "user") == "user"]
+    return _text_of(by_user[-1].get("content")) if by_user else ""
+
+
+def wants_tokens(request: ProcessRequest) -> bool:
+    """Whether messages are to have their tokens: unless the client says that it works on text."""
+    return _read(request.sampling_params, _Form, "$.sampling_params").token_level_generation is not False
+
+
+def _messages_of(prompt: object) -> str | list[dict[str, Any]]:
+    """The messages of a prompt; a text that is none. Tables often hold lists as JSON."""
+    if isinstance(prompt, str) and prompt.lstrip().startswith("["):
+        with suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(prompt, type=list[dict[str, Any]])
     if isinstance(prompt, list):
-        texts = [message.get("content") for message in prompt if isinstance(message, dict)]
-        prompt = texts[-1] if texts else ""
+        return [message for message in prompt if isinstance(message, dict)]
     return prompt if isinstance(prompt, str) else ""
+
+
+def _text_of(content: object) -> str:
+    """The text of a message's content, which may come in parts."""
+    if isinstance(content, list):
+        return "".join(_text_of(part.get("text")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
 
 
 def _payload(handler: str, instance: dict[str, Any]) -> dict[str, Any]:

@@ -2,37 +2,66 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
 
 if TYPE_CHECKING:
-    from prorl_trio.models import Outcome, Segment, Timing, Trajectory, Turn
+    from collections.abc import Callable, Sequence
 
-__all__ = ["make_result"]
+    from prorl_trio.chat_template import ToolSchema
+    from prorl_trio.models import Outcome, Segment, Timing, ToolCall, Trajectory, Turn
+
+__all__ = ["Asked", "make_result"]
 
 RESOLVED_ABOVE: Final = 0.99
 """What that server takes for solved."""
+TOKEN_KEYS: Final = ("token_ids", "input_ids", "logprobs")
 
 
-def make_result(outcome: Outcome, question: str, trajectory_id: str | int | None) -> dict[str, Any]:
+class Asked(NamedTuple):
+    """What of a request decides how its result looks.
+
+    Attributes:
+        question: what the user's message says where the rollout did not record it.
+        trajectory_id: the client's own.
+        tokens: messages have their tokens.
+    """
+
+    question: str
+    trajectory_id: str | int | None = None
+    tokens: bool = True
+
+
+def make_result(
+    outcome: Outcome,
+    asked: Asked,
+    read_turn: Callable[[Sequence[int], Sequence[ToolSchema]], tuple[str, list[ToolCall]]],
+) -> dict[str, Any]:
     """The result object, JSON-ready. Beside that server's keys: `reward`, `status`, `cause`, `job_id`, `details`.
 
     A failure that is not the policy's has `critical_error`, `filter` true, `reward` null and `resolved` false: it must
-    not be trained on. `critical_error` is the stage that failed, `timeout` or `cancelled`.
+    not be trained on. `critical_error` is the stage that failed, `timeout` or `cancelled`. `read_turn` is the node's.
     """
     trajectory = outcome.trajectory
     reward = outcome.reward
     finished = trajectory is not None and trajectory.stop_reason == "finished"
+    messages: list[dict[str, Any]] = []
+    if trajectory is not None:
+        messages = _messages(trajectory, asked.question, lambda ids: read_turn(ids, trajectory.tools))
+    if not asked.tokens:
+        messages = [{key: value for key, value in each.items() if key not in TOKEN_KEYS} for each in messages]
     return {
         "instance_id": outcome.instance_id,
-        "trajectory_id": trajectory_id,
+        "trajectory_id": asked.trajectory_id,
         "job_id": outcome.job_id,
         "git_patch": outcome.details.get("git_patch"),
         "success": outcome.status == "completed",
         "error": outcome.error or None,
         "finish": finished,
         "end_properly": finished,
-        "messages": [] if trajectory is None else _messages(trajectory, question),
-        "tools": [],
+        "messages": messages,
+        "tools": [] if trajectory is None else trajectory.tools,
         "resolved": reward is not None and reward > RESOLVED_ABOVE,
         "reward": reward,
         "status": outcome.status,
@@ -56,48 +85,66 @@ def _critical_error(outcome: Outcome) -> str | None:
             return "eval" if outcome.timing.eval_s else "run" if outcome.timing.run_s else "init"
 
 
-def _messages(trajectory: Trajectory, question: str) -> list[dict[str, Any]]:
+def _messages(
+    trajectory: Trajectory, question: str, read: Callable[[Sequence[int]], tuple[str, list[ToolCall]]]
+) -> list[dict[str, Any]]:
     """Of each segment, `token_ids` of all its messages one after another are its token ids, bit for bit.
 
     What the policy sampled is in messages of the assistant, each with the whole prompt before it as `input_ids`. Tokens
     between two of them (a turn's observations, a reminder) are those of the first message between.
     """
-    messages = []
+    messages: list[dict[str, Any]] = []
     for index, segment in enumerate(trajectory.segments):
         turns = [turn for turn in trajectory.turns if turn.segment == index]
-        begin = turns[0].completion_start if turns else len(segment)
-        messages.append(_message("user", question, segment, 0, begin))
-        for place, turn in enumerate(turns):
-            messages.append(_action(turn, segment))
-            after = turns[place + 1].completion_start if place + 1 < len(turns) else len(segment)
-            messages.extend(_observations(turn, segment, after))
+        at, said = 0, list[tuple[str, str]]()
+        for turn in turns:
+            said += [(message.role, message.content) for message in turn.messages]
+            messages += _between(said or ([] if at else [("user", question)]), segment, at, turn.completion_start)
+            messages.append(_action(turn, segment, read))
+            at, said = turn.completion_end, [("tool", text) for text in turn.observations]
+        messages += _between(said or ([] if at else [("user", question)]), segment, at, len(segment))
     return messages
 
 
-def _action(turn: Turn, segment: Segment) -> dict[str, Any]:
+def _between(said: Sequence[tuple[str, str]], segment: Segment, start: int, end: int) -> list[dict[str, Any]]:
+    """What others than the policy said, with its tokens; where nobody knows what it was, as the user's."""
+    found = []
+    for role, content in said or ([("user", "")] if end > start else []):
+        found.append(
+            {
+                "role": role,
+                "content": content,
+                "token_ids": segment.token_ids[start:end].tolist(),
+                "input_ids": None,
+                "logprobs": None,
+            }
+        )
+        start = end
+    return found
+
+
+def _action(
+    turn: Turn, segment: Segment, read: Callable[[Sequence[int]], tuple[str, list[ToolCall]]]
+) -> dict[str, Any]:
+    """One completion. What it wrote as calls is in `tool_calls` alone; one that cannot be read is in the text alone, as
+    are calls that the handler only took from the text."""
     start, end = turn.completion_start, turn.completion_end
+    token_ids = segment.token_ids[start:end].tolist()
+    content, written = read(token_ids)
+    calls = []
+    for call in reversed(written):
+        if call.raw and not call.error and call.raw in content:
+            before, _, after = content.rpartition(call.raw)
+            content = (before + after).rstrip()
+            calls.append({"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()})
     return {
         "role": "assistant",
-        "content": turn.text,
-        "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in turn.tool_calls],
-        "token_ids": segment.token_ids[start:end].tolist(),
+        "content": content,
+        "tool_calls": calls[::-1],
+        "token_ids": token_ids,
         "input_ids": segment.token_ids[:start].tolist(),
         "logprobs": segment.logprobs[start:end].tolist(),
     }
-
-
-def _observations(turn: Turn, segment: Segment, end: int) -> list[dict[str, Any]]:
-    start = turn.completion_end
-    if not turn.observations:
-        return [_message("user", "", segment, start, end)] if end > start else []
-    first, *others = turn.observations
-    rest = [_message("tool", text, segment, end, end) for text in others]
-    return [_message("tool", first, segment, start, end), *rest]
-
-
-def _message(role: str, content: str, segment: Segment, start: int, end: int) -> dict[str, Any]:
-    token_ids = segment.token_ids[start:end].tolist()
-    return {"role": role, "content": content, "token_ids": token_ids, "input_ids": None, "logprobs": None}
 
 
 def _timing(timing: Timing, *, timed_out: bool) -> dict[str, Any]:

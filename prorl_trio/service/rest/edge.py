@@ -41,23 +41,22 @@ async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
     tls: ssl.SSLContext | None = None,
     metrics: Callable[[], tuple[str, bytes]] | None = None,
     listener: trio.SocketListener | None = None,
+    sandbox_network: bool = False,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve `node` over HTTP, or over HTTPS with `tls`, until cancelled. Reports the bound (host, port).
 
     `sessions` are the node's, shared with the WebSocket; `feed` is one of the node's observers. On cancel, requests
     that wait answer with what there is, within `server.GOODBYE_TIMEOUT_S`. Jobs are not touched: they are the node's.
-    `listener`: bound already, instead of the address that is configured.
+    `listener`: bound already, instead of the address that is configured. `sandbox_network`: code in sandboxes can reach
+    this host's loopback addresses.
 
     Raises:
         ConfigError: the address cannot be bound, or the configuration contradicts itself.
     """
-    if not config.prorl_compat_token and not _is_loopback(config.host):
-        raise ConfigError(
-            f"rest.prorl_compat_token = false is for a loopback rest.host only, not {config.host!r}: anyone could come"
-        )
+    asks_token = _compat_asks_token(config, sandbox_network)
     api = Api(node=node, sessions=sessions, config=config, feed=feed, closing=trio.Event(), metrics=metrics)
-    app = make_app(api, token, compat_endpoints(config) if config.prorl_compat else ())
+    app = make_app(api, token, compat_endpoints(free=not asks_token) if config.prorl_compat else ())
     if tls is None and not _is_loopback(config.host):
         logger.warning(
             "REST on %s WITHOUT TLS: the token and everything else can be read on the network; "
@@ -76,6 +75,18 @@ async def _expire(sessions: SessionTable, retention_s: float) -> None:
         for session in sessions.all():
             if count := session.expire():
                 logger.warning("%r: %d outcomes dropped, not taken for %g s", session, count, retention_s)
+
+
+def _compat_asks_token(config: RestConfig, sandbox_network: bool) -> bool:
+    """Whether the ProRL server's endpoints ask for the token. Raises ConfigError where they must and are not to."""
+    strangers = ""
+    if not _is_loopback(config.host):
+        strangers = f"is for a loopback rest.host only, not {config.host!r}: anyone could come"
+    elif sandbox_network:
+        strangers = "is for sandboxes without a network: what the policy runs could come (sandbox.network)"
+    if config.prorl_compat_token is False and strangers:
+        raise ConfigError(f"rest.prorl_compat_token = false {strangers}")
+    return bool(strangers) if config.prorl_compat_token == "auto" else config.prorl_compat_token
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -23,14 +24,13 @@ DISCARD_TIMEOUT_S: Final = 1.0
 """What a client still sends is read for so long before its request is answered without it: closing at once would lose
 the answer on the way."""
 
-_BEARER: Final = "bearer "
-
 
 class Guard:
     """An ASGI application around another one.
 
-    Requests without the token are answered here, except on paths that `is_free` names. A body that nobody read is
-    discarded, so that the connection can be given up. Anything but HTTP is refused.
+    Requests without the token are answered here, except on paths that `is_free` names: it comes as a bearer's, or as
+    the password of basic credentials, which many clients take from a URL (`http://any:TOKEN@host:port`). A body that
+    nobody read is discarded, so that the connection can be given up. Anything but HTTP is refused.
     """
 
     def __init__(self, app: ASGIApp, token: bytes, is_free: Callable[[str], bool]) -> None:
@@ -51,8 +51,21 @@ class Guard:
         if self._is_free(scope["path"]):
             return True
         offered = [value for name, value in scope["headers"] if name == b"authorization"]
-        text = offered[0].decode("latin-1") if len(offered) == 1 else ""
-        return text[: len(_BEARER)].lower() == _BEARER and token_matches(self._token, text[len(_BEARER) :].strip())
+        scheme, _, rest = (offered[0].decode("latin-1") if len(offered) == 1 else "").partition(" ")
+        match scheme.lower():
+            case "bearer":
+                return token_matches(self._token, rest.strip())
+            case "basic":
+                return token_matches(self._token, _password(rest))
+        return False
+
+
+def _password(credentials: str) -> str:
+    """The password of basic credentials (RFC 7617), whoever the user; empty where they are none."""
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).decode("latin-1").partition(":")[2]
+    except ValueError:
+        return ""
 
 
 class _Body:
@@ -111,7 +124,9 @@ async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> by
 
 
 async def _unauthorized(_scope: Scope, _receive: Receive, send: Send) -> None:
-    message = "no token, or a wrong one; send it as Authorization: Bearer TOKEN"
+    message = (
+        "no token, or a wrong one; send it as Authorization: Bearer TOKEN, or as the password of basic credentials"
+    )
     body = msgspec.json.encode(ErrorBody(error=ErrorDetail(code="token", message=message)))
     headers = [
         (b"content-type", b"application/json"),
