@@ -47,7 +47,9 @@ class Server(threading.Thread):
         self._end = lambda: token.run_sync_soon(stop.set)
         node = FakeNode(on_submit=make_outcome)
         node.backends.append("http://gpu:8000")
-        async with open_rest(node, prorl_compat=True, max_wait_s=0.01, prorl_compat_timeout_s=0.05) as rest:
+        async with open_rest(
+            node, prorl_compat=True, prorl_compat_token=True, max_wait_s=0.01, prorl_compat_timeout_s=0.05
+        ) as rest:
             self.url = rest.url
             self._ready.set()
             await stop.wait()
