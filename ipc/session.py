@@ -31,6 +31,8 @@ __all__ = [
     "HeartbeatPing",
     "HeartbeatPong",
     "JobEvent",
+    "JobList",
+    "ListJobs",
     "ObservationLost",
     "ObservedEvent",
     "ObservedOutcome",
@@ -113,6 +115,12 @@ class Ack(_Frame, frozen=True):
 
 class StatusRequest(_Frame, frozen=True):
     """Ask for a `StatusReport`."""
+
+    request_id: int
+
+
+class ListJobs(_Frame, frozen=True):
+    """Ask which jobs of this session still have something to say. Answered by one `JobList` or several."""
 
     request_id: int
 
@@ -203,12 +211,13 @@ class SessionRefused(_Frame, frozen=True):
     message: str
 
 
-class Accepted(_Frame, frozen=True):
-    """The job is the node's now."""
+class Accepted(_Frame, frozen=True, omit_defaults=True):
+    """The job is the node's now. `cursor`: it was before, and has ended: its outcome has this cursor. 0: it has not."""
 
     request_id: int
     index: int
     job_id: str
+    cursor: int = 0
 
 
 class Rejected(_Frame, frozen=True):
@@ -285,6 +294,15 @@ class CancelledJobs(_Frame, frozen=True):
     unknown: list[str]
 
 
+class JobList(_Frame, frozen=True):
+    """Answer to `ListJobs`: the jobs of this session whose outcome was not sent on this connection yet. `more`: another
+    `JobList` follows, with nothing in between."""
+
+    request_id: int
+    job_ids: list[str]
+    more: bool = False
+
+
 class StatusReport(_Frame, frozen=True):
     """Live state of the node, as plain msgpack values (`prorl_trio.node.Node.statistics`)."""
 
@@ -309,6 +327,7 @@ ClientFrame = (
     | CancelJobs
     | Ack
     | StatusRequest
+    | ListJobs
     | BackendFrame
     | AttachArena
     | HeartbeatPing
@@ -326,6 +345,7 @@ ServerFrame = (
     | ObservedOutcome
     | ObservationLost
     | CancelledJobs
+    | JobList
     | StatusReport
     | BackendChanged
     | HeartbeatPing

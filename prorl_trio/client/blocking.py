@@ -39,7 +39,7 @@ class BlockingClient:
 
         with BlockingClient("ws://127.0.0.1:8700", token) as client:
             client.submit(specs)
-            for outcome in client.results(len(specs)):
+            for outcome in client.results():
                 ...
 
     A private trio loop runs in a daemon thread: heartbeats and reconnects go on while the trainer computes, and no
@@ -80,13 +80,15 @@ class BlockingClient:
         """See `RolloutClient.submit`."""
         return self._call(partial(self._client.submit, specs, patience_s=patience_s))
 
-    def results(self, count: int | None = None, *, timeout_s: float | None = None) -> BlockingResults:
+    def results(
+        self, count: int | None = None, *, timeout_s: float | None = None, follow: bool = False
+    ) -> BlockingResults:
         """See `RolloutClient.results`. Threads may share the results out: each outcome goes to one of them.
 
         With `timeout_s`, waiting longer than that for the next outcome raises TimeoutError; the iterator goes on when
         asked again.
         """
-        return BlockingResults(self, count, timeout_s)
+        return BlockingResults(self, count, timeout_s, follow=follow)
 
     def cancel(
         self,
@@ -152,14 +154,18 @@ class BlockingClient:
         self._finalizer()
         self._loop.join()
 
-    def _next(self, timeout_s: float | None) -> Outcome:
+    def _next(self, timeout_s: float | None, *, follow: bool) -> Outcome | None:
+        """None: nothing is outstanding, and what was given out is acknowledged."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._turn.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
             raise TimeoutError(f"no result within {timeout_s:g} s: another thread waited before")
         try:
             left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             # The cursor moves on this side, with the outcome in hand: an interrupted call is given the same one again.
-            self._cursor, outcome = self._call(_next_within, self._client, self._cursor, left_s)
+            arrived = self._call(partial(_next_within, follow=follow), self._client, self._cursor, left_s)
+            if arrived is None:
+                return None
+            self._cursor, outcome = arrived
             return outcome
         finally:
             self._turn.release()
@@ -180,10 +186,11 @@ class BlockingClient:
 class BlockingResults:
     """An iterator over outcomes. See `BlockingClient.results`."""
 
-    def __init__(self, client: BlockingClient, count: int | None, timeout_s: float | None) -> None:
+    def __init__(self, client: BlockingClient, count: int | None, timeout_s: float | None, *, follow: bool) -> None:
         self._client = client
         self._left = count
         self._timeout_s = timeout_s
+        self._follow = follow
 
     def __iter__(self) -> BlockingResults:
         return self
@@ -192,7 +199,10 @@ class BlockingResults:
         if self._left == 0:
             self._client._acknowledge()
             raise StopIteration
-        outcome = self._client._next(self._timeout_s)
+        outcome = self._client._next(self._timeout_s, follow=self._follow)
+        if outcome is None:
+            self._left = 0  # an iterator that has ended stays so
+            raise StopIteration
         if self._left is not None:
             self._left -= 1
         return outcome
@@ -269,12 +279,17 @@ def _run_soon(token: trio.lowlevel.TrioToken, fn: Callable[[], object]) -> None:
         token.run_sync_soon(fn)
 
 
-async def _next_within(client: RolloutClient, cursor: int, timeout_s: float | None) -> tuple[int, Outcome]:
+async def _next_within(
+    client: RolloutClient, cursor: int, timeout_s: float | None, *, follow: bool
+) -> tuple[int, Outcome] | None:
     arrived = client.peek_after(cursor)
     if arrived is not None:
         return arrived
+    if not follow and not client.outstanding:
+        return None
+    ask = client.next_after if follow else client.next_outstanding
     if timeout_s is None:
-        return await client.next_after(cursor)
+        return await ask(cursor)
     with trio.move_on_after(timeout_s):
-        return await client.next_after(cursor)
+        return await ask(cursor)
     raise TimeoutError(f"no result within {timeout_s:g} s")

@@ -99,6 +99,11 @@ class RolloutClient(BackendCalls):
         assert self._state.welcome is not None
         return self._state.welcome.resumed
 
+    @property
+    def outstanding(self) -> bool:
+        """A result is still to come; see `results`."""
+        return len(self._state.inbox) > 0 or self._state.outstanding
+
     async def submit(
         self, specs: Sequence[JobSpec], *, patience_s: float = ADMISSION_PATIENCE_S
     ) -> list[Accepted | Rejected]:
@@ -114,14 +119,15 @@ class RolloutClient(BackendCalls):
         Raises:
             ServiceError: the session is over.
         """
-        await trio.lowlevel.checkpoint()
         answers: list[Accepted | Rejected] = []
         deadline_s = trio.current_time() + patience_s
-        for batch in self._batches(specs):
-            if isinstance(batch, Rejected):
-                answers.append(batch)
-                continue
-            answers += await self._submit_batch(batch, deadline_s)
+        with self._state.submitting():
+            await trio.lowlevel.checkpoint()
+            for batch in self._batches(specs):
+                if isinstance(batch, Rejected):
+                    answers.append(batch)
+                    continue
+                answers += await self._submit_batch(batch, deadline_s)
         return [msgspec.structs.replace(answer, index=index) for index, answer in enumerate(answers)]
 
     async def _submit_batch(
@@ -142,19 +148,23 @@ class RolloutClient(BackendCalls):
             soonest_s = min(wait_s for wait_s in waits_s.values() if wait_s is not None)
             await trio.sleep(min(left_s, max(MIN_RETRY_S, soonest_s)))
 
-    def results(self, count: int | None = None) -> ResultStream:
-        """The outcomes, in the order in which the jobs ended: `async for outcome in client.results(len(specs))`.
+    def results(self, count: int | None = None, *, follow: bool = False) -> ResultStream:
+        """The outcomes, in the order in which the jobs ended: `async for outcome in client.results()`.
+
+        Ends when nothing is outstanding, or after `count` if that is earlier. Outstanding are the jobs of this session
+        that the node accepted and whose outcome was not yielded, those of an earlier client of the session among them,
+        and whatever a `submit` in progress may add; a job that was rejected is not. So where one task submits bit by
+        bit while another one takes results, say `follow`: then it ends after `count` only, or never.
 
         Asking for the next outcome acknowledges the ones before, and the node forgets them; so does leaving `connect`
         without an exception. What was not acknowledged comes again after a crash, to a client with the same
         `session_id`. Within this client's life each outcome comes once, whatever happens to connections, and however
-        often `results` is called. Ends after `count`; without it, never. Meant for one consumer: for several, give the
-        outcomes out from one loop.
+        often `results` is called. Meant for one consumer: for several, give the outcomes out from one loop.
 
         Raises:
             ServiceError: the session is over, and everything that had arrived has been yielded.
         """
-        return ResultStream(self, count)
+        return ResultStream(self, count, follow=follow)
 
     def events(self) -> EventStream:
         """Jobs changing their stage, for people and progress bars. Lossy: the node drops some under pressure, and
@@ -226,6 +236,13 @@ class RolloutClient(BackendCalls):
         """
         await trio.lowlevel.checkpoint()
         while (arrived := self.peek_after(cursor)) is None:
+            await self._state.wait_changed()
+        return arrived
+
+    async def next_outstanding(self, cursor: int) -> tuple[int, Outcome] | None:
+        """As `next_after`, but None when nothing is outstanding; see `results`."""
+        await trio.lowlevel.checkpoint()
+        while (arrived := self.peek_after(cursor)) is None and self._state.outstanding:
             await self._state.wait_changed()
         return arrived
 
@@ -329,7 +346,7 @@ async def connect(
 
         async with connect("ws://127.0.0.1:8700", token) as client:
             await client.submit(specs)
-            async for outcome in client.results(len(specs)):
+            async for outcome in client.results():
                 ...
 
     Args:

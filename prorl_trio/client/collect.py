@@ -83,8 +83,6 @@ async def collect(
                 outcomes.append(outcome)
                 on_outcome(outcome)
                 pending.discard(outcome.job_id)
-                if not pending:
-                    break
         finally:
             if pending:
                 # What ended the run matters more than whether the node could still be told.

@@ -56,10 +56,12 @@ class Inbox:
         self.settled = cursor
         return True
 
-    def rewind(self) -> None:
-        """Drop what is not settled: it is to be sent again."""
+    def rewind(self) -> list[str]:
+        """Drop what is not settled: it is to be sent again. Returns whose outcomes those are."""
+        dropped = [frame.job_id for frame in self._frames]
         self._frames.clear()
         self.received = self.settled
+        return dropped
 
     def first(self) -> OutcomeFrame | OutcomeRefFrame | None:
         """The oldest one that is not settled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
@@ -14,6 +15,8 @@ from ipc.session import (
     BackendChanged,
     CancelledJobs,
     JobEvent,
+    JobList,
+    ListJobs,
     ObservationLost,
     ObservedEvent,
     ObservedOutcome,
@@ -34,10 +37,14 @@ from prorl_trio.client.requests import Requests
 from prorl_trio.errors import AdmissionRejected, Draining, ProtocolError, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ipc.websocket import WebSocketLink
 
 __all__ = ["EVENTS_KEPT", "ClientState", "refusal"]
 
+LIST_REQUEST: Final = 0
+"""The request id of `ListJobs`; those of calls are above."""
 EVENTS_KEPT: Final = 1024
 """Job events nobody has taken yet; older ones are dropped."""
 ADMISSION_RETRY_S: Final = 5.0
@@ -64,12 +71,32 @@ class ClientState:
         """The node has been told over this link that everything up to here is settled."""
         self._ack_waits = False
         self._awaited: set[str] = set()
+        """Jobs of the session, as far as we know, of which no outcome has come."""
+        self._listed: list[str] | None = None
+        """The pages so far of what the node says about that; None: nothing is due."""
+        self._submitting = 0
         self._changed = trio.Event()
 
     @property
     def connected(self) -> bool:
         """There is a link, as far as we know."""
         return self.link is not None
+
+    @property
+    def outstanding(self) -> bool:
+        """An outcome is still to come that has not arrived, or may be: a submit is not over, or the node of a session
+        that we came back to has not said yet what it has."""
+        return bool(self._awaited) or self._listed is not None or self._submitting > 0
+
+    @contextmanager
+    def submitting(self) -> Iterator[None]:
+        """While jobs are being handed over, more outcomes are to be expected."""
+        self._submitting += 1
+        try:
+            yield
+        finally:
+            self._submitting -= 1
+            self._notify()
 
     def opened(self, link: WebSocketLink[ServerFrame], welcome: SessionWelcome) -> None:
         """A link is open: send what is unanswered again, then what is settled.
@@ -91,6 +118,12 @@ class ClientState:
         self._ack_waits = False
         self._acked = self.inbox.settled
         link.post(Ack(cursor=self._acked))
+        # Whatever happened while there was no link, and whatever an earlier client of the session has left: the node
+        # knows whose outcomes are still to come.
+        self._listed = None
+        if welcome.resumed:
+            self._listed = []
+            link.post(ListJobs(request_id=LIST_REQUEST))
         self._notify()
 
     def lost(self) -> None:
@@ -110,8 +143,11 @@ class ClientState:
                     self.requests.infer_accepted(frame.job_id)
                     self._notify()
             case Accepted() | Rejected() | CancelledJobs() | StatusReport() | BackendChanged():
-                if self.requests.take(frame) and isinstance(frame, Accepted):
+                self.requests.take(frame)
+                if isinstance(frame, Accepted) and not 0 < frame.cursor <= self.inbox.received:
                     self._awaited.add(frame.job_id)
+            case JobList():
+                self._list(frame)
             case JobEvent():
                 self.events.append(frame)
                 self._notify()
@@ -142,7 +178,7 @@ class ClientState:
 
     def ask_again(self, why: str) -> None:
         """Have the node send again what is not settled, over a new link."""
-        self.inbox.rewind()
+        self._awaited.update(self.inbox.rewind())
         if self.link is not None:
             self.link.end(CloseCode.NORMAL, why)
 
@@ -168,6 +204,14 @@ class ClientState:
     async def wait_changed(self) -> None:
         """Return at the next outcome, event, connection or failure. The caller looks first, and again afterwards."""
         await self._changed.wait()
+
+    def _list(self, page: JobList) -> None:
+        if self._listed is None:
+            raise ProtocolError("got a JobList that was not asked for")
+        self._listed += page.job_ids
+        if not page.more:
+            self._awaited, self._listed = set(self._listed), None
+            self._notify()
 
     async def _ack_soon(self, link: WebSocketLink[ServerFrame]) -> None:
         await trio.sleep(ACK_DELAY_S)

@@ -25,9 +25,10 @@ _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 class ResultStream:
     """An async iterator over outcomes. See `RolloutClient.results`."""
 
-    def __init__(self, client: RolloutClient, count: int | None) -> None:
+    def __init__(self, client: RolloutClient, count: int | None, *, follow: bool) -> None:
         self._client = client
         self._left = count
+        self._follow = follow
 
     def __aiter__(self) -> ResultStream:
         return self
@@ -38,10 +39,16 @@ class ResultStream:
             await trio.lowlevel.checkpoint()
             client.acknowledge(client.cursor)
             raise StopAsyncIteration
-        _, outcome = await client.next_after(client.cursor)
+        if self._follow:
+            arrived: tuple[int, Outcome] | None = await client.next_after(client.cursor)
+        else:
+            arrived = await client.next_outstanding(client.cursor)
+        if arrived is None:
+            self._left = 0  # an iterator that has ended stays so
+            raise StopAsyncIteration
         if self._left is not None:
             self._left -= 1
-        return outcome
+        return arrived[1]
 
 
 class EventStream:

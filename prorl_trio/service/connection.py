@@ -22,6 +22,8 @@ from ipc.session import (
     ClientFrame,
     DrainBackend,
     JobEvent,
+    JobList,
+    ListJobs,
     Rejected,
     RemoveBackend,
     SessionRefused,
@@ -62,6 +64,8 @@ EVENT_MARK_FRAMES: Final = 200
 JOBS_PER_CHECKPOINT: Final = 50
 JOBS_PER_COMMIT: Final = 1_000
 """Of one frame, so many are stored together, and their answers are sent before the next ones are taken."""
+JOBS_PER_LIST: Final = 200
+"""Ids have up to 200 characters."""
 
 RefusalCode = Literal["version", "token", "protocol", "draining", "replaced", "admission"]
 
@@ -177,6 +181,8 @@ class Connection:
                 self._attach_arena(frame.reader_id)
             case StatusRequest():
                 self._link.post(StatusReport(request_id=frame.request_id, statistics=self._statistics()))
+            case ListJobs():
+                await self._list_jobs(frame.request_id)
             case AddBackend() | DrainBackend() | WeighBackend() | RemoveBackend() | ClearBackends() as change:
                 self._start(self._change_backends, change)
             case _:
@@ -207,7 +213,8 @@ class Connection:
                 job_id = item.job_id if isinstance(item, JobSpec) else _job_id(raw)
                 self._link.post(_rejected(request_id, index, job_id, error))
             elif isinstance(item, JobSpec):
-                self._link.post(Accepted(request_id=request_id, index=index, job_id=item.job_id))
+                cursor = self._session.log.find(item.job_id) or 0
+                self._link.post(Accepted(request_id=request_id, index=index, job_id=item.job_id, cursor=cursor))
 
         def post_malformed() -> None:
             while position < len(decoded) and isinstance(error := decoded[position], ServiceError):
@@ -219,6 +226,16 @@ class Connection:
 
         await self._session.submit_all([d for d in decoded if isinstance(d, JobSpec)], self._node, answer)
         post_malformed()
+
+    async def _list_jobs(self, request_id: int) -> None:
+        """When what an earlier connection submitted is stored or refused; in one step, so that no outcome comes in
+        between."""
+        for job in list(self._session.running_jobs()):
+            await job.settled.wait()
+        job_ids = self._session.to_come(self._feed.sent)
+        for start in range(0, max(1, len(job_ids)), JOBS_PER_LIST):
+            page, more = job_ids[start : start + JOBS_PER_LIST], start + JOBS_PER_LIST < len(job_ids)
+            self._link.post(JobList(request_id=request_id, job_ids=page, more=more))
 
     def _statistics(self) -> msgspec.Raw:
         statistics = {**self._node.statistics(), "sessions": self._table.statistics()}

@@ -54,9 +54,14 @@ class Feed:
         log.sent_up_to(self._sent)
 
     @property
+    def sent(self) -> int:
+        """Everything up to this cursor has been sent on this connection, or was before it."""
+        return max(self._sent, self._log.acked)
+
+    @property
     def exhausted(self) -> bool:
         """Every outcome there is has been sent on this connection."""
-        return max(self._sent, self._log.acked) >= self._log.last
+        return self.sent >= self._log.last
 
     @property
     def ahead_bytes(self) -> int:

@@ -114,6 +114,11 @@ class Session:
         """All of them, oldest first. Not to be iterated across a checkpoint."""
         return iter(self._running.values())
 
+    def to_come(self, sent: int) -> list[str]:
+        """The jobs of which a connection that was sent everything up to cursor `sent` has not had the outcome yet."""
+        ended = [self.log.job_id(cursor) for cursor in self.log.cursors() if cursor > sent]
+        return [*ended, *self._running]
+
     async def wait_settled(self, job_id: str) -> None:
         """Return when a job that is being stored is the node's, or refused."""
         if (job := self._running.get(job_id)) is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 import trio
 
-from ipc.session import Accepted
+from ipc.session import Accepted, Rejected
 from prorl_trio.client import BlockingClient, ConnectionLost
 from prorl_trio.errors import BackendError, Unauthorized
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
@@ -96,6 +96,22 @@ def test_a_conversation_in_plain_calls(edge: NodeThread):
         client.clear_backends()
 
 
+def test_results_end_when_nothing_is_outstanding(edge: NodeThread):
+    edge.node._on_submit = make_outcome
+    with BlockingClient(edge.url, TOKEN, "s") as client:
+        specs = [make_spec("a"), make_spec("bad", handler="nobody"), make_spec("b")]
+        assert [type(answer) for answer in client.submit(specs)] == [Accepted, Rejected, Accepted]
+        results = client.results(len(specs))
+        assert [outcome.job_id for outcome in results] == ["a", "b"]
+        assert list(results) == list(client.results()) == list(client.results(timeout_s=0)) == []
+        assert client.status()["sessions"]["s"]["undelivered"] == 0, "what was given out is acknowledged"
+        edge.node._on_submit = None
+        client.submit([make_spec("c")])
+    edge.call(edge.node.finish, "c")
+    with BlockingClient(edge.url, TOKEN, "s") as client:
+        assert [outcome.job_id for outcome in client.results()] == ["c"]
+
+
 def test_errors_come_out_in_the_caller(edge: NodeThread):
     with pytest.raises(Unauthorized):
         BlockingClient(edge.url, "wrong")
@@ -130,7 +146,7 @@ def test_threads_share_the_results_out(edge: NodeThread):
     got: list[str] = []
 
     def consume(client: BlockingClient) -> None:
-        got.extend(outcome.job_id for outcome in client.results(25))
+        got.extend(outcome.job_id for outcome in client.results(25, follow=True))
 
     with BlockingClient(edge.url, TOKEN) as client:
         threads = [threading.Thread(target=consume, args=(client,)) for _ in range(4)]
@@ -181,7 +197,7 @@ def test_closing_wakes_everybody_and_closing_twice_does_nothing(edge: NodeThread
 
     def wait() -> None:
         try:
-            next(client.results())
+            next(client.results(follow=True))
         except ConnectionLost as exc:
             errors.append(exc)
 
@@ -263,7 +279,7 @@ def test_a_fork_is_told_that_the_client_is_not_its_own(edge: NodeThread):
     [
         "pass",
         "raise SystemExit(0)",
-        "threading.Thread(target=next, args=(client.results(),), daemon=True).start()",
+        "threading.Thread(target=next, args=(client.results(follow=True),), daemon=True).start()",
     ],
     ids=["falls off its end", "exits", "exits while a thread waits"],
 )

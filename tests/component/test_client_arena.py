@@ -18,7 +18,7 @@ from ipc.session import (
     SESSION_PROTOCOL_VERSION,
     Ack,
     AttachArena,
-    ClientFrame,
+    ClientMessage,
     OutcomeFrame,
     SessionHello,
     SessionWelcome,
@@ -32,7 +32,7 @@ from prorl_trio.outcome_refs import split_outcome
 from prorl_trio.testing.fake_node import make_outcome, make_spec
 
 TOKEN = "t" * 32
-FRAMES = msgspec.msgpack.Decoder(ClientFrame)
+FRAMES = msgspec.msgpack.Decoder(ClientMessage)
 TOKENS = 1000
 
 
@@ -66,7 +66,6 @@ class ArenaNode:
 
     async def serve(self, stream):
         async with open_server_link(stream, FRAMES.decode, LinkLimits()) as link:
-            self.link = link
             link.trust()
             hello = await link.receive()
             assert isinstance(hello, SessionHello)
@@ -74,10 +73,11 @@ class ArenaNode:
                 version=SESSION_PROTOCOL_VERSION,
                 node_id="node",
                 session_id=hello.session_id,
-                resumed=hello.resume_after > 0,
+                resumed=hello.resume_after > 0 or self.link is not None,
                 pending=0,
                 arena_socket=self.arena_socket,
             )
+            self.link = link
             await link.send(welcome)
             await link.run(partial(self.read, link, hello.resume_after))
 
@@ -131,7 +131,7 @@ async def test_outcomes_are_views_of_the_nodes_memory_until_the_next_is_asked_fo
     with trio.fail_after(30):
         async with open_node(tmp_path / "n", 2) as node:
             async with connect(f"ws://127.0.0.1:{node.port}", TOKEN, shared_memory=True) as client:
-                results = client.results(2)
+                results = client.results(2, follow=True)
                 first = await anext(results)
                 assert node.kinds == ["OutcomeRefFrame"] * 2
                 assert is_outcome(first, 0)
@@ -164,7 +164,7 @@ async def test_without_being_asked_for_nothing_is_mapped(tmp_path):
         async with open_node(tmp_path / "n", 1) as node:
             node.go.set()
             async with connect(f"ws://127.0.0.1:{node.port}", TOKEN) as client:
-                outcome = await anext(client.results(1))
+                outcome = await anext(client.results(1, follow=True))
                 assert is_outcome(outcome, 0)
                 assert node.kinds == ["OutcomeFrame"]
                 assert node.arena.statistics().readers == 0
@@ -180,7 +180,7 @@ async def test_where_the_arena_cannot_be_had_outcomes_come_as_frames(tmp_path, w
                 node.arena_socket = "/x" * 100
             node.go.set()
             async with connect(f"ws://127.0.0.1:{node.port}", TOKEN, shared_memory=True) as client:
-                assert is_outcome(await anext(client.results(1)), 0)
+                assert is_outcome(await anext(client.results(1, follow=True)), 0)
                 while "cannot be mapped" not in caplog.text:
                     await trio.lowlevel.checkpoint()
                 assert not len(client._state.arenas)
@@ -207,7 +207,7 @@ async def test_a_node_that_restarts_does_not_take_what_has_arrived(tmp_path):
                 await first.stopped.wait()
                 second = await nursery.start(run_node, tmp_path / "b", 3, first.port)
                 await second.attached.wait()
-                outcomes = [copy.deepcopy(outcome) async for outcome in client.results(3)]
+                outcomes = [copy.deepcopy(outcome) async for outcome in client.results(3, follow=True)]
                 assert [is_outcome(outcome, number) for number, outcome in enumerate(outcomes)] == [True] * 3
                 assert second.kinds == ["OutcomeRefFrame"], "the other two were in the memory of the node before"
                 assert len(client._state.arenas) == 2
@@ -220,7 +220,7 @@ async def test_an_outcome_whose_tokens_were_taken_back_comes_again(tmp_path):
         connect(f"ws://127.0.0.1:{node.port}", TOKEN, shared_memory=True) as client,
     ):
         with trio.fail_after(30):
-            results = client.results(2)
+            results = client.results(2, follow=True)
             assert is_outcome(await anext(results), 0)
             while len(client._state.inbox) < 2:
                 await trio.lowlevel.checkpoint()
@@ -250,4 +250,4 @@ async def test_a_reference_that_was_never_one_is_the_nodes_fault(tmp_path, monke
                 with pytest.raises(
                     ProtocolError, match=r"outcome 1 of job 'job-1' cannot be read: arena 0+ is not mapped"
                 ):
-                    await anext(client.results(1))
+                    await anext(client.results(1, follow=True))

@@ -72,7 +72,7 @@ class Lives:
         patience = {"connect_timeout_s": SWEEP_TIMEOUT_S, "reconnect_timeout_s": SWEEP_TIMEOUT_S}
         async with connect(url, TOKEN, **patience) as self._client:
             self._connected.set()
-            async for outcome in self._client.results():
+            async for outcome in self._client.results(follow=True):
                 assert (outcome.status, outcome.reward) == ("completed", 1.0)
                 assert outcome.attempt == self._numbers.get(outcome.job_id, 1)
                 self.ended[outcome.job_id] += 1
