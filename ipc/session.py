@@ -23,7 +23,9 @@ __all__ = [
     "BackendChanged",
     "BackendFrame",
     "CancelJobs",
+    "CancelOnNode",
     "CancelledJobs",
+    "CancelledOnNode",
     "ClearBackends",
     "ClientFrame",
     "ClientMessage",
@@ -105,6 +107,21 @@ class CancelJobs(_Frame, frozen=True):
     tags: dict[str, str] = {}
     whole_session: bool = False
     ahead: bool = False
+
+
+class CancelOnNode(_Frame, frozen=True):
+    """Cancel jobs of any session of the node: these, and besides those without an outcome for which everything holds
+    that is given of `group_id`, `session_id` and `tags`, or all of them (`everything`). Answered by `CancelledOnNode`
+    when none of them owns anything any more.
+    """
+
+    request_id: int
+    job_ids: list[str] = []
+    group_id: str | None = None
+    session_id: str | None = None
+    tags: dict[str, str] = {}
+    everything: bool = False
+    reason: str = "cancelled by an operator"
 
 
 class Ack(_Frame, frozen=True):
@@ -294,6 +311,16 @@ class CancelledJobs(_Frame, frozen=True):
     unknown: list[str]
 
 
+class CancelledOnNode(_Frame, frozen=True):
+    """Answer to `CancelOnNode`. Of the ids it gave, `ended` had ended before, and nobody on this node knows the
+    `unknown` ones."""
+
+    request_id: int
+    cancelled: list[str]
+    ended: list[str]
+    unknown: list[str]
+
+
 class JobList(_Frame, frozen=True):
     """Answer to `ListJobs`: the jobs of this session whose outcome was not sent on this connection yet. `more`: another
     `JobList` follows, with nothing in between."""
@@ -325,6 +352,7 @@ ClientFrame = (
     SessionHello
     | Submit
     | CancelJobs
+    | CancelOnNode
     | Ack
     | StatusRequest
     | ListJobs
@@ -345,6 +373,7 @@ ServerFrame = (
     | ObservedOutcome
     | ObservationLost
     | CancelledJobs
+    | CancelledOnNode
     | JobList
     | StatusReport
     | BackendChanged

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
-    from ipc.session import Accepted, CancelledJobs, Rejected
+    from ipc.session import Accepted, CancelledJobs, CancelledOnNode, Rejected
     from prorl_trio.models import JobSpec, Outcome
 
 __all__ = ["BlockingClient", "BlockingResults"]
@@ -102,6 +102,22 @@ class BlockingClient:
     ) -> CancelledJobs:
         """See `RolloutClient.cancel`."""
         cancel = partial(self._client.cancel, group_id=group_id, tags=tags, whole_session=whole_session, ahead=ahead)
+        return self._call(cancel, job_ids, reason)
+
+    def cancel_on_node(
+        self,
+        job_ids: Sequence[str] = (),
+        reason: str = "cancelled by an operator",
+        *,
+        group_id: str | None = None,
+        session_id: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        everything: bool = False,
+    ) -> CancelledOnNode:
+        """See `RolloutClient.cancel_on_node`."""
+        cancel = partial(
+            self._client.cancel_on_node, group_id=group_id, session_id=session_id, tags=tags, everything=everything
+        )
         return self._call(cancel, job_ids, reason)
 
     def status(self) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from ipc.session import (
     Accepted,
     CancelJobs,
     CancelledJobs,
+    CancelledOnNode,
+    CancelOnNode,
     OutcomeFrame,
     OutcomeRefFrame,
     Rejected,
@@ -213,6 +215,43 @@ class RolloutClient(BackendCalls):
                 tags=dict(tags or {}),
                 whole_session=whole_session,
                 ahead=ahead,
+            ),
+        )
+
+    async def cancel_on_node(
+        self,
+        job_ids: Sequence[str] = (),
+        reason: str = "cancelled by an operator",
+        *,
+        group_id: str | None = None,
+        session_id: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        everything: bool = False,
+    ) -> CancelledOnNode:
+        """Cancel jobs of any session, whoever submitted them; returns when nothing of them is left on the node.
+
+        Their outcomes go to their own sessions. Of the ids given, `ended` had ended before, and `unknown` are no
+        session's: over and acknowledged, or never submitted.
+
+        Args:
+            job_ids: jobs of any session.
+            reason: becomes the outcomes' `error`.
+            group_id, session_id, tags: besides, the jobs that are not over and for which all of these hold.
+            everything: besides, all jobs of the node that are not over.
+
+        Raises:
+            ServiceError: the session is over.
+        """
+        return await self._ask(
+            CancelledOnNode,
+            lambda i: CancelOnNode(
+                request_id=i,
+                job_ids=list(job_ids),
+                group_id=group_id,
+                session_id=session_id,
+                tags=dict(tags or {}),
+                everything=everything,
+                reason=reason,
             ),
         )
 

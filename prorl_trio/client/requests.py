@@ -15,6 +15,8 @@ from ipc.session import (
     BackendFrame,
     CancelJobs,
     CancelledJobs,
+    CancelledOnNode,
+    CancelOnNode,
     Rejected,
     StatusReport,
     StatusRequest,
@@ -29,9 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "AnswerT", "Call", "RequestFrame", "Requests", "SubmitCall"]
 
-Answer = Accepted | Rejected | CancelledJobs | StatusReport | BackendChanged
-RequestFrame = Submit | CancelJobs | StatusRequest | BackendFrame
-AnswerT = TypeVar("AnswerT", CancelledJobs, StatusReport, BackendChanged)
+Answer = Accepted | Rejected | CancelledJobs | CancelledOnNode | StatusReport | BackendChanged
+RequestFrame = Submit | CancelJobs | CancelOnNode | StatusRequest | BackendFrame
+AnswerT = TypeVar("AnswerT", CancelledJobs, CancelledOnNode, StatusReport, BackendChanged)
 
 
 class Call(Generic[AnswerT]):

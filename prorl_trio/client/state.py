@@ -14,6 +14,7 @@ from ipc.session import (
     Ack,
     BackendChanged,
     CancelledJobs,
+    CancelledOnNode,
     JobEvent,
     JobList,
     ListJobs,
@@ -142,7 +143,7 @@ class ClientState:
                     self._awaited.discard(frame.job_id)
                     self.requests.infer_accepted(frame.job_id)
                     self._notify()
-            case Accepted() | Rejected() | CancelledJobs() | StatusReport() | BackendChanged():
+            case Accepted() | Rejected() | CancelledJobs() | CancelledOnNode() | StatusReport() | BackendChanged():
                 self.requests.take(frame)
                 if isinstance(frame, Accepted) and not 0 < frame.cursor <= self.inbox.received:
                     self._awaited.add(frame.job_id)

@@ -18,6 +18,8 @@ from ipc.session import (
     BackendChanged,
     CancelJobs,
     CancelledJobs,
+    CancelledOnNode,
+    CancelOnNode,
     ClearBackends,
     ClientFrame,
     DrainBackend,
@@ -39,12 +41,12 @@ from prorl_trio.errors import (
     MalformedJob,
     ProtocolError,
     ServiceError,
-    UnknownJob,
 )
 from prorl_trio.models import JobSpec
+from prorl_trio.service.cancelling import LiveJobs, cancel_live, cancel_on_node
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from ipc.session import BackendFrame, SessionHello
     from prorl_trio.service.node_api import NodeApi
@@ -58,7 +60,6 @@ logger = logging.getLogger(__name__)
 
 MAX_OPERATIONS: Final = 64
 """Cancels and backend changes in progress on one connection. More end it."""
-CANCELS_AT_ONCE: Final = 64
 EVENT_MARK_FRAMES: Final = 200
 """Job events are dropped while more frames than this wait to be sent."""
 JOBS_PER_CHECKPOINT: Final = 50
@@ -177,6 +178,8 @@ class Connection:
                 self._session.ack(frame.cursor)
             case CancelJobs():
                 self._start(self._cancel, frame)
+            case CancelOnNode():
+                self._start(self._cancel_on_node, frame)
             case AttachArena():
                 self._attach_arena(frame.reader_id)
             case StatusRequest():
@@ -260,20 +263,20 @@ class Connection:
         unknown = sorted(set(frame.job_ids) - set(known))
         if frame.ahead:
             self._session.cancel_ahead(unknown, frame.reason)
-        running = iter([job_id for job_id in known if self._session.is_running(job_id)])
-        async with trio.open_nursery() as workers:
-            for _ in range(min(CANCELS_AT_ONCE, len(known))):
-                workers.start_soon(self._cancel_each, running, frame.reason)
+        running = [job_id for job_id in known if self._session.is_running(job_id)]
+        await cancel_live(self._node, [self._session], running, frame.reason)
         self._link.post(CancelledJobs(request_id=frame.request_id, cancelled=known, unknown=unknown))
 
-    async def _cancel_each(self, job_ids: Iterator[str], reason: str) -> None:
-        for job_id in job_ids:
-            await self._session.wait_settled(job_id)
-            try:
-                await self._node.cancel(job_id, reason)
-            except UnknownJob:
-                # It ended by itself while it waited for its turn here: nothing of it is left.
-                logger.debug("job %s ended before its cancel", job_id)
+    async def _cancel_on_node(self, frame: CancelOnNode) -> None:
+        sessions = self._table.all()
+        chosen = LiveJobs(group_id=frame.group_id, session_id=frame.session_id, tags=frame.tags).choose(sessions)
+        if frame.everything:
+            chosen = [job.spec.job_id for session in sessions for job in session.running_jobs()]
+        found = await cancel_on_node(self._node, sessions, [*frame.job_ids, *chosen], frame.reason)
+        answer = CancelledOnNode(
+            request_id=frame.request_id, cancelled=found.job_ids, ended=found.ended, unknown=found.unknown
+        )
+        self._link.post(answer)
 
     async def _change_backends(self, frame: BackendFrame) -> None:
         url = "" if isinstance(frame, ClearBackends) else frame.url

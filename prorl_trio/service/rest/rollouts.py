@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from prorl_trio.errors import MalformedJob, ServiceError, UnknownJob
+from prorl_trio.errors import MalformedJob, ServiceError
 from prorl_trio.models import JobSpec
 from prorl_trio.observer import JobView
+from prorl_trio.service.cancelling import LiveJobs, cancel_live
 from prorl_trio.service.rest.call import Call, Endpoint, Reply
 from prorl_trio.service.rest.errors import decode_body, error_of, malformed, status_of
 from prorl_trio.service.rest.schema import (
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["ENDPOINTS", "cancel_jobs"]
 
 JOBS_PER_CHECKPOINT: Final = 50
-CANCELS_AT_ONCE: Final = 64
 CANCEL_WAIT_S: Final = 10.0
 """So long an answer to a cancel waits for the outcome to be stored; nothing of the job is left by then."""
 CANCEL_REASON: Final = "cancelled through REST"
@@ -209,7 +209,6 @@ async def delete_job(call: Call) -> Reply:
     running = session.running_job(job_id)
     status: Status
     if running is not None:
-        await session.wait_settled(job_id)
         await cancel_jobs(call.api, [job_id])
         await call.api.wait_all([running.ended], CANCEL_WAIT_S)
         status = "cancelled" if running.outcome is None else running.outcome.status
@@ -227,26 +226,15 @@ async def delete_jobs(call: Call) -> Reply:
     query: CancelQuery = call.query
     if query.group is None and query.session is None and not query.tag:
         raise malformed("give at least one of group, session, tag; nothing was cancelled", "query")
-    job_ids = [job.job_id for job in _live(call.api, query.group, query.session, query.tag)]
+    which = LiveJobs(group_id=query.group, session_id=query.session, tags=_tags(query.tag))
+    job_ids = which.choose(call.api.sessions.all())
     await cancel_jobs(call.api, job_ids)
     return Reply(body=CancelReply(cancelled=job_ids))
 
 
 async def cancel_jobs(api: Api, job_ids: Sequence[str], reason: str = CANCEL_REASON) -> None:
     """Cancel live jobs; return when nothing of them is left. Those that have ended meanwhile are fine."""
-    await trio.lowlevel.checkpoint()
-    pending = iter(job_ids)
-    async with trio.open_nursery() as workers:
-        for _ in range(min(CANCELS_AT_ONCE, len(job_ids))):
-            workers.start_soon(_cancel_each, api, pending, reason)
-
-
-async def _cancel_each(api: Api, job_ids: Iterator[str], reason: str) -> None:
-    for job_id in job_ids:
-        try:
-            await api.node.cancel(job_id, reason)
-        except UnknownJob:
-            await trio.lowlevel.checkpoint()  # it ended by itself: nothing of it is left
+    await cancel_live(api.node, api.sessions.all(), job_ids, reason)
 
 
 # ---------------------------------------------------------------- live jobs
@@ -257,19 +245,24 @@ def _views(api: Api) -> Iterator[JobView]:
 
 
 def _live(api: Api, group: str | None, session: str | None, tags: list[str]) -> list[JobView]:
-    wanted = []
-    for tag in tags:
-        name, colon, value = tag.partition(":")
-        if not colon:
-            raise malformed(f"a tag is name:value, got {tag!r}", "query.tag")
-        wanted.append((name, value))
+    wanted = _tags(tags).items()
     return [
         job
         for job in _views(api)
-        if group in (None, job.group_id)
-        and session in (None, job.session_id)
-        and all(job.tags.get(name) == value for name, value in wanted)
+        if group in (None, job.group_id) and session in (None, job.session_id) and wanted <= job.tags.items()
     ]
+
+
+def _tags(given: list[str]) -> dict[str, str]:
+    wanted = {}
+    for tag in given:
+        name, colon, value = tag.partition(":")
+        if not colon:
+            raise malformed(f"a tag is name:value, got {tag!r}", "query.tag")
+        if wanted.get(name, value) != value:
+            raise malformed(f"the tag {name!r} cannot have two values", "query.tag")
+        wanted[name] = value
+    return wanted
 
 
 ENDPOINTS: Final = (
