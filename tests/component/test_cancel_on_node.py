@@ -1,4 +1,4 @@
-"""Cancels of an operator: whoever submitted the job, by id, group, tags and session, over both edges and the command."""
+"""Cancels of an operator: whoever submitted the job, by id, group, tags and session, over both edges and by command."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_the_command_cancels_the_jobs_of_others_and_their_trainers_are_tol
     node = FakeNode()
     async with two_trainers(node) as (service, one, two):
         result = await command(service, "a", "e", "--reason", "wrong reward")
-        assert (result.exit_code, result.output) == (0, "cancelled a\ncancelled e\n")
+        assert (result.exit_code, result.stdout) == (0, "cancelled a\ncancelled e\n")
         for trainer, job_id in ((one, "a"), (two, "e")):
             outcome = await anext(trainer.results())
             assert (outcome.job_id, outcome.status, outcome.reward, outcome.error) == (
