@@ -7,7 +7,7 @@ a token) and read-only numpy views in Python, without a copy.
 from __future__ import annotations
 
 from pickle import PickleBuffer
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -91,6 +91,11 @@ class ChatMessage(_Model, frozen=True):
     tool_calls: list[ToolCall] = []
 
 
+_UNCHANGED: Final = 1.0
+"""Temperature and `top_p` that leave the distribution alone."""
+_RAW: Final = "raw"
+
+
 class PolicySpan(_Model, frozen=True, omit_defaults=True):
     """Tokens `start` (inclusive) to `end` (exclusive) of a segment were sampled in one way.
 
@@ -105,10 +110,19 @@ class PolicySpan(_Model, frozen=True, omit_defaults=True):
     end: int
     policy_version: str
     engine: str
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float = _UNCHANGED
+    top_p: float = _UNCHANGED
     top_k: int = 0
-    logprob_kind: LogprobKind = "raw"
+    logprob_kind: LogprobKind = _RAW
+
+    def __post_init__(self) -> None:
+        # msgspec leaves out a default by identity: an equal value from elsewhere would travel with every span.
+        if self.temperature == _UNCHANGED:
+            msgspec.structs.force_setattr(self, "temperature", _UNCHANGED)
+        if self.top_p == _UNCHANGED:
+            msgspec.structs.force_setattr(self, "top_p", _UNCHANGED)
+        if self.logprob_kind == _RAW:
+            msgspec.structs.force_setattr(self, "logprob_kind", _RAW)
 
 
 class Segment(_Model, frozen=True):

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 import msgspec
 import pytest
+from msgspec import inspect as shapes
 
 import ipc
 from ipc import arena_memory, arena_socket, arena_wire, file_calls, rpc, sandbox_calls, session, wire
 from ipc.channel import MAX_SOCKET_PATH_BYTES
 from ipc.envelope import encode_envelope
 from ipc.framing import encode_frame
-from prorl_trio.models import JobSpec, Outcome, Segment
-from prorl_trio.service import feed, observation
+from ipc.websocket import CloseCode
+from prorl_trio import errors, node, trajectory
+from prorl_trio.errors import ErrorCode, FailureCause, ServiceError
+from prorl_trio.handlers.math import MathPayload
+from prorl_trio.models import JobSpec, Outcome, PolicySpan, Segment, Status, TerminalStatus
+from prorl_trio.service import connection, feed, observation
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -40,6 +46,166 @@ def test_every_struct_and_every_field_is_described(struct: type[msgspec.Struct])
     assert f"`{struct.__name__}`" in TEXT
     missing = [field for field in struct.__struct_encode_fields__ if f"`{field}`" not in TEXT]
     assert not missing
+
+
+def within(shape: shapes.Type) -> list[type[msgspec.Struct]]:
+    """The structs that a type is made of, itself and those of its fields."""
+    match shape:
+        case shapes.StructType(cls=cls, fields=fields):
+            return [cls, *(found for field in fields for found in within(field.type))]
+        case shapes.UnionType(types=types):
+            return [found for member in types for found in within(member)]
+        case shapes.ListType(item_type=item) | shapes.VarTupleType(item_type=item):
+            return within(item)
+        case shapes.DictType(value_type=value):
+            return within(value)
+    return []
+
+
+def words(shape: shapes.Type) -> str:
+    """A type as the page names it."""
+    match shape:
+        case shapes.UnionType(types=types):
+            return " or ".join(map(words, types))
+        case shapes.ListType(item_type=item) | shapes.VarTupleType(item_type=item):
+            return f"list of {words(item)}"
+        case shapes.DictType(value_type=shapes.AnyType()):
+            return "map"
+        case shapes.DictType(key_type=key, value_type=value):
+            return f"map of {words(key)} to {words(value)}"
+        case shapes.StructType(cls=cls):
+            return f"`{cls.__name__}`"
+    plain = {shapes.LiteralType: "str", shapes.MemoryViewType: "bytes", shapes.NoneType: "nil"}
+    return plain.get(type(shape), type(shape).__name__.removesuffix("Type").lower())
+
+
+def default(field: shapes.Field) -> str:
+    """A default as the page writes it."""
+    value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    if value is msgspec.NODEFAULT:
+        return ""
+    if isinstance(value, msgspec.Struct):
+        return " = {}"
+    return f" = {'nil' if value is None else json.dumps(value)}"
+
+
+DOMAIN = list(dict.fromkeys(found for root in (JobSpec, Outcome) for found in within(shapes.type_info(root))))
+
+
+def table_after(name: str) -> str:
+    """The first table after the name of a struct that stands at the beginning of a line, or behind `field`, there."""
+    section = re.search(rf"^(?:\*\*|`\w+`, (?:list of )?)`{name}`[^|]*(\|.*?)\n\n", TEXT, re.MULTILINE | re.DOTALL)
+    assert section is not None, f"the page has no table of `{name}`"
+    return section[1]
+
+
+@pytest.mark.parametrize("struct", DOMAIN, ids=lambda s: s.__name__)
+def test_each_field_of_the_domain_stands_in_a_table_with_its_type_and_default(struct: type[msgspec.Struct]):
+    info = shapes.type_info(struct)
+    assert isinstance(info, shapes.StructType)
+    expected = [f"| `{field.encode_name}` | {words(field.type)}{default(field)} |" for field in info.fields]
+    table = table_after(struct.__name__)
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert [row for row in expected if not any(line.startswith(row) for line in rows)] == [], "add these rows"
+    assert len(rows) == len(expected), "the table has rows of fields that are no more"
+    for field, row in zip(info.fields, rows, strict=True):
+        item = getattr(field.type, "item_type", None)
+        values = item.values if isinstance(item, shapes.LiteralType) else ()
+        assert not [value for value in values if f"`{value}`" not in row]
+
+
+def test_the_payload_of_math_is_described():
+    stated = set(re.findall(r"^\| `(\w+)` \|", table_after("MathPayload"), re.MULTILINE))
+    assert stated == set(MathPayload.__struct_encode_fields__)
+
+
+def domain_literals() -> dict[str, set[str]]:
+    """The closed sets of strings of the domain, by field: what a field may say wherever it stands."""
+    found: dict[str, set[str]] = {}
+    for struct in DOMAIN:
+        info = shapes.type_info(struct)
+        assert isinstance(info, shapes.StructType)
+        for field in info.fields:
+            types = field.type.types if isinstance(field.type, shapes.UnionType) else (field.type,)
+            for shape in types:
+                if isinstance(shape, shapes.LiteralType):
+                    found.setdefault(field.encode_name, set()).update(map(str, shape.values))
+    return found
+
+
+def stated_values(heading: str) -> set[str]:
+    """The values in the first column of the tables whose head begins with this."""
+    tables = re.findall(rf"^\| {re.escape(heading)}[^\n]*\n\|---[^\n]*\n((?:\|[^\n]*\n)+)", TEXT, re.MULTILINE)
+    assert tables, f"the page has no table headed {heading}"
+    return {value for table in tables for value in re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)}
+
+
+SETS = {
+    **{f"`{field}`": values for field, values in domain_literals().items()},
+    "`status`": set(get_args(Status)) | set(get_args(TerminalStatus)),
+    "`cause`": set(get_args(FailureCause)),
+    "`error_code`": set(get_args(ErrorCode)),
+    "close code": {str(code.value) for code in CloseCode},
+    "refusal": set(get_args(connection.RefusalCode)),
+    "rejection": {
+        error.code
+        for error in (
+            errors.MalformedJob,
+            errors.UnknownHandler,
+            errors.DuplicateJob,
+            errors.AlreadyDelivered,
+            errors.AdmissionRejected,
+            errors.Draining,
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("heading", sorted(SETS))
+def test_the_closed_sets_are_on_the_page_all_of_each_and_no_more(heading: str):
+    assert stated_values(heading) == SETS[heading]
+
+
+def test_every_closed_set_of_what_a_rollout_records_is_one_of_them():
+    """A set that is made tomorrow is to be on the page, too, wherever it is used."""
+    for name in ("StopReason", "FinishReason", "SegmentReason", "LogprobKind"):
+        assert set(get_args(getattr(trajectory, name))) in SETS.values()
+
+
+def test_the_literals_of_frames_are_on_the_page():
+    literals = {
+        value
+        for struct in WIRE
+        for hint in get_type_hints(struct).values()
+        for value in get_args(hint)
+        if isinstance(value, str) and value
+    }
+    assert {"hardlink", "replaced", "file_size"} <= literals
+    assert not [value for value in literals if f"`{value}`" not in TEXT]
+
+
+def test_every_error_that_travels_has_its_code_on_the_page():
+    codes = {error.code for error in ServiceError.__subclasses__() if error.__module__ == errors.__name__}
+    assert "backends_busy" in codes
+    assert not [code for code in codes if f"`{code}`" not in TEXT]
+
+
+def test_the_endpoint_files_keys_are_described():
+    keys = set(re.findall(r'endpoints(?: = {|\[)"(\w+)"', inspect.getsource(node)))
+    assert {"url", "unix_url", "rest_url"} <= keys
+    assert not [key for key in keys if f"`{key}`" not in TEXT]
+
+
+def test_defaults_of_spans_are_left_out_whatever_object_they_are():
+    fields: dict[str, object] = {"start": 0, "end": 1, "policy_version": "1", "engine": "e"}
+    apart = {"temperature": float("1"), "top_p": int("1"), "top_k": int("0"), "logprob_kind": "".join(["r", "aw"])}
+    span = msgspec.convert({**fields, **apart}, PolicySpan)
+    assert msgspec.to_builtins(span) == fields
+    span = PolicySpan(start=0, end=1, policy_version="1", engine="e", temperature=float("1"), top_p=float("1"))
+    assert msgspec.to_builtins(span) == fields
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(span)) == fields
+    other = msgspec.structs.replace(span, temperature=0.5, logprob_kind="processed")
+    assert msgspec.to_builtins(other) == {**fields, "temperature": 0.5, "logprob_kind": "processed"}
 
 
 @pytest.mark.parametrize("struct", WIRE, ids=lambda s: s.__name__)
