@@ -46,7 +46,9 @@ def encode_outcome(outcome: Outcome, max_message_bytes: int) -> bytes:
         error = f"the outcome {why}; left out: {', '.join(left_out)}. {outcome.error[:1000]}".strip()
         attempt = msgspec.structs.replace(attempt, **left_out, error=error.encode(errors="replace").decode())
         if outcome.status == "completed":
-            attempt = msgspec.structs.replace(attempt, status="failed", reward=None, cause="handler", error_code="handler_raised")
+            attempt = msgspec.structs.replace(
+                attempt, status="failed", reward=None, cause="handler", error_code="handler_raised"
+            )
     return _encoder.encode(attempt)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
@@ -32,8 +33,12 @@ def describe(endpoints: Sequence[Endpoint]) -> bytes:
     refs = dict(zip([repr(kind) for kind in kinds], schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     queries = {endpoint.query.__name__ for endpoint in endpoints}
+    handlers = Counter(endpoint.handler.__name__ for endpoint in endpoints)
     for endpoint in endpoints:
-        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, refs, components)
+        operation = _operation(endpoint, refs, components)
+        if handlers[operation["operationId"]] > 1 and endpoint.tags:  # ids are unique in the document
+            operation["operationId"] = f"{endpoint.tags[0].lower()}_{operation['operationId']}"
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -50,7 +55,7 @@ def describe(endpoints: Sequence[Endpoint]) -> bytes:
 
 def _operation(endpoint: Endpoint, refs: dict[str, Any], components: dict[str, Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {
-        "operationId": f"{endpoint.handler.__name__}",
+        "operationId": endpoint.handler.__name__,
         "summary": endpoint.summary,
         "parameters": [*_path_parameters(endpoint), *_query_parameters(endpoint, components)],
         "responses": _responses(endpoint, refs),
