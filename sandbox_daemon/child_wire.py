@@ -27,14 +27,18 @@ class ChildReady(_Message, frozen=True):
 
 
 class RunCell(_Message, frozen=True):
-    """Run one cell. Its `result` and traceback are capped to `max_text_bytes` each."""
+    """Run one cell. Its `result` and traceback are capped to `max_text_bytes` each. The answer repeats `number`."""
 
+    number: int
     code: str
     max_text_bytes: int
 
 
 class CellDone(_Message, frozen=True):
-    """The child's answer to `RunCell`. Everything the cell wrote to the pipes was written before this."""
+    """The child's answer to `RunCell`. Everything the cell wrote to the pipes was written before this.
+
+    `number` is that of the cell; an answer with another is none of it.
+    """
 
     result: str | None
     error: CellError | None
@@ -42,3 +46,4 @@ class CellDone(_Message, frozen=True):
     dropped_bytes: int
     displays: list[Display] = []
     dropped_displays: int = 0
+    number: int = 0

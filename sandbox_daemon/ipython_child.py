@@ -2,6 +2,7 @@
 
 Blocking and single-threaded, so that user code finds an ordinary Python. Its descriptors 1 and 2 are pipes to the
 daemon; what is written there, by whatever the cell starts, is the cell's output. It ends when the control socket does.
+Copies of it that cells fork are none of the daemon's partners: see `forks`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from ipc.framing import FrameDecoder, encode_frame
 from sandbox_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, CellDone, ChildReady, RunCell, StartChild
+from sandbox_daemon.forks import KernelProcess, end_copy, flush_output, is_session_leader
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -53,20 +56,26 @@ class ControlSocket:
         """Send one message."""
         self._socket.sendall(encode_frame(self._encoder.encode(message), max_frame_bytes=CONTROL_MAX_FRAME_BYTES))
 
+    def close(self) -> None:
+        """Close this process's descriptor; others that have it keep theirs."""
+        self._socket.close()
+
 
 def main(control_fd: int, begun_fd: int) -> NoReturn:
     """Serve cells until the daemon closes the control socket, then end without running user code at exit.
 
     A byte goes to `begun_fd` when a cell has begun: from then on SIGINT interrupts it.
     """
+    if not is_session_leader():  # forked by what Python runs when it starts: a `sitecustomize` of the user's
+        os._exit(0)
     signal.signal(signal.SIGINT, _ignore_interrupt)
     control = ControlSocket(control_fd)
     os.set_inheritable(begun_fd, False)
-    _serve(control, begun_fd)
+    _serve(control, begun_fd, KernelProcess(control.close, partial(os.close, begun_fd)))
     os._exit(0)
 
 
-def _serve(control: ControlSocket, begun_fd: int) -> None:
+def _serve(control: ControlSocket, begun_fd: int, process: KernelProcess) -> None:
     start = control.receive()
     if not isinstance(start, StartChild):
         return
@@ -80,12 +89,15 @@ def _serve(control: ControlSocket, begun_fd: int) -> None:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.write(begun_fd, b".")
-            done = shell.run(cell.code, max_text_bytes=cell.max_text_bytes)
-            _flush_output()
+            done = shell.run(cell.code, number=cell.number, max_text_bytes=cell.max_text_bytes)
+            flush_output()
             signal.signal(signal.SIGINT, _ignore_interrupt)
         except KeyboardInterrupt:  # it came when the user's code had just ended; the daemon sends one for each cell
             signal.signal(signal.SIGINT, _ignore_interrupt)
-            done = shell.interrupted()
+            done = shell.interrupted(cell.number)
+        finally:
+            if process.is_copy:
+                end_copy(shell.last_error, shell.last_traceback)
         control.send(done)
 
 
@@ -104,14 +116,6 @@ def _take_environment(start: StartChild) -> None:
 
 def _ignore_interrupt(signal_number: int, frame: FrameType | None) -> None:
     """Between cells. Not SIG_IGN, which what user code starts then would inherit."""
-
-
-def _flush_output() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):  # a cell may close or replace them
-            continue
 
 
 if __name__ == "__main__":

@@ -100,6 +100,9 @@ class CellShell(InteractiveShell):
     execution_count = 1
     last_execution_succeeded = True
     last_execution_result = None
+    last_error: BaseException | None = None
+    """What the last cell raised."""
+    last_traceback = ""
 
     def __init__(self) -> None:
         config = Config()
@@ -108,7 +111,6 @@ class CellShell(InteractiveShell):
         super().__init__(config=config, colors="nocolor", color_info=False, autoindent=False, xmode="Context")  # type: ignore[no-untyped-call]
         self.input_transformer_manager = CellSyntax()
         self.displays = Displays()
-        self._traceback = ""
         self.db = {}
         formatter = self.display_formatter
         assert formatter is not None
@@ -120,9 +122,12 @@ class CellShell(InteractiveShell):
         builtins.input = _refuse_input
         getpass.getpass = _refuse_input
 
-    def run(self, code: str, *, max_text_bytes: int) -> CellDone:
-        """Run one cell; what it raises, `SystemExit` and `KeyboardInterrupt` too, becomes the answer's `error`."""
-        self._traceback = ""
+    def run(self, code: str, *, number: int, max_text_bytes: int) -> CellDone:
+        """Run one cell; what it raises, `SystemExit` and `KeyboardInterrupt` too, becomes the answer's `error`.
+
+        A copy of this process that the cell has forked returns from here as well: see `forks`.
+        """
+        self.last_error, self.last_traceback = None, ""
         self.displayhook.take_result()
         outcome = self.run_cell(code, store_history=True)  # type: ignore[no-untyped-call]
         self._show_figures()
@@ -130,19 +135,19 @@ class CellShell(InteractiveShell):
         if result is not None:
             capped = cap_text(result, max_text_bytes)
             result, dropped_bytes = capped.text, capped.dropped_bytes
-        error = outcome.error_before_exec or outcome.error_in_exec
+        error = self.last_error = outcome.error_before_exec or outcome.error_in_exec
         cell_error = None
         if error is not None:
             name, text = type(error).__name__, _text_of(error)
             if isinstance(error, MemoryError):
                 name, note = MemoryError.__name__, _memory_note()
-                text, self._traceback = f"{text} {note}".lstrip(), f"{self._traceback.rstrip()}\n{note}"
-            value, traceback = cap_text(text, max_text_bytes), cap_text(self._traceback, max_text_bytes)
+                text, self.last_traceback = f"{text} {note}".lstrip(), f"{self.last_traceback.rstrip()}\n{note}"
+            value, traceback = cap_text(text, max_text_bytes), cap_text(self.last_traceback, max_text_bytes)
             cell_error = CellError(name=name, value=value.text, traceback=traceback.text)
             dropped_bytes += value.dropped_bytes + traceback.dropped_bytes
-        elif self._traceback:  # of a `__repr__` that failed, of a script of `%run`: shown, but not the cell's end
+        elif self.last_traceback:  # of a `__repr__` that failed, of a script of `%run`: shown, but not the cell's end
             with suppress(OSError, ValueError, AttributeError):  # a cell may close or replace it
-                sys.stderr.write(self._traceback.rstrip("\n") + "\n")
+                sys.stderr.write(self.last_traceback.rstrip("\n") + "\n")
         displays, self.displays = self.displays, Displays()
         return CellDone(
             result=result,
@@ -151,13 +156,17 @@ class CellShell(InteractiveShell):
             dropped_bytes=dropped_bytes,
             displays=displays.kept,
             dropped_displays=displays.dropped,
+            number=number,
         )
 
-    def interrupted(self) -> CellDone:
+    def interrupted(self, number: int) -> CellDone:
         """The answer for a cell whose interrupt came outside of its own code."""
         self.displays = Displays()
-        error = CellError(name=KeyboardInterrupt.__name__, value="", traceback=KeyboardInterrupt.__name__)
-        return CellDone(result=None, error=error, execution_count=self.execution_count - 1, dropped_bytes=0)
+        self.last_error, self.last_traceback = KeyboardInterrupt(), KeyboardInterrupt.__name__
+        error = CellError(name=KeyboardInterrupt.__name__, value="", traceback=self.last_traceback)
+        return CellDone(
+            result=None, error=error, execution_count=self.execution_count - 1, dropped_bytes=0, number=number
+        )
 
     def ask_exit(self) -> NoReturn:
         """What `exit` and `quit` call. The shell lives on; the cell ends."""
@@ -195,7 +204,7 @@ class CellShell(InteractiveShell):
         return {
             "ename": type(exception).__name__,
             "evalue": _text_of(exception),
-            "traceback": self._traceback.splitlines(),
+            "traceback": self.last_traceback.splitlines(),
         }
 
     @contextmanager
@@ -218,7 +227,7 @@ class CellShell(InteractiveShell):
             pyplot.close("all")
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
-        self._traceback = self.InteractiveTB.stb2text(stb)
+        self.last_traceback = self.InteractiveTB.stb2text(stb)
 
 
 def _memory_note() -> str:

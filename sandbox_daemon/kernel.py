@@ -50,6 +50,7 @@ class Kernel:
         self._stdout = stdout
         self._stderr = stderr
         self._begun_fd = begun_fd
+        self._cell_number = 0
         self._gone = trio.Event()
 
     def __repr__(self) -> str:
@@ -67,11 +68,14 @@ class Kernel:
             os.read(self._begun_fd, BEGUN_READ_BYTES)  # the last cell's
         await self._stdout.begin(stdout)
         await self._stderr.begin(stderr)
-        await self._send(RunCell(code=code, max_text_bytes=max_text_bytes))
+        self._cell_number += 1
+        await self._send(RunCell(number=self._cell_number, code=code, max_text_bytes=max_text_bytes))
 
     async def wait_done(self) -> CellDone | None:
         """The end of the cell, with all its output taken; None if the child ended instead. May be called again."""
         done = await self._receive()
+        while isinstance(done, CellDone) and done.number != self._cell_number:  # of no cell that anybody waits for
+            done = await self._receive()
         if isinstance(done, CellDone):
             await self._stdout.finish()
             await self._stderr.finish()

@@ -56,6 +56,16 @@ async def test_a_session_of_cells(sandbox, tmp_path):
     assert result.stderr == ""
 
 
+@pytest.mark.parametrize("fork", ["os.fork()", "pty.fork()[0]"])
+async def test_a_child_that_a_cell_forks_answers_nothing(sandbox, fork):
+    kernel = int((await cell(sandbox, "import os, pty, signal; os.getpid()")).result)
+    assert (await cell(sandbox, f"pid = {fork}")).error is None
+    for number in range(4):
+        result = await cell(sandbox, f"({number} + 100, os.getpid())")
+        assert (result.result, result.restarted) == (repr((number + 100, kernel)), False)
+    assert (await cell(sandbox, "os.kill(pid, signal.SIGKILL); os.waitpid(pid, 0)[1]")).result == "9"
+
+
 async def test_the_shells_are_apart(sandbox):
     await cell(sandbox, "x = 'in jupyter'")
     assert (await cell(sandbox, "'x' in globals()", kernel="")).result == "False"
