@@ -86,4 +86,4 @@ clean: ## remove what was made in the checkout
 
 clean-cache: python ## remove what was made in the cache folder: engine environments, the model, tokenizers, peers, images, logs
 	cd "$$($(PYTHON) -c 'from launch.paths import cache_dir; print(cache_dir())')" && \
-		rm -rf engine-* models tokenizers peers apptainer runtimes images test-images logs
+		rm -rf engine-* models tokenizers peers apptainer host-pythons runtimes images test-images logs

@@ -1,8 +1,8 @@
 """Makes the self-contained runtime of `prorl_trio.sandbox.bundle` from the Python and the packages installed here.
 
 Needs no network: everything is copied from this very environment, so that what runs inside images is what was tested.
-`python -m launch.bundle` makes it and prints where; it takes some 10 s and 100 MB, once. With `--is-made` it only says
-by its exit code whether that has been done.
+`python -m launch.bundle` makes it, and the Python of the image `host` (`prorl_trio.sandbox.host_python`), and prints
+where; it takes some 10 s and 100 MB, once. With `--is-made` it only says by its exit code whether that has been done.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from typing import TYPE_CHECKING, Final
 
 from launch.progress import SetupError
 from launch.venv import exclusive
+from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.sandbox.bundle import BUNDLE_DIR, BUNDLE_PACKAGES, bundle_path, bundled_distributions
+from prorl_trio.sandbox.distributions import installed_files
+from prorl_trio.sandbox.host_python import has_host_python, require_host_python
 from prorl_trio.sandbox.runtime import LIB_DIR
 
 if TYPE_CHECKING:
@@ -105,11 +108,12 @@ def _fill(root: Path) -> None:
 
 def _copy_packages(target: Path) -> None:
     for distribution in bundled_distributions():
-        if not distribution.files:
-            raise SetupError(f"{distribution.name} was not installed by pip: there is no list of its files")
-        for file in distribution.files:
-            folders = file.parts[:-1]
-            if ".." in folders or {"__pycache__", "tests", "_tests"}.intersection(folders) or file.suffix == ".pyi":
+        try:
+            files = list(installed_files(distribution))
+        except LookupError as error:
+            raise SetupError(str(error)) from error
+        for file in files:
+            if {"..", "__pycache__"}.intersection(file.parts[:-1]) or file.suffix == ".pyi":
                 continue
             copy = target / file
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -189,10 +193,11 @@ def _run(argv: Sequence[str], *, check: bool = True) -> str:
 def main() -> int:
     """Make it and print where it is. Exit code 1 with a message if that is impossible."""
     if sys.argv[1:] == ["--is-made"]:
-        return 0 if bundle_path().is_dir() else 1
+        return 0 if bundle_path().is_dir() and has_host_python() else 1
     try:
+        print(require_host_python())  # noqa: T201
         path = build_bundle()
-    except SetupError as error:
+    except (SandboxUnavailable, SetupError) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 1
     print(path)  # noqa: T201

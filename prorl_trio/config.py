@@ -288,6 +288,8 @@ class SandboxConfig(_Config, frozen=True):
 
     provider: Literal["auto", "apptainer", "bubblewrap", "process"] = "auto"
     image: str = "host"
+    packages: tuple[str, ...] = ()
+    """Of those installed beside the node, what tools find in the image `host` besides the promised ones."""
     network: bool = False
     fakeroot: bool = False
     """The tools are root in there, so that they can install packages. apptainer only."""

@@ -62,9 +62,16 @@ class ApptainerProvider(SandboxProvider):
     isolated: ClassVar[bool] = True
 
     def __init__(
-        self, runtime_dir: Path | None = None, *, executable: str | None = None, fakeroot: bool = False
+        self,
+        runtime_dir: Path | None = None,
+        *,
+        executable: str | None = None,
+        fakeroot: bool = False,
+        packages: tuple[str, ...] = (),
     ) -> None:
-        """`executable`: another program than `find_apptainer`'s. `runtime_dir`: see `run_dir.open_run_dir`."""
+        """`executable`: another program than `find_apptainer`'s. `runtime_dir`: see `run_dir.open_run_dir`.
+        `packages`: see `host_python.require_host_python`."""
+        self._packages = packages
         self._runtime_dir = runtime_dir
         self._fakeroot = fakeroot
         self._executable = executable or find_apptainer()
@@ -81,7 +88,7 @@ class ApptainerProvider(SandboxProvider):
         try:
             async with open_run_dir(self._runtime_dir) as run_dir, run_dir.open_sandbox_dir() as folder:
                 exec_argv = _exec_argv(self._executable, network=False, fakeroot=self._fakeroot)
-                exec_argv = (*exec_argv, *_mount_argv(host_mounts()))
+                exec_argv = (*exec_argv, *_mount_argv(host_mounts(run_dir.root)))
                 _, problem = await run_probe((*exec_argv, str(run_dir.root), "/bin/true"), _launcher_env(folder))
         except SandboxUnavailable as exc:
             problem = str(exc)
@@ -104,8 +111,8 @@ class ApptainerProvider(SandboxProvider):
         mounts = [Mount(path, path) for path in read_only_proc()]
         if spec.image == "host":
             image = str(run_dir.root)
-            runtime = host_runtime()
-            mounts += host_mounts()
+            runtime = host_runtime(self._packages)
+            mounts += [*host_mounts(run_dir.root), *runtime.mounts]
             # Over those that Apptainer writes: they would name the host's user and name servers.
             files = _IDENTITY_FILES if spec.network else (*_IDENTITY_FILES, "resolv.conf")
             mounts += [Mount(f"{run_dir.root}/etc/{name}", f"/etc/{name}") for name in files]
@@ -170,7 +177,7 @@ def _exec_argv(
     inside = ("--no-umask", "--home", HOME, "--cwd", "/", "--hostname", "sandbox")
     configured = () if config is None else ("--config", str(config))
     # /dev/shm as well is then of the one tmpfs whose size the configuration limits, rather than one without a limit.
-    return (executable, "--quiet", *configured, "exec", *isolation, *inside, "--scratch", "/dev/shm")
+    return (executable, "--quiet", *configured, "exec", "--no-init", *isolation, *inside, "--scratch", "/dev/shm")
 
 
 def _launcher_env(folder: SandboxDir) -> dict[str, str]:

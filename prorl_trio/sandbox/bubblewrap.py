@@ -65,9 +65,13 @@ class BubblewrapProvider(SandboxProvider):
     name: ClassVar[str] = "bubblewrap"
     isolated: ClassVar[bool] = True
 
-    def __init__(self, runtime_dir: Path | None = None, *, executable: str | None = None) -> None:
-        """`executable`: another bwrap than `find_bubblewrap`'s. `runtime_dir`: see `run_dir.open_run_dir`."""
+    def __init__(
+        self, runtime_dir: Path | None = None, *, executable: str | None = None, packages: tuple[str, ...] = ()
+    ) -> None:
+        """`executable`: another bwrap than `find_bubblewrap`'s. `runtime_dir`: see `run_dir.open_run_dir`. `packages`:
+        see `host_python.require_host_python`."""
         self._runtime_dir = runtime_dir
+        self._packages = packages
         self._executable = executable or find_bubblewrap()
 
     async def probe(self) -> ProviderReport:
@@ -97,8 +101,8 @@ class BubblewrapProvider(SandboxProvider):
         if spec.image == "host":
             image = str(run_dir.root)
             root = ("--ro-bind", image, "/")
-            runtime = host_runtime()
-            mounts = host_mounts()
+            runtime = host_runtime(self._packages)
+            mounts = (*host_mounts(run_dir.root), *runtime.mounts)
         else:
             image = str(locate_directory(spec.image))
             root = ("--overlay-src", image, "--tmp-overlay", "/")

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import platform
-import re
 import sys
 from typing import TYPE_CHECKING, Final
 
 from prorl_trio.cache import cache_dir
 from prorl_trio.errors import SandboxUnavailable
+from prorl_trio.sandbox.distributions import closure
 
 if TYPE_CHECKING:
+    import importlib.metadata
     from pathlib import Path
 
 __all__ = ["BUNDLE_DIR", "BUNDLE_PACKAGES", "BUNDLE_PYTHON", "bundle_path", "bundled_distributions", "require_bundle"]
@@ -35,34 +35,18 @@ _RECIPE: Final = 2
 
 _REQUIRED: Final = ("trio", "msgspec", "ptyprocess", "ipython")
 _OPTIONAL: Final = ("jupyter-client",)
-_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 
 
 @functools.cache
 def bundled_distributions() -> tuple[importlib.metadata.Distribution, ...]:
     """What the daemon and IPython need, and what that needs, as installed beside this project; by name.
 
-    Jupyter's client too, where it is. A requirement that is not installed is one for another system or another Python.
+    Jupyter's client too, where it is.
 
     Raises:
         importlib.metadata.PackageNotFoundError: one of the daemon's own is not installed.
     """
-    found: dict[str, importlib.metadata.Distribution] = {}
-    pending = [*_REQUIRED, *_OPTIONAL]
-    while pending:
-        name = pending.pop()
-        if name in found:
-            continue
-        try:
-            found[name] = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            if name in _REQUIRED:
-                raise
-            continue
-        requirements = [text for text in found[name].requires or () if "extra ==" not in text]
-        matches = filter(None, map(_NAME.match, requirements))
-        pending += [re.sub(r"[-_.]+", "-", match[0]).lower() for match in matches]
-    return tuple(found[name] for name in sorted(found))
+    return closure(_REQUIRED, _OPTIONAL)
 
 
 def bundle_path() -> Path:

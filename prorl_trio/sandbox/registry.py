@@ -39,7 +39,7 @@ async def choose_provider(config: SandboxConfig) -> SandboxProvider:
         names = _with_fakeroot(names)
     refusals = []
     for name in names:
-        provider = _make(name, runtime_dir, fakeroot=config.fakeroot)
+        provider = _make(name, runtime_dir, config)
         key = (name, runtime_dir, config.fakeroot)
         report = _reports.get(key)
         if report is None or not report.usable:
@@ -60,8 +60,12 @@ def _with_fakeroot(names: list[str]) -> list[str]:
     return able
 
 
-def _make(name: str, runtime_dir: Path | None, *, fakeroot: bool) -> SandboxProvider:
-    return ApptainerProvider(runtime_dir, fakeroot=True) if fakeroot else PROVIDERS[name](runtime_dir)
+def _make(name: str, runtime_dir: Path | None, config: SandboxConfig) -> SandboxProvider:
+    if name == ApptainerProvider.name:
+        return ApptainerProvider(runtime_dir, fakeroot=config.fakeroot, packages=config.packages)
+    if name == BubblewrapProvider.name:
+        return BubblewrapProvider(runtime_dir, packages=config.packages)
+    return ProcessProvider(runtime_dir)
 
 
 async def probe_providers(runtime_dir: Path | None = None) -> list[ProviderReport]:

@@ -1,9 +1,8 @@
 """What makes the daemon run inside a sandbox: a Python, its packages, and the daemon's own code.
 
-In the host's own userland that is this project's Python, bound read-only, so that what agents run has its packages. It
-is seen where it is outside; or, if that is below a folder that is the sandbox's own, like /tmp, in `HOST_DIR`, with a
-link at its old place. In any other image it is the self-contained runtime (`bundle`). The daemon's code is copied, so
-that nothing else of a checkout or an installation can be seen.
+In the host's own userland that is an environment with the packages that tools are promised (`host_python`). In any
+other image it is the self-contained runtime (`bundle`). The daemon's code is copied, so that nothing else of a checkout
+or an installation can be seen.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Final, NamedTuple
 
 from prorl_trio.errors import InternalError
 from prorl_trio.sandbox.bundle import BUNDLE_DIR, BUNDLE_PYTHON, require_bundle
+from prorl_trio.sandbox.host_python import HOST_PYTHON_DIR, require_host_python
 
 __all__ = [
     "HOME",
@@ -37,17 +37,9 @@ HOME: Final = "/home/agent"
 LIB_DIR: Final = "/opt/prorl/lib"
 """Where the daemon's code is, inside."""
 
-HOST_DIR: Final = "/opt/prorl/host"
-"""Where folders of the host are, inside, that cannot be where they are outside."""
-
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 _DAEMON_PACKAGES: Final = ("ipc", "sandbox_daemon")
-_SYSTEM_DIRS: Final = ("/usr", "/bin", "/lib", "/lib64", "/sbin")
-_OWN_DIRS: Final = ("/tmp", "/var/tmp", "/dev", "/run", HOME)
-"""Folders of a sandbox's own, which hold nothing of the host: so their size can be limited."""
-
-_LINK_AND_RUN: Final = 'until [ "$1" = -- ]; do mkdir -p "${1%/*}" && ln -s "$2" "$1"; shift 2; done; shift; exec "$@"'
 
 
 class Mount(NamedTuple):
@@ -66,36 +58,27 @@ class Runtime(NamedTuple):
         env: what the interpreter needs in its environment. No tool sees it.
         mounts: what has to be mounted for it, the daemon's code aside.
         tool_env: what the tools get of it. Without a PATH they have the image's own.
-        links: paths inside and what each leads to: made before the daemon starts. The agent may remove them.
     """
 
     python: tuple[str, ...]
     env: dict[str, str]
     mounts: tuple[Mount, ...]
     tool_env: dict[str, str]
-    links: tuple[tuple[str, str], ...] = ()
 
     def daemon_argv(self) -> tuple[str, ...]:
         """The daemon's command line."""
-        daemon = (*self.python, "-m", "sandbox_daemon")
-        if not self.links:
-            return daemon
-        return ("/bin/sh", "-c", _LINK_AND_RUN, "sh", *(path for link in self.links for path in link), "--", *daemon)
+        return (*self.python, "-m", "sandbox_daemon")
 
 
-def host_runtime() -> Runtime:
-    """This project's own Python, for the host's userland."""
-    mounts = _python_mounts()
-    python = next(
-        (
-            mount.target + sys.executable.removeprefix(mount.source)
-            for mount in mounts
-            if _is_below(sys.executable, mount.source)
-        ),
-        sys.executable,
-    )
-    links = tuple((mount.source, mount.target) for mount in mounts if mount.source != mount.target)
-    return Runtime((python,), {"PYTHONPATH": LIB_DIR}, mounts, _tool_env(python), links)
+def host_runtime(packages: tuple[str, ...] = ()) -> Runtime:
+    """For the host's userland: the promised packages, and `packages`. Blocks, and the first time for seconds.
+
+    Raises:
+        SandboxUnavailable: see `require_host_python`.
+    """
+    mounts = (Mount(str(require_host_python(packages)), HOST_PYTHON_DIR),)
+    python = f"{HOST_PYTHON_DIR}/bin/python3"
+    return Runtime((python,), {"PYTHONPATH": LIB_DIR}, mounts, _tool_env(python))
 
 
 def process_runtime(lib: str) -> Runtime:
@@ -104,7 +87,7 @@ def process_runtime(lib: str) -> Runtime:
 
 
 def _tool_env(python: str) -> dict[str, str]:
-    """What agents run as `python3` on `host` is the project's, with numpy and sympy."""
+    """What agents run as `python3` has numpy and sympy."""
     return {"PATH": f"{os.path.dirname(python)}:{SYSTEM_PATH}"}
 
 
@@ -115,25 +98,6 @@ def image_runtime() -> Runtime:
         SandboxUnavailable: it has not been made.
     """
     return Runtime((BUNDLE_PYTHON, "-I"), {}, (Mount(str(require_bundle()), BUNDLE_DIR),), {})
-
-
-def _python_mounts() -> tuple[Mount, ...]:
-    """The folders of the interpreter and of its virtual environment, outermost first.
-
-    Those below /usr are left out: the host image has them.
-    """
-    real_prefix = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
-    prefixes = sorted({sys.base_prefix, sys.prefix, real_prefix})
-    return tuple(
-        Mount(prefix, f"{HOST_DIR}/{number}" if any(_is_below(prefix, own) for own in _OWN_DIRS) else prefix)
-        for number, prefix in enumerate(prefixes)
-        if not any(_is_below(prefix, system) for system in _SYSTEM_DIRS)
-        and not any(prefix != other and _is_below(prefix, other) for other in prefixes)
-    )
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def install_daemon(target: Path) -> None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import glob
 import os
 import shutil
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
-from prorl_trio.sandbox.runtime import HOME, LIB_DIR, Mount, host_runtime, install_daemon
+from prorl_trio.cache import cache_dir
+from prorl_trio.sandbox.host_python import HOST_PYTHON_DIR, interpreter_libraries, package_folders
+from prorl_trio.sandbox.runtime import HOME, LIB_DIR, Mount, install_daemon
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["HOME", "READ_ONLY_PROC", "USER", "build_skeleton", "host_mounts", "read_only_proc"]
+__all__ = ["HOME", "READ_ONLY_PROC", "USER", "build_skeleton", "covered", "host_mounts", "read_only_proc"]
 
 USER: Final = "agent"
 
 _SYSTEM_DIRS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-_EMPTY_DIRS: Final = ("dev", "proc", "sys", "tmp", "var", "run", "mnt", "srv", HOME[1:], "usr")
+_EMPTY: Final = "srv"
+_EMPTY_DIRS: Final = (_EMPTY, "dev", "proc", "sys", "tmp", "var", "run", "mnt", HOME[1:], "usr")
+
+_SOURCES: Final = ("/usr/local/src", "/usr/src")
+"""Of the machine's owner, and in containers often of this very project: no program needs them."""
+_LOCAL_PACKAGES: Final = ("/usr/local/lib*/python3*/dist-packages", "/usr/local/lib*/python3*/site-packages")
+_NEEDED: Final = ("/usr/bin", "/usr/lib", "/usr/local/bin", "/usr/local/lib", "/usr/share")
+"""A folder with one of these in it is userland, whatever else it is."""
 
 _ETC_FILES: Final = (
     "ld.so.cache",
@@ -48,11 +57,35 @@ def read_only_proc() -> tuple[str, ...]:
     return tuple(path for name in READ_ONLY_PROC if os.path.exists(path := f"/proc/{name}"))
 
 
-def host_mounts() -> tuple[Mount, ...]:
-    """The host's userland and the project's Python, read-only."""
+def host_mounts(root: Path) -> tuple[Mount, ...]:
+    """The host's userland, read-only, with nothing of this node's own in it. `root`: what `build_skeleton` made."""
+    empty = str(root / _EMPTY)
+    return (*_userland(), *(Mount(empty, path) for path in covered()))
+
+
+def _userland() -> tuple[Mount, ...]:
     system = [f"/{name}" for name in ("usr", *_SYSTEM_DIRS) if not os.path.islink(f"/{name}")]
     system += [f"/etc/{name}" for name in _ETC_DIRS]
-    return tuple(Mount(path, path) for path in system if os.path.isdir(path)) + host_runtime().mounts
+    return tuple(Mount(path, path) for path in system if os.path.isdir(path))
+
+
+@functools.cache
+def covered() -> tuple[str, ...]:
+    """Folders below /usr that are not of the userland, and are seen empty: outermost first, none below another.
+
+    Packages that the node runs on, or that somebody installed beside the system's own; sources, as of this project in a
+    container; the node's cache, and the home directory of its user.
+    """
+    checkout = Path(__file__).resolve().parents[2]
+    private = {*_SOURCES, *package_folders(), *map(os.path.realpath, (checkout, cache_dir(), os.path.expanduser("~")))}
+    private.update(path for pattern in _LOCAL_PACKAGES for path in glob.glob(pattern))
+    found: list[str] = []
+    for path in sorted(private):
+        needed = any(Path(kept).is_relative_to(path) for kept in _NEEDED)
+        hidden = any(Path(path).is_relative_to(other) for other in found)
+        if path.startswith("/usr/") and os.path.isdir(path) and not needed and not hidden:
+            found.append(path)
+    return tuple(found)
 
 
 def build_skeleton(root: Path) -> None:
@@ -65,8 +98,12 @@ def build_skeleton(root: Path) -> None:
     for name in _SYSTEM_DIRS:
         if os.path.islink(f"/{name}"):
             (root / name).symlink_to(os.readlink(f"/{name}"))
-    for mount in host_mounts():
-        (root / mount.target.lstrip("/")).mkdir(parents=True, exist_ok=True)
+    for target in (*(mount.target for mount in _userland()), HOST_PYTHON_DIR):
+        (root / target.lstrip("/")).mkdir(parents=True, exist_ok=True)
+    for library in interpreter_libraries():
+        place = root / str(library).lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(f"{HOST_PYTHON_DIR}/base/lib/{library.name}")
     _fill_etc(root / "etc")
     install_daemon(root / LIB_DIR.lstrip("/"))
 
