@@ -24,7 +24,9 @@ def main() -> int:
 
     from sandbox_daemon.daemon import serve_daemon
     from sandbox_daemon.limits import hide_self, limit_self
+    from sandbox_daemon.memory_files import start_maker
     from sandbox_daemon.privileges import drop_privileges
+    from sandbox_daemon.seccomp import confine
     from sandbox_daemon.settings import read_start_line
 
     try:
@@ -39,6 +41,9 @@ def main() -> int:
             raise ValueError(f"cwd {start.cwd!r} is not a directory")
         if start.fakeroot:
             drop_privileges()
+        if start.isolated:
+            start_maker()
+            confine()
         limit_self(start.limits)
         hide_self()
         trio.run(

@@ -17,6 +17,8 @@ import os
 from contextlib import suppress
 from typing import ClassVar, Final
 
+from sandbox_daemon.memory_files import make_memory_file
+
 __all__ = ["BEGUN_MARK", "NONCE_MARK", "PROMPT_MARK", "Dialect", "ShellFiles", "replace_content"]
 
 BEGUN_MARK: Final = b"\x02"
@@ -39,9 +41,9 @@ class ShellFiles:
     """
 
     def __init__(self) -> None:
-        self.command = os.memfd_create("command")
-        self.nonce = os.memfd_create("nonce")
-        self.hook = os.memfd_create("hook")
+        self.command = make_memory_file("command")
+        self.nonce = make_memory_file("nonce")
+        self.hook = make_memory_file("hook")
         self.record_read, self.record_write = os.pipe2(os.O_CLOEXEC)
         self._gate_read, self._gate_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.gate = os.open(f"/proc/self/fd/{self._gate_read}", os.O_RDWR | os.O_CLOEXEC)

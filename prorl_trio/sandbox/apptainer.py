@@ -16,7 +16,7 @@ from prorl_trio.sandbox.probe import PROBE_TIMEOUT_S, run_probe
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
 from prorl_trio.sandbox.run_dir import open_run_dir, open_shared_run_dir
 from prorl_trio.sandbox.runtime import LIB_DIR, Mount, host_runtime, image_runtime
-from prorl_trio.sandbox.skeleton import HOME, USER, host_mounts, read_only_proc
+from prorl_trio.sandbox.skeleton import HOME, USER, host_mounts, proc_mounts
 from prorl_trio.sandbox.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.userns import user_namespace_remedy
 
@@ -108,7 +108,7 @@ class ApptainerProvider(SandboxProvider):
             raise SandboxUnavailable(f"image {spec.image}: {_NO_FAKEROOT_AS_ROOT}")
         config = self._write_config(spec, folder)
         argv = [*_exec_argv(self._executable, network=spec.network, config=config, fakeroot=self._fakeroot)]
-        mounts = [Mount(path, path) for path in read_only_proc()]
+        mounts = [*proc_mounts(run_dir.root)]
         if spec.image == "host":
             image = str(run_dir.root)
             runtime = host_runtime(self._packages)

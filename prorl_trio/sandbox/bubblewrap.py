@@ -14,7 +14,7 @@ from prorl_trio.sandbox.probe import run_probe
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
 from prorl_trio.sandbox.run_dir import open_shared_run_dir
 from prorl_trio.sandbox.runtime import LIB_DIR, host_runtime, image_runtime
-from prorl_trio.sandbox.skeleton import HOME, USER, host_mounts, read_only_proc
+from prorl_trio.sandbox.skeleton import HOME, USER, host_mounts, proc_mounts
 from prorl_trio.sandbox.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.userns import user_namespace_remedy
 
@@ -115,9 +115,7 @@ class BubblewrapProvider(SandboxProvider):
         shared = (*size, "--perms", "1777", "--tmpfs")
         argv += ["--proc", "/proc", "--dev", "/dev", *shared, "/dev/shm", "--remount-ro", "/dev", *shared, "/tmp"]
         argv += [*size, "--perms", "0700", "--tmpfs", HOME]
-        for path in read_only_proc():
-            argv += ["--ro-bind", path, path]
-        for mount in mounts:
+        for mount in (*proc_mounts(run_dir.root), *mounts):
             argv += ["--ro-bind", mount.source, mount.target]
         if spec.network:
             argv += ["--ro-bind-try", os.path.realpath("/etc/resolv.conf"), "/etc/resolv.conf"]

@@ -13,12 +13,13 @@ from prorl_trio.cache import cache_dir
 from prorl_trio.sandbox.host_python import HOST_PYTHON_DIR, interpreter_libraries, package_folders
 from prorl_trio.sandbox.runtime import HOME, LIB_DIR, Mount, install_daemon
 
-__all__ = ["HOME", "READ_ONLY_PROC", "USER", "build_skeleton", "covered", "host_mounts", "read_only_proc"]
+__all__ = ["HOME", "READ_ONLY_PROC", "USER", "build_skeleton", "covered", "host_mounts", "proc_mounts"]
 
 USER: Final = "agent"
 
 _SYSTEM_DIRS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _EMPTY: Final = "srv"
+_EMPTY_FILE: Final = "etc/empty"
 _EMPTY_DIRS: Final = (_EMPTY, "dev", "proc", "sys", "tmp", "var", "run", "mnt", HOME[1:], "usr")
 
 _SOURCES: Final = ("/usr/local/src", "/usr/src")
@@ -52,9 +53,15 @@ READ_ONLY_PROC: Final = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "sc
 """Below /proc. The kernel lets user 0 of the machine write some of these whatever its namespace or capabilities."""
 
 
-def read_only_proc() -> tuple[str, ...]:
-    """The paths of `READ_ONLY_PROC` that this kernel has."""
-    return tuple(path for name in READ_ONLY_PROC if os.path.exists(path := f"/proc/{name}"))
+HIDDEN_PROC: Final = ("keys", "key-users")
+"""Below /proc, seen empty: the kernel's keyrings are of a user, in whatever namespace."""
+
+
+def proc_mounts(root: Path) -> tuple[Mount, ...]:
+    """What stands over /proc, as far as this kernel has it. `root`: what `build_skeleton` made."""
+    read_only = tuple(Mount(path, path) for name in READ_ONLY_PROC if os.path.exists(path := f"/proc/{name}"))
+    empty = str(root / _EMPTY_FILE)
+    return (*read_only, *(Mount(empty, path) for name in HIDDEN_PROC if os.path.exists(path := f"/proc/{name}")))
 
 
 def host_mounts(root: Path) -> tuple[Mount, ...]:
@@ -104,6 +111,7 @@ def build_skeleton(root: Path) -> None:
         place = root / str(library).lstrip("/")
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(f"{HOST_PYTHON_DIR}/base/lib/{library.name}")
+    (root / _EMPTY_FILE).touch()
     _fill_etc(root / "etc")
     install_daemon(root / LIB_DIR.lstrip("/"))
 
