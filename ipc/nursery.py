@@ -1,7 +1,8 @@
-"""One exception out of a nursery, instead of a group."""
+"""What comes out of a nursery: one exception instead of a group, and whether it is a cancel and nothing else."""
 
 from __future__ import annotations
 
+import math
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,24 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-__all__ = ["open_single_nursery", "single_exception"]
+__all__ = ["is_cancelled", "leaves", "only_cancelled", "open_single_nursery", "single_exception"]
+
+
+def leaves(exc: BaseException) -> list[BaseException]:
+    """Return `exc`, or the exceptions that its groups are made of, at whatever depth."""
+    if not isinstance(exc, BaseExceptionGroup):
+        return [exc]
+    return [leaf for inner in exc.exceptions for leaf in leaves(inner)]
+
+
+def only_cancelled(exc: BaseException) -> bool:
+    """Whether every leaf of `exc` is `Cancelled`. A nursery makes a group even of one, so a group is a cancel, too."""
+    return all(isinstance(leaf, trio.Cancelled) for leaf in leaves(exc))
+
+
+def is_cancelled() -> bool:
+    """Whether a scope around this task is cancelled. A `Cancelled` that flies where none is belongs to nobody."""
+    return trio.current_effective_deadline() == -math.inf
 
 
 @contextmanager
@@ -24,7 +42,7 @@ def single_exception() -> Iterator[None]:
     try:
         yield
     except BaseExceptionGroup as group:
-        errors = [exc for exc in group.exceptions if not isinstance(exc, trio.Cancelled)] or list(group.exceptions[:1])
+        errors = [exc for exc in group.exceptions if not only_cancelled(exc)] or list(group.exceptions[:1])
         if len(errors) > 1:
             raise
         (error,) = errors

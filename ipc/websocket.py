@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
 
 import h11
 import msgspec
@@ -22,6 +22,7 @@ import wsproto.utilities
 
 from ipc.errors import ChannelBroken, ProtocolViolation
 from ipc.metered_stream import MeteredStream
+from ipc.nursery import single_exception
 from ipc.session import MAX_MESSAGE_BYTES, HeartbeatPing, HeartbeatPong
 
 if TYPE_CHECKING:
@@ -108,11 +109,13 @@ class WebSocketLink(Generic[FrameT]):
     def __init__(
         self,
         socket: trio_websocket.WebSocketConnection,
+        reader: _LibraryReader,
         stream: MeteredStream,
         decode: Callable[[bytes], FrameT | list[FrameT]],
         limits: LinkLimits,
     ) -> None:
         self._socket = socket
+        self._reader = reader
         self._stream = stream
         self._decode = decode
         self._limits = limits
@@ -256,8 +259,17 @@ class WebSocketLink(Generic[FrameT]):
         """Carry out `end`: the last frame, the close handshake, the TCP close. Within `close_timeout_s`."""
         self.end(CloseCode.NORMAL, "")
         with trio.move_on_after(self._limits.close_timeout_s):
-            await self._say_goodbye(*self._ending)
+            async with trio.open_nursery() as goodbye:
+                goodbye.start_soon(self._outlast_reader, goodbye.cancel_scope)
+                await self._say_goodbye(*self._ending)
+                goodbye.cancel_scope.cancel()
         await trio.aclose_forcefully(self._stream)
+
+    async def _outlast_reader(self, goodbye: trio.CancelScope) -> None:
+        """Wait for the peer's end in the reader's place, once that has failed: nobody would see it otherwise."""
+        await self._reader.failed.wait()
+        await self._stream.linger(LINGER_BYTES)
+        goodbye.cancel()
 
     async def _say_goodbye(self, code: int, reason: str) -> None:
         await trio.lowlevel.checkpoint()
@@ -274,7 +286,7 @@ class WebSocketLink(Generic[FrameT]):
         if self._ended.is_set():
             return LinkClosed(*self._ending)
         if not isinstance(exc, trio_websocket.ConnectionClosed) or exc.reason is None:
-            return LinkClosed(CloseCode.ABNORMAL, "the connection broke")
+            return LinkClosed(CloseCode.ABNORMAL, self._reader.said() or "the connection broke")
         return LinkClosed(exc.reason.code, exc.reason.reason or exc.reason.name.lower().replace("_", " "))
 
     async def _write(self, bulk: Callable[[], bytes | None]) -> None:
@@ -335,9 +347,9 @@ async def open_server_link(
         LinkClosed: the peer does not speak WebSocket, or said nothing for `handshake_timeout_s`.
     """
 
-    async def handshake(nursery: trio.Nursery, metered: MeteredStream) -> trio_websocket.WebSocketConnection:
+    async def handshake(tasks: trio.Nursery, metered: MeteredStream) -> trio_websocket.WebSocketConnection:
         request = await trio_websocket.wrap_server_stream(
-            nursery, metered, MESSAGE_QUEUE_MESSAGES, limits.max_message_bytes, RECEIVE_BUFFER_BYTES
+            tasks, metered, MESSAGE_QUEUE_MESSAGES, limits.max_message_bytes, RECEIVE_BUFFER_BYTES
         )
         return await request.accept()
 
@@ -360,9 +372,9 @@ async def open_client_link(
         LinkClosed: the connection broke, or there was no answer within `handshake_timeout_s`.
     """
 
-    async def handshake(nursery: trio.Nursery, metered: MeteredStream) -> trio_websocket.WebSocketConnection:
+    async def handshake(tasks: trio.Nursery, metered: MeteredStream) -> trio_websocket.WebSocketConnection:
         return await trio_websocket.wrap_client_stream(
-            nursery,
+            tasks,
             metered,  # type: ignore[arg-type]  # any Stream will do; the annotation is too narrow
             host,
             resource,
@@ -382,60 +394,70 @@ async def _open_link(
     decode: Callable[[bytes], FrameT | list[FrameT]],
     limits: LinkLimits,
 ) -> AsyncIterator[WebSocketLink[FrameT]]:
-    body_error: BaseException | None = None
-    try:
+    with single_exception():
         async with stream, trio.open_nursery() as nursery:
-            socket = await _shake_hands(nursery, stream, handshake, limits.handshake_timeout_s)
-            link = WebSocketLink(socket, stream, decode, limits)
-            try:
-                yield link
-            except BaseException as exc:
-                body_error = exc
-                raise
+            reader = _LibraryReader(nursery)
+            socket = await _shake_hands(reader, stream, handshake, limits.handshake_timeout_s)
+            yield WebSocketLink(socket, reader, stream, decode, limits)
             nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        # The library's reader raises into the nursery; what it raises depends on what the peer sent.
-        if body_error is not None and not isinstance(body_error, trio.Cancelled):
-            raise body_error from None
-        _, others = group.split(_LIBRARY_ERRORS)
-        if others is None:
-            raise _as_ipc_error(_first_leaf(group)) from None
-        _, errors = others.split(trio.Cancelled)
-        raise _first_leaf(errors or others) from None
-    finally:
-        del body_error
+
+
+class _LibraryReader:
+    """The nursery that the library is given for its reader. What the peer makes the reader raise ends the link alone.
+
+    The reader raises where the peer goes on after a Close of ours: it answers a Ping when nothing may be sent any more.
+
+    Attributes:
+        failed: set when it has raised `error`. The library then offers no more messages.
+    """
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.failed = trio.Event()
+        self.error: Exception | None = None
+        self._nursery = nursery
+
+    def start_soon(self, afn: Callable[..., Awaitable[None]], *args: object) -> None:
+        """As a nursery's."""
+        self._nursery.start_soon(self._run, afn, *args)
+
+    async def _run(self, afn: Callable[..., Awaitable[None]], *args: object) -> None:
+        try:
+            await afn(*args)
+        except _LIBRARY_ERRORS as exc:
+            self.error = exc
+            self.failed.set()
+        except Exception as exc:  # what a peer sends must not end more than its link, whatever the library lets through
+            logger.exception("the WebSocket library failed over what a peer sent")
+            self.error = exc
+            self.failed.set()
+
+    def said(self) -> str:
+        """Why it has failed; empty if it has not."""
+        return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
 
 
 async def _shake_hands(
-    nursery: trio.Nursery,
+    reader: _LibraryReader,
     stream: MeteredStream,
     handshake: Callable[[trio.Nursery, MeteredStream], Awaitable[trio_websocket.WebSocketConnection]],
     timeout_s: float,
 ) -> trio_websocket.WebSocketConnection:
-    async def cancel_at_eof() -> None:
-        await stream.over.wait()
+    async def cancel_at(event: trio.Event) -> None:
+        await event.wait()
         race.cancel_scope.cancel()
 
     socket: trio_websocket.WebSocketConnection | None = None
-    with trio.move_on_after(timeout_s) as patience:
+    with trio.move_on_after(timeout_s) as patience, single_exception():
         # The library waits for ever for the handshake of a peer that hung up or sent something else.
         async with trio.open_nursery() as race:
-            race.start_soon(cancel_at_eof)
-            socket = await handshake(nursery, stream)
+            race.start_soon(cancel_at, stream.over)
+            race.start_soon(cancel_at, reader.failed)
+            socket = await handshake(cast("trio.Nursery", reader), stream)
             race.cancel_scope.cancel()
-    if socket is None:
-        what = f"within {timeout_s:g} s" if patience.cancelled_caught else "before the connection ended"
-        nursery.cancel_scope.cancel()
-        raise LinkClosed(CloseCode.ABNORMAL, f"no WebSocket handshake {what}")
-    return socket
-
-
-def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = group.exceptions[0]
-    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
-
-
-def _as_ipc_error(exc: BaseException) -> BaseException:
-    if isinstance(exc, trio_websocket.ConnectionRejected):
-        return ProtocolViolation(f"not a node: it answered the WebSocket handshake with HTTP status {exc.status_code}")
-    return LinkClosed(CloseCode.ABNORMAL, f"{type(exc).__name__}: {exc}")
+    if socket is not None:
+        return socket
+    if isinstance(reader.error, trio_websocket.ConnectionRejected):
+        status = reader.error.status_code
+        raise ProtocolViolation(f"not a node: it answered the WebSocket handshake with HTTP status {status}")
+    what = f"within {timeout_s:g} s" if patience.cancelled_caught else "before the connection ended"
+    raise LinkClosed(CloseCode.ABNORMAL, reader.said() or f"no WebSocket handshake {what}")

@@ -14,6 +14,7 @@ import click
 import msgspec
 import trio
 
+from ipc.nursery import leaves
 from prorl_trio.chat import ChatFormat
 from prorl_trio.client import connect
 from prorl_trio.client.address import Address
@@ -70,11 +71,11 @@ class _Commands(click.Group):
         try:
             return self._invoke(ctx)
         except* ProrlError as group:
-            leaves = _leaves(group)
-            code = EXIT_INTERNAL if any(isinstance(error, InternalError) for error in leaves) else 1
+            errors = leaves(group)
+            code = EXIT_INTERNAL if any(isinstance(error, InternalError) for error in errors) else 1
             if code == EXIT_INTERNAL:
                 logging.getLogger(__name__).error("a bug of ours", exc_info=group)
-            for error in leaves:
+            for error in errors:
                 click.secho(f"error: {error}", fg="red", err=True)
         except* KeyboardInterrupt:
             click.secho("interrupted", fg="yellow", err=True)
@@ -88,13 +89,6 @@ class _Commands(click.Group):
             if exc.filename is None:
                 raise
             raise ConfigError(f"{exc.filename}: {exc.strerror}") from exc
-
-
-def _leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:
-    leaves: list[BaseException] = []
-    for error in group.exceptions:
-        leaves.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
-    return leaves
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

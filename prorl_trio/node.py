@@ -57,6 +57,7 @@ from prorl_trio.service.session_table import SessionTable
 from prorl_trio.service.shared_outcomes import SharedOutcomes
 from prorl_trio.service.tcp import open_tcp_listener
 from prorl_trio.service.tls import load_tls
+from prorl_trio.supervision import service_task, vanished_task
 from prorl_trio.token_memory import TokenMemory
 
 if TYPE_CHECKING:
@@ -249,6 +250,8 @@ class Node:
 
     def unreadiness(self) -> str:
         """Why a job submitted now would not be worked on; empty if it would."""
+        if task := vanished_task():
+            return f"the node is ending: its service task {task!r} is gone"
         if self.draining:
             return "the node is draining"
         return "" if self._backends.accepting else "no backend takes tasks; add one"
@@ -402,7 +405,9 @@ async def serve_node(
             if local is not None and node.tokens.arena is not None:
                 await _share_arena(node, node.tokens.arena, local.arena, sessions, accept)
             address = await accept.start(
-                partial(serve_websocket, node, listen, sessions=sessions, local=local, listener=bind)
+                service_task(
+                    partial(serve_websocket, node, listen, sessions=sessions, local=local, listener=bind), "WebSocket"
+                )
             )
             endpoints = {"url": endpoint_url(address, secure=bool(listen.tls_cert))}
             if local is not None:
@@ -413,7 +418,7 @@ async def serve_node(
                 await trio.to_thread.run_sync(announce, Path(listen.endpoint_file), endpoints)
             if load is not None:
                 apply = partial(_apply, node, monitoring)
-                await accept.start(serve_reloads, load, lambda: node.config, apply)
+                await accept.start(service_task(serve_reloads, "reload"), load, lambda: node.config, apply)
             task_status.started(address)
             await anext(signals)
             if journal is not None:
@@ -477,7 +482,7 @@ async def _open_rest(
         listener=listener,
         sandbox_network=node.config.sandbox.network,
     )
-    url = rest_url(await accept.start(serve), secure=tls is not None)
+    url = rest_url(await accept.start(service_task(serve, "REST")), secure=tls is not None)
     logger.info("REST at %s", url)
     return url
 
@@ -490,6 +495,7 @@ async def _share_arena(node: Node, arena: Arena, path: Path, sessions: SessionTa
     token = await trio.to_thread.run_sync(load_token, node.config.listen)
     max_readers = node.config.arena.max_readers
     try:
-        await accept.start(partial(serve_arena, arena, path, token=token.decode(), max_readers=max_readers))
+        serve = partial(serve_arena, arena, path, token=token.decode(), max_readers=max_readers)
+        await accept.start(service_task(serve, "arena"))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"listen.unix_socket: {exc}") from exc

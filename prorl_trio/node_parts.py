@@ -15,6 +15,7 @@ from prorl_trio.inference.pool import Backends
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images import locate_image
 from prorl_trio.sandbox.warm_pool import WarmLimits
+from prorl_trio.supervision import service_task
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -97,7 +98,7 @@ async def open_backends(
             logger.warning("backend %s is down, and joins when it is up: %s", url, error)
             backends.expect(url, config.weights.get(url), str(error))
         async with open_single_nursery() as watch:
-            watch.start_soon(backends.watch)
+            watch.start_soon(service_task(backends.watch, "backends"))
             yield backends
             watch.cancel_scope.cancel("the node ends")
     finally:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from ipc.nursery import leaves
 from prorl_trio.errors import (
     AgentFault,
     BudgetExceeded,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from prorl_trio.job import Job
     from prorl_trio.models import Stage, TerminalStatus
 
-__all__ = ["check_evaluation", "completed", "finalise", "not_completed", "retry_after"]
+__all__ = ["check_evaluation", "completed", "finalise", "not_completed", "raise_bugs", "retry_after"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,7 @@ def not_completed(job: Job, failure: BaseException | None, stage: Stage | None) 
     """
     while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
         failure = failure.exceptions[0]
-    if isinstance(failure, InternalError):
-        raise failure
+    raise_bugs(failure)
     status: TerminalStatus
     error: RolloutError
     if job.cancel_reason is not None:
@@ -65,6 +65,13 @@ def not_completed(job: Job, failure: BaseException | None, stage: Stage | None) 
         error=str(error) or type(error).__name__,
         reward=error.reward if isinstance(error, AgentFault) else None,
     )
+
+
+def raise_bugs(failure: BaseException | None) -> None:
+    """Raise the first `InternalError` in `failure`, which may be a group."""
+    for leaf in () if failure is None else leaves(failure):
+        if isinstance(leaf, InternalError):
+            raise leaf
 
 
 def finalise(job: Job, draft: Outcome) -> Outcome:

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from ipc.nursery import is_cancelled, only_cancelled, open_single_nursery
 from prorl_trio.admission import Admission
-from prorl_trio.errors import Draining, InternalError, SandboxUnavailable
+from prorl_trio.errors import Draining, HandlerError, InternalError, SandboxUnavailable
 from prorl_trio.groups import GroupTable
 from prorl_trio.job import Job, JobSink
 from prorl_trio.observer import Observers
-from prorl_trio.outcomes import check_evaluation, completed, finalise, not_completed, retry_after
+from prorl_trio.outcomes import check_evaluation, completed, finalise, not_completed, raise_bugs, retry_after
 from prorl_trio.stages import WorkStage
+from prorl_trio.supervision import service_task
 from prorl_trio.watchdog import watch_jobs
 
 if TYPE_CHECKING:
@@ -205,10 +206,7 @@ class Pipeline:
                     job.scope.cancel()
                 context.begin_stage(job.scope, stage.own_charge)
                 job.move(stage.name)
-                try:
-                    await stage.work(job)
-                except Exception as exc:
-                    failure = exc
+                failure = await _work(stage, job)
             spent_s = trio.current_time() - started_s - context.uncharged_s
             job.used_s += spent_s
             if job.scope.cancelled_caught and job.cancel_reason is None:
@@ -216,8 +214,9 @@ class Pipeline:
             elif failure is None and job.cancel_reason is None:
                 await self._pass_on(index, job)
                 return
-        except trio.Cancelled:
-            await self._cut_off(job, stage.name)  # noqa: ASYNC102 - it shields itself
+        except BaseException as exc:
+            if only_cancelled(exc):
+                await self._cut_off(job, stage.name)  # noqa: ASYNC102 - it shields itself
             raise
         job.scope = None
         await self._conclude(job, not_completed(job, failure, stage.name))
@@ -330,8 +329,9 @@ class Pipeline:
                 await trio.sleep(backoff_s)
                 await self.stages[0].queue.put(job, job.priority, job.session_id)
             await self._queued(job, self.stages[0], caught=scope.cancelled_caught)
-        except trio.Cancelled:
-            await self._cut_off(job, None)  # noqa: ASYNC102 - it shields itself
+        except BaseException as exc:
+            if only_cancelled(exc):
+                await self._cut_off(job, None)  # noqa: ASYNC102 - it shields itself
             raise
 
     async def _cut_off(self, job: Job, stage: Stage | None) -> None:
@@ -397,6 +397,36 @@ class Pipeline:
                 await self._groups_changed.wait()
 
 
+async def _work(stage: WorkStage, job: Job) -> Exception | None:
+    """Do the stage's work; returns what went wrong with it. A cancel flies on; what a handler's nursery raises beside
+    it is logged, for the cancel decides how the job ends.
+
+    Raises:
+        InternalError: the work raised it, alone or beside something else.
+    """
+    try:
+        await stage.work(job)
+    except Exception as exc:
+        return exc
+    except (trio.Cancelled, BaseExceptionGroup) as exc:  # noqa: ASYNC103 - again, unless it is nobody's
+        cancelled: BaseException | None = exc
+        errors: BaseException | None = None
+        if isinstance(exc, BaseExceptionGroup):
+            cancelled, errors = exc.split(trio.Cancelled)
+        if cancelled is None or not isinstance(errors, Exception | None):
+            raise
+        raise_bugs(errors)
+        if (
+            not is_cancelled()
+        ):  # a plug-in's library let it out of its scope: no nursery of ours may take it for its own
+            stray = HandlerError(f"handler {job.handler.name} raised a Cancelled while nothing was cancelled")
+            return errors or stray  # noqa: ASYNC104
+        if errors is not None:
+            logger.error("job %s: errors beside its cancel in stage %s", job.spec.job_id, stage.name, exc_info=errors)
+        raise cancelled from None
+    return None
+
+
 @asynccontextmanager
 async def open_pipeline(
     resources: Resources, sandboxes: SandboxHost, service: trio.Nursery, *, observers: Sequence[Observer] = ()
@@ -414,8 +444,8 @@ async def open_pipeline(
                     for index, nursery in enumerate((init_nursery, run_nursery, eval_nursery)):
                         pipeline.stages[index].start(nursery, partial(pipeline._run_stage, index))
                     pipeline._retries = init_nursery
-                    init_nursery.start_soon(pipeline._watch_groups, name="group deadlines")
-                    init_nursery.start_soon(watch_jobs, pipeline.jobs, name="stuck jobs")
+                    init_nursery.start_soon(service_task(pipeline._watch_groups, "group deadlines"))
+                    init_nursery.start_soon(service_task(watch_jobs, "stuck jobs"), pipeline.jobs)
                     try:
                         yield pipeline
                     finally:

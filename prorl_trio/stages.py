@@ -8,6 +8,7 @@ import trio
 
 from prorl_trio.errors import BudgetExceeded
 from prorl_trio.stage_queue import StageQueue
+from prorl_trio.supervision import service_task
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -80,7 +81,8 @@ class WorkStage:
         assert self._nursery is not None
         while self._staff < workers:
             self._staff += 1
-            self._nursery.start_soon(self._work, self._new_idle(), name=f"{self.name} worker")
+            worker = service_task(self._work, f"{self.name} worker", may_return=True)
+            self._nursery.start_soon(worker, self._new_idle(), name=f"{self.name} worker")
         while self._staff > workers and self._idle:
             self._staff -= 1
             self._idle.pop().cancel()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 import trio
 from outcome import Error, capture
 
+from ipc.nursery import only_cancelled
 from prorl_trio.client.client import ADMISSION_PATIENCE_S, RolloutClient, connect
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.errors import InternalError
@@ -262,7 +263,7 @@ class _Loop:
         if isinstance(ended, Error):
             # It may be a KeyboardInterrupt of this thread: then nobody waits for the call any more.
             _run_soon(token, scope.cancel)
-            if isinstance(ended.error, trio.RunFinishedError | trio.Cancelled):
+            if isinstance(ended.error, trio.RunFinishedError) or only_cancelled(ended.error):
                 raise ConnectionLost("the client is closed")
         return ended.unwrap()
 

@@ -22,6 +22,7 @@ from prorl_trio.inference.line import WaitingLine
 from prorl_trio.inference.pausing import UNKNOWN_VERSION, PolicyUpdates
 from prorl_trio.inference.placement import Backend, BackendPool, BackendState, BackendStatistics, Lease
 from prorl_trio.inference.watch import PoolWatch
+from prorl_trio.supervision import service_task
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterator
@@ -319,9 +320,9 @@ class Backends:
     async def watch(self) -> None:
         """Look at all backends from time to time, for ever: see `PoolWatch`, `ExpectedBackends`."""
         async with open_single_nursery() as nursery:
-            nursery.start_soon(self._watch.watch_health)
-            nursery.start_soon(self._watch.watch_load)
-            nursery.start_soon(self._expected.run)
+            nursery.start_soon(service_task(self._watch.watch_health, "backend health"))
+            nursery.start_soon(service_task(self._watch.watch_load, "backend load"))
+            nursery.start_soon(service_task(self._expected.run, "backends that are down"))
 
     async def aclose(self) -> None:
         """Close every client; calls in flight and whoever waits for a backend fail. Engines that were paused here are

@@ -25,6 +25,7 @@ from prorl_trio.ledger.operations import (
     Operation,
 )
 from prorl_trio.ledger.store import Answer, LedgerStatistics, Store, WaitForRoom
+from prorl_trio.supervision import service_task
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -342,7 +343,7 @@ async def open_ledger(
     ledger = Ledger(store, recovered, limits, writing)
     try:
         async with open_single_nursery() as nursery:
-            nursery.start_soon(ledger._commit_groups, name=f"ledger {folder}")
+            nursery.start_soon(service_task(ledger._commit_groups, f"ledger {folder}"))
             yield ledger
             nursery.cancel_scope.cancel(reason="the ledger is closed")
     finally:

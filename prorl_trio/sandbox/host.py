@@ -18,6 +18,7 @@ from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import DEFAULT_TRANSFER, Sandbox, SandboxSpec
 from prorl_trio.sandbox.start_gates import StartGates
 from prorl_trio.sandbox.warm_pool import WarmLimits, WarmPool
+from prorl_trio.supervision import service_task
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -398,7 +399,7 @@ async def open_sandbox_host(
             host = SandboxHost(provider, nursery, gates, pool, on_open)
             try:
                 if pool.limits.max_warm > 0:
-                    nursery.start_soon(host._follow_pool)
+                    nursery.start_soon(service_task(host._follow_pool, "warm sandboxes"))
                 yield host
             finally:
                 nursery.cancel_scope.cancel("the sandbox host ends")

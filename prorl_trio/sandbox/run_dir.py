@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 from trio.lowlevel import RunVar
 
+from ipc.nursery import open_single_nursery
 from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.file_systems import NETWORK_FILE_SYSTEMS, file_system_of
 from prorl_trio.sandbox import reaper
@@ -32,6 +34,7 @@ from prorl_trio.sandbox.pid_limit import PidLimiter
 from prorl_trio.sandbox.runtime import LIB_DIR
 from prorl_trio.sandbox.skeleton import build_skeleton
 from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.supervision import service_task
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,6 +44,11 @@ __all__ = ["MAX_SOCKET_PATH_BYTES", "RunDir", "SandboxDir", "open_run_dir", "ope
 MAX_SOCKET_PATH_BYTES: Final = 107
 SOCKET_NAME: Final = "s"
 CLOSE_TIMEOUT_S: Final = 10.0
+REAPER_DELAY_S: Final = 0.1
+"""Before a reaper that ended is replaced; doubled each time, up to `MAX_REAPER_DELAY_S`."""
+MAX_REAPER_DELAY_S: Final = 60.0
+
+logger = logging.getLogger(__name__)
 
 _PREFIX: Final = "prorl-"
 _UNBORN_PREFIX: Final = "new-prorl-"
@@ -86,6 +94,26 @@ class RunDir:
         self.pid_limiter = PidLimiter()
 
     async def _start(self) -> None:
+        await self._start_reaper()
+        if (await run_blocking(own_site)).path is None:  # else the kernel counts in a cgroup for each sandbox
+            await run_blocking(self.pid_limiter.start)
+        await run_blocking(build_skeleton, self.root)
+
+    async def keep_reaper(self) -> None:
+        """Have a reaper, for ever: one that somebody ended (the kernel, when memory runs out) is started again."""
+        delay_s = REAPER_DELAY_S
+        while True:
+            assert self._reaper is not None, "it was started"
+            began_s = trio.current_time()
+            code = await self._reaper.wait()
+            if trio.current_time() - began_s > MAX_REAPER_DELAY_S:
+                delay_s = REAPER_DELAY_S
+            logger.error("the reaper of %s ended (exit status %s); another starts in %g s", self.path, code, delay_s)
+            await trio.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_REAPER_DELAY_S)
+            await self._start_reaper()
+
+    async def _start_reaper(self) -> None:
         command = [sys.executable, "-I", "-S", reaper.__file__, str(self.path)]
         self._reaper = await trio.lowlevel.open_process(
             command,
@@ -96,9 +124,6 @@ class RunDir:
             cwd="/",
             env={},
         )
-        if (await run_blocking(own_site)).path is None:  # else the kernel counts in a cgroup for each sandbox
-            await run_blocking(self.pid_limiter.start)
-        await run_blocking(build_skeleton, self.root)
 
     async def _aclose(self) -> None:
         await run_blocking(shutil.rmtree, self.path, True)
@@ -195,9 +220,12 @@ async def open_run_dir(base: Path | None) -> AsyncIterator[RunDir]:
 
 @asynccontextmanager
 async def open_shared_run_dir(base: Path | None) -> AsyncIterator[None]:
-    """`open_run_dir` for one who only wants it to stay open. `SandboxProvider.open_shared` of the real providers."""
-    async with open_run_dir(base):
+    """`open_run_dir`, with its reaper watched, for one who only wants it to stay open. `SandboxProvider.open_shared` of
+    the real providers."""
+    async with open_run_dir(base) as run_dir, open_single_nursery() as nursery:
+        nursery.start_soon(service_task(run_dir.keep_reaper, "reaper"))
         yield
+        nursery.cancel_scope.cancel("the sandbox host ends")
 
 
 async def _make(base: Path) -> RunDir:

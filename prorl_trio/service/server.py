@@ -20,10 +20,12 @@ from ipc.websocket import LinkClosed, LinkLimits, WebSocketLink, open_server_lin
 from prorl_trio.errors import AdmissionRejected, ConfigError, ProtocolError
 from prorl_trio.service.auth import load_token, token_matches
 from prorl_trio.service.connection import Connection, refuse
+from prorl_trio.service.containment import contain_errors
 from prorl_trio.service.limits import RETRY_AFTER_S, SessionLimits
 from prorl_trio.service.session_table import SessionTable
 from prorl_trio.service.tcp import open_tcp_listener
 from prorl_trio.service.tls import load_tls
+from prorl_trio.supervision import service_task
 
 if TYPE_CHECKING:
     import ssl
@@ -93,9 +95,12 @@ async def serve_websocket(
             try:
                 async with trio.open_nursery() as listening:
                     serve = partial(trio.serve_listeners, handler_nursery=connections)
-                    listening.start_soon(serve, server.serve_stream, [listener])
+                    listening.start_soon(
+                        service_task(serve, f"listener {host}:{port}"), server.serve_stream, [listener]
+                    )
                     for unix_listener in unix_listeners:
-                        listening.start_soon(serve, server.serve_local, [unix_listener])
+                        local_serve = service_task(serve, "listener on the Unix socket")
+                        listening.start_soon(local_serve, server.serve_local, [unix_listener])
                     task_status.started((host, port))
             finally:
                 server.go_away()
@@ -169,7 +174,7 @@ class _Server:
             return
         # A cancel of the server must not cut a frame in two: `go_away` sets the deadline, and the link has its own
         # (handshake, heartbeat, close) for as long as nobody leaves.
-        with trio.CancelScope(shield=True) as scope:
+        with contain_errors("a trainer's connection"), trio.CancelScope(shield=True) as scope:
             await self._serve_shielded(stream, scope, tls)
 
     async def _serve_shielded(

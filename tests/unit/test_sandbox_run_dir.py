@@ -18,6 +18,7 @@ from prorl_trio.sandbox.run_dir import (
     MAX_SOCKET_PATH_BYTES,
     check_base,
     open_run_dir,
+    open_shared_run_dir,
     sweep,
 )
 from prorl_trio.sandbox.userns import user_namespace_remedy
@@ -160,3 +161,15 @@ def test_unborn_folders_of_others_are_not_swept(tmp_path):
     (tmp_path / full / "somebody's").touch()
     sweep(tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
+
+
+async def test_a_reaper_that_somebody_ends_is_replaced(tmp_path):
+    with trio.fail_after(30):
+        async with open_shared_run_dir(tmp_path), open_run_dir(tmp_path) as run_dir:
+            first = run_dir._reaper
+            first.kill()
+            while run_dir._reaper is first:
+                await trio.sleep(0.01)
+            assert run_dir._reaper.returncode is None
+            assert run_dir.path.is_dir()
+    assert list(tmp_path.iterdir()) == []

@@ -14,6 +14,7 @@ from prorl_trio.service.prorl_compat import compat_endpoints
 from prorl_trio.service.rest.app import make_app
 from prorl_trio.service.rest.call import Api
 from prorl_trio.service.rest.server import serve_http
+from prorl_trio.supervision import service_task
 
 if TYPE_CHECKING:
     import ssl
@@ -64,7 +65,7 @@ async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
             config.host,
         )
     async with open_single_nursery() as nursery:
-        nursery.start_soon(_expire, sessions, config.results_retention_s)
+        nursery.start_soon(service_task(_expire, "expiry of outcomes"), sessions, config.results_retention_s)
         await serve_http(app, config, api.closing, tls=tls, listener=listener, task_status=task_status)
 
 

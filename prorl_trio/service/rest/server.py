@@ -16,6 +16,7 @@ from ipc.errors import ProtocolViolation
 from ipc.nursery import single_exception
 from ipc.tls import open_tls
 from ipc.websocket import LinkClosed
+from prorl_trio.service.containment import contain_errors
 from prorl_trio.service.tcp import open_tcp_listener
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class _Server:
             await trio.aclose_forcefully(stream)
             return
         patient = _PatientStream(stream, self._config.send_timeout_s)
-        with trio.CancelScope(shield=True) as scope:
+        with contain_errors("a REST connection"), trio.CancelScope(shield=True) as scope:
             self._connections[scope] = patient
             try:
                 await self._serve_shielded(patient)
@@ -149,8 +150,6 @@ class _Server:
             await _Connection(self._app, self._http, self._context, ConnectionState({}), stream).run()  # type: ignore[arg-type]
         except (LinkClosed, ProtocolViolation) as exc:
             logger.info("stranger left: %s", exc)
-        except Exception:  # one connection that hypercorn stumbles over must not end the node
-            logger.exception("a connection ended by an error")
         finally:
             with trio.move_on_after(GOODBYE_TIMEOUT_S, shield=True):
                 await trio.aclose_forcefully(patient)

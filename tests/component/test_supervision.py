@@ -1,0 +1,255 @@
+"""No task that the node needs ends in silence: whichever returns or vanishes, the node ends, loudly, and says which."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+import pytest
+import trio
+
+from ipc.nursery import is_cancelled, leaves, only_cancelled
+from prorl_trio import node as node_module
+from prorl_trio import pipeline as pipeline_module
+from prorl_trio.config import NodeConfig
+from prorl_trio.errors import InternalError
+from prorl_trio.handlers.math import MathHandler
+from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.inference.expected import ExpectedBackends
+from prorl_trio.inference.watch import PoolWatch
+from prorl_trio.ledger.ledger import Ledger
+from prorl_trio.models import Budgets
+from prorl_trio.monitoring import Monitoring
+from prorl_trio.node import serve_node
+from prorl_trio.pipeline import Job, Pipeline
+from prorl_trio.sandbox.host import SandboxHost
+from prorl_trio.service.containment import contain_errors
+from prorl_trio.service.rest import edge
+from prorl_trio.supervision import service_task, vanished_task
+from prorl_trio.testing.fake_sandbox import FakeProvider
+from prorl_trio.testing.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.timeout(60)
+
+MIB = 1024 * 1024
+
+
+async def stray_cancel():
+    """Raise a `Cancelled` whose scope is left already, in a group, as a nursery of a library may."""
+    strays = []
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        try:
+            await trio.lowlevel.checkpoint()
+        except trio.Cancelled as exc:
+            strays.append(exc)
+            raise
+    raise BaseExceptionGroup("stray", strays)
+
+
+# ---------------------------------------------------------------- what is a cancel
+
+
+async def test_a_group_of_nothing_but_cancels_is_a_cancel():
+    with pytest.RaisesGroup(trio.Cancelled) as caught:
+        await stray_cancel()
+    group = caught.value
+    assert only_cancelled(group)
+    assert only_cancelled(BaseExceptionGroup("outer", [group, *leaves(group)]))
+    assert not only_cancelled(BaseExceptionGroup("mixed", [group, ValueError()]))
+    assert not only_cancelled(KeyboardInterrupt())
+
+
+async def test_whether_a_cancel_can_be_somebodys():
+    assert not is_cancelled()
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        assert is_cancelled()
+        with trio.CancelScope(shield=True):
+            await trio.lowlevel.checkpoint()
+            assert not is_cancelled()
+        await trio.lowlevel.checkpoint()
+
+
+# ---------------------------------------------------------------- service tasks
+
+
+async def returns():
+    await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize(("afn", "how"), [(returns, "returned"), (stray_cancel, "was cancelled by nobody")])
+async def test_a_service_task_that_ends_early_is_a_bug_and_is_named(afn, how, caplog):
+    with pytest.raises(InternalError, match=f"the service task 'the lamp' {how}") as caught:
+        await service_task(afn, "the lamp")()
+    assert str(caught.value) in caplog.text
+    assert vanished_task() == "the lamp"
+
+
+async def test_a_service_task_may_be_cancelled_fail_and_return_when_it_was_told_to():
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(service_task(trio.sleep_forever, "a"))
+        nursery.start_soon(service_task(returns, "b", may_return=True))
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    with pytest.raises(ZeroDivisionError):
+        await service_task(partial(divmod, 1, 0), "c")()
+    assert vanished_task() == ""
+
+
+async def test_one_connection_ends_alone_whatever_it_raises(caplog):
+    for error in (ValueError("v"), ExceptionGroup("g", [KeyError("k")])):
+        with contain_errors("a connection"):
+            raise error
+    with contain_errors("a connection"):
+        await stray_cancel()
+    assert caplog.text.count("a connection ended by an error of ours") == 3
+    for error in (InternalError("bug"), ExceptionGroup("g", [InternalError("bug")])):
+        with pytest.raises(type(error)), contain_errors("a connection"):
+            raise error
+    with trio.move_on_after(0) as scope, contain_errors("a connection"):
+        await trio.sleep_forever()
+    assert scope.cancelled_caught
+
+
+# ---------------------------------------------------------------- the node
+
+SERVICE_TASKS = {
+    "WebSocket": (node_module, "serve_websocket"),
+    "REST": (node_module, "serve_rest"),
+    "arena": (node_module, "serve_arena"),
+    "reload": (node_module, "serve_reloads"),
+    "expiry of outcomes": (edge, "_expire"),
+    "backend health": (PoolWatch, "watch_health"),
+    "backend load": (PoolWatch, "watch_load"),
+    "backends that are down": (ExpectedBackends, "run"),
+    "ledger .*": (Ledger, "_commit_groups"),
+    "group deadlines": (Pipeline, "_watch_groups"),
+    "stuck jobs": (pipeline_module, "watch_jobs"),
+    "warm sandboxes": (SandboxHost, "_follow_pool"),
+}
+
+
+class Math(MathHandler):
+    """Without the seconds that its scoring process takes to start."""
+
+    async def prepare(self, resources):
+        pass
+
+
+@pytest.mark.parametrize("name", SERVICE_TASKS)
+async def test_a_service_task_of_the_node_that_returns_ends_the_node(tmp_path, monkeypatch, caplog, name):
+    owner, attribute = SERVICE_TASKS[name]
+    original, scope, nodes = getattr(owner, attribute), trio.CancelScope(), []
+
+    async def ends_early(*args, **kwargs):
+        with scope:
+            await original(*args, **kwargs)
+
+    watch = Monitoring.watch
+    monkeypatch.setattr(owner, attribute, ends_early)
+    monkeypatch.setattr(
+        Monitoring, "watch", lambda self, node, sessions: (nodes.append(node), watch(self, node, sessions))
+    )
+    make_tiny_model(tmp_path / "model")
+    tables = {
+        "model": {"path": str(tmp_path / "model")},
+        "listen": {"port": 0, "token": "t", "unix_socket": str(tmp_path / "s")},
+        "rest": {"enabled": True, "port": 0},
+        "ledger": {"dir": str(tmp_path / "l"), "segment_bytes": MIB, "reserve_bytes": MIB, "max_bytes": 16 * MIB},
+        "arena": {"size_bytes": 4 * MIB},
+        "sandbox": {"max_warm": 1},
+    }
+    config = msgspec.convert(tables, NodeConfig)
+    serve = partial(serve_node, config, HandlerRegistry([Math()]), provider=FakeProvider(), load=lambda: config)
+
+    async def lose_the_task():
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve)
+            await trio.testing.wait_all_tasks_blocked()
+            scope.cancel()
+
+    why = f"the service task '{name}' returned"
+    bug = pytest.RaisesExc(InternalError, match=why)
+    with trio.fail_after(50), pytest.RaisesGroup(bug, flatten_subgroups=True):
+        await lose_the_task()
+    assert "the node ends" in caplog.text
+    assert "is gone" in nodes[0].unreadiness()
+
+
+# ---------------------------------------------------------------- what handlers let out
+
+
+class Nested(MathHandler):
+    """Does what the test says in RUN; scores nothing."""
+
+    def __init__(self, run):
+        self._run = run
+
+    def validate(self, payload):
+        pass
+
+    def sandbox_spec(self, context):
+        return None
+
+    async def init(self, context):
+        await trio.lowlevel.checkpoint()
+
+    async def run(self, context):
+        await self._run()
+
+
+async def fails_while_cancelled():
+    async def fail_at_end():
+        try:
+            await trio.sleep_forever()
+        finally:
+            raise ValueError("while it cleaned up")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fail_at_end)
+        nursery.start_soon(trio.sleep_forever)
+
+
+async def two_tasks():
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.sleep_forever)
+        nursery.start_soon(trio.sleep_forever)
+
+
+def submit(rig, run, **fields):
+    job = Job(rig.spec(**fields), Nested(run), rig.resources, rig.observer)
+    rig.pipeline.submit(job)
+    return job
+
+
+async def test_a_handler_that_lets_a_stray_cancel_out_fails_alone(rig):
+    async with rig.open_pipeline():
+        for number in range(20):  # more than there are workers
+            job = submit(rig, stray_cancel, job_id=f"job-{number}")
+            await job.finished.wait()
+            outcome = rig.observer.outcomes[job.spec.job_id]
+            assert (outcome.status, outcome.cause, outcome.reward) == ("failed", "handler", None)
+            assert "raised a Cancelled while nothing was cancelled" in outcome.error
+
+
+async def test_an_error_beside_a_cancel_is_not_the_nodes(rig, caplog):
+    async with rig.open_pipeline():
+        job = submit(rig, fails_while_cancelled)
+        await rig.observer.wait_status("job", "run")
+        await trio.testing.wait_all_tasks_blocked()
+        await rig.pipeline.cancel(job, "enough")
+        late = submit(rig, fails_while_cancelled, job_id="late", budgets=Budgets(run_s=0.01))
+        await late.finished.wait()
+    outcomes = rig.observer.outcomes
+    assert (outcomes["job"].status, outcomes["late"].status) == ("cancelled", "timed_out")
+    assert caplog.text.count("while it cleaned up") >= 2
+
+
+async def test_a_shutdown_gives_a_job_with_a_nursery_its_outcome(rig):
+    async with rig.open_pipeline():
+        submit(rig, two_tasks)
+        await rig.observer.wait_status("job", "run")
+        await trio.testing.wait_all_tasks_blocked()
+    outcome = rig.observer.outcomes["job"]
+    assert (outcome.status, outcome.error_code) == ("cancelled", "shutdown")
