@@ -134,9 +134,11 @@ class LedgerConfig(_Config, frozen=True):
             nowhere, and then nothing outlives the node.
         on_restart: what becomes of jobs that were not finished: `retry` runs them again, `fail` ends them.
         max_attempts: a job that is not finished, and of which so many attempts began, is not run again.
-        segment_bytes, reserve_bytes: preallocated on the disk: for what comes next, and for outcomes when it is full.
-        max_bytes: on the disk.
-        tombstone_s: a job acknowledged less than that ago is not run again for the session that had it.
+        log_bytes: of the database's write-ahead log, before it is copied into the database and begun anew.
+        reserve_bytes: preallocated on the disk, for outcomes when it is full. An outcome takes twice its size of it.
+        max_bytes: on the disk: of the database, its log and the reserve.
+        tombstone_s: a job acknowledged less than that ago is not run again for the session that had it. Of the time in
+            which the node runs: no clock that somebody sets makes it shorter.
         hot_outcome_bytes: of the outcomes that are not acknowledged, what stays in memory besides; the others are read
             from the disk when somebody takes them. Without a ledger all of them are in memory, see `admission`.
     """
@@ -144,7 +146,7 @@ class LedgerConfig(_Config, frozen=True):
     dir: str = "auto"
     on_restart: Literal["retry", "fail"] = "retry"
     max_attempts: Count = 5
-    segment_bytes: Annotated[int, msgspec.Meta(ge=64 * 1024)] = 64 * 1024 * 1024
+    log_bytes: Annotated[int, msgspec.Meta(ge=64 * 1024)] = 64 * 1024 * 1024
     reserve_bytes: Amount = 128 * 1024 * 1024
     max_bytes: Count = 16 * 1024 * 1024 * 1024
     tombstone_s: SecondsOrZero = 3600.0

@@ -447,7 +447,7 @@ async def _open_journal(config: NodeConfig, stack: AsyncExitStack) -> Journal | 
         if config.ledger.hot_outcome_bytes < 0:
             raise ValueError(f"hot_outcome_bytes must be >= 0, got {config.ledger.hot_outcome_bytes}")
         limits = LedgerLimits(
-            segment_bytes=config.ledger.segment_bytes,
+            log_bytes=config.ledger.log_bytes,
             reserve_bytes=config.ledger.reserve_bytes,
             max_bytes=config.ledger.max_bytes,
             tombstone_s=config.ledger.tombstone_s,

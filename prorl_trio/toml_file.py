@@ -17,6 +17,8 @@ __all__ = ["read_toml"]
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _UNKNOWN_FIELD: Final = re.compile(r"unknown field `(.+?)`(?: - at `\$\.(.+)`)?$")
+_REPLACED: Final = {"segment_bytes": "log_bytes"}
+"""What fields of the same meaning are called now."""
 
 
 def read_toml(path: Path, table: type[_T]) -> _T:
@@ -43,5 +45,5 @@ def _advice(problem: str, table: Any) -> str:
     for name in found[2].split(".") if found[2] else ():
         table = next(field.type for field in msgspec.structs.fields(table) if field.name == name)
     names = [field.name for field in msgspec.structs.fields(table)]
-    close = get_close_matches(found[1], names, n=1)
+    close = [_REPLACED[found[1]]] if found[1] in _REPLACED else get_close_matches(found[1], names, n=1)
     return f"; did you mean `{close[0]}`?" if close else f"; there are: {', '.join(names)}"

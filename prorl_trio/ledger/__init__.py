@@ -8,8 +8,7 @@
         payload = await ledger.read(ref)
         await ledger.acknowledge("trainer", 1)
 
-Payloads go to a log of preallocated segments, written in groups with one sync each (`store`, `segments`, `records`). An
-index says where they are (`index`); it follows from the log (`recovery`).
+SQLite keeps them, with a write-ahead log and a sync for each group of calls (`database`, `tables`, `store`).
 """
 
 from __future__ import annotations

@@ -1,39 +1,50 @@
-"""The three calls that may find a disk full or broken. Tests and fault injection put another one in their place."""
+"""Where the ledger meets its disk. Tests and fault injection put another one in the place of the real one."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from pathlib import Path
 
 __all__ = ["Disk"]
 
-MAX_VECTORS: Final = 1024
-"""Linux's IOV_MAX."""
-
 
 class Disk:
-    """The real one. Everything blocks, and raises OSError."""
+    """The real one. Everything blocks, and raises OSError.
 
-    def allocate(self, fd: int, size_bytes: int) -> None:
-        """Give the empty file all its blocks now, so that no later write to it lacks space."""
-        os.posix_fallocate(fd, 0, size_bytes)
+    Attributes:
+        vfs: the name of the SQLite VFS that the database's files go through; empty: SQLite's own.
+    """
 
-    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
-        """Write all parts in a row. After an error any of it may have been written."""
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
-        first = 0
-        while first < len(views):
-            written = os.pwritev(fd, views[first : first + MAX_VECTORS], offset)
-            offset += written
-            while first < len(views) and written >= len(views[first]):
-                written -= len(views[first])
-                first += 1
-            if written:
-                views[first] = views[first][written:]
+    vfs: str = ""
 
-    def sync(self, fd: int) -> None:
-        """Return when what was written is on the disk."""
-        os.fdatasync(fd)
+    def resize(self, path: Path, size_bytes: int) -> None:
+        """Give a file exactly so many bytes, all its blocks allocated and the name on the disk; 0: remove it.
+
+        After an error it has no more bytes than it had.
+        """
+        if not size_bytes:
+            path.unlink(missing_ok=True)
+            return
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            had_bytes = os.fstat(fd).st_size
+            try:
+                if size_bytes > had_bytes:
+                    os.posix_fallocate(fd, 0, size_bytes)
+            except OSError:
+                os.ftruncate(fd, had_bytes)
+                raise
+            os.ftruncate(fd, size_bytes)
+        finally:
+            os.close(fd)
+
+    def sync_folder(self, path: Path) -> None:
+        """Return when files that were made, renamed or removed in that folder are so on the disk."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

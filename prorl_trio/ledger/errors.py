@@ -23,7 +23,7 @@ class LedgerFailed(LedgerError):
 
 
 class LedgerCorrupt(LedgerError):
-    """A payload is not what was written. The message names job, folder, segment and offset; others are not affected."""
+    """A payload is not what was written. The message names job and file; others are not affected."""
 
 
 class StaleAttempt(LedgerError):

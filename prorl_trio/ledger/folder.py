@@ -5,37 +5,33 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import secrets
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from prorl_trio.errors import ConfigError
 from prorl_trio.file_systems import NETWORK_FILE_SYSTEMS, file_system_of
-from prorl_trio.ledger.records import SALT_BYTES
 
-__all__ = ["LedgerFolder", "SegmentFile"]
+if TYPE_CHECKING:
+    from prorl_trio.ledger.disk import Disk
+
+__all__ = ["LedgerFolder"]
 
 PID_BYTES: Final = 32
-_SEGMENT: Final = re.compile(r"(?P<number>[0-9]{12})-(?P<salt>[0-9a-f]{16})\.log")
-
-
-class SegmentFile(NamedTuple):
-    """A file of the log. Its name holds its number and its salt."""
-
-    path: Path
-    number: int
-    salt: bytes
+_DATABASE: Final = re.compile(r"ledger-(?P<number>[0-9]+)\.db")
+_OLDER_FORMAT: Final = ("*.log", "index.snapshot")
+"""A log of segments, and its index."""
 
 
 class LedgerFolder:
     """Locked until `close`; the kernel unlocks it when the process ends. All calls block.
 
     Raises:
-        ConfigError: another process has it, it is on a network file system, or it cannot be used.
+        ConfigError: another process has it, it is on a network file system, is of an older format, or cannot be used.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, disk: Disk) -> None:
         self.path = path
+        self._disk = disk
         mountinfo = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
         if (kind := file_system_of(path, mountinfo)) in NETWORK_FILE_SYSTEMS:
             raise ConfigError(
@@ -43,52 +39,62 @@ class LedgerFolder:
                 "relied upon; choose one on a local disk"
             )
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            self._make(path)
             path.chmod(0o700)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as exc:
             raise ConfigError(f"the ledger's folder {path} cannot be used: {exc.strerror}") from exc
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(self._lock, PID_BYTES, 0).decode(errors="replace").strip() or "not known yet"
+            self._take()
+        except BaseException:
             os.close(self._lock)
-            raise ConfigError(f"the ledger in {path} is in use by another node, process {owner}") from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+            raise
 
     @property
-    def snapshot(self) -> Path:
-        """The index as it was at some time."""
-        return self.path / "index.snapshot"
+    def database(self) -> Path:
+        """The database in use: of several, the last; the others are damaged ones, kept for people to look at."""
+        found = [int(name["number"]) for path in self.path.iterdir() if (name := _DATABASE.fullmatch(path.name))]
+        return self.path / f"ledger-{max(found, default=1)}.db"
 
     @property
     def reserve(self) -> Path:
-        """Space that will become a segment when there is no other."""
+        """Space that is given up for outcomes when there is no other."""
         return self.path / "reserve"
 
-    def segments(self) -> list[SegmentFile]:
-        """Those there are, oldest first."""
-        found = [
-            SegmentFile(path, int(name["number"]), bytes.fromhex(name["salt"]))
-            for path in self.path.iterdir()
-            if (name := _SEGMENT.fullmatch(path.name))
-        ]
-        return sorted(found, key=lambda file: file.number)
-
-    def new_segment(self, number: int) -> SegmentFile:
-        """A name that never was before. Makes no file."""
-        salt = secrets.token_bytes(SALT_BYTES)
-        return SegmentFile(self.path / f"{number:012}-{salt.hex()}.log", number, salt)
+    @property
+    def suspicion(self) -> Path:
+        """A file that is there if a former process found damage while it ran: look closely."""
+        return self.path / "damaged"
 
     def sync(self) -> None:
         """Return when files that were made, renamed or removed are so on the disk. Raises OSError."""
-        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        self._disk.sync_folder(self.path)
 
     def close(self) -> None:
         """Unlock."""
         os.close(self._lock)
+
+    def _make(self, path: Path) -> None:
+        """With its parents; the entry of each is on the disk afterwards."""
+        if not path.is_dir():
+            self._make(path.parent)
+            path.mkdir(exist_ok=True)
+        if path == self.path:
+            self._disk.sync_folder(path.parent)
+        else:
+            self._disk.sync_folder(path)
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._lock, PID_BYTES, 0).decode(errors="replace").strip() or "not known yet"
+            raise ConfigError(f"the ledger in {self.path} is in use by another node, process {owner}") from None
+        if old := [path.name for pattern in _OLDER_FORMAT for path in self.path.glob(pattern)]:
+            raise ConfigError(
+                f"the ledger in {self.path} is of an older format ({old[0]}), which this version does not read; start "
+                "the version that wrote it once more until its trainers have everything, or set ledger.dir to another "
+                "folder, or remove this one with the jobs and outcomes in it"
+            )
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)

@@ -10,6 +10,7 @@ import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
+from prorl_trio.ledger.database import Job
 from prorl_trio.ledger.disk import Disk
 from prorl_trio.ledger.errors import LedgerFailed
 from prorl_trio.ledger.limits import LedgerLimits
@@ -23,6 +24,7 @@ from prorl_trio.ledger.operations import (
     NewJob,
     OpenSession,
     Operation,
+    size_of,
 )
 from prorl_trio.ledger.store import Answer, LedgerStatistics, Store, WaitForRoom
 from prorl_trio.supervision import service_task
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from prorl_trio.ledger.index import Index, Job
 
 __all__ = [
     "KnownJob",
@@ -92,8 +93,8 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
         sessions: all that were not closed.
         unfinished: in the order of acceptance.
         undelivered: by session, in the order of cursors, which need not be consecutive.
-        damage: a sentence for each part of the log that could not be read; it was logged, too. Payloads are checked
-            when they are read.
+        damage: a sentence for each part of the database that could not be read; it was logged, too. Payloads are
+            checked when they are read.
     """
 
     sessions: list[RecoveredSession]
@@ -118,18 +119,14 @@ class _Call:
         self.answer: Answer = None
         self.done = trio.Event()
         self.abandoned = False
-        self.size_bytes = 0
-        if isinstance(operation, Finish):
-            self.size_bytes = _size(operation.outcome)
-        elif isinstance(operation, Accept):
-            self.size_bytes = _size([job.spec for job in operation.jobs])
+        self.size_bytes = size_of(operation)
 
 
 class Ledger:
     """Jobs and outcomes that outlive the process. Made by `open_ledger`; used from one trio loop.
 
     Every call that changes something returns when it is stored, together with what others asked for at the same time.
-    `open_session`, `accept` and `finish` are then on the disk. The others are in the file, so they outlive this
+    `open_session`, `accept` and `finish` are then on the disk. The others are in a file, so they outlive this
     process; a loss of power may undo them unless one of those three returned since.
 
     A cancelled call may or may not have been carried out, as if the process had died at that moment. At no time are
@@ -146,7 +143,7 @@ class Ledger:
         self._reading = trio.CapacityLimiter(limits.max_reads)
         self._calls: deque[_Call] = deque()
         self._waiting: deque[_Call] = deque()
-        """Outcomes without room, in order."""
+        """What has no room, in order."""
         self._arrived = trio.Event()
         self._closed = False
         self.recovered = recovered
@@ -189,12 +186,13 @@ class Ledger:
         self, session_id: str, job_id: str, attempt: int, cursor: int, outcome: Sequence[bytes | memoryview]
     ) -> Ref:
         """Store a job's one outcome, the parts joined. Its spec is dropped. To be called in the order of the session's
-        cursors: an outcome whose cursor was acknowledged before it is refused.
+        cursors: they are stored in that order, and an outcome whose cursor was acknowledged before it is refused.
 
         The parts must never change: a cancelled call leaves them in use for as long as the group is being written.
-        When the disk is full or `max_bytes` is reached, outcomes go to the reserve; when that is full, too, this waits
-        until space returns, in order, and holds the parts meanwhile. `statistics().full` says why. So memory is
-        bounded by what the jobs that run can produce; nothing new is accepted during that time.
+        When the disk is full or `max_bytes` is reached, outcomes get the space of the reserve; when that is full, too,
+        this waits until space returns, and holds the parts meanwhile: a later one of the session, however small, waits
+        behind it. `statistics().full` says why. So memory is bounded by what the jobs that run can produce; nothing new
+        is accepted during that time.
 
         Raises:
             StaleAttempt: the job has an outcome, or a later attempt began.
@@ -202,14 +200,14 @@ class Ledger:
             ProtocolError: the cursor is taken or acknowledged, or the session not open.
             LedgerFailed: the disk failed. The outcome may or may not be found at the next start.
         """
-        await self._call(Finish(session_id, job_id, attempt, cursor, outcome))
-        return Ref(job_id, cursor, _size(outcome))
+        operation = Finish(session_id, job_id, attempt, cursor, outcome)
+        await self._call(operation)
+        return Ref(job_id, cursor, size_of(operation))
 
     async def acknowledge(self, session_id: str, cursor: int) -> None:
         """Everything up to `cursor` may be dropped. An old cursor, or that of a closed session, changes nothing.
 
-        The jobs' fingerprints are kept for `tombstone_s`, see `lookup`. If the index is lost together with the
-        process, those of segments already removed are, too.
+        The jobs' fingerprints are kept for `tombstone_s`, see `lookup`.
 
         Raises:
             ProtocolError: no such cursor was ever given.
@@ -225,7 +223,7 @@ class Ledger:
 
         Raises:
             UnknownJob: it is not there any more, see `Ref`.
-            LedgerCorrupt: it is not what was written; the job, the file and the offset are named.
+            LedgerCorrupt: it is not what was written; the job and the file are named.
         """
         return await trio.to_thread.run_sync(self._store.read, ref.job_id, ref.cursor, limiter=self._reading)
 
@@ -233,12 +231,12 @@ class Ledger:
         """What is known of these jobs; unknown ones are left out. Safe to cancel."""
         found = await trio.to_thread.run_sync(self._store.lookup, job_ids, limiter=self._reading)
         known = {}
-        for job_id, (job, tombstone) in found.items():
-            if job is not None:
+        for job_id, job in found.items():
+            if isinstance(job, Job):
                 state: Literal["unfinished", "undelivered"] = "unfinished" if job.cursor is None else "undelivered"
                 known[job_id] = KnownJob(session_id=job.session_id, fingerprint=job.fingerprint, state=state)
-            elif tombstone is not None:
-                known[job_id] = KnownJob(session_id=tombstone[0], fingerprint=tombstone[1], state="acknowledged")
+            else:
+                known[job_id] = KnownJob(session_id=job[0], fingerprint=job[1], state="acknowledged")
         return known
 
     def statistics(self) -> LedgerStatistics:
@@ -268,7 +266,7 @@ class Ledger:
             if not self._calls and not self._store.cleaning_due:
                 await self._wait_for_work(retry_at)
             group = self._take_group(retry=trio.current_time() >= retry_at)
-            removed = self._store.removed_segments
+            freed = self._store.freed
             try:
                 operations = [call.operation for call in group]
                 answers = await trio.to_thread.run_sync(self._store.commit, operations, limiter=self._writing)
@@ -283,7 +281,7 @@ class Ledger:
                     call.answer = answer
                     call.done.set()
             self._waiting.extendleft(reversed(no_room))
-            if self._store.removed_segments > removed:
+            if self._store.freed > freed:
                 retry_at = trio.current_time()
             elif no_room:
                 retry_at = trio.current_time() + self._limits.retry_interval_s
@@ -297,16 +295,22 @@ class Ledger:
             await self._arrived.wait()
 
     def _take_group(self, *, retry: bool) -> list[_Call]:
-        """The next calls within the limits of a group: as they came, but outcomes not before those without room."""
+        """The next calls within the limits of a group: as they came, but no outcome before one of its session that has
+        no room."""
         group: list[_Call] = []
         size_bytes = 0
         sources = (self._waiting, self._calls) if retry else (self._calls,)
         for source in sources:
+            held_back = {call.operation.session_id for call in self._waiting if isinstance(call.operation, Finish)}
             while source and len(group) < self._limits.max_group_operations:
                 call = source[0]
                 if call.abandoned:
                     source.popleft()
-                elif source is self._calls and self._waiting and isinstance(call.operation, Finish):
+                elif (
+                    source is self._calls
+                    and isinstance(call.operation, Finish)
+                    and call.operation.session_id in held_back
+                ):
                     self._waiting.append(source.popleft())
                 elif group and size_bytes + call.size_bytes > self._limits.max_group_bytes:
                     return group
@@ -334,8 +338,9 @@ async def open_ledger(
     is made durable, shielded, within `CLOSE_TIMEOUT_S`. `disk` is for fault injection.
 
     Raises:
-        ConfigError: another process has the folder (it is named), or it cannot be used, or is on a network file system.
-        OSError: the disk failed while the log was read.
+        ConfigError: another process has the folder (it is named), or it cannot be used, is on a network file system, or
+            of an older format.
+        OSError: the disk failed.
     """
     limits = limits or LedgerLimits()
     writing = trio.CapacityLimiter(1)
@@ -354,14 +359,11 @@ async def open_ledger(
 
 def _open(folder: Path, limits: LedgerLimits, disk: Disk) -> tuple[Store, Recovered]:
     store = Store(folder, limits, disk)
-    return store, _recovered(store.index, store.damage)
-
-
-def _recovered(index: Index, damage: list[str]) -> Recovered:
-    return Recovered(
+    jobs = store.jobs()
+    return store, Recovered(
         sessions=[
             RecoveredSession(session_id=session.session_id, acked=session.acked, last=session.last)
-            for session in index.sessions()
+            for session in store.sessions()
         ],
         unfinished=[
             UnfinishedJob(
@@ -371,10 +373,11 @@ def _recovered(index: Index, damage: list[str]) -> Recovered:
                 last_attempt=job.attempt,
                 spec=Ref(job.job_id, None, job.length),
             )
-            for job in index.unfinished()
+            for job in jobs
+            if job.cursor is None
         ],
-        undelivered=[_undelivered(job, job.cursor) for job in index.undelivered() if job.cursor is not None],
-        damage=damage,
+        undelivered=[_undelivered(job, job.cursor) for job in jobs if job.cursor is not None],
+        damage=store.damage,
     )
 
 
@@ -387,7 +390,3 @@ def _undelivered(job: Job, cursor: int) -> UndeliveredOutcome:
         cursor=cursor,
         outcome=Ref(job.job_id, cursor, job.length),
     )
-
-
-def _size(parts: Sequence[bytes | memoryview]) -> int:
-    return sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)

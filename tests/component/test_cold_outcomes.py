@@ -40,7 +40,7 @@ def resident_bytes():
 @asynccontextmanager
 async def open_life(folder):
     """One life of a node's process."""
-    limits = LedgerLimits(segment_bytes=64 * MIB, reserve_bytes=MIB, max_bytes=1024 * MIB)
+    limits = LedgerLimits(log_bytes=64 * MIB, reserve_bytes=MIB, max_bytes=1024 * MIB)
     async with open_ledger(folder, limits) as ledger, open_journal(ledger, HOT_BYTES) as journal:
         table, node = SessionTable(), FakeNode()
         table.journal = journal

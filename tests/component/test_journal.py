@@ -19,7 +19,7 @@ from prorl_trio.service.session_table import SessionTable
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 
 MIB = 1024 * 1024
-LIMITS = LedgerLimits(segment_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB)
+LIMITS = LedgerLimits(log_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB)
 
 
 class Node(FakeNode):
@@ -203,7 +203,7 @@ async def test_an_acknowledged_job_is_not_run_again(tmp_path):
 
 
 async def test_an_acknowledged_id_is_free_after_a_while(tmp_path):
-    limits = LedgerLimits(segment_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB, tombstone_s=0.0)
+    limits = LedgerLimits(log_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB, tombstone_s=0.0)
     async with open_life(tmp_path, limits) as (table, node, journal):
         session, _ = table.open("s", 0)
         for cursor in (1, 2):
@@ -234,7 +234,7 @@ async def test_an_outcome_that_one_job_forgets_is_not_redelivered(tmp_path):
 
 
 async def test_a_full_ledger_rejects_all_or_nothing_and_running_jobs_finish(tmp_path):
-    limits = LedgerLimits(segment_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB, max_jobs=2)
+    limits = LedgerLimits(log_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB, max_jobs=2)
     async with open_life(tmp_path, limits) as (table, node, journal):
         session, _ = table.open("s", 0)
         assert await submit(session, node, make_spec("a")) == [None]

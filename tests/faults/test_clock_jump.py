@@ -173,7 +173,7 @@ async def test_sessions_and_heartbeats_do_not_notice_a_jump(jumping_clock):
 
 
 async def test_what_was_acknowledged_is_not_forgotten_before_its_time(jumping_clock, tmp_path):
-    limits = LedgerLimits(segment_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB, tombstone_s=DAY_S)
+    limits = LedgerLimits(log_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB, tombstone_s=DAY_S)
     async with open_ledger(tmp_path, limits) as ledger:
         await ledger.open_session("s", 0)
         names = [f"job-{n}" for n in range(8)]

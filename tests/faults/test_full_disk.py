@@ -23,10 +23,10 @@ pytestmark = pytest.mark.alone
 
 KIB = 1024
 DISK_BYTES = 4 * 1024 * KIB
-SIZES = {"segment_bytes": 256 * KIB, "reserve_bytes": 1024 * KIB, "max_bytes": 64 * 1024 * KIB}
+SIZES = {"log_bytes": 256 * KIB, "reserve_bytes": 1024 * KIB, "max_bytes": 64 * 1024 * KIB}
 JOBS = 10
 PADDING_BYTES = 40 * KIB
-MAX_ADMITTED = 2 * SIZES["segment_bytes"] // PADDING_BYTES
+MAX_ADMITTED = 2 * SIZES["log_bytes"] // PADDING_BYTES
 DEADLINE_S = 120
 
 

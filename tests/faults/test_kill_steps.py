@@ -34,7 +34,7 @@ pytestmark = pytest.mark.alone
 
 TOKEN = "a-token-for-tests-0123456789"
 KIB = 1024
-SIZES = {"segment_bytes": 64 * KIB, "reserve_bytes": 64 * KIB, "max_bytes": 64 * 1024 * KIB}
+SIZES = {"log_bytes": 64 * KIB, "reserve_bytes": 64 * KIB, "max_bytes": 64 * 1024 * KIB}
 LIFE_TIMEOUT_S = 60
 SWEEP_TIMEOUT_S = 3000
 JOBS_AT_ONCE = 2

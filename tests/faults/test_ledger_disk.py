@@ -14,7 +14,7 @@ from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, LedgerLim
 from prorl_trio.testing.faulty_disk import FaultyDisk
 
 KIB = 1024
-LIMITS = LedgerLimits(segment_bytes=32 * KIB, reserve_bytes=64 * KIB, max_bytes=512 * KIB, retry_interval_s=0.01)
+LIMITS = LedgerLimits(log_bytes=32 * KIB, reserve_bytes=64 * KIB, max_bytes=512 * KIB, retry_interval_s=0.01)
 
 
 def job(job_id, spec=b"spec"):
@@ -224,7 +224,7 @@ async def test_acknowledging_makes_room_where_max_bytes_is_reached(tmp_path):
 
 async def test_outcomes_that_wait_get_the_room_of_those_acknowledged(tmp_path):
     disk = FaultyDisk()
-    limits = LedgerLimits(segment_bytes=32 * KIB, reserve_bytes=32 * KIB, max_bytes=96 * KIB, retry_interval_s=60.0)
+    limits = LedgerLimits(log_bytes=32 * KIB, reserve_bytes=32 * KIB, max_bytes=96 * KIB, retry_interval_s=60.0)
     with trio.fail_after(20):
         async with open_ledger(tmp_path, limits, disk=disk) as ledger:
             for number in range(1, 13):

@@ -61,7 +61,7 @@ def payload(job_id, size):
     return random.Random(job_id).randbytes(size)
 
 
-LIMITS = LedgerLimits(segment_bytes=128 * KIB, reserve_bytes=128 * KIB, max_bytes=256 * 1024 * KIB)
+LIMITS = LedgerLimits(log_bytes=128 * KIB, reserve_bytes=128 * KIB, max_bytes=256 * 1024 * KIB)
 
 
 class Told:

@@ -79,7 +79,7 @@ async def open_killable(tmp_path, **ledger):
             "listen": {"port": 0, "endpoint_file": str(tmp_path / "endpoint.json"), "unix_socket": ""},
             "ledger": {
                 "dir": str(tmp_path / "ledger"),
-                "segment_bytes": MIB,
+                "log_bytes": MIB,
                 "reserve_bytes": MIB,
                 "max_bytes": 64 * MIB,
                 **ledger,

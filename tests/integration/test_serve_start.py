@@ -25,14 +25,14 @@ from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
 
 MIB = 1024 * 1024
-LIMITS = LedgerLimits(segment_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB)
+LIMITS = LedgerLimits(log_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB)
 
 
 @pytest.fixture
 def config(tmp_path):
     """Of a node that starts in no time, as tables of node.toml."""
     make_tiny_model(tmp_path / "model")
-    ledger = {"dir": str(tmp_path / "ledger"), "segment_bytes": MIB, "reserve_bytes": MIB, "max_bytes": 16 * MIB}
+    ledger = {"dir": str(tmp_path / "ledger"), "log_bytes": MIB, "reserve_bytes": MIB, "max_bytes": 16 * MIB}
     return {
         "model": {"path": str(tmp_path / "model")},
         "listen": {"port": 0, "token": "t", "unix_socket": ""},

@@ -32,7 +32,7 @@ from prorl_trio.ledger.operations import (
 from prorl_trio.ledger.store import Store
 from prorl_trio.testing.faulty_disk import FaultyDisk
 
-LIMITS = LedgerLimits(segment_bytes=8_192, reserve_bytes=8_192, max_bytes=4_000_000, max_group_bytes=20_000)
+LIMITS = LedgerLimits(log_bytes=8_192, reserve_bytes=8_192, max_bytes=4_000_000, max_group_bytes=20_000)
 MEMORY = Path("/dev/shm")
 """Syncs cost nothing there, and what they promise is the model's to check."""
 SESSIONS = ("s", "t")
@@ -236,7 +236,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def disk_is_bounded_by_what_is_live(self) -> None:
         if not self.store.cleaning_due:
             _, live = self.store.index.live()
-            assert self.store._segments.log_bytes <= 2 * live + 4 * LIMITS.segment_bytes + 2 * 12_000
+            assert self.store._segments.log_bytes <= 2 * live + 4 * LIMITS.log_bytes + 2 * 12_000
 
     def teardown(self) -> None:
         if hasattr(self, "store"):

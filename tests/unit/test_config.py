@@ -66,7 +66,7 @@ def test_a_missing_file(tmp_path):
         ("agent", "max_observation_chars", 0, ">= 1"),
         ("arena", "size_bytes", -1, ">= 0"),
         ("ledger", "max_attempts", 0, ">= 1"),
-        ("ledger", "segment_bytes", 1, ">= 65536"),
+        ("ledger", "log_bytes", 1, ">= 65536"),
         ("backends.health", "interval_s", "nan", ">= 0"),
         ("backends.load", "skew_ratio", "nan", ">= 1"),
         ("backends.load", "max_kv_usage", 95, "<= 1"),

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import trio
 
-from prorl_trio.ledger import Disk
+from prorl_trio.testing.faulty_disk import FaultyDisk
 from prorl_trio.testing.soak.node import run_node
 from prorl_trio.testing.soak.parent import end_with_parent
 
@@ -36,26 +36,13 @@ class _Steps:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class DyingDisk(Disk):
+class DyingDisk(FaultyDisk):
     """The real disk, on which the `last`-th call is not made any more."""
 
     def __init__(self, last: int) -> None:
-        self._steps = _Steps(last)
-
-    def allocate(self, fd: int, size_bytes: int) -> None:
-        """See `Disk`."""
-        self._steps.next()
-        super().allocate(fd, size_bytes)
-
-    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
-        """See `Disk`."""
-        self._steps.next()
-        super().write(fd, parts, offset)
-
-    def sync(self, fd: int) -> None:
-        """See `Disk`."""
-        self._steps.next()
-        super().sync(fd)
+        super().__init__()
+        steps = _Steps(last)
+        self.before = lambda _step: steps.next()
 
 
 class DyingLoop(trio.abc.Instrument):

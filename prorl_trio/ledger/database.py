@@ -1,0 +1,335 @@
+"""The ledger's SQLite database: what is in it, how it is opened, and how damage in it is noticed and left behind.
+
+The journal is a write-ahead log. One connection writes, in one thread at a time, and copies the log into the database;
+others only read. Every row has a checksum, and so has every payload; a mark that each commit changes says how far the
+disk had everything, so that a log that breaks off before that is told from one that was torn by a crash.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import sqlite3
+import struct
+import zlib
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import quote
+
+import msgspec
+
+from prorl_trio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from prorl_trio.ledger.disk import Disk
+    from prorl_trio.ledger.folder import LedgerFolder
+
+__all__ = ["PAGE_BYTES", "Job", "Mark", "connect", "crc_of", "is_damage", "log_of", "open_database"]
+
+PAGE_BYTES: Final = 8192
+FORMAT: Final = 1
+"""The database's `user_version`."""
+CACHE_KIB: Final = 16 * 1024
+"""Of pages, in the writing connection; what a group has beyond goes to the log before its commit."""
+BUSY_TIMEOUT_S: Final = 10.0
+"""How long the log waits for readers before it is begun anew."""
+MAX_UNREADABLE_ROWS: Final = 200_000
+"""Behind so many rows in succession that cannot be read, nothing is looked for."""
+
+_SCHEMA: Final = f"""
+CREATE TABLE marks (number INTEGER PRIMARY KEY, mark BLOB);
+CREATE TABLE sessions (number INTEGER PRIMARY KEY, session_id TEXT UNIQUE, acked INTEGER, last INTEGER, crc INTEGER);
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, job_id TEXT UNIQUE, session_id TEXT, fingerprint BLOB, attempt INTEGER,
+    cursor INTEGER, length INTEGER, payload_crc INTEGER, crc INTEGER
+);
+CREATE UNIQUE INDEX undelivered ON jobs (session_id, cursor) WHERE cursor IS NOT NULL;
+CREATE TABLE payloads (number INTEGER PRIMARY KEY, payload BLOB);
+CREATE TABLE tombstones (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, job_id TEXT UNIQUE, session_id TEXT, fingerprint BLOB, at_s REAL,
+    crc INTEGER
+);
+PRAGMA user_version = {FORMAT};
+"""
+_CHECKED: Final = {
+    "sessions": "number, session_id, acked, last, crc",
+    "jobs": "number, job_id, session_id, fingerprint, attempt, cursor, length, payload_crc, crc",
+    "tombstones": "number, job_id, session_id, fingerprint, at_s, crc",
+}
+_MARK: Final = struct.Struct("<16sQQdI")
+_SALT_BYTES: Final = 16
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Job(NamedTuple):
+    """A row: a job that is unfinished (`cursor` is None), or whose outcome is not acknowledged.
+
+    `number` is its place in the order of acceptance, and that of its payload: its spec, then its outcome.
+    """
+
+    number: int
+    job_id: str
+    session_id: str
+    fingerprint: bytes
+    attempt: int
+    cursor: int | None
+    length: int
+    payload_crc: int
+    crc: int
+
+
+class Mark(NamedTuple):
+    """Changed by each commit.
+
+    Attributes:
+        salt: random, this database's own: no payload can hold what looks like its mark.
+        commits: how many there were.
+        durable: everything up to that one was on the disk when this one was written.
+        age_s: how long the ledger has been open, in all.
+    """
+
+    salt: bytes
+    commits: int
+    durable: int
+    age_s: float
+
+    def encode(self) -> bytes:
+        """As it stands in its row."""
+        return _MARK.pack(*self, zlib.crc32(_MARK.pack(*self, 0)))
+
+    @classmethod
+    def decode(cls, content: bytes) -> Mark | None:
+        """What `encode` made; None: this is no mark."""
+        if len(content) != _MARK.size:
+            return None
+        *fields, crc = _MARK.unpack(content)
+        mark = cls(*fields)
+        return mark if zlib.crc32(_MARK.pack(*mark, 0)) == crc else None
+
+
+def crc_of(*columns: object) -> int:
+    """The checksum of a row: of all its columns before this one."""
+    return zlib.crc32(_encode(columns))
+
+
+def log_of(path: Path) -> Path:
+    """The write-ahead log of a database."""
+    return path.with_name(path.name + "-wal")
+
+
+def connect(path: Path, disk: Disk, *, writing: bool) -> sqlite3.Connection:
+    """A connection in autocommit mode, for one thread at a time. One that only reads leaves the log as it is.
+
+    Raises:
+        sqlite3.Error: it is no database, or the disk failed.
+    """
+    vfs = f"&vfs={disk.vfs}" if disk.vfs else ""
+    uri = f"file:{quote(str(path))}?mode={'rw' if writing else 'ro'}{vfs}"
+    db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
+    try:
+        if writing:
+            db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA wal_autocheckpoint = 0")
+            db.execute("PRAGMA synchronous = FULL")
+            db.execute("PRAGMA secure_delete = OFF")
+            db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+            db.execute("PRAGMA temp_store = MEMORY")
+        db.execute("SELECT count(*) FROM sqlite_master").fetchone()  # now it has all its files open
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def open_database(folder: LedgerFolder, disk: Disk) -> tuple[sqlite3.Connection, Path, Mark, list[str]]:
+    """The writing connection, its file, the last mark, and a sentence for each damage found.
+
+    A damaged database stays as it is, for people to look at; what can be read goes to a new one.
+
+    Raises:
+        ConfigError: it is of another version, cannot be read at all, or there is no room to leave damage behind.
+        OSError, sqlite3.Error: the disk failed.
+    """
+    path = folder.database
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite would make it readable for everybody
+    try:
+        db = connect(path, disk, writing=True)
+    except sqlite3.DatabaseError as exc:
+        if not is_damage(exc):
+            raise
+        raise ConfigError(
+            f"the ledger's database {path} cannot be read at all ({exc}); move {path.parent} away to begin anew, or "
+            "restore it from a copy"
+        ) from exc
+    try:
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, FORMAT):
+            raise ConfigError(f"the ledger in {path.parent} is of version {version}; this node reads version {FORMAT}")
+        if not version:
+            _create(db)
+            folder.sync()
+        damage = [f"a former process found damage in {path}"] if folder.suspicion.exists() else []
+        damage += _find_damage(db, path)
+    except BaseException:
+        db.close()
+        raise
+    if not damage:
+        return db, path, _read_mark(db), []
+    with closing(connect(path, disk, writing=False)) as old:
+        db.close()  # the other one is the last, and leaves the log as it is
+        path, lost = _leave_behind(old, path, folder, disk)
+    damage += [*lost, f"what could be read is in {path.name} now; the damaged database stays beside it"]
+    folder.suspicion.unlink(missing_ok=True)
+    db = connect(path, disk, writing=True)
+    return db, path, _read_mark(db), damage
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """The database is not what was written."""
+    return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _create(db: sqlite3.Connection) -> None:
+    mark = Mark(secrets.token_bytes(_SALT_BYTES), 0, 0, 0.0)
+    db.executescript(f"BEGIN;\n{_SCHEMA}\nINSERT INTO marks VALUES (1, x'{mark.encode().hex()}');\nCOMMIT;")
+
+
+def _read_mark(db: sqlite3.Connection) -> Mark:
+    row = db.execute("SELECT mark FROM marks").fetchone()
+    mark = Mark.decode(row[0]) if row and isinstance(row[0], bytes) else None
+    if mark is None:
+        raise sqlite3.DatabaseError("there is no mark")
+    return mark
+
+
+# ------------------------------------------------------------ damage
+
+
+def _find_damage(db: sqlite3.Connection, path: Path) -> list[str]:
+    """In everything but the payloads, whose checksums are looked at when they are read."""
+    found = []
+    try:
+        mark = _read_mark(db)
+    except sqlite3.DatabaseError as exc:
+        found.append(f"the mark of {path} cannot be read: {exc}")
+    else:
+        if (durable := _durable(log_of(path), mark.salt)) > mark.commits:
+            found.append(
+                f"commits {mark.commits + 1} to {durable} cannot be read in {log_of(path)}; jobs and outcomes in them "
+                "may be lost"
+            )
+    for table, columns in _CHECKED.items():
+        try:
+            report = [row[0] for row in db.execute(f"PRAGMA integrity_check({table})")]
+            found += [f"{table} in {path}: {text}" for text in report if text != "ok"]
+            wrong = [row[0] for row in db.execute(f"SELECT {columns} FROM {table} NOT INDEXED") if not _is_whole(row)]
+        except sqlite3.DatabaseError as exc:
+            found.append(f"{table} in {path}: {exc}")
+        else:
+            found += [f"row {number} of {table} in {path} has changed" for number in wrong]
+    return found
+
+
+def _durable(log: Path, salt: bytes) -> int:
+    """What the marks in the log, those behind an unreadable part included, say was on the disk; 0: nothing."""
+    durable = 0
+    with suppress(FileNotFoundError), log.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return 0
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            at = content.find(salt)
+            while at >= 0:
+                if (mark := Mark.decode(content[at : at + _MARK.size])) is not None:
+                    durable = max(durable, mark.durable)
+                at = content.find(salt, at + 1)
+    return durable
+
+
+def _is_whole(row: tuple[object, ...]) -> bool:
+    return crc_of(*row[:-1]) == row[-1]
+
+
+def _leave_behind(old: sqlite3.Connection, path: Path, folder: LedgerFolder, disk: Disk) -> tuple[Path, list[str]]:
+    """Copy what can be read to a new database, and begin to use that: all or nothing, whenever this process ends."""
+    number = int(path.stem.partition("-")[2]) + 1
+    unborn, new_path = folder.path / "ledger.new", folder.path / f"ledger-{number}.db"
+    for left in (unborn, log_of(unborn), unborn.with_name(unborn.name + "-shm")):
+        left.unlink(missing_ok=True)
+    os.close(os.open(unborn, os.O_RDWR | os.O_CREAT, 0o600))
+    try:
+        with closing(connect(unborn, disk, writing=True)) as new:
+            _create(new)
+            new.execute("BEGIN")
+            lost = _copy(old, new)
+            new.execute("COMMIT")
+            new.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    except sqlite3.OperationalError as exc:
+        if exc.sqlite_errorcode != sqlite3.SQLITE_FULL:
+            raise
+        unborn.unlink()
+        raise ConfigError(
+            f"the ledger's database {path} is damaged, and the disk has no room for a copy of what can be read; make "
+            "room, and start again"
+        ) from exc
+    os.rename(unborn, new_path)
+    folder.sync()
+    return new_path, lost
+
+
+def _copy(old: sqlite3.Connection, new: sqlite3.Connection) -> list[str]:
+    lost = []
+    rows: dict[str, list[tuple[object, ...]]] = {}
+    for table, columns in _CHECKED.items():
+        rows[table] = list(_readable(old, table, columns))
+        marks = ", ".join("?" * len(columns.split(",")))
+        new.executemany(f"INSERT OR IGNORE INTO {table} ({columns}) VALUES ({marks})", rows[table])
+    # A job may be here without its session, or with an older state of it.
+    new.execute(
+        "DELETE FROM jobs WHERE number IN (SELECT j.number FROM jobs j JOIN sessions s USING (session_id) "
+        "WHERE s.acked >= j.cursor)"
+    )
+    wanted = (
+        "SELECT j.session_id, coalesce(s.acked, min(j.cursor) - 1, 0), max(coalesce(s.last, 0), "
+        "coalesce(max(j.cursor), 0)) FROM jobs j LEFT JOIN sessions s USING (session_id) GROUP BY j.session_id"
+    )
+    for session_id, acked, last in new.execute(wanted).fetchall():
+        new.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
+        (number,) = new.execute("SELECT coalesce(max(number), 0) + 1 FROM sessions").fetchone()
+        crc = crc_of(number, session_id, acked, last)
+        new.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?)", (number, session_id, acked, last, crc))
+    for job in map(Job._make, new.execute("SELECT * FROM jobs ORDER BY number").fetchall()):
+        try:
+            row = old.execute("SELECT payload FROM payloads WHERE number = ?", (job.number,)).fetchone()
+        except sqlite3.DatabaseError:
+            row = None
+        if row is None:
+            lost.append(f"the payload of job {job.job_id!r} cannot be read")
+        else:
+            new.execute("INSERT INTO payloads VALUES (?, ?)", (job.number, row[0]))
+    return lost
+
+
+def _readable(db: sqlite3.Connection, table: str, columns: str) -> Iterator[tuple[object, ...]]:
+    """The rows that are what was written, by number, whatever lies between them."""
+    number, unreadable = 0, 0
+    query = f"SELECT {columns} FROM {table} NOT INDEXED WHERE number > ? ORDER BY number LIMIT 1"
+    while unreadable < MAX_UNREADABLE_ROWS:
+        try:
+            row = db.execute(query, (number,)).fetchone()
+        except sqlite3.DatabaseError:
+            unreadable += 1
+            number += 1
+            continue
+        if row is None:
+            return
+        unreadable = 0
+        number = max(number + 1, row[0])
+        if row[0] == number and _is_whole(row):
+            yield row
