@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import trio
@@ -16,6 +18,7 @@ from launch.vllm import open_vllm
 
 VLLM_TIMEOUT_S = 400
 LONG_TEST_TIMEOUT_S = 3600
+MEMORY = Path("/dev/shm")
 
 # A job that a shell put into the background ignores SIGINT, and so would whatever the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,6 +35,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.alone)
         if not item.get_closest_marker("timeout") and any(map(item.get_closest_marker, ("slow", "soak"))):
             item.add_marker(pytest.mark.timeout(LONG_TEST_TIMEOUT_S))
+
+
+@pytest.fixture
+def memory_path(tmp_path):
+    """As `tmp_path`, in memory where that is a file system: syncs cost nothing there."""
+    if not MEMORY.is_dir():
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="prorl-test-", dir=MEMORY) as path:
+        yield Path(path)
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,11 @@ class Disk:
         finally:
             os.close(fd)
 
+    def make_folder(self, path: Path) -> None:
+        """Make a folder; its name is on the disk then."""
+        path.mkdir(exist_ok=True)
+        self.sync_folder(path.parent)
+
     def sync_folder(self, path: Path) -> None:
         """Return when files that were made, renamed or removed in that folder are so on the disk."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -75,14 +75,12 @@ class LedgerFolder:
         os.close(self._lock)
 
     def _make(self, path: Path) -> None:
-        """With its parents; the entry of each is on the disk afterwards."""
+        """With its parents; their names are on the disk afterwards."""
         if not path.is_dir():
             self._make(path.parent)
-            path.mkdir(exist_ok=True)
-        if path == self.path:
+            self._disk.make_folder(path)
+        elif path == self.path:  # who made it may have been killed before its name was on the disk
             self._disk.sync_folder(path.parent)
-        else:
-            self._disk.sync_folder(path)
 
     def _take(self) -> None:
         try:

@@ -76,6 +76,11 @@ class FaultyDisk(Disk):
         self.take(size_bytes - had_bytes)
         super().resize(path, size_bytes)
 
+    def make_folder(self, path: Path) -> None:
+        """See `Disk`."""
+        self.before(Step("create", str(path)))
+        super().make_folder(path)
+
     def sync_folder(self, path: Path) -> None:
         """See `Disk`."""
         self.before(Step("sync_folder", str(path)))

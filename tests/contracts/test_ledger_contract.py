@@ -48,9 +48,9 @@ def undelivered(ledger):
     return [(job.session_id, job.cursor, job.job_id, job.attempt) for job in ledger.recovered.undelivered]
 
 
-async def test_what_was_stored_is_there_after_a_restart(tmp_path):
+async def test_what_was_stored_is_there_after_a_restart(memory_path):
     with trio.fail_after(10):
-        async with open_ledger(tmp_path / "new" / "ledger", SMALL) as ledger:
+        async with open_ledger(memory_path / "new" / "ledger", SMALL) as ledger:
             assert ledger.recovered.sessions == []
             await ledger.open_session("s", 7)
             await ledger.open_session("idle", 0)
@@ -63,7 +63,7 @@ async def test_what_was_stored_is_there_after_a_restart(tmp_path):
             assert ref.size_bytes == 7
             assert await ledger.read(ref) == b"outcome"
         for _ in range(2):
-            async with open_ledger(tmp_path / "new" / "ledger", SMALL) as ledger:
+            async with open_ledger(memory_path / "new" / "ledger", SMALL) as ledger:
                 assert ledger.recovered.sessions == [
                     RecoveredSession(session_id="idle", acked=0, last=0),
                     RecoveredSession(session_id="s", acked=7, last=8),
@@ -80,9 +80,9 @@ async def test_what_was_stored_is_there_after_a_restart(tmp_path):
                 assert ledger.recovered.damage == []
 
 
-async def test_a_job_has_one_outcome_and_no_late_one(tmp_path):
+async def test_a_job_has_one_outcome_and_no_late_one(memory_path):
     with trio.fail_after(10):
-        async with open_ledger(tmp_path, SMALL) as ledger:
+        async with open_ledger(memory_path, SMALL) as ledger:
             await ledger.open_session("s", 0)
             await ledger.open_session("other", 0)
             await ledger.accept("s", [job("a"), job("b")])
@@ -109,7 +109,7 @@ async def test_a_job_has_one_outcome_and_no_late_one(tmp_path):
                 await ledger.read(Ref("a", None, 4))
 
 
-async def test_of_outcomes_at_the_same_time_one_counts(tmp_path):
+async def test_of_outcomes_at_the_same_time_one_counts(memory_path):
     disk = FaultyDisk()
     results = []
 
@@ -120,7 +120,7 @@ async def test_of_outcomes_at_the_same_time_one_counts(tmp_path):
             results.append(exc)
 
     with trio.fail_after(10):
-        async with open_ledger(tmp_path, SMALL, disk=disk) as ledger:
+        async with open_ledger(memory_path, SMALL, disk=disk) as ledger:
             await ledger.open_session("s", 0)
             await ledger.accept("s", [job("a"), job("b"), job("c")])
             async with trio.open_nursery() as nursery:
@@ -141,14 +141,14 @@ async def test_of_outcomes_at_the_same_time_one_counts(tmp_path):
 
                     nursery.start_soon(claim)
             assert len(refused) == 1
-        async with open_ledger(tmp_path, SMALL) as ledger:
+        async with open_ledger(memory_path, SMALL) as ledger:
             assert len(ledger.recovered.undelivered) == 2
             assert [job.job_id for job in ledger.recovered.unfinished] == refused
 
 
-async def test_a_batch_is_accepted_whole_or_not_at_all(tmp_path):
+async def test_a_batch_is_accepted_whole_or_not_at_all(memory_path):
     with trio.fail_after(10):
-        async with open_ledger(tmp_path, SMALL) as ledger:
+        async with open_ledger(memory_path, SMALL) as ledger:
             await ledger.open_session("s", 0)
             await ledger.open_session("other", 0)
             await ledger.accept("s", [job("a")])
@@ -162,10 +162,10 @@ async def test_a_batch_is_accepted_whole_or_not_at_all(tmp_path):
             assert set(await ledger.lookup(["a", "b", "c", "d"])) == {"a"}
 
 
-async def test_the_number_of_jobs_is_limited(tmp_path):
+async def test_the_number_of_jobs_is_limited(memory_path):
     limits = LedgerLimits(log_bytes=64 * KIB, reserve_bytes=64 * KIB, max_bytes=1024 * KIB, max_jobs=3)
     with trio.fail_after(10):
-        async with open_ledger(tmp_path, limits) as ledger:
+        async with open_ledger(memory_path, limits) as ledger:
             await ledger.open_session("s", 0)
             await ledger.accept("s", [job("a"), job("b")])
             with pytest.raises(LedgerFull, match=r"2 jobs are stored; 2 more would exceed max_jobs \(3\)"):
@@ -175,10 +175,10 @@ async def test_the_number_of_jobs_is_limited(tmp_path):
             await ledger.accept("s", [job("c"), job("d")])
 
 
-async def test_acknowledged_jobs_are_known_for_a_while(tmp_path):
+async def test_acknowledged_jobs_are_known_for_a_while(memory_path):
     limits = LedgerLimits(log_bytes=64 * KIB, reserve_bytes=64 * KIB, max_bytes=1024 * KIB, max_tombstones=2)
     with trio.fail_after(10):
-        async with open_ledger(tmp_path, limits) as ledger:
+        async with open_ledger(memory_path, limits) as ledger:
             await ledger.open_session("s", 0)
             await ledger.accept("s", [job(name) for name in "abcde"])
             for cursor, name in enumerate("abc", 1):
@@ -196,7 +196,7 @@ async def test_acknowledged_jobs_are_known_for_a_while(tmp_path):
             await ledger.forget("s", ["d", "unknown"])
             await ledger.forget("other", ["e"])
         for _ in range(2):
-            async with open_ledger(tmp_path, limits) as ledger:
+            async with open_ledger(memory_path, limits) as ledger:
                 known = await ledger.lookup(list("abcdex"))
                 assert {name: found.state for name, found in known.items()} == {
                     "b": "acknowledged",
@@ -205,15 +205,15 @@ async def test_acknowledged_jobs_are_known_for_a_while(tmp_path):
                 }
                 assert known["b"].fingerprint == b"b"
                 assert ledger.recovered.sessions == [RecoveredSession(session_id="s", acked=3, last=3)]
-        async with open_ledger(tmp_path, limits) as ledger:
+        async with open_ledger(memory_path, limits) as ledger:
             await ledger.accept("s", [job("b")])
             assert (await ledger.lookup(["b"]))["b"].state == "unfinished"
 
 
-async def test_fingerprints_expire(tmp_path):
+async def test_fingerprints_expire(memory_path):
     limits = LedgerLimits(log_bytes=64 * KIB, reserve_bytes=64 * KIB, max_bytes=1024 * KIB, tombstone_s=0.0)
     with trio.fail_after(10):
-        async with open_ledger(tmp_path, limits) as ledger:
+        async with open_ledger(memory_path, limits) as ledger:
             await ledger.open_session("s", 0)
             await ledger.accept("s", [job("a")])
             await ledger.finish("s", "a", 1, 1, [b""])
@@ -221,9 +221,9 @@ async def test_fingerprints_expire(tmp_path):
             assert await ledger.lookup(["a"]) == {}
 
 
-async def test_a_closed_session_leaves_nothing(tmp_path):
+async def test_a_closed_session_leaves_nothing(memory_path):
     with trio.fail_after(10):
-        async with open_ledger(tmp_path, SMALL) as ledger:
+        async with open_ledger(memory_path, SMALL) as ledger:
             await ledger.open_session("s", 0)
             await ledger.accept("s", [job("a"), job("b")])
             ref = await ledger.finish("s", "a", 1, 1, [b"x"])
@@ -232,14 +232,14 @@ async def test_a_closed_session_leaves_nothing(tmp_path):
             with pytest.raises(UnknownJob):
                 await ledger.read(ref)
             assert ledger.statistics().jobs == 0
-        async with open_ledger(tmp_path, SMALL) as ledger:
+        async with open_ledger(memory_path, SMALL) as ledger:
             assert (ledger.recovered.sessions, unfinished(ledger), undelivered(ledger)) == ([], [], [])
 
 
-async def test_calls_that_come_during_a_sync_share_the_next(tmp_path):
+async def test_calls_that_come_during_a_sync_share_the_next(memory_path):
     disk = FaultyDisk()
     with trio.fail_after(10):
-        async with open_ledger(tmp_path, LONG_LOG, disk=disk) as ledger:
+        async with open_ledger(memory_path, LONG_LOG, disk=disk) as ledger:
             await ledger.open_session("s", 0)
             await ledger.accept("s", [job(f"{n}") for n in range(20)])
             disk.may_sync.clear()
@@ -256,10 +256,10 @@ async def test_calls_that_come_during_a_sync_share_the_next(tmp_path):
             assert ledger.statistics().largest_group == 19
 
 
-async def test_what_needs_no_sync_has_none(tmp_path):
+async def test_what_needs_no_sync_has_none(memory_path):
     disk = FaultyDisk()
     with trio.fail_after(10):
-        async with open_ledger(tmp_path, LONG_LOG, disk=disk) as ledger:
+        async with open_ledger(memory_path, LONG_LOG, disk=disk) as ledger:
             await ledger.open_session("s", 0)
             await ledger.accept("s", [job("a"), job("b")])
             await ledger.finish("s", "a", 1, 1, [b""])
@@ -271,10 +271,10 @@ async def test_what_needs_no_sync_has_none(tmp_path):
             assert disk.syncs == syncs
 
 
-async def test_a_call_cancelled_before_its_group_is_not_made(tmp_path):
+async def test_a_call_cancelled_before_its_group_is_not_made(memory_path):
     disk = FaultyDisk()
     with trio.fail_after(10):
-        async with open_ledger(tmp_path, SMALL, disk=disk) as ledger:
+        async with open_ledger(memory_path, SMALL, disk=disk) as ledger:
             await ledger.open_session("s", 0)
             disk.may_sync.clear()
             disk.syncing.clear()
@@ -288,11 +288,11 @@ async def test_a_call_cancelled_before_its_group_is_not_made(tmp_path):
             assert set(await ledger.lookup(["a", "b"])) == {"a"}
 
 
-async def test_cancelled_anywhere_the_state_is_consistent(tmp_path):
+async def test_cancelled_anywhere_the_state_is_consistent(memory_path):
     numbers = iter(range(1, 10_000))
     tried = []
     with trio.fail_after(30):
-        async with open_ledger(tmp_path, SMALL) as ledger:
+        async with open_ledger(memory_path, SMALL) as ledger:
             await ledger.open_session("s", 0)
 
             async def work():
@@ -313,12 +313,12 @@ async def test_cancelled_anywhere_the_state_is_consistent(tmp_path):
 
             await cancel_sweep(work, check)
             known = await ledger.lookup([str(number) for number in tried])
-        async with open_ledger(tmp_path, SMALL) as ledger:
+        async with open_ledger(memory_path, SMALL) as ledger:
             found = {job.job_id for job in (*ledger.recovered.unfinished, *ledger.recovered.undelivered)}
             assert found == set(known)
 
 
-async def test_leaving_answers_who_still_waits(tmp_path):
+async def test_leaving_answers_who_still_waits(memory_path):
     disk = FaultyDisk()
     with trio.fail_after(10):
         async with trio.open_nursery() as nursery:
@@ -329,7 +329,7 @@ async def test_leaving_answers_who_still_waits(tmp_path):
                     await ledger.finish("s", "a", 1, 1, [bytes(100 * KIB)])
                 failed.set()
 
-            async with open_ledger(tmp_path, SMALL, disk=disk) as ledger:
+            async with open_ledger(memory_path, SMALL, disk=disk) as ledger:
                 await ledger.open_session("s", 0)
                 await ledger.accept("s", [job("a")])
                 disk.free_bytes = 0
@@ -341,51 +341,51 @@ async def test_leaving_answers_who_still_waits(tmp_path):
             await ledger.accept("s", [job("b")])
 
 
-async def test_one_process_at_a_time(tmp_path):
+async def test_one_process_at_a_time(memory_path):
     code = (
         "import sys, trio\nfrom pathlib import Path\nfrom prorl_trio.ledger import open_ledger\n"
         "async def main():\n    async with open_ledger(Path(sys.argv[1])):\n        pass\ntrio.run(main)\n"
     )
     with trio.fail_after(30):
-        async with open_ledger(tmp_path, SMALL):
+        async with open_ledger(memory_path, SMALL):
             with pytest.raises(ConfigError, match=f"in use by another node, process {os.getpid()}"):
-                async with open_ledger(tmp_path, SMALL):
+                async with open_ledger(memory_path, SMALL):
                     pass
             child = await trio.run_process(
-                [sys.executable, "-c", code, str(tmp_path)], check=False, capture_stderr=True, stdin=subprocess.DEVNULL
+                [sys.executable, "-c", code, str(memory_path)], check=False, capture_stderr=True, stdin=subprocess.DEVNULL
             )
             assert f"process {os.getpid()}".encode() in child.stderr
-        async with open_ledger(tmp_path, SMALL):
+        async with open_ledger(memory_path, SMALL):
             pass
 
 
-async def test_nobody_else_may_look(tmp_path):
+async def test_nobody_else_may_look(memory_path):
     with trio.fail_after(10):
-        async with open_ledger(tmp_path / "ledger", SMALL) as ledger:
+        async with open_ledger(memory_path / "ledger", SMALL) as ledger:
             await ledger.open_session("s", 0)
-        assert stat.S_IMODE((tmp_path / "ledger").stat().st_mode) == 0o700
-        files = list((tmp_path / "ledger").iterdir())
+        assert stat.S_IMODE((memory_path / "ledger").stat().st_mode) == 0o700
+        files = list((memory_path / "ledger").iterdir())
         assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
         assert {file.name for file in files} == {"lock", "reserve", "ledger-1.db"}
 
 
-async def test_network_file_systems_are_refused(tmp_path, monkeypatch):
+async def test_network_file_systems_are_refused(memory_path, monkeypatch):
     monkeypatch.setattr(folder, "file_system_of", lambda path, mountinfo: "lustre")
     with trio.fail_after(10), pytest.raises(ConfigError, match=r"network file system \(lustre\)"):
-        async with open_ledger(tmp_path, SMALL):
+        async with open_ledger(memory_path, SMALL):
             pass
 
 
-async def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path):
-    (tmp_path / "file").write_text("")
+async def test_a_folder_that_cannot_be_made_is_a_configuration_error(memory_path):
+    (memory_path / "file").write_text("")
     with trio.fail_after(10), pytest.raises(ConfigError, match="cannot be used"):
-        async with open_ledger(tmp_path / "file" / "ledger", SMALL):
+        async with open_ledger(memory_path / "file" / "ledger", SMALL):
             pass
 
 
-async def test_the_disk_gets_back_what_nobody_wants_any_more(tmp_path):
+async def test_the_disk_gets_back_what_nobody_wants_any_more(memory_path):
     with trio.fail_after(20):
-        async with open_ledger(tmp_path, SMALL) as ledger:
+        async with open_ledger(memory_path, SMALL) as ledger:
             await ledger.open_session("s", 0)
             for round_number in range(20):
                 names = [f"{round_number}-{n}" for n in range(1, 11)]
@@ -398,9 +398,9 @@ async def test_the_disk_gets_back_what_nobody_wants_any_more(tmp_path):
                 await trio.sleep(0.001)
 
 
-async def test_an_old_outcome_does_not_keep_what_came_after_it(tmp_path):
+async def test_an_old_outcome_does_not_keep_what_came_after_it(memory_path):
     with trio.fail_after(20):
-        async with open_ledger(tmp_path, SMALL) as ledger:
+        async with open_ledger(memory_path, SMALL) as ledger:
             await ledger.open_session("slow", 0)
             await ledger.open_session("s", 0)
             await ledger.accept("slow", [job("waits"), job("old", b"old spec")])
@@ -411,51 +411,51 @@ async def test_an_old_outcome_does_not_keep_what_came_after_it(tmp_path):
                 await ledger.acknowledge("s", number)
                 assert ledger.statistics().disk_bytes <= SMALL.reserve_bytes + 10 * SMALL.log_bytes
             assert await ledger.read(old) == b"old outcome"
-        async with open_ledger(tmp_path, SMALL) as ledger:
+        async with open_ledger(memory_path, SMALL) as ledger:
             assert unfinished(ledger) == [("slow", "waits", b"waits", 0)]
             assert undelivered(ledger) == [("slow", 1, "old", 3)]
             assert await ledger.read(old) == b"old outcome"
             assert ledger.recovered.damage == []
 
 
-async def test_an_outcome_larger_than_the_log_is_stored(tmp_path):
+async def test_an_outcome_larger_than_the_log_is_stored(memory_path):
     limits = LedgerLimits(log_bytes=16 * KIB, reserve_bytes=64 * KIB, max_bytes=1024 * KIB)
     with trio.fail_after(10):
-        async with open_ledger(tmp_path, limits) as ledger:
+        async with open_ledger(memory_path, limits) as ledger:
             await ledger.open_session("s", 0)
             await ledger.accept("s", [job("a"), job("b")])
             large = os.urandom(200 * KIB)
             await ledger.finish("s", "a", 1, 1, [large])
             await ledger.finish("s", "b", 1, 2, [b"small"])
-        async with open_ledger(tmp_path, limits) as ledger:
+        async with open_ledger(memory_path, limits) as ledger:
             payloads = [await ledger.read(job.outcome) for job in ledger.recovered.undelivered]
             assert payloads == [large, b"small"]
 
 
-async def test_a_folder_of_an_older_format_is_refused_and_left_as_it_is(tmp_path):
-    (tmp_path / "000000000001-0123456789abcdef.log").write_bytes(b"a log of segments")
+async def test_a_folder_of_an_older_format_is_refused_and_left_as_it_is(memory_path):
+    (memory_path / "000000000001-0123456789abcdef.log").write_bytes(b"a log of segments")
     with trio.fail_after(10), pytest.raises(ConfigError, match=r"of an older format .* another folder"):
-        async with open_ledger(tmp_path, SMALL):
+        async with open_ledger(memory_path, SMALL):
             pass
-    assert (tmp_path / "000000000001-0123456789abcdef.log").read_bytes() == b"a log of segments"
+    assert (memory_path / "000000000001-0123456789abcdef.log").read_bytes() == b"a log of segments"
 
 
-async def test_a_newer_format_is_refused(tmp_path):
+async def test_a_newer_format_is_refused(memory_path):
     with trio.fail_after(10):
-        async with open_ledger(tmp_path, SMALL):
+        async with open_ledger(memory_path, SMALL):
             pass
-        with closing(sqlite3.connect(tmp_path / "ledger-1.db", isolation_level=None)) as db:
+        with closing(sqlite3.connect(memory_path / "ledger-1.db", isolation_level=None)) as db:
             db.execute("PRAGMA user_version = 99")
         with pytest.raises(ConfigError, match="is of version 99"):
-            async with open_ledger(tmp_path, SMALL):
+            async with open_ledger(memory_path, SMALL):
                 pass
 
 
-async def test_the_loop_never_waits_for_the_disk(tmp_path):
+async def test_the_loop_never_waits_for_the_disk(memory_path):
     """With a sync that does not return, everything that only looks still answers."""
     disk = FaultyDisk()
     with trio.fail_after(10):
-        async with open_ledger(tmp_path, SMALL, disk=disk) as ledger:
+        async with open_ledger(memory_path, SMALL, disk=disk) as ledger:
             await ledger.open_session("s", 0)
             await ledger.accept("s", [job("a"), job("b")])
             ref = await ledger.finish("s", "a", 1, 1, [b"outcome"])

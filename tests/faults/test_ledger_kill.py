@@ -129,17 +129,17 @@ async def check(folder, told):
             assert await ledger.read(job.spec) == payload(job.job_id, 500)
 
 
-async def test_nothing_answered_is_lost_and_nothing_comes_twice(tmp_path):
+async def test_nothing_answered_is_lost_and_nothing_comes_twice(memory_path):
     chance = random.Random(4)
     told = Told()
     for round_number in range(ROUNDS):
         with trio.fail_after(ROUND_TIMEOUT_S):
-            await load_and_kill(tmp_path, round_number, chance.randint(1, 800), told)
+            await load_and_kill(memory_path, round_number, chance.randint(1, 800), told)
             if round_number % 3 == 2:
-                (tmp_path / "index.snapshot").unlink(missing_ok=True)
+                (memory_path / "index.snapshot").unlink(missing_ok=True)
             if round_number % 2:
-                await check(tmp_path, told)
+                await check(memory_path, told)
     with trio.fail_after(ROUND_TIMEOUT_S):
-        await check(tmp_path, told)
+        await check(memory_path, told)
     assert len(told.finished) > 20
     assert told.acknowledged
