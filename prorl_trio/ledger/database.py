@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from prorl_trio.ledger.disk import Disk
     from prorl_trio.ledger.folder import LedgerFolder
 
-__all__ = ["PAGE_BYTES", "Job", "Mark", "connect", "crc_of", "is_damage", "log_of", "open_database"]
+__all__ = ["PAGE_BYTES", "UNREADABLE", "Job", "Mark", "connect", "crc_of", "is_damage", "log_of", "open_database"]
 
 PAGE_BYTES: Final = 8192
 FORMAT: Final = 1
@@ -37,8 +37,11 @@ CACHE_KIB: Final = 16 * 1024
 """Of pages, in the writing connection; what a group has beyond goes to the log before its commit."""
 BUSY_TIMEOUT_S: Final = 10.0
 """How long the log waits for readers before it is begun anew."""
-MAX_UNREADABLE_ROWS: Final = 200_000
-"""Behind so many rows in succession that cannot be read, nothing is looked for."""
+UNREADABLE: Final = (sqlite3.DatabaseError, UnicodeDecodeError)
+MAX_SENTENCES: Final = 5
+"""For each table: one damaged page may mean hundreds."""
+MAX_UNREADABLE_ROWS: Final = 1_000
+"""In succession, in a table of which the last number is not known: behind them nothing is looked for."""
 
 _SCHEMA: Final = f"""
 CREATE TABLE marks (number INTEGER PRIMARY KEY, mark BLOB);
@@ -133,8 +136,9 @@ def connect(path: Path, disk: Disk, *, writing: bool) -> sqlite3.Connection:
     db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
     try:
         if writing:
-            db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            if not db.execute("PRAGMA page_count").fetchone()[0]:  # a full disk must not be written to here
+                db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+                db.execute("PRAGMA auto_vacuum = INCREMENTAL")
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA wal_autocheckpoint = 0")
             db.execute("PRAGMA synchronous = FULL")
@@ -159,26 +163,24 @@ def open_database(folder: LedgerFolder, disk: Disk) -> tuple[sqlite3.Connection,
     """
     path = folder.database
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite would make it readable for everybody
+    db = None
     try:
         db = connect(path, disk, writing=True)
-    except sqlite3.DatabaseError as exc:
-        if not is_damage(exc):
-            raise
-        raise ConfigError(
-            f"the ledger's database {path} cannot be read at all ({exc}); move {path.parent} away to begin anew, or "
-            "restore it from a copy"
-        ) from exc
-    try:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version not in (0, FORMAT):
             raise ConfigError(f"the ledger in {path.parent} is of version {version}; this node reads version {FORMAT}")
         if not version:
             _create(db)
-            folder.sync()
         damage = [f"a former process found damage in {path}"] if folder.suspicion.exists() else []
         damage += _find_damage(db, path)
-    except BaseException:
-        db.close()
+    except BaseException as exc:
+        if db is not None:
+            db.close()
+        if is_damage(exc):
+            raise ConfigError(
+                f"the ledger's database {path} cannot be read at all ({exc}); move {path.parent} away to begin anew, "
+                "or restore it from a copy"
+            ) from exc
         raise
     if not damage:
         return db, path, _read_mark(db), []
@@ -191,9 +193,12 @@ def open_database(folder: LedgerFolder, disk: Disk) -> tuple[sqlite3.Connection,
     return db, path, _read_mark(db), damage
 
 
-def is_damage(error: sqlite3.Error) -> bool:
-    """The database is not what was written."""
-    return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+def is_damage(error: BaseException) -> bool:
+    """The database is not what was written: SQLite says so, or what it says cannot even be decoded."""
+    if not isinstance(error, sqlite3.Error):
+        return isinstance(error, UnicodeDecodeError)
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def _create(db: sqlite3.Connection) -> None:
@@ -217,7 +222,7 @@ def _find_damage(db: sqlite3.Connection, path: Path) -> list[str]:
     found = []
     try:
         mark = _read_mark(db)
-    except sqlite3.DatabaseError as exc:
+    except UNREADABLE as exc:
         found.append(f"the mark of {path} cannot be read: {exc}")
     else:
         if (durable := _durable(log_of(path), mark.salt)) > mark.commits:
@@ -227,13 +232,12 @@ def _find_damage(db: sqlite3.Connection, path: Path) -> list[str]:
             )
     for table, columns in _CHECKED.items():
         try:
-            report = [row[0] for row in db.execute(f"PRAGMA integrity_check({table})")]
-            found += [f"{table} in {path}: {text}" for text in report if text != "ok"]
-            wrong = [row[0] for row in db.execute(f"SELECT {columns} FROM {table} NOT INDEXED") if not _is_whole(row)]
-        except sqlite3.DatabaseError as exc:
-            found.append(f"{table} in {path}: {exc}")
-        else:
-            found += [f"row {number} of {table} in {path} has changed" for number in wrong]
+            report = [f"{table}: {row[0]}" for row in db.execute(f"PRAGMA integrity_check({table})") if row[0] != "ok"]
+            rows = db.execute(f"SELECT {columns} FROM {table} NOT INDEXED")
+            report += [f"row {row[0]} of {table} has changed" for row in rows if not _is_whole(row)]
+        except UNREADABLE as exc:
+            report = [f"{table}: {exc}"]
+        found += [f"{sentence} ({path})" for sentence in report[:MAX_SENTENCES]]
     return found
 
 
@@ -307,7 +311,7 @@ def _copy(old: sqlite3.Connection, new: sqlite3.Connection) -> list[str]:
     for job in map(Job._make, new.execute("SELECT * FROM jobs ORDER BY number").fetchall()):
         try:
             row = old.execute("SELECT payload FROM payloads WHERE number = ?", (job.number,)).fetchone()
-        except sqlite3.DatabaseError:
+        except UNREADABLE:
             row = None
         if row is None:
             lost.append(f"the payload of job {job.job_id!r} cannot be read")
@@ -318,12 +322,14 @@ def _copy(old: sqlite3.Connection, new: sqlite3.Connection) -> list[str]:
 
 def _readable(db: sqlite3.Connection, table: str, columns: str) -> Iterator[tuple[object, ...]]:
     """The rows that are what was written, by number, whatever lies between them."""
-    number, unreadable = 0, 0
+    last, number, unreadable = 0, 0, 0
+    with suppress(*UNREADABLE):
+        (last,) = db.execute("SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = ?", (table,)).fetchone()
     query = f"SELECT {columns} FROM {table} NOT INDEXED WHERE number > ? ORDER BY number LIMIT 1"
-    while unreadable < MAX_UNREADABLE_ROWS:
+    while number < last or unreadable < MAX_UNREADABLE_ROWS:
         try:
             row = db.execute(query, (number,)).fetchone()
-        except sqlite3.DatabaseError:
+        except UNREADABLE:
             unreadable += 1
             number += 1
             continue

@@ -15,6 +15,7 @@ from prorl_trio.ledger.disk import Disk
 from prorl_trio.ledger.errors import LedgerFailed
 from prorl_trio.ledger.limits import LedgerLimits
 from prorl_trio.ledger.operations import (
+    LAZY,
     Accept,
     Acknowledge,
     BeginAttempt,
@@ -127,7 +128,8 @@ class Ledger:
 
     Every call that changes something returns when it is stored, together with what others asked for at the same time.
     `open_session`, `accept` and `finish` are then on the disk. The others are in a file, so they outlive this
-    process; a loss of power may undo them unless one of those three returned since.
+    process; a loss of power may undo them unless one of those three returned since. On a disk that has no room even for
+    them they return all the same, and are stored when there is.
 
     A cancelled call may or may not have been carried out, as if the process had died at that moment. At no time are
     there more waiting operations than tasks that wait for them.
@@ -275,11 +277,13 @@ class Ledger:
                 raise
             no_room = []
             for call, answer in zip(group, answers, strict=True):
-                if isinstance(answer, WaitForRoom):
-                    no_room.append(call)
-                else:
+                if not isinstance(answer, WaitForRoom):
                     call.answer = answer
                     call.done.set()
+                    continue
+                no_room.append(call)
+                if isinstance(call.operation, LAZY):
+                    call.done.set()  # it is made up for; a start that comes before that sees more than is left
             self._waiting.extendleft(reversed(no_room))
             if self._store.freed > freed:
                 retry_at = trio.current_time()
@@ -304,7 +308,7 @@ class Ledger:
             held_back = {call.operation.session_id for call in self._waiting if isinstance(call.operation, Finish)}
             while source and len(group) < self._limits.max_group_operations:
                 call = source[0]
-                if call.abandoned:
+                if call.abandoned and not isinstance(call.operation, LAZY):
                     source.popleft()
                 elif (
                     source is self._calls

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import sqlite3
 import time
 import zlib
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from prorl_trio.errors import ConfigError, ProrlError, UnknownJob
-from prorl_trio.ledger.database import PAGE_BYTES, Job, Mark, connect, is_damage, log_of, open_database
+from prorl_trio.ledger.database import PAGE_BYTES, UNREADABLE, Job, Mark, connect, is_damage, log_of, open_database
 from prorl_trio.ledger.errors import LedgerCorrupt, LedgerFailed, LedgerFull
 from prorl_trio.ledger.folder import LedgerFolder
 from prorl_trio.ledger.operations import LAZY, Accept, Finish, OpenSession, Operation, size_of
@@ -37,8 +38,9 @@ logger = logging.getLogger(__name__)
 COMMITS_REMEMBERED: Final = 1024
 ROW_BYTES: Final = 512
 """About what a job takes beside its payload, in its table and its indexes."""
-LAST_RESORT_SHARE: Final = 8
-"""Of the reserve, this part is not for outcomes: an acknowledgement needs a little space to make much."""
+LAST_RESORT_BYTES: Final = 4 * 1024 * 1024
+"""Of the reserve, so much (but no more than a quarter) is not for outcomes: an acknowledgement needs a little space to
+make much."""
 PROBE_BYTES: Final = 64 * 1024
 CLEAN_STEP_PAGES: Final = 1024
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -178,7 +180,7 @@ class Store:
         if self._full:
             self._refill_reserve()
         if order and not self._transact(operations, order, answers, held_back):
-            self._shrink_reserve(self._limits.reserve_bytes // LAST_RESORT_SHARE)
+            self._shrink_reserve(min(LAST_RESORT_BYTES, self._limits.reserve_bytes // 4))
             if not self._transact(operations, order, answers, held_back):
                 for number in order:
                     self._store_alone(operations, number, answers, held_back)
@@ -226,12 +228,12 @@ class Store:
             self._db.execute("UPDATE marks SET mark = ?", (mark.encode(),))
             started = time.perf_counter()
             self._db.execute("COMMIT")
-        except (sqlite3.Error, Changed) as exc:
+        except (sqlite3.Error, UnicodeDecodeError, Changed) as exc:
             self._roll_back()
             self._tables.counts = counts
             held_back.intersection_update(were_held_back)
             if isinstance(exc, sqlite3.Error) and self._is_full(exc):
-                self._full = f"there is no space left in {self._folder.path}: {exc}"
+                self._full = f"{os.strerror(errno.ENOSPC)} in {self._folder.path}: {exc}"
                 return False
             self._fail(exc)
             self._refuse(operations, numbers, answers)
@@ -278,7 +280,7 @@ class Store:
         """Nothing more is written: what a failed sync was to write may be gone, and a later one would not tell."""
         self._failed = f"the disk of {self._folder.path} failed, the ledger takes nothing until it is reopened: {error}"
         logger.critical("%s", self._failed)
-        if isinstance(error, Changed) or (isinstance(error, sqlite3.Error) and is_damage(error)):
+        if isinstance(error, Changed) or is_damage(error):
             try:
                 self._folder.suspicion.touch(mode=0o600)
             except OSError as exc:
@@ -313,7 +315,7 @@ class Store:
 
     def _is_full(self, error: sqlite3.Error) -> bool:
         """The disk works, and has no space. SQLite does not say it of quotas, nor of the index of its log."""
-        code = error.sqlite_errorcode & 0xFF
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
         if code == sqlite3.SQLITE_FULL:
             return True
         if code not in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
@@ -350,7 +352,7 @@ class Store:
             if exc.errno not in _FULL:
                 self._fail(exc)
             else:
-                self._full = f"there is no space for a reserve in {self._folder.path}: {exc.strerror}"
+                self._full = f"{exc.strerror} in {self._folder.path}, for a reserve"
             return
         self._full = ""
         self._reserve_bytes = self._limits.reserve_bytes
@@ -418,7 +420,7 @@ class Store:
                 row = reader.execute(
                     "SELECT jobs.*, payload FROM jobs LEFT JOIN payloads USING (number) WHERE job_id = ?", (job_id,)
                 ).fetchone()
-        except sqlite3.DatabaseError as exc:
+        except UNREADABLE as exc:
             raise LedgerCorrupt(f"{what} cannot be read in {self._path}: {exc}") from exc
         if row is None or row[5] != cursor:
             raise UnknownJob(f"the payload of job {job_id!r} is acknowledged, forgotten, or was replaced")

@@ -1,7 +1,7 @@
 """What a disk may hold after a loss of power, from the steps that a `FaultyDisk` was asked for.
 
-Of what was written to a file since its last sync each sector may be there or not, and so may each change of its size; of
-what was created and removed in a folder since its last sync, each entry. Nothing else is assumed of the file system.
+Of what was written to a file since its last sync each sector may be there or not, and so may each change of its size;
+of what was created and removed in a folder since its last sync, each entry. Nothing else is assumed.
 """
 
 from __future__ import annotations

@@ -352,7 +352,10 @@ async def test_one_process_at_a_time(memory_path):
                 async with open_ledger(memory_path, SMALL):
                     pass
             child = await trio.run_process(
-                [sys.executable, "-c", code, str(memory_path)], check=False, capture_stderr=True, stdin=subprocess.DEVNULL
+                [sys.executable, "-c", code, str(memory_path)],
+                check=False,
+                capture_stderr=True,
+                stdin=subprocess.DEVNULL,
             )
             assert f"process {os.getpid()}".encode() in child.stderr
         async with open_ledger(memory_path, SMALL):

@@ -16,7 +16,7 @@ KIB = 1024
 LIMITS = LedgerLimits(log_bytes=48 * KIB, reserve_bytes=16 * KIB, max_bytes=4096 * KIB, max_reads=1)
 """A log of a few commits: it is begun anew several times."""
 SESSIONS = ("s", "t")
-QUICK_CUTS = 90
+QUICK_CUTS = 60
 KEPT = (1.0, 0.0, 0.5)
 
 
@@ -51,8 +51,9 @@ class Story:
             yield self.acknowledge("s", upto), ledger.acknowledge("s", upto)
             yield self.forget("s", names[0]), ledger.forget("s", [names[0]])
             other = payload(f"t{round_number}", 3_000)
-            yield self.accept("t", [(f"t{round_number}", other)]), ledger.accept(
-                "t", [NewJob(job_id=f"t{round_number}", fingerprint=b"f", spec=other)]
+            yield (
+                self.accept("t", [(f"t{round_number}", other)]),
+                ledger.accept("t", [NewJob(job_id=f"t{round_number}", fingerprint=b"f", spec=other)]),
             )
         yield self.close("t"), ledger.close_session("t")
         yield self.open("t", 0), ledger.open_session("t", 0)
@@ -143,7 +144,7 @@ async def check(folder, story, first, last):
 
 
 async def lose_power(root, cuts, kept):
-    """At each of the `cuts`; what is left holds all that had to be on the disk, and nothing that is not of the story."""
+    """At each of the `cuts`; what is left holds all that had to be on the disk, and nothing beside the story."""
     with trio.fail_after(30):
         steps, story = await record(root)
     chosen = {number * len(steps) // cuts for number in range(cuts)} if cuts else None

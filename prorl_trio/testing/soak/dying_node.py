@@ -11,7 +11,6 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import trio
@@ -19,9 +18,6 @@ import trio
 from prorl_trio.testing.faulty_disk import FaultyDisk
 from prorl_trio.testing.soak.node import run_node
 from prorl_trio.testing.soak.parent import end_with_parent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["DyingDisk", "DyingLoop"]
 
