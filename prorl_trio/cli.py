@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 import trio
+from rich.text import Text
 
 from ipc.nursery import leaves
 from prorl_trio.chat import ChatFormat
@@ -26,8 +27,8 @@ from prorl_trio.garbage import rare_garbage_collection
 from prorl_trio.logs import LOG_FORMATS, open_logging
 from prorl_trio.models import SamplingParams
 from prorl_trio.node import serve_node
-from prorl_trio.progress import console, run_jobs
-from prorl_trio.report import outcome_list, render_trajectory
+from prorl_trio.progress import console, page, run_jobs
+from prorl_trio.report import outcome_list, render_trajectory, timing_line, token_lines, turn_table
 from prorl_trio.service.endpoints import endpoint_url
 from prorl_trio.tasksets import load_task_set
 from prorl_trio.testing.simulation_command import simulate
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
     from typing import TypeAlias
+
+    from rich.console import RenderableType
 
     from prorl_trio.client import RolloutClient
     from prorl_trio.config import NodeConfig
@@ -52,6 +55,8 @@ EXIT_INTERNAL = 70
 """EX_SOFTWARE of sysexits.h."""
 EXIT_INTERRUPTED = 130
 COMMANDS = "prorl_trio.commands"
+ASKING = ("submit", "status", "top", "cancel", "show")
+"""Commands whose own words say what happens, an error in the end: that a connection is tried again is no news."""
 
 
 class _Commands(click.Group):
@@ -75,6 +80,8 @@ class _Commands(click.Group):
             code = EXIT_INTERNAL if any(isinstance(error, InternalError) for error in errors) else 1
             if code == EXIT_INTERNAL:
                 logging.getLogger(__name__).error("a bug of ours", exc_info=group)
+            for handler in logging.getLogger().handlers:
+                handler.flush()  # what ended the command is its last line
             for error in errors:
                 click.secho(f"error: {error}", fg="red", err=True)
         except* KeyboardInterrupt:
@@ -98,9 +105,7 @@ class _Commands(click.Group):
     "--log-level",
     envvar="PRORL_LOG_LEVEL",
     type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    show_default=True,
-    help="What to log, on standard error; or PRORL_LOG_LEVEL.",
+    help="What to log, on standard error; or PRORL_LOG_LEVEL. Default: info; warning for commands that ask a node.",
 )
 @click.option(
     "--log-format",
@@ -111,13 +116,14 @@ class _Commands(click.Group):
     help="json: one object a line; auto: colours on a terminal, text elsewhere; or PRORL_LOG_FORMAT.",
 )
 @click.pass_context
-def main(context: click.Context, verbose: bool, log_level: str, log_format: LogFormat) -> None:
+def main(context: click.Context, verbose: bool, log_level: str | None, log_format: LogFormat) -> None:
     """Rollout-as-a-service for RL training of multi-turn LLM agents.
 
     A node (`serve`) takes jobs from a trainer over a WebSocket, works on them with an LLM backend and a sandbox each,
     and streams token-exact trajectories with rewards back. Begin with `prorl-trio doctor` and `prorl-trio demo`.
     """
-    level = logging.DEBUG if verbose else logging.getLevelNamesMapping()[log_level.upper()]
+    default = "warning" if context.invoked_subcommand in ASKING else "info"
+    level = logging.DEBUG if verbose else logging.getLevelNamesMapping()[(log_level or default).upper()]
     context.with_resource(open_logging(level, log_format))
 
 
@@ -287,8 +293,11 @@ def submit(
 ) -> None:
     """Submit rollouts to a node, wait for all of them, record them and print what came out.
 
-    Exit code: 0 all were completed, whatever their reward; 3 some were not, and it says why; 1 the node or the task
-    file cannot be used.
+    A task file with a bad line is refused as a whole, before anything is submitted. A task that only the node can
+    judge, by its handler's rules, and that it rejects, is named; the others are run.
+
+    Exit code: 0 all were completed, whatever their reward; 3 some were rejected or not completed, and it says why;
+    1 the node or the task file cannot be used.
 
     \b
     Each line of a JSONL task file:
@@ -297,7 +306,7 @@ def submit(
     sampling = SamplingParams(temperature=temperature, max_output_tokens=max_output_tokens)
     specs = make_jobs(load_task_set(tasks)[:limit], rollouts=rollouts, sampling=sampling, max_turns=max_turns)
     summary = _with_client(node, lambda client: run_jobs(client, specs, run_folder(out), model=model, tasks=tasks))
-    sys.exit(0 if summary.completed == summary.jobs else EXIT_JOBS_CUT)
+    sys.exit(0 if summary.completed == summary.jobs and not summary.rejected else EXIT_JOBS_CUT)
 
 
 @main.command()
@@ -322,7 +331,8 @@ def status(node: Node) -> None:
 def top(node: Node, **options: Any) -> None:
     """Watch a node: stages, backends, sandboxes, sessions, and what every job waits for. Ctrl-C ends it.
 
-    Jobs that are stuck come first, marked with `!`. `quiet` is how long nothing happened to a job.
+    Jobs that are stuck come first, marked with `!`, then those at work, then those in the queue. `quiet` is how long
+    nothing happened to a job.
     """
     chosen = TopOptions(**options)
     with suppress(KeyboardInterrupt):
@@ -387,21 +397,31 @@ def cancel(
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("job_id", required=False)
 @click.option("--model", type=click.Path(path_type=Path), help="Model folder; default: the one the run remembers.")
-def show(file: Path, job_id: str | None, model: Path | None) -> None:
-    """Print one recorded trajectory with its kinds of tokens in colours, or without JOB_ID the list of all.
+@click.option("--logprobs", is_flag=True, help="Besides, each sampled token with its id and log-probability.")
+@click.option("--pager/--no-pager", default=None, help="Show it in $PAGER, or less; default: where it is too long.")
+def show(file: Path, job_id: str | None, model: Path | None, logprobs: bool, pager: bool | None) -> None:
+    """Show one recorded trajectory with its kinds of tokens in colours, the seconds of each stage, and of each turn the
+    seconds and log-probabilities; or without JOB_ID the list of all.
 
-    JOB_ID may be any unique part of a job's id. Pipe through `less -R` for long ones.
+    JOB_ID may be any unique part of a job's id.
     """
     outcomes = read_outcomes(file)
     if job_id is None:
-        console.print(outcome_list(outcomes))
+        page([outcome_list(outcomes)], pager=pager)
         return
     exact = [outcome for outcome in outcomes if outcome.job_id == job_id]
     matches = exact or [outcome for outcome in outcomes if job_id in outcome.job_id]
     if len(matches) != 1:
         some = ", ".join(outcome.job_id for outcome in matches[:5])
         raise ConfigError(f"{len(matches)} outcomes in {file} match {job_id!r}" + (f": {some} ..." if some else ""))
-    console.print(render_trajectory(matches[0], _chat_format(file, model)), soft_wrap=True)
+    (outcome,) = matches
+    chat_format = _chat_format(file, model)
+    parts: list[RenderableType] = [render_trajectory(outcome, chat_format), Text(timing_line(outcome))]
+    if outcome.trajectory is not None:
+        parts.append(turn_table(outcome.trajectory))
+        if logprobs:
+            parts.append(token_lines(outcome.trajectory, chat_format))
+    page(parts, pager=pager)
 
 
 def _chat_format(file: Path, model: Path | None) -> ChatFormat | None:

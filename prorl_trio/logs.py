@@ -161,7 +161,7 @@ class _QueueHandler(logging.Handler):
     def __init__(self, sink: logging.Handler) -> None:
         super().__init__()
         self._sink = sink
-        self._queue: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_QUEUED_RECORDS)
+        self._queue: queue.Queue[logging.LogRecord | threading.Event | None] = queue.Queue(MAX_QUEUED_RECORDS)
         self._dropped = 0
         self._writer = threading.Thread(target=self._write, name="log writer", daemon=True)
         self._writer.start()
@@ -178,6 +178,13 @@ class _QueueHandler(logging.Handler):
         except queue.Full:
             self._dropped += 1
 
+    def flush(self) -> None:
+        """Return when what was queued so far is written, after `FLUSH_TIMEOUT_S` at most."""
+        mark = threading.Event()
+        with suppress(queue.Full):
+            self._queue.put(mark, timeout=FLUSH_TIMEOUT_S)
+            mark.wait(FLUSH_TIMEOUT_S)
+
     def close(self) -> None:
         """Write what is queued, for `FLUSH_TIMEOUT_S` at most."""
         with suppress(queue.Full):
@@ -187,6 +194,9 @@ class _QueueHandler(logging.Handler):
 
     def _write(self) -> None:
         while (record := self._queue.get()) is not None:
+            if isinstance(record, threading.Event):
+                record.set()
+                continue
             self._sink.handle(record)
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0

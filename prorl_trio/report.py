@@ -17,13 +17,23 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat import ChatFormat
     from prorl_trio.client.recording import Summary
-    from prorl_trio.models import Outcome, Trajectory
+    from prorl_trio.models import Outcome, Segment, Trajectory
 
-__all__ = ["errors", "outcome_list", "render_trajectory", "summary_table"]
+__all__ = [
+    "errors",
+    "outcome_list",
+    "render_trajectory",
+    "summary_table",
+    "timing_line",
+    "token_lines",
+    "turn_table",
+]
 
 SAMPLED: Final = "bold green"
 OBSERVED: Final = "cyan"
 MASKED: Final = "dim"
+_LOGPROB_STYLES: Final = ((-0.11, "green"), (-0.7, ""), (-2.3, "yellow"), (-np.inf, "red"))
+"""By probability: from 0.9, from 0.5, from 0.1, below."""
 MAX_ERRORS: Final = 3
 MAX_ERROR_CHARS: Final = 400
 
@@ -34,6 +44,8 @@ def summary_table(summary: Summary, outcomes: Sequence[Outcome]) -> Table:
     table.add_column("what")
     table.add_column("value", justify="right")
     table.add_row("jobs", str(summary.jobs))
+    if summary.rejected:
+        table.add_row("  rejected, besides", str(summary.rejected), style="red")
     for status in ("completed", "failed", "cancelled", "timed_out"):
         table.add_row(f"  {status}", str(getattr(summary, status)))
     causes = Counter(outcome.cause for outcome in outcomes if outcome.cause is not None)
@@ -66,9 +78,9 @@ def errors(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def outcome_list(outcomes: Sequence[Outcome]) -> Table:
-    """One line per outcome, to choose from."""
+    """One line per outcome, to choose from. `logprob` is the mean of what was sampled."""
     table = Table(title=f"{len(outcomes)} outcomes", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("job", "status", "reward", "turns", "tokens", "stopped"):
+    for column in ("job", "status", "reward", "turns", "tokens", "logprob", "run s", "stopped"):
         table.add_column(column, no_wrap=True, min_width=3)
     table.add_column("error", overflow="fold")
     for outcome in outcomes:
@@ -79,6 +91,8 @@ def outcome_list(outcomes: Sequence[Outcome]) -> Table:
             "-" if outcome.reward is None else f"{outcome.reward:g}",
             str(len(trajectory.turns)) if trajectory else "-",
             str(sum(map(len, trajectory.segments))) if trajectory else "-",
+            _mean_logprob(trajectory.segments) if trajectory else "-",
+            f"{outcome.timing.run_s:.2f}",
             trajectory.stop_reason if trajectory else "-",
             one_line(outcome.error),
         )
@@ -109,6 +123,55 @@ def render_trajectory(outcome: Outcome, chat_format: ChatFormat | None) -> Text:
         _append_tokens(text, trajectory, chat_format)
     text.append(f"\nstopped: {trajectory.stop_reason}, {len(trajectory.turns)} turns\n", style="bold")
     return text
+
+
+def timing_line(outcome: Outcome) -> str:
+    """Where the job's time went, waits in brackets."""
+    timing = outcome.timing
+    stages = [
+        f"{stage} {getattr(timing, f'{stage}_s'):.2f} s (queued {getattr(timing, f'queued_{stage}_s'):.2f})"
+        for stage in ("init", "run", "eval")
+    ]
+    return ", ".join(stages)
+
+
+def turn_table(trajectory: Trajectory) -> Table:
+    """One line per turn: its sampled tokens, their log-probabilities, what ended it, and the seconds it took."""
+    table = Table(title="turns", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("turn", "segment", "tokens", "logprob mean", "min", "finish", "calls", "inference s", "tools s"):
+        table.add_column(column, no_wrap=True, justify="left" if column == "finish" else "right")
+    for number, turn in enumerate(trajectory.turns, start=1):
+        logprobs = trajectory.segments[turn.segment].logprobs[turn.completion_start : turn.completion_end]
+        table.add_row(
+            str(number),
+            str(turn.segment),
+            str(turn.completion_end - turn.completion_start),
+            f"{logprobs.mean():.3f}" if len(logprobs) else "-",
+            f"{logprobs.min():.3f}" if len(logprobs) else "-",
+            turn.finish_reason,
+            str(len(turn.tool_calls)),
+            f"{turn.inference_s:.2f}",
+            f"{turn.tools_s:.2f}",
+        )
+    return table
+
+
+def token_lines(trajectory: Trajectory, chat_format: ChatFormat | None) -> Text:
+    """One line per sampled token: segment, position, id, log-probability and, if the model is known, its text."""
+    text = Text("segment  position      id   logprob  token\n", style="bold dim")
+    for index, segment in enumerate(trajectory.segments):
+        for position in np.flatnonzero(segment.loss_mask).tolist():
+            token_id, logprob = int(segment.token_ids[position]), float(segment.logprobs[position])
+            said = "" if chat_format is None else repr(chat_format.decode([token_id]))
+            style = next(style for bound, style in _LOGPROB_STYLES if logprob >= bound)
+            text.append(f"{index:7}  {position:8}  {token_id:6}  {logprob:8.4f}  {plain(said)}\n", style=style)
+    return text
+
+
+def _mean_logprob(segments: Sequence[Segment]) -> str:
+    sampled = [segment.logprobs[segment.loss_mask == 1] for segment in segments]
+    count = sum(map(len, sampled))
+    return f"{sum(map(np.sum, sampled)) / count:.3f}" if count else "-"
 
 
 def _append_turns(text: Text, trajectory: Trajectory) -> None:

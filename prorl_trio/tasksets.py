@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TASK_SETS", "load_task_set"]
 
+MAX_BAD_LINES: Final = 5
+"""So many are said."""
 _ANSWER: Final = re.compile(r"####\s*(.+?)\s*$")
 
 
@@ -51,8 +53,8 @@ def load_task_set(name_or_path: str) -> list[TaskInstance]:
     """A named task set, or a JSONL file with one `TaskInstance` per line (`instance_id`, `handler`, `payload`).
 
     Raises:
-        ConfigError: unknown name, unreadable file, a malformed line (named by its number and field path), or an
-            instance_id that comes twice.
+        ConfigError: unknown name, unreadable file, malformed lines (named by their numbers and field paths), or an
+            instance_id that comes twice. Nothing of such a file is used.
     """
     if name_or_path in TASK_SETS:
         return TASK_SETS[name_or_path]()
@@ -65,16 +67,26 @@ def load_task_set(name_or_path: str) -> list[TaskInstance]:
             f"{name_or_path!r} is neither a task set ({names}) nor a readable file: {exc.strerror}"
         ) from exc
     instances: dict[str, TaskInstance] = {}
+    bad: list[str] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             instance = msgspec.json.decode(line, type=TaskInstance)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"{path}, line {number}: {exc}") from exc
+            bad.append(f"line {number}: {exc}")
+            continue
         if instance.instance_id in instances:
-            raise ConfigError(f"{path}, line {number}: instance_id {instance.instance_id!r} is that of a line before")
+            bad.append(f"line {number}: instance_id {instance.instance_id!r} is that of a line before")
         instances[instance.instance_id] = instance
+    if bad:
+        raise ConfigError(_bad_lines(path, bad, len(instances)))
     if not instances:
         raise ConfigError(f"{path} holds no task instance")
     return list(instances.values())
+
+
+def _bad_lines(path: Path, bad: list[str], good: int) -> str:
+    more = f"; and {len(bad) - MAX_BAD_LINES} more" if len(bad) > MAX_BAD_LINES else ""
+    fate = f"none of the file is used, not the {good} good lines either: mend it, or leave bad lines out"
+    return f"{path}, {'; '.join(bad[:MAX_BAD_LINES])}{more}; {fate}"

@@ -206,21 +206,24 @@ def _jobs(jobs: list[Mapping[str, Any]], options: TopOptions, width: int, rows: 
             cells[2:2] = [one_line(job.get("session_id", ""))]
             cells[-1:-1] = [str(job.get("turns", 0))]
         table.add_row(*cells, style="red" if bad else "")
+    queued = sum(job.get("status") == "queued" for job in jobs)
     said = f"{len(jobs)} jobs, {len(stuck)} stuck"
+    if queued:
+        said += f"; {len(jobs) - queued} at work, {queued} queued"
     if len(shown) > table.row_count:
         said += f"; {len(shown) - table.row_count} more not shown"
     return Group(Text(said, style="bold red" if stuck else "bold"), table)
 
 
 def _key(job: Mapping[str, Any], sort: Sort) -> tuple[Any, ...]:
-    """Stuck ones first, whatever the order."""
+    """Stuck ones first, whatever the order, and last those that only wait for their turn: they are many, and quiet."""
     by: dict[Sort, Any] = {
         "progress": -job.get("last_progress_s", 0.0),
         "age": -job.get("age_s", 0.0),
         "stage": (_ORDER.get(str(job.get("status")), len(_ORDER)), -job.get("age_s", 0.0)),
         "turns": -job.get("turns", 0),
     }
-    return (not job.get("stuck"), by[sort])
+    return (not job.get("stuck"), job.get("status") == "queued", by[sort])
 
 
 def _table(*columns: str) -> Table:

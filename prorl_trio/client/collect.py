@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.models import TaskInstance
 
-__all__ = ["collect", "make_jobs"]
+__all__ = ["collect", "describe_rejection", "make_jobs"]
 
 CANCEL_TIMEOUT_S: Final = 5.0
 """Longest an interrupted run waits for the node to cancel what is left of it."""
@@ -53,41 +53,51 @@ def make_jobs(
     ]
 
 
+def describe_rejection(rejected: Rejected) -> str:
+    """Which job was not taken, and why, as a sentence."""
+    where = f" (at {rejected.path})" if rejected.path and rejected.path not in rejected.message else ""
+    return f"job {rejected.job_id} was rejected ({rejected.code}): {rejected.message}{where}"
+
+
 async def collect(
     client: RolloutClient,
     specs: Sequence[JobSpec],
     folder: Path,
     info: RunInfo,
     on_outcome: Callable[[Outcome], None],
+    on_rejected: Callable[[Sequence[Rejected]], None],
 ) -> tuple[Summary, list[Outcome]]:
     """Submit `specs`, write each outcome to `folder` as it comes, then the summary.
 
-    Cancelled in between, it leaves the outcomes so far and their summary on disk and cancels the rest on the node.
+    `on_rejected` is told of the jobs that the node rejected; the others are run all the same. Cancelled in between, it
+    leaves the outcomes so far and their summary on disk and cancels the rest on the node. For a session of its own.
 
     Raises:
-        ServiceError: the node rejected a job (named, with the reason).
+        ServiceError: the node rejected every job (the first is named, with the reason).
         ConfigError: `folder` cannot be written to.
     """
     started_s = trio.current_time()
     outcomes: list[Outcome] = []
-    pending: set[str] = set()
+    rejected: list[Rejected] = []
+    over = False
     write_json(folder / RUN_INFO, info)
     with OutcomeFile(folder / TRAJECTORIES) as file:
         try:
-            for answer in await client.submit(specs):
-                if isinstance(answer, Rejected):
-                    raise ServiceError(f"job {answer.job_id} was rejected ({answer.code}): {answer.message}")
-                pending.add(answer.job_id)
+            rejected += [answer for answer in await client.submit(specs) if isinstance(answer, Rejected)]
+            if rejected:
+                if len(rejected) == len(specs):
+                    raise ServiceError(f"every job was rejected; {describe_rejection(rejected[0])}")
+                on_rejected(rejected)
             async for outcome in client.results():
                 file.append(outcome)
                 outcomes.append(outcome)
                 on_outcome(outcome)
-                pending.discard(outcome.job_id)
+            over = True
         finally:
-            if pending:
+            if not over:
                 # What ended the run matters more than whether the node could still be told.
                 with trio.move_on_after(CANCEL_TIMEOUT_S, shield=True), suppress(ServiceError):
-                    await client.cancel(sorted(pending))
-            summary = summarise(outcomes, trio.current_time() - started_s)
+                    await client.cancel(whole_session=True)
+            summary = summarise(outcomes, trio.current_time() - started_s, rejected=len(rejected))
             write_json(folder / SUMMARY, summary)
     return summary, outcomes

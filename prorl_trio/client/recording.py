@@ -48,7 +48,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A run in flat figures. Means are over jobs with a reward (`reward_mean`; None: there is none) and over all
-    with a trajectory (`turns_mean`); `tokens_per_s` counts sampled tokens over the wall clock of the run."""
+    with a trajectory (`turns_mean`); `tokens_per_s` counts sampled tokens over the wall clock of the run. `rejected`
+    were not taken by the node, and are none of `jobs`."""
 
     jobs: int
     completed: int
@@ -61,6 +62,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: int
     tokens_per_s: float
     wall_s: float
+    rejected: int = 0
 
 
 class OutcomeFile:
@@ -174,7 +176,7 @@ def _named(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path}: cannot be written: {exc.strerror}") from exc
 
 
-def summarise(outcomes: Sequence[Outcome], wall_s: float) -> Summary:
+def summarise(outcomes: Sequence[Outcome], wall_s: float, *, rejected: int = 0) -> Summary:
     """The run's figures."""
     statuses = [outcome.status for outcome in outcomes]
     rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
@@ -193,4 +195,5 @@ def summarise(outcomes: Sequence[Outcome], wall_s: float) -> Summary:
         tool_calls=sum(len(turn.tool_calls) for turn in turns),
         tokens_per_s=sampled / wall_s if wall_s > 0 else 0.0,
         wall_s=wall_s,
+        rejected=rejected,
     )

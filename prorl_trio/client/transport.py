@@ -103,13 +103,14 @@ class Transport:
     async def _stay_connected(self) -> None:
         patience_s, what = self._patience.connect_timeout_s, "connect_timeout_s"
         deadline_s = trio.current_time() + patience_s
-        delay_s = FIRST_DELAY_S
+        delay_s, why = FIRST_DELAY_S, ""
         while True:
             self._useful = False
             try:
                 why = await self._connect_once(deadline_s)
             except trio.TooSlowError:
-                why = "no answer in time"
+                # An attempt that our patience cut short knows less than the one before.
+                why = why if why and trio.current_time() >= deadline_s else "no answer in time"
             except (LinkClosed, OSError) as exc:
                 why = str(exc)
             if self._state.failure is not None:
@@ -123,7 +124,9 @@ class Transport:
                     f"no connection to {self._where} within {patience_s:g} s ({what}; session "
                     f"{self._state.session_id!r}); the last attempt: {why}; is a node listening there?"
                 )
-            logger.info("no connection to %s, trying again: %s", self._where, why)
+            news = self._state.welcome is not None and delay_s == FIRST_DELAY_S
+            level = logging.WARNING if news else logging.INFO
+            logger.log(level, "no connection to %s, trying again: %s", self._where, why)
             await trio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import io
 import json
 import logging
 from functools import partial
 
+import click
 import msgspec
 import pytest
 import trio
 from click.testing import CliRunner
+from rich.console import Console
 
-from prorl_trio import cli
+from prorl_trio import cli, progress
 from prorl_trio.cli import main
 from prorl_trio.client.recording import OutcomeFile, RunInfo, write_json
-from prorl_trio.errors import InternalError
+from prorl_trio.errors import ConfigError, InternalError
 from prorl_trio.models import Turn
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 from prorl_trio.testing.fake_service import TOKEN as SERVICE_TOKEN
@@ -144,6 +147,67 @@ def test_a_run_whose_model_is_not_known_is_shown_as_text(tmp_path, info):
     assert result.exit_code == 0, result.output
     assert "six times seven" in result.stdout
     assert "model folder is not known" in result.stderr
+
+
+def test_what_ended_a_command_is_its_last_line(monkeypatch, node_toml):
+    async def serve(config, *, load, task_status):
+        for n in range(2_000):
+            logging.getLogger("x").info("line %d", n)
+        raise ConfigError("the port is taken")
+
+    monkeypatch.setattr(cli, "serve_node", serve)
+    result = run("serve", "--config", node_toml)
+    assert result.exit_code == 1
+    lines = result.stderr.splitlines()
+    assert (len(lines), lines[-1]) == (2_001, "error: the port is taken")
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    with OutcomeFile(tmp_path / "trajectories.msgpack") as file:
+        for n in range(50):
+            file.append(make_outcome(make_spec(f"job-{n}")))
+    return str(tmp_path / "trajectories.msgpack")
+
+
+def test_show_has_times_and_log_probabilities(recorded):
+    result = run("show", recorded, "job-7", "--logprobs")
+    assert result.exit_code == 0, result.output
+    for wanted in ("init 0.00 s (queued 0.00), run", "logprob mean", "inference s", "-2.0000"):
+        assert wanted in result.stdout
+    assert "-2.0000" not in run("show", recorded, "job-7").stdout
+    assert "-1.050" in run("show", recorded).stdout, "the mean of each, in the list"
+
+
+@pytest.mark.parametrize(
+    ("options", "terminal", "lines", "paged"),
+    [
+        ((), True, 10, True),
+        ((), True, 500, False),
+        ((), False, 10, False),
+        (("--no-pager",), True, 10, False),
+        (("--pager",), False, 500, True),
+    ],
+)
+def test_what_is_too_long_for_the_terminal_comes_in_a_pager(monkeypatch, recorded, options, terminal, lines, paged):
+    shown = io.StringIO()
+    console = Console(file=shown, width=80, height=lines, force_terminal=terminal, color_system=None)
+    monkeypatch.setattr(progress, "console", console)
+    pages = []
+    monkeypatch.setattr(click, "echo_via_pager", lambda text, color: pages.append(text))
+    assert run("show", recorded, *options).exit_code == 0
+    assert [len(pages), "job-49" in "".join(pages), "job-49" in shown.getvalue()] == [paged, paged, not paged]
+
+
+async def test_a_command_that_asks_a_node_says_one_line_when_there_is_none(monkeypatch):
+    monkeypatch.setattr(cli, "connect", partial(cli.connect, connect_timeout_s=0.3))
+    for env, alone in ((TOKEN, True), ({**TOKEN, "PRORL_LOG_LEVEL": "info"}, False)):
+        result = await trio.to_thread.run_sync(partial(run, "status", "--url", "ws://127.0.0.1:1", env=env))
+        assert result.exit_code == 1
+        *before, last = result.stderr.splitlines()
+        assert (not before) == alone
+        assert last.startswith("error: no connection to ws://127.0.0.1:1/ within 0.3 s")
+        assert "Connection refused" in last
 
 
 async def test_a_node_that_is_not_there_is_told_with_the_reason(monkeypatch):

@@ -15,6 +15,7 @@ from rich.console import Console
 from prorl_trio import progress
 from prorl_trio.cli import main
 from prorl_trio.client import connect
+from prorl_trio.client.recording import read_outcomes
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 from prorl_trio.testing.fake_service import TOKEN, open_service
 
@@ -105,3 +106,50 @@ async def test_ids_are_text_and_the_command_to_look_at_one_can_be_pasted(monkeyp
     assert "\x1b[2J" not in text
     command = text.partition("look at one with: ")[2].splitlines()[0]
     assert shlex.split(command) == ["prorl-trio", "show", f"{folder}/trajectories.msgpack", "JOB_ID"]
+
+
+async def submitted(tmp_path, tasks):
+    """What `submit` says of a task file, and the node that it asked."""
+    (tmp_path / "tasks.jsonl").write_text("\n".join(tasks))
+    node = Node(None)
+    with trio.fail_after(30):
+        async with open_service(node) as service:
+            command = ["submit", "--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(tmp_path / "runs")]
+            env = {"PRORL_TOKEN": TOKEN, "PRORL_URL": service.url}
+            result = await trio.to_thread.run_sync(partial(CliRunner().invoke, main, command, env=env))
+    return result, node
+
+
+def a_task(name, handler="fake"):
+    return f'{{"instance_id": "{name}", "handler": "{handler}", "payload": {{}}}}'
+
+
+async def test_tasks_that_the_node_rejects_are_named_and_the_others_are_run(monkeypatch, tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    monkeypatch.setattr(progress, "console", console)
+    result, node = await submitted(tmp_path, [a_task("a"), a_task("b", "nobody"), a_task("c")])
+    assert result.exit_code == 3
+    said = console.file.getvalue()
+    assert "1 of 3 jobs were rejected; the other 2 are run" in said
+    assert "-b-0 was rejected (unknown_handler): no handler 'nobody'; there is: fake" in said
+    assert [spec.instance.instance_id for spec in node.submitted] == ["a", "c"]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert [outcome.instance_id for outcome in read_outcomes(folder / "trajectories.msgpack")] == ["a", "c"]
+    summary = msgspec.json.decode((folder / "summary.json").read_bytes())
+    assert (summary["jobs"], summary["completed"], summary["rejected"]) == (2, 2, 1)
+
+
+async def test_where_every_task_is_rejected_that_is_the_error(monkeypatch, tmp_path):
+    result, node = await submitted(tmp_path, [a_task("a", "nobody"), a_task("b", "nobody")])
+    assert result.exit_code == 1
+    assert "error: every job was rejected; job " in result.stderr
+    assert "no handler 'nobody'" in result.stderr
+    assert node.submitted == []
+
+
+async def test_a_task_file_with_a_bad_line_submits_nothing_and_says_so(tmp_path):
+    result, node = await submitted(tmp_path, [a_task("a"), "{", a_task("c")])
+    assert result.exit_code == 1
+    assert "line 2: " in result.stderr
+    assert "none of the file is used, not the 2 good lines either" in result.stderr
+    assert node.submitted == []

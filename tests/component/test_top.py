@@ -107,6 +107,19 @@ def test_orders():
     assert order(drawn(report(*jobs), TopOptions(sort="stage")), "aa", "bb") == ["bb", "aa"]
 
 
+@pytest.mark.parametrize("sort", ["progress", "age", "stage", "turns"])
+def test_jobs_at_work_come_before_the_queue_however_quiet_that_is(sort):
+    queue = [job(f"queued-{n}", status="queued", age_s=900.0, last_progress_s=900.0, turns=0) for n in range(100)]
+    at_work = [job(f"{status}-job", status=status, age_s=5.0) for status in ("init", "ready", "run", "ran", "eval")]
+    stuck = job("stuck-queued", status="queued", stuck=True)
+    text = drawn(report(*queue, *at_work, stuck), TopOptions(sort=sort), height=30)
+    for shown in at_work:
+        assert shown["job_id"] in text
+    assert order(text, "stuck-queued", "run-job", "queued-0")[0] == "stuck-queued"
+    assert text.index("queued-0") > max(text.index(shown["job_id"]) for shown in at_work)
+    assert "106 jobs, 1 stuck; 5 at work, 101 queued" in text
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 89, 200])
 def test_no_line_is_wider_than_the_terminal(width):
     jobs = [job("a-very-long-job-id-" * 5, waiting_on="backend http://a-long-name.example:8000: completion")]

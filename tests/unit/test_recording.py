@@ -4,6 +4,7 @@ import io
 import resource
 
 import msgspec
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -19,7 +20,15 @@ from prorl_trio.client.recording import (
 )
 from prorl_trio.errors import ConfigError
 from prorl_trio.models import Outcome, Segment, Timing, Trajectory, Turn
-from prorl_trio.report import errors, outcome_list, render_trajectory, summary_table
+from prorl_trio.report import (
+    errors,
+    outcome_list,
+    render_trajectory,
+    summary_table,
+    timing_line,
+    token_lines,
+    turn_table,
+)
 from prorl_trio.testing.tiny_model import make_tiny_model
 
 
@@ -112,6 +121,34 @@ def test_colours_tell_sampled_tokens_tool_output_and_the_masked_prompt_apart(tmp
     assert styles["2+2 is 4"] == "bold green"
     assert styles["tool says 4"] == "cyan"
     assert styles["question"] == "dim"
+
+
+def drawn(*parts):
+    text = io.StringIO()
+    Console(file=text, width=120).print(*parts)
+    return text.getvalue()
+
+
+def test_log_probabilities_and_times_are_shown_by_turn_and_by_token(tmp_path):
+    tiny = make_tiny_model(tmp_path)
+    trajectory = a_trajectory(tiny)
+    (segment,) = trajectory.segments
+    sampled = np.flatnonzero(segment.loss_mask)
+    logprobs = np.where(segment.loss_mask == 1, -0.25, 0.0)
+    logprobs[sampled[0]] = -3.0
+    segment = Segment.from_arrays(segment.token_ids, logprobs, segment.loss_mask, [])
+    trajectory = msgspec.structs.replace(trajectory, segments=[segment])
+    outcome = an_outcome(trajectory=trajectory)
+    assert timing_line(outcome) == "init 0.00 s (queued 0.00), run 2.00 s (queued 0.00), eval 0.00 s (queued 0.00)"
+    n = len(tiny.turn("2+2 is 4"))
+    lines = drawn(turn_table(trajectory)).splitlines()
+    assert lines[2].split() == ["1", "0", str(n), f"{-0.25 - 2.75 / n:.3f}", "-3.000", "stop", "0", "1.00", "0.10"]
+    assert lines[3].split()[3:5] == ["-0.250", "-0.250"]
+    tokens = token_lines(trajectory, ChatFormat.load(tmp_path)).plain.splitlines()[1:]
+    assert len(tokens) == 2 * n
+    assert tokens[0].split() == ["0", str(sampled[0]), str(segment.token_ids[sampled[0]]), "-3.0000", "'2'"]
+    assert "'" not in token_lines(trajectory, None).plain
+    assert f"{-0.25 - 2.75 / (2 * n):.3f}" in drawn(outcome_list([outcome]))
 
 
 def test_without_the_model_the_turns_are_shown_as_text(tmp_path):

@@ -45,6 +45,17 @@ def test_a_bad_file_is_named_with_line_and_field(tmp_path, content, message):
         load_task_set(str(file))
 
 
+def test_every_bad_line_is_told_and_what_becomes_of_the_good_ones(tmp_path):
+    good = [f'{{"instance_id": "{n}", "handler": "math", "payload": {{}}}}' for n in range(3)]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("\n".join([good[0], "{", good[1], good[1], *["nonsense"] * 6, good[2]]))
+    with pytest.raises(ConfigError) as caught:
+        load_task_set(str(file))
+    said = str(caught.value)
+    assert all(f"line {number}: " in said for number in (2, 4, 5, 6, 7))
+    assert "and 3 more; none of the file is used, not the 3 good lines either" in said
+
+
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ConfigError, match="gsm8k"):
         load_task_set("gsm9k")
