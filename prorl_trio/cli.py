@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial, wraps
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 import msgspec
@@ -21,7 +21,7 @@ from prorl_trio.client import connect
 from prorl_trio.client.address import Address
 from prorl_trio.client.collect import make_jobs
 from prorl_trio.client.recording import read_outcomes, read_run_info, run_folder
-from prorl_trio.config import load_config
+from prorl_trio.config import OnHangup, load_config
 from prorl_trio.errors import ConfigError, InternalError, ProrlError
 from prorl_trio.garbage import rare_garbage_collection
 from prorl_trio.logs import LOG_FORMATS, open_logging
@@ -153,14 +153,27 @@ def _weighted_urls(_context: click.Context, _parameter: click.Parameter, values:
     help="An LLM backend, instead of those of backends.urls; may be given again. Of weight 2, it gets twice as many "
     "rollouts as one of weight 1, which is the default.",
 )
-def serve(config_path: Path, token: str | None, rest_port: int | None, backends: dict[str, float]) -> None:
+@click.option(
+    "--on-hangup",
+    type=click.Choice(get_args(OnHangup)),
+    help="What SIGHUP means, instead of the file's on_hangup. auto, the default: drain if the node was started from a "
+    "terminal, which is gone then; else reload.",
+)
+def serve(
+    config_path: Path,
+    token: str | None,
+    rest_port: int | None,
+    backends: dict[str, float],
+    on_hangup: OnHangup | None,
+) -> None:
     """Run a node until SIGTERM or Ctrl-C: the first drains it, the second cancels what is left, a third kills it.
 
     Exit code: 0 every job had its own outcome; 3 jobs were cut short (they end as `cancelled`); 1 it could not start
     or its configuration is wrong; 70 a bug of ours ended it.
 
     SIGHUP reads the file again: worker counts, queue limits, admission, weights of sessions, budgets, limits of agents
-    and backends, how backends are watched, and monitoring change at once; the log says what needs a restart.
+    and backends, how backends are watched, and monitoring change at once; the log says what needs a restart. Not so on
+    a node that was started from a terminal: when that is lost, the node drains, as by SIGTERM (see --on-hangup).
 
     With listen.tls_cert and listen.tls_key, PEM files, the WebSocket is wss:// and REST https://.
 
@@ -179,6 +192,8 @@ def serve(config_path: Path, token: str | None, rest_port: int | None, backends:
         if backends:
             chosen = msgspec.structs.replace(config.backends, urls=list(backends), weights=backends)
             config = msgspec.structs.replace(config, backends=chosen)
+        if on_hangup is not None:
+            config = msgspec.structs.replace(config, on_hangup=on_hangup)
         if rest_port is not None:
             rest = msgspec.structs.replace(config.rest, enabled=True, port=rest_port)
             config = msgspec.structs.replace(config, rest=rest)

@@ -42,6 +42,9 @@ MIN_SESSION_WEIGHT: Final = 0.01
 MAX_SESSION_WEIGHT: Final = 100.0
 
 
+OnHangup = Literal["auto", "drain", "reload"]
+
+
 class _Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of the configuration: immutable; an unknown key is an error."""
 
@@ -428,6 +431,8 @@ class NodeConfig(_Config, frozen=True):
 
     `node_id` is its name, also of its folder in `ledger.dir`; empty: made of host and process.
     A job in a stage to which nothing happens for `stuck_after_s` is shown as stuck; its budgets end it.
+    `on_hangup`: at SIGHUP the node drains, or reads its configuration again; `auto`: it drains if it was started from a
+    terminal, which is gone then.
     """
 
     model: ModelConfig
@@ -446,6 +451,7 @@ class NodeConfig(_Config, frozen=True):
     telemetry: TelemetryConfig = TelemetryConfig()
     drain_timeout_s: SecondsOrZero = 60.0
     stuck_after_s: SecondsOrZero = 300.0
+    on_hangup: OnHangup = "auto"
     max_undelivered: Count = 100_000
 
 

@@ -1,5 +1,5 @@
 """The end of a node: the first signal lets its jobs finish, the second cancels them, the third ends the process. One
-that comes while the node starts ends it at once."""
+that comes while the node starts ends it at once. That its terminal is gone is a signal, too, if it has one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from collections import Counter
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
@@ -15,15 +15,69 @@ import trio
 from ipc.nursery import open_single_nursery
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
-__all__ = ["Drainable", "drain", "until_started"]
+    from prorl_trio.config import OnHangup
+
+__all__ = ["Drainable", "EndSignals", "drain", "drains_on_hangup", "open_end_signals", "until_started"]
 
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S: Final = 5.0
 """How often a line says what is left to do."""
 SHUTDOWN_REASON: Final = "the node is shutting down"
+
+
+class EndSignals:
+    """SIGTERM and SIGINT as they come; of SIGHUP, only the first: a terminal that goes says so several times, by the
+    kernel and by the shell, and the second signal would cut the drain."""
+
+    def __init__(self, received: AsyncIterator[int]) -> None:
+        self._received = received
+        self._hung_up = False
+
+    def __aiter__(self) -> EndSignals:
+        return self
+
+    async def __anext__(self) -> int:
+        number = await anext(self._received)
+        while number == signal.SIGHUP and self._hung_up:
+            number = await anext(self._received)
+        self._hung_up |= number == signal.SIGHUP
+        return number
+
+
+@contextmanager
+def open_end_signals(*, hangup: bool, reloads: bool) -> Iterator[EndSignals]:
+    """What ends a node: SIGTERM, SIGINT, and SIGHUP if `hangup`. In the main thread.
+
+    A SIGHUP that is to make it read its configuration again (`reloads`) does nothing until somebody receives it: while
+    the node starts there is nothing to read again.
+    """
+    numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangup else [])]
+    before = signal.getsignal(signal.SIGHUP)
+    if reloads and not hangup:
+        signal.signal(signal.SIGHUP, lambda _number, _frame: None)
+    try:
+        with trio.open_signal_receiver(*numbers) as received:
+            yield EndSignals(received)
+    finally:
+        if before is not None:  # else it is not Python's
+            signal.signal(signal.SIGHUP, before)
+
+
+def drains_on_hangup(on_hangup: OnHangup) -> bool:
+    """Whether SIGHUP is to end this process. `auto`: if it was started from a terminal, which then is gone: it has a
+    controlling terminal, reads or writes on one, and was not told (`nohup`) to outlive it."""
+    if on_hangup != "auto":
+        return on_hangup == "drain"
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or not any(map(os.isatty, (0, 1, 2))):
+        return False
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 class Drainable(Protocol):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 
 import pytest
@@ -8,7 +9,7 @@ import trio
 import trio.testing
 
 from prorl_trio import drain as drain_module
-from prorl_trio.drain import drain
+from prorl_trio.drain import EndSignals, drain, drains_on_hangup, open_end_signals
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -48,6 +49,44 @@ async def drain_with(jobs, act, timeout_s=1000.0):
         await trio.testing.wait_all_tasks_blocked()
         await act(send)
     return cut[0]
+
+
+async def test_a_terminal_that_says_twice_that_it_is_gone_is_one_signal():
+    send, received = trio.open_memory_channel(10)
+    signals = EndSignals(received)
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
+        send.send_nowait(number)
+    assert [await anext(signals) for _ in range(3)] == [signal.SIGHUP, signal.SIGTERM, signal.SIGTERM]
+
+
+async def test_hangups_end_a_node_or_do_nothing_while_it_starts():
+    before = signal.getsignal(signal.SIGHUP)
+    with open_end_signals(hangup=True, reloads=True) as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert await anext(signals) == signal.SIGHUP
+    with open_end_signals(hangup=False, reloads=True) as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await anext(signals) == signal.SIGTERM
+    assert signal.getsignal(signal.SIGHUP) == before
+
+
+@pytest.mark.parametrize(
+    ("terminals", "ignored", "on_hangup", "ends"),
+    [
+        ((), False, "auto", False),
+        ((0,), True, "auto", False),
+        ((), False, "drain", True),
+        ((0, 1, 2), False, "reload", False),
+    ],
+)
+def test_whether_a_hangup_ends_it(monkeypatch, terminals, ignored, on_hangup, ends):
+    monkeypatch.setattr(os, "isatty", lambda fd: fd in terminals)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        assert drains_on_hangup(on_hangup) == ends
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_jobs_that_finish_make_a_clean_end(caplog):

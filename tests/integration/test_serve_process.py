@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import urllib.request
 from contextlib import asynccontextmanager
 from functools import partial
@@ -56,8 +58,8 @@ async def end(process):
 
 
 @asynccontextmanager
-async def open_serve(tmp_path):
-    """A node that listens, and its engine."""
+async def open_serve(tmp_path, *, on_hangup="auto", **process):
+    """A node that listens, and its engine. `process`: how it is started, instead of with pipes."""
     tiny = make_tiny_model(tmp_path / "model")
     answer = tiny.turn(r"\boxed{42}")
     engine_config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=4000)
@@ -68,6 +70,7 @@ async def open_serve(tmp_path):
     ):
         config = {
             "drain_timeout_s": 60.0,
+            "on_hangup": on_hangup,
             "model": {"path": str(tmp_path / "model")},
             "listen": {"port": 0, "endpoint_file": str(tmp_path / "endpoint.json")},
             "rest": {"enabled": True, "port": 0},
@@ -82,13 +85,13 @@ async def open_serve(tmp_path):
             env=env,
             deliver_cancel=end,
             check=False,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | process),
         )
         node = Serve(tmp_path, await nursery.start(run))
-        nursery.start_soon(node.read_log)
+        if node.process.stderr is not None:
+            nursery.start_soon(node.read_log)
         ready = b""
-        while b"READY" not in ready:
+        while node.process.stdout is not None and b"READY" not in ready:
             ready += await node.process.stdout.receive_some() or pytest.fail(f"it ended: {node.log}")
         try:
             yield node, engine
@@ -146,3 +149,72 @@ async def test_a_second_signal_cuts_the_jobs_that_are_left_and_the_exit_code_say
             (outcome,) = [outcome async for outcome in client.results(1)]
         assert outcome.status == "cancelled"
         assert await node.process.wait() == EXIT_JOBS_CUT
+
+
+# ---------------------------------------------------------------- a terminal
+
+
+class Terminal:
+    """A terminal that `serve` is started from, until it is lost."""
+
+    def __init__(self):
+        self._ours, self._theirs = os.openpty()
+        self.said = b""
+
+    def start(self, *, stderr=None):
+        """As a shell would: with all three on it, unless told otherwise, and as the leader of its session."""
+
+        def control():
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        theirs = self._theirs
+        return {
+            "stdin": theirs,
+            "stdout": theirs,
+            "stderr": theirs if stderr is None else stderr,
+            "start_new_session": True,
+            "preexec_fn": control,
+        }
+
+    async def wait_ready(self):
+        os.close(self._theirs)
+        while b"READY" not in self.said:
+            await trio.lowlevel.wait_readable(self._ours)
+            self.said += os.read(self._ours, 65_536)
+
+    def lose(self):
+        os.close(self._ours)
+
+
+async def test_a_node_whose_terminal_is_lost_lets_its_jobs_finish_and_leaves_nothing(tmp_path):
+    terminal = Terminal()
+    with trio.fail_after(90):
+        async with open_serve(tmp_path, **terminal.start()) as (node, engine):
+            await terminal.wait_ready()
+            engine.hold()
+            async with connect(node.endpoints["url"], TOKEN) as client:
+                await client.submit([job("last")])
+                await engine.wait_until(lambda stats: stats.running == 1)
+                terminal.lose()
+                while not (await client.status())["draining"]:
+                    await trio.sleep(0.02)
+                os.kill(node.process.pid, signal.SIGHUP)  # the shell says it again, and that is no second signal
+                assert len((await client.status())["jobs"]) == 1
+                engine.release()
+                (outcome,) = [outcome async for outcome in client.results()]
+            assert outcome.status == "completed", outcome.error
+            assert await node.process.wait() == 0
+
+
+async def test_a_node_that_is_told_so_outlives_its_terminal(tmp_path):
+    terminal = Terminal()
+    with trio.fail_after(90):
+        started = terminal.start(stderr=subprocess.PIPE)
+        async with open_serve(tmp_path, on_hangup="reload", **started) as (node, _):
+            await terminal.wait_ready()
+            terminal.lose()
+            await node.said("reload: nothing has changed")
+            async with connect(node.endpoints["url"], TOKEN) as client:
+                assert not (await client.status())["draining"]
+            node.process.send_signal(signal.SIGTERM)
+            assert await node.process.wait() == 0
