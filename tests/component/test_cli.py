@@ -150,7 +150,7 @@ def test_a_run_whose_model_is_not_known_is_shown_as_text(tmp_path, info):
 
 
 def test_what_ended_a_command_is_its_last_line(monkeypatch, node_toml):
-    async def serve(config, *, load, task_status):
+    async def serve(config, *, load, task_status):  # noqa: ASYNC128 - it does not start
         for n in range(2_000):
             logging.getLogger("x").info("line %d", n)
         raise ConfigError("the port is taken")

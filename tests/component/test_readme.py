@@ -63,6 +63,41 @@ async def test_examples_for_trainers_run_and_end_by_themselves(code, capsys):
                 await trio.to_thread.run_sync(exec, code, names)
 
 
+LIMITS = README.partition("## Limits of this version")[2]
+NOT_THERE_YET = {
+    "code": "prorl_trio/handlers/code*",
+    "shell": "prorl_trio/handlers/shell*",
+    "SWE": "prorl_trio/handlers/swe*",
+    "STEM": "prorl_trio/handlers/stem*",
+    "Tavily": "prorl_trio/**/*search*",
+    "QEMU": "prorl_trio/**/*qemu*",
+    "gateway": "prorl_trio/**/*gateway*",
+    "MCP": "prorl_trio/**/*mcp*",
+    "TRL": "prorl_trio/integrations/*trl*",
+    "veRL": "prorl_trio/integrations/*verl*",
+    "NeMo RL": "prorl_trio/integrations/*nemo*",
+    "DAPO": "prorl_trio/client/*dapo*",
+    "Slurm": "launch/*slurm*",
+    "joins several nodes": "prorl_trio/client/*fleet*",
+    "viewer": "prorl_trio/**/*viewer*",
+}
+"""What README says is missing, and the files that would be there if it were not."""
+
+
+@pytest.mark.parametrize("name", NOT_THERE_YET)
+def test_what_is_missing_is_named_until_it_is_there(name):
+    found = [path for path in ROOT.glob(NOT_THERE_YET[name]) if ".venv" not in path.parts]
+    missing, _, _ = LIMITS.partition("**Of what is there**")
+    assert (re.search(rf"\b{name}\b", missing) is None) == bool(found), found
+
+
+def test_the_limits_are_named_where_the_claim_is_made():
+    claim = README.partition("## Two commands")[0]
+    assert "It implements" not in claim
+    assert "not yet" in claim
+    assert "(#limits-of-this-version)" in claim
+
+
 def test_the_examples_are_there():
     assert len(blocks("python")) == 2
     assert len(blocks("toml")) == 1

@@ -254,7 +254,7 @@ def _live(api: Api, group: str | None, session: str | None, tags: list[str]) -> 
 
 
 def _tags(given: list[str]) -> dict[str, str]:
-    wanted = {}
+    wanted: dict[str, str] = {}
     for tag in given:
         name, colon, value = tag.partition(":")
         if not colon:
