@@ -30,9 +30,14 @@ SHUTDOWN_REASON: Final = "the node is shutting down"
 
 class EndSignals:
     """SIGTERM and SIGINT as they come; of SIGHUP, only the first: a terminal that goes says so several times, by the
-    kernel and by the shell, and the second signal would cut the drain."""
+    kernel and by the shell, and the second signal would cut the drain.
 
-    def __init__(self, received: AsyncIterator[int]) -> None:
+    Attributes:
+        hangup: SIGHUP is among them.
+    """
+
+    def __init__(self, received: AsyncIterator[int], *, hangup: bool = True) -> None:
+        self.hangup = hangup
         self._received = received
         self._hung_up = False
 
@@ -43,24 +48,27 @@ class EndSignals:
         number = await anext(self._received)
         while number == signal.SIGHUP and self._hung_up:
             number = await anext(self._received)
-        self._hung_up |= number == signal.SIGHUP
+        if number == signal.SIGHUP:
+            self._hung_up = True
+            logger.warning("SIGHUP: the node ends, as its terminal is gone (on_hangup)")
         return number
 
 
 @contextmanager
-def open_end_signals(*, hangup: bool, reloads: bool) -> Iterator[EndSignals]:
-    """What ends a node: SIGTERM, SIGINT, and SIGHUP if `hangup`. In the main thread.
+def open_end_signals(on_hangup: OnHangup, *, reloads: bool) -> Iterator[EndSignals]:
+    """What ends a node: SIGTERM, SIGINT, and SIGHUP if `on_hangup` says so. In the main thread.
 
     A SIGHUP that is to make it read its configuration again (`reloads`) does nothing until somebody receives it: while
     the node starts there is nothing to read again.
     """
+    hangup = drains_on_hangup(on_hangup)
     numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangup else [])]
     before = signal.getsignal(signal.SIGHUP)
     if reloads and not hangup:
         signal.signal(signal.SIGHUP, lambda _number, _frame: None)
     try:
         with trio.open_signal_receiver(*numbers) as received:
-            yield EndSignals(received)
+            yield EndSignals(received, hangup=hangup)
     finally:
         if before is not None:  # else it is not Python's
             signal.signal(signal.SIGHUP, before)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -26,7 +25,7 @@ from ipc.arena_socket import serve_arena
 from ipc.nursery import open_single_nursery
 from prorl_trio.admission import Load
 from prorl_trio.chat_proof import load_chat_format
-from prorl_trio.drain import drain, drains_on_hangup, open_end_signals, until_started
+from prorl_trio.drain import drain, open_end_signals, until_started
 from prorl_trio.errors import (
     ConfigError,
     Draining,
@@ -357,9 +356,8 @@ async def serve_node(
     comes before the node has started just ends it.
 
     Reports the listener's (host, port) through `task_status`. Returns whether the drain was clean: every job had its
-    own outcome before the end. At SIGHUP `load`, called in a thread, reads the configuration again, see `reload`, or
-    the node drains, as `on_hangup` says. Must run in the main thread, for the signals. `provider` replaces the one the
-    config names.
+    own outcome before the end. At SIGHUP it drains, too, or `load`, called in a thread, reads the configuration again,
+    as `on_hangup` says; see `reload`. Must run in the main thread, for the signals. `provider` replaces the config's.
     """
     listen = config.listen
     sessions = SessionTable(
@@ -372,8 +370,7 @@ async def serve_node(
     rest = config.rest
     feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events) if rest.enabled else None
     cut, journal = 0, None
-    ends_on_hangup = drains_on_hangup(config.on_hangup)
-    with open_end_signals(hangup=ends_on_hangup, reloads=load is not None) as signals:
+    with open_end_signals(config.on_hangup, reloads=load is not None) as signals:
         async with until_started(signals) as starting, AsyncExitStack() as stack:
             monitoring = await stack.enter_async_context(open_monitoring(config))
             sessions.journal = journal = await _open_journal(config, stack)
@@ -418,11 +415,11 @@ async def serve_node(
                 endpoints["rest_url"] = await _open_rest(node, sessions, feed, monitoring, accept, rest_bind)
             if listen.endpoint_file:
                 await trio.to_thread.run_sync(announce, Path(listen.endpoint_file), endpoints)
-            if load is not None and not ends_on_hangup:
+            if load is not None and not signals.hangup:
                 apply = partial(_apply, node, monitoring)
                 await accept.start(service_task(serve_reloads, "reload"), load, lambda: node.config, apply)
             task_status.started(address)
-            logger.info("%s: the node ends", signal.Signals(await anext(signals)).name)
+            await anext(signals)
             if journal is not None:
                 journal.draining = True
             cut = await drain(node, signals, node.config.drain_timeout_s)

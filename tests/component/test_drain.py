@@ -61,10 +61,10 @@ async def test_a_terminal_that_says_twice_that_it_is_gone_is_one_signal():
 
 async def test_hangups_end_a_node_or_do_nothing_while_it_starts():
     before = signal.getsignal(signal.SIGHUP)
-    with open_end_signals(hangup=True, reloads=True) as signals:
+    with open_end_signals("drain", reloads=True) as signals:
         os.kill(os.getpid(), signal.SIGHUP)
         assert await anext(signals) == signal.SIGHUP
-    with open_end_signals(hangup=False, reloads=True) as signals:
+    with open_end_signals("reload", reloads=True) as signals:
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGTERM)
         assert await anext(signals) == signal.SIGTERM
