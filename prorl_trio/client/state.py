@@ -123,8 +123,7 @@ class ClientState:
         # knows whose outcomes are still to come.
         self._listed = None
         if welcome.resumed:
-            self._listed = []
-            link.post(ListJobs(request_id=LIST_REQUEST))
+            self._ask_for_list()
         self._notify()
 
     def lost(self) -> None:
@@ -137,6 +136,8 @@ class ClientState:
         Raises:
             ServiceError: it ends the client.
         """
+        if isinstance(frame, OutcomeFrame | OutcomeRefFrame) and frame.cursor > self.inbox.received + 1:
+            self._ask_for_list()  # whose outcomes were left out will not come
         match frame:
             case OutcomeFrame() | OutcomeRefFrame():
                 if self.inbox.put(frame):
@@ -205,6 +206,11 @@ class ClientState:
     async def wait_changed(self) -> None:
         """Return at the next outcome, event, connection or failure. The caller looks first, and again afterwards."""
         await self._changed.wait()
+
+    def _ask_for_list(self) -> None:
+        if self._listed is None and self.link is not None:
+            self._listed = []
+            self.link.post(ListJobs(request_id=LIST_REQUEST))
 
     def _list(self, page: JobList) -> None:
         if self._listed is None:
