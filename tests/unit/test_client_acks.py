@@ -9,13 +9,16 @@ import msgspec
 import trio
 import trio.testing
 
-from ipc.session import Ack, OutcomeFrame, SessionWelcome, StatusRequest
+from ipc.session import Ack, ListJobs, OutcomeFrame, SessionWelcome, StatusRequest
 from prorl_trio.client.state import ACK_DELAY_S, ClientState
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
 
 WELCOME = SessionWelcome(version=1, node_id="n", session_id="s", resumed=True, pending=0)
+
+LIST = ListJobs(request_id=0)
+"""Who comes back to a session asks what is still to come."""
 
 
 def open_state(outcomes: int, resume_after: int = 0) -> tuple[ClientState, list[Any]]:
@@ -25,7 +28,7 @@ def open_state(outcomes: int, resume_after: int = 0) -> tuple[ClientState, list[
         post=said.append, wake=lambda: said.append("wake"), start_soon=lambda *call: said.append(call)
     )
     state.opened(link, WELCOME)
-    assert said == [Ack(cursor=resume_after)]
+    assert said == [Ack(cursor=resume_after), LIST]
     said.clear()
     for cursor in range(resume_after + 1, resume_after + 1 + outcomes):
         state.take(OutcomeFrame(cursor=cursor, job_id=f"j{cursor}", outcome=msgspec.Raw(b"\xc0")))
@@ -74,7 +77,7 @@ async def test_what_waits_when_a_link_ends_goes_over_the_next_one_and_the_old_on
         post=new.append, wake=lambda: new.append("wake"), start_soon=lambda *call: new.append(call)
     )
     state.opened(link, WELCOME)
-    assert new == [Ack(cursor=2)]
+    assert new == [Ack(cursor=2), LIST]
     state.settle(3)
     await run(*args)
     assert said == [(run, *args)]
@@ -98,5 +101,5 @@ async def test_what_was_settled_without_a_link_is_acknowledged_by_the_next_one()
     assert said == []
     assert link is not None
     state.opened(link, WELCOME)
-    assert said == [Ack(cursor=9)]
+    assert said == [Ack(cursor=9), LIST]
     assert state.next_ack() is None

@@ -416,7 +416,8 @@ async def test_an_outcome_answers_the_submit_whose_answer_was_lost():
     state.take(outcome_frame(1))
     assert call.complete
     assert state.requests.frames() == []
-    state.take(Accepted(request_id=request_id, index=0, job_id="job-1"))  # late, and no news: nothing is awaited
+    state.take(Accepted(request_id=request_id, index=0, job_id="job-1", cursor=1))  # late, and no news
+    assert not state.outstanding
     state.welcome = SessionWelcome(version=1, node_id="n", session_id="s", resumed=True, pending=0)
     posted: list[Any] = []
     link: Any = SimpleNamespace(post=posted.append)
