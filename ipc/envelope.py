@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ipc.errors import ProtocolViolation
+from ipc.portable_text import portable
 from ipc.wire import Envelope
 
 __all__ = ["UNDECODABLE", "decode_envelope", "encode_body", "encode_envelope"]
@@ -17,12 +18,15 @@ _decoder: msgspec.msgpack.Decoder[Envelope] = msgspec.msgpack.Decoder(Envelope)
 
 
 def encode_body(body: msgspec.Struct) -> msgspec.Raw:
-    """`body` as the opaque part of an envelope.
+    """`body` as the opaque part of an envelope. Text in it that has no UTF-8 form (an undecodable path) is spelled out.
 
     Raises:
         TypeError: it holds a value that msgpack has no form for.
     """
-    return msgspec.Raw(_encoder.encode(body))
+    try:
+        return msgspec.Raw(_encoder.encode(body))
+    except UnicodeEncodeError:  # rare, so only now is every text looked at
+        return msgspec.Raw(_encoder.encode(portable(msgspec.to_builtins(body, builtin_types=(bytes, bytearray)))))
 
 
 def encode_envelope(envelope: Envelope) -> bytes:

@@ -15,6 +15,7 @@ from ipc.errors import ChannelBroken, FrameTooLarge, ProtocolViolation
 from ipc.handshake import HANDSHAKE_TIMEOUT_S, take_handshake
 from ipc.nursery import single_exception
 from ipc.outbox import Outbox
+from ipc.portable_text import portable_text
 from ipc.wire import MAX_FRAME_BYTES, Cancel, Chunk, Failure, Request, Result
 
 __all__ = ["MAX_CONCURRENT_CALLS", "CallContext", "CallError", "Handler", "serve_rpc"]
@@ -207,5 +208,4 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _failure(request: Request, code: str, message: str) -> Failure:
-    # An error's text may hold surrogates (undecodable file names), which msgpack has no form for.
-    return Failure(id=request.id, code=code, message=message.encode(errors="backslashreplace").decode())
+    return Failure(id=request.id, code=code, message=portable_text(message))

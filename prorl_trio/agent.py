@@ -339,7 +339,7 @@ class _Agent:
             if self.answer is not None:
                 observations.append("Not run: the task had ended.")
                 continue
-            with context.waiting(f"tool {call.name}", "sandbox"):
+            with context.waiting(f"tool {call.name}", "agent_budget"):
                 observation = await self.tools.call(
                     call, context.sandbox, timeout_s=context.resources.config.agent.tool_timeout_s
                 )

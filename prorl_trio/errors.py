@@ -29,6 +29,7 @@ __all__ = [
     "ProrlError",
     "ProtocolError",
     "RolloutError",
+    "SandboxCallFailed",
     "SandboxLost",
     "SandboxUnavailable",
     "ServiceError",
@@ -47,6 +48,7 @@ FailureCause = Literal[
 ErrorCode = Literal[
     "sandbox_start",  # a sandbox could not be started
     "sandbox_lost",  # a running one died, or its channel broke
+    "sandbox_failed",  # a running one lives, but could not carry out a call
     "backend_unreachable",  # an LLM backend could not be reached, or failed in a way that may pass
     "backend_refused",  # it broke its contract, or refused the call for good
     "context_overflow",  # the first prompt leaves no room for a token
@@ -223,13 +225,14 @@ class StaleTrajectory(RolloutError):
 class AgentFault(RolloutError):
     """The policy did what its task forbids, and there is nothing to evaluate. Its own doing, unlike `HandlerError`.
 
-    `reward` is what the trainer gets for it; None for no reward.
+    `reward` is what the trainer gets for it: a fault is not worth more than a wrong answer. None, for no reward, is for
+    handlers that know why.
     """
 
     cause = "agent_fault"
     error_code = "agent_fault"
 
-    def __init__(self, message: str, *, reward: float | None = None) -> None:
+    def __init__(self, message: str, *, reward: float | None = 0.0) -> None:
         super().__init__(message)
         self.reward = reward
 
@@ -242,10 +245,26 @@ class SandboxUnavailable(RolloutError):
 
 
 class SandboxLost(RolloutError):
-    """A running sandbox died or its control channel broke. The action in flight may or may not have run."""
+    """A running sandbox died or its control channel broke. The action in flight may or may not have run.
+
+    `from_inside`: it was ended by what runs in it, as far as can be told; see `sandbox.process_tree.ProcessTree`. Where
+    the policy has acted by then, that is the policy's doing (`outcomes.blame`).
+    """
 
     cause = "sandbox"
     error_code = "sandbox_lost"
+
+    def __init__(self, message: str, *, from_inside: bool = False) -> None:
+        super().__init__(message)
+        self.from_inside = from_inside
+
+
+class SandboxCallFailed(RolloutError):
+    """A sandbox lives, but could not carry out a call: no shell starts in it any more, it has no thread or descriptor
+    left, or its daemon met an error of its own. The next call may succeed."""
+
+    cause = "sandbox"
+    error_code = "sandbox_failed"
 
 
 class HandlerError(RolloutError):

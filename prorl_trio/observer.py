@@ -95,8 +95,9 @@ class Observers:
                 self.observers.remove(observer)
 
 
-Charge = Literal["sandbox", "inference", "evaluator", "handler"]
-"""Who time is charged to: the cause that is named when a budget is used up."""
+Charge = Literal["sandbox", "inference", "evaluator", "handler", "agent_budget"]
+"""Who time is charged to: the cause that is named when a budget is used up. `agent_budget`: the policy, whose own code
+takes it."""
 
 
 class Activity:

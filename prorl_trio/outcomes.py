@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from ipc.errors import CallFailed
 from ipc.nursery import leaves
 from prorl_trio.errors import (
     AgentFault,
@@ -17,19 +19,23 @@ from prorl_trio.errors import (
     InternalError,
     JobCancelled,
     RolloutError,
+    SandboxCallFailed,
+    SandboxLost,
 )
 from prorl_trio.handlers.base import Evaluation
 from prorl_trio.models import AttemptRecord, Outcome
+from prorl_trio.sandbox.provider import ShellBusy
 
 if TYPE_CHECKING:
     from prorl_trio.job import Job
     from prorl_trio.models import Stage, TerminalStatus
 
-__all__ = ["check_evaluation", "completed", "finalise", "not_completed", "raise_bugs", "retry_after"]
+__all__ = ["blame", "check_evaluation", "completed", "finalise", "not_completed", "raise_bugs", "retry_after"]
 
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S: Final = 60.0
+NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def completed(job: Job) -> Outcome:
@@ -45,8 +51,6 @@ def not_completed(job: Job, failure: BaseException | None, stage: Stage | None) 
     Raises:
         InternalError: that is what it was. It is not data: it flies on.
     """
-    while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
-        failure = failure.exceptions[0]
     raise_bugs(failure)
     status: TerminalStatus
     error: RolloutError
@@ -63,7 +67,7 @@ def not_completed(job: Job, failure: BaseException | None, stage: Stage | None) 
         cause=error.cause,
         error_code=error.error_code,
         error=str(error) or type(error).__name__,
-        reward=error.reward if isinstance(error, AgentFault) else None,
+        reward=_reward(job, error),
     )
 
 
@@ -72,6 +76,32 @@ def raise_bugs(failure: BaseException | None) -> None:
     for leaf in () if failure is None else leaves(failure):
         if isinstance(leaf, InternalError):
             raise leaf
+
+
+def blame(failure: BaseException, *, has_acted: bool) -> BaseException:
+    """Whoever caused the end decides: `failure`, or the `AgentFault` that it is where the policy brought it about.
+
+    Before the policy has acted, nothing is its doing. Afterwards it is: a sandbox that was ended from inside; one that
+    lives, but cannot do any more what it did (no thread, no shell, no space left), or whose shell is still busy with
+    what the policy left running.
+    """
+    if not has_acted:
+        return failure
+    spoilt = isinstance(failure, SandboxCallFailed | ShellBusy)
+    lost = isinstance(failure, SandboxLost) and failure.from_inside
+    full = isinstance(failure, OSError) and failure.errno in NO_SPACE and isinstance(failure.__cause__, CallFailed)
+    if not (spoilt or lost or full):
+        return failure
+    fault = AgentFault(f"what the policy ran left its sandbox unusable: {failure}")
+    fault.__cause__ = failure
+    return fault
+
+
+def _reward(job: Job, error: RolloutError) -> float | None:
+    """What a job that was not completed gets: nothing, unless the policy ended it, by a fault or by its spending."""
+    if isinstance(error, AgentFault):
+        return error.reward
+    return 0.0 if error.cause == "agent_budget" and job.context.turns else None
 
 
 def finalise(job: Job, draft: Outcome) -> Outcome:
@@ -138,6 +168,10 @@ def retry_after(job: Job, draft: Outcome) -> tuple[AttemptRecord, float] | None:
 
 def _classify(job: Job, stage: Stage, failure: BaseException) -> RolloutError:
     """Name the cause: the error's own, or whoever's code it was; the handler has the last word."""
+    causes = [blame(leaf, has_acted=bool(job.context.turns)) for leaf in leaves(failure)]
+    if all(isinstance(cause, RolloutError) for cause in causes) or len(causes) == 1:
+        # Of several at once, one that is not the policy's doing: it may have brought about the others.
+        failure = next((cause for cause in causes if not isinstance(cause, AgentFault)), causes[0])
     if not isinstance(failure, RolloutError):
         logger.error("job %s, stage %s", job.spec.job_id, stage, exc_info=failure)
         kind = EvaluationError if stage == "eval" else HandlerError

@@ -79,7 +79,8 @@ async def serve_daemon(
 ) -> None:
     """Listen, serve one control connection, and end with it; every descendant of this process ends before that.
 
-    Ends as well, without error, on SIGTERM, SIGINT and SIGHUP, when `stdin_fd` ends before there is a connection, and
+    Ends as well, without error, on SIGTERM, SIGINT and SIGHUP (unless it is the first process of its PID namespace: then
+    the kernel keeps them from it, so that no tool can end it), when `stdin_fd` ends before there is a connection, and
     when there is none within `accept_timeout_s`. The socket is removed at the end. Later connections are refused.
 
     Args:
@@ -94,7 +95,10 @@ async def serve_daemon(
         on_ready()
         become_subreaper()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_end_on_signal, nursery.cancel_scope)
+            if os.getpid() == 1:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # trio has set a handler, which would take it
+            else:
+                nursery.start_soon(_end_on_signal, nursery.cancel_scope)
             await _serve(listener, start, accept_timeout_s, stdin_fd, prestart_ipython)
             nursery.cancel_scope.cancel()
     finally:

@@ -74,7 +74,7 @@ class KernelSessions:
             try:
                 spec = await run_blocking(partial(find_kernelspec, name), limiter=self._limiter)
             except BlockingIOError as exc:
-                raise CallError("no_kernel", f"{name}: {exc.strerror}") from exc
+                raise CallError("no_ipython", f"{name}: {exc.strerror}") from exc
             await self._open_session(name, spec)
         return self._jupyter[name]
 

@@ -35,7 +35,8 @@ def limit_self(limits: SandboxLimits) -> None:
 def hide_self() -> None:
     """Keep this process's memory, descriptors and environment from the tools, which run as the same user.
 
-    They can neither trace it nor open anything of it in /proc. What they can still do is kill it. What it starts is not
+    They can neither trace it nor open anything of it in /proc. Nor can they signal it, if it
+    is the first process of its PID namespace; they can lower its limits. What it starts is not
     hidden: a program that is executed begins anew.
     """
     import ctypes

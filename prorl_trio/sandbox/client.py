@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 from itertools import count
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -27,12 +28,12 @@ from ipc.sandbox_calls import (
     Pong,
     SandboxCall,
 )
-from prorl_trio.errors import SandboxLost, SandboxUnavailable
+from prorl_trio.errors import SandboxCallFailed, SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import DEFAULT_TRANSFER, Sandbox, ShellBusy, ShellIdle
 from prorl_trio.sandbox.transfer import download_tree, upload_tree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
     from ipc.limits import Breach
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import TransferOptions, TransferReport
 
 __all__ = ["FILE_PIECE_BYTES", "MAX_OUTPUT_BYTES", "DaemonSandbox"]
+
+logger = logging.getLogger(__name__)
 
 FILE_PIECE_BYTES: Final = 4 * 1024 * 1024
 """Files travel in pieces of this size: well below the largest frame."""
@@ -71,6 +74,7 @@ class DaemonSandbox(Sandbox):
         explain: adds to a message what the process said.
         next_breach: the limit that the kernel kept for the sandbox as a whole since it was last asked, and a sentence
             about it; both empty if none.
+        ended_from_inside: asked when it is lost: whether what runs inside brought that about. By default nobody knows.
     """
 
     def __init__(
@@ -79,14 +83,19 @@ class DaemonSandbox(Sandbox):
         rpc: RpcClient,
         explain: Callable[[str], str],
         next_breach: Callable[[], tuple[Breach, str]] | None = None,
+        ended_from_inside: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         self.sandbox_id = sandbox_id
         self._rpc = rpc
         self._explain = explain
         self._next_breach = next_breach or _no_breach
+        self._ended_from_inside = ended_from_inside or _nobody_knows
         self._turn = trio.Lock()
         self._transfer_ids = count(1)
         self._lost = ""
+        self._lost_from_inside = False
+        self._has_served = False
+        """Something was run in it, so that it is not the image that lacks what does not start."""
 
     def __repr__(self) -> str:
         return f"<DaemonSandbox {self.sandbox_id}: {f'lost: {self._lost}' if self._lost else 'live'}>"
@@ -222,27 +231,64 @@ class DaemonSandbox(Sandbox):
 
     async def _call(self, call: SandboxCall, reply_type: type[T], timeout_s: float) -> T:
         if self._lost:
-            raise SandboxLost(self._lost)
+            raise SandboxLost(self._lost, from_inside=self._lost_from_inside)
         try:
             reply = await self._rpc.call(call, reply_type, timeout_s=timeout_s)
         except CallFailed as exc:
-            raise _error_of(exc, self.sandbox_id) from exc
-        except FrameTooLarge as exc:
+            raise self._error_of(exc) from exc
+        except (FrameTooLarge, UnicodeEncodeError) as exc:
             raise ValueError(f"sandbox {self.sandbox_id}: {exc}") from exc
         except IpcError as exc:
             what = "did not keep to its deadline" if isinstance(exc, CallTimedOut) else "is gone"
-            _, breach_text = self._next_breach()
+            breach, breach_text = self._next_breach()
             self._lost = self._explain(f"sandbox {self.sandbox_id} {what}: {exc}{breach_text and f'; {breach_text}'}")
-            raise SandboxLost(self._lost) from exc
+            self._lost_from_inside = bool(breach) or await self._ended_from_inside()
+            raise SandboxLost(self._lost, from_inside=self._lost_from_inside) from exc
         if isinstance(reply, BashResult | CellResult | ExecResult):
+            self._has_served = True
             breach, breach_text = self._next_breach()
             if breach and not reply.breach:
                 return msgspec.structs.replace(reply, breach=breach, breach_text=breach_text)
         return reply
 
+    def _error_of(self, failure: CallFailed) -> Exception:
+        """What a caller of `Sandbox` catches for a failure the daemon reported."""
+        message = f"sandbox {self.sandbox_id}: {failure.message}"
+        match failure.code:
+            case "not_found":
+                return FileNotFoundError(errno.ENOENT, failure.message)
+            case "is_directory":
+                return IsADirectoryError(errno.EISDIR, failure.message)
+            case "permission":
+                return PermissionError(errno.EACCES, failure.message)
+            case "no_space":
+                return OSError(errno.ENOSPC, failure.message)
+            case "exists":
+                return FileExistsError(errno.EEXIST, failure.message)
+            case "io":
+                return OSError(errno.EIO, failure.message)
+            case "not_absolute" | "too_large" | "unsafe" | "bad_request":
+                return ValueError(failure.message)
+            case "busy":
+                return ShellBusy(message)
+            case "not_running":
+                return ShellIdle(message)
+            case "no_kernel":
+                return SandboxUnavailable(message)
+            case "no_shell" | "no_ipython":
+                return SandboxCallFailed(message) if self._has_served else SandboxUnavailable(message)
+            case _:
+                logger.error("sandbox %s: its daemon lives, but failed: %s", self.sandbox_id, failure)
+                return SandboxCallFailed(f"sandbox {self.sandbox_id}: its daemon lives, but failed: {failure}")
+
 
 def _no_breach() -> tuple[Breach, str]:
     return "", ""
+
+
+async def _nobody_knows() -> bool:
+    await trio.lowlevel.checkpoint()
+    return False
 
 
 def _check_limits(timeout_s: float, max_output_bytes: int) -> None:
@@ -250,30 +296,3 @@ def _check_limits(timeout_s: float, max_output_bytes: int) -> None:
         raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
     if not 0 < max_output_bytes <= MAX_OUTPUT_BYTES:
         raise ValueError(f"max_output_bytes must be in 1 to {MAX_OUTPUT_BYTES}, got {max_output_bytes}")
-
-
-def _error_of(failure: CallFailed, sandbox_id: str) -> Exception:
-    """What a caller of `Sandbox` catches for a failure the daemon reported."""
-    match failure.code:
-        case "not_found":
-            return FileNotFoundError(errno.ENOENT, failure.message)
-        case "is_directory":
-            return IsADirectoryError(errno.EISDIR, failure.message)
-        case "permission":
-            return PermissionError(errno.EACCES, failure.message)
-        case "no_space":
-            return OSError(errno.ENOSPC, failure.message)
-        case "exists":
-            return FileExistsError(errno.EEXIST, failure.message)
-        case "io":
-            return OSError(errno.EIO, failure.message)
-        case "not_absolute" | "too_large" | "unsafe" | "bad_request":
-            return ValueError(failure.message)
-        case "busy":
-            return ShellBusy(f"sandbox {sandbox_id}: {failure.message}")
-        case "not_running":
-            return ShellIdle(f"sandbox {sandbox_id}: {failure.message}")
-        case "no_shell" | "no_ipython" | "no_kernel":
-            return SandboxUnavailable(f"sandbox {sandbox_id}: {failure.message}")
-        case _:
-            return SandboxLost(f"sandbox {sandbox_id}: the daemon failed: {failure}")

@@ -39,8 +39,14 @@ READ_BYTES: Final = 4096
 LAST_WORDS_TIMEOUT_S: Final = 1.0
 """How long the stderr and exit status of a tree that failed to start are waited for."""
 
+SIGNALLED: Final = 128
+"""The exit code of a launcher whose daemon was ended by signal n: this plus n."""
+
 GRACE_S: Final = 2.5
 """How long a tree may take to end by itself after its channel and stdin were closed, and again after SIGTERM."""
+
+EVIDENCE_TIMEOUT_S: Final = 2.0
+"""How long a tree whose daemon is silent may take to end, so that one can see how."""
 
 KILL_TIMEOUT_S: Final = 2.0
 """How long a killed process may take to be gone."""
@@ -86,6 +92,7 @@ class ProcessTree:
         self._stderr_tail = bytearray()
         self._stderr_ended = trio.Event()
         self._ready = False
+        self._is_ending = False
         leader = identify(self.pid)
         self._members: set[ProcessId] = set() if leader is None else {leader}
 
@@ -99,14 +106,36 @@ class ProcessTree:
 
     def describe_exit(self) -> str:
         """How its first process ended, for messages."""
-        code = self._popen.returncode
+        code = self._exit_code()
         if code is None:
-            # Without reaping it: until it is, its pid and its group's belong to nobody else, and may be signalled.
-            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None:
-                return "running"
-            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            return "running"
         return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    async def ended_from_inside(self, *, isolated: bool) -> bool:
+        """Whether what runs inside brought it about that the daemon is gone, or silent. Waits a little for the end.
+
+        The daemon is the first process of its PID namespace: what runs beside it cannot kill or stop it, only make it
+        end by itself, or starve it. And it has no pid for what started the daemon. So a signal that killed either, or a
+        daemon that is stopped, is somebody else's doing, the kernel's perhaps, when the machine is out of memory. All
+        other ends are from inside. Where there is no such namespace (not `isolated`), an exit code only tells.
+        """
+        await self._exits_within(EVIDENCE_TIMEOUT_S)
+        code = self._exit_code()
+        if self._is_ending:
+            return False
+        if code is None:
+            return isolated and not any(map(_is_stopped_first, [process.pid for process in self._members]))
+        return 0 <= code != SIGNALLED + signal.SIGKILL
+
+    def _exit_code(self) -> int | None:
+        """Of its first process: -n after signal n, None while it runs."""
+        if (code := self._popen.returncode) is not None:
+            return code
+        # Without reaping it: until it is, its pid and its group's belong to nobody else, and may be signalled.
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def stderr_tail(self) -> str:
         """The last it wrote to stderr, at most `STDERR_TAIL_BYTES`."""
@@ -166,6 +195,7 @@ class ProcessTree:
         return f"{program}: {what}" + (f"; it said: {said}" if said else "")
 
     async def _end(self) -> None:
+        self._is_ending = True
         self._note_family()
         # A leader that died by itself, or was killed, may have left children that nobody has noted.
         left_orphans = self.describe_exit() != "running"
@@ -218,6 +248,17 @@ class ProcessTree:
             self._members |= session_members(self.pid)
             kill(self._members)
             wait_gone(self._members, KILL_TIMEOUT_S)
+
+
+def _is_stopped_first(pid: int) -> bool:
+    """Whether this is the first process of a PID namespace of its own, and stopped."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            fields = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
+    except OSError:
+        return False
+    pids = fields.get("NSpid", "").split()
+    return len(pids) > 1 and pids[-1] == "1" and fields.get("State", "")[:1] in ("T", "t")
 
 
 @asynccontextmanager

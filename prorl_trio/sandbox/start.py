@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import AsyncExitStack, asynccontextmanager, closing
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -99,4 +100,6 @@ async def open_daemon_sandbox(
             rpc = await stack.enter_async_context(open_rpc_client(stream, token=token, handshake_timeout_s=left_s))
         except IpcError as exc:
             raise SandboxUnavailable(tree.explain(f"its daemon does not answer: {exc}")) from exc
-        yield DaemonSandbox(folder.sandbox_id, rpc, tree.explain, None if cgroup is None else cgroup.next_breach)
+        next_breach = None if cgroup is None else cgroup.next_breach
+        ended_from_inside = partial(tree.ended_from_inside, isolated=launch.isolated)
+        yield DaemonSandbox(folder.sandbox_id, rpc, tree.explain, next_breach, ended_from_inside)

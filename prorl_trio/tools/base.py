@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from ipc.errors import IpcError
+from prorl_trio.errors import SandboxCallFailed
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -40,7 +43,8 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
-        """Do it. What the policy did wrong is an observation that says so; only infrastructure errors are raised."""
+        """Do it. What the policy did wrong is an observation that says so; only infrastructure errors are raised, and
+        what `Sandbox` raises: a call that the sandbox did not take becomes an observation in `ToolSet.call`."""
 
 
 class ToolSet:
@@ -60,7 +64,8 @@ class ToolSet:
         return [tool.schema() for tool in self._tools.values()]
 
     async def call(self, call: ToolCall, sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
-        """Carry out one call of the policy. A malformed call or an unknown tool is an observation, not an error."""
+        """Carry out one call of the policy. A malformed call, an unknown tool, and what the sandbox refuses or cannot do
+        any more are observations, not errors."""
         if call.error:
             return Observation(text=f"Error: {call.error}")
         tool = self._tools.get(call.name)
@@ -70,7 +75,14 @@ class ToolSet:
         missing = [key for key in tool.parameters.get("required", ()) if key not in call.arguments]
         if missing:
             return Observation(text=f"Error: {tool.name} needs the argument {missing[0]!r}.")
-        observation = await tool.call(call.arguments, sandbox, timeout_s=timeout_s)
+        try:
+            observation = await tool.call(call.arguments, sandbox, timeout_s=timeout_s)
+        except SandboxCallFailed as exc:
+            observation = Observation(text=f"Error: {exc}")
+        except (OSError, ValueError) as exc:
+            if not isinstance(exc.__cause__, IpcError | UnicodeEncodeError):  # of the tool's own code
+                raise
+            observation = Observation(text=f"Error: {exc}")
         return msgspec.structs.replace(observation, text=self._shorten(observation.text))
 
     def _shorten(self, text: str) -> str:

@@ -177,7 +177,7 @@ async def test_a_node_without_a_backend_says_so(rig):
         ("run", BackendError("x", retryable=True), "inference", "backend_unreachable"),
         ("run", BackendError("x", retryable=False), "inference", "backend_refused"),
         ("run", ValueError("x"), "handler", "handler_raised"),
-        ("run", AgentFault("x"), "agent_fault", "agent_fault"),
+        ("run", AgentFault("x", reward=None), "agent_fault", "agent_fault"),
         ("eval", ValueError("x"), "evaluator", "evaluator_crashed"),
         ("eval", EvaluationError("x", error_code="evaluator_timeout"), "evaluator", "evaluator_timeout"),
     ],
@@ -208,10 +208,11 @@ async def test_a_malformed_score_is_no_score(rig, score):
     assert outcome.reward is None
 
 
-async def test_an_agent_fault_may_have_a_reward(rig):
+@pytest.mark.parametrize(("given", "reward"), [({}, 0.0), ({"reward": -1.0}, -1.0), ({"reward": None}, None)])
+async def test_an_agent_fault_has_the_reward_zero_unless_the_handler_says_otherwise(rig, given, reward):
     async with pipeline(rig):
-        outcome = await end(rig, Plays(run=raising(AgentFault("cheated", reward=-1.0))))
-    assert (outcome.cause, outcome.reward) == ("agent_fault", -1.0)
+        outcome = await end(rig, Plays(run=raising(AgentFault("cheated", **given))))
+    assert (outcome.cause, outcome.reward) == ("agent_fault", reward)
 
 
 async def test_the_evaluators_log_keeps_its_head_and_tail(rig):

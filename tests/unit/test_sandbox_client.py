@@ -12,7 +12,7 @@ import trio.testing
 from ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
 from ipc.rpc import CallError, open_rpc_client, serve_rpc
 from ipc.sandbox_calls import BashRun, Ping, Pong, SandboxCall
-from prorl_trio.errors import SandboxLost, SandboxUnavailable
+from prorl_trio.errors import SandboxCallFailed, SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.client import FILE_PIECE_BYTES, MAX_OUTPUT_BYTES, DaemonSandbox
 
 DECODER = msgspec.msgpack.Decoder(SandboxCall)
@@ -65,7 +65,8 @@ async def _open(daemon):
         ("too_large", ValueError),
         ("bad_request", ValueError),
         ("no_shell", SandboxUnavailable),
-        ("internal", SandboxLost),
+        ("internal", SandboxCallFailed),
+        ("a code of later versions", SandboxCallFailed),
     ],
 )
 async def test_failures_become_what_the_contract_says(code, kind, autojump_clock):
