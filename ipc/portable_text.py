@@ -8,7 +8,7 @@ __all__ = ["portable", "portable_text"]
 
 
 def portable_text(text: str) -> str:
-    r"""`text` with what UTF-8 has no form for spelled out: an undecodable byte as `\xe9`, another surrogate as `\ud800`."""
+    r"""`text` with what UTF-8 has no form for spelled out: an undecodable byte as `\xe9`, a surrogate as `\ud800`."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     except UnicodeEncodeError:

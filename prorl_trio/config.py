@@ -30,6 +30,7 @@ __all__ = [
     "NodeConfig",
     "RestConfig",
     "SandboxConfig",
+    "ScoringConfig",
     "StagesConfig",
     "Strategy",
     "TelemetryConfig",
@@ -388,6 +389,25 @@ class AgentConfig(_Config, frozen=True):
     max_observation_chars: Count = 8_000
 
 
+class ScoringConfig(_Config, frozen=True):
+    """What a scoring process may use. An answer is the policy's text: it may be made to eat all there is.
+
+    Attributes:
+        cpu_s: CPU time of one call.
+        memory_bytes: of private memory.
+        stack_bytes: what deep nesting fills.
+        max_processes: processes and threads that scorers may add to those that the node's user has; root has no limit.
+        max_file_bytes: of one file.
+    """
+
+    cpu_s: Annotated[int, msgspec.Meta(ge=1)] = 10
+    memory_bytes: Annotated[int, msgspec.Meta(ge=256 * 1024 * 1024)] = 1024 * 1024 * 1024
+    stack_bytes: Annotated[int, msgspec.Meta(ge=1024 * 1024)] = 16 * 1024 * 1024
+    max_processes: Count = 256
+    max_open_files: Annotated[int, msgspec.Meta(ge=64)] = 256
+    max_file_bytes: Amount = 64 * 1024 * 1024
+
+
 class ArenaConfig(_Config, frozen=True):
     """Memory for the tokens of live and undelivered trajectories, which trainers on the same host can map.
 
@@ -446,6 +466,7 @@ class NodeConfig(_Config, frozen=True):
     admission: AdmissionConfig = AdmissionConfig()
     budgets: BudgetConfig = BudgetConfig()
     agent: AgentConfig = AgentConfig()
+    scoring: ScoringConfig = ScoringConfig()
     arena: ArenaConfig = ArenaConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -22,6 +22,7 @@ __all__ = [
     "EvaluationError",
     "FailureCause",
     "HandlerError",
+    "HostileAnswer",
     "InternalError",
     "JobCancelled",
     "MalformedJob",
@@ -235,6 +236,10 @@ class AgentFault(RolloutError):
     def __init__(self, message: str, *, reward: float | None = 0.0) -> None:
         super().__init__(message)
         self.reward = reward
+
+
+class HostileAnswer(AgentFault):
+    """The policy's answer made the scorer crash, hang, or fail, which scores others: see `scoring.ScorerPool.score`."""
 
 
 class SandboxUnavailable(RolloutError):

@@ -329,7 +329,7 @@ async def open_node(
         service = await stack.enter_async_context(open_single_nursery())
         clients = engine_clients(config.backends, on_backend_call, max_positions=chat_format.max_positions)
         backends = await stack.enter_async_context(open_backends(config.backends, clients))
-        scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers))
+        scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers, config.scoring))
         sandboxes = await stack.enter_async_context(open_node_sandboxes(provider, config.sandbox, on_sandbox_open))
         resources = Resources(
             config=config,

@@ -1,7 +1,8 @@
 """Scoring code runs in worker processes that can be killed: a reward function may loop for ever, crash, or use signals.
 
 A scorer is a plain function `module:name` from a dict to a dict, both JSON-like. Each worker process serves one
-function, one call at a time, is kept for the next call, and is killed by a time-out or a cancel.
+function, one call at a time, is kept for the next call, and is killed by a time-out or a cancel. It has limits of its
+own (`config.ScoringConfig`): what is scored is the policy's text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from prorl_trio.errors import EvaluationError
+from ipc.portable_text import portable
+from prorl_trio.config import ScoringConfig
+from prorl_trio.errors import EvaluationError, HostileAnswer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -44,9 +47,9 @@ class _Worker:
         self._process = process
 
     @classmethod
-    async def start(cls, function: str) -> _Worker:
+    async def start(cls, function: str, limits: ScoringConfig) -> _Worker:
         process = await trio.lowlevel.open_process(
-            [sys.executable, "-m", "prorl_trio.scoring_worker", function],
+            [sys.executable, "-m", "prorl_trio.scoring_worker", function, msgspec.json.encode(limits).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -75,7 +78,10 @@ class _Worker:
             raise
 
     async def ask(self, payload: Mapping[str, Any]) -> ScoreReply:
-        raw = msgspec.msgpack.encode(payload)
+        try:
+            raw = msgspec.msgpack.encode(payload)
+        except UnicodeEncodeError:
+            raw = msgspec.msgpack.encode(portable(dict(payload)))
         stdin = self._process.stdin
         assert stdin is not None
         try:
@@ -103,6 +109,8 @@ class _Worker:
             chunk = await stdout.receive_some(size - len(data))
             if not chunk:
                 code = await self._process.wait()
+                if code == -signal.SIGXCPU:
+                    raise EvaluationError("the scorer used up its CPU time", error_code="evaluator_timeout")
                 raise EvaluationError(f"the scorer's process ended in the middle of a call (exit status {code})")
             data += chunk
         return bytes(data)
@@ -120,19 +128,43 @@ class _Worker:
 class ScorerPool:
     """At most `max_workers` scoring processes; a call beyond that waits. Use `open_scorer_pool`."""
 
-    def __init__(self, max_workers: int) -> None:
+    def __init__(self, max_workers: int, limits: ScoringConfig) -> None:
         self._limiter = trio.CapacityLimiter(max_workers)
+        self._limits = limits
         self._idle: dict[str, list[_Worker]] = {}
 
-    async def score(self, function: str, payload: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+    async def score(
+        self,
+        function: str,
+        payload: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        harmless: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Call the scorer `module:name` with `payload` and return its dict.
 
-        `timeout_s` is for the call itself; starting a process is not charged to it. A time-out or a cancel kills the
-        process; the next call gets a fresh one.
+        Args:
+            timeout_s: for the call itself; starting a process is not charged to it. A time-out or a cancel kills the
+                process; the next call gets a fresh one.
+            harmless: `payload` with an answer that is known to be sound in place of the policy's: the gold one. It is
+                scored where `payload` is not, to tell whose doing that is.
 
         Raises:
+            HostileAnswer: there is no score of `payload`, but one of `harmless`: what the policy answered is at fault.
             EvaluationError: the scorer raised, timed out, died, or cannot be loaded. The message tells which.
         """
+        try:
+            return await self._score(function, payload, timeout_s)
+        except EvaluationError as failure:
+            if harmless is None:
+                raise
+            try:
+                await self._score(function, harmless, timeout_s)
+            except EvaluationError:
+                raise failure from None
+            raise HostileAnswer(f"the answer cannot be scored, which others can: {failure}") from failure
+
+    async def _score(self, function: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         async with self._limiter:
             worker = self._take_idle(function) or await self._start(function)
             try:
@@ -164,7 +196,7 @@ class ScorerPool:
         """Start a worker; one that idles for another function makes room, so that the limit counts processes."""
         while sum(map(len, self._idle.values())) + self._limiter.borrowed_tokens > self._limiter.total_tokens:
             await next(idle for idle in self._idle.values() if idle).pop().kill()
-        return await _Worker.start(function)
+        return await _Worker.start(function, self._limits)
 
     async def aclose(self) -> None:
         """Kill every idle worker. Calls in flight must have ended."""
@@ -182,9 +214,9 @@ class ScorerPool:
 
 
 @asynccontextmanager
-async def open_scorer_pool(max_workers: int) -> AsyncIterator[ScorerPool]:
-    """A pool whose processes are gone when the block is left."""
-    pool = ScorerPool(max_workers)
+async def open_scorer_pool(max_workers: int, limits: ScoringConfig | None = None) -> AsyncIterator[ScorerPool]:
+    """A pool whose processes are gone when the block is left. `limits`: of each; by default those of the config."""
+    pool = ScorerPool(max_workers, limits or ScoringConfig())
     try:
         yield pool
     finally:

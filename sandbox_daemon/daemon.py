@@ -79,9 +79,9 @@ async def serve_daemon(
 ) -> None:
     """Listen, serve one control connection, and end with it; every descendant of this process ends before that.
 
-    Ends as well, without error, on SIGTERM, SIGINT and SIGHUP (unless it is the first process of its PID namespace: then
-    the kernel keeps them from it, so that no tool can end it), when `stdin_fd` ends before there is a connection, and
-    when there is none within `accept_timeout_s`. The socket is removed at the end. Later connections are refused.
+    Ends as well, without error, on SIGTERM, SIGINT and SIGHUP (unless it is the first process of its PID namespace:
+    then the kernel keeps them from it, so that no tool can end it), when `stdin_fd` ends before there is a connection,
+    and when there is none within `accept_timeout_s`. The socket is removed at the end. Later connections are refused.
 
     Args:
         socket_path: empty: the socket is inherited, `start.listen_fd`, and its path is the node's.

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from prorl_trio.agent import run_agent
-from prorl_trio.errors import MalformedJob, SandboxUnavailable
+from prorl_trio.errors import HostileAnswer, MalformedJob, SandboxUnavailable
 from prorl_trio.handlers.base import AgentHandler, Evaluation
+from prorl_trio.handlers.final_answer import extract_boxed
 from prorl_trio.models import ChatMessage, ToolCall
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import FinishTool, IpythonTool, ToolSet
@@ -56,19 +57,6 @@ class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError("question is empty")
         if not self.answer.strip():
             raise ValueError("answer is empty")
-
-
-def extract_boxed(text: str) -> str | None:
-    """The content of the last complete `\\boxed{...}` in `text`, braces balanced; None without one or if empty."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for index in range(start + len("\\boxed"), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[index], 0)
-            if depth == 0:
-                return text[start + len("\\boxed{") : index].strip() or None
-        start = text.rfind("\\boxed{", 0, start)
-    return None
 
 
 class MathHandler(AgentHandler):
@@ -118,15 +106,20 @@ class MathHandler(AgentHandler):
         await run_agent(context, messages, tools, _MathStyle())
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        """1.0 if the final answer equals the gold one, else 0.0; no answer is 0.0."""
+        """1.0 if the final answer equals the gold one, else 0.0; no answer is 0.0, and one that the scorer fails at."""
         payload = _payload(context.spec.instance.payload)
         if context.answer is None:
             return Evaluation(reward=0.0, details={"answer": None, "gold": payload.answer})
-        verdict = await context.resources.scorers.score(
-            SCORER,
-            {"answer": context.answer, "gold": payload.answer},
-            timeout_s=context.resources.config.agent.tool_timeout_s,
-        )
+        try:
+            verdict = await context.resources.scorers.score(
+                SCORER,
+                {"answer": context.answer, "gold": payload.answer},
+                timeout_s=context.resources.config.agent.tool_timeout_s,
+                harmless={"answer": payload.answer, "gold": payload.answer},
+            )
+        except HostileAnswer as exc:
+            context.log_evaluation(f"{exc}\n")
+            verdict = {"equal": False, "scorer": str(exc)}
         return Evaluation(
             reward=1.0 if verdict["equal"] else 0.0,
             details={"answer": context.answer, "gold": payload.answer, **verdict},

@@ -64,8 +64,8 @@ class ToolSet:
         return [tool.schema() for tool in self._tools.values()]
 
     async def call(self, call: ToolCall, sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
-        """Carry out one call of the policy. A malformed call, an unknown tool, and what the sandbox refuses or cannot do
-        any more are observations, not errors."""
+        """Carry out one call of the policy. A malformed call, an unknown tool, and what the sandbox refuses, or cannot
+        do any more, are observations, not errors."""
         if call.error:
             return Observation(text=f"Error: {call.error}")
         tool = self._tools.get(call.name)
