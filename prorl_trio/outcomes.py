@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 from typing import TYPE_CHECKING, Any, Final
@@ -35,7 +34,6 @@ __all__ = ["blame", "check_evaluation", "completed", "finalise", "not_completed"
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S: Final = 60.0
-NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def completed(job: Job) -> Outcome:
@@ -82,15 +80,16 @@ def blame(failure: BaseException, *, has_acted: bool) -> BaseException:
     """Whoever caused the end decides: `failure`, or the `AgentFault` that it is where the policy brought it about.
 
     Before the policy has acted, nothing is its doing. Afterwards it is: a sandbox that was ended from inside; one that
-    lives, but cannot do any more what it did (no thread, no shell, no space left), or whose shell is still busy with
-    what the policy left running.
+    lives, but cannot do any more what it did (no thread, no shell, no space left, a pipe in place of a file), or whose
+    shell is still busy with what the policy left running. A file that is not there may as well be one that the handler
+    has misspelt: that is the handler's to tell.
     """
     if not has_acted:
         return failure
     spoilt = isinstance(failure, SandboxCallFailed | ShellBusy)
     lost = isinstance(failure, SandboxLost) and failure.from_inside
-    full = isinstance(failure, OSError) and failure.errno in NO_SPACE and isinstance(failure.__cause__, CallFailed)
-    if not (spoilt or lost or full):
+    refused = isinstance(failure, OSError) and isinstance(failure.__cause__, CallFailed)
+    if not (spoilt or lost or (refused and not isinstance(failure, FileNotFoundError))):
         return failure
     fault = AgentFault(f"what the policy ran left its sandbox unusable: {failure}")
     fault.__cause__ = failure

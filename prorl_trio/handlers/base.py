@@ -73,6 +73,9 @@ class AgentHandler(abc.ABC):
     async def eval(self, context: RolloutContext) -> Evaluation:
         """Score what `run` left in the context.
 
+        What the agent did not do, or spoilt, is a low score and no error: catch FileNotFoundError of a file that it
+        should have left. Time that its own code takes here is best spent in `context.waiting(..., "agent_budget")`.
+
         Raises:
             EvaluationError: there is no score. Never return 0 in its place.
         """

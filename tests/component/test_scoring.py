@@ -5,13 +5,18 @@ import os
 import pytest
 import trio
 
-from prorl_trio.errors import EvaluationError
+from prorl_trio.config import ScoringConfig
+from prorl_trio.errors import EvaluationError, HostileAnswer
 from prorl_trio.scoring import open_scorer_pool
 
 MODULE = "scorers_under_test"
 SOURCE = """
 import os, sys, time
 def double(payload): return {"value": payload["value"] * 2, "pid": os.getpid()}
+def busy(payload):
+    end = time.process_time() + payload["cpu_s"]
+    while time.process_time() < end: pass
+    return {"pid": os.getpid()}
 def noisy(payload):
     print("to stdout"); sys.stderr.write("to stderr\\n"); return {"ok": True}
 def fail(payload): raise ValueError("no such thing")
@@ -19,6 +24,22 @@ def die(payload): os._exit(7)
 def hang(payload):
     while True: pass
 def nothing(payload): return None
+def touchy(payload):
+    # Scores every answer but one, which makes it do what `how` says.
+    answer, how = payload["answer"], payload["how"]
+    if answer != "hostile" and not payload.get("always"):
+        return {"value": answer}
+    if how == "hang": len(str(7 ** 7 ** 9))
+    if how == "loop":
+        while True: pass
+    if how == "memory": return {"value": len(bytearray(3 * 10 ** 9))}
+    if how == "crash": import ctypes; ctypes.string_at(0)
+    if how == "exit": os._exit(3)
+    if how == "raise": raise RecursionError("deep brackets")
+    if how == "reply": return {"value": "x" * 5_000_000}
+    if how == "file": open(os.environ.get("TMPDIR", "/tmp") + "/prorl-hostile", "wb").write(bytes(10 ** 8))
+    if how == "descriptors": return {"value": len([open("/dev/null") for _ in range(9999)])}
+    return {"value": 0}
 def fork_and_hang(payload):
     if os.fork() == 0:
         time.sleep(1000)
@@ -65,6 +86,62 @@ async def test_every_way_to_have_no_score_is_told_apart_and_the_pool_lives_on(sc
             with pytest.raises(EvaluationError, match=message):
                 await pool.score(scorer(name), {}, timeout_s=0.5)
             assert (await pool.score(scorer("double"), {"value": 1}, timeout_s=20))["value"] == 2
+
+
+HOSTILE = [
+    "hang",
+    pytest.param("loop", marks=pytest.mark.slow),
+    "memory",
+    "crash",
+    "exit",
+    "raise",
+    "reply",
+    "file",
+    "descriptors",
+]
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+async def test_an_answer_at_which_the_scorer_fails_is_at_fault(scorer, how, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with trio.fail_after(60):
+        async with open_scorer_pool(1, ScoringConfig(cpu_s=1)) as pool:
+            harmless = {"answer": "42", "how": how}
+            with pytest.raises(HostileAnswer) as caught:
+                await pool.score(scorer("touchy"), {"answer": "hostile", "how": how}, timeout_s=20, harmless=harmless)
+            assert await pool.score(scorer("touchy"), harmless, timeout_s=20, harmless=harmless) == {"value": "42"}
+    assert (caught.value.cause, caught.value.reward) == ("agent_fault", 0.0)
+
+
+@pytest.mark.parametrize("how", [pytest.param("loop", marks=pytest.mark.slow), "crash", "raise"])
+async def test_a_scorer_that_fails_at_every_answer_is_at_fault_itself(scorer, how):
+    with trio.fail_after(60):
+        async with open_scorer_pool(1, ScoringConfig(cpu_s=1)) as pool:
+            payload = {"answer": "hostile", "how": how, "always": True}
+            with pytest.raises(EvaluationError) as caught:
+                await pool.score(scorer("touchy"), payload, timeout_s=20, harmless={**payload, "answer": "42"})
+    assert caught.value.cause == "evaluator"
+
+
+async def test_a_scorer_that_cannot_be_loaded_is_nobodys_answers_fault(scorer):
+    with trio.fail_after(60):
+        async with open_scorer_pool(1) as pool:
+            with pytest.raises(EvaluationError, match="cannot be loaded"):
+                await pool.score(scorer("missing"), {}, timeout_s=5, harmless={})
+
+
+async def test_cpu_time_is_counted_by_the_call(scorer):
+    with trio.fail_after(60):
+        async with open_scorer_pool(1, ScoringConfig(cpu_s=1)) as pool:
+            pids = {(await pool.score(scorer("busy"), {"cpu_s": 0.5}, timeout_s=30))["pid"] for _ in range(4)}
+    assert len(pids) == 1
+
+
+async def test_half_a_surrogate_pair_reaches_the_scorer_spelled_out(scorer):
+    with trio.fail_after(60):
+        async with open_scorer_pool(1) as pool:
+            scored = await pool.score(scorer("touchy"), {"answer": "\ud800", "how": ""}, timeout_s=20)
+    assert scored == {"value": "\\ud800"}
 
 
 async def test_cancel_kills_the_process_and_what_it_started(scorer, tmp_path):

@@ -1,0 +1,432 @@
+"""Who caused the end of a rollout decides what it is worth: a reward where it was the policy, none where it was not.
+
+Policies try, in real sandboxes, what could void their reward: each is a script of tool calls. Those whose sandbox lives
+go on and give the right answer, for which there is 1.0. Beside them, what is nobody's doing inside: there is no reward.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import trio
+
+from prorl_trio.agent import run_agent
+from prorl_trio.errors import BackendError, SandboxLost, SandboxUnavailable
+from prorl_trio.handlers.base import AgentHandler, Evaluation
+from prorl_trio.models import Budgets, ChatMessage, TaskInstance
+from prorl_trio.pipeline import Job, open_pipeline
+from prorl_trio.sandbox.bubblewrap import BubblewrapProvider
+from prorl_trio.sandbox.host import open_sandbox_host
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.reaper import descendants
+from prorl_trio.testing.fake_sandbox import FakeProvider
+from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, ToolSet
+
+TOOL_TIMEOUT_S = 3.0
+TEST_TIMEOUT_S = 170.0
+SURVIVED = ("completed", None, 1.0)
+FAULT = ("failed", "agent_fault", 0.0)
+WRONG = ("completed", None, 0.0)
+RIGHT = {"name": "finish", "arguments": {"answer": "right"}}
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def bash(command, **more):
+    return {"name": "bash", "arguments": {"command": command, **more}}
+
+
+def ipython(code):
+    return {"name": "ipython", "arguments": {"code": code}}
+
+
+def edit(**arguments):
+    return {"name": "str_replace_editor", "arguments": arguments}
+
+
+def turns(*calls):
+    """One call a turn, and then the right answer."""
+    return [[call] for call in (*calls, RIGHT)]
+
+
+ALIVE = bash("echo alive")
+
+IN_BASH = {
+    "SIGTERM to the daemon": (turns(bash("kill -TERM 1"), ALIVE), SURVIVED),
+    "SIGINT and SIGHUP to the daemon": (turns(bash("kill -INT 1; kill -HUP 1; kill -QUIT 1"), ALIVE), SURVIVED),
+    "SIGKILL to the daemon": (turns(bash("kill -9 1"), ALIVE), SURVIVED),
+    "SIGKILL to everybody": (turns(bash("kill -9 -1"), ALIVE), SURVIVED),
+    "SIGSTOP to everybody": (turns(bash("kill -STOP 1 -1"), ALIVE), SURVIVED),
+    "SIGKILL to its own shell": (turns(bash("kill -9 $$"), ALIVE), SURVIVED),
+    "exit": (turns(bash("exit 3"), ALIVE), SURVIVED),
+    "exec": (turns(bash("exec true"), ALIVE), SURVIVED),
+    "set -e and a failure": (turns(bash("set -e; false"), ALIVE), SURVIVED),
+    "a directory of any byte": (turns(bash(r"PWD=$'\xff'"), ALIVE), SURVIVED),
+    "a directory with a Latin-1 name": (turns(bash(r"mkdir $'/tmp/\xe9'; cd $'/tmp/\xe9'; pwd"), ALIVE), SURVIVED),
+    "a file with a Latin-1 name": (turns(bash(r"touch $'/tmp/\xe9'; ls -b /tmp; ls /tmp"), ALIVE), SURVIVED),
+    "output that is no text": (turns(bash(r"head -c 4096 /dev/urandom; printf '\xff\xfe\x00'"), ALIVE), SURVIVED),
+    "a daemon without descriptors": (turns(bash("prlimit --pid 1 --nofile=3:3"), ALIVE, bash("exit"), ALIVE), FAULT),
+    "a daemon without files": (turns(bash("prlimit --pid 1 --fsize=0:0"), ALIVE, ALIVE), FAULT),
+    "a daemon without memory": (turns(bash("prlimit --pid 1 --data=1:1 --as=1:1 --stack=1:1"), ALIVE), SURVIVED),
+    "a daemon without threads": (turns(bash("prlimit --pid 1 --nproc=1:1"), ALIVE, bash("exit"), ALIVE), SURVIVED),
+    "a daemon of the lowest priority": (turns(bash("renice 19 -p 1; chrt -i -p 0 1"), ALIVE), SURVIVED),
+    "its own terminal closed": (turns(bash("exec 0<&- 1>&- 2>&-"), ALIVE), SURVIVED),
+    "its own terminal raw": (turns(bash("stty raw -echo"), ALIVE), SURVIVED),
+    "all descriptors closed": (turns(bash("for fd in {3..255}; do eval \"exec $fd>&-\"; done"), ALIVE), SURVIVED),
+    "a prompt of its own": (turns(bash("PROMPT_COMMAND=false; PS1='$(kill -9 $$)'"), ALIVE), SURVIVED),
+    "everything removed": (turns(bash("rm -rf ~/* ~/.[a-z]* /tmp/* 2>/dev/null; cd /; true"), ALIVE), SURVIVED),
+    "a full disk": (
+        turns(
+            bash("head -c 600M /dev/zero > /tmp/x; head -c 600M /dev/zero > ~/x"),
+            edit(command="create", path="/tmp/y", file_text="y" * 200),
+            ALIVE,
+        ),
+        SURVIVED,
+    ),
+}  # fmt: skip
+"""Cheap: no IPython."""
+
+IN_ARGUMENTS = {
+    "a command that is no text": (turns(bash(["ls"]), bash(None), bash(7)), SURVIVED),
+    "a NUL": (turns(bash("echo \0"), edit(command="view", path="/tmp/\0")), SURVIVED),
+    "half of a surrogate pair": (turns(bash("echo \ud800"), edit(command="view", path="/tmp/\udcff")), SURVIVED),
+    "a time-out that is none": (turns(bash("true", timeout=-1), bash("true", timeout=1e300)), SURVIVED),
+    "an unknown tool": (turns({"name": "sudo", "arguments": {}}, {"name": "", "arguments": []}), SURVIVED),
+    "a path that is a pipe": (turns(bash("mkfifo /tmp/p"), edit(command="view", path="/tmp/p")), SURVIVED),
+    "a path that is a device": (turns(edit(command="view", path="/dev/zero")), SURVIVED),
+    "a number of 5,000 digits": (
+        ['<tool_call>{"name": "bash", "arguments": {"command": ' + "9" * 500 + "}}</tool_call>", [RIGHT]],
+        SURVIVED,
+    ),
+    "deep nesting": (
+        ['<tool_call>{"name": "bash", "arguments": {"command": ' + "[" * 300 + "}}</tool_call>", [RIGHT]],
+        SURVIVED,
+    ),
+    "an answer that is no text": ([[{"name": "finish", "arguments": {"answer": [1, {"a": None}]}}]], WRONG),
+    "an answer of half a surrogate pair": (
+        ['<tool_call>{"name": "finish", "arguments": {"answer": "\\ud800"}}</tool_call>'],
+        WRONG,
+    ),
+    "no answer": (["I give up.", "Really."], WRONG),
+}  # fmt: skip
+
+IN_IPYTHON = {
+    "SIGTERM to the daemon": (turns(ipython("import os; os.kill(1, 15)"), ALIVE), SURVIVED),
+    "SIGKILL to its kernel": (turns(ipython("import os; os.kill(os.getpid(), 9)"), ipython("1")), SURVIVED),
+    "the kernel ends": (turns(ipython("import os; os._exit(0)"), ipython("1")), SURVIVED),
+    "the kernel crashes": (turns(ipython("import ctypes; ctypes.string_at(0)"), ipython("1")), SURVIVED),
+    "its descriptors closed": (turns(ipython("import os; os.closerange(0, 256)"), ipython("1")), SURVIVED),
+    "nonsense to its descriptors": (
+        turns(
+            ipython(
+                "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'\\xff' * 99)\n  except OSError: pass"
+            ),
+            ipython("1"),
+        ),
+        SURVIVED,
+    ),
+    "an error of no text": (turns(ipython("raise ValueError('\\udcff\\ud800')"), ipython("'\\udcff'")), SURVIVED),
+    "a directory with a Latin-1 name": (
+        turns(ipython("import os; os.mkdir(b'/tmp/\\xe9'); os.chdir(b'/tmp/\\xe9'); os.getcwd()"), ipython("1")),
+        SURVIVED,
+    ),
+    "400 sleeping threads": (
+        turns(
+            ipython(
+                "import threading, time\n"
+                "for _ in range(400): threading.Thread(target=time.sleep, args=(999,), daemon=True).start()"
+            ),
+            ipython("1"),
+            ALIVE,
+        ),
+        SURVIVED,
+    ),
+    "more memory than there is": (turns(ipython("x = bytearray(10 ** 12)"), ipython("1")), SURVIVED),
+    "endless recursion": (
+        turns(ipython("import sys; sys.setrecursionlimit(10 ** 9)\ndef f(): f()\nf()"), ipython("1")),
+        SURVIVED,
+    ),
+    "an endless loop that takes no interrupt": (
+        turns(ipython("import signal; signal.signal(2, signal.SIG_IGN)\nwhile True: pass"), ipython("1")),
+        SURVIVED,
+    ),
+    "a fork bomb": (turns(bash(":(){ :|:& };:"), bash("sleep 2"), ALIVE, ipython("1")), SURVIVED),
+}  # fmt: skip
+
+LEFT_FOR_THE_EVALUATOR = {
+    "a command that goes on": (turns(bash("while :; do sleep 1; done")), FAULT),
+    "a full disk": (turns(bash("head -c 600M /dev/zero > /tmp/x")), FAULT),
+    "a daemon without descriptors": (turns(bash("prlimit --pid 1 --nofile=3:3")), FAULT),
+    "a daemon without files": (turns(bash("prlimit --pid 1 --fsize=0:0")), FAULT),
+    "a pipe in place of a file": (turns(bash("mkfifo /tmp/expected")), FAULT),
+    "a directory in place of a file": (turns(bash("mkdir /tmp/expected")), FAULT),
+}
+
+
+class Style:
+    def implied_calls(self, parsed):
+        return []
+
+    def final_answer(self, parsed):
+        return None
+
+    def nudge(self):
+        return "Go on."
+
+
+class Tools(AgentHandler):
+    """All tools. Evaluates the answer, or what was left in the sandbox."""
+
+    name = "tools"
+
+    def __init__(self, after_run="release"):
+        self.after_run = after_run
+
+    def validate(self, payload):
+        pass
+
+    def sandbox_spec(self, context):
+        return SandboxSpec()
+
+    async def run(self, context):
+        kit = ToolSet(
+            [BashTool(quiet_timeout_s=1.0), IpythonTool(), EditorTool(), FinishTool()], max_observation_chars=300
+        )
+        question = context.spec.instance.payload["question"]
+        await run_agent(context, [ChatMessage(role="user", content=question)], kit, Style())
+
+    async def eval(self, context):
+        if self.after_run == "keep":
+            await context.sandbox.bash("true", timeout_s=5)
+            await context.sandbox.write_file("/tmp/expected", b"x" * 100_000)
+            assert (await context.sandbox.exec(["true"], timeout_s=5)).exit_code == 0
+        return Evaluation(reward=float(context.answer == "right"), details={"answer": context.answer})
+
+
+def spoken(turn):
+    """A turn's text: as it is, or its calls."""
+    if isinstance(turn, str):
+        return turn
+    return "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in turn)
+
+
+@asynccontextmanager
+async def open_bench(rig, provider):
+    """The rig with policies that follow a script, by the name in their question."""
+    scripts = {}
+
+    def script(prompt):
+        said = rig.tiny.decode(prompt).split("<|im_start|>assistant\n")
+        name = re.search("ATTEMPT (.*?) !", said[0])[1]
+        ids = rig.tiny.turn(spoken(scripts[name][min(len(said) - 2, len(scripts[name]) - 1)]))
+        return ids, [-0.25] * len(ids), "stop"
+
+    rig.script, rig.provider = script, provider
+    agent = msgspec.structs.replace(rig.config.agent, tool_timeout_s=TOOL_TIMEOUT_S)
+    rig.config = msgspec.structs.replace(rig.config, agent=agent)
+    async with (
+        rig.open(max_model_len=60_000),
+        open_sandbox_host(provider) as host,
+        trio.open_nursery() as service,
+        open_pipeline(rig.resources, host, service) as pipeline,
+    ):
+
+        async def play(name, says, handler, **fields):
+            scripts[name] = says
+            instance = TaskInstance(instance_id=name, handler="tools", payload={"question": f"ATTEMPT {name} !"})
+            spec = rig.spec(name.replace(" ", "-"), instance=instance, max_turns=8, **fields)
+            spec = msgspec.structs.replace(
+                spec, sampling=msgspec.structs.replace(spec.sampling, max_output_tokens=3000)
+            )
+            job = Job(spec, handler, rig.resources, rig.observer)
+            pipeline.submit(job)
+            await job.finished.wait()
+            return rig.observer.outcomes[spec.job_id]
+
+        yield play
+
+
+async def results(rig, attempts, handler):
+    """How each attempt ended; those that did not end as expected with all there is to know."""
+    found = {}
+    with trio.fail_after(TEST_TIMEOUT_S):
+        async with open_bench(rig, BubblewrapProvider()) as play:
+
+            async def one(name, says):
+                outcome = await play(name, says, handler)
+                found[name] = (outcome.status, outcome.cause, outcome.reward)
+                if found[name] != attempts[name][1]:
+                    seen = outcome.trajectory and [turn.observations for turn in outcome.trajectory.turns]
+                    found[name] += (outcome.error, seen)
+
+            async with trio.open_nursery() as nursery:
+                for name, (says, _) in attempts.items():
+                    nursery.start_soon(one, name, says)
+    return found
+
+
+@pytest.fixture
+async def bubblewrap():
+    report = await BubblewrapProvider().probe()
+    if not report.usable:
+        pytest.skip(f"bubblewrap cannot run here: {report.problem}. What to do: {report.remedy}")
+
+
+@pytest.mark.parametrize(
+    ("attempts", "after_run"),
+    [
+        pytest.param({**IN_BASH, **IN_ARGUMENTS}, "release", id="bash"),
+        pytest.param(LEFT_FOR_THE_EVALUATOR, "keep", id="evaluator"),
+        pytest.param(IN_IPYTHON, "release", id="ipython", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_policy_cannot_void_its_reward(rig, bubblewrap, attempts, after_run):
+    found = await results(rig, attempts, Tools(after_run))
+    assert found == {name: expected for name, (_, expected) in attempts.items()}
+
+
+@pytest.mark.parametrize("calls", [1, 64])
+async def test_time_that_tools_take_is_the_policys_spending(rig, calls):
+    with trio.fail_after(30):
+        async with open_bench(rig, FakeProvider()) as play:
+            outcome = await play("spend", [[bash("sleep 30", timeout=30)] * calls], Tools(), budgets=Budgets(run_s=0.5))
+    assert "agent_budget" in (outcome.cause, outcome.trajectory.stop_reason)
+    assert outcome.reward == 0.0
+
+
+# ---------------------------------------------------------------- nobody's doing inside: no reward
+
+
+class Raises(Tools):
+    """Raises `error` in `stage`; in RUN, after the policy has acted."""
+
+    def __init__(self, stage, error):
+        super().__init__()
+        self.stage, self.error = stage, error
+
+    async def init(self, context):
+        if self.stage == "init":
+            raise self.error
+
+    async def run(self, context):
+        await super().run(context)
+        if self.stage == "run":
+            raise self.error
+
+    async def eval(self, context):
+        if self.stage == "eval":
+            raise self.error
+        return await super().eval(context)
+
+
+INFRASTRUCTURE = {
+    "the sandbox is lost, nobody knows why": (Raises("run", SandboxLost("gone")), "sandbox"),
+    "the sandbox is lost from inside before the policy acts": (
+        Raises("init", SandboxLost("x", from_inside=True)),
+        "sandbox",
+    ),
+    "two sandboxes are lost, one of them from inside": (
+        Raises("run", ExceptionGroup("x", [SandboxLost("x", from_inside=True), SandboxLost("y")])),
+        "sandbox",
+    ),
+    "no sandbox starts": (Raises("init", SandboxUnavailable("none")), "sandbox"),
+    "no fresh sandbox starts": (Raises("eval", SandboxUnavailable("none")), "sandbox"),
+    "a backend fails": (Raises("run", BackendError("down", retryable=True)), "inference"),
+    "the handler has a bug": (Raises("run", ValueError("x")), "handler"),
+    "the handler misspells a file": (Raises("run", FileNotFoundError(2, "/tmp/reprot")), "handler"),
+    "the node's disk is full": (Raises("run", OSError(28, "No space left on device")), "handler"),
+    "the evaluator has a bug": (Raises("eval", ValueError("x")), "evaluator"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INFRASTRUCTURE)
+async def test_what_is_not_the_policys_doing_has_no_reward(rig, name):
+    handler, cause = INFRASTRUCTURE[name]
+    with trio.fail_after(30):
+        async with open_bench(rig, FakeProvider()) as play:
+            outcome = await play("works", [[bash("echo 1")], [RIGHT]], handler)
+    assert (outcome.status, outcome.cause, outcome.reward) == ("failed", cause, None)
+
+
+async def test_a_sandbox_lost_from_inside_after_the_policy_acted_is_a_fault(rig):
+    with trio.fail_after(30):
+        async with open_bench(rig, FakeProvider()) as play:
+            lost = SandboxLost("gone", from_inside=True)
+            outcome = await play("works", [[bash("echo 1")], [RIGHT]], Raises("run", lost))
+    assert (outcome.status, outcome.cause, outcome.reward) == FAULT
+
+
+async def test_the_handler_has_the_last_word_on_what_a_fault_is_worth(rig):
+    class Strict(Raises):
+        def on_error(self, context, stage, error):
+            error.reward = -1.0
+            return error
+
+    with trio.fail_after(30):
+        async with open_bench(rig, FakeProvider()) as play:
+            lost = SandboxLost("gone", from_inside=True)
+            outcome = await play("works", [[bash("echo 1")], [RIGHT]], Strict("run", lost))
+    assert (outcome.cause, outcome.reward) == ("agent_fault", -1.0)
+
+
+async def test_time_spent_waiting_for_inference_is_not_the_policys(rig):
+    class Waits(Tools):
+        async def run(self, context):
+            await super().run(context)
+            with context.waiting("backend", "inference"):
+                await trio.sleep_forever()
+
+    with trio.fail_after(30):
+        async with open_bench(rig, FakeProvider()) as play:
+            outcome = await play("works", [[bash("echo 1")], [RIGHT]], Waits(), budgets=Budgets(run_s=1.0))
+    assert (outcome.status, outcome.cause, outcome.reward) == ("timed_out", "inference", None)
+
+
+def first_of_its_namespace(pid):
+    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+        pids = re.search(r"NSpid:(.*)", file.read())[1].split()
+    return len(pids) > 1 and pids[-1] == "1"
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        ("daemon", signal.SIGKILL),
+        ("launcher", signal.SIGKILL),
+        ("launcher", signal.SIGTERM),
+        pytest.param("daemon", signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+async def test_what_is_killed_or_stopped_from_outside_has_no_reward(rig, bubblewrap, victim, number):
+    before = descendants(os.getpid())
+    found = []
+
+    async def kill():
+        while not (working := [p for p in descendants(os.getpid()) - before if is_sleep(p.pid)]):
+            await trio.sleep(0.01)
+        tree = descendants(os.getpid()) - before - set(working)
+        daemon = next(p.pid for p in tree if first_of_its_namespace(p.pid))
+        with open(f"/proc/{daemon}/stat", encoding="ascii") as file:
+            launcher = int(file.read().rpartition(")")[2].split()[1])
+        os.kill(daemon if victim == "daemon" else launcher, number)
+
+    def is_sleep(pid):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                return file.read().startswith(b"sleep\x0060.25\0")
+        except OSError:
+            return False
+
+    with trio.fail_after(60):
+        async with open_bench(rig, BubblewrapProvider()) as play, trio.open_nursery() as nursery:
+            nursery.start_soon(kill)
+            found.append(await play("works", [[bash("sleep 60.25", timeout=2)], [RIGHT]], Tools()))
+    (outcome,) = found
+    assert (outcome.status, outcome.cause, outcome.error_code) == ("failed", "sandbox", "sandbox_lost")
+    assert outcome.reward is None
