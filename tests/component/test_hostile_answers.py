@@ -1,4 +1,4 @@
-"""Answers that are made to hang, crash or exhaust the mathematics scorer: they are worth 0, and the next one is scored."""
+"""Answers made to hang, crash or exhaust the mathematics scorer: they are worth 0, and the next one is scored."""
 
 from __future__ import annotations
 
