@@ -49,6 +49,8 @@ def not_completed(job: Job, failure: BaseException | None, stage: Stage | None) 
     Raises:
         InternalError: that is what it was. It is not data: it flies on.
     """
+    while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
+        failure = failure.exceptions[0]
     raise_bugs(failure)
     status: TerminalStatus
     error: RolloutError

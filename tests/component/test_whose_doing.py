@@ -71,8 +71,8 @@ IN_BASH = {
     "a directory with a Latin-1 name": (turns(bash(r"mkdir $'/tmp/\xe9'; cd $'/tmp/\xe9'; pwd"), ALIVE), SURVIVED),
     "a file with a Latin-1 name": (turns(bash(r"touch $'/tmp/\xe9'; ls -b /tmp; ls /tmp"), ALIVE), SURVIVED),
     "output that is no text": (turns(bash(r"head -c 4096 /dev/urandom; printf '\xff\xfe\x00'"), ALIVE), SURVIVED),
-    "a daemon without descriptors": (turns(bash("prlimit --pid 1 --nofile=3:3"), ALIVE, bash("exit"), ALIVE), FAULT),
-    "a daemon without files": (turns(bash("prlimit --pid 1 --fsize=0:0"), ALIVE, ALIVE), FAULT),
+    "a daemon without descriptors": (turns(bash("prlimit --pid 1 --nofile=3:3"), ALIVE, bash("exit"), ALIVE), SURVIVED),
+    "a daemon without files": (turns(bash("prlimit --pid 1 --fsize=0:0"), ALIVE, ALIVE), SURVIVED),
     "a daemon without memory": (turns(bash("prlimit --pid 1 --data=1:1 --as=1:1 --stack=1:1"), ALIVE), SURVIVED),
     "a daemon without threads": (turns(bash("prlimit --pid 1 --nproc=1:1"), ALIVE, bash("exit"), ALIVE), SURVIVED),
     "a daemon of the lowest priority": (turns(bash("renice 19 -p 1; chrt -i -p 0 1"), ALIVE), SURVIVED),
@@ -162,8 +162,8 @@ IN_IPYTHON = {
 LEFT_FOR_THE_EVALUATOR = {
     "a command that goes on": (turns(bash("while :; do sleep 1; done")), FAULT),
     "a full disk": (turns(bash("head -c 600M /dev/zero > /tmp/x")), FAULT),
-    "a daemon without descriptors": (turns(bash("prlimit --pid 1 --nofile=3:3")), FAULT),
-    "a daemon without files": (turns(bash("prlimit --pid 1 --fsize=0:0")), FAULT),
+    "a daemon without descriptors": (turns(bash("prlimit --pid 1 --nofile=3:3")), SURVIVED),
+    "a daemon without files": (turns(bash("prlimit --pid 1 --fsize=0:0")), SURVIVED),
     "a pipe in place of a file": (turns(bash("mkfifo /tmp/expected")), FAULT),
     "a directory in place of a file": (turns(bash("mkdir /tmp/expected")), FAULT),
 }

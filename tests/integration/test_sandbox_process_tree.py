@@ -98,3 +98,25 @@ async def test_a_flood_on_stderr_is_bounded_and_blocks_nobody(tmp_path):
             await tree._stderr_ended.wait()
             assert tree.stderr_tail().endswith("last words")
             assert len(tree.stderr_tail()) <= STDERR_TAIL_BYTES
+
+
+@pytest.mark.parametrize(
+    ("script", "from_inside"),
+    [
+        pytest.param("exit 0", True, id="ended-by-itself"),
+        pytest.param("exit 3", True, id="failed"),
+        pytest.param("exit 139", True, id="its-daemon-crashed"),
+        pytest.param("exit 137", False, id="its-daemon-was-killed"),
+        pytest.param("kill -9 $$", False, id="killed"),
+        pytest.param("kill -15 $$", False, id="terminated"),
+        pytest.param("sleep 3609", True, id="silent"),
+    ],
+)
+async def test_how_a_tree_ended_tells_from_where(script, from_inside, tmp_path, short_grace, monkeypatch):
+    monkeypatch.setattr(process_tree, "EVIDENCE_TIMEOUT_S", 0.0 if script.startswith("sleep") else 5.0)
+    with trio.fail_after(20):
+        async with _open(f"echo READY; read line; {script}", tmp_path) as tree:
+            assert await tree.ended_from_inside(isolated=True) is from_inside
+            if script.startswith("sleep"):
+                assert not await tree.ended_from_inside(isolated=False)
+        assert not await tree.ended_from_inside(isolated=True)  # it is we who ended it, if it had not ended
