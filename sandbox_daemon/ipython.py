@@ -13,6 +13,7 @@ from ipc.nursery import single_exception
 from ipc.rpc import CallError
 from ipc.sandbox_calls import CellError, CellResult, IpythonRun
 from sandbox_daemon.cell_output import CellOutput
+from sandbox_daemon.child_wire import NO_MEMORY_EXIT
 from sandbox_daemon.children import SIGNAL_EXIT_BASE
 from sandbox_daemon.keeper import Keeper, StartFailed, Turn
 
@@ -210,12 +211,15 @@ def _check(request: IpythonRun) -> None:
 
 
 def _death(kernel: CellKernel, *, timed_out: bool) -> CellError:
+    name = "KernelDied"
     if timed_out:
         value = "the cell ran out of time and did not react to an interrupt"
+    elif kernel.child.exit_code == NO_MEMORY_EXIT:
+        name, value = MemoryError.__name__, "the kernel had no memory left; the stacks of threads count as well"
     else:
         value = f"the kernel's process ended with {_describe(kernel.child.exit_code)} while the cell ran"
     value += "; a new kernel takes its place: all variables, functions and imports are lost, files are not"
-    return CellError(name="KernelDied", value=value, traceback="")
+    return CellError(name=name, value=value, traceback="")
 
 
 def _describe(exit_code: int | None) -> str:

@@ -12,13 +12,14 @@ import os
 import signal
 import socket
 import sys
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from ipc.framing import FrameDecoder, encode_frame
-from sandbox_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, CellDone, ChildReady, RunCell, StartChild
+from sandbox_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, NO_MEMORY_EXIT, CellDone, ChildReady, RunCell, StartChild
 from sandbox_daemon.forks import KernelProcess, end_copy, flush_output, is_session_leader
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 RECEIVE_BYTES = 64 * 1024
+THREAD_STACK_BYTES = 2 * 1024 * 1024
+"""Of each Python thread. A stack counts as memory as a whole, used or not: at the usual 8 MiB, 256 threads that sleep
+would take the 2 GiB that a process may have."""
 
 
 class ControlSocket:
@@ -71,7 +75,10 @@ def main(control_fd: int, begun_fd: int) -> NoReturn:
     signal.signal(signal.SIGINT, _ignore_interrupt)
     control = ControlSocket(control_fd)
     os.set_inheritable(begun_fd, False)
-    _serve(control, begun_fd, KernelProcess(control.close, partial(os.close, begun_fd)))
+    try:
+        _serve(control, begun_fd, KernelProcess(control.close, partial(os.close, begun_fd)))
+    except MemoryError:  # in our own code: the cell's variables, or its threads, have taken all there is
+        os._exit(NO_MEMORY_EXIT)
     os._exit(0)
 
 
@@ -108,6 +115,7 @@ def _take_environment(start: StartChild) -> None:
     os.chdir(start.cwd if os.path.isdir(start.cwd) else "/")
     sys.path[:0] = ["", *(entry for entry in start.env.get("PYTHONPATH", "").split(os.pathsep) if entry)]
     sys.argv = [""]
+    threading.stack_size(THREAD_STACK_BYTES)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(  # type: ignore[union-attr]
             encoding="utf-8", errors="backslashreplace", line_buffering=True, write_through=False
