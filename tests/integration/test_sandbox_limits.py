@@ -79,3 +79,21 @@ async def test_one_process_is_refused_more_and_says_so(provider):
                 await sandbox.write_file("/tmp/large", bytes(40 * MIB))
             program = await sandbox.exec(["head", "-c", "64M", "/dev/zero"], timeout_s=ACTION_TIMEOUT_S)
     assert (program.exit_code, program.breach) == (0, "")
+
+
+async def test_400_threads_may_sleep_and_a_kernel_without_memory_says_so(provider):
+    sleep = "for _ in range(400): threading.Thread(target=time.sleep, args=(999,), daemon=True).start()"
+    large_stacks = "import threading, time; threading.stack_size(8 * 2**20)"
+    with trio.fail_after(200):
+        async with provider.open_sandbox(SandboxSpec()) as sandbox:
+            cell = await sandbox.ipython(f"import threading, time\n{sleep}", timeout_s=ACTION_TIMEOUT_S)
+            assert (cell.error, cell.breach) == (None, "")
+            counted = await sandbox.ipython("threading.active_count()", timeout_s=ACTION_TIMEOUT_S)
+            assert (counted.result, counted.restarted) == ("401", False)
+            await sandbox.restart_ipython()
+            cells = [
+                await sandbox.ipython(code, timeout_s=ACTION_TIMEOUT_S) for code in (large_stacks, sleep, "1", "1", "1")
+            ]
+    lost = next(cell for cell in cells if cell.restarted)
+    assert (lost.error and lost.error.name, lost.breach) == ("MemoryError", "memory")
+    assert cells[-1].result == "1"
