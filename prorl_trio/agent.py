@@ -142,7 +142,7 @@ async def run_sub_agent(
     reason `sub_agent`; its turns are recorded as they come, that is before the turn that asked.
 
     Raises:
-        HandlerError: there are too many, see `dialogues.MAX_DIALOGUES`.
+        TooManyDialogues: see `dialogues.MAX_DIALOGUES`.
         RuntimeError: it was not called from within the `run_agent` of this rollout.
         Otherwise as `run_agent`.
     """

@@ -36,6 +36,7 @@ __all__ = [
     "ServiceError",
     "StaleTrajectory",
     "TokenDrift",
+    "TooManyDialogues",
     "Unauthorized",
     "UnknownHandler",
     "UnknownJob",
@@ -277,6 +278,10 @@ class HandlerError(RolloutError):
 
     cause = "handler"
     error_code = "handler_raised"
+
+
+class TooManyDialogues(HandlerError):
+    """A rollout may ask so many other agents. Where a tool of the policy asks, the policy is told."""
 
 
 class EvaluationError(RolloutError):

@@ -11,7 +11,7 @@ import trio
 from prorl_trio.bounded_text import BoundedText
 from prorl_trio.chat_conversation import Conversation
 from prorl_trio.dialogues import MAX_DIALOGUES, Dialogues
-from prorl_trio.errors import HandlerError
+from prorl_trio.errors import TooManyDialogues
 from prorl_trio.models import Trajectory
 from prorl_trio.observer import Activity
 from prorl_trio.token_memory import RolloutTokens, TokenMemory
@@ -115,10 +115,10 @@ class RolloutContext:
     def begin_dialogue(self, conversation: Conversation, asker: int | None = None) -> int:
         """Record `conversation`: that of the task's agent, or of one that was asked in the dialogue of number `asker`.
 
-        Returns its number. Raises HandlerError where there are `MAX_DIALOGUES` already.
+        Returns its number. Raises TooManyDialogues where there are `MAX_DIALOGUES` already.
         """
         if len(self.dialogues) >= MAX_DIALOGUES:
-            raise HandlerError(f"a rollout may ask {MAX_DIALOGUES - 1} other agents; this one asks for more")
+            raise TooManyDialogues(f"a rollout may ask {MAX_DIALOGUES - 1} other agents; this one asks for more")
         conversation.keep_in(self.tokens)
         if asker is None:
             self.conversation = conversation

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from ipc.errors import IpcError
-from prorl_trio.errors import SandboxCallFailed
+from prorl_trio.errors import SandboxCallFailed, TooManyDialogues
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,7 +77,7 @@ class ToolSet:
             return Observation(text=f"Error: {tool.name} needs the argument {missing[0]!r}.")
         try:
             observation = await tool.call(call.arguments, sandbox, timeout_s=timeout_s)
-        except SandboxCallFailed as exc:
+        except (SandboxCallFailed, TooManyDialogues) as exc:
             observation = Observation(text=f"Error: {exc}")
         except (OSError, ValueError) as exc:
             if not isinstance(exc.__cause__, IpcError | UnicodeEncodeError):  # of the tool's own code

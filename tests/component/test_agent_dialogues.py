@@ -225,6 +225,15 @@ async def test_an_agent_that_asks_for_ever_is_stopped(rig):
             context.begin_dialogue(chat.open(TASK), 0)
 
 
+async def test_a_policy_that_asks_too_many_agents_is_told_and_goes_on(rig, monkeypatch):
+    monkeypatch.setattr("prorl_trio.rollout.MAX_DIALOGUES", 2)
+    async with rig.open():
+        asks = [call("ask", question="Six?"), "ANSWER 6", call("ask", question="Seven?"), "ANSWER 42"]
+        context = await work(rig, *asks)
+    assert (context.stop_reason, context.answer) == ("finished", "42")
+    assert "may ask 1 other agents" in context.turns[-2].observations[0]
+
+
 async def test_a_dialogue_to_go_on_from_must_fit(rig):
     async def swell(conversation, room_tokens):
         await trio.lowlevel.checkpoint()
