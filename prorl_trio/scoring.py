@@ -155,14 +155,15 @@ class ScorerPool:
         """
         try:
             return await self._score(function, payload, timeout_s)
-        except EvaluationError as failure:
+        except EvaluationError as exc:
             if harmless is None:
                 raise
-            try:
-                await self._score(function, harmless, timeout_s)
-            except EvaluationError:
-                raise failure from None
-            raise HostileAnswer(f"the answer cannot be scored, which others can: {failure}") from failure
+            failure = exc
+        try:
+            await self._score(function, harmless, timeout_s)
+        except EvaluationError:
+            raise failure from None
+        raise HostileAnswer(f"the answer cannot be scored, which others can: {failure}") from failure
 
     async def _score(self, function: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         async with self._limiter:

@@ -90,7 +90,7 @@ class Cgroup:
         """The limit that was run into since the last call, and a sentence about it; both empty if none. Blocks, for
         microseconds."""
         now: dict[Breach, int] = {
-            "memory": _count(self.path / "memory.events", "oom_kill"),
+            "memory": _killed_by_limit(self.path / "memory.events"),
             "processes": _count(self.path / "pids.events", "max"),
         }
         before, self._seen = self._seen, now
@@ -139,6 +139,12 @@ def _make(path: Path, folder: Path, limits: SandboxLimits) -> None:
 
 def _memory_max(limits: SandboxLimits) -> int:
     return limits.memory_bytes + FILE_SYSTEMS * limits.disk_bytes + OWN_MEMORY_BYTES
+
+
+def _killed_by_limit(events: Path) -> int:
+    """Processes that the kernel killed because the group met its own limit. It counts those as well that it killed
+    because the machine was out of memory, which is nobody's doing in there."""
+    return _count(events, "oom_kill") if _count(events, "oom") else 0
 
 
 def _count(events: Path, name: str) -> int:

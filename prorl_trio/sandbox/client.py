@@ -239,11 +239,16 @@ class DaemonSandbox(Sandbox):
         except (FrameTooLarge, UnicodeEncodeError) as exc:
             raise ValueError(f"sandbox {self.sandbox_id}: {exc}") from exc
         except IpcError as exc:
-            what = "did not keep to its deadline" if isinstance(exc, CallTimedOut) else "is gone"
-            breach, breach_text = self._next_breach()
-            self._lost = self._explain(f"sandbox {self.sandbox_id} {what}: {exc}{breach_text and f'; {breach_text}'}")
-            self._lost_from_inside = bool(breach) or await self._ended_from_inside()
-            raise SandboxLost(self._lost, from_inside=self._lost_from_inside) from exc
+            failure = exc
+        else:
+            return self._with_breach(reply)
+        what = "did not keep to its deadline" if isinstance(failure, CallTimedOut) else "is gone"
+        breach, breach_text = self._next_breach()
+        self._lost = self._explain(f"sandbox {self.sandbox_id} {what}: {failure}{breach_text and f'; {breach_text}'}")
+        self._lost_from_inside = breach == "memory" or await self._ended_from_inside()
+        raise SandboxLost(self._lost, from_inside=self._lost_from_inside) from failure
+
+    def _with_breach(self, reply: T) -> T:
         if isinstance(reply, BashResult | CellResult | ExecResult):
             self._has_served = True
             breach, breach_text = self._next_breach()
