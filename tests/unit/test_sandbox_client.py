@@ -11,7 +11,7 @@ import trio.testing
 
 from ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
 from ipc.rpc import CallError, open_rpc_client, serve_rpc
-from ipc.sandbox_calls import BashRun, Ping, Pong, SandboxCall
+from ipc.sandbox_calls import BashRun, Exec, ExecResult, Ping, Pong, SandboxCall
 from prorl_trio.errors import SandboxCallFailed, SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.client import FILE_PIECE_BYTES, MAX_OUTPUT_BYTES, DaemonSandbox
 
@@ -38,18 +38,20 @@ class Daemon:
             case FileWrite(data=content, append=append):
                 self.file = self.file + content if append else content
                 return FileWritten(size_bytes=len(self.file))
+            case Exec():
+                return ExecResult(exit_code=0, stdout=b"", stderr=b"", duration_s=0.0)
             case Ping():
                 return Pong(uptime_s=1.0, open_fds=3)
         raise CallError("bad_request", "not in this test")
 
 
 @asynccontextmanager
-async def _open(daemon):
+async def _open(daemon, **options):
     ours, theirs = trio.testing.memory_stream_pair()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lambda: serve_rpc(theirs, daemon.handle, token="t"))
         async with open_rpc_client(ours, token="t") as rpc:
-            yield DaemonSandbox("sbx-1", rpc, lambda what: f"{what}; it said: last words"), theirs
+            yield DaemonSandbox("sbx-1", rpc, lambda what: f"{what}; it said: last words", **options), theirs
         nursery.cancel_scope.cancel()
 
 
@@ -98,6 +100,47 @@ async def test_a_vanished_daemon_is_lost_for_ever(autojump_clock):
             with pytest.raises(SandboxLost, match=r"sbx-1 is gone.*last words"):
                 await sandbox.ping()
     assert daemon.calls == []
+
+
+@pytest.mark.parametrize(
+    ("breach", "ended_from_inside", "from_inside"),
+    [("", True, True), ("", False, False), ("memory", False, True), ("processes", False, False)],
+)
+async def test_a_loss_says_whether_it_came_from_inside(breach, ended_from_inside, from_inside, autojump_clock):
+    async def ended():
+        await trio.lowlevel.checkpoint()
+        return ended_from_inside
+
+    options = {"next_breach": lambda: (breach, "a sentence"), "ended_from_inside": ended}
+    async with _open(Daemon(), **options) as (sandbox, theirs):
+        await theirs.aclose()
+        for _ in range(2):
+            with pytest.raises(SandboxLost) as lost:
+                await sandbox.ping()
+            assert lost.value.from_inside is from_inside
+
+
+@pytest.mark.parametrize("code", ["no_shell", "no_ipython"])
+async def test_a_shell_that_does_not_start_is_the_images_fault_until_something_was_run(code, autojump_clock):
+    daemon = Daemon()
+    daemon.failure = (code, "the reason")
+    async with _open(daemon) as (sandbox, _):
+        with pytest.raises(SandboxUnavailable, match="the reason"):
+            await sandbox.bash("true", timeout_s=1)
+        daemon.failure = None
+        await sandbox.exec(["true"], timeout_s=1)
+        daemon.failure = (code, "the reason")
+        with pytest.raises(SandboxCallFailed, match="the reason"):
+            await sandbox.bash("true", timeout_s=1)
+
+
+async def test_text_that_cannot_travel_is_refused_and_nothing_is_sent(autojump_clock):
+    daemon = Daemon()
+    async with _open(daemon) as (sandbox, _):
+        with pytest.raises(ValueError, match="surrogates"):
+            await sandbox.bash("echo \ud800", timeout_s=1)
+        assert daemon.calls == []
+        assert (await sandbox.ping()).open_fds == 3
 
 
 @pytest.mark.parametrize(
