@@ -8,7 +8,7 @@ from ipc.errors import ProtocolViolation
 from ipc.portable_text import portable
 from ipc.wire import Envelope
 
-__all__ = ["UNDECODABLE", "decode_envelope", "encode_body", "encode_envelope"]
+__all__ = ["UNDECODABLE", "decode_envelope", "encode_body", "encode_envelope", "encode_reply"]
 
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not what they should be: also text that is not UTF-8, and endless nesting."""
@@ -18,13 +18,21 @@ _decoder: msgspec.msgpack.Decoder[Envelope] = msgspec.msgpack.Decoder(Envelope)
 
 
 def encode_body(body: msgspec.Struct) -> msgspec.Raw:
-    """`body` as the opaque part of an envelope. Text in it that has no UTF-8 form (an undecodable path) is spelled out.
+    """`body` as the opaque part of an envelope.
 
     Raises:
         TypeError: it holds a value that msgpack has no form for.
+        UnicodeEncodeError: it holds text that UTF-8 has no form for.
+    """
+    return msgspec.Raw(_encoder.encode(body))
+
+
+def encode_reply(body: msgspec.Struct) -> msgspec.Raw:
+    """As `encode_body`, but text that UTF-8 has no form for is spelled out: a path, an error's text, whatever the system
+    has bytes for that are no text. Raises TypeError.
     """
     try:
-        return msgspec.Raw(_encoder.encode(body))
+        return encode_body(body)
     except UnicodeEncodeError:  # rare, so only now is every text looked at
         return msgspec.Raw(_encoder.encode(portable(msgspec.to_builtins(body, builtin_types=(bytes, bytearray)))))
 

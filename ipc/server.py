@@ -10,7 +10,7 @@ import msgspec
 import trio
 
 from ipc.channel import CLOSE_TIMEOUT_S, Channel
-from ipc.envelope import decode_envelope, encode_body
+from ipc.envelope import decode_envelope, encode_reply
 from ipc.errors import ChannelBroken, FrameTooLarge, ProtocolViolation
 from ipc.handshake import HANDSHAKE_TIMEOUT_S, take_handshake
 from ipc.nursery import single_exception
@@ -186,7 +186,7 @@ class _Connection:
             with call.scope:
                 await trio.lowlevel.checkpoint_if_cancelled()
                 reply = await self._handler(request.body, CallContext(self._outbox, request.id, request.timeout_s))
-                return Result(id=request.id, body=encode_body(reply))
+                return Result(id=request.id, body=encode_reply(reply))
             if call.cancelled_by_peer:
                 return _failure(request, "cancelled", "cancelled by the caller")
             return _failure(request, "timeout", f"not done within its {request.timeout_s:g} s")

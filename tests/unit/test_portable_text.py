@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipc.envelope import encode_body
+from ipc.envelope import encode_reply
 from ipc.file_calls import FileEdited
 from ipc.portable_text import portable_text
 from ipc.sandbox_calls import BashResult, CellError, CellResult, Display, ExecResult
@@ -44,7 +44,7 @@ def test_every_reply_of_a_daemon_can_travel(text, raw):
         FileEdited(ok=True, output=text),
     ]
     for reply in replies:
-        received = msgspec.msgpack.decode(encode_body(reply), type=type(reply))
+        received = msgspec.msgpack.decode(encode_reply(reply), type=type(reply))
         if not any("\ud800" <= c <= "\udfff" for c in text):
             assert received == reply
         if isinstance(received, ExecResult):
