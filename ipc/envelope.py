@@ -28,7 +28,7 @@ def encode_body(body: msgspec.Struct) -> msgspec.Raw:
 
 
 def encode_reply(body: msgspec.Struct) -> msgspec.Raw:
-    """As `encode_body`, but text that UTF-8 has no form for is spelled out: a path, an error's text, whatever the system
+    """As `encode_body`, but text that UTF-8 has no form for is spelled out: a path, an error's text, what the system
     has bytes for that are no text. Raises TypeError.
     """
     try:

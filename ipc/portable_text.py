@@ -8,11 +8,8 @@ __all__ = ["portable", "portable_text"]
 
 
 def portable_text(text: str) -> str:
-    r"""`text` with what UTF-8 has no form for spelled out: an undecodable byte as `\xe9`, a surrogate as `\ud800`."""
-    try:
-        return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "backslashreplace").decode()
+    r"""`text` with what UTF-8 has no form for spelled out: an undecodable byte `\xe9` is `\udce9` in Python's text."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def portable(value: Any) -> Any:
