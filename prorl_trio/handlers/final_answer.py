@@ -118,9 +118,9 @@ def find_final_answer(text: str) -> str:
 
 
 def is_words(text: str) -> bool:
-    """Whether an answer is words (`even`, `no solution`), a letter to choose (`(A)`) included, and no formula."""
+    """Whether an answer is words (`even`, `no solution`), a letter to choose (`A`, `(a)`) included, and no formula."""
     bare = _spoken(text)
-    return bool(re.fullmatch(r"\(?[A-Za-z]\)?|[Nn]o|[A-Za-z][A-Za-z' -]+[A-Za-z]", bare)) and not (
+    return bool(re.fullmatch(r"\([A-Za-z]\)|[A-Z]|[Nn]o|[A-Za-z][A-Za-z' -]+[A-Za-z]", bare)) and not (
         _FUNCTIONS.fullmatch(bare) or _INFINITE.fullmatch(bare)
     )
 
@@ -195,8 +195,10 @@ def _number_with_words(text: str) -> FinalAnswer | None:
         if counted is not None:
             return FinalAnswer(counted.text and sign + counted.text, counted.unit)
     measured = _FORMULA_WITH_UNIT.fullmatch(prose)
-    if measured is not None and (unit := _unit_of(measured["unit"])) and not _is_prose(measured["formula"]):
-        return FinalAnswer(f"{sign}{_latex(measured['formula'])}", unit)
+    if measured is not None and not _is_prose(measured["formula"]):
+        unit, words = _unit_of(measured["unit"]), measured["unit"]
+        if unit or (_is_prose(words) and _harmless(words)):
+            return FinalAnswer(f"{sign}{_latex(measured['formula'])}", unit)
     if sign and not _is_prose(prose):
         return FinalAnswer(f"-({_latex(text)})")
     if not _is_prose(prose):

@@ -12,6 +12,10 @@ from prorl_trio.handlers.final_answer import find_final_answer
 from prorl_trio.handlers.math_scorer import score
 
 TABLE = r"""
+e
+  = 2.718281828
+  = e
+  ! 2.7
 18
   = 18
   = 18.0
@@ -167,6 +171,10 @@ TABLE = r"""
   ! (1, 3, 2)
 \frac{1}{2}
   = 1/2
+  = 1/2 cup
+  = \frac{1}{2} cups
+  ! 1/2 dozen
+  ! 1/2 and a bit more
   = 0.5
   = .5
   = ½
