@@ -140,7 +140,7 @@ async def storm(seed, *, jobs, drain):
 def check(outcomes, jobs):
     specs = {job.spec.job_id: job.spec for job in jobs}
     for outcome in outcomes:
-        assert (outcome.reward is not None) == (outcome.status == "completed")
+        assert (outcome.reward is not None) == (outcome.status == "completed" or outcome.cause == "agent_fault")
         assert (outcome.cause is None) == (outcome.error_code is None) == (outcome.status == "completed")
         assert outcome.attempt == len(outcome.attempts) + 1 <= specs[outcome.job_id].retry.max_attempts
         assert [record.attempt for record in outcome.attempts] == list(range(1, outcome.attempt))
