@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 import trio
 
+from prorl_trio.agent_budget import AgentBudget
 from prorl_trio.chat_conversation import Conversation
 from prorl_trio.errors import BackendError, ContextLengthExceeded, StaleTrajectory
 from prorl_trio.inference.partial import PartialCompletion
@@ -20,6 +21,7 @@ from prorl_trio.models import PRIORITY, ChatMessage, Turn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from prorl_trio.agent_budget import ToolTime
     from prorl_trio.chat import ParsedTurn
     from prorl_trio.inference.engine import Completion
     from prorl_trio.inference.pool import BackendLease
@@ -99,8 +101,9 @@ async def run_agent(
 
     All calls of the task go to one backend, leased for the whole loop and released whatever happens; no budget is
     charged for the wait for one. Sets `context.stop_reason`, and `context.answer` if the agent gave one. When the
-    budget `agent_s` is used up, counted from the lease, the loop ends with `agent_budget`: the call in flight is
-    aborted, and what was recorded is the agent's work. Cancellation, too, aborts it and leaves what was recorded.
+    budget `agent_s` is used up (see `agent_clock`), the loop ends with `agent_budget`: the call in flight is aborted,
+    and what was recorded is the agent's work, the tokens of that call included. Cancellation, too, aborts it and leaves
+    what was recorded.
 
     Raises:
         ContextLengthExceeded: the first prompt does not fit, so there is nothing to record; or one of `before_turn`.
@@ -113,13 +116,13 @@ async def run_agent(
     context.begin_dialogue(conversation)
     async with AsyncExitStack() as stack:
         lease = await lease_backend(context, stack)
-        agent = _Agent(context, lease, conversation, tools, style, before_turn, said=messages)
+        budget = AgentBudget(context, resources.config.budgets.of_agent(context.spec.budgets))
+        agent = _Agent(context, lease, budget, conversation, tools, style, before_turn, said=messages)
         agent.check_room()
-        agent_s = context.spec.budgets.agent_s or resources.config.budgets.agent_s
         try:
-            with trio.move_on_after(agent_s) as budget:
+            with budget.scope:
                 context.stop_reason = await agent.work(context.spec.max_turns)
-            if budget.cancelled_caught:
+            if budget.scope.cancelled_caught:
                 context.stop_reason = "agent_budget"
         finally:
             context.answer = agent.answer
@@ -151,10 +154,11 @@ async def run_sub_agent(
         raise RuntimeError("run_sub_agent works inside run_agent only: there is no backend to call")
     conversation = await trio.to_thread.run_sync(context.resources.chat_format.open, messages, tools.schemas())
     number = context.begin_dialogue(conversation, asker.dialogue)
-    agent = _Agent(context, asker.lease, conversation, tools, style, before_turn, number, said=messages)
+    agent = _Agent(context, asker.lease, asker.budget, conversation, tools, style, before_turn, number, said=messages)
     agent.check_room()
     try:
-        return AgentEnd(await agent.work(max_turns), agent.answer)
+        with asker.tool_time.given_away() if asker.tool_time is not None else nullcontext():
+            return AgentEnd(await agent.work(max_turns), agent.answer)
     finally:
         conversation.seal()
 
@@ -186,6 +190,7 @@ class _Agent:
 
     context: RolloutContext
     lease: BackendLease
+    budget: AgentBudget
     conversation: Conversation
     tools: ToolSet
     style: AgentStyle
@@ -193,6 +198,8 @@ class _Agent:
     dialogue: int = 0
     answer: str | None = None
     said: Sequence[ChatMessage] = ()
+    tool_time: ToolTime | None = None
+    """Of the tool that is at work."""
 
     @property
     def room(self) -> int:
@@ -246,55 +253,73 @@ class _Agent:
             self.check_room()
 
     async def _take_turn(self, turn: int) -> tuple[list[ToolCall], list[str]]:
-        """Sample, and do what was asked for; recorded also where a tool is cut short, as its tokens are."""
-        context, conversation = self.context, self.conversation
-        started_s = trio.current_time()
-        completion = await self._sample(turn)
+        """Sample, and do what was asked for; recorded also where that is cut short."""
+        started_s, so_far = trio.current_time(), self._completion()
+        try:
+            completion = await self._sample(turn, so_far)
+        except trio.Cancelled:
+            if self.budget.used_up and len(so_far):
+                cut = so_far.whole("abort")
+                self._record(cut, self._keep(cut), started_s, trio.current_time())
+            raise
         sampled_s = trio.current_time()
-        parsed = conversation.add_completion(
+        parsed = self._keep(completion)
+        calls = parsed.tool_calls or self.style.implied_calls(parsed)
+        observations: list[str] = []
+        try:
+            self._check_staleness(completion.policy_version)
+            await self._act(calls, observations)
+        finally:
+            self._record(completion, parsed, started_s, sampled_s, calls, observations)
+        if self.answer is None and not calls:
+            self.answer = self.style.final_answer(parsed)
+        return calls, observations
+
+    def _keep(self, completion: Completion) -> ParsedTurn:
+        """Add what was sampled to the dialogue."""
+        for span in completion.spans:
+            self.context.dialogues.note_version(span.policy_version)
+        return self.conversation.add_completion(
             completion.token_ids,
             completion.logprobs,
             policy_version=completion.policy_version,
             engine=completion.engine,
             spans=completion.spans,
         )
-        for span in completion.spans:
-            context.dialogues.note_version(span.policy_version)
-        calls = parsed.tool_calls or self.style.implied_calls(parsed)
-        sampled = conversation.completion_ranges[-1]
-        observations: list[str] = []
-        try:
-            self._check_staleness(completion.policy_version)
-            await self._act(calls, observations)
-        finally:
-            context.record(
-                Turn(
-                    segment=sampled.segment,
-                    completion_start=sampled.start,
-                    completion_end=sampled.end,
-                    text=parsed.text,
-                    finish_reason=completion.finish_reason,
-                    tool_calls=calls,
-                    observations=observations,
-                    inference_s=sampled_s - started_s,
-                    tools_s=trio.current_time() - sampled_s,
-                    dropped_tokens=completion.dropped_tokens,
-                    messages=list(self.said),
-                ),
-                self.dialogue,
-            )
-            self.said = ()
-        if self.answer is None and not calls:
-            self.answer = self.style.final_answer(parsed)
-        return calls, observations
 
-    async def _sample(self, turn: int) -> Completion:
-        """One completion; when its backend fails for good, another one goes on, and so on, each but once. Nothing
-        received is sampled again."""
-        context, config = self.context, self.context.resources.config
-        asked = context.spec.sampling
-        stops = [*asked.stop_token_ids, *context.resources.chat_format.stop_token_ids]
-        so_far = PartialCompletion(
+    def _record(
+        self,
+        completion: Completion,
+        parsed: ParsedTurn,
+        started_s: float,
+        sampled_s: float,
+        calls: list[ToolCall] | None = None,
+        observations: Sequence[str] = (),
+    ) -> None:
+        sampled = self.conversation.completion_ranges[-1]
+        self.context.record(
+            Turn(
+                segment=sampled.segment,
+                completion_start=sampled.start,
+                completion_end=sampled.end,
+                text=parsed.text,
+                finish_reason=completion.finish_reason,
+                tool_calls=parsed.tool_calls if calls is None else calls,
+                observations=list(observations),
+                inference_s=sampled_s - started_s,
+                tools_s=trio.current_time() - sampled_s,
+                dropped_tokens=completion.dropped_tokens,
+                messages=list(self.said),
+            ),
+            self.dialogue,
+        )
+        self.said = ()
+
+    def _completion(self) -> PartialCompletion:
+        """The completion that is to follow, of which nothing is sampled yet."""
+        asked, config = self.context.spec.sampling, self.context.resources.config
+        stops = [*asked.stop_token_ids, *self.context.resources.chat_format.stop_token_ids]
+        return PartialCompletion(
             self.conversation.prompt_array(),
             msgspec.structs.replace(asked, stop_token_ids=stops),
             min(asked.max_output_tokens, self.room),
@@ -302,6 +327,11 @@ class _Agent:
             stream=config.backends.stream,
             admit=self._check_staleness,
         )
+
+    async def _sample(self, turn: int, so_far: PartialCompletion) -> Completion:
+        """One completion; when its backend fails for good, another one goes on, and so on, each but once. Nothing
+        received is sampled again."""
+        context, config = self.context, self.context.resources.config
         who = f"{context.spec.job_id}-s{self.dialogue}" if self.dialogue else context.spec.job_id
         for attempt in ATTEMPTS:
             try:
@@ -311,6 +341,7 @@ class _Agent:
                         request_id=f"{who}-t{turn}-{attempt}",
                         timeout_s=config.backends.request_timeout_s,
                         waiting=partial(context.standing_in_line, charge="inference", at_most_s=MAX_PAUSE_S),
+                        produced=self.budget.produced,
                     )
             except BackendError as exc:
                 if attempt == ATTEMPTS[-1] or not exc.retryable or not self.lease.repin():
@@ -339,10 +370,11 @@ class _Agent:
             if self.answer is not None:
                 observations.append("Not run: the task had ended.")
                 continue
-            with context.waiting(f"tool {call.name}", "agent_budget"):
+            with self.budget.tool(call.name) as self.tool_time:
                 observation = await self.tools.call(
                     call, context.sandbox, timeout_s=context.resources.config.agent.tool_timeout_s
                 )
+            self.tool_time = None
             context.activity.progress()
             observations.append(observation.text)
             self.answer = observation.answer

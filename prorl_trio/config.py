@@ -15,6 +15,8 @@ from prorl_trio.toml_file import read_toml
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from prorl_trio.models import Budgets
+
 __all__ = [
     "AdmissionConfig",
     "AgentConfig",
@@ -266,7 +268,7 @@ class BackendConfig(_Config, frozen=True):
     weights: dict[str, float] = {}
     engine: Literal["auto", "vllm", "sglang", "prorl"] = "auto"
     max_model_len: Amount = 0
-    stream: bool = False
+    stream: bool = True
     required: bool = False
     probe_timeout_s: Seconds = 60.0
     request_timeout_s: Seconds = 600.0
@@ -357,14 +359,20 @@ class AdmissionConfig(_Config, frozen=True):
 
 
 class BudgetConfig(_Config, frozen=True):
-    """Default seconds per stage of a job, for all stages together and for the agent's loop; a job may ask for others.
-    Queue time is not charged. See `models.Budgets`."""
+    """Default seconds per stage of a job, for all stages together, and for the policy and its tools; a job may ask for
+    others. Queue time is not charged. See `models.Budgets`."""
 
     init_s: Seconds = 120.0
     run_s: Seconds = 900.0
     eval_s: Seconds = 120.0
     total_s: Seconds = 3600.0
-    agent_s: Seconds = 3600.0
+    agent_s: Seconds = 600.0
+
+    def of_agent(self, asked: Budgets) -> float:
+        """`agent_s` of a job: what it asks for, or the default, but never more than a `run_s` of its own."""
+        if asked.agent_s is not None:
+            return asked.agent_s
+        return self.agent_s if asked.run_s is None else min(self.agent_s, asked.run_s)
 
 
 class AgentConfig(_Config, frozen=True):

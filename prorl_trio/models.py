@@ -90,7 +90,13 @@ class Budgets(_Model, frozen=True):
     with a cause that says where the time went, and no reward, but 0 where it went into the tools that the policy called
     (`agent_budget`). `agent_s` is the policy's: when it is used up, the
     agent's loop ends (`stop_reason` `agent_budget`), and what it did is evaluated as ever.
-    `total_s` spans all attempts.
+
+    No second is charged twice. `agent_s` is charged while a tool works that the policy called, and while an engine
+    produces its tokens; then no other budget is. Waits for a backend and pauses are charged to none. What is left of
+    RUN is charged to `run_s`: calls that fail, hang, stall, wait in an engine's queue or are sent again, and the
+    handler's own time. So RUN takes `run_s` + `agent_s` at most, waits aside, and no policy brings a time-out about.
+
+    `total_s` spans all attempts; `agent_s` is of one. A job that says `run_s` alone has no more for its agent.
     """
 
     init_s: float | None = None

@@ -96,8 +96,8 @@ class Observers:
 
 
 Charge = Literal["sandbox", "inference", "evaluator", "handler", "agent_budget"]
-"""Who time is charged to: the cause that is named when a budget is used up. `agent_budget`: the policy, whose own code
-takes it."""
+"""Who time is charged to: the cause that is named when a budget is used up. What is charged to `agent_budget` is the
+policy's own time, and never the cause."""
 
 
 class Activity:
@@ -131,9 +131,10 @@ class Activity:
         self._own = own
 
     def blame(self) -> Charge:
-        """Where most of the time since `begin_stage` went."""
+        """Where most of the time since `begin_stage` went that was not the policy's own."""
         self._settle()
-        return max(self._spent_s, key=self._spent_s.__getitem__, default=self._own)
+        spent_s = {charge: spent_s for charge, spent_s in self._spent_s.items() if charge != "agent_budget"}
+        return max(spent_s, key=spent_s.__getitem__, default=self._own)
 
     @contextmanager
     def waiting(self, what: str, charge: Charge = "handler") -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -82,6 +83,9 @@ class RolloutContext:
     evaluation_log: BoundedText = field(default_factory=lambda: BoundedText(MAX_EVALUATION_LOG_CHARS))
     stage_scope: trio.CancelScope | None = None
     uncharged_s: float = 0.0
+    _lines: int = 0
+    _line_since_s: float = 0.0
+    _line_deadline_s: float = math.inf
 
     def waiting(self, what: str, charge: Charge = "handler") -> AbstractContextManager[None]:
         """`with context.waiting("tool bash", "sandbox"): ...`: who watches sees what the job waits for in the block.
@@ -90,22 +94,35 @@ class RolloutContext:
 
     @contextmanager
     def standing_in_line(self, what: str, charge: Charge, *, at_most_s: float) -> Iterator[None]:
-        """The block waits for its turn, for `at_most_s` (which the caller sees to): no budget is charged for it."""
-        scope, since_s = self.stage_scope, trio.current_time()
+        """The block waits for its turn, for `at_most_s` (which the caller sees to): the stage's budget, and that of the
+        whole job, are not charged for it. Blocks may overlap; what they have in common counts once."""
+        scope, now_s = self.stage_scope, trio.current_time()
+        if not self._lines:
+            self._line_since_s, self._line_deadline_s = now_s, math.inf if scope is None else scope.deadline
+        self._lines += 1
         if scope is not None:
-            scope.deadline += at_most_s
+            scope.deadline = max(scope.deadline, self._line_deadline_s + (now_s - self._line_since_s) + at_most_s)
         try:
             with self.waiting(what, charge):
                 yield
         finally:
-            waited_s = trio.current_time() - since_s
-            self.uncharged_s += waited_s
-            if scope is not None:
-                scope.deadline -= at_most_s - waited_s
+            self._lines -= 1
+            if not self._lines:
+                waited_s = trio.current_time() - self._line_since_s
+                self.uncharged_s += waited_s
+                if scope is not None:
+                    scope.deadline = self._line_deadline_s + waited_s
+
+    def leave_uncharged(self, seconds: float) -> None:
+        """As `standing_in_line`, of so many seconds that are over."""
+        if seconds and not self._lines:
+            self.uncharged_s += seconds
+            if self.stage_scope is not None:
+                self.stage_scope.deadline += seconds
 
     def begin_stage(self, scope: trio.CancelScope, own: Charge) -> None:
         """The job enters a stage: count its time from zero, to be charged to `own` where it waits for nothing else."""
-        self.stage_scope, self.uncharged_s = scope, 0.0
+        self.stage_scope, self.uncharged_s, self._lines = scope, 0.0, 0
         self.activity.begin_stage(own)
 
     def log_evaluation(self, text: str) -> None:

@@ -50,6 +50,11 @@ class CompletionGate:
         return self._closed
 
     @property
+    def opening(self) -> int | None:
+        """Which one it is, of the times between two pauses; None in a pause."""
+        return None if self._closed else self.closings
+
+    @property
     def waiting(self) -> int:
         """Completions that wait for the gate to open."""
         return len(self._opened)

@@ -9,6 +9,7 @@ import trio
 from prorl_trio.errors import BackendError
 from prorl_trio.inference.gate import unseen
 from prorl_trio.inference.partial import PartialCompletion
+from prorl_trio.inference.production import Production
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +24,10 @@ __all__ = ["BackendLease"]
 
 MAX_EMPTY_ABORTS = 3
 """Of one completion, by an engine that nobody had asked for them here."""
+
+
+def unused(_since_s: float) -> None:
+    """Nobody asks when tokens came."""
 
 
 class BackendLease:
@@ -78,6 +83,7 @@ class BackendLease:
         request_id: str,
         timeout_s: float,
         waiting: Callable[[str], AbstractContextManager[None]] = unseen,
+        produced: Callable[[float], None] = unused,
     ) -> Completion:
         """The rest of a completion from the backend held now, once the pool is not paused; see `EngineClient.generate`.
 
@@ -85,7 +91,8 @@ class BackendLease:
         abort with, or those streamed before. They stay in `partial` if this raises or is cancelled, for another
         backend to continue. So it is with an abort that somebody else asked the engine for, at once. `timeout_s` is for
         one attempt, and goes on in a pause that keeps it; the wait for a resume is not counted. `waiting` is entered
-        while it lasts (see `CompletionGate.run`). The spans say which tokens were sampled under which policy version.
+        while it lasts (see `CompletionGate.run`). `produced` is told, as tokens come, since when the engine worked on
+        them (see `Production`). The spans say which tokens were sampled under which policy version.
         """
         empty_aborts = 0
 
@@ -102,6 +109,13 @@ class BackendLease:
                 return whole
             gate = self._backends.gate
             completion, sent_s, closings = None, trio.current_time(), gate.closings
+            production, sink = Production(produced, sent_s, gate.opening), partial.sink
+
+            def receive(token_ids: list[int], logprobs: list[float]) -> int | None:
+                assert sink is not None
+                production.piece(trio.current_time(), gate.opening)
+                return sink(token_ids, logprobs)
+
             with self._backends.judged(self._lease.backend):
                 try:
                     completion = await engine.client.generate(
@@ -111,11 +125,12 @@ class BackendLease:
                         request_id=request_id,
                         timeout_s=timeout_s,
                         cache_salt=known.policy_version,
-                        sink=partial.sink,
+                        sink=None if sink is None else receive,
                     )
                 finally:
                     if completion is None:
                         partial.cut()
+                production.answered(gate.opening)
                 if completion.finish_reason != "abort" and closings == gate.closings:
                     engine.load.call_ended(trio.current_time() - sent_s)  # it was neither cut nor stood still
                 whole = partial.add(completion)

@@ -102,11 +102,11 @@ class PartialCompletion:
         self._so_far, self._streamed_logprobs, self._streamed_under = list(self._token_ids), [], []
         self._info, self._before = info, info()
         if self._token_ids and self._token_ids[-1] in self.sampling.stop_token_ids:
-            return self._whole("stop")
+            return self.whole("stop")
         if self._token_ids and self.stop is not None and self.stop(self._token_ids):
-            return self._whole("tool_call")
+            return self.whole("tool_call")
         if self.room < 1:
-            return self._whole("length")
+            return self.whole("length")
         if self.admit is not None:
             self.admit(self._before.policy_version, [span.policy_version for span in self._spans])
         return None
@@ -133,7 +133,7 @@ class PartialCompletion:
         else:
             spans = [self._span(0, count, before.policy_version)]
         self._append(completion.token_ids, completion.logprobs, spans)
-        return self._whole(completion.finish_reason, completion.dropped_tokens)
+        return self.whole(completion.finish_reason, completion.dropped_tokens)
 
     def cut(self) -> None:
         """An attempt ended without a completion: keep the tokens that it had streamed."""
@@ -189,7 +189,8 @@ class PartialCompletion:
                 else:
                     self._spans.append(moved)
 
-    def _whole(self, finish_reason: FinishReason, dropped_tokens: int = 0) -> Completion:
+    def whole(self, finish_reason: FinishReason, dropped_tokens: int = 0) -> Completion:
+        """What was sampled so far, as a completion that ended so."""
         last = self._spans[-1] if self._spans else None
         return Completion(
             token_ids=list(self._token_ids),
