@@ -17,6 +17,7 @@ from prorl_trio.chat_conversation import Conversation
 from prorl_trio.errors import BackendError, ContextLengthExceeded, StaleTrajectory
 from prorl_trio.inference.partial import PartialCompletion
 from prorl_trio.models import PRIORITY, ChatMessage, Turn
+from prorl_trio.tools.fitting import fit_texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from prorl_trio.chat import ParsedTurn
     from prorl_trio.inference.engine import Completion
     from prorl_trio.inference.pool import BackendLease
-    from prorl_trio.models import SegmentReason, StopReason, ToolCall
+    from prorl_trio.models import FinishReason, SegmentReason, StopReason, ToolCall
     from prorl_trio.rollout import RolloutContext
     from prorl_trio.tools import ToolSet
 
@@ -46,6 +47,8 @@ ATTEMPTS = ("first", "repinned", "repinned-2", "repinned-3")
 """At one completion, each on another backend."""
 MIN_TURN_TOKENS = 16
 """A turn with less room than this in the context is not begun."""
+MAX_FITTINGS = 4
+"""Of observations to the room that is left, before the loop ends for lack of it."""
 
 
 class AgentStyle(Protocol):
@@ -113,12 +116,11 @@ async def run_agent(
     resources = context.resources
     context.tools = tools.schemas()
     conversation = await trio.to_thread.run_sync(resources.chat_format.open, messages, context.tools)
-    context.begin_dialogue(conversation)
     async with AsyncExitStack() as stack:
         lease = await lease_backend(context, stack)
         budget = AgentBudget(context, resources.config.budgets.of_agent(context.spec.budgets))
         agent = _Agent(context, lease, budget, conversation, tools, style, before_turn, said=messages)
-        agent.check_room()
+        agent.begin()
         try:
             with budget.scope:
                 context.stop_reason = await agent.work(context.spec.max_turns)
@@ -153,9 +155,8 @@ async def run_sub_agent(
     if asker is None or asker.context is not context:
         raise RuntimeError("run_sub_agent works inside run_agent only: there is no backend to call")
     conversation = await trio.to_thread.run_sync(context.resources.chat_format.open, messages, tools.schemas())
-    number = context.begin_dialogue(conversation, asker.dialogue)
-    agent = _Agent(context, asker.lease, asker.budget, conversation, tools, style, before_turn, number, said=messages)
-    agent.check_room()
+    agent = _Agent(context, asker.lease, asker.budget, conversation, tools, style, before_turn, said=messages)
+    agent.begin(asker.dialogue)
     try:
         with asker.tool_time.given_away() if asker.tool_time is not None else nullcontext():
             return AgentEnd(await agent.work(max_turns), agent.answer)
@@ -183,6 +184,14 @@ async def lease_backend(context: RolloutContext, stack: AsyncExitStack) -> Backe
     )
 
 
+class _Taken(NamedTuple):
+    """A turn that was taken. `fits`: there was room to reply to it."""
+
+    calls: list[ToolCall]
+    finish_reason: FinishReason
+    fits: bool
+
+
 @dataclass(slots=True)
 class _Agent:
     """One agent at work, with what it has given as its answer. `said` is what the policy was told since its last turn,
@@ -198,20 +207,26 @@ class _Agent:
     dialogue: int = 0
     answer: str | None = None
     said: Sequence[ChatMessage] = ()
+    nudges_left: int = 0
     tool_time: ToolTime | None = None
     """Of the tool that is at work."""
 
     @property
+    def limit(self) -> int:
+        """Tokens that the dialogue may have, and with it each segment of the trajectory."""
+        longest = self.lease.info.max_model_len
+        return min(self.context.resources.config.agent.max_trajectory_tokens or longest, longest)
+
+    @property
     def room(self) -> int:
         """Tokens that may still follow the dialogue so far."""
-        longest = self.lease.info.max_model_len
-        limit = self.context.resources.config.agent.max_trajectory_tokens or longest
-        return min(limit, longest) - len(self.conversation)
+        return self.limit - len(self.conversation)
 
-    def check_room(self) -> None:
-        """Raise ContextLengthExceeded if there is none for a single token."""
+    def begin(self, asker: int | None = None) -> None:
+        """Record the dialogue from now on. Raises ContextLengthExceeded: there is no room in it for a single token."""
         if self.room < 1:
-            raise ContextLengthExceeded(len(self.conversation), len(self.conversation) + self.room)
+            raise ContextLengthExceeded(len(self.conversation), self.limit)
+        self.dialogue = self.context.begin_dialogue(self.conversation, asker)
 
     async def work(self, max_turns: int) -> StopReason:
         """Turn after turn, until the agent is done."""
@@ -222,58 +237,102 @@ class _Agent:
             _at_work.reset(token)
 
     async def _take_turns(self, max_turns: int) -> StopReason:
-        nudges_left = self.context.resources.config.agent.max_nudges
+        self.nudges_left = self.context.resources.config.agent.max_nudges
         for turn in range(max_turns):
             if turn:
                 await self._look_back()
                 if self.room < MIN_TURN_TOKENS:
                     return "context_budget"
-            calls, observations = await self._take_turn(turn)
+            taken = await self._take_turn(turn, is_last=turn + 1 == max_turns)
             if self.answer is not None:
                 return "finished"
-            if calls:
-                replies = [
-                    ChatMessage(role="tool", content=text, name=call.name)
-                    for call, text in zip(calls, observations, strict=True)
-                ]
-            elif nudges_left:
-                nudges_left -= 1
-                replies = self.said = [ChatMessage(role="user", content=self.style.nudge())]
-            else:
-                return "no_tool_call"
-            if turn + 1 < max_turns:
-                self.conversation.add_messages(replies)
-        return "max_turns"
+            if not taken.calls and not self.nudges_left:
+                return self._reason(taken, "no_tool_call")
+            self.nudges_left -= not taken.calls
+            if not taken.fits and not await self._look_back():
+                return "context_budget"
+        return self._reason(taken, "max_turns")
 
-    async def _look_back(self) -> None:
+    def _reason(self, last: _Taken, otherwise: StopReason) -> StopReason:
+        """Why the loop ends after the turn `last`: what was wrong with that one, if anything was."""
+        understood = any(not call.error for call in last.calls)
+        if last.finish_reason == "length" and not understood:
+            return "context_budget" if self.room < MIN_TURN_TOKENS else "no_end_of_turn"
+        return "parse_error" if last.calls and not understood else otherwise
+
+    async def _look_back(self) -> bool:
+        """Ask `before_turn`; whether it began another dialogue."""
         new = await self.before_turn(self.conversation, self.room) if self.before_turn is not None else None
         if new is not None:
-            self.conversation.continue_from(new.messages, new.reason)
+            self.conversation.continue_from(new.messages, new.reason, at_most=self.limit - 1)
             self.said = new.messages
-            self.check_room()
+        return new is not None
 
-    async def _take_turn(self, turn: int) -> tuple[list[ToolCall], list[str]]:
-        """Sample, and do what was asked for; recorded also where that is cut short."""
+    async def _take_turn(self, turn: int, *, is_last: bool) -> _Taken:
+        """Sample, do what was asked for, and say what came of it; recorded also where that is cut short."""
         started_s, so_far = trio.current_time(), self._completion()
+        heard, self.said = self.said, ()
         try:
             completion = await self._sample(turn, so_far)
         except trio.Cancelled:
             if self.budget.used_up and len(so_far):
                 cut = so_far.whole("abort")
-                self._record(cut, self._keep(cut), started_s, trio.current_time())
+                self._record(cut, self._keep(cut), heard, started_s, trio.current_time())
             raise
         sampled_s = trio.current_time()
         parsed = self._keep(completion)
         calls = parsed.tool_calls or self.style.implied_calls(parsed)
         observations: list[str] = []
+        fits = True
         try:
             self._check_staleness(completion.policy_version)
             await self._act(calls, observations)
+            if self.answer is None and not calls:
+                self.answer = self.style.final_answer(parsed)
+            if self.answer is None and not is_last and (calls or self.nudges_left):
+                fits = self._reply(calls, observations)
         finally:
-            self._record(completion, parsed, started_s, sampled_s, calls, observations)
-        if self.answer is None and not calls:
-            self.answer = self.style.final_answer(parsed)
-        return calls, observations
+            self._record(completion, parsed, heard, started_s, sampled_s, calls, observations)
+        return _Taken(calls, completion.finish_reason, fits)
+
+    def _reply(self, calls: Sequence[ToolCall], observations: list[str]) -> bool:
+        """Say to the policy what came of its turn: results, of which the longest are cut where there is no room for
+        all, with room for another turn; or a reminder. `observations` are then what it was shown.
+
+        False: not even that fits, and nothing was said.
+        """
+        conversation, at_most = self.conversation, self.limit - MIN_TURN_TOKENS
+        before = len(conversation)
+        messages = self._messages(calls, observations)
+        length = conversation.add_messages(messages, at_most=at_most)
+        if not calls and length <= at_most:
+            self.said = messages
+        if not calls or length <= at_most:
+            return length <= at_most
+        codec = self.context.resources.chat_format.codec
+        reserved = max(MIN_TURN_TOKENS, min(self.context.spec.sampling.max_output_tokens, self.room // 2))
+        room = self.limit - reserved - before
+        encoded = [codec.encode(codec.mark(text)) for text in observations]
+        around = length - before - sum(map(len, encoded))
+        for _ in range(MAX_FITTINGS):
+            fitted = fit_texts(codec, observations, encoded, room - around)
+            if fitted is None:
+                break
+            length = conversation.add_messages(self._messages(calls, fitted), at_most=at_most)
+            if length <= at_most:
+                observations[:] = fitted
+                return True
+            around += length - at_most  # cut texts are encoded otherwise where they were cut
+        return False
+
+    def _messages(self, calls: Sequence[ToolCall], observations: Sequence[str]) -> list[ChatMessage]:
+        """What is said to the policy after its turn."""
+        if not calls:
+            return [ChatMessage(role="user", content=self.style.nudge())]
+        return [
+            ChatMessage(role="tool", content=text, name=call.name)
+            for call, text in zip(calls, observations, strict=True)
+        ]
 
     def _keep(self, completion: Completion) -> ParsedTurn:
         """Add what was sampled to the dialogue."""
@@ -291,6 +350,7 @@ class _Agent:
         self,
         completion: Completion,
         parsed: ParsedTurn,
+        heard: Sequence[ChatMessage],
         started_s: float,
         sampled_s: float,
         calls: list[ToolCall] | None = None,
@@ -309,11 +369,10 @@ class _Agent:
                 inference_s=sampled_s - started_s,
                 tools_s=trio.current_time() - sampled_s,
                 dropped_tokens=completion.dropped_tokens,
-                messages=list(self.said),
+                messages=list(heard),
             ),
             self.dialogue,
         )
-        self.said = ()
 
     def _completion(self) -> PartialCompletion:
         """The completion that is to follow, of which nothing is sampled yet."""

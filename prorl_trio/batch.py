@@ -33,6 +33,7 @@ class PaddedBatch:
         attention_mask: uint8 [B, T]; 1 on tokens, 0 on padding.
         policy_version: int32 [B, T]; index into `policy_versions`, `NOT_SAMPLED` where nothing was sampled.
         lengths: int32 [B]; tokens of each row.
+        truncated: uint8 [B]; 1 where the end of the row was cut off, and with it what its reward was given for.
         item: int32 [B]; which of the items given a row belongs to.
         segment: int32 [B]; which segment of that item's trajectory.
         job_ids: B of them; empty for a row of a bare `Trajectory`.
@@ -45,6 +46,7 @@ class PaddedBatch:
     attention_mask: npt.NDArray[np.uint8]
     policy_version: npt.NDArray[np.int32]
     lengths: npt.NDArray[np.int32]
+    truncated: npt.NDArray[np.uint8]
     item: npt.NDArray[np.int32]
     segment: npt.NDArray[np.int32]
     job_ids: list[str]
@@ -61,7 +63,7 @@ def pad_batch(
     pad_token_id: int,
     max_len: int | None = None,
     side: Literal["left", "right"] = "right",
-    truncate: bool = False,
+    truncate: bool = True,
     token_dtype: type[np.int32 | np.int64] = np.int32,
     out: PaddedBatch | None = None,
 ) -> PaddedBatch:
@@ -72,33 +74,33 @@ def pad_batch(
         pad_token_id: what `token_ids` holds where there is no token.
         max_len: T; the longest row if None.
         side: where the padding goes.
-        truncate: cut rows that are longer than `max_len` at their end. Otherwise they are an error: what was cut off
-            is the part that a reward was given for.
+        truncate: cut rows that are longer than `max_len` at their end. What is left is as it was, its masks too; the
+            row is marked in `truncated`, for whoever trains on whole ones only: `batch.loss_mask * (1 -
+            batch.truncated[:, None])`. False: such a row is an error.
         token_dtype: of `token_ids`.
         out: an earlier batch whose arrays [B', T'] are used again, with B' >= B and T' >= T: the result's are views
             [:B, :T] of them, and the earlier batch is overwritten. Its dtype counts, not `token_dtype`.
 
     Raises:
-        ValueError: a row is longer than `max_len`, or the batch does not fit into `out`.
+        ValueError: a row is longer than `max_len` and not to be cut, or the batch does not fit into `out`.
         StaleReference: an outcome's arrays are the node's memory, and it took them back before all were copied.
     """
     rows = _rows(items)
     lengths = np.fromiter((len(segment) for *_, segment in rows), np.int32, len(rows))
     longest = int(lengths.max(initial=0))
     width = longest if max_len is None else max_len
-    if longest > width:
-        if not truncate:
-            number, job_id, index, _ = rows[int(lengths.argmax())]
-            where = f"segment {index} of item {number}" + (f" (job {job_id!r})" if job_id else "")
-            raise ValueError(f"{where} has {longest} tokens, max_len is {width}; raise it, or truncate")
-        np.minimum(lengths, width, out=lengths)
+    if longest > width and not truncate:
+        number, job_id, index, _ = rows[int(lengths.argmax())]
+        where = f"segment {index} of item {number}" + (f" (job {job_id!r})" if job_id else "")
+        raise ValueError(f"{where} has {longest} tokens, max_len is {width}; raise it, or truncate")
     batch = _allocate(len(rows), width, token_dtype) if out is None else _within(out, len(rows), width)
     batch.token_ids.fill(pad_token_id)
     batch.logprobs.fill(0.0)
     batch.loss_mask.fill(0)
     batch.attention_mask.fill(0)
     batch.policy_version.fill(NOT_SAMPLED)
-    batch.lengths[:] = lengths
+    np.greater(lengths, width, out=batch.truncated, casting="unsafe")
+    lengths = np.minimum(lengths, width, out=batch.lengths)
     versions: dict[str, int] = {}
     for row, (number, job_id, index, segment) in enumerate(rows):
         length = int(lengths[row])
@@ -138,6 +140,7 @@ def _allocate(rows: int, width: int, token_dtype: type[np.int32 | np.int64]) -> 
         attention_mask=np.empty((rows, width), np.uint8),
         policy_version=np.empty((rows, width), np.int32),
         lengths=np.empty(rows, np.int32),
+        truncated=np.empty(rows, np.uint8),
         item=np.empty(rows, np.int32),
         segment=np.empty(rows, np.int32),
         job_ids=[],
@@ -155,6 +158,7 @@ def _within(out: PaddedBatch, rows: int, width: int) -> PaddedBatch:
         attention_mask=out.attention_mask[:rows, :width],
         policy_version=out.policy_version[:rows, :width],
         lengths=out.lengths[:rows],
+        truncated=out.truncated[:rows],
         item=out.item[:rows],
         segment=out.segment[:rows],
         job_ids=[],

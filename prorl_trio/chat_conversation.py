@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
+from prorl_trio.chat_sampled import sampled_arrays
 from prorl_trio.chat_template import Message, ToolSchema, assistant_message, call_id, parameter_schemas
-from prorl_trio.errors import BackendError, HandlerError, TokenDrift
+from prorl_trio.errors import BackendError, ContextLengthExceeded, HandlerError, TokenDrift
 from prorl_trio.models import ChatMessage, PolicySpan, Segment, ToolCall
 from prorl_trio.token_memory import RolloutTokens
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CompletionRange", "Conversation", "OnBreak", "ParsedTurn"]
 
-MAX_LOGPROB: Final = 0.01
-"""A certain token's is 0, and rounding may put it above."""
 _CLOSING_TOKENS = 64
 """Enough to see what closes a call, byte by byte."""
 _TAIL_TOKENS = 8
@@ -169,7 +168,7 @@ class Conversation:
         """
         self._expect(awaits_completion=True)
         self._prove_prefix()
-        ids, sampled_logprobs = _arrays(token_ids, logprobs, self._format.sampleable)
+        ids, sampled_logprobs = sampled_arrays(token_ids, logprobs, self._format.sampleable)
         spans = spans or [PolicySpan(start=0, end=len(ids), policy_version=policy_version, engine=engine)]
         if [0, *(span.end for span in spans)] != [*(span.start for span in spans), len(ids)]:
             raise BackendError(f"the spans of {len(ids)} tokens leave some out or overlap: {spans}", retryable=False)
@@ -188,8 +187,10 @@ class Conversation:
             self._answer = self._as_message(turn)
         return turn
 
-    def add_messages(self, messages: Sequence[ChatMessage]) -> None:
+    def add_messages(self, messages: Sequence[ChatMessage], *, at_most: int | None = None) -> int:
         """Append what came back (tool results, a nudge), exactly as the template puts it, up to the next turn.
+
+        Returns the length afterwards. Where it would be more than `at_most`, nothing is changed, and that is returned.
 
         If the completion was cut short, the end-of-turn token it lacks comes first. None of these tokens is trained
         on. All messages of a turn go into one call: templates merge tool results.
@@ -213,6 +214,10 @@ class Conversation:
         except (HandlerError, TokenDrift):
             self._calls_so_far = calls_before
             raise
+        length = len(self) + len(delta) if rewritten is None else len(rewritten)
+        if at_most is not None and length > at_most:
+            self._calls_so_far = calls_before
+            return length
         if rewritten is not None:
             self._begin_segment(rewritten, "template_rewrite")
             self.prefix_breaks += 1
@@ -221,14 +226,18 @@ class Conversation:
             self._proven += delta.tobytes()
         self._history = self._kept(dialogue)
         self._awaits_completion = True
+        return length
 
-    def continue_from(self, messages: Sequence[ChatMessage], reason: SegmentReason) -> None:
+    def continue_from(
+        self, messages: Sequence[ChatMessage], reason: SegmentReason, *, at_most: int | None = None
+    ) -> None:
         """Go on with another dialogue in place of this one (a shortened one, say), in a new segment.
 
         Its parent is the current segment, which stays recorded as it is. The assistant's turn is next.
 
         Raises:
             HandlerError: the template refuses the messages.
+            ContextLengthExceeded: they are more than `at_most` tokens.
         """
         if self._sealed:
             raise RuntimeError("the conversation has been sealed")
@@ -236,7 +245,9 @@ class Conversation:
         try:
             history = self._marked(messages)
             prompt = array("i", self._format.codec.encode(self._template.prompt(history, self._tools)))
-        except HandlerError:
+            if at_most is not None and len(prompt) > at_most:
+                raise ContextLengthExceeded(len(prompt), at_most)
+        except (HandlerError, ContextLengthExceeded):
             self._calls_so_far = calls_before
             raise
         self._begin_segment(prompt, reason)
@@ -464,33 +475,6 @@ class _OpenSegment:
     def token_ids(self) -> npt.NDArray[np.int32]:
         """A view of those so far."""
         return self.tokens.arrays().token_ids
-
-
-def _arrays(
-    token_ids: Sequence[int], logprobs: Sequence[float], sampleable: int | None
-) -> tuple[array[int], array[float]]:
-    """Return int32 ids and float32 logprobs. Raises BackendError if these are not what an engine may return."""
-    if len(token_ids) != len(logprobs):
-        raise BackendError(
-            f"the backend returned {len(token_ids)} token ids and {len(logprobs)} logprobs; they must be as many",
-            retryable=False,
-        )
-    try:
-        ids, values = array("i", token_ids), array("f", logprobs)
-    except (TypeError, OverflowError) as exc:
-        raise BackendError(f"the backend returned a token id or logprob that is none: {exc}", retryable=False) from exc
-    possible = np.asarray(values) <= MAX_LOGPROB  # NaN is not
-    if not possible.all():
-        worst = values[int(np.argmin(possible))]
-        raise BackendError(
-            f"the backend returned the logprob {worst}, which is that of no probability", retryable=False
-        )
-    if ids and min(ids) < 0:
-        raise BackendError(f"the backend returned the token id {min(ids)}", retryable=False)
-    if ids and sampleable is not None and max(ids) >= sampleable:
-        told = f"the backend returned the token id {max(ids)}, and the model has ids below {sampleable} only"
-        raise BackendError(f"{told}: does the backend serve another model?", retryable=False)
-    return ids, values
 
 
 def _written(call: ToolCall) -> str:

@@ -378,7 +378,9 @@ class BudgetConfig(_Config, frozen=True):
 class AgentConfig(_Config, frozen=True):
     """Limits of the turn loop.
 
-    `max_trajectory_tokens`: prompt plus everything after it; 0 takes the backend's context length.
+    `max_trajectory_tokens`: of each segment: prompt plus everything after it; 0 takes the backend's context length.
+    What tools return is cut to the room that is left, head and tail kept, with a note of how many tokens were left out;
+    where there is no room for that, the loop ends with `context_budget`.
     `max_nudges`: how often a turn without a tool call is answered by a reminder before the loop ends.
     `max_observation_chars`: a longer tool result is cut in the middle.
     `stop_at_tool_call`: stop the engine as soon as a tool call is complete. What the policy would have said after it is

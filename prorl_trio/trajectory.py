@@ -36,6 +36,8 @@ StopReason = Literal[
     "max_turns",
     "context_budget",  # no room for another turn in the context or token budget
     "no_tool_call",  # no tool call and no answer, after the nudges allowed
+    "no_end_of_turn",  # its last turn reached `max_output_tokens`, with neither call nor answer
+    "parse_error",  # at `max_turns`: no call of its last turn could be understood
     "agent_budget",  # the agent's time ran out
     "aborted",  # the rollout was cut short by a failure or a cancel
 ]
@@ -335,7 +337,7 @@ class Trajectory(_Model, frozen=True):
         pad_token_id: int,
         max_len: int | None = None,
         side: Literal["left", "right"] = "right",
-        truncate: bool = False,
+        truncate: bool = True,
     ) -> PaddedBatch:
         """Its segments as [segments, time] arrays: `prorl_trio.batch.pad_batch` of this trajectory alone."""
         from prorl_trio.batch import pad_batch

@@ -164,12 +164,12 @@ class Sleepy(Plain):
         await super().run(context)
 
 
-@pytest.mark.parametrize(("cell_s", "turns"), [(3600.0, 1), (0.02, 50)])
-@pytest.mark.parametrize("run_s", [None, 0.3])
-async def test_slow_tools_end_as_the_policys_own_doing(rig, cell_s, turns, run_s):
+@pytest.mark.parametrize(("cell_s", "turns"), [(3600.0, 1), (0.05, 50)])
+@pytest.mark.parametrize(("agent_s", "run_s"), [(AGENT_S, None), (2.0, 1.5)])
+async def test_slow_tools_end_as_the_policys_own_doing(rig, cell_s, turns, agent_s, run_s):
     """One that never ends, or many small ones; also where the stage has less time than they take."""
     rig.says = [CALL] * 60
-    async with running(rig, Sleepy(cell_s), budgets=Budgets(agent_s=AGENT_S, run_s=run_s)) as job:
+    async with running(rig, Sleepy(cell_s), budgets=Budgets(agent_s=agent_s, run_s=run_s)) as job:
         rig.pipeline.submit(job)
     outcome = rig.observer.outcomes["job"]
     assert (outcome.status, outcome.reward, outcome.cause) == ("completed", 0.0, None), outcome.error
@@ -179,7 +179,7 @@ async def test_slow_tools_end_as_the_policys_own_doing(rig, cell_s, turns, run_s
 
 async def test_a_job_that_limits_its_run_alone_limits_its_agent(rig):
     rig.says = [CALL]
-    async with running(rig, Sleepy(3600.0), budgets=Budgets(run_s=0.3)) as job:
+    async with running(rig, Sleepy(3600.0), budgets=Budgets(run_s=1.5)) as job:
         rig.pipeline.submit(job)
     outcome = rig.observer.outcomes["job"]
     assert (outcome.status, outcome.reward, outcome.trajectory.stop_reason) == ("completed", 0.0, "agent_budget")

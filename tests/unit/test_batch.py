@@ -114,8 +114,11 @@ def test_shapes_and_dtypes():
 def test_nothing_is_cut_off_silently():
     items = [outcome("short", trajectory(segment(1))), outcome("long", trajectory(segment(2), segment(3)))]
     with pytest.raises(ValueError, match=r"segment 1 of item 1 \(job 'long'\) has 3 tokens, max_len is 2"):
-        pad_batch(items, pad_token_id=PAD, max_len=2)
-    assert pad_batch(items, pad_token_id=PAD, max_len=2, truncate=True).lengths.tolist() == [1, 2, 2]
+        pad_batch(items, pad_token_id=PAD, max_len=2, truncate=False)
+    batch = pad_batch(items, pad_token_id=PAD, max_len=2)
+    assert (batch.lengths.tolist(), batch.truncated.tolist()) == ([1, 2, 2], [0, 0, 1])
+    again = pad_batch(items[:1], pad_token_id=PAD, max_len=2, out=batch)
+    assert again.truncated.tolist() == [0] * len(again)
 
 
 @pytest.mark.parametrize("shape", [(1, 40), (9, 3)])
