@@ -44,7 +44,7 @@ __all__ = [
 MAX_PAUSE_S = 3600.0
 """A pause of the backends is charged to no budget, up to this."""
 ATTEMPTS = ("first", "repinned", "repinned-2", "repinned-3")
-"""At one completion, each on another backend."""
+"""At one completion, in which nothing came, each on another backend."""
 MIN_TURN_TOKENS = 16
 """A turn with less room than this in the context is not begun."""
 MAX_FITTINGS = 4
@@ -384,31 +384,36 @@ class _Agent:
             min(asked.max_output_tokens, self.room),
             stop=self.conversation.ends_with_tool_call if config.agent.stop_at_tool_call else None,
             stream=config.backends.stream,
+            slice_tokens=config.backends.slice_tokens,
             admit=self._check_staleness,
         )
 
     async def _sample(self, turn: int, so_far: PartialCompletion) -> Completion:
-        """One completion; when its backend fails for good, another one goes on, and so on, each but once. Nothing
-        received is sampled again."""
+        """One completion; when its backend fails for good, another one goes on, and so on, each but once. One that
+        failed in the middle of an answer may go on itself where there is no other. Nothing received is sampled again.
+        """
         context, config = self.context, self.context.resources.config
         who = f"{context.spec.job_id}-s{self.dialogue}" if self.dialogue else context.spec.job_id
-        for attempt in ATTEMPTS:
+        failed = 0
+        while True:
+            before = len(so_far)
             try:
                 with context.waiting(f"backend {self.lease.url}: completion", "inference"):
                     completion = await self.lease.complete(
                         so_far,
-                        request_id=f"{who}-t{turn}-{attempt}",
+                        request_id=f"{who}-t{turn}-{ATTEMPTS[failed]}",
                         timeout_s=config.backends.request_timeout_s,
                         waiting=partial(context.standing_in_line, charge="inference", at_most_s=MAX_PAUSE_S),
                         produced=self.budget.produced,
                     )
             except BackendError as exc:
-                if attempt == ATTEMPTS[-1] or not exc.retryable or not self.lease.repin():
+                went_on = len(so_far) > before
+                failed = 0 if went_on else failed + 1
+                if failed == len(ATTEMPTS) or not exc.retryable or not (self.lease.repin() or went_on):
                     raise
             else:
                 context.activity.progress()
                 return completion
-        raise AssertionError("unreachable")
 
     def _check_staleness(self, newest: str, sampled_under: Sequence[str] = ()) -> None:
         """Raise StaleTrajectory if tokens of version `newest` do not go with those that were sampled before."""

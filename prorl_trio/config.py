@@ -256,8 +256,13 @@ class BackendConfig(_Config, frozen=True):
     model's config.json has as `max_position_embeddings`.
     `weights`: shares of the rollouts, by URL: one of weight 2 gets twice as many as one of 1, which others have.
     `required`: refuse to start when a backend does not pass its probe; otherwise it is `down`, and joins when it does.
-    `stream`: have tokens sent as they are sampled. A completion that a lost connection or a pause cuts is then
-    continued from them, also where the engine cannot answer an abort with what it has; each token costs the node time.
+    `slice_tokens`: completions are answered in slices, the first of so many tokens, each further one as long as all
+    before it: one that a time-out, a lost connection or a pause cuts is continued from the slices it has. A few are
+    streamed, to learn an engine's pace, and all those that might take half of `request_timeout_s`. 0: in one piece,
+    and what is cut is sampled again, which favours short completions.
+    `stream`: have all of them sent token by token: nothing is lost then when one is cut, also where the engine cannot
+    answer an abort with what it has; each token costs the node, and the engine, ten times the CPU.
+    `request_timeout_s`: for each slice; a stream goes on from what it has then.
 
     `strategy`: which backend a rollout goes to; all but `least_in_flight` are there to be compared with.
     `health`: when one that fails is given no more rollouts, and its rollouts move.
@@ -268,7 +273,8 @@ class BackendConfig(_Config, frozen=True):
     weights: dict[str, float] = {}
     engine: Literal["auto", "vllm", "sglang", "prorl"] = "auto"
     max_model_len: Amount = 0
-    stream: bool = True
+    stream: bool = False
+    slice_tokens: Amount = 256
     required: bool = False
     probe_timeout_s: Seconds = 60.0
     request_timeout_s: Seconds = 600.0

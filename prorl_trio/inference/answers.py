@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ContractBroken",
     "Logprob",
+    "NotStreamed",
     "Prompt",
     "TokenId",
     "Wanted",
@@ -73,6 +74,10 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 class ContractBroken(ValueError):
     """An answer that cannot be trusted token for token. The message says why."""
+
+
+class NotStreamed(ContractBroken):
+    """An answer in one piece, or none at all, to a request for a stream."""
 
 
 class Prompt(msgspec.Struct, frozen=True):

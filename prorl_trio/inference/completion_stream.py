@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prorl_trio.errors import BackendError
-from prorl_trio.inference.answers import ContractBroken, Wanted, checked_completion
+from prorl_trio.inference.answers import ContractBroken, NotStreamed, Wanted, checked_completion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,6 +82,7 @@ class CompletionStream:
         self._sampled: int | None = None
         self._dropped = 0
         self._done = False
+        self._events = 0
 
     def feed(self, received: bytes) -> bool:
         """Take a piece of the body. True: the sink has enough.
@@ -90,15 +91,20 @@ class CompletionStream:
             ContractBroken: what came cannot be trusted.
             BackendError: retryable: the engine says that it failed.
         """
-        return any(self._event(data) for data in self._lines.feed(received))
+        events = self._lines.feed(received)
+        self._events += len(events)
+        return any(self._event(data) for data in events)
 
     def completion(self) -> Completion:
         """The whole of it.
 
         Raises:
             ContractBroken: counts differ.
+            NotStreamed: it was no stream.
             BackendError: retryable: the stream ended before it was complete.
         """
+        if not self._events:
+            raise NotStreamed("it does not stream what it is asked to stream")
         ended = f"the stream ended after {len(self._token_ids)} tokens"
         if not self._done:
             raise BackendError(f"{self._wanted.info.url}: {ended}, in the middle of the answer", retryable=True)

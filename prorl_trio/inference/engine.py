@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from prorl_trio.inference.engine_load import EngineLoad
     from prorl_trio.inference.gate import PauseMode
 
-__all__ = ["Completion", "EngineClient", "EngineInfo", "EnginePaused", "RequestRefused", "TokenSink"]
+__all__ = [
+    "CannotStream",
+    "Completion",
+    "CompletionTimedOut",
+    "EngineClient",
+    "EngineInfo",
+    "EnginePaused",
+    "RequestRefused",
+    "TokenSink",
+]
 
 TokenSink = Callable[[list[int], list[float]], int | None]
 """Given the ids and log-probabilities that came since the last call. None: go on; n: keep the first n of these, and
@@ -28,6 +37,20 @@ class EnginePaused(BackendError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=True)
+
+
+class CompletionTimedOut(BackendError):
+    """The completion was not whole in time; retryable. What was streamed of it is good."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)
+
+
+class CannotStream(BackendError):
+    """The engine did not stream what it was asked to; in one piece it may be had. Not retryable."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=False)
 
 
 class RequestRefused(BackendError):

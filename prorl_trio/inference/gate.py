@@ -95,10 +95,11 @@ class CompletionGate:
     async def run(
         self,
         place: Callable[[], str],
-        call: Callable[[], Awaitable[Completion]],
+        call: Callable[[], Awaitable[Completion | None]],
         waiting: Callable[[str], AbstractContextManager[None]] = unseen,
     ) -> Completion:
-        """`call`, as soon as the gate is open; and again, if a pause aborted it, or its engine, whoever asked for that.
+        """`call`, as soon as the gate is open; and again, if a pause aborted it, or its engine, whoever asked for that,
+        or if it returned None, as there is more to come.
 
         `place` is asked before each, with the gate open, for the url of the backend that it will be on.
         `waiting(PAUSED)` is entered while the gate is closed. Raises what `call` raises; a cancel passes as ever.
@@ -113,7 +114,7 @@ class CompletionGate:
                 self._calls[scope] = url
                 try:
                     completion = await call()
-                    if completion.finish_reason != "abort":
+                    if completion is not None and completion.finish_reason != "abort":
                         return completion
                 finally:
                     del self._calls[scope]

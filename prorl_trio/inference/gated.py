@@ -13,6 +13,7 @@ from prorl_trio.errors import BackendError
 from prorl_trio.inference.answers import UNNAMED
 from prorl_trio.inference.health import Breaker
 from prorl_trio.inference.load import AdaptiveLimit, LoadEstimate
+from prorl_trio.inference.pace import Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -55,6 +56,7 @@ class RegisteredEngine:
         self.breaker = Breaker(health)
         self.load = LoadEstimate()
         self.limit = AdaptiveLimit()
+        self.pace = Pace()
 
     def heard(self, label: str, since: EngineInfo) -> None:
         """It said what its weights are called, in answer to a call that was made when `since` was known of it.

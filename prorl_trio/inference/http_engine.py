@@ -12,9 +12,19 @@ import msgspec
 import trio
 
 from prorl_trio.errors import BackendError, ContextLengthExceeded
-from prorl_trio.inference.answers import ContractBroken, Prompt, Wanted, context_limit, error_message, logprob_kind
+from prorl_trio.inference.answers import (
+    ContractBroken,
+    NotStreamed,
+    Prompt,
+    Wanted,
+    context_limit,
+    error_message,
+    logprob_kind,
+)
 from prorl_trio.inference.engine import (
+    CannotStream,
     Completion,
+    CompletionTimedOut,
     EngineClient,
     EngineInfo,
     EnginePaused,
@@ -28,6 +38,7 @@ from prorl_trio.inference.http import (
     HttpClient,
     HttpError,
     HttpLimits,
+    RequestTimedOut,
     Response,
     ResponseMalformed,
     ResponseTooLarge,
@@ -169,6 +180,9 @@ class HttpEngineClient(EngineClient):
                 wanted, request_id=request_id, timeout_s=timeout_s, cache_salt=cache_salt, sink=sink
             )
             result = "completed"
+        except NotStreamed as exc:
+            result = "failed"
+            raise CannotStream(f"{self.url}: {exc}") from exc
         except ContractBroken as exc:
             result = "failed"
             raise self._unfit(str(exc)) from exc
@@ -302,6 +316,8 @@ class HttpEngineClient(EngineClient):
         raise BackendError(said, retryable=response.status in RETRYABLE_STATUSES)
 
     def _failed(self, exc: HttpError) -> BackendError:
+        if isinstance(exc, RequestTimedOut):
+            return CompletionTimedOut(f"{self.url}: {exc}")
         breach = isinstance(exc, ResponseMalformed | ResponseTooLarge)
         return BackendError(f"{self.url}: {exc}", retryable=not breach)
 

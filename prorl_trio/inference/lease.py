@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import trio
 
 from prorl_trio.errors import BackendError
+from prorl_trio.inference.engine import CannotStream, CompletionTimedOut, RequestRefused
 from prorl_trio.inference.gate import unseen
 from prorl_trio.inference.partial import PartialCompletion
 from prorl_trio.inference.production import Production
@@ -94,45 +96,62 @@ class BackendLease:
         while it lasts (see `CompletionGate.run`). `produced` is told, as tokens come, since when the engine worked on
         them (see `Production`). The spans say which tokens were sampled under which policy version.
         """
-        empty_aborts = 0
+        empty_aborts, in_one_piece = 0, False
 
         def place() -> str:
             self._backends.place(self._lease, None if partial.begun else partial)
             return self.url
 
-        async def call() -> Completion:
-            nonlocal empty_aborts
+        async def call() -> Completion | None:
+            nonlocal empty_aborts, in_one_piece
             engine = self._backends.engine_of(self._lease)
             known = engine.info
             if (whole := partial.begin_attempt(lambda: engine.info)) is not None:
                 await trio.lowlevel.checkpoint()
                 return whole
-            gate = self._backends.gate
-            completion, sent_s, closings = None, trio.current_time(), gate.closings
-            production, sink = Production(produced, sent_s, gate.opening), partial.sink
+            gate, sent_s = self._backends.gate, trio.current_time()
+            wanted, closings = partial.next_tokens, gate.closings
+            scouts = not in_one_piece and partial.slice_tokens and engine.pace.wants_stream(wanted, timeout_s, sent_s)
+            streams = partial.stream or scouts
+            wanted = partial.room if streams else wanted
+            production = Production(produced, engine.pace, sent_s, gate.opening)
 
             def receive(token_ids: list[int], logprobs: list[float]) -> int | None:
-                assert sink is not None
-                production.piece(trio.current_time(), gate.opening)
-                return sink(token_ids, logprobs)
+                production.piece(len(token_ids), trio.current_time(), gate.opening)
+                return partial.sink(token_ids, logprobs)
 
             with self._backends.judged(self._lease.backend):
                 try:
-                    completion = await engine.client.generate(
-                        partial.prompt_token_ids,
-                        partial.sampling,
-                        max_tokens=partial.room,
-                        request_id=request_id,
-                        timeout_s=timeout_s,
-                        cache_salt=known.policy_version,
-                        sink=None if sink is None else receive,
-                    )
+                    with engine.pace.scout() if streams else nullcontext():
+                        completion = await engine.client.generate(
+                            partial.prompt_token_ids,
+                            partial.sampling,
+                            max_tokens=wanted,
+                            request_id=request_id,
+                            timeout_s=timeout_s,
+                            cache_salt=known.policy_version,
+                            sink=receive if streams else None,
+                        )
+                except CompletionTimedOut:
+                    partial.stream = engine.pace.streams
+                    if not partial.cut():
+                        raise
+                    return None  # it is slow, and goes on from there
+                except (CannotStream, RequestRefused):
+                    if partial.cut() or not scouts:
+                        raise
+                    in_one_piece = True
+                    return None
+                except BaseException:
+                    partial.cut()
+                    raise
                 finally:
-                    if completion is None:
-                        partial.cut()
-                production.answered(gate.opening)
+                    production.ended(trio.current_time())
+                engine.pace.streams = engine.pace.streams and not in_one_piece
+                production.answered(len(completion.token_ids), trio.current_time(), gate.opening)
                 if completion.finish_reason != "abort" and closings == gate.closings:
                     engine.load.call_ended(trio.current_time() - sent_s)  # it was neither cut nor stood still
+                goes_on = completion.finish_reason == "length" and len(completion.token_ids) == wanted < partial.room
                 whole = partial.add(completion)
                 engine.heard(completion.label, known)
                 empty_aborts += completion.finish_reason == "abort" and not completion.token_ids and not gate.closed
@@ -142,7 +161,7 @@ class BackendLease:
                         "and no pause was asked for here",
                         retryable=True,
                     )
-            return whole
+            return None if goes_on else whole
 
         completion = await self._backends.gate.run(place, call, waiting)
         self._failed.clear()

@@ -30,6 +30,8 @@ class PartialCompletion:
         sampling, max_tokens: of all attempts together.
         stop: asked, after each token that came, with all ids so far, whether it is enough; None: never stop early.
         stream: have tokens sent as they are sampled, so that those of an attempt that fails are kept.
+        slice_tokens: have it answered in slices where it is not streamed, the first of so many tokens, each further one
+            as long as all before it, so that no more than half of it is lost at once; 0: in one piece.
         admit: told, before an attempt, which version it would sample under, and those of the tokens so far; what it
             raises ends the completion.
     """
@@ -43,7 +45,9 @@ class PartialCompletion:
         stop: Callable[[list[int]], bool] | None = None,
         stream: bool = False,
         admit: Callable[[str, Sequence[str]], None] | None = None,
+        slice_tokens: int = 0,
     ) -> None:
+        self.slice_tokens = slice_tokens
         self.sampling = sampling
         self.max_tokens = max_tokens
         self.stop = stop
@@ -86,9 +90,14 @@ class PartialCompletion:
         return self.max_tokens - len(self)
 
     @property
-    def sink(self) -> TokenSink | None:
-        """What the next attempt is to be streamed to."""
-        return self._receive if self.stream else None
+    def next_tokens(self) -> int:
+        """What the next attempt is to be asked for where it is answered in one piece."""
+        return min(self.room, max(self.slice_tokens, len(self))) if self.slice_tokens else self.room
+
+    @property
+    def sink(self) -> TokenSink:
+        """What an attempt may be streamed to."""
+        return self._receive
 
     def begin_attempt(self, info: Callable[[], EngineInfo]) -> Completion | None:
         """The completion, if what was sampled before is all of it already. Otherwise an attempt may begin.
@@ -105,7 +114,7 @@ class PartialCompletion:
             return self.whole("stop")
         if self._token_ids and self.stop is not None and self.stop(self._token_ids):
             return self.whole("tool_call")
-        if self.room < 1:
+        if self.room < 1 or (self._token_ids and self.prompt_tokens >= self._before.max_model_len):
             return self.whole("length")
         if self.admit is not None:
             self.admit(self._before.policy_version, [span.policy_version for span in self._spans])
@@ -135,10 +144,11 @@ class PartialCompletion:
         self._append(completion.token_ids, completion.logprobs, spans)
         return self.whole(completion.finish_reason, completion.dropped_tokens)
 
-    def cut(self) -> None:
-        """An attempt ended without a completion: keep the tokens that it had streamed."""
+    def cut(self) -> int:
+        """An attempt ended without a completion: keep the tokens that it had streamed. Returns how many these are."""
         streamed = len(self._streamed_logprobs)
         self._append(self._so_far[len(self) :], self._streamed_logprobs, self._streamed_spans(streamed))
+        return streamed
 
     def _engine(self) -> EngineInfo:
         assert self._info is not None, "begin_attempt comes first"

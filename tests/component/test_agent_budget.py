@@ -138,7 +138,7 @@ async def test_an_engine_that_never_answers_gives_no_reward(rig, break_it, strea
         rig.config, backends=msgspec.structs.replace(rig.config.backends, stream=stream, lease_timeout_s=0.2)
     )
     rig.says = [RIGHT]
-    async with running(rig, budgets=Budgets(agent_s=0.05, run_s=1.5)) as job:
+    async with running(rig, budgets=Budgets(agent_s=0.05, run_s=0.5)) as job:
         await break_it(rig)
         rig.pipeline.submit(job)
     outcome = rig.observer.outcomes["job"]
@@ -164,8 +164,10 @@ class Sleepy(Plain):
         await super().run(context)
 
 
-@pytest.mark.parametrize(("cell_s", "turns"), [(3600.0, 1), (0.05, 50)])
-@pytest.mark.parametrize(("agent_s", "run_s"), [(AGENT_S, None), (2.0, 1.5)])
+@pytest.mark.parametrize(
+    ("cell_s", "turns", "agent_s", "run_s"),
+    [(3600.0, 1, AGENT_S, None), (0.05, 50, AGENT_S, None), (0.2, 50, 2.0, 1.5)],
+)
 async def test_slow_tools_end_as_the_policys_own_doing(rig, cell_s, turns, agent_s, run_s):
     """One that never ends, or many small ones; also where the stage has less time than they take."""
     rig.says = [CALL] * 60

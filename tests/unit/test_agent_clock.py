@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from prorl_trio.agent_clock import AgentClock
 from prorl_trio.config import BudgetConfig
+from prorl_trio.inference.pace import Pace
 from prorl_trio.inference.production import STALL_S, Production
 from prorl_trio.models import Budgets
 
@@ -61,10 +62,11 @@ def charged(*events):
     """What a production tells of `events`: (time, opening of the gate), and last what `answered` gets."""
     told = []
     *pieces, last = events
-    production = Production(told.append, 100.0, 0)
+    production = Production(told.append, Pace(), 100.0, 0)
     for now_s, opening in pieces:
-        production.piece(now_s, opening)
-    production.answered(last)
+        production.piece(1, now_s, opening)
+    production.ended(110.0)
+    production.answered(9, 110.0, last)
     return told
 
 
