@@ -21,14 +21,32 @@ J = TypeVar("J")
 
 
 class _Group(Generic[J]):
-    def __init__(self, policy: GroupPolicy, now_s: float) -> None:
+    """Its clock, for `deadline_s`, runs while somebody of it is live and nobody of it waits in a queue."""
+
+    def __init__(self, policy: GroupPolicy) -> None:
         self.policy = policy
-        self.deadline_s = None if policy.deadline_s is None else now_s + policy.deadline_s
+        self._used_s = 0.0
+        self._since_s: float | None = None
+        """When the clock began to run; None while it stands."""
+        self._queued: set[J] = set()
         self.live: list[J] = []
         self.seen = 0
         self.completed = 0
         self.stopped = ""
         """Why the rest was cancelled; empty as long as it is not."""
+
+    def moved(self, member: J, now_s: float, *, queued: bool) -> None:
+        """`member` waits in a queue from now on, or does not, also as it is over."""
+        (self._queued.add if queued else self._queued.discard)(member)
+        if self._since_s is not None:
+            self._used_s += now_s - self._since_s
+        self._since_s = now_s if self.live and not self._queued else None
+
+    def due_s(self) -> float | None:
+        """When its deadline comes if nothing changes; None: never."""
+        if self.stopped or self._since_s is None or self.policy.deadline_s is None:
+            return None
+        return self._since_s + self.policy.deadline_s - self._used_s
 
 
 class GroupTable(Generic[J]):
@@ -47,21 +65,29 @@ class GroupTable(Generic[J]):
         return len(self._groups)
 
     def accepted(self, key: Hashable, member: J, policy: GroupPolicy, now_s: float) -> str:
-        """A rollout of the group is live. Returns why it is to be cancelled at once, or an empty text."""
+        """A rollout of the group is live, and waits. Returns why it is to be cancelled at once, or an empty text."""
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = _Group(policy, now_s)
+            group = self._groups[key] = _Group(policy)
         self._idle.pop(key, None)
         group.live.append(member)
+        group.moved(member, now_s, queued=True)
         group.seen += 1
         return group.stopped
 
-    def ended(self, key: Hashable, member: J, *, completed: bool) -> tuple[list[J], str]:
+    def moved(self, key: Hashable, member: J, now_s: float, *, queued: bool) -> None:
+        """A live rollout of the group has left a queue, or (`queued`) come to one."""
+        group = self._groups.get(key)
+        if group is not None and member in group.live:
+            group.moved(member, now_s, queued=queued)
+
+    def ended(self, key: Hashable, member: J, now_s: float, *, completed: bool) -> tuple[list[J], str]:
         """A rollout of the group is over. Returns who is to be cancelled now, and why."""
         group = self._groups.get(key)
         if group is None or member not in group.live:
             return [], ""
         group.live.remove(member)
+        group.moved(member, now_s, queued=False)
         group.completed += completed
         needed = group.policy.min_completed
         rest: list[J] = []
@@ -82,16 +108,15 @@ class GroupTable(Generic[J]):
         """The groups whose deadline has come: who is to be cancelled, and why. Each group once."""
         stopped: list[tuple[list[J], str]] = []
         for group in self._groups.values():
-            if not group.stopped and group.deadline_s is not None and group.deadline_s <= now_s:
+            due_s = group.due_s()
+            if due_s is not None and due_s <= now_s:
                 group.stopped = f"early stop: the group's deadline_s of {group.policy.deadline_s} s has passed"
                 stopped.append((list(group.live), group.stopped))
         return stopped
 
     def next_deadline_s(self) -> float | None:
         """When the next group is due, if any will be."""
-        return min(
-            (g.deadline_s for g in self._groups.values() if g.deadline_s is not None and not g.stopped), default=None
-        )
+        return min((due_s for g in self._groups.values() if (due_s := g.due_s()) is not None), default=None)
 
     def _forget(self, key: Hashable) -> None:
         del self._groups[key], self._idle[key]

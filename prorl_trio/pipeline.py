@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from prorl_trio.errors import ErrorCode
-    from prorl_trio.models import Outcome, Stage, TerminalStatus
+    from prorl_trio.models import Outcome, Stage, Status, TerminalStatus
     from prorl_trio.observer import JobView, Observer
     from prorl_trio.rollout import Resources
     from prorl_trio.sandbox.host import HostedSandbox, SandboxHost
@@ -205,7 +205,7 @@ class Pipeline:
                 if job.cancel_reason is not None:
                     job.scope.cancel()
                 context.begin_stage(job.scope, stage.own_charge)
-                job.move(stage.name)
+                self._move(job, stage.name)
                 failure = await _work(stage, job)
             spent_s = trio.current_time() - started_s - context.uncharged_s
             job.used_s += spent_s
@@ -229,7 +229,7 @@ class Pipeline:
             return
         after = self.stages[index + 1]
         with trio.CancelScope() as job.scope:
-            job.move(after.waiting)
+            self._move(job, after.waiting)
             with job.context.waiting(f"room in the {after.name} queue"):
                 await after.queue.put(job, job.priority, job.session_id)
         await self._queued(job, after, caught=job.scope.cancelled_caught)
@@ -321,6 +321,7 @@ class Pipeline:
         self._retried += 1
         job.scope = trio.CancelScope()
         job.begin_again(record)
+        self._group_moved(job)
         self._retries.start_soon(self._queue_again, job, job.scope, backoff_s, name=f"retry {job.spec.job_id}")
 
     async def _queue_again(self, job: Job, scope: trio.CancelScope, backoff_s: float) -> None:
@@ -373,12 +374,25 @@ class Pipeline:
         self.admission.rate.ended(trio.current_time())
         job.ended(outcome)
         if job.spec.group is not None:
-            rest, why = self._groups.ended(job.group_key, job, completed=outcome.status == "completed")
+            is_success = outcome.status == "completed"
+            rest, why = self._groups.ended(job.group_key, job, trio.current_time(), completed=is_success)
             self._stop(rest, why)
+            self._groups_changed.set()
         if not self._jobs:
             self._idle.set()
 
     # ------------------------------------------------------------ groups
+
+    def _move(self, job: Job, to: Status) -> None:
+        job.move(to)
+        self._group_moved(job)
+
+    def _group_moved(self, job: Job) -> None:
+        """Its group's deadline does not count the time in queues."""
+        if job.spec.group is not None:
+            queued = job.lifecycle.status in ("queued", "ready", "ran")
+            self._groups.moved(job.group_key, job, trio.current_time(), queued=queued)
+            self._groups_changed.set()
 
     def _stop(self, jobs: list[Job], why: str) -> None:
         for job in jobs:

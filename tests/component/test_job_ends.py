@@ -375,6 +375,29 @@ async def test_a_group_ends_at_its_deadline_also_for_those_that_come_later(rig):
     assert "deadline_s" in first.error
 
 
+async def test_a_groups_deadline_does_not_count_its_time_in_queues(rig):
+    """One waits behind another session's job for longer than the deadline, and then both have it to themselves."""
+    gate = trio.Event()
+
+    async def hold(_context):
+        await gate.wait()
+
+    async with pipeline(rig):
+        rig.pipeline.resize("run", 1)
+        other = Job(rig.spec("other"), Plays(run=hold), rig.resources, rig.observer)
+        rig.pipeline.submit(other)
+        await rig.observer.wait_status("other", "run")
+        jobs = [Job(rig.spec(**in_group(n, deadline_s=0.3)), Plays(), rig.resources, rig.observer) for n in "ab"]
+        for job in jobs:
+            rig.pipeline.submit(job)
+        await rig.observer.wait_status("b", "ready")
+        await trio.sleep(0.5)
+        gate.set()
+        for job in (other, *jobs):
+            await job.finished.wait()
+    assert {rig.observer.outcomes[name].status for name in "ab"} == {"completed"}
+
+
 # ---------------------------------------------------------------- a fresh sandbox for the evaluation
 
 

@@ -128,6 +128,8 @@ EVENTS = st.lists(
         st.tuples(st.just("complete"), st.integers(0, 100)),
         st.tuples(st.just("fail"), st.integers(0, 100)),
         st.tuples(st.just("wait"), st.integers(1, 10)),
+        st.tuples(st.just("begin"), st.integers(0, 100)),
+        st.tuples(st.just("queue"), st.integers(0, 100)),
     ),
     max_size=60,
 )
@@ -142,30 +144,41 @@ POLICIES = st.builds(
 @given(EVENTS, POLICIES, st.integers(1, 3))
 def test_a_group_stops_once_for_all_and_is_forgotten_when_all_is_over(events, policy, max_idle):
     table, now_s, live, told = GroupTable(max_idle), 0.0, {}, set()
+    queued, at_work = set(), {}
     for number, (what, amount) in enumerate(events):
         if what == "accept":
             if table.accepted(f"g{amount}", number, policy, now_s):
                 told.add(number)
             live[number] = f"g{amount}"
+            queued.add(number)
         elif what == "wait":
             now_s += amount
+            for key in set(live.values()):
+                waits = any(live[member] == key for member in queued)
+                at_work[key] = at_work.get(key, 0.0) + (0 if waits else amount)
             for members, why in table.due(now_s):
                 assert why
                 assert not told & set(members), "nobody is told twice"
+                assert at_work[live[members[0]]] >= policy.deadline_s, "queues do not count"
                 assert set(members) <= set(live)
                 told |= set(members)
             assert not table.due(now_s)
             deadline_s = table.next_deadline_s()
             assert deadline_s is None or deadline_s > now_s
+        elif live and what in ("begin", "queue"):
+            member = list(live)[amount % len(live)]
+            (queued.add if what == "queue" else queued.discard)(member)
+            table.moved(live[member], member, now_s, queued=what == "queue")
         elif live:
             member = list(live)[amount % len(live)]
             key = live.pop(member)
-            rest, why = table.ended(key, member, completed=what == "complete")
+            queued.discard(member)
+            rest, why = table.ended(key, member, now_s, completed=what == "complete")
             assert bool(why) or not rest
             assert not told & set(rest)
             assert {live[other] for other in rest} <= {key}
             told |= set(rest)
-            assert table.ended(key, member, completed=True) == ([], "")
+            assert table.ended(key, member, now_s, completed=True) == ([], "")
     assert len(table) <= len(set(live.values())) + max_idle
     if policy.min_completed == 0 and policy.deadline_s is None:
         assert not told
