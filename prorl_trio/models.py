@@ -119,9 +119,10 @@ class GroupPolicy(_Model, frozen=True):
         size: rollouts of the group.
         min_completed: once so many are `completed`, the others are cancelled; 0: never. **Biased**: the fastest are
             kept, and long rollouts are rare among them, so what is trained on is not what the policy does. Without
-            that bias: leave it 0 and bound what a rollout may spend by `budgets.agent_s` and `sampling.max_output_tokens`,
-            whose end is evaluated and delivered; to save time, submit more groups than are trained on, and choose among
-            whole groups by a rule that knows nothing of their length (the order of submission, say).
+            that bias: leave it 0 and bound what a rollout may spend by `budgets.agent_s` and
+            `sampling.max_output_tokens`, whose end is evaluated and delivered; to save time, submit more groups than
+            are trained on, and choose among whole groups by a rule that knows nothing of their length (the order of
+            submission, say).
         deadline_s: when the group has been at work so long, those that are not over are cancelled; None: never. Time in
             queues does not count: the clock stands while any live rollout of the group waits for a worker. **Biased**
             as `min_completed` is, towards those that take less than that.
