@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -13,9 +14,10 @@ from prorl_trio.stall import BOUNDS_S
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
+    from prorl_trio.fates import Fates
     from prorl_trio.stall import LoopStalls
 
-__all__ = ["Gauges", "Read", "StallCollector"]
+__all__ = ["FateCollector", "Gauges", "Read", "StallCollector"]
 
 Read = Callable[[], Mapping[str, Any]]
 
@@ -67,6 +69,27 @@ class StallCollector(Collector):
         text = "How long the event loop ran tasks before it looked at the outside again."
         yield HistogramMetricFamily("prorl_loop_pass_seconds", text, buckets=buckets, sum_value=stalls.sum_s)
         yield GaugeMetricFamily("prorl_loop_pass_max_seconds", "The longest pass.", value=stalls.report().max_ms / 1e3)
+
+
+class FateCollector(Collector):
+    """`Fates` as the histograms `prorl_rollout_duration_seconds` and `prorl_rollout_tokens`, by fate."""
+
+    def __init__(self, fates: Fates) -> None:
+        self._fates = fates
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry, once a scrape."""
+        told = "of rollouts that began (admitted), and of these of such as completed (delivered) and others (dropped)."
+        for name, text, by_fate in (
+            ("prorl_rollout_duration_seconds", f"Time in RUN {told}", self._fates.run_s),
+            ("prorl_rollout_tokens", f"Tokens sampled {told}", self._fates.tokens),
+        ):
+            family = HistogramMetricFamily(name, text, labels=["fate"])
+            for fate, distribution in by_fate.items():
+                bounds = [*map(str, distribution.bounds), "+Inf"]
+                buckets = list(zip(bounds, accumulate(distribution.counts), strict=True))
+                family.add_metric([fate], buckets=buckets, sum_value=distribution.total)
+            yield family
 
 
 def _families(prefix: str, values: Mapping[str, Any], text: str, label: str) -> Iterator[Metric]:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, Summary
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from prorl_trio.gauges import Gauges, StallCollector
+from prorl_trio.gauges import FateCollector, Gauges, StallCollector
 
 if TYPE_CHECKING:
     from prometheus_client.metrics import MetricWrapperBase
 
+    from prorl_trio.fates import Fates
     from prorl_trio.gauges import Read
     from prorl_trio.models import Outcome, Status, Timing, ToolCall, Turn
     from prorl_trio.observer import JobView
@@ -122,6 +123,10 @@ class Metrics:
     def watch_loop(self, stalls: LoopStalls) -> None:
         """Show the passes of the event loop as a histogram."""
         self.registry.register(StallCollector(stalls))
+
+    def watch_fates(self, fates: Fates) -> None:
+        """Show how long rollouts were, by what became of them."""
+        self.registry.register(FateCollector(fates))
 
     def render(self) -> tuple[str, bytes]:
         """Content type and body of the text exposition. Call it in the node's loop."""

@@ -55,6 +55,7 @@ class Monitoring:
             "An LLM backend: whether it takes rollouts (up), those it has now and had ever, what its engine reports.",
             label="backend",
         )
+        metrics.watch_fates(node.fates)
         metrics.watch("backends", lambda: _without_moves(pool()), "The pool of LLM backends, and its gate for pauses.")
         metrics.watch("rollout_moves", lambda: _moves(pool()), "Rollouts moved to another backend.", label="reason")
         metrics.watch("sandbox", lambda: _part(node, "sandboxes"), "Sandboxes now, and what became of their starts.")

@@ -101,6 +101,7 @@ class Node:
         self.node_id = config.node_id or f"{socket.gethostname()}-{os.getpid()}"
         self.draining = False
         self.admission = pipeline.admission
+        self.fates = pipeline.fates
         self.tokens = resources.tokens
         self.undelivered: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Outcomes not acknowledged, of all sessions, and their bytes. Set by whoever has the sessions."""

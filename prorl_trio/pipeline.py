@@ -18,6 +18,7 @@ import trio
 from ipc.nursery import is_cancelled, only_cancelled, open_single_nursery
 from prorl_trio.admission import Admission
 from prorl_trio.errors import Draining, HandlerError, InternalError, SandboxUnavailable
+from prorl_trio.fates import Fates
 from prorl_trio.groups import GroupTable
 from prorl_trio.job import Job, JobSink
 from prorl_trio.observer import Observers
@@ -70,6 +71,7 @@ class Pipeline:
         self._retried = 0
         self._tokens_sampled = 0
         self._prefix_breaks = 0
+        self.fates = Fates()
         sizes = resources.config.stages
         self._refreshes = trio.Semaphore(sizes.max_refreshing)
         self.stages = (
@@ -185,6 +187,7 @@ class Pipeline:
             "retried": self._retried,
             "tokens_sampled": self._tokens_sampled,
             "prefix_breaks": self._prefix_breaks,
+            "fates": self.fates.statistics(),
         }
 
     def live_jobs(self) -> list[JobView]:
@@ -319,6 +322,7 @@ class Pipeline:
             return
         record, backoff_s = retry
         self._retried += 1
+        self._count(job, delivered=False)
         job.scope = trio.CancelScope()
         job.begin_again(record)
         self._group_moved(job)
@@ -367,6 +371,7 @@ class Pipeline:
         if outcome.trajectory is not None:
             self._tokens_sampled += sum(t.completion_end - t.completion_start for t in outcome.trajectory.turns)
             self._prefix_breaks += outcome.trajectory.prefix_breaks
+        self._count(job, delivered=outcome.status == "completed")
         del self._jobs[job.spec.job_id]
         self._live_of[job.session_id] -= 1
         if not self._live_of[job.session_id]:
@@ -380,6 +385,12 @@ class Pipeline:
             self._groups_changed.set()
         if not self._jobs:
             self._idle.set()
+
+    def _count(self, job: Job, *, delivered: bool) -> None:
+        """An attempt is over. One that never came to RUN has no length."""
+        if run_s := job.lifecycle.run_s(trio.current_time()):
+            tokens = sum(turn.completion_end - turn.completion_start for turn in job.context.turns)
+            self.fates.ended(run_s, tokens, delivered=delivered)
 
     # ------------------------------------------------------------ groups
 

@@ -258,7 +258,13 @@ async def test_a_failed_rollout_is_run_again_from_a_fresh_sandbox(rig):
     handler = Plays(init=raising(SandboxUnavailable("first")), run=raising(SandboxLost("second")))
     async with pipeline(rig):
         outcome = await end(rig, handler, retry=GREEDY)
-        assert rig.pipeline.statistics()["retried"] == 2
+        statistics = rig.pipeline.statistics()
+    assert statistics["retried"] == 2
+    assert {fate: row["count"] for fate, row in statistics["fates"].items()} == {
+        "admitted": 2,  # the first attempt did not come so far
+        "delivered": 1,
+        "dropped": 1,
+    }
     assert (outcome.status, outcome.attempt, outcome.reward) == ("completed", 3, 1.0)
     assert [(r.attempt, r.cause, r.error_code, r.error) for r in outcome.attempts] == [
         (1, "sandbox", "sandbox_start", "first"),
