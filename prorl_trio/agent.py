@@ -118,6 +118,8 @@ async def run_agent(
     conversation = await trio.to_thread.run_sync(resources.chat_format.open, messages, context.tools)
     async with AsyncExitStack() as stack:
         lease = await lease_backend(context, stack)
+        if (bound := resources.config.agent.staleness_bound(context.spec)) is not None:
+            lease.freshen(bound)
         budget = AgentBudget(context, resources.config.budgets.of_agent(context.spec.budgets))
         agent = _Agent(context, lease, budget, conversation, tools, style, before_turn, said=messages)
         agent.begin()
@@ -395,7 +397,7 @@ class _Agent:
         context, config = self.context, self.context.resources.config
         who = f"{context.spec.job_id}-s{self.dialogue}" if self.dialogue else context.spec.job_id
         failed = 0
-        while True:
+        while failed < len(ATTEMPTS):
             before = len(so_far)
             try:
                 with context.waiting(f"backend {self.lease.url}: completion", "inference"):
@@ -414,18 +416,20 @@ class _Agent:
             else:
                 context.activity.progress()
                 return completion
+        raise AssertionError("unreachable")
 
     def _check_staleness(self, newest: str, sampled_under: Sequence[str] = ()) -> None:
-        """Raise StaleTrajectory if tokens of version `newest` do not go with those that were sampled before."""
-        spec, config = self.context.spec, self.context.resources.config.agent
-        bound = config.max_staleness if spec.max_staleness is None else spec.max_staleness
+        """Raise StaleTrajectory if tokens of version `newest` do not go with those that were sampled before, or any of
+        them with the weights that the trainer has announced."""
+        bound = self.context.resources.config.agent.staleness_bound(self.context.spec)
         if bound is None:
             return
-        order = self.context.resources.backends.versions
-        for older in (*self.context.dialogues.policy_versions, *sampled_under):
-            updates = order.updates(older, newest)
-            if updates > bound:
-                raise StaleTrajectory(older, newest, updates, bound)
+        backends = self.context.resources.backends
+        for older in (*self.context.dialogues.policy_versions, *sampled_under, newest):
+            for newer in (newest, backends.policy_version):
+                updates = backends.versions.updates(older, newer)
+                if updates > bound:
+                    raise StaleTrajectory(older, newer, updates, bound)
 
     async def _act(self, calls: Sequence[ToolCall], observations: list[str]) -> None:
         """Carry the calls out in order, each result into `observations`; none after one that ends the episode."""

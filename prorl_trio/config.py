@@ -15,7 +15,7 @@ from prorl_trio.toml_file import read_toml
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from prorl_trio.models import Budgets
+    from prorl_trio.models import Budgets, JobSpec
 
 __all__ = [
     "AdmissionConfig",
@@ -393,16 +393,26 @@ class AgentConfig(_Config, frozen=True):
     not sampled: not its end of turn either, nor a second call. It is for policies that make up a call's result and talk
     on; one that ends its turn there saves one token. Tokens are then streamed, which costs the node some 60 us of CPU
     each, in place of 2.
-    `max_staleness`: policy updates that may lie between the first and the last sampled token of a trajectory, for jobs
-    that do not say; nothing: any number. See `models.JobSpec`.
+    `max_staleness`: policy updates that may lie between the first sampled token of a trajectory and the newest weights,
+    for jobs that do not say; nothing: any number. See `models.JobSpec`.
+    `rollouts_per_update`: rollouts of a session that its trainer takes from this node for one policy update, at least.
+    Of jobs with a bound no more begin than it will have taken before they are too stale: `(max_staleness + 1) *
+    rollouts_per_update` that run, or ended well and are not yet counted as taken, as so many are by each update. The
+    others wait in their queues, oldest first, charged to no budget; those of priority `eval` do not. A figure below
+    what an update really takes makes the trainer wait for ever. 0: no limit, and what becomes too stale fails.
     """
 
     stop_at_tool_call: bool = False
     max_staleness: Amount | None = None
+    rollouts_per_update: Amount = 0
     max_trajectory_tokens: Amount = 0
     max_nudges: Amount = 1
     tool_timeout_s: Seconds = 30.0
     max_observation_chars: Count = 8_000
+
+    def staleness_bound(self, spec: JobSpec) -> int | None:
+        """`max_staleness` of a job: its own, or the node's; None: it has none."""
+        return self.max_staleness if spec.max_staleness is None else spec.max_staleness
 
 
 class ScoringConfig(_Config, frozen=True):

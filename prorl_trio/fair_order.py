@@ -48,11 +48,24 @@ class FairOrder(Generic[T]):
 
     def pop(self) -> T:
         """Take the item that is next. Raises IndexError if there is none."""
-        if not self._classes:
+        item = self.pop_ready(lambda _: True)
+        if item is None:
             raise IndexError("nothing is queued")
-        priority = min(self._classes)
-        of = self._classes[priority]
-        session, line = min(of.lines.items(), key=lambda entry: entry[1].turn)
+        return item
+
+    def pop_ready(self, ready: Callable[[T], bool]) -> T | None:
+        """Take the next item of which `ready` says that it may go; None if there is none. Of a session and a priority
+        nobody overtakes one that may not."""
+        for priority in sorted(self._classes):
+            of = self._classes[priority]
+            able = [(line.turn, session) for session, line in of.lines.items() if ready(line.first)]
+            if able:
+                session = min(able)[1]
+                return self._take(priority, of, session)
+        return None
+
+    def _take(self, priority: int, of: _Class[T], session: str) -> T:
+        line = of.lines[session]
         key, item = line.items.popitem(last=False)
         del self._where[key]
         of.time = line.turn[0]
@@ -86,6 +99,11 @@ class _Line(Generic[T]):
     def __init__(self, turn: tuple[float, int]) -> None:
         self.items: OrderedDict[int, T] = OrderedDict()
         self.turn = turn
+
+    @property
+    def first(self) -> T:
+        """Who came first."""
+        return next(iter(self.items.values()))
 
 
 class _Class(Generic[T]):

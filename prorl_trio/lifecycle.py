@@ -59,9 +59,9 @@ class Lifecycle:
         """Seconds since the job entered its present status."""
         return now_s - self._entered_s
 
-    def run_s(self, now_s: float) -> float:
-        """Seconds in RUN so far; 0 before."""
-        return self._spent_s.get("run_s", 0.0) + (self.age_s(now_s) if self._status == "run" else 0.0)
+    def run_s(self, now_s: float) -> float | None:
+        """Seconds in RUN so far; None before."""
+        return self.age_s(now_s) if self._status == "run" else self._spent_s.get("run_s")
 
     def may_move(self, to: Status) -> bool:
         """Whether `to` may follow the present status: the next one in line, or a terminal one other than success."""

@@ -176,11 +176,15 @@ class JobSpec(_Model, frozen=True):
 
     `keep_partial`: an outcome other than `completed` carries what was recorded until then. `group` needs a `group_id`.
 
-    `max_staleness`: policy updates that may lie between the first and the last sampled token of its trajectory; None
-    takes the node's bound, if it has one. Before a completion that would exceed it, and after one that did, as the
-    weights were changed while it was sampled, the attempt ends as `failed`, with the cause `inference` and the code
-    `stale`; `retry` says whether it is run again, then with the new weights from the start. Versions that are integers
-    lie as far apart as they say; others as many updates as the node was told of between them.
+    `max_staleness`: policy updates that may lie between the first sampled token of its trajectory and the newest
+    weights, be these what the next token is sampled by or what the trainer has announced (the last resume); None takes
+    the node's bound, if it has one. It is kept where a rollout begins: the job waits in its queue, oldest first, while
+    no backend has weights that are new enough, or (`agent.rollouts_per_update`) its trainer has too many ahead of it.
+    What was not to be foreseen ends the attempt: before a completion that would exceed the bound, and after one that
+    did, it is `failed`, with the cause `inference` and the code `stale`; `retry` says whether it is run again, then
+    with the new weights from the start. A rollout that is over waits as long as it has to: updates after its last token
+    do not end it. Versions that are integers lie as far apart as they say; others as many updates as the node was told
+    of between them.
     """
 
     job_id: str

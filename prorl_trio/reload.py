@@ -32,6 +32,7 @@ LIVE: Final = (
     "monitoring",
     "backends.max_tasks_per_backend",
     "backends.request_timeout_s",
+    "backends.slice_tokens",
     "backends.lease_timeout_s",
     "backends.health",
     "backends.load",

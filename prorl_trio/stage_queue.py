@@ -21,14 +21,21 @@ class StageQueue(Generic[T]):
     past the point where it can be cancelled, so no wake-up is swallowed.
 
     `put` waits while `capacity` items are queued; `put_nowait` raises `trio.WouldBlock` instead. `remove` takes a
-    queued item out, wherever it is. `weight_of` says what share of the turns a session has, see `FairOrder`.
+    queued item out, wherever it is. `weight_of` says what share of the turns a session has, see `FairOrder`. `ready`
+    says whether an item may be taken; `recheck` that this may have changed.
     """
 
-    def __init__(self, capacity: int, weight_of: Callable[[str], float] | None = None) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        weight_of: Callable[[str], float] | None = None,
+        ready: Callable[[T], bool] = lambda _item: True,
+    ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be >= 1, got {capacity}")
         self.capacity = capacity
         self._order: FairOrder[T] = FairOrder(weight_of)
+        self._ready = ready
         self._getters = trio.lowlevel.ParkingLot()
         self._putters = trio.lowlevel.ParkingLot()
 
@@ -65,13 +72,17 @@ class StageQueue(Generic[T]):
         self.put_nowait(item, priority, session)
 
     async def get(self) -> T:
-        """Take the first item, waiting for one. Cancelled: nothing is taken."""
+        """Take the first item that is ready, waiting for one. Cancelled: nothing is taken."""
         await trio.lowlevel.checkpoint()
-        while not len(self):
+        while (item := self._order.pop_ready(self._ready)) is None:
             await self._getters.park()
-        item = self._order.pop()
         self._make_room()
         return item
+
+    def recheck(self) -> None:
+        """Items that were not ready may be so now."""
+        if len(self):
+            self._getters.unpark_all()
 
     def remove(self, item: T) -> bool:
         """Take `item` out if it is queued, and say whether it was."""

@@ -52,13 +52,14 @@ class WorkStage:
         own_charge: Charge,
         queue_capacity: int,
         weight_of: Callable[[str], float],
+        ready: Callable[[Job], bool],
         workers: int,
         work: Callable[[Job], Awaitable[None]],
     ) -> None:
         self.name: Stage = name
         self.waiting: Status = waiting
         self.own_charge: Charge = own_charge
-        self.queue: StageQueue[Job] = StageQueue(queue_capacity, weight_of)
+        self.queue: StageQueue[Job] = StageQueue(queue_capacity, weight_of, ready)
         self.work = work
         self.workers = workers
         self.busy = 0

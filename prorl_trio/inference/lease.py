@@ -167,6 +167,13 @@ class BackendLease:
         self._failed.clear()
         return completion
 
+    def freshen(self, max_staleness: int) -> None:
+        """Move to a backend whose weights are fresh enough, if this one's are not, and there is one."""
+        if self._backends.behind(self._lease.backend) > max_staleness:
+            fresh = self._backends.fresh(max_staleness)
+            if fresh:
+                self._backends.move(self._lease, "stale", min(fresh, key=lambda backend: backend.in_flight))
+
     def repin(self) -> bool:
         """Move to the least loaded other backend, after this one failed.
 

@@ -24,9 +24,9 @@ BackendState = Literal["active", "draining", "removed", "down"]
 """`active` takes tasks. `draining` takes none and stays listed. `removed` takes none and goes with its last lease.
 `down`: expected, and not registered before it passes its probe."""
 
-MoveReason = Literal["failure", "drain", "skew"]
-"""Why a task changed its backend: the old one failed it or is out of health, takes no tasks any more, or has so much
-more to do that another one is worth its prefix cache."""
+MoveReason = Literal["failure", "drain", "skew", "stale"]
+"""Why a task changed its backend: the old one failed it or is out of health, takes no tasks any more, has so much more
+to do that another one is worth its prefix cache, or has weights that are too old for it."""
 
 
 MAX_RANKS_PER_BACKEND = 8

@@ -96,6 +96,8 @@ class Backends:
             probe_timeout_s=probe_timeout_s,
         )
         self._closed = False
+        self.on_change: Callable[[bool], None] = lambda _updated: None
+        """Told when a backend came, went or changed, and (True) when a resume brought another version."""
 
     def __repr__(self) -> str:
         return f"<Backends: {len(self._engines)} with {self._pool.open_leases} leases, {len(self._line)} waiting>"
@@ -271,12 +273,11 @@ class Backends:
         worth_s = (here.wait_s or 0.0) - self._watch.load.skew_margin_s
         if worth_s <= 0 or self._pool.strategy != "least_in_flight":
             return None
-        tokens = turn.prompt_tokens
         costs = {
             backend: cost_s
             for backend, engine in self._engines.items()
             if backend is not lease.backend and backend.accepting and not backend.full
-            if (cost_s := engine.load.entry_s(tokens, here)) is not None
+            if (cost_s := engine.load.entry_s(turn.prompt_tokens, here)) is not None
         }
         best = min(costs, key=costs.__getitem__, default=None)
         return best if best is not None and worth_s > self._watch.load.skew_ratio * costs[best] else None
@@ -287,6 +288,19 @@ class Backends:
     def versions(self) -> VersionOrder:
         """The versions that resumes announced or engines came with, in their order."""
         return self._updates.versions
+
+    @property
+    def policy_version(self) -> str:
+        """What the trainer has, as the last resume said."""
+        return self._updates.policy_version
+
+    def behind(self, backend: Backend) -> int:
+        """Policy updates that its weights lie behind what the trainer has."""
+        return self.versions.updates(self._engines[backend].info.policy_version, self.policy_version)
+
+    def fresh(self, max_staleness: int) -> list[Backend]:
+        """Those that take tasks with weights no more than so many updates behind what the trainer has."""
+        return [backend for backend in self._engines if backend.accepting and self.behind(backend) <= max_staleness]
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> GateReport:
         """Let no completion begin until `resume`; return when those in flight are dealt with as `mode` says.
@@ -310,7 +324,9 @@ class Backends:
         Raises:
             BackendsBusy: another pause or resume is under way.
         """
+        before = self.policy_version
         report = await self._updates.resume(policy_version)
+        self.on_change(self.policy_version != before)
         for backend, engine in self._engines.items():
             if engine.paused:
                 engine.breaker.trip()
@@ -433,8 +449,7 @@ class Backends:
     def _registered(self, url: str) -> str:
         url = url.rstrip("/")
         if self._pool.get(url) is None:
-            there = ", ".join(self.urls()) or "none"
-            raise BackendError(f"{url}: no such backend; registered: {there}", retryable=False)
+            raise BackendError(f"{url}: no such backend; there are: {', '.join(self.urls()) or 'none'}", retryable=False)
         return url
 
     async def _acquire(
@@ -473,6 +488,7 @@ class Backends:
         """A backend came, went, or changed its state: there may be room, and those who still wait see why."""
         self._serve()
         self._line.tell_news()
+        self.on_change(False)
 
     async def _close_unused(self) -> None:
         unused = [backend for backend in self._engines if backend.state == "removed" and not backend.in_flight]

@@ -14,6 +14,7 @@ from prorl_trio.handlers.base import Evaluation
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.models import ChatMessage, JobSpec, RetryPolicy, TaskInstance
 from prorl_trio.pipeline import Job
+from prorl_trio.testing.fake_engine import open_fake_engine
 from prorl_trio.tools import FinishTool, Observation, Tool, ToolSet
 
 pytestmark = pytest.mark.timeout(30)
@@ -144,6 +145,74 @@ async def test_weights_that_change_in_the_middle_of_a_completion_count(rig, mode
     assert len(recorded) == turns
     if turns:
         assert outcome.trajectory.policy_versions == ["0", "1"]
+
+
+async def test_a_job_waits_where_every_backend_has_weights_that_are_too_old(rig):
+    """It is not begun, and so not ended: it runs as soon as there are newer ones."""
+    rig.says = [FINISH]
+    with trio.fail_after(20):
+        async with rig.open_pipeline():
+            backends = rig.resources.backends
+            await backends.resume("5")
+            (engine,) = backends._engines.values()
+            engine.info = msgspec.structs.replace(engine.info, policy_version="3", label="3")
+            rig.pipeline.submit(Job(rig.spec("first", max_staleness=1), Updated(), rig.resources, rig.observer))
+            rig.pipeline.submit(Job(rig.spec("second", max_staleness=2), Updated(), rig.resources, rig.observer))
+            await trio.testing.wait_all_tasks_blocked()
+            assert rig.observer.statuses == [("first", "queued"), ("second", "queued")], "the oldest first"
+            await backends.resume("6")
+            await rig.pipeline.wait_idle()
+    outcomes = rig.observer.outcomes
+    assert {job_id: outcome.status for job_id, outcome in outcomes.items()} == dict.fromkeys(
+        ("first", "second"), "completed"
+    )
+    assert outcomes["first"].trajectory.policy_versions == ["6"]
+
+
+async def test_no_more_begin_than_the_trainer_takes_in_time(rig):
+    """With a bound of 1 and two rollouts for an update, four may begin before the first update."""
+    rig.config = msgspec.structs.replace(rig.config, agent=AgentConfig(max_staleness=1, rollouts_per_update=2))
+    rig.says = [FINISH] * 9
+    with trio.fail_after(20):
+        async with rig.open_pipeline():
+            jobs = [Job(rig.spec(f"j{n}"), Updated(), rig.resources, rig.observer) for n in range(7)]
+            for job in jobs:
+                rig.pipeline.submit(job)
+            scored = Job(rig.spec("scored", priority="eval"), Updated(), rig.resources, rig.observer)
+            rig.pipeline.submit(scored)
+            for job in (scored, *jobs[:4]):
+                await job.finished.wait()
+            await trio.testing.wait_all_tasks_blocked()
+            assert set(rig.observer.outcomes) == {"scored", "j0", "j1", "j2", "j3"}
+            await rig.resources.backends.resume("1")
+            for job in jobs[4:6]:
+                await job.finished.wait()
+            await trio.testing.wait_all_tasks_blocked()
+            assert not jobs[6].finished.is_set()
+            await rig.resources.backends.resume("1")
+            await trio.testing.wait_all_tasks_blocked()
+            assert not jobs[6].finished.is_set(), "it is the same version"
+            await rig.resources.backends.resume("2")
+            await rig.pipeline.wait_idle()
+    assert {outcome.status for outcome in rig.observer.outcomes.values()} == {"completed"}
+
+
+async def test_a_job_goes_to_the_backend_with_weights_that_are_new_enough(rig):
+    rig.says = [FINISH] * 4
+    with trio.fail_after(20):
+        async with rig.open_pipeline(), open_fake_engine(config=rig.engine.config, script=rig.script) as other:
+            backends = rig.resources.backends
+            await backends.add(other.url, weight=100)
+            await backends.resume("5")
+            for backend, engine in backends._engines.items():
+                if backend.url == other.url:
+                    engine.info = msgspec.structs.replace(engine.info, policy_version="3", label="3")
+            other.requests.clear()
+            rig.pipeline.submit(Job(rig.spec(max_staleness=1), Updated(), rig.resources, rig.observer))
+            await rig.pipeline.wait_idle()
+            assert backends.statistics()["moves"] == {"stale": 1}
+            assert not other.requests
+    assert rig.observer.outcomes["job"].trajectory.policy_versions == ["5"]
 
 
 def test_a_bound_is_not_negative():

@@ -1,0 +1,44 @@
+"""How many rollouts may begin so that none of them is too stale when its trainer takes it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+__all__ = ["BeginLimit"]
+
+
+class BeginLimit:
+    """Counts, for each session, what its trainer has ahead of a rollout that begins now.
+
+    A trainer that takes `B` rollouts for each policy update, oldest first, comes to one with `n` ahead of it after
+    `n // B` updates. So with a bound of `S` updates one more may begin where fewer than `(S + 1) * B` are ahead: those
+    that run, and those that ended well and were not taken, of which each update takes `B`. What is dropped never
+    counts.
+    """
+
+    def __init__(self) -> None:
+        self._running: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<BeginLimit {self._running.total()} running, {self._waiting.total()} to be taken>"
+
+    def may_begin(self, session: str, max_staleness: int, per_update: int) -> bool:
+        """Whether one more may; `per_update` is `B`, 0 for no limit."""
+        ahead = self._running[session] + self._waiting[session]
+        return not per_update or ahead < (max_staleness + 1) * per_update
+
+    def begun(self, session: str) -> None:
+        """A rollout runs."""
+        self._running[session] += 1
+
+    def ended(self, session: str, *, delivered: bool) -> None:
+        """One that ran is over; `delivered`: its trainer will take it."""
+        self._running[session] -= 1
+        self._waiting[session] += delivered
+
+    def updated(self, per_update: int) -> None:
+        """The policy was updated: each trainer has taken what it needed for it."""
+        left = {session: n - per_update for session, n in self._waiting.items() if n > per_update}
+        self._waiting = Counter(left if per_update else {})
+        self._running = +self._running
