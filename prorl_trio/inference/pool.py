@@ -96,8 +96,7 @@ class Backends:
             probe_timeout_s=probe_timeout_s,
         )
         self._closed = False
-        self.on_change: Callable[[bool], None] = lambda _updated: None
-        """Told when a backend came, went or changed, and (True) when a resume brought another version."""
+        self.on_change: Callable[[bool], None] = lambda _updated: None  # a resume brought another version, or not
 
     def __repr__(self) -> str:
         return f"<Backends: {len(self._engines)} with {self._pool.open_leases} leases, {len(self._line)} waiting>"
@@ -449,7 +448,8 @@ class Backends:
     def _registered(self, url: str) -> str:
         url = url.rstrip("/")
         if self._pool.get(url) is None:
-            raise BackendError(f"{url}: no such backend; there are: {', '.join(self.urls()) or 'none'}", retryable=False)
+            there = ", ".join(self.urls()) or "none"
+            raise BackendError(f"{url}: no such backend; registered: {there}", retryable=False)
         return url
 
     async def _acquire(
