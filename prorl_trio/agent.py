@@ -391,14 +391,14 @@ class _Agent:
         )
 
     async def _sample(self, turn: int, so_far: PartialCompletion) -> Completion:
-        """One completion; when its backend fails for good, another one goes on, and so on, each but once. One that
-        failed in the middle of an answer may go on itself where there is no other. Nothing received is sampled again.
-        """
+        """One completion; when its backend fails for good, another one goes on, and so on, each but once. Where there
+        is no other, one may go on itself that failed in the middle of an answer, or was too slow for one in one piece.
+        Nothing received is sampled again."""
         context, config = self.context, self.context.resources.config
         who = f"{context.spec.job_id}-s{self.dialogue}" if self.dialogue else context.spec.job_id
         failed = 0
         while failed < len(ATTEMPTS):
-            before = len(so_far)
+            before = len(so_far), so_far.stream
             try:
                 with context.waiting(f"backend {self.lease.url}: completion", "inference"):
                     completion = await self.lease.complete(
@@ -409,7 +409,7 @@ class _Agent:
                         produced=self.budget.produced,
                     )
             except BackendError as exc:
-                went_on = len(so_far) > before
+                went_on = (len(so_far), so_far.stream) > before  # it has more tokens, or will have them streamed now
                 failed = 0 if went_on else failed + 1
                 if failed == len(ATTEMPTS) or not exc.retryable or not (self.lease.repin() or went_on):
                     raise

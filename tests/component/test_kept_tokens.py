@@ -162,6 +162,29 @@ async def test_a_stream_that_drops_something_is_refused_as_before():
             await complete(backends)
 
 
+async def test_a_rollout_outlives_a_time_out_of_its_only_engine(rig):
+    """Which was quick before, so the completion came in one piece."""
+    rig.says = [r"It is surely \boxed{42}."] * 3
+    rig.config = msgspec.structs.replace(rig.config, backends=BackendConfig(request_timeout_s=0.5))
+    async with rig.open():
+        context = RolloutContext(spec=rig.spec(), resources=rig.resources)
+        async with rig.provider.open_sandbox(SandboxSpec()) as context.sandbox:
+            (engine,) = rig.resources.backends._engines.values()
+            engine.pace.measured(100, 0.001, trio.current_time())
+            rig.engine.config = msgspec.structs.replace(rig.engine.config, first_token_s=3600.0)
+
+            def quick_again(prompt):
+                rig.engine.config = msgspec.structs.replace(rig.engine.config, first_token_s=0.0)
+                return rig.script(prompt)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(MathHandler().run, context)
+                await rig.engine.wait_until(lambda stats: stats.running == 1)
+                rig.engine._script = quick_again
+        assert [request.stream for request in rig.engine.requests][-2:] == [False, True]
+    assert context.stop_reason == "finished"
+
+
 async def test_a_rollout_goes_on_where_its_only_engine_broke_off(rig):
     rig.says = [r"It is surely \boxed{42}."] * 3
     async with rig.open():
