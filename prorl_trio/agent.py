@@ -216,8 +216,8 @@ class _Agent:
     @property
     def limit(self) -> int:
         """Tokens that the dialogue may have, and with it each segment of the trajectory."""
-        longest = self.lease.info.max_model_len
-        return min(self.context.resources.config.agent.max_trajectory_tokens or longest, longest)
+        context = self.context
+        return context.resources.max_trajectory_tokens(context.spec, self.lease.info.max_model_len)
 
     @property
     def room(self) -> int:

@@ -176,6 +176,9 @@ class JobSpec(_Model, frozen=True):
 
     `keep_partial`: an outcome other than `completed` carries what was recorded until then. `group` needs a `group_id`.
 
+    `max_trajectory_tokens`: of each segment of its trajectory, prompt included; None, or more than the node's limit or
+    the engine's context, takes that.
+
     `max_staleness`: policy updates that may lie between the first sampled token of its trajectory and the newest
     weights, be these what the next token is sampled by or what the trainer has announced (the last resume); None takes
     the node's bound, if it has one. It is kept where a rollout begins: the job waits in its queue, oldest first, while
@@ -199,8 +202,11 @@ class JobSpec(_Model, frozen=True):
     group: GroupPolicy | None = None
     retry: RetryPolicy = RetryPolicy()
     max_staleness: int | None = None
+    max_trajectory_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.max_trajectory_tokens is not None and self.max_trajectory_tokens < 1:
+            raise ValueError(f"max_trajectory_tokens must be >= 1, got {self.max_trajectory_tokens}")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise ValueError(f"max_staleness must be >= 0, got {self.max_staleness}")
         if not 1 <= len(self.job_id) <= 200:

@@ -24,8 +24,8 @@ from prorl_trio.job import Job, JobSink
 from prorl_trio.observer import Observers
 from prorl_trio.outcomes import check_evaluation, completed, finalise, not_completed, raise_bugs, retry_after
 from prorl_trio.stages import WorkStage
-from prorl_trio.supervision import service_task
 from prorl_trio.staleness import BeginLimit
+from prorl_trio.supervision import service_task
 from prorl_trio.watchdog import watch_jobs
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ class Pipeline:
     async def _reserve_tokens(self, job: Job) -> RolloutTokens:
         """Room for the longest trajectory the job can have: a full arena holds up new jobs, not running ones."""
         resources = job.resources
-        tokens, at_most_s = resources.max_trajectory_tokens(), resources.config.arena.room_timeout_s
+        tokens, at_most_s = resources.max_trajectory_tokens(job.spec), resources.config.arena.room_timeout_s
         with job.context.standing_in_line("arena room", "handler", at_most_s=at_most_s):
             return await resources.tokens.reserve(tokens, timeout_s=at_most_s)
 

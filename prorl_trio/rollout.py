@@ -48,10 +48,13 @@ class Resources:
     scorers: ScorerPool
     tokens: TokenMemory = field(default_factory=TokenMemory)
 
-    def max_trajectory_tokens(self) -> int:
-        """The longest context a rollout that starts now may have: the node's limit, or the largest of its backends."""
-        if limit := self.config.agent.max_trajectory_tokens:
-            return limit
+    def max_trajectory_tokens(self, spec: JobSpec, longest: int | None = None) -> int:
+        """The longest context a rollout may have: its own limit, the node's, or `longest`, that of its engine. While it
+        has none, where there is no limit either, the longest of all engines."""
+        limits = list(filter(None, (spec.max_trajectory_tokens, self.config.agent.max_trajectory_tokens, longest)))
+        return min(limits) if limits else self._longest_context()
+
+    def _longest_context(self) -> int:
         return max((info.max_model_len for info in self.backends.list()), default=UNKNOWN_CONTEXT_TOKENS)
 
 

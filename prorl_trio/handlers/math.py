@@ -43,20 +43,25 @@ _FENCE = re.compile(r"```(?:python|py|ipython)\s*\n(.*?)```", re.DOTALL)
 class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`TaskInstance.payload` of a mathematical problem.
 
-    `answer` is the gold answer alone (`18`, `\\frac{1}{2}`), not a worked solution. `system_prompt` and `instruction`
-    (what follows the question in the user's message) replace ours.
+    `answer` is the gold answer alone (`18`, `\\frac{1}{2}`), not a worked solution, or a list of such that are all
+    right. `system_prompt` and `instruction` (what follows the question in the user's message) replace ours.
     """
 
     question: str
-    answer: str
+    answer: str | list[str]
     system_prompt: str = SYSTEM_PROMPT
     instruction: str = INSTRUCTION
 
     def __post_init__(self) -> None:
         if not self.question.strip():
             raise ValueError("question is empty")
-        if not self.answer.strip():
+        if not self.golds or not all(map(str.strip, self.golds)):
             raise ValueError("answer is empty")
+
+    @property
+    def golds(self) -> list[str]:
+        """Every answer that is right."""
+        return [self.answer] if isinstance(self.answer, str) else self.answer
 
 
 class MathHandler(AgentHandler):
@@ -106,24 +111,33 @@ class MathHandler(AgentHandler):
         await run_agent(context, messages, tools, _MathStyle())
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        """1.0 if the final answer equals the gold one, else 0.0; no answer is 0.0, and one that the scorer fails at."""
+        """1.0 if the final answer equals a gold one, else 0.0; no answer is 0.0, and one that the scorer fails at."""
         payload = _payload(context.spec.instance.payload)
         if context.answer is None:
             return Evaluation(reward=0.0, details={"answer": None, "gold": payload.answer})
-        try:
-            verdict = await context.resources.scorers.score(
-                SCORER,
-                {"answer": context.answer, "gold": payload.answer},
-                timeout_s=context.resources.config.agent.tool_timeout_s,
-                harmless={"answer": payload.answer, "gold": payload.answer},
-            )
-        except HostileAnswer as exc:
-            context.log_evaluation(f"{exc}\n")
-            verdict = {"equal": False, "scorer": str(exc)}
+        verdict: dict[str, Any] = {}
+        for gold in payload.golds:
+            verdict = await _compare(context, context.answer, gold)
+            if verdict["equal"]:
+                break
         return Evaluation(
             reward=1.0 if verdict["equal"] else 0.0,
             details={"answer": context.answer, "gold": payload.answer, **verdict},
         )
+
+
+async def _compare(context: RolloutContext, answer: str, gold: str) -> dict[str, Any]:
+    """What the scorer says of an answer beside one gold one."""
+    try:
+        return await context.resources.scorers.score(
+            SCORER,
+            {"answer": answer, "gold": gold},
+            timeout_s=context.resources.config.agent.tool_timeout_s,
+            harmless={"answer": gold, "gold": gold},
+        )
+    except HostileAnswer as exc:
+        context.log_evaluation(f"{exc}\n")
+        return {"equal": False, "scorer": str(exc)}
 
 
 class _MathStyle:

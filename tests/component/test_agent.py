@@ -145,6 +145,15 @@ async def test_the_context_budget_ends_the_loop_before_the_engine_would_refuse(r
     assert len(context.conversation) <= 1800
 
 
+async def test_a_job_may_have_a_shorter_context_than_its_engine(rig):
+    async with rig.open():
+        context = await rollout(rig, *[call("1")] * 9, max_turns=9, max_trajectory_tokens=1500)
+        longer = await rollout(rig, *[call("1")] * 4, max_turns=4, max_trajectory_tokens=10**6)
+    assert context.stop_reason == "context_budget"
+    assert all(len(segment) <= 1500 for segment in context.trajectory().segments)
+    assert longer.stop_reason == "max_turns"
+
+
 async def test_a_turn_has_its_own_limit_and_stop_ids_beside_the_familys(rig):
     stop = rig.tiny.turn("!")[0]
     async with rig.open():

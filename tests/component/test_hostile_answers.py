@@ -87,3 +87,10 @@ async def test_a_gold_answer_that_cannot_be_read_is_the_tasks_fault():
         with pytest.raises(EvaluationError) as caught:
             await MathHandler().eval(context(pool, "42", gold="$"))
     assert caught.value.cause == "evaluator"
+
+
+async def test_any_of_several_gold_answers_is_right():
+    async with open_scorer_pool(1, ScoringConfig(cpu_s=20)) as pool:
+        for answer, reward in (("18", 1.0), ("3", 1.0), ("18, 3", 0.0), ("7", 0.0)):
+            evaluation = await MathHandler().eval(context(pool, answer, gold=["18", "3"]))
+            assert evaluation.reward == reward, answer

@@ -13,6 +13,8 @@ import trio
 from prorl_trio.chat import ChatFormat
 from prorl_trio.errors import ConfigError
 from prorl_trio.models import ChatMessage, Segment, ToolCall, Trajectory, Turn
+from prorl_trio.service.prorl_compat.request import ProcessRequest
+from prorl_trio.service.prorl_compat.request import make_spec as make_spec_of
 from prorl_trio.service.prorl_compat.result import Asked, make_result
 from prorl_trio.testing.fake_node import make_outcome, make_spec
 from prorl_trio.testing.fake_rest import TOKEN, open_rest
@@ -233,6 +235,15 @@ async def test_math_instance_becomes_question_and_answer(node, prompt):
         with trio.move_on_after(0.2):
             await rest.call("POST", "/process", sent)
         assert (taken[0].instance.handler, taken[0].instance.payload) == ("math", {"question": "6*7?", "answer": "42"})
+
+
+@pytest.mark.parametrize(("gold", "answer"), [(18, "18"), (["18", 19], ["18", "19"]), (1.5, "1.5")])
+async def test_gold_answers_stay_what_they_are_and_limits_become_the_jobs(node, gold, answer):
+    sent = request(data_source="mathy", reward_model={"ground_truth": gold})
+    sent["sampling_params"] |= {"max_iterations": 35, "max_model_len": 4096, "max_output_tokens": 99}
+    spec = make_spec_of(msgspec.convert(sent, ProcessRequest), SOURCES)
+    assert spec.instance.payload["answer"] == answer
+    assert (spec.max_turns, spec.max_trajectory_tokens, spec.sampling.max_output_tokens) == (35, 4096, 99)
 
 
 async def test_a_question_that_only_looks_like_messages_is_one(node):

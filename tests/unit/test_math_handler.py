@@ -56,6 +56,8 @@ def test_an_unreadable_gold_answer_is_the_tasks_fault():
         ({"question": "1+1?"}, "$.instance.payload"),
         ({"question": "1+1?", "answer": 2}, "$.instance.payload.answer"),
         ({"question": " ", "answer": "2"}, "$.instance.payload"),
+        ({"question": "1+1?", "answer": []}, "$.instance.payload"),
+        ({"question": "1+1?", "answer": ["2", " "]}, "$.instance.payload"),
         ({"question": "1+1?", "answer": "2", "anwser": "2"}, "$.instance.payload"),
     ],
 )

@@ -83,6 +83,7 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     max_output_tokens: int | None = None
     max_iterations: int | None = None
+    max_model_len: int | None = None
 
 
 class _Form(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +109,8 @@ def make_spec(request: ProcessRequest, data_sources: Mapping[str, str]) -> JobSp
         )
     sampling = _read(request.sampling_params, _Sampling, "$.sampling_params")
     asked = {name: value for name, value in msgspec.structs.asdict(sampling).items() if value is not None}
-    turns = {"max_turns": asked.pop("max_iterations")} if "max_iterations" in asked else {}
+    own = {"max_iterations": "max_turns", "max_model_len": "max_trajectory_tokens"}
+    of_job = {field: asked.pop(name) for name, field in own.items() if name in asked}
     instance_id = str(instance.instance_id)
     try:
         return JobSpec(
@@ -118,7 +120,7 @@ def make_spec(request: ProcessRequest, data_sources: Mapping[str, str]) -> JobSp
             ),
             group_id=instance_id,
             sampling=SamplingParams(**asked),
-            **turns,
+            **of_job,
         )
     except ValueError as exc:
         raise MalformedJob(str(exc), "$") from None
@@ -162,9 +164,10 @@ def _payload(handler: str, instance: dict[str, Any]) -> dict[str, Any]:
 
 def _question_and_answer(instance: dict[str, Any]) -> dict[str, Any]:
     read = _read(instance, _Question, "$.instance")
-    if read.reward_model.ground_truth is None:
+    gold = read.reward_model.ground_truth
+    if gold is None or gold == []:
         raise MalformedJob("the instance has no gold answer", "$.instance.reward_model.ground_truth")
-    return {"question": question_of(instance), "answer": str(read.reward_model.ground_truth)}
+    return {"question": question_of(instance), "answer": list(map(str, gold)) if isinstance(gold, list) else str(gold)}
 
 
 def _as_it_is(instance: dict[str, Any]) -> dict[str, Any]:
