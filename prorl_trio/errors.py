@@ -151,6 +151,12 @@ class ProtocolError(ServiceError):
     code = "protocol"
 
 
+class Undelivered(ServiceError):
+    """The outcome is another session's, whose trainer has not taken it: it is not ours to drop."""
+
+    code = "undelivered"
+
+
 class BackendsBusy(ServiceError):
     """A pause or a resume of the backends is under way; one at a time."""
 

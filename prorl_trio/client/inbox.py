@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from prorl_trio.errors import ProtocolError
-
 if TYPE_CHECKING:
     from ipc.session import OutcomeFrame, OutcomeRefFrame
 
@@ -18,12 +16,14 @@ class Inbox:
 
     Attributes:
         received: the cursor that arrived last: a new connection resumes after it.
+        left_out: how many cursors between those that arrived will not come.
         settled: everything up to this cursor has been taken care of: the node may forget it.
     """
 
     def __init__(self, resume_after: int = 0) -> None:
         self.received = resume_after
         self.settled = resume_after
+        self.left_out = 0
         self._begun = False
         self._frames: deque[OutcomeFrame | OutcomeRefFrame] = deque()
 
@@ -33,15 +33,13 @@ class Inbox:
     def put(self, frame: OutcomeFrame | OutcomeRefFrame) -> bool:
         """Add what arrived. False: it had arrived before.
 
-        The first one may have any cursor: those before it were acknowledged by an earlier client of the session.
-
-        Raises:
-            ProtocolError: one before it is missing.
+        A cursor that is left out is that of an outcome which somebody else took, or which the node was told to give up.
+        What is left out before the first one was acknowledged by an earlier client of the session, and is not counted.
         """
         if frame.cursor <= self.received:
             return False
-        if self._begun and frame.cursor != self.received + 1:
-            raise ProtocolError(f"outcome {self.received + 1} is missing: the node sent {frame.cursor}")
+        if self._begun:
+            self.left_out += frame.cursor - self.received - 1
         self._begun = True
         self.received = frame.cursor
         self._frames.append(frame)

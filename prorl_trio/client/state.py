@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from ipc.websocket import WebSocketLink
 
 __all__ = ["EVENTS_KEPT", "ClientState", "refusal"]
+
+logger = logging.getLogger(__name__)
 
 LIST_REQUEST: Final = 0
 """The request id of `ListJobs`; those of calls are above."""
@@ -140,7 +143,16 @@ class ClientState:
             self._ask_for_list()  # whose outcomes were left out will not come
         match frame:
             case OutcomeFrame() | OutcomeRefFrame():
+                left_out = self.inbox.left_out
                 if self.inbox.put(frame):
+                    if self.inbox.left_out > left_out:
+                        logger.warning(
+                            "session %s: %d outcomes before cursor %d will not come: somebody else took them, or had "
+                            "the node give them up",
+                            self.session_id,
+                            self.inbox.left_out - left_out,
+                            frame.cursor,
+                        )
                     self._awaited.discard(frame.job_id)
                     self.requests.infer_accepted(frame.job_id)
                     self._notify()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
@@ -48,6 +49,9 @@ class Feed:
         """Whether it would. Set with it."""
         self._max_outcomes = max_unacked_outcomes
         self._max_bytes = max_unacked_bytes
+        self._in_flight = deque((cursor, log.outcome_bytes(cursor)) for cursor in log.cursors() if cursor <= self._sent)
+        """Cursors and sizes of what the trainer has, or will have, and has not acknowledged as far as we know."""
+        self._in_flight_bytes = sum(size_bytes for _, size_bytes in self._in_flight)
         self._ahead: dict[int, bytes] = {}
         self._ahead_bytes = 0
         self._wanted = trio.Event()
@@ -77,11 +81,9 @@ class Feed:
         cursor = self._sent + 1
         if cursor > log.last:
             return None
-        in_flight = self._sent - log.acked
-        if in_flight:
-            in_flight_bytes = log.end_bytes(cursor) - log.acked_bytes
-            if in_flight >= self._max_outcomes or in_flight_bytes > self._max_bytes:
-                return None
+        size_bytes = log.outcome_bytes(cursor)
+        if not self._has_window(size_bytes):
+            return None
         job_id = log.job_id(cursor)
         frame = self.by_reference(job_id, cursor)
         if frame is None:
@@ -93,6 +95,8 @@ class Feed:
                 return None
             frame = _encode(OutcomeFrame(cursor=cursor, job_id=job_id, outcome=msgspec.Raw(outcome)))
         self._pass(cursor)
+        self._in_flight.append((cursor, size_bytes))
+        self._in_flight_bytes += size_bytes
         log.sent_up_to(cursor)
         return frame
 
@@ -113,6 +117,15 @@ class Feed:
                 self._ahead[cursor] = outcome
                 self._ahead_bytes += len(outcome)
             wake()
+
+    def _has_window(self, size_bytes: int) -> bool:
+        """Nothing is in flight, or one more outcome of that size is within the limits. What was passed over counts for
+        nothing: nobody will acknowledge it."""
+        while self._in_flight and self._in_flight[0][0] <= self._log.acked:
+            self._in_flight_bytes -= self._in_flight.popleft()[1]
+        if not self._in_flight:
+            return True
+        return len(self._in_flight) < self._max_outcomes and self._in_flight_bytes + size_bytes <= self._max_bytes
 
     def _next_to_read(self) -> int | None:
         log = self._log

@@ -25,8 +25,6 @@ class _Entry(NamedTuple):
     job_id: str
     attempt: int
     size_bytes: int
-    end_bytes: int
-    """Where it ends in the session's stream of outcomes."""
 
 
 class Held(NamedTuple):
@@ -52,11 +50,9 @@ class OutcomeLog:
     def __init__(self, start: int = 0, hot: HotOutcomes | None = None) -> None:
         self.acked = start
         self.last = start
-        self.acked_bytes = 0
         self._given = start
         """Cursors up to here are reserved; those up to `last` are offered, all of them."""
         self._ready: set[int] = set()
-        self._last_bytes = 0
         self._size_bytes = 0
         self._entries: dict[int, _Entry] = {}
         self._cursors: dict[str, int] = {}
@@ -117,7 +113,7 @@ class OutcomeLog:
         """Nothing will be sent at a reserved cursor."""
         entry = self._entries[cursor]
         self._size_bytes -= entry.size_bytes
-        self._entries[cursor] = _Entry("", 0, 0, entry.end_bytes)
+        self._entries[cursor] = _Entry("", 0, 0)
         self._discard(cursor)
 
     def skip_to(self, cursor: int) -> None:
@@ -188,10 +184,6 @@ class OutcomeLog:
         """The size of the outcome at `acked < cursor <= last`."""
         return self._entries[cursor].size_bytes
 
-    def end_bytes(self, cursor: int) -> int:
-        """Where outcome `cursor` ends in the session's stream of outcomes; `acked <= cursor <= last`."""
-        return self._entries[cursor].end_bytes if cursor > self.acked else self.acked_bytes
-
     def sent_up_to(self, cursor: int) -> None:
         """A trainer is connected, and was sent everything up to `cursor`."""
         if self._hot is not None:
@@ -206,16 +198,15 @@ class OutcomeLog:
         """Forget everything: the session is gone."""
         self._kept.clear()
         self._cursors.clear()
-        self._entries = {cursor: _Entry("", 0, 0, entry.end_bytes) for cursor, entry in self._entries.items()}
+        self._entries = dict.fromkeys(self._entries, _Entry("", 0, 0))
         self._size_bytes = 0
         if self._hot is not None:
             self._hot.close()
 
     def _enter(self, job_id: str, attempt: int, size_bytes: int) -> None:
         self._given += 1
-        self._last_bytes += size_bytes
         self._size_bytes += size_bytes
-        self._entries[self._given] = _Entry(job_id, attempt, size_bytes, self._last_bytes)
+        self._entries[self._given] = _Entry(job_id, attempt, size_bytes)
 
     def _discard(self, cursor: int) -> None:
         self._kept.pop(cursor, None)
@@ -228,6 +219,4 @@ class OutcomeLog:
 
     def _drop_first(self) -> _Entry:
         self.acked += 1
-        entry = self._entries.pop(self.acked)
-        self.acked_bytes = entry.end_bytes
-        return entry
+        return self._entries.pop(self.acked)

@@ -117,8 +117,8 @@ class _Methods(ctypes.Structure):
             (name, c_void_p)
             for name in (
                 "xClose", "xRead", "xWrite", "xTruncate", "xSync", "xFileSize", "xLock", "xUnlock",
-                "xCheckReservedLock", "xFileControl", "xSectorSize", "xDeviceCharacteristics", "xShmMap", "xShmLock", "xShmBarrier",
-                "xShmUnmap", "xFetch", "xUnfetch",
+                "xCheckReservedLock", "xFileControl", "xSectorSize", "xDeviceCharacteristics", "xShmMap",
+                "xShmLock", "xShmBarrier", "xShmUnmap", "xFetch", "xUnfetch",
             )
         ),
     ]  # fmt: skip

@@ -52,12 +52,13 @@ class _File:
 
 
 class Wreck:
-    """A folder as the steps so far have left it."""
+    """A folder as the steps so far have left it. What is in it already is on the disk."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._entries: dict[str, _File] = {}
-        self._durable_entries: dict[str, _File] = {}
+        files = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+        self._entries = {str(path): _File(bytearray(path.read_bytes())) for path in files}
+        self._durable_entries = dict(self._entries)
         self._unsynced_folders: set[Path] = set()
 
     def take(self, step: Step) -> None:

@@ -209,6 +209,42 @@ async def test_delete_cancels_then_forgets_then_knows_nothing(node):
         assert (await rest.call("POST", "/v1/rollouts", body("j", max_turns=5))).status == 202
 
 
+async def test_delete_drops_no_outcome_that_another_sessions_trainer_has_not_taken(node):
+    async with open_rest(node) as rest:
+        trainers, _ = rest.sessions.open("a trainer's", 0)
+        for name in ("a", "b", "c"):
+            trainers.submit(make_spec(name), node)
+            node.finish(name)
+        answer = await rest.call("DELETE", "/v1/rollouts/b")
+        assert error(answer)[:2] == (409, "undelivered")
+        assert 'session "a trainer\'s"' in answer.json()["error"]["message"]
+        listener = Listener()
+        feed = trainers.attach(listener, 0, 1)
+        by_name = {"headers": {"X-Session-Id": "a trainer's"}}
+        assert error(await rest.call("DELETE", "/v1/rollouts/b", **by_name))[:2] == (409, "undelivered")
+        assert feed.next_frame() is not None
+        trainers.detach(listener)
+        assert (await rest.call("DELETE", "/v1/rollouts/b", **by_name)).json()["forgotten"] is True
+        feed = trainers.attach(listener, 1, 1)
+        trainers.ack(1)
+        assert msgspec.msgpack.decode(feed.next_frame())["cursor"] == 3
+
+
+class Listener:
+    """A connection that nobody looks at."""
+
+    reader_id = ""
+
+    def wake(self):
+        pass
+
+    def event(self, event):
+        pass
+
+    def replaced(self):
+        raise AssertionError
+
+
 async def test_job_id_with_anything_in_it(node):
     async with open_rest(node) as rest:
         await rest.call("POST", "/v1/rollouts", body("a/b c?ü"))

@@ -46,7 +46,6 @@ DATES_FOR_PEOPLE = {
     "prorl_trio/telemetry.py": "spans carry the time of day",
     "prorl_trio/chat_jinja.py": "templates may print the date",
     "prorl_trio/chat_template.py": "the same; a dialogue keeps the one at which it began",
-    "prorl_trio/ledger/store.py": "how long acknowledged jobs are remembered across restarts; looked at once",
     "launch/image_store.py": "when an image was made",
     "launch/image_commands.py": "how long an image was not used",
 }

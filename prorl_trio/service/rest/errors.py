@@ -27,6 +27,7 @@ STATUS_OF_CODE: Final[dict[str, int]] = {
     "pause_timeout": 504,
     "protocol": 422,
     "token": 401,
+    "undelivered": 409,
     "unknown_handler": 422,
     "unknown_job": 404,
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from prorl_trio.errors import MalformedJob, ServiceError
+from prorl_trio.errors import MalformedJob, ServiceError, Undelivered
 from prorl_trio.models import JobSpec
 from prorl_trio.observer import JobView
 from prorl_trio.service.cancelling import LiveJobs, cancel_live
@@ -203,7 +203,11 @@ def _ended(session: Session, job_id: str, cursor: int | None, outcome: Outcome) 
 
 
 async def delete_job(call: Call) -> Reply:
-    """Cancel a live job and return when nothing of it is left; forget one that has ended."""
+    """Cancel a live job and return when nothing of it is left; forget one that has ended, if it is this session's.
+
+    Whose session it is does not matter for a live job: its own trainer gets its outcome. But what another session has
+    not taken yet is dropped for nobody who does not name that session, nor while a trainer is connected to it.
+    """
     job_id = call.path["job_id"]
     session = call.session_of(job_id)
     running = session.running_job(job_id)
@@ -216,6 +220,12 @@ async def delete_job(call: Call) -> Reply:
         held = await session.held_of(job_id)
         if held is None:  # somebody else was faster
             raise call.unknown(job_id)
+        if session.session_id != call.session_id or session.connected:
+            raise Undelivered(
+                f"the outcome of job {job_id!r} is for the trainer of session {session.session_id!r}, who "
+                f"{'is connected and will take it' if session.connected else 'may come for it'}; "
+                "name that session while its trainer is away to take it from him"
+            )
         status = held.decode().status
         session.forget(job_id)
     return Reply(body=Acknowledged(job_id=job_id, session=session.session_id, status=status, forgotten=running is None))
@@ -306,9 +316,10 @@ ENDPOINTS: Final = (
         method="DELETE",
         path="/v1/rollouts/{job_id}",
         handler=delete_job,
-        summary="Cancel a live job, and return when nothing of it is left; forget the outcome of one that has ended.",
+        summary="Cancel a live job, and return when nothing of it is left; forget the outcome of one that has ended. "
+        "409: that outcome is for another session's trainer.",
         query=ArraysQuery,
         replies={200: Acknowledged},
-        errors=(404,),
+        errors=(404, 409),
     ),
 )
