@@ -42,6 +42,7 @@ async def remembered(ledger, names):
 
 async def kill(root, cuts):
     """At each of the `cuts` while jobs are accepted, finished and acknowledged: whoever was acknowledged is known."""
+    wreck, chance = Wreck(root / "ledger"), random.Random(5)
     disk, steps, acknowledged = FaultyDisk(), [], []
     disk.before = lambda step: steps.append((step, len(acknowledged)))
     with trio.fail_after(120):
@@ -50,7 +51,6 @@ async def kill(root, cuts):
             for names in batches():
                 await deliver(ledger, names, len(acknowledged) + 1)
                 acknowledged += names
-    wreck, chance = Wreck(root / "ledger"), random.Random(5)
     chosen = range(len(steps)) if cuts is None else sorted(chance.sample(range(len(steps)), cuts))
     for number, (step, known) in enumerate(steps):
         if number in chosen:

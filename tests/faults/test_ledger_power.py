@@ -145,10 +145,10 @@ async def check(folder, story, first, last):
 
 async def lose_power(root, cuts, kept):
     """At each of the `cuts`; what is left holds all that had to be on the disk, and nothing beside the story."""
+    wreck, chance = Wreck(root / "made" / "ledger"), random.Random(17)
     with trio.fail_after(30):
         steps, story = await record(root)
     chosen = {number * len(steps) // cuts for number in range(cuts)} if cuts else None
-    wreck, chance = Wreck(root / "made" / "ledger"), random.Random(17)
     for number, (step, returned) in enumerate(steps):
         if chosen is None or number in chosen:
             for share in kept:
