@@ -103,6 +103,28 @@ async def test_a_result_is_acknowledged_when_the_next_one_is_asked_for(deadline:
         assert session.log.acked == 3
 
 
+@pytest.mark.parametrize("window", [0, 1])
+async def test_what_the_node_was_told_to_give_up_is_passed_over(
+    deadline: None, caplog: pytest.LogCaptureFixture, window: int
+):
+    """The others come, also one at a time, and it is told how many do not."""
+    node = FakeNode(make_outcome)
+    table = SessionTable()
+    session, _ = table.open("s", 0)
+    for number in range(1, 5):
+        session.submit(make_spec(f"job-{number}"), node)
+    session.forget("job-2")
+    async with (
+        open_service(node, sessions=table) as service,
+        connect(service.url, TOKEN, session_id="s", max_unacked_outcomes=window) as client,
+    ):
+        assert [outcome.job_id for outcome in await take(client, 2)] == ["job-1", "job-3"]
+        assert "1 outcomes before cursor 3 will not come" in caplog.text
+        await client.submit([make_spec("job-5")])
+        assert [outcome.job_id for outcome in await take(client, 2)] == ["job-4", "job-5"]
+        assert client.cursor == 5
+
+
 @pytest.mark.parametrize("crash", [False, True])
 async def test_what_was_yielded_last_comes_again_only_after_an_exception(deadline: None, *, crash: bool):
     node = FakeNode(make_outcome)

@@ -186,8 +186,8 @@ async def open_lives(folder):
 @pytest.mark.parametrize(
     ("kind", "steps"),
     [
-        pytest.param("disk", (11,), id="quick"),
-        pytest.param("disk", itertools.count(1), id="each call of the disk", marks=pytest.mark.slow),
+        pytest.param("disk", (90,), id="quick"),
+        pytest.param("disk", itertools.count(1, 19), id="every 19th call of the disk", marks=pytest.mark.slow),
         pytest.param("loop", itertools.count(1, 13), id="every 13th step of the loop", marks=pytest.mark.soak),
     ],
 )
