@@ -173,14 +173,18 @@ def open_database(folder: LedgerFolder, disk: Disk) -> tuple[sqlite3.Connection,
             _create(db)
         damage = [f"a former process found damage in {path}"] if folder.suspicion.exists() else []
         damage += _find_damage(db, path)
-    except BaseException as exc:
+    except UNREADABLE as exc:
         if db is not None:
             db.close()
-        if is_damage(exc):
-            raise ConfigError(
-                f"the ledger's database {path} cannot be read at all ({exc}); move {path.parent} away to begin anew, "
-                "or restore it from a copy"
-            ) from exc
+        if not is_damage(exc):
+            raise
+        raise ConfigError(
+            f"the ledger's database {path} cannot be read at all ({exc}); move {path.parent} away to begin anew, or "
+            "restore it from a copy"
+        ) from exc
+    except BaseException:
+        if db is not None:
+            db.close()
         raise
     if not damage:
         return db, path, _read_mark(db), []

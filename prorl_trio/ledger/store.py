@@ -213,7 +213,7 @@ class Store:
         if self._failed:
             self._refuse(operations, numbers, answers)
             return True
-        counts, were_held_back = self._tables.counts, set(held_back)
+        counts = self._tables.counts
         lazy = all(isinstance(operations[number], LAZY) for number in numbers)
         try:
             self._db.execute(f"PRAGMA synchronous = {'NORMAL' if lazy else 'FULL'}")
@@ -231,7 +231,6 @@ class Store:
         except (sqlite3.Error, UnicodeDecodeError, Changed) as exc:
             self._roll_back()
             self._tables.counts = counts
-            held_back.intersection_update(were_held_back)
             if isinstance(exc, sqlite3.Error) and self._is_full(exc):
                 self._full = f"{os.strerror(errno.ENOSPC)} in {self._folder.path}: {exc}"
                 return False
