@@ -372,6 +372,24 @@ async def test_nobody_else_may_look(memory_path):
         assert {file.name for file in files} == {"lock", "reserve", "ledger-1.db"}
 
 
+async def test_the_names_of_new_folders_and_files_are_synced(memory_path, monkeypatch):
+    """By the disk itself; what the ledger asks of it, and when: tests/faults/test_ledger_power.py."""
+    synced, fsync = [], os.fsync
+
+    def note(fd):
+        synced.append((os.readlink(f"/proc/self/fd/{fd}"), sorted(os.listdir(fd))))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    with trio.fail_after(10):
+        async with open_ledger(memory_path / "new" / "ledger", SMALL):
+            assert (str(memory_path), ["new"]) in synced
+            assert (str(memory_path / "new"), ["ledger"]) in synced
+            folder, names = synced[-1]
+            assert folder == str(memory_path / "new" / "ledger")
+            assert "ledger-1.db" in names
+
+
 async def test_network_file_systems_are_refused(memory_path, monkeypatch):
     monkeypatch.setattr(folder, "file_system_of", lambda path, mountinfo: "lustre")
     with trio.fail_after(10), pytest.raises(ConfigError, match=r"network file system \(lustre\)"):
