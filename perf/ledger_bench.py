@@ -1,4 +1,4 @@
-"""The ledger: outcomes of 300 KB from 32 tasks at a time, beside the bare disk and a bare table in SQLite; jobs accepted."""
+"""The ledger: outcomes of 300 KB from 32 tasks at a time, beside the bare disk and a bare table in SQLite; accepts."""
 
 from __future__ import annotations
 
