@@ -5,46 +5,58 @@
 2. The trigger, at the shell's top level, reads both, writes `BEGUN_MARK` to the record pipe, and evaluates the command
    with our descriptors closed, so that nothing it starts has them.
 3. `PROMPT_COMMAND`, which bash runs whenever it is ready again, however the command ended, writes the record
-   `nonce NUL exit code NUL directory NUL` to that pipe, and then the nonce to the terminal, and passes the gate. (The
-   nonce lies ready twice: a command may unset our variables.) Where no command came before, it writes `PROMPT_MARK`
-   instead.
+   `nonce NUL exit code NUL directory NUL options NUL traps NUL` to that pipe, and then the nonce to the terminal, and
+   passes the gate. (The nonce lies ready twice: a command may unset our variables.) Where no command came before, it
+   writes `PROMPT_MARK` and the last nonce instead. The traps are those that bash runs for its every command, as `trap
+   -p` tells them: they are taken away, and put back where the next command begins.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from sandbox_daemon.shell_protocol import Dialect, replace_content
+
+if TYPE_CHECKING:
+    from sandbox_daemon.shell_protocol import CommandEnd
 
 __all__ = ["Bash"]
 
 COMMAND_FD, RECORD_FD, TERMINAL_FD, NONCE_FD, GATE_FD = 250, 251, 252, 253, 254
 
-# Backslashes keep aliases out. Output of `set -x` and complaints about our own lines go nowhere. SIGINT makes bash drop
-# what it does and show another prompt: what it cuts off here is done anew.
+# Backslashes keep aliases out. Output of `set -x`, traps, and complaints about our own lines go nowhere. SIGINT makes
+# bash drop what it does and show another prompt: what it cuts off here is done anew.
 _PROMPT_COMMAND = (
-    r"""{ __prorl_status=${__prorl_status:-$?} PS1= PS2=; """
-    r"""case $- in *x*) __prorl_xtrace="set -x; ";; *) __prorl_xtrace=;; esac; \builtin set +x; """
+    r"""{ __prorl_status=${__prorl_status:-$?} __prorl_flags=${__prorl_flags:-$-} PS1= PS2=; """
     r"""case ${__prorl_idle-} in 1) \builtin printf "\6" >&251;; *) """
     r"""case ${__prorl_nonce-} in "") IFS= \builtin read -r -d "" -u 253 __prorl_nonce;; esac; """
-    r"""\builtin printf "%s\0%s\0%s\0" "$__prorl_nonce" "$__prorl_status" "${PWD-}" >&251; """
-    r"""\builtin printf "%s" "$__prorl_nonce" >&252; """
-    r"""\builtin read -r -u 254 __prorl_command; \builtin printf "\n" >&254; __prorl_idle=1;; esac; """
-    r"""__prorl_nonce= __prorl_status= __prorl_command=; \builtin unset -f __prorl_restore; } 2>/dev/null"""
+    r"""\builtin printf "%s\0%s\0%s\0%s\0" "$__prorl_nonce" "$__prorl_status" "${PWD-}" "$__prorl_flags" >&251; """
+    r"""\builtin trap -p DEBUG ERR RETURN >&251; \builtin printf "\0" >&251;; esac; """
+    r"""\builtin trap - DEBUG ERR RETURN; \builtin set +x; \builtin printf "%s" "${__prorl_nonce-}" >&252; """
+    r"""case ${__prorl_idle-} in 1) ;; *) \builtin read -r -u 254 __prorl_command; \builtin printf "\n" >&254; """
+    r"""__prorl_idle=1;; esac; __prorl_status= __prorl_flags= __prorl_command=; \builtin unset -f __prorl_restore; } """
+    r""">/dev/null 2>&1"""
 )
+# Replaces what a command may have put there, an array too; where it has made that read-only, ours is in it.
+_SET_PROMPT = rf"""\builtin declare -a 'PROMPT_COMMAND=('\''{_PROMPT_COMMAND}'\'')'"""
 # Begins with no reserved word: after a syntax error in `eval`, bash does not recognise one there. A command may have
 # switched line editing or the echo of input on. A `read` that was interrupted leaves what it had not looked at yet in a
 # buffer of bash's own, which the next `read` would take for what it reads: from /dev/null it only empties that.
 _TRIGGER = (
-    r"""__prorl_idle=; \builtin read -r -d "" __prorl_nonce </dev/null || \builtin :; """
+    r"""__prorl_idle= __prorl_nonce=; \builtin read -r -d "" __prorl_nonce </dev/null || \builtin :; """
     r"""IFS= \builtin read -r -d "" -u 253 __prorl_nonce; """
     r"""IFS= \builtin read -r -d "" -u 250 __prorl_command; \builtin printf "\2" >&251; """
-    r"""PROMPT_COMMAND='{prompt}'; {status}"""
-    r"""\builtin eval "${{__prorl_xtrace-}}${{__prorl_command}}" 250<&- 251>&- 252>&- 253<&- 254<&-; """
-    r"""{{ __prorl_status=$? PROMPT_COMMAND='{prompt}'; \builtin set +v +o vi +o emacs; }} 2>/dev/null"""
+    rf"""{_SET_PROMPT} 2>/dev/null; __prorl_flags=; @STATUS@"""
+    r"""\builtin eval "${__prorl_command}" 250<&- 251>&- 252>&- 253<&- 254<&-; """
+    rf"""{{ __prorl_status=$? __prorl_flags=$-; {_SET_PROMPT}; \builtin set +v +o vi +o emacs; }} >/dev/null 2>&1"""
 )
 # The command finds the last one's exit code in `$?`. A subshell could say `exit 3`, but an interrupt could catch it.
 _RESTORE_STATUS = r"""__prorl_restore() {{ \builtin return {0}; }}; __prorl_restore || """
+# Our own lines run with neither traps nor `set -x`. The command begins with this line, which puts them back.
+_RESTORE_ALL = (
+    r"""__prorl_restore() {{ \builtin unset -f __prorl_restore; {traps}{xtrace}\builtin return {status}; }}; """
+    r"""__prorl_restore >/dev/null 2>&1"""
+)
 
 
 class Bash(Dialect):
@@ -58,10 +70,23 @@ class Bash(Dialect):
         files = self.files
         return {COMMAND_FD: files.command, RECORD_FD: files.record_write, NONCE_FD: files.nonce, GATE_FD: files.gate}
 
-    def lay_ready(self, command: str, nonce: str) -> None:
-        replace_content(self.files.command, f"{command}\0")
+    def lay_ready(self, command: str, nonce: str, last: CommandEnd) -> None:
+        restore = _restore(last)
+        replace_content(self.files.command, f"{restore}\n{command}\0" if restore else f"{command}\0")
         replace_content(self.files.nonce, f"{nonce}\0{nonce}\0")
 
-    def trigger_line(self, last_exit_code: int) -> bytes:
-        status = _RESTORE_STATUS.format(last_exit_code) if last_exit_code else ""
-        return _TRIGGER.format(prompt=_PROMPT_COMMAND, status=status).encode() + b"\n"
+    def trigger_line(self, last: CommandEnd) -> bytes:
+        status = _RESTORE_STATUS.format(last.exit_code) if last.exit_code and not _restore(last) else ""
+        return _TRIGGER.replace("@STATUS@", status).encode() + b"\n"
+
+
+def _restore(last: CommandEnd) -> str:
+    """What puts back the traps and the option that were set at the end of the last command; empty if none was."""
+    if not last.traps and "x" not in last.flags:
+        return ""
+    traps = "".join(
+        f"\\builtin {line}" if line.startswith("trap -- ") else line for line in last.traps.splitlines(True)
+    )
+    # With `set -e`, a status that is not 0 would end the shell.
+    status = 0 if "e" in last.flags else last.exit_code
+    return _RESTORE_ALL.format(traps=traps, xtrace="\\builtin set -x; " if "x" in last.flags else "", status=status)

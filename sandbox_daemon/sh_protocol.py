@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 from sandbox_daemon.shell_protocol import Dialect, replace_content
 
 if TYPE_CHECKING:
-    from sandbox_daemon.shell_protocol import ShellFiles
+    from sandbox_daemon.shell_protocol import CommandEnd, ShellFiles
 
 __all__ = ["PosixShell"]
 
@@ -25,7 +25,7 @@ _HOOK = r"""__prorl_status=${{__prorl_status:-$?}}
 trap "" INT
 set +eux
 IFS= read -r __prorl_nonce <{nonce}
-command printf '\6%s\0%s\0%s\0' "$__prorl_nonce" "$__prorl_status" "${{PWD-}}" >{record}
+command printf '\6%s\0%s\0%s\0\0\0' "$__prorl_nonce" "$__prorl_status" "${{PWD-}}" >{record}
 command printf '%s' "$__prorl_nonce" >/dev/tty
 read -r __prorl_gate <{gate}
 echo >{gate}
@@ -44,7 +44,6 @@ class PosixShell(Dialect):
 
     options: ClassVar[tuple[str, ...]] = ("-i",)
     init_command = "PS4='+ '"
-    repeats_nonce = True
 
     def __init__(self, files: ShellFiles) -> None:
         super().__init__(files)
@@ -62,11 +61,11 @@ class PosixShell(Dialect):
     def inherited(self) -> dict[int, int]:
         return self._inherited
 
-    def lay_ready(self, command: str, nonce: str) -> None:
+    def lay_ready(self, command: str, nonce: str, last: CommandEnd) -> None:
         replace_content(self.files.command, f"{command}\n")
         replace_content(self.files.nonce, f"{nonce}\n")
 
-    def trigger_line(self, last_exit_code: int) -> bytes:
-        status = _RESTORE_STATUS.format(last_exit_code) if last_exit_code else ""
+    def trigger_line(self, last: CommandEnd) -> bytes:
+        status = _RESTORE_STATUS.format(last.exit_code) if last.exit_code else ""
         prompt = _PROMPT.format(**self._paths)
         return _TRIGGER.format(prompt=prompt, status=status, **self._paths).encode() + b"\n"

@@ -9,14 +9,13 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
 import trio
 
 from sandbox_daemon.keeper import StartFailed
 from sandbox_daemon.output import BarrierSplitter, OutputBuffer
 from sandbox_daemon.plain_text import CommandOutput
 from sandbox_daemon.processes import kill_until_gone
-from sandbox_daemon.shell_protocol import BEGUN_MARK, NONCE_MARK, PROMPT_MARK, ShellFiles
+from sandbox_daemon.shell_protocol import BEGUN_MARK, NONCE_MARK, PROMPT_MARK, CommandEnd, ShellFiles
 from sandbox_daemon.terminal import Terminal, spawn_on_terminal
 from sandbox_daemon.threads import run_blocking
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from sandbox_daemon.processes import ProcessEntry, ProcessTable
     from sandbox_daemon.shell_protocol import Dialect
 
-__all__ = ["CommandEnd", "RunningCommand", "Shell", "open_shell"]
+__all__ = ["RunningCommand", "Shell", "open_shell"]
 
 START_TIMEOUT_S = 10.0
 DRAIN_GRACE_S = 0.1
@@ -45,13 +44,8 @@ INTERRUPT_KEYS = b"\x03\x1c"
 """C-c and C-\\: bash may answer them with another prompt."""
 STREAM_BUFFER_CHUNKS = 16
 RECORD_PIPE_BYTES = 64 * 1024
-
-
-class CommandEnd(msgspec.Struct, frozen=True):
-    """How a command ended, as the shell tells it."""
-
-    exit_code: int
-    cwd: str
+RECORD_FIELDS = 4
+"""Of a whole record, after its exit code: directory, options, traps, and nothing."""
 
 
 class RunningCommand:
@@ -153,6 +147,7 @@ class Shell:
         """Whether a signal may still be on its way to the shell: call `settle` before the next command."""
         self._records = b""
         self._repeated_nonce = b""
+        self._nonce_repeated = trio.Event()
         self._running: RunningCommand | None = None
         self._idle_output = OutputBuffer(IDLE_OUTPUT_BYTES)
         self._output_ended = trio.Event()
@@ -182,8 +177,8 @@ class Shell:
         self._terminal.reset_mode()
         self._drain_records()
         self._records = b""
-        self._dialect.lay_ready(command, running.nonce)
-        trigger = self._dialect.trigger_line(self.last_end.exit_code)
+        self._dialect.lay_ready(command, running.nonce, self.last_end)
+        trigger = self._dialect.trigger_line(self.last_end)
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # gone: `serve` finishes the command
             await self._terminal.write(trigger)
 
@@ -206,11 +201,15 @@ class Shell:
         Waits for the shell to have read the command, so that the signal does not come before it. The group of a program
         is added to `already`, and not signalled if it is in there: one that cleans up after an interrupt is let alone.
         The shell's own group is not, nor that of a copy of it about to become a program: that may lose the signal.
+        Nothing happens when the command has ended.
         """
+        if self._running is None:
+            return
         with trio.move_on_after(BEGIN_GRACE_S):
             await self._wait_mark(BEGUN_MARK)
-        if self._running is not None:
-            self._running.was_interrupted = True
+        if self._running is None:
+            return
+        self._running.was_interrupted = True
         group = self._terminal.foreground_group()
         if group is not None and group not in already:
             if _executable(group) != _executable(self.child.pid):
@@ -223,7 +222,7 @@ class Shell:
 
         At once if it is gone. It would take them while it reads the next trigger otherwise, and throw that away. An
         empty line makes it show another prompt; so does a signal. One that has shown none within `SETTLE_GRACE_S` is
-        still unsettled.
+        still unsettled. The newlines with which it answers a signal are nobody's output.
         """
         if self._gone.is_set():
             return
@@ -232,11 +231,15 @@ class Shell:
         self._records = b""
         self._terminal.reset_mode()
         self._files.open_gate()
+        self._nonce_repeated = trio.Event()
         with trio.move_on_after(SETTLE_GRACE_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             await self._terminal.write(b"\n")
             # A signal may hit the shell when it has just taken the token: it then says the record again, and waits.
             await self._wait_mark(PROMPT_MARK, self._files.open_gate)
             self.is_unsettled = False
+            await self._nonce_repeated.wait()  # what the terminal has carried before it has been taken
+        if not self._idle_output.capped().data.strip(b"\n"):
+            self._idle_output = OutputBuffer(IDLE_OUTPUT_BYTES)
 
     async def kill_foreground(self) -> None:
         """SIGKILL the foreground job with all its descendants. The shell goes on with the rest of the command."""
@@ -297,7 +300,10 @@ class Shell:
                 await self._take_command_output(self._running, data)
 
     def _without_repeated_nonce(self, data: bytes) -> bytes:
-        return data.replace(self._repeated_nonce, b"") if self._repeated_nonce else data
+        if not self._repeated_nonce or self._repeated_nonce not in data:
+            return data
+        self._nonce_repeated.set()
+        return data.replace(self._repeated_nonce, b"")
 
     async def _take_command_output(self, running: RunningCommand, data: bytes) -> None:
         before, after = running.splitter.feed(data)
@@ -309,8 +315,7 @@ class Shell:
                 self._running = None
                 # An interrupt may have cut the prompt off when it had just written this; then it comes once more.
                 self.is_unsettled = running.was_interrupted
-                repeats = running.was_interrupted or self._dialect.repeats_nonce
-                self._repeated_nonce = running.nonce.encode() if repeats else b""
+                self._repeated_nonce = running.nonce.encode()  # of every prompt until the next command
                 if self._gate_taken:
                     self._gate_taken = False
                     self._terminal.drop_input()
@@ -346,12 +351,16 @@ class Shell:
 
     def _read_record(self, nonce: str) -> CommandEnd | None:
         self._drain_records()
-        before, found, record = self._records.partition(nonce.encode() + b"\0")
-        fields = record.split(b"\0")
-        if not found or BEGUN_MARK not in before or len(fields) < 3 or not fields[0].isdigit():
+        before, *records = self._records.split(nonce.encode() + b"\0")
+        if BEGUN_MARK not in before:
             return None
-        self._records = b""
-        return CommandEnd(int(fields[0]), os.fsdecode(fields[1]))
+        for record in records:  # an interrupt may have cut the first one off; what follows a whole one may know less
+            code, *fields = record.split(b"\0")
+            if code.isdigit() and len(fields) >= RECORD_FIELDS:
+                self._records = b""
+                cwd, flags, traps = map(os.fsdecode, fields[: RECORD_FIELDS - 1])
+                return CommandEnd(int(code), cwd, flags, traps)
+        return None
 
 
 @asynccontextmanager

@@ -17,9 +17,11 @@ import os
 from contextlib import suppress
 from typing import ClassVar, Final
 
+import msgspec
+
 from sandbox_daemon.memory_files import make_memory_file
 
-__all__ = ["BEGUN_MARK", "NONCE_MARK", "PROMPT_MARK", "Dialect", "ShellFiles", "replace_content"]
+__all__ = ["BEGUN_MARK", "NONCE_MARK", "PROMPT_MARK", "CommandEnd", "Dialect", "ShellFiles", "replace_content"]
 
 BEGUN_MARK: Final = b"\x02"
 """In the record pipe: the shell has read the command. From here on SIGINT reaches it, not the prompt before it."""
@@ -29,6 +31,21 @@ NONCE_MARK: Final = "\x1e"
 """First character of a nonce, so that the terminal's bytes need no look at unless it occurs."""
 GATE_TOKEN: Final = b"\n"
 GATE_READ_BYTES: Final = 64
+
+
+class CommandEnd(msgspec.Struct, frozen=True):
+    """How a command ended, as the shell tells it.
+
+    Attributes:
+        exit_code, cwd: the command's, and the shell's afterwards.
+        flags: the shell's options, as in `$-`.
+        traps: the shell's words for those that it runs for its every command.
+    """
+
+    exit_code: int
+    cwd: str
+    flags: str = ""
+    traps: str = ""
 
 
 class ShellFiles:
@@ -84,8 +101,6 @@ class Dialect(abc.ABC):
     """Where the shell gets a descriptor of its own for its terminal."""
     init_command: ClassVar[str]
     """The first command, before the user's."""
-    repeats_nonce: ClassVar[bool] = False
-    """Whether every later prompt sends record and nonce of the last command again."""
 
     def __init__(self, files: ShellFiles) -> None:
         self.files = files
@@ -95,16 +110,16 @@ class Dialect(abc.ABC):
         """Descriptor in the shell -> descriptor here."""
 
     @abc.abstractmethod
-    def lay_ready(self, command: str, nonce: str) -> None:
-        """Put `command`, without NUL, and its nonce where the trigger finds them."""
+    def lay_ready(self, command: str, nonce: str, last: CommandEnd) -> None:
+        """Put `command`, without NUL, and its nonce where the trigger finds them. `last`: the command before."""
 
     @abc.abstractmethod
-    def trigger_line(self, last_exit_code: int) -> bytes:
-        """What is typed to run the command that lies ready. `last_exit_code` is what it finds in `$?`."""
+    def trigger_line(self, last: CommandEnd) -> bytes:
+        """What is typed to run the command that lies ready. It finds the exit code of `last` in `$?`."""
 
 
 def replace_content(fd: int, text: str) -> None:
     """Write the file anew and rewind the offset that its readers may share."""
     os.ftruncate(fd, 0)
-    os.pwrite(fd, text.encode(), 0)
+    os.pwrite(fd, text.encode(errors="surrogateescape"), 0)
     os.lseek(fd, 0, os.SEEK_SET)

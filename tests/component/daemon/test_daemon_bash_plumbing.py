@@ -1,0 +1,142 @@
+"""The daemon's own lines in the shell: they are neither seen by what a user sets in it, nor disturbed by it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import trio
+
+from ipc.limits import SandboxLimits
+from ipc.sandbox_calls import BashResult, BashRun
+from sandbox_daemon.bash_protocol import Bash
+from sandbox_daemon.children import ChildReaper
+from sandbox_daemon.plain_text import CommandOutput
+from sandbox_daemon.shell import RunningCommand, open_shell
+
+CALL_TIMEOUT_S = 30
+DEBUG = "trap 'echo \"DBG $BASH_COMMAND\"' DEBUG"
+
+# (name, [(command, exit code, output), ...]): one session, command after command.
+SESSIONS = [
+    (
+        "a DEBUG trap",
+        [
+            (f"{DEBUG}; echo a", 0, "DBG echo a\na\n"),
+            ("echo b", 0, "DBG echo b\nb\n"),
+            ("false", 1, "DBG false\n"),
+            ("echo $?", 0, "DBG echo $?\n1\n"),
+            ("if (", 2, None),
+            ("echo c", 0, "DBG echo c\nc\n"),
+            ("trap -p DEBUG", 0, f"DBG trap -p DEBUG\n{DEBUG.replace('trap', 'trap --')}\n"),
+            ("trap - DEBUG; echo d", 0, "DBG trap - DEBUG\nd\n"),
+            ("echo e", 0, "e\n"),
+        ],
+    ),
+    (
+        "a DEBUG trap for functions too, that spans lines and counts",
+        [
+            ("set -T; seen=''; trap '\nseen=$seen.\n' DEBUG", 0, ""),
+            ("f() { :; }; seen=''; f; echo $seen", 0, "....\n"),
+            ("(exit 3)", 3, ""),
+            ("echo $?", 0, "3\n"),
+        ],
+    ),
+    (
+        "an ERR trap",
+        [
+            ("trap 'echo ERR $?' ERR", 0, ""),
+            ("false", 1, "ERR 1\n"),
+            ("echo $?", 0, "1\n"),
+            ("set -E; f() { false; true; }; f", 0, "ERR 1\n"),
+            ("(exit 4) || true", 0, ""),
+        ],
+    ),
+    (
+        "a RETURN trap",
+        [
+            ("trap 'echo RET' RETURN; set -T", 0, ""),
+            ("f() { :; }; f", 0, "RET\n"),
+            ("(exit 4)", 4, ""),
+            ("echo $?", 0, "4\n"),
+        ],
+    ),
+    (
+        "all at once, with set -x",
+        [
+            ("trap ': E' ERR; trap ': R' RETURN; trap ': D' DEBUG; set -x; echo a", 0, "+++ : D\n++ echo a\na\n"),
+            ("false", 1, "+++ : D\n++ false\n++++ : D\n+++ : E\n"),
+            ("set +x; trap - DEBUG ERR RETURN; echo $?", 0, None),
+            ("echo b", 0, "b\n"),
+        ],
+    ),
+    ("set -x and the exit code", [("set -x", 0, ""), ("(exit 3)", 3, "++ exit 3\n"), ("echo $?", 0, "++ echo 3\n3\n")]),
+    ("set -x and set -e", [("set -xe; false || true", 0, "++ false\n++ true\n"), ("echo a", 0, "++ echo a\na\n")]),
+    ("set -u and traps", [(f"set -u; {DEBUG}; echo a", 0, "DBG echo a\na\n"), ("echo b", 0, "DBG echo b\nb\n")]),
+    (
+        "a PS4 with commands",
+        [("PS4='$(echo P) '; set -x; echo a", 0, "PP echo a\na\n"), ("echo b", 0, "PP echo b\nb\n")],
+    ),
+    ("prompt commands as a list", [("PROMPT_COMMAND=(one two)", 0, ""), ("echo a", 0, "a\n"), ("echo b", 0, "b\n")]),
+    ("one prompt command more", [("PROMPT_COMMAND+=('echo no')", 0, ""), ("echo a", 0, "a\n")]),
+    (
+        "a prompt command that is read-only",
+        [("readonly PROMPT_COMMAND", 0, ""), ("echo a", 0, "a\n"), ("false", 1, "")],
+    ),
+    ("the last word of the command before", [("true x", 0, ""), ('echo "<$_>"', 0, "<>\n")]),
+    (
+        "functions named as what we call",
+        [
+            ("trap() { echo T; }; declare() { echo D; }; unset() { echo U; }; return() { echo R; }", 0, ""),
+            ("set -x; (exit 3)", 3, "++ exit 3\n"),
+            ("echo $?", 0, "++ echo 3\n3\n"),
+        ],
+    ),
+    (
+        "subshells and what runs in the background answer nothing",
+        [
+            ("{ sleep 0.05; echo late; } & (exit 7)", 7, None),
+            ("(trap 'echo end' EXIT; exit 3)", 3, None),
+            ("coproc cat; echo a", 0, None),
+            ("exec 3>&1; (exec 3>&-; exit 5)", 5, None),
+            ("wait %1; echo fine", 0, None),
+            ("(exit 9)", 9, None),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("session", [steps for _, steps in SESSIONS], ids=[name for name, _ in SESSIONS])
+async def test_session(sandbox, session):
+    for command, exit_code, output in session:
+        with trio.fail_after(CALL_TIMEOUT_S + 10):
+            result = await sandbox.call(BashRun(command=command, timeout_s=20), BashResult, timeout_s=CALL_TIMEOUT_S)
+        assert (result.exit_code, result.timed_out, result.restarted) == (exit_code, False, False), (command, result)
+        assert output is None or result.output == output, command
+        assert "prorl" not in result.output, command
+
+
+async def test_a_signal_for_a_command_that_has_just_ended_adds_nothing_to_the_next_output(tmp_path):
+    """The interrupt of a command whose time is up may come when the shell is ready again. It says so with a newline."""
+    reaper, limiter = ChildReaper(SandboxLimits(), isolated=False), trio.CapacityLimiter(1)
+    with trio.fail_after(CALL_TIMEOUT_S):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(reaper.serve)
+            opened = open_shell(reaper, Bash, executable="/bin/bash", env={}, cwd=str(tmp_path), limiter=limiter)
+            async with opened as shell:
+                for _ in range(3):
+                    assert await _output_of(shell, "echo a") == "a\n"
+                    os.killpg(shell.child.pid, signal.SIGINT)
+                    await shell.settle()
+                await shell.interrupt(set())  # when it has ended, nothing is sent
+                assert await _output_of(shell, "echo b") == "b\n"
+            nursery.cancel_scope.cancel()
+
+
+async def _output_of(shell, command):
+    running = RunningCommand()
+    running.attend(CommandOutput(1000))
+    await shell.begin(command, running)
+    await running.ended.wait()
+    return running.output().text
