@@ -10,12 +10,12 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 from typing import TYPE_CHECKING, Final
 
 from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.sandbox import pid_setter
+from prorl_trio.sandbox.interpreter import own_python
 from prorl_trio.sandbox.reaper import identify
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class PidLimiter:
             self._channel.settimeout(ANSWER_TIMEOUT_S)
             with theirs:
                 self._process = subprocess.Popen(
-                    (sys.executable, "-I", "-S", pid_setter.__file__, str(theirs.fileno())),
+                    (own_python(), "-I", "-S", pid_setter.__file__, str(theirs.fileno())),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

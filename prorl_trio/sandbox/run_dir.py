@@ -16,7 +16,6 @@ import secrets
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,6 +29,7 @@ from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.file_systems import NETWORK_FILE_SYSTEMS, file_system_of
 from prorl_trio.sandbox import reaper
 from prorl_trio.sandbox.cgroup import own_site
+from prorl_trio.sandbox.interpreter import own_python
 from prorl_trio.sandbox.pid_limit import PidLimiter
 from prorl_trio.sandbox.runtime import LIB_DIR
 from prorl_trio.sandbox.skeleton import build_skeleton
@@ -114,7 +114,7 @@ class RunDir:
             await self._start_reaper()
 
     async def _start_reaper(self) -> None:
-        command = [sys.executable, "-I", "-S", reaper.__file__, str(self.path)]
+        command = [own_python(), "-I", "-S", reaper.__file__, str(self.path)]
         self._reaper = await trio.lowlevel.open_process(
             command,
             stdin=subprocess.DEVNULL,

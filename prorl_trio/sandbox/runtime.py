@@ -11,7 +11,6 @@ import functools
 import importlib.util
 import os
 import py_compile
-import sys
 import tempfile
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -19,6 +18,7 @@ from typing import Final, NamedTuple
 from prorl_trio.errors import InternalError
 from prorl_trio.sandbox.bundle import BUNDLE_DIR, BUNDLE_PYTHON, require_bundle
 from prorl_trio.sandbox.host_python import HOST_PYTHON_DIR, require_host_python
+from prorl_trio.sandbox.interpreter import own_python
 
 __all__ = [
     "HOME",
@@ -83,7 +83,7 @@ def host_runtime(packages: tuple[str, ...] = ()) -> Runtime:
 
 def process_runtime(lib: str) -> Runtime:
     """This project's own Python where it is. `lib`: where the daemon's code is."""
-    return Runtime((sys.executable,), {"PYTHONPATH": lib}, (), _tool_env(sys.executable))
+    return Runtime((own_python(),), {"PYTHONPATH": lib}, (), _tool_env(own_python()))
 
 
 def _tool_env(python: str) -> dict[str, str]:

@@ -1,0 +1,17 @@
+"""Where this Python is, for those who start it from another directory, or look for it among what is mounted."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+__all__ = ["own_python"]
+
+
+def own_python() -> str:
+    """The absolute path of this interpreter, in its environment's `bin` folder if it is there.
+
+    `sys.executable` is relative where Python was found by a relative PATH, and keeps the `..` of how it was called.
+    """
+    in_prefix = os.path.join(sys.prefix, "bin", os.path.basename(sys.executable))
+    return in_prefix if os.path.exists(in_prefix) else os.path.abspath(sys.executable)
