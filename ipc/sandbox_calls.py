@@ -44,6 +44,8 @@ __all__ = [
     "CellResult",
     "Display",
     "Exec",
+    "ExecInput",
+    "ExecInputTaken",
     "ExecResult",
     "IpythonRestart",
     "IpythonRestarted",
@@ -208,10 +210,12 @@ class IpythonRestarted(_Wire, frozen=True):
 
 
 class Exec(_Wire, frozen=True):
-    """Run `argv` (no shell) to its end, in a session of its own, with `stdin` as its whole input.
+    """Run `argv` (no shell) to its end, in a session of its own, with `stdin` as its input.
 
     `cwd` empty is where shells start; `env` is added to the tools' environment. After `timeout_s` it is killed, and
     however it ends, so is what it left running. Of stdout and of stderr at most `max_output_bytes` are kept each.
+    `user` is a name or a number that the image knows; empty is that of all tools. With an `input_id` that is not 0,
+    more input follows in `ExecInput` calls, which may be sent at once.
     """
 
     argv: list[str]
@@ -220,6 +224,25 @@ class Exec(_Wire, frozen=True):
     env: dict[str, str] = {}
     stdin: bytes = b""
     max_output_bytes: int = 1024 * 1024
+    user: str = ""
+    input_id: int = 0
+
+
+class ExecInput(_Wire, frozen=True):
+    """The next piece of a program's input; `last` ends it. Answered when the program's pipe has taken the one before.
+
+    `input_id` is that of its `Exec`, the caller's choice, unlike those of others that run.
+    """
+
+    input_id: int
+    data: bytes
+    last: bool
+
+
+class ExecInputTaken(_Wire, frozen=True):
+    """Answer to `ExecInput`. Not `wanted`: the program has ended, or reads no more, and nothing more is to be sent."""
+
+    wanted: bool
 
 
 class ExecResult(_Wire, frozen=True):
@@ -242,6 +265,7 @@ class ExecResult(_Wire, frozen=True):
 SandboxCall = (
     Ping
     | Exec
+    | ExecInput
     | BashRun
     | BashInput
     | BashRestart
@@ -260,6 +284,7 @@ SandboxCall = (
 SandboxReply = (
     Pong
     | ExecResult
+    | ExecInputTaken
     | BashResult
     | BashRestarted
     | CellResult

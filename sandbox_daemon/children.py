@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import trio
 
-from sandbox_daemon.limits import limit_process
+from sandbox_daemon.limits import limit_process, limit_this
+from sandbox_daemon.marks import born_with
 from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from ipc.limits import SandboxLimits
+    from sandbox_daemon.accounts import Account
 
 __all__ = ["Child", "ChildReaper", "open_pipe"]
 
@@ -99,26 +102,38 @@ class ChildReaper:
         cwd: str | None = None,
         pass_fds: Sequence[int] = (),
         limiter: trio.CapacityLimiter,
+        account: Account | None = None,
+        mark: int = 0,
     ) -> Child:
         """Start a program in a session of its own. `streams` are its input, output and errors; they stay the caller's
         to close, as those to pass do.
 
+        Args:
+            account: whom it runs as, if not as this process.
+            mark: what it and all that it starts can be told by, for ever: see `marks`.
+
         Raises:
             OSError, ValueError: it could not be started.
         """
+        identity: dict[str, Any] = {}
+        if account is not None:
+            identity = {"user": account.uid, "group": account.gid, "extra_groups": account.groups}
+            identity["preexec_fn"] = partial(limit_this, self._limits, isolated=self._isolated)
 
         def spawn() -> int:
             stdin, stdout, stderr = streams
-            process = subprocess.Popen(
-                argv,
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                env=env,
-                cwd=cwd,
-                pass_fds=pass_fds,
-                start_new_session=True,
-            )
+            with born_with(mark):
+                process = subprocess.Popen(
+                    argv,
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=env,
+                    cwd=cwd,
+                    pass_fds=pass_fds,
+                    start_new_session=True,
+                    **identity,
+                )
             process.returncode = 0  # the reaper waits for it, not this object
             return process.pid
 

@@ -34,6 +34,7 @@ from ipc.sandbox_calls import (
     BashRestarted,
     BashRun,
     Exec,
+    ExecInput,
     IpythonRestart,
     IpythonRestarted,
     IpythonRun,
@@ -46,6 +47,7 @@ from sandbox_daemon.bash import BashSession
 from sandbox_daemon.children import ChildReaper
 from sandbox_daemon.editor import Editor
 from sandbox_daemon.exec import run_exec
+from sandbox_daemon.exec_input import ExecInputs
 from sandbox_daemon.files import read_file, write_file
 from sandbox_daemon.guard import become_subreaper
 from sandbox_daemon.kernels import KernelSessions
@@ -186,7 +188,8 @@ class _Calls:
         self._limiter = trio.CapacityLimiter(MAX_THREADS)
         self._editor = Editor(cwd=cwd, limiter=self._limiter)
         self.transfers = Transfers(home=env["HOME"], limiter=self._limiter)
-        self._run_exec = partial(run_exec, reaper=reaper, env=env, cwd=cwd, limiter=self._limiter)
+        self._inputs = ExecInputs()
+        self._run_exec = partial(run_exec, reaper=reaper, inputs=self._inputs, env=env, cwd=cwd, limiter=self._limiter)
         self.bash = BashSession(reaper, env=env, cwd=cwd, limiter=self._limiter)
         self.ipython = KernelSessions(
             reaper, env=env, cwd=cwd, runtime_env=runtime_environment(), limiter=self._limiter
@@ -225,6 +228,8 @@ class _Calls:
                 return await self._editor.run(call)
             case Exec():
                 return await self._run_exec(call)
+            case ExecInput():
+                return await self._inputs.take(call)
             case FileRead():
                 return await read_file(call, self._limiter)
             case FileWrite():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
-from contextlib import ExitStack, suppress
+import os
+from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -11,15 +13,20 @@ import trio
 from ipc.rpc import CallError
 from ipc.sandbox_calls import ExecResult
 from ipc.wire import MAX_FRAME_BYTES
+from sandbox_daemon.accounts import ONE_USER, find_account
 from sandbox_daemon.children import open_pipe
+from sandbox_daemon.marks import has_mark, new_mark
 from sandbox_daemon.output import OutputBuffer
 from sandbox_daemon.processes import kill_until_gone
+from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ipc.sandbox_calls import Exec
+    from sandbox_daemon.accounts import Account
     from sandbox_daemon.children import Child, ChildReaper
+    from sandbox_daemon.exec_input import ExecInputs, Pieces
     from sandbox_daemon.processes import ProcessEntry, ProcessTable
 
 __all__ = ["MAX_OUTPUT_BYTES", "run_exec"]
@@ -42,21 +49,27 @@ _CODES = {
 
 
 async def run_exec(
-    request: Exec, reaper: ChildReaper, *, env: Mapping[str, str], cwd: str, limiter: trio.CapacityLimiter
+    request: Exec,
+    reaper: ChildReaper,
+    *,
+    inputs: ExecInputs,
+    env: Mapping[str, str],
+    cwd: str,
+    limiter: trio.CapacityLimiter,
 ) -> ExecResult:
     """Run a program to its end, in a session of its own.
 
-    When this returns or raises, also when it is cancelled, everything in that session has been killed, and so have the
-    descendants its leader had at its end. What had left both before (a daemon that forked twice) lives on until the
-    sandbox ends; its late output is not waited for.
+    When this returns or raises, also when it is cancelled, all that it has started has been killed: what is in that
+    session, and what has left it, or its parent, too (a daemon that forked twice).
 
     Args:
+        inputs: where more of its input comes from than `request` holds.
         env: the program's environment, under `request.env`.
         cwd: where it runs unless `request.cwd` says.
 
     Raises:
-        CallError: `not_found` (program or directory), `permission`, `too_large` (arguments, or `max_output_bytes`),
-            `bad_request`, `io`: it did not run.
+        CallError: `not_found` (program or directory), `permission` (of them, or to be another user), `too_large`
+            (arguments, or `max_output_bytes`), `bad_request`, `io`: it did not run.
     """
     if not request.argv or any("\0" in word for word in request.argv):
         raise CallError("bad_request", "argv: must hold a program, and no NUL")
@@ -64,35 +77,49 @@ async def run_exec(
         raise CallError("bad_request", f"timeout_s must be positive and finite, got {request.timeout_s}")
     if not 0 <= request.max_output_bytes <= MAX_OUTPUT_BYTES:
         raise CallError("too_large", f"max_output_bytes must be in 0 to {MAX_OUTPUT_BYTES}")
-    command = await _start(request, reaper, {**env, **request.env}, request.cwd or cwd, limiter)
-    try:
-        return await _run(command, request)
-    finally:
-        for pipe in (command.stdin, command.stdout, command.stderr):
-            await trio.aclose_forcefully(pipe)
+    account = await _account(request.user, limiter)
+    own = {} if account is None else {"HOME": account.home, "USER": account.name, "LOGNAME": account.name}
+    with inputs.expect(request.input_id) if request.input_id else nullcontext() as more:
+        command = await _start(request, reaper, {**env, **own, **request.env}, request.cwd or cwd, account, limiter)
+        try:
+            return await _run(command, request, more)
+        finally:
+            for pipe in (command.stdin, command.stdout, command.stderr):
+                await trio.aclose_forcefully(pipe)
 
 
 class _Command:
-    """A started program and our ends of its pipes."""
+    """A started program, its mark, and our ends of its pipes."""
 
-    def __init__(self, child: Child, stdin_fd: int, stdout_fd: int, stderr_fd: int) -> None:
+    def __init__(self, child: Child, mark: int, stdin_fd: int, stdout_fd: int, stderr_fd: int) -> None:
         self.child = child
+        self._mark = mark
         self.stdin = trio.lowlevel.FdStream(stdin_fd)
         self.stdout = trio.lowlevel.FdStream(stdout_fd)
         self.stderr = trio.lowlevel.FdStream(stderr_fd)
 
     def members(self, table: ProcessTable) -> set[ProcessEntry]:
-        """Everything that can be told to be the command's."""
+        """Everything that the command has started. What has lost its parent is a child of this process by now."""
         session = self.child.pid
-        members = table.with_descendants(lambda entry: entry.session == session)
+        orphans = {entry for entry in table.children(os.getpid()) if entry.alive and has_mark(entry.pid, self._mark)}
+        members = table.with_descendants(lambda entry: entry.session == session or entry in orphans)
         return members | table.descendants(session) if self.child.exit_code is None else members
 
 
-async def _run(command: _Command, request: Exec) -> ExecResult:
+async def _account(user: str, limiter: trio.CapacityLimiter) -> Account | None:
+    if not user:
+        return None
+    try:
+        return await run_blocking(partial(find_account, user), limiter=limiter)
+    except OSError as exc:
+        raise CallError("io", f"user: {user!r} could not be looked up: {exc}") from exc
+
+
+async def _run(command: _Command, request: Exec, more: Pieces | None) -> ExecResult:
     started_s = trio.current_time()
     stdout, stderr = OutputBuffer(request.max_output_bytes), OutputBuffer(request.max_output_bytes)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_feed, command.stdin, request.stdin)
+        nursery.start_soon(_feed, command.stdin, request.stdin, more)
         out_drained, err_drained = trio.Event(), trio.Event()
         nursery.start_soon(_drain, command.stdout, stdout, out_drained)
         nursery.start_soon(_drain, command.stderr, stderr, err_drained)
@@ -120,10 +147,14 @@ async def _run(command: _Command, request: Exec) -> ExecResult:
     )
 
 
-async def _feed(stdin: trio.lowlevel.FdStream, content: bytes) -> None:
-    async with stdin:
+async def _feed(stdin: trio.lowlevel.FdStream, content: bytes, more: Pieces | None) -> None:
+    async with stdin, more or nullcontext():
         with suppress(trio.BrokenResourceError):  # it need not read all of it, or any
             await stdin.send_all(content)
+            last = more is None
+            while more is not None and not last:
+                piece, last = await more.receive()
+                await stdin.send_all(piece)
 
 
 async def _drain(pipe: trio.lowlevel.FdStream, output: OutputBuffer, drained: trio.Event) -> None:
@@ -133,18 +164,28 @@ async def _drain(pipe: trio.lowlevel.FdStream, output: OutputBuffer, drained: tr
 
 
 async def _start(
-    request: Exec, reaper: ChildReaper, env: Mapping[str, str], cwd: str, limiter: trio.CapacityLimiter
+    request: Exec,
+    reaper: ChildReaper,
+    env: Mapping[str, str],
+    cwd: str,
+    account: Account | None,
+    limiter: trio.CapacityLimiter,
 ) -> _Command:
+    mark = new_mark()
     with ExitStack() as ours, ExitStack() as theirs:
         stdin_read, stdin_write = open_pipe(theirs, ours)
         stdout_read, stdout_write = open_pipe(ours, theirs)
         stderr_read, stderr_write = open_pipe(ours, theirs)
         streams = (stdin_read, stdout_write, stderr_write)
         try:
-            child = await reaper.start(request.argv, streams, env=env, cwd=cwd, limiter=limiter)
+            child = await reaper.start(
+                request.argv, streams, env=env, cwd=cwd, limiter=limiter, account=account, mark=mark
+            )
         except (OSError, ValueError) as exc:
+            if account is not None and isinstance(exc, OSError) and exc.errno in (errno.EPERM, errno.EINVAL):
+                raise CallError("permission", f"user: nobody here may become {account.name!r}; {ONE_USER}") from exc
             code = _CODES.get(exc.errno or 0, "io") if isinstance(exc, OSError) else "bad_request"
             raise CallError(code, f"{request.argv[0]!r} could not be started in {cwd!r}: {exc}") from exc
-        command = _Command(child, stdin_write, stdout_read, stderr_read)
+        command = _Command(child, mark, stdin_write, stdout_read, stderr_read)
         ours.pop_all()
         return command

@@ -61,8 +61,9 @@ async def write_file(request: FileWrite, limiter: trio.CapacityLimiter) -> FileW
     """Replace a file, all of it or nothing, or add to its end. Missing parent directories are made.
 
     Replacing renames a new file over the old one, which gets `mode` whatever it had; where the directory takes no new
-    file but the old one can be written, it is overwritten in place. A symbolic link stays, and its target is written.
-    A cancelled call returns when the write has ended.
+    file but the old one can be written, it is overwritten in place. An old file that may not be written is an error, as
+    for any program that opens it. A symbolic link stays, and its target is written. A cancelled call returns when the
+    write has ended.
 
     Raises:
         CallError: `not_absolute`, `is_directory`, `permission`, `no_space`, `too_large`, `not_found`, `bad_request`
@@ -125,12 +126,15 @@ def _write(request: FileWrite) -> FileWritten:
 def replace_file(path: str, content: bytes, *, mode: int) -> None:
     """Give the file at `path`, which is no link, a new content: all of it or nothing. Blocks. Parents are made.
 
-    In a directory that takes no new file the old one is overwritten in place, and keeps its mode.
+    In a directory that takes no new file the old one is overwritten in place, and keeps its mode. One that may not be
+    written is not replaced either, although its directory would let us.
 
     Raises:
         OSError: it could not be written.
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.lexists(path) and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     try:
         _replace(path, content, mode)
     except PermissionError:

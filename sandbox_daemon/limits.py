@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ipc.limits import SandboxLimits
 
-__all__ = ["hide_self", "limit_process", "limit_self"]
+__all__ = ["hide_self", "limit_process", "limit_self", "limit_this"]
 
 PR_SET_DUMPABLE = 4
 BACKSTOP_FACTOR = 2
@@ -54,15 +54,26 @@ def limit_process(pid: int, limits: SandboxLimits, *, isolated: bool) -> None:
     Reserved address space is free. The number of processes is counted in the sandbox if that is `isolated`; otherwise
     all those of the user would count, and there is no such limit. Nor is there for root, whom the kernel exempts.
     """
-    kept = [(resource.RLIMIT_DATA, limits.memory_bytes), (resource.RLIMIT_CPU, limits.cpu_s + BACKSTOP_CPU_S)]
-    if isolated:
-        kept.append((resource.RLIMIT_NPROC, BACKSTOP_FACTOR * limits.max_processes))
-    for what, limit in kept:
+    for what, limit in _kept(limits, isolated=isolated):
         with suppress(ProcessLookupError, PermissionError):  # it may have ended, or run a setuid program
             hard = resource.prlimit(pid, what)[1]
             resource.prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
     with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w", encoding="ascii") as file:
         file.write(str(OOM_SCORE_ADJUSTMENT))
+
+
+def limit_this(limits: SandboxLimits, *, isolated: bool) -> None:
+    """As `limit_process`, for this process itself: one that becomes another user is out of its parent's reach."""
+    for what, limit in _kept(limits, isolated=isolated):
+        hard = resource.getrlimit(what)[1]
+        resource.setrlimit(what, (_lower(limit, hard), _lower(limit, hard)))
+
+
+def _kept(limits: SandboxLimits, *, isolated: bool) -> list[tuple[int, int]]:
+    kept = [(resource.RLIMIT_DATA, limits.memory_bytes), (resource.RLIMIT_CPU, limits.cpu_s + BACKSTOP_CPU_S)]
+    if isolated:
+        kept.append((resource.RLIMIT_NPROC, BACKSTOP_FACTOR * limits.max_processes))
+    return kept
 
 
 def _lower(limit: int, hard: int) -> int:

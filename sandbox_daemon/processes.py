@@ -45,6 +45,10 @@ class ProcessTable:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def children(self, pid: int) -> set[ProcessEntry]:
+        """Those of which `pid` is the parent now, orphans that it adopted among them."""
+        return set(self._children.get(pid, ()))
+
     def descendants(self, pid: int) -> set[ProcessEntry]:
         """Children of `pid`, their children, and so on; without `pid` itself."""
         found: dict[int, ProcessEntry] = {}

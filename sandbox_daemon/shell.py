@@ -6,12 +6,12 @@ import os
 import secrets
 import signal
 from contextlib import ExitStack, asynccontextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
 from sandbox_daemon.keeper import StartFailed
+from sandbox_daemon.marks import born_with
 from sandbox_daemon.output import BarrierSplitter, OutputBuffer
 from sandbox_daemon.plain_text import CommandOutput
 from sandbox_daemon.processes import kill_until_gone
@@ -407,14 +407,17 @@ async def _spawn(
     limiter: trio.CapacityLimiter,
 ) -> Shell:
     dialect = dialect_type(ShellFiles())
-    spawn = partial(
-        spawn_on_terminal,
-        [executable, *dialect.options],
-        env=env,
-        cwd=cwd,
-        inherited=dialect.inherited(),
-        terminal_copy=dialect.terminal_fd,
-    )
+
+    def spawn() -> tuple[int, int]:
+        with born_with(0):
+            return spawn_on_terminal(
+                [executable, *dialect.options],
+                env=env,
+                cwd=cwd,
+                inherited=dialect.inherited(),
+                terminal_copy=dialect.terminal_fd,
+            )
+
     with ExitStack() as unused:
         unused.callback(dialect.files.close)
         try:

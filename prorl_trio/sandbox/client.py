@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -12,6 +13,7 @@ import trio
 
 from ipc.errors import CallFailed, CallTimedOut, FrameTooLarge, IpcError
 from ipc.file_calls import EditFile, FileData, FileEdited, FileRead, FileWrite, FileWritten
+from ipc.nursery import open_single_nursery
 from ipc.sandbox_calls import (
     BashInput,
     BashRestart,
@@ -20,6 +22,8 @@ from ipc.sandbox_calls import (
     BashRun,
     CellResult,
     Exec,
+    ExecInput,
+    ExecInputTaken,
     ExecResult,
     IpythonRestart,
     IpythonRestarted,
@@ -40,12 +44,15 @@ if TYPE_CHECKING:
     from ipc.rpc import RpcClient
     from prorl_trio.sandbox.provider import TransferOptions, TransferReport
 
-__all__ = ["FILE_PIECE_BYTES", "MAX_OUTPUT_BYTES", "DaemonSandbox"]
+__all__ = ["FILE_PIECE_BYTES", "MAX_OUTPUT_BYTES", "MAX_STDIN_BYTES", "DaemonSandbox"]
 
 logger = logging.getLogger(__name__)
 
 FILE_PIECE_BYTES: Final = 4 * 1024 * 1024
-"""Files travel in pieces of this size: well below the largest frame."""
+"""Files, and programs' input, travel in pieces of this size: well below the largest frame."""
+
+MAX_STDIN_BYTES: Final = 1024**3
+"""Largest input of a program. It is in the node's memory all the while; a file need not be."""
 
 MAX_OUTPUT_BYTES: Final = 2 * 1024 * 1024
 """Largest `max_output_bytes` of an action: the result must fit into a frame, even if each byte becomes three."""
@@ -92,6 +99,7 @@ class DaemonSandbox(Sandbox):
         self._ended_from_inside = ended_from_inside or _nobody_knows
         self._turn = trio.Lock()
         self._transfer_ids = count(1)
+        self._input_ids = count(1)
         self._lost = ""
         self._lost_from_inside = False
         self._has_served = False
@@ -162,17 +170,29 @@ class DaemonSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         max_output_bytes: int = 1024 * 1024,
+        user: str = "",
     ) -> ExecResult:
         _check_limits(timeout_s, max_output_bytes)
+        if len(stdin) > MAX_STDIN_BYTES:
+            size = len(stdin)
+            raise ValueError(f"stdin has {size} bytes; the limit is {MAX_STDIN_BYTES}: upload a file for it to read")
         call = Exec(
             argv=list(argv),
             timeout_s=timeout_s,
             cwd=cwd,
             env=dict(env or {}),
-            stdin=stdin,
+            stdin=stdin[:FILE_PIECE_BYTES],
             max_output_bytes=max_output_bytes,
+            user=user,
+            input_id=next(self._input_ids) if len(stdin) > FILE_PIECE_BYTES else 0,
         )
-        return await self._act(call, ExecResult, timeout_s + ACTION_MARGIN_S)
+        if not call.input_id:
+            return await self._act(call, ExecResult, timeout_s + ACTION_MARGIN_S)
+        async with self._turn, open_single_nursery() as nursery:
+            nursery.start_soon(self._send_input, call.input_id, stdin, timeout_s + ACTION_MARGIN_S)
+            result = await self._call(call, ExecResult, timeout_s + ACTION_MARGIN_S)
+            nursery.cancel_scope.cancel()
+        return result
 
     async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
         content = bytearray()
@@ -224,6 +244,15 @@ class DaemonSandbox(Sandbox):
 
     async def wait_lost(self) -> None:
         await self._rpc.wait_closed()
+
+    async def _send_input(self, input_id: int, stdin: bytes, timeout_s: float) -> None:
+        """Send what the `Exec` itself does not hold, as fast as it is read, until the program wants no more."""
+        with suppress(SandboxLost):  # whoever waits for the result learns it
+            for start in range(FILE_PIECE_BYTES, len(stdin), FILE_PIECE_BYTES):
+                end = start + FILE_PIECE_BYTES
+                piece = ExecInput(input_id=input_id, data=stdin[start:end], last=end >= len(stdin))
+                if not (await self._call(piece, ExecInputTaken, timeout_s)).wanted:
+                    return
 
     async def _act(self, call: SandboxCall, reply_type: type[T], timeout_s: float) -> T:
         async with self._turn:

@@ -132,9 +132,10 @@ class HostedSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         max_output_bytes: int = 1024 * 1024,
+        user: str = "",
     ) -> ExecResult:
         return await self._sandbox.exec(
-            argv, timeout_s=timeout_s, cwd=cwd, env=env, stdin=stdin, max_output_bytes=max_output_bytes
+            argv, timeout_s=timeout_s, cwd=cwd, env=env, stdin=stdin, max_output_bytes=max_output_bytes, user=user
         )
 
     async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:

@@ -188,20 +188,27 @@ class Sandbox(abc.ABC):
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         max_output_bytes: int = 1024 * 1024,
+        user: str = "",
     ) -> ExecResult:
         """Run a program once, without a shell, in a fresh session: for evaluators. Nothing of it is left afterwards.
+
+        That goes for what became a daemon too. What is to stay is started from `bash`.
 
         Args:
             argv: program (looked up in PATH unless it is a path) and arguments.
             timeout_s: after it the program is killed with all it started; then `exit_code` is None.
             cwd: empty takes the directory where shells start.
             env: added to the tools' environment.
-            stdin: the program's whole input.
+            stdin: the program's whole input, 1 GiB at most (`client.MAX_STDIN_BYTES`). It travels in pieces, as the
+                program reads it.
             max_output_bytes: of stdout and of stderr each; beyond it the first and the last half are kept.
+            user: whom it runs as, a name or a number that the image knows; empty is whom everything runs as here. A
+                sandbox has one user, and another is refused, but for Apptainer with `sandbox.fakeroot`, where tools are
+                root and may become any user, if the node's own has a range of them (/etc/subuid).
 
         Raises:
-            FileNotFoundError, PermissionError: the program, or `cwd`, as seen inside. It did not run.
-            ValueError: an argument or a limit that cannot be.
+            FileNotFoundError, PermissionError: the program, `cwd` or `user`, as seen inside. It did not run.
+            ValueError: an argument or a limit that cannot be, or a `user` whom the image does not know.
         """
 
     @abc.abstractmethod
@@ -223,7 +230,10 @@ class Sandbox(abc.ABC):
 
     @abc.abstractmethod
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Replace the file at the absolute `path` inside; parents are made. Errors as `read_file`."""
+        """Replace the file at the absolute `path` inside; parents are made. Errors as `read_file`.
+
+        A file that may not be written (mode 0444, say) is a `PermissionError`, and stays as it is.
+        """
 
     @abc.abstractmethod
     async def edit_file(self, edit: EditFile) -> FileEdited:

@@ -260,9 +260,12 @@ class FakeSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         max_output_bytes: int = 1024 * 1024,
+        user: str = "",
     ) -> ExecResult:
-        """Knows the programs `true`, `false`, `echo WORDS`, `cat` and `sleep SECONDS`."""
+        """Knows the programs `true`, `false`, `echo WORDS`, `cat` and `sleep SECONDS`, and no other user."""
         del cwd, env
+        if user:
+            raise PermissionError(errno.EACCES, f"user: {user!r} is another one than everything here runs as")
         async with self._turn:
             await self._begin(" ".join(argv))
             if argv[0] not in ("true", "false", "echo", "cat", "sleep"):

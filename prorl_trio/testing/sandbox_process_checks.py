@@ -25,6 +25,7 @@ from prorl_trio.testing.sandbox_check import (
     raises,
     traces,
 )
+from prorl_trio.testing.sandbox_exec_checks import EXEC_CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -160,4 +161,5 @@ PROCESS_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
     check_background_processes_end,
     check_environment_is_clean,
     check_python_is_the_projects,
+    *EXEC_CHECKS,
 )

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from ipc.errors import CallFailed
-from ipc.sandbox_calls import Exec, ExecResult, Ping, Pong
+from ipc.sandbox_calls import Exec, ExecInput, ExecInputTaken, ExecResult, Ping, Pong
 
 CALLS = 8
 """A call that leaks a file descriptor is told by so many of them: a young daemon's own number varies by a few."""
@@ -34,6 +34,71 @@ async def test_input_goes_in_and_comes_out_bit_for_bit(sandbox):
 
 async def test_a_program_that_reads_nothing_does_not_wait_for_its_input(sandbox):
     assert (await run(sandbox, "true", stdin=b"x" * 1_000_000)).exit_code == 0
+
+
+async def test_input_in_pieces_may_come_before_its_program(sandbox):
+    async def send(data, *, last):
+        piece = ExecInput(input_id=7, data=data, last=last)
+        return await sandbox.call(piece, ExecInputTaken, timeout_s=20)
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: send(b"two ", last=False))
+            await sandbox.call(Ping(), Pong, timeout_s=5)  # it has come, and waits
+            nursery.start_soon(lambda: run(sandbox, "sleep", "0.1"))  # which wants none of it
+            results = []
+
+            async def run_cat():
+                results.append(await run(sandbox, "cat", stdin=b"one ", input_id=7))
+
+            nursery.start_soon(run_cat)
+            assert (await send(b"three", last=True)).wanted
+        assert sorted(results[0].stdout.split()) == [b"one", b"three", b"two"]
+
+
+async def test_input_that_nobody_reads_is_not_wanted_and_leaves_nothing(sandbox):
+    with trio.fail_after(60):
+        for number in range(1, CALLS):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lambda number=number: run(sandbox, "true", input_id=number))
+                wanted = True
+                with trio.move_on_after(1):
+                    while wanted:
+                        piece = ExecInput(input_id=number, data=bytes(1_000_000), last=False)
+                        wanted = (await sandbox.call(piece, ExecInputTaken, timeout_s=20)).wanted
+        assert (await run(sandbox, "cat", stdin=b"fine")).stdout == b"fine"
+
+
+async def test_two_programs_cannot_have_one_input(sandbox):
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: run(sandbox, "cat", input_id=3))
+            await sandbox.call(ExecInput(input_id=3, data=b"x", last=False), ExecInputTaken, timeout_s=20)
+            with pytest.raises(CallFailed, match="another program's"):
+                await run(sandbox, "cat", input_id=3)
+            await sandbox.call(ExecInput(input_id=3, data=b"", last=True), ExecInputTaken, timeout_s=20)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user: run as root, as CI does")
+async def test_another_user_has_its_own_home_groups_and_the_limits_of_all(start_daemon):
+    daemon = start_daemon(limits={"memory_bytes": 300 << 20})
+    daemon.wait_ready()
+    async with daemon.connect() as sandbox:
+        script = "id -un; id -gn; echo $HOME $USER; ulimit -d"
+        result = await run(sandbox, "bash", "-c", script, user="nobody", cwd="/")
+        name, group, home, limit = result.stdout.decode().splitlines()
+        assert (name, group, home, limit) == ("nobody", "nogroup", "/nonexistent nobody", str(300 << 10))
+        result = await run(
+            sandbox, "sh", "-c", "setsid -f sleep 3700; echo $HOME", user="nobody", env={"HOME": "/"}, cwd="/"
+        )
+        assert result.stdout == b"/\n"
+        assert not [entry for entry in daemon.descendants() if b"sleep" in _command(entry.pid)]
+    assert await daemon.wait_ended() == (0, "")
+
+
+def _command(pid):
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read()
 
 
 async def test_environment_and_directory_are_as_told(sandbox, tmp_path):
@@ -87,6 +152,10 @@ async def test_a_detached_process_that_holds_the_pipes_does_not_hold_up_the_answ
         (Exec(argv=["/etc/passwd"], timeout_s=1), "permission"),
         (Exec(argv=["true", "x" * 3_000_000], timeout_s=1), "too_large"),
         (Exec(argv=["true"], timeout_s=1, max_output_bytes=1 << 30), "too_large"),
+        (Exec(argv=["true"], timeout_s=1, user="no-such-user"), "bad_request"),
+        (Exec(argv=["true"], timeout_s=1, user="1234567"), "bad_request"),
+        (Exec(argv=["true"], timeout_s=1, user="-1"), "bad_request"),
+        (Exec(argv=["true"], timeout_s=1, user="9" * 30), "bad_request"),
     ],
 )
 async def test_what_could_not_be_run_has_a_code_and_leaves_nothing(sandbox, call, code):

@@ -1,0 +1,96 @@
+"""What a sandbox provider promises of one-shot programs, their input and their user, and of files written for them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import secrets
+from typing import TYPE_CHECKING, Final
+
+from ipc.file_calls import EditFile
+from prorl_trio.testing.sandbox_check import ACTION_TIMEOUT_S, Contract, checked_sandbox, raises
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+__all__ = [
+    "EXEC_CHECKS",
+    "check_files_that_may_not_be_written",
+    "check_long_input",
+    "check_users",
+    "check_what_exec_leaves",
+]
+
+
+async def check_files_that_may_not_be_written(contract: Contract) -> None:
+    """A file is replaced where a program may open it for writing, and nowhere else: of root on its own machine, all."""
+    async with checked_sandbox(contract) as sandbox:
+        home = (await sandbox.exec(["sh", "-c", "echo $HOME"], timeout_s=ACTION_TIMEOUT_S)).stdout.decode().strip()
+        path = f"{home}/fixed"
+        await sandbox.write_file(path, b"old", mode=0o444)
+        writable = (await sandbox.exec(["test", "-w", path], timeout_s=ACTION_TIMEOUT_S)).exit_code == 0
+        edit = EditFile(command="str_replace", path=path, old_str="old", new_str="edited")
+        assert (await sandbox.edit_file(edit)).ok == writable
+        try:
+            await sandbox.write_file(path, b"new")
+        except PermissionError:
+            assert not writable
+            assert await sandbox.read_file(path) == b"old"
+        else:
+            assert writable
+            assert await sandbox.read_file(path) == b"new"
+
+
+async def check_what_exec_leaves(contract: Contract) -> None:
+    """Nothing of it runs on, wherever it has gone; what the shell has in its background does."""
+    seconds = 10**6 + secrets.randbelow(10**6)  # by which these are told from anybody's
+    stay = f"sleep {seconds}1 & setsid sleep {seconds}2 & (setsid -f sleep {seconds}3)"
+    leave = f"setsid sleep {seconds}4 & setsid -f env -i sleep {seconds}5; (setsid -f sh -c 'sleep {seconds}6; :' &)"
+    async with checked_sandbox(contract) as sandbox:
+        await sandbox.bash(stay, timeout_s=ACTION_TIMEOUT_S)
+        assert (await sandbox.exec(["sh", "-c", leave], timeout_s=ACTION_TIMEOUT_S)).exit_code == 0
+        listed = await sandbox.exec(["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"], timeout_s=ACTION_TIMEOUT_S)
+        running = [number for number in range(1, 7) if f"sleep {seconds}{number}".encode() in listed.stdout]
+        assert running == [1, 2, 3]
+
+
+async def check_long_input(contract: Contract) -> None:
+    """More than a frame holds, bit for bit, to a program that reads it, and to one that does not, or cannot start."""
+    content = random.Random(1).randbytes(1024) * 24 * 1024
+    async with checked_sandbox(contract) as sandbox:
+        result = await sandbox.exec(["sha256sum"], timeout_s=ACTION_TIMEOUT_S, stdin=content)
+        assert result.stdout.split()[0].decode() == hashlib.sha256(content).hexdigest()
+        assert (await sandbox.exec(["head", "-c", "3"], timeout_s=ACTION_TIMEOUT_S, stdin=content)).stdout == content[
+            :3
+        ]
+        assert (await sandbox.exec(["true"], timeout_s=ACTION_TIMEOUT_S, stdin=content)).exit_code == 0
+        assert (await sandbox.exec(["sleep", "7000"], timeout_s=0.2, stdin=content)).timed_out
+        missing = sandbox.exec(["/no/such/program"], timeout_s=ACTION_TIMEOUT_S, stdin=content)
+        await raises(FileNotFoundError, missing)
+        assert (await sandbox.exec(["cat"], timeout_s=ACTION_TIMEOUT_S, stdin=b"short")).stdout == b"short"
+
+
+async def check_users(contract: Contract) -> None:
+    """A program runs as the sandbox's own user by any of its names; another user is refused in words, or is that."""
+    async with checked_sandbox(contract) as sandbox:
+        who = "id -u; echo $HOME"
+        own = (await sandbox.exec(["sh", "-c", who], timeout_s=ACTION_TIMEOUT_S)).stdout
+        name = own.split()[0].decode()
+        assert (await sandbox.exec(["sh", "-c", who], timeout_s=ACTION_TIMEOUT_S, user=name)).stdout == own
+        await raises(ValueError, sandbox.exec(["true"], timeout_s=ACTION_TIMEOUT_S, user="no-such-user"))
+        known = (await sandbox.exec(["cat", "/etc/passwd"], timeout_s=ACTION_TIMEOUT_S)).stdout.decode().split("\n")
+        others = [line.split(":")[0] for line in known if line and line.split(":")[2] != name]
+        refusal = ""
+        try:
+            result = await sandbox.exec(["id", "-un"], timeout_s=ACTION_TIMEOUT_S, user=others[0])
+        except PermissionError as exc:
+            refusal = str(exc)
+        assert "sandbox.fakeroot" in refusal if refusal else result.stdout.decode().strip() == others[0]
+
+
+EXEC_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
+    check_files_that_may_not_be_written,
+    check_what_exec_leaves,
+    check_long_input,
+    check_users,
+)
