@@ -9,6 +9,7 @@ import msgspec
 
 from ipc.errors import IpcError
 from prorl_trio.errors import SandboxCallFailed, TooManyDialogues
+from prorl_trio.tools.arguments import read_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,7 +45,8 @@ class Tool(abc.ABC):
     @abc.abstractmethod
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
         """Do it. What the policy did wrong is an observation that says so; only infrastructure errors are raised, and
-        what `Sandbox` raises: a call that the sandbox did not take becomes an observation in `ToolSet.call`."""
+        what `Sandbox` raises: a call that the sandbox did not take becomes an observation in `ToolSet.call`, which has
+        also read `arguments` by the schema (`read_arguments`)."""
 
 
 class ToolSet:
@@ -72,6 +74,7 @@ class ToolSet:
         if tool is None:
             known = ", ".join(sorted(self._tools))
             return Observation(text=f"Error: there is no tool {call.name!r}. The tools are: {known}.")
+        call = msgspec.structs.replace(call, arguments=read_arguments(call.arguments, tool.parameters))
         missing = [key for key in tool.parameters.get("required", ()) if key not in call.arguments]
         if missing:
             return Observation(text=f"Error: {tool.name} needs the argument {missing[0]!r}.")

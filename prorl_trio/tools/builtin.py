@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from prorl_trio.errors import HandlerError
 from prorl_trio.sandbox.provider import ShellBusy, ShellIdle
+from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.tools.base import Observation, Tool
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class BashTool(Tool):
 
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
         """Raises SandboxLost when the sandbox is gone."""
+        arguments = read_arguments(arguments, self.parameters)
         command = _text_argument(arguments, "command")
         is_input = arguments.get("is_input", False)
         restart = arguments.get("restart", False)

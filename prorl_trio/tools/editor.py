@@ -9,6 +9,7 @@ import trio
 
 from ipc.file_calls import EditFile
 from prorl_trio.errors import HandlerError
+from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.tools.base import Observation, Tool
 
 if TYPE_CHECKING:
@@ -66,10 +67,10 @@ class EditorTool(Tool):
         """Raises SandboxLost when the sandbox is gone."""
         if sandbox is None:
             raise HandlerError(f"the tool {self.name!r} needs a sandbox, but this handler opens none")
+        arguments = read_arguments(arguments, self.parameters)
         known = {key: arguments[key] for key in self.parameters["properties"] if key in arguments}
         try:
-            # Not strict: policies write numbers as strings.
-            edit = msgspec.convert({**known, "type": "EditFile"}, EditFile, strict=False)
+            edit = msgspec.convert({**known, "type": "EditFile"}, EditFile)
         except msgspec.ValidationError as exc:
             return Observation(text=f"Error: an argument is of the wrong type: {str(exc).replace('`$.', '`')}.")
         edited = None

@@ -1,0 +1,67 @@
+"""How a policy's arguments are read: one rule for all tools, by the schema that the policy sees."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["read_arguments"]
+
+_NOTHING = object()
+_WORDS = {"true": True, "false": False}
+
+
+def read_arguments(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """`arguments` in the types of the schema `parameters`, as far as there is no doubt what was meant. Idempotent.
+
+    Policies write numbers, truth values and lists as strings (`"3"`, `"true"`, `"[1, 2]"`), whole numbers as `3.0`, and
+    `null` for what they leave out. What is of another type than the schema's all the same is left as it is: to refuse
+    it is the tool's business, as are names that the schema does not know.
+    """
+    properties: Mapping[str, Any] = parameters.get("properties", {})
+    required = parameters.get("required", ())
+    return {
+        name: _read(value, properties.get(name, {}))
+        for name, value in arguments.items()
+        if value is not None or name in required or name not in properties
+    }
+
+
+def _read(value: Any, schema: Mapping[str, Any]) -> Any:
+    match schema.get("type"):
+        case "boolean" if isinstance(value, str):
+            return _WORDS.get(value.strip().lower(), value)
+        case "integer":
+            number = _number(value)
+            return int(number) if number is not None and float(number).is_integer() else value
+        case "number":
+            number = _number(value)
+            return value if number is None else number
+        case "array":
+            items = _json(value) if isinstance(value, str) else value
+            return [_read(item, schema.get("items", {})) for item in items] if isinstance(items, list) else value
+        case "object" if isinstance(value, str):
+            fields = _json(value)
+            return fields if isinstance(fields, dict) else value
+        case _:
+            return value
+
+
+def _number(value: Any) -> int | float | None:
+    """A finite number, from one or from the text of one."""
+    found = _json(value.strip()) if isinstance(value, str) else value
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        return None
+    return found
+
+
+def _json(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return _NOTHING
