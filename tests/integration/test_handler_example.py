@@ -22,6 +22,7 @@ from prorl_trio.testing.tiny_model import make_tiny_model
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"%s": "%s"}}\n</tool_call>'
+MAKE = "echo 42 > %s; touch ~/planted; alias grep=true"
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,8 +42,9 @@ async def test_the_handler_of_the_example(tmp_path):
     tiny = make_tiny_model(tmp_path / "model")
 
     def script(prompt):
-        done = b"tool_response" in tiny.decode(prompt).encode().rpartition(b"make it")[2]
-        ids = tiny.turn(CALL % ("finish", "answer", "done") if done else CALL % ("bash", "command", "echo 42 > it"))
+        path, since = re.findall(r"please make (/[\w/.-]+)(.*)", tiny.decode(prompt), re.DOTALL)[-1]
+        done = "tool_response" in since
+        ids = tiny.turn(CALL % ("finish", "answer", "done") if done else CALL % ("bash", "command", MAKE % path))
         return ids, [-0.5] * len(ids), "stop"
 
     engine_config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=8_000)
@@ -58,14 +60,21 @@ async def test_the_handler_of_the_example(tmp_path):
             serve = partial(serve_node, msgspec.convert(tables, NodeConfig), HandlerRegistry([handler()]))
             host, port = await nursery.start(lambda *, task_status: serve(task_status=task_status))
             async with connect(f"ws://{host}:{port}", "t") as client:
-                good = job("good", request="make it", check="grep -q 42 it")
-                bad = job("bad", request="make it", check="echo no >&2; exit 3")
-                wrong = job("wrong", request="make it")
-                answers = await client.submit([good, bad, wrong])
-                assert [type(answer).__name__ for answer in answers] == ["Accepted", "Accepted", "Rejected"]
-                assert "missing required field `check`" in answers[2].message
-                outcomes = {outcome.job_id: outcome async for outcome in client.results(2)}
+                good, bad, other = (str(tmp_path / name) for name in ("good", "bad", "other"))
+                jobs = [
+                    job(
+                        "good", request=f"please make {good}", result=good, check=f"! ls ~/planted && grep -q 42 {good}"
+                    ),
+                    job("bad", request=f"please make {bad}", result=bad, check="echo no >&2; exit 3"),
+                    job("missing", request=f"please make {other}", result=f"{other}.x", check=f"test -e {other}.x"),
+                    job("wrong", request="please make it", result="/tmp/it"),
+                ]
+                answers = await client.submit(jobs)
+                assert [type(answer).__name__ for answer in answers] == ["Accepted"] * 3 + ["Rejected"]
+                assert "missing required field `check`" in answers[3].message
+                outcomes = {outcome.job_id: outcome async for outcome in client.results(3)}
             os.kill(os.getpid(), signal.SIGTERM)
     assert (outcomes["good"].reward, outcomes["good"].trajectory.stop_reason) == (1.0, "finished")
+    assert (outcomes["missing"].status, outcomes["missing"].reward) == ("completed", 0.0)
     assert (outcomes["bad"].reward, outcomes["bad"].details) == (0.0, {"stderr": "no\n"})
     assert [len(turn.tool_calls) for turn in outcomes["good"].trajectory.turns] == [1, 1]
