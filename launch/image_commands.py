@@ -16,6 +16,7 @@ from rich.table import Table
 from launch.bundle import build_bundle
 from launch.image_store import build_image, check_image, pull_image, references_in, unpack_image
 from launch.progress import SetupError
+from launch.recipes import convert_recipe, definition_of
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.images import find_image, is_reference, list_images
 from prorl_trio.sandbox.registry import choose_provider
@@ -78,12 +79,30 @@ def pull(references: tuple[str, ...], tasks: Path | None, again: bool, no_https:
 
 
 @image.command()
-@click.argument("definition", type=click.Path(path_type=Path))
-@click.option("--name", help="What sandboxes call it; default: the file's name without .def.")
+@click.argument("recipe", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE")
+@click.option("--name", help="What sandboxes call it; default: the file's name without .def; a Dockerfile's folder's.")
 @click.option("--fakeroot", is_flag=True, help="For a normal user: root inside by way of /etc/subuid.")
-def build(definition: Path, name: str | None, fakeroot: bool) -> None:
-    """Build an Apptainer definition file into the store."""
-    _say(build_image(definition, name or definition.stem, fakeroot=fakeroot))
+def build(recipe: Path, name: str | None, fakeroot: bool) -> None:
+    """Build an Apptainer definition file, or a Dockerfile, into the store.
+
+    A Dockerfile is converted first, and shown as what it has become. Its sources are looked for beside it. What has no
+    counterpart is refused, by its line: several stages, ARG, ONBUILD, HEALTHCHECK, another USER, COPY --from, ...
+    """
+    definition = definition_of(recipe)
+    if definition is not None:
+        click.echo(f"{recipe} is a Dockerfile; as a definition file it is:\n\n{definition}")
+    default = recipe.stem if definition is None else recipe.resolve().parent.name
+    _say(build_image(recipe, name or default, fakeroot=fakeroot, definition=definition))
+
+
+@image.command()
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE")
+def recipe(file: Path) -> None:
+    """Print a Dockerfile as an Apptainer definition file, or a definition file as a Dockerfile.
+
+    What has no counterpart is refused, by its line.
+    """
+    click.echo(convert_recipe(file).text, nl=False)
 
 
 @image.command()

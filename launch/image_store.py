@@ -84,20 +84,27 @@ def pull_image(reference: str, *, again: bool = False, plain_http: bool = False)
     return _place(reference, make, again=again)
 
 
-def build_image(definition: Path, name: str, *, fakeroot: bool = False) -> StoredImage:
+def build_image(recipe: Path, name: str, *, fakeroot: bool = False, definition: str | None = None) -> StoredImage:
     """Build an Apptainer definition file and store the image as `name`, in the place of one of that name.
+
+    Args:
+        definition: what to build in place of the text of `recipe`, if that is no definition file.
 
     Raises:
         SetupError: with Apptainer's last words.
     """
-    if not definition.is_file():
-        raise SetupError(f"there is no definition file {definition}")
+    if not recipe.is_file():
+        raise SetupError(f"there is no definition file {recipe}")
     if not name or name == "host" or "/" in name:
         raise SetupError(f"an image cannot be called {name!r}: choose a name without '/' that is not `host`")
     options = ["--fakeroot"] if fakeroot else []
 
     def make(staging: Path) -> str:
-        argv = [*_apptainer(staging), "build", *options, str(staging / SIF_NAME), str(definition)]
+        source = recipe
+        if definition is not None:
+            source = staging / "tmp" / "converted.def"
+            source.write_text(definition, encoding="utf-8")
+        argv = [*_apptainer(staging), "build", *options, str(staging / SIF_NAME), str(source)]
         run_step(f"building {name}", argv, log_file=_log_file(), hint="" if fakeroot else _BUILD_HINT)
         return _digest(staging / SIF_NAME)
 
