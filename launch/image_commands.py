@@ -79,7 +79,7 @@ def pull(references: tuple[str, ...], tasks: Path | None, again: bool, no_https:
 
 
 @image.command()
-@click.argument("recipe", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE")
+@click.argument("recipe", type=click.Path(path_type=Path), metavar="FILE")
 @click.option("--name", help="What sandboxes call it; default: the file's name without .def; a Dockerfile's folder's.")
 @click.option("--fakeroot", is_flag=True, help="For a normal user: root inside by way of /etc/subuid.")
 def build(recipe: Path, name: str | None, fakeroot: bool) -> None:
@@ -96,7 +96,7 @@ def build(recipe: Path, name: str | None, fakeroot: bool) -> None:
 
 
 @image.command()
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE")
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
 def recipe(file: Path) -> None:
     """Print a Dockerfile as an Apptainer definition file, or a definition file as a Dockerfile.
 

@@ -100,7 +100,7 @@ def _layer():
         content = Path(program).read_bytes()
         entry.size, entry.mode = len(content), 0o755
         tar.addfile(entry, io.BytesIO(content))
-        for applet in ("sh", "true", "env", "cat"):
+        for applet in ("sh", "true", "env", "cat", "mkdir"):
             entry = tarfile.TarInfo(f"bin/{applet}")
             entry.type, entry.linkname = tarfile.SYMTYPE, "busybox"
             tar.addfile(entry)
@@ -261,6 +261,43 @@ def test_build_and_start_by_name(cache, pulled, tmp_path):
     assert {"made", "MINE=1"} <= set(trio.run(start).splitlines())
     assert CliRunner().invoke(command, ["build", str(tmp_path / "none.def")]).exit_code == 1
     assert CliRunner().invoke(command, ["build", str(definition), "--name", "host"]).exit_code == 1
+
+
+DOCKERFILE = """\
+FROM {base}
+ENV MINE="two words" PATH=/opt/mine:$PATH
+WORKDIR /work
+COPY sub ./sub/
+COPY app.py .
+RUN cat app.py sub/f > copied && cd /tmp
+RUN env > env-of-run; exit 0
+RUN echo again > after
+"""
+
+
+def test_build_from_a_dockerfile(cache, registry, tmp_path, monkeypatch):
+    monkeypatch.setenv("APPTAINER_NOHTTPS", "1")
+    context = tmp_path / "mine"
+    (context / "sub" / "deep").mkdir(parents=True)
+    for name in ("app.py", "sub/f", "sub/deep/g"):
+        (context / name).write_text(f"{name}\n")
+    (context / "Dockerfile").write_text(DOCKERFILE.format(base=registry.reference.removeprefix("docker://")))
+    done = CliRunner().invoke(command, ["build", "--fakeroot", str(context / "Dockerfile")])
+    assert done.exit_code == 0, done.output
+    assert "as a definition file it is:" in done.output
+    assert f"\n{context}/sub/. /work/sub/\n" in done.output
+    look = "cd /work; cat copied sub/deep/g after env-of-run; echo inside; env"
+
+    async def start():
+        provider = await _usable(ApptainerProvider, tmp_path)
+        async with provider.open_sandbox(SandboxSpec(image="mine")) as sandbox:
+            return (await sandbox.exec(["sh", "-c", look], timeout_s=20)).stdout.decode()
+
+    built, inside = trio.run(start).split("inside\n")
+    assert built.splitlines()[:4] == ["app.py", "sub/f", "sub/deep/g", "again"]
+    assert {"MINE=two words", "PWD=/work"} <= set(built.splitlines())
+    assert "MINE=two words" in inside.splitlines()
+    assert any(line.startswith("PATH=/opt/mine:/opt/tiny/bin:/bin") for line in inside.splitlines())
 
 
 async def test_an_image_that_cannot_start_is_told(cache, pulled, tmp_path):
