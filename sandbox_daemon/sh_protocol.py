@@ -25,7 +25,7 @@ _HOOK = r"""__prorl_status=${{__prorl_status:-$?}}
 trap "" INT
 set +eux
 IFS= read -r __prorl_nonce <{nonce}
-command printf '\6%s\0%s\0%s\0\0\0' "$__prorl_nonce" "$__prorl_status" "${{PWD-}}" >{record}
+command printf '\6%s\0%s\0%s\0\0' "$__prorl_nonce" "$__prorl_status" "${{PWD-}}" >{record}
 command printf '%s' "$__prorl_nonce" >/dev/tty
 read -r __prorl_gate <{gate}
 echo >{gate}

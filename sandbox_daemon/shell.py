@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -44,8 +45,8 @@ INTERRUPT_KEYS = b"\x03\x1c"
 """C-c and C-\\: bash may answer them with another prompt."""
 STREAM_BUFFER_CHUNKS = 16
 RECORD_PIPE_BYTES = 64 * 1024
-RECORD_FIELDS = 4
-"""Of a whole record, after its exit code: directory, options, traps, and nothing."""
+RECORD_FIELDS = 3
+"""Of a whole record, after its exit code: directory, options, and nothing."""
 
 
 class RunningCommand:
@@ -203,13 +204,14 @@ class Shell:
         The shell's own group is not, nor that of a copy of it about to become a program: that may lose the signal.
         Nothing happens when the command has ended.
         """
-        if self._running is None:
+        running = self._running
+        if running is None:
             return
         with trio.move_on_after(BEGIN_GRACE_S):
             await self._wait_mark(BEGUN_MARK)
-        if self._running is None:
+        if running.ended.is_set():
             return
-        self._running.was_interrupted = True
+        running.was_interrupted = True
         group = self._terminal.foreground_group()
         if group is not None and group not in already:
             if _executable(group) != _executable(self.child.pid):
@@ -354,12 +356,14 @@ class Shell:
         before, *records = self._records.split(nonce.encode() + b"\0")
         if BEGUN_MARK not in before:
             return None
+        # Of what comes before: what a command sent there ends otherwise.
+        traps = re.split(rb"[\0\2\6]", before)[-1]
         for record in records:  # an interrupt may have cut the first one off; what follows a whole one may know less
             code, *fields = record.split(b"\0")
             if code.isdigit() and len(fields) >= RECORD_FIELDS:
                 self._records = b""
-                cwd, flags, traps = map(os.fsdecode, fields[: RECORD_FIELDS - 1])
-                return CommandEnd(int(code), cwd, flags, traps)
+                cwd, flags = fields[:2]
+                return CommandEnd(int(code), os.fsdecode(cwd), os.fsdecode(flags), os.fsdecode(traps))
         return None
 
 
