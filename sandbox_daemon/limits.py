@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 __all__ = ["hide_self", "limit_process", "limit_self", "limit_this"]
 
 PR_SET_DUMPABLE = 4
+RLIMIT_SIGPENDING = 11
+RLIMIT_MSGQUEUE = 12
+MAX_PENDING_SIGNALS = 4096
+"""Queued signals, and timers, of all processes of the sandbox's user. The kernel has a number for a user as well."""
+MAX_QUEUE_BYTES = 200_000
+"""POSIX message queues of all processes of the sandbox's user: two of the usual size. The kernel's default is 819,200
+for a user, in all sandboxes together."""
 BACKSTOP_FACTOR = 2
 """The kernel refuses a fork at this many times `max_processes`: the watchdog acts, and reports, before that."""
 BACKSTOP_CPU_S = 10
@@ -27,6 +34,8 @@ def limit_self(limits: SandboxLimits) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, limits.max_open_files),
         (resource.RLIMIT_FSIZE, limits.max_file_bytes),
+        (RLIMIT_SIGPENDING, MAX_PENDING_SIGNALS),
+        (RLIMIT_MSGQUEUE, MAX_QUEUE_BYTES),
     ):
         hard = resource.getrlimit(what)[1]
         resource.setrlimit(what, (_lower(limit, hard), _lower(limit, hard)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -17,6 +16,7 @@ import trio
 from ipc.sandbox_calls import BashResult, CellResult, ExecResult
 from sandbox_daemon.processes import kill_until_gone, read_process_table, wait_until_gone
 from sandbox_daemon.threads import run_blocking
+from sandbox_daemon.unmapped import attached_bytes, held_bytes, read_segments, remove_unmapped
 from sandbox_daemon.usage import in_memory, measure_disks, measure_processes, measure_proportional
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ipc.limits import Breach, SandboxLimits
     from ipc.sandbox_calls import SandboxCall, SandboxReply
     from sandbox_daemon.processes import ProcessEntry, ProcessTable
+    from sandbox_daemon.unmapped import Segment
     from sandbox_daemon.usage import ProcessUsage
 
 __all__ = ["Watchdog"]
@@ -125,24 +126,42 @@ class Watchdog:
             if process.cpu_s > self._limits.cpu_s:
                 text = f"{_name(process)} was killed: it had used more than {self._limits.cpu_s} s of CPU time"
                 await self._end_one(process, "cpu", text)
-        if sum(process.memory_bytes for process in processes) > self._limits.memory_bytes:
-            await self._reduce_memory(processes)
+        segments = read_segments() if self._isolated else []
+        used_bytes = sum(process.memory_bytes for process in processes)
+        if used_bytes + held_bytes(segments) > self._limits.memory_bytes:
+            await self._reduce_memory(processes, segments)
         await self._look_at_disks()
 
-    async def _reduce_memory(self, processes: list[ProcessUsage]) -> None:
-        """Kill the largest, and the next, until the rest keeps to the limit."""
-        sizes = await run_blocking(partial(measure_proportional, processes), limiter=self._limiter, or_here=True)
-        total_bytes = sum(sizes.values())
+    async def _reduce_memory(self, processes: list[ProcessUsage], segments: list[Segment]) -> None:
+        """Give back what no process holds; then kill the largest, and the next, until the rest keeps to the limit."""
+        pids = [process.pid for process in processes]
+        sizes, attached = await run_blocking(
+            lambda: (measure_proportional(processes), attached_bytes(pids, segments)),
+            limiter=self._limiter,
+            or_here=True,
+        )
+        sizes = {pid: size + attached.get(pid, 0) for pid, size in sizes.items()}
+        removable_bytes = held_bytes(segment for segment in segments if not segment.attached)
+        total_bytes = sum(sizes.values()) + removable_bytes
+        if total_bytes <= self._limits.memory_bytes:
+            return
+        together = (
+            f"all processes together used {total_bytes // _MIB} MiB of memory, and "
+            f"{self._limits.memory_bytes // _MIB} MiB are allowed"
+        )
+        if removable_bytes > _MIB:
+            remove_unmapped(segments)
+            total_bytes -= removable_bytes
+            text = f"{removable_bytes // _MIB} MiB of memory that no process had attached were given back: {together}"
+            self._found = _Found("memory", text)
         largest_first = sorted(processes, key=lambda process: sizes[process.pid], reverse=True)
         for process in largest_first:
             if total_bytes <= self._limits.memory_bytes:
                 return
-            text = (
-                f"{_name(process)} was killed: all processes together used {total_bytes // _MIB} MiB of memory, and "
-                f"{self._limits.memory_bytes // _MIB} MiB are allowed"
-            )
-            await self._end_one(process, "memory", text)
+            await self._end_one(process, "memory", f"{_name(process)} was killed: {together}")
             total_bytes -= sizes[process.pid]
+            if process.pid in attached:
+                remove_unmapped(read_segments())
 
     async def _look_at_disks(self) -> None:
         """For file systems without a size of their own. What frees space is let alone, so that one can clean up."""

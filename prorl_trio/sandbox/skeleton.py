@@ -84,7 +84,8 @@ def covered() -> tuple[str, ...]:
     container; the node's cache, and the home directory of its user.
     """
     checkout = Path(__file__).resolve().parents[2]
-    private = {*_SOURCES, *package_folders(), *map(os.path.realpath, (checkout, cache_dir(), os.path.expanduser("~")))}
+    own = (str(checkout), str(cache_dir()), os.path.expanduser("~"))
+    private = {*_SOURCES, *package_folders(), *map(os.path.realpath, own)}
     private.update(path for pattern in _LOCAL_PACKAGES for path in glob.glob(pattern))
     found: list[str] = []
     for path in sorted(private):
