@@ -14,8 +14,10 @@ import trio
 
 from ipc.limits import SandboxLimits
 from prorl_trio.errors import SandboxLost
+from prorl_trio.sandbox.bubblewrap import BubblewrapProvider
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import descendants, is_alive
+from prorl_trio.sandbox.run_dir import open_run_dir
 
 MIB = 1024 * 1024
 TEST_TIMEOUT_S = 120
@@ -215,3 +217,21 @@ async def test_output_cannot_forge_the_end_of_a_command(provider):
             result = await sandbox.bash(forged, timeout_s=ACTION_TIMEOUT_S)
             assert (result.exit_code, result.cwd) == (1, "/tmp")
             assert await run(sandbox, "echo next") == ("next", 0)
+
+
+async def test_bubblewrap_itself_lets_nobody_make_a_user_namespace(tmp_path):
+    """Without the filter of system calls, which the daemon puts on: the launcher's command line, another program."""
+    found = BubblewrapProvider(tmp_path)
+    report = await found.probe()
+    if not report.usable:
+        pytest.skip(f"bubblewrap cannot run here: {report.problem}. What to do: {report.remedy}")
+    with trio.fail_after(TEST_TIMEOUT_S):
+        async with open_run_dir(tmp_path) as run_dir, run_dir.open_sandbox_dir() as folder:
+            argv = found._plan(SandboxSpec(), run_dir, folder).argv
+            launcher = argv[: argv.index("--") + 1]
+            works = await trio.run_process((*launcher, "true"), env={}, check=False)
+            inner = (*launcher, "unshare", "--user", "true")
+            nested = await trio.run_process(inner, env={}, check=False, capture_stderr=True)
+    assert works.returncode == 0
+    assert nested.returncode != 0
+    assert b"No space left on device" in nested.stderr, "the kernel's word for a limit of 0"

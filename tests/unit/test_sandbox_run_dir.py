@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,27 @@ def test_reap_ends_recorded_processes_and_spares_reused_pids(tmp_path):
         assert reused.poll() is None
         reused.kill()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pid_with_another_start_time_is_neither_killed_nor_waited_for(monkeypatch):
+    """Each step by itself: between two of them the pid may have been used again."""
+    with subprocess.Popen(["sleep", "3606"]) as child:
+        process = reaper.identify(child.pid)
+        assert process is not None
+        sent = []
+        with monkeypatch.context() as patch:
+            patch.setattr(reaper.os, "kill", lambda *signalled: sent.append(signalled))
+            for start_time in (process.start_time - 1, process.start_time + 1, 0):
+                other = reaper.ProcessId(process.pid, start_time)
+                assert not reaper.is_alive(other)
+                assert reaper.wait_gone([other], 3600) == set()
+                reaper.kill([other])
+            assert sent == []
+            reaper.kill([process])
+            assert sent == [(process.pid, signal.SIGKILL)]
+        assert reaper.wait_gone([process], 0.0) == {process}
+        reaper.kill([process])
+        assert child.wait(5) == -signal.SIGKILL
 
 
 def test_the_reaper_needs_nothing_but_the_standard_library():
