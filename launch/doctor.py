@@ -38,7 +38,11 @@ _DISK_BYTES = 2 * _GIB
 _SHM_BYTES = _GIB // 2
 _ENGINE_MEMORY_BYTES = 6 * _GIB
 _GPU_TIMEOUT_S = 15.0
-_BY_WATCHDOG = "each sandbox keeps to its limits by its own watchdog alone, a fifth of a second late"
+_BY_WATCHDOG = (
+    "each sandbox keeps to its limits by its own watchdog alone, a fifth of a second late; what the kernel itself "
+    "takes for it is not counted: pipes, sockets, page tables, parts of shared memory that were unmapped"
+)
+_BY_KERNEL = "the kernel limits memory, its own for the sandbox too, and processes of each sandbox"
 _FORKS_BY_WATCHDOG = (
     "a sandbox's watchdog alone ends a fork bomb, late where the machine is busy; of root's processes the kernel keeps "
     "no count by user"
@@ -212,7 +216,7 @@ def _cgroups(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
     """Whether the kernel can keep the limits of each sandbox as a whole."""
     site = find_site(mount, own)
     if site.path is not None:
-        detail = f"{site.path}: the kernel limits memory and processes of each sandbox"
+        detail = f"{site.path}: {_BY_KERNEL}"
         return Check(name="cgroup v2", state="ok", detail=detail)
     return Check(name="cgroup v2", state="warning", detail=f"{site.problem}: {_BY_WATCHDOG}", remedy=_DELEGATE)
 

@@ -1,7 +1,8 @@
-"""The hard limit of a sandbox's processes: `kernel.pid_max` of its PID namespace, which no overload can outrun.
+"""Limits of a sandbox's namespaces: of its processes, which no overload can outrun, and of what all would share.
 
 The watchdog inside looks five times a second, if the machine lets it; a fork bomb on a busy machine makes thousands of
-processes meanwhile. With this the kernel refuses them. Linux 6.14 and newer; where there is none, doctor says so.
+processes meanwhile. With `kernel.pid_max` of its PID namespace the kernel refuses them, since Linux 6.14; where it does
+not, doctor says so. Of terminals the machine has a number for all sandboxes together, of inotify instances the user.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import socket
 import subprocess
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from prorl_trio.errors import SandboxUnavailable
@@ -23,12 +25,19 @@ if TYPE_CHECKING:
 
     from prorl_trio.sandbox.reaper import ProcessId
 
-__all__ = ["PidLimiter", "pid_limit_problem"]
+__all__ = ["MAX_INOTIFY_INSTANCES", "MAX_PTYS", "PidLimiter", "pid_limit_problem"]
 
 FIRST_REUSED_PID: Final = 300
 """The kernel uses pids from here on again. The lower ones go to the first processes of a namespace, once."""
 OWN_TASKS: Final = 64
 """For the daemon and the launcher; the watchdog sees, and reports, that there are too many before there are so many."""
+MAX_PTYS: Final = 64
+"""In one sandbox, its shell's among them. The machine has some 3,000 for all (`kernel.pty.max`, less the reserve)."""
+MAX_INOTIFY_INSTANCES: Final = 16
+MAX_INOTIFY_WATCHES: Final = 32_768
+"""In one sandbox. The user has `fs.inotify.max_user_instances`, often 128, in all of them and outside."""
+SHARED_LIMITS: Final = (0, MAX_INOTIFY_INSTANCES, MAX_INOTIFY_WATCHES, MAX_PTYS)
+"""As `pid_setter.bound_shared` takes them. No further user namespaces, as bubblewrap has it by itself."""
 PID_MAX_LIMIT: Final = 4 * 1024 * 1024
 ANSWER_TIMEOUT_S: Final = 10.0
 END_TIMEOUT_S: Final = 1.0
@@ -47,6 +56,7 @@ class PidLimiter:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._problem: str | None = None
+        self._said = False
 
     def __repr__(self) -> str:
         return f"<PidLimiter: problem {self._problem!r}>"
@@ -94,27 +104,40 @@ class PidLimiter:
         """
         if self.problem():
             return
-        namespace = _own_namespace(members)
-        if namespace is None:
-            return
-        try:
-            pid_max = min(PID_MAX_LIMIT, FIRST_REUSED_PID + 1 + max_processes + OWN_TASKS)
-            with self._lock:
-                try:
-                    problem = self._ask(namespace, pid_max)
-                except OSError:  # somebody ended it; it takes no state with it
-                    self.close()
-                    problem = self.problem() or self._ask(namespace, pid_max)
-        except OSError as exc:
-            problem = f"{os.path.basename(pid_setter.__file__)} does not answer: {exc}"
-        finally:
-            os.close(namespace)
-        if problem:
+        pid_max = min(PID_MAX_LIMIT, FIRST_REUSED_PID + 1 + max_processes + OWN_TASKS)
+        if problem := self._set(members, b"%d" % pid_max, ("pid",)):
             raise SandboxUnavailable(f"its number of processes cannot be limited: {problem}")
 
-    def _ask(self, namespace: int, pid_max: int) -> str:
+    def bound_shared(self, members: Iterable[ProcessId]) -> None:
+        """Let the sandbox of these processes have `SHARED_LIMITS`. Where that cannot be set, the log says so, once."""
+        self.problem()
+        problem = self._set(members, b" ".join(b"%d" % limit for limit in SHARED_LIMITS), ("pid", "mnt"))
+        if problem and not self._said:
+            self._said = True
+            logger.warning("sandboxes share terminals and inotify instances without a limit for each: %s", problem)
+
+    def _set(self, members: Iterable[ProcessId], request: bytes, kinds: tuple[str, ...]) -> str:
+        """The problem, or nothing: also where there is no namespace to be limited."""
+        namespaces = _own_namespaces(members, kinds)
+        if not namespaces:
+            return ""
+        try:
+            with self._lock:
+                try:
+                    return self._ask(request, namespaces)
+                except OSError:  # somebody ended it; it takes no state with it
+                    self.close()
+                    self.problem()
+                    return self._ask(request, namespaces)
+        except OSError as exc:
+            return f"{os.path.basename(pid_setter.__file__)} does not answer: {exc}"
+        finally:
+            for namespace in namespaces:
+                os.close(namespace)
+
+    def _ask(self, request: bytes, namespaces: list[int]) -> str:
         assert self._channel is not None, "it was started"
-        socket.send_fds(self._channel, [b"%d" % pid_max], [namespace])
+        socket.send_fds(self._channel, [request], namespaces)
         return self._receive()
 
     def _receive(self) -> str:
@@ -149,16 +172,18 @@ def pid_limit_problem() -> str:
         limiter.close()
 
 
-def _own_namespace(members: Iterable[ProcessId]) -> int | None:
-    """A descriptor of the PID namespace that the oldest of them outside of ours is in; None if all are in ours."""
+def _own_namespaces(members: Iterable[ProcessId], kinds: tuple[str, ...]) -> list[int]:
+    """Descriptors of the namespaces of the oldest of them with a PID namespace not ours; none if all are in ours."""
     ours = os.stat("/proc/self/ns/pid").st_ino
     for process in sorted(members, key=lambda member: (member.start_time, member.pid)):
-        try:
-            namespace = os.open(f"/proc/{process.pid}/ns/pid", os.O_RDONLY)
-        except OSError:  # it has ended, or may not be looked at
-            continue
-        # Only now is it certain whose it is: a pid may have been used again.
-        if os.fstat(namespace).st_ino != ours and identify(process.pid) == process:
-            return namespace
-        os.close(namespace)
-    return None
+        opened: list[int] = []
+        with suppress(OSError):  # it has ended, or may not be looked at
+            if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == ours:
+                continue
+            opened += [os.open(f"/proc/{process.pid}/ns/{kind}", os.O_RDONLY) for kind in kinds]
+            # Only now is it certain whose they are: a pid may have been used again.
+            if identify(process.pid) == process:
+                return opened
+        for namespace in opened:
+            os.close(namespace)
+    return []

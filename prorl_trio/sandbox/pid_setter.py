@@ -1,8 +1,10 @@
-"""Writes `kernel.pid_max` of other PID namespaces: what a fork bomb in one cannot get past, however busy it is.
+"""Sets limits of other namespaces from outside: of their processes, and of what all of the machine's would share.
 
-Since Linux 6.14 each PID namespace has a `pid_max` of its own, which a process of that namespace writes. Nobody inside
-a sandbox may, so this process makes a child that joins the namespace from outside. Standard library only, and nothing
-of this project: it runs as `python -I -S pid_setter.py FD`, one small process a node, and ends with the socket FD.
+Since Linux 6.14 each PID namespace has a `pid_max` of its own, which a process of that namespace writes: what a fork
+bomb cannot get past, however busy it is. A user namespace has a number of inotify instances, a mount of devpts one of
+terminals. Nobody inside a sandbox may write them, so this process makes a child that joins from outside. Standard
+library only, and nothing of this project: it runs as `python -I -S pid_setter.py FD`, one small process a node, and
+ends with the socket FD.
 
 It cannot change the machine's own: before anything else it stops being the user 0 that an older kernel would let write
 it, and the child that writes has no capabilities but those over the sandbox's user namespace.
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MAX_ANSWER_BYTES", "NOTHING", "serve"]
+__all__ = ["MAX_ANSWER_BYTES", "NOTHING", "USER_LIMITS", "serve"]
 
 MAX_ANSWER_BYTES = 512
 NOTHING = b"-"
@@ -30,6 +32,12 @@ NOTHING = b"-"
 
 PID_MAX_FILE = "/proc/sys/kernel/pid_max"
 OWN_NAMESPACE = "/proc/self/ns/pid"
+OWN_USER_NAMESPACE = "/proc/self/ns/user"
+USER_LIMITS = ("max_user_namespaces", "max_inotify_instances", "max_inotify_watches")
+"""Below /proc/sys/user: of the user namespace that a process is in, and of all below that."""
+DEVPTS = b"/dev/pts"
+MS_NOSUID, MS_NOEXEC, MS_REMOUNT = 2, 8, 32
+CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 NS_GET_USERNS = 0xB701
@@ -104,6 +112,35 @@ def _set_from_inside(namespace: int, pid_max: int, wanted: int, here: int) -> No
     _in_child(lambda: _write(pid_max, wanted, here))
 
 
+def bound_shared(namespace: int, mounts: int, limits: list[int]) -> None:
+    """For the sandbox with the PID namespace and mount namespace of these descriptors: `USER_LIMITS`, then its ptys.
+
+    Raises:
+        OSError: they are none of a sandbox's, or cannot be joined, or may not be changed.
+    """
+    owner = fcntl.ioctl(namespace, NS_GET_USERNS)
+    try:
+        here = os.stat(OWN_USER_NAMESPACE).st_ino
+        if os.fstat(owner).st_ino == here or len(limits) != len(USER_LIMITS) + 1:
+            raise OSError(errno.EINVAL, "not the namespaces of a sandbox")
+        _in_child(lambda: _bound_from_inside(owner, mounts, limits, here))
+    finally:
+        os.close(owner)
+
+
+def _bound_from_inside(owner: int, mounts: int, limits: list[int], here: int) -> None:
+    _check(_libc.setns(owner, CLONE_NEWUSER), "setns(CLONE_NEWUSER)")
+    if os.stat(OWN_USER_NAMESPACE).st_ino == here:
+        raise OSError(errno.EXDEV, "not in the sandbox's user namespace")
+    for name, limit in zip(USER_LIMITS, limits, strict=False):
+        with open(f"/proc/sys/user/{name}", "wb") as file:
+            file.write(b"%d" % limit)
+    _check(_libc.setns(mounts, CLONE_NEWNS), "setns(CLONE_NEWNS)")
+    options = b"mode=620,ptmxmode=666,max=%d" % limits[-1]
+    flags = MS_REMOUNT | MS_NOSUID | MS_NOEXEC
+    _check(_libc.mount(b"devpts", DEVPTS, b"devpts", flags, options), "mount(/dev/pts)")
+
+
 def _write(pid_max: int, wanted: int, outside: int) -> None:
     """In the namespace `wanted`, and proved to be there."""
     if os.stat(OWN_NAMESPACE).st_ino != wanted or wanted == outside:
@@ -144,16 +181,20 @@ def _in_child(act: Callable[[], None]) -> None:
 
 
 def serve(channel: socket.socket) -> None:
-    """Say whether it works here, then answer requests (a number, with a descriptor) until the other end closes."""
+    """Say whether `pid_max` can be set here, then answer requests until the other end closes: that number, with a
+    descriptor of a PID namespace; or those of `bound_shared`, with one of a mount namespace besides."""
     give_up_root()
     channel.send(probe().encode()[:MAX_ANSWER_BYTES] or NOTHING)
     while True:
-        request, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 1)
+        request, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 2)
         if not request:
             return
         problem = ""
         try:
-            set_pid_max(descriptors[0], int(request))
+            if len(descriptors) == 1:
+                set_pid_max(descriptors[0], int(request))
+            else:
+                bound_shared(*descriptors, list(map(int, request.split())))
         except OSError as exc:
             problem = str(exc.strerror)
         finally:

@@ -28,7 +28,6 @@ from ipc.nursery import open_single_nursery
 from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.file_systems import NETWORK_FILE_SYSTEMS, file_system_of
 from prorl_trio.sandbox import reaper
-from prorl_trio.sandbox.cgroup import own_site
 from prorl_trio.sandbox.interpreter import own_python
 from prorl_trio.sandbox.pid_limit import PidLimiter
 from prorl_trio.sandbox.runtime import LIB_DIR
@@ -95,8 +94,7 @@ class RunDir:
 
     async def _start(self) -> None:
         await self._start_reaper()
-        if (await run_blocking(own_site)).path is None:  # else the kernel counts in a cgroup for each sandbox
-            await run_blocking(self.pid_limiter.start)
+        await run_blocking(self.pid_limiter.start)
         await run_blocking(build_skeleton, self.root)
 
     async def keep_reaper(self) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prorl_trio.sandbox.cgroup import Cgroup
+    from prorl_trio.sandbox.pid_limit import PidLimiter
+    from prorl_trio.sandbox.process_tree import ProcessTree
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
 
@@ -65,7 +67,6 @@ async def open_daemon_sandbox(
         cgroup: Cgroup | None = None
         if (site := (await run_blocking(own_site)).path) is not None:
             cgroup = await stack.enter_async_context(open_cgroup(site, folder.path, spec.limits))
-        pid_limiter = run_dir.pid_limiter if launch.isolated and cgroup is None else None
         token = secrets.token_hex(TOKEN_BYTES)
         # Made here and inherited: nothing of the host is writable inside, which a folder for a socket would have to be.
         listener = stack.enter_context(closing(listen_unix(folder.socket).socket))
@@ -92,8 +93,8 @@ async def open_daemon_sandbox(
             )
         )
         listener.close()  # only the daemon has it now: when that ends, no connection waits for it
-        if pid_limiter is not None:
-            await run_blocking(pid_limiter.limit, tree.members, spec.limits.max_processes)
+        if launch.isolated:
+            await run_blocking(_limit, run_dir.pid_limiter, tree, None if cgroup else spec.limits.max_processes)
         try:
             left_s = max(0.0, deadline - trio.current_time())
             stream = await connect_unix(folder.socket, connect_timeout_s=left_s)
@@ -103,3 +104,10 @@ async def open_daemon_sandbox(
         next_breach = None if cgroup is None else cgroup.next_breach
         ended_from_inside = partial(tree.ended_from_inside, isolated=launch.isolated)
         yield DaemonSandbox(folder.sandbox_id, rpc, tree.explain, next_breach, ended_from_inside)
+
+
+def _limit(limiter: PidLimiter, tree: ProcessTree, max_processes: int | None) -> None:
+    """From outside. In a cgroup, the kernel counts the processes there."""
+    if max_processes is not None:
+        limiter.limit(tree.members, max_processes)
+    limiter.bound_shared(tree.members)
