@@ -194,7 +194,7 @@ def serve(channel: socket.socket) -> None:
             if len(descriptors) == 1:
                 set_pid_max(descriptors[0], int(request))
             else:
-                bound_shared(*descriptors, list(map(int, request.split())))
+                bound_shared(descriptors[0], descriptors[1], list(map(int, request.split())))
         except OSError as exc:
             problem = str(exc.strerror)
         finally:
