@@ -85,7 +85,7 @@ def covered() -> tuple[str, ...]:
     """
     checkout = Path(__file__).resolve().parents[2]
     own = (str(checkout), str(cache_dir()), os.path.expanduser("~"))
-    private = {*_SOURCES, *package_folders(), *map(os.path.realpath, own)}
+    private = {*_SOURCES, *package_folders(), *(os.path.realpath(path) for path in own)}
     private.update(path for pattern in _LOCAL_PACKAGES for path in glob.glob(pattern))
     found: list[str] = []
     for path in sorted(private):
