@@ -87,12 +87,17 @@ class Job:
         if self.cancel_reason is None:
             self.cancel_reason, self.cancel_code = reason, code
 
-    async def release(self) -> None:
-        """End the sandboxes the job owns."""
-        for sandbox in (self.sandbox, self.fresh_sandbox):
-            if sandbox is not None:
+    async def release(self, timeout_s: float) -> list[str]:
+        """End the sandboxes the job owns; return the ids of those that did not close within `timeout_s`: these are no
+        longer the job's, and the sandbox host goes on with them. Shielded."""
+        owned = [sandbox for sandbox in (self.sandbox, self.fresh_sandbox) if sandbox is not None]
+        for sandbox in owned:
+            sandbox.close_soon()
+        with trio.move_on_after(timeout_s, shield=True):  # noqa: ASYNC912 - nothing to wait for where it owns none
+            for sandbox in owned:
                 await sandbox.aclose()
         self.sandbox = self.fresh_sandbox = self.context.sandbox = None
+        return [sandbox.sandbox_id for sandbox in owned if not sandbox.gone]
 
     @property
     def priority(self) -> int:

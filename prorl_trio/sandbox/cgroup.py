@@ -7,6 +7,7 @@ what it cannot see: memory that no process maps, and the files of the sandbox's 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
 
-from prorl_trio.errors import InternalError, SandboxUnavailable
+from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.sandbox.reaper import CGROUP_PREFIX, remove_cgroup, write_cgroup_record
 from prorl_trio.sandbox.threads import run_blocking
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from ipc.limits import Breach, SandboxLimits
 
 __all__ = ["Cgroup", "CgroupSite", "find_site", "open_cgroup", "own_site"]
+
+logger = logging.getLogger(__name__)
 
 CONTROLLERS: Final = frozenset({"memory", "pids"})
 OWN_MEMORY_BYTES: Final = 256 * 1024 * 1024
@@ -107,11 +110,11 @@ class Cgroup:
 async def open_cgroup(site: Path, folder: Path, limits: SandboxLimits) -> AsyncIterator[Cgroup]:
     """A new cgroup below `site` with the limits of a sandbox, recorded in its `folder` for the reaper before it exists.
 
-    On leaving, whatever is still in it is killed, and it is removed; shielded, within `CLOSE_TIMEOUT_S`.
+    On leaving, whatever is still in it is killed, and it is removed; shielded, within `CLOSE_TIMEOUT_S`. If it is not
+    gone then, it stays recorded.
 
     Raises:
         SandboxUnavailable: it cannot be made.
-        InternalError: it cannot be removed.
     """
     cgroup = Cgroup(site / f"{CGROUP_PREFIX}{folder.parent.name}-{folder.name}", limits)
     removed = False
@@ -125,7 +128,7 @@ async def open_cgroup(site: Path, folder: Path, limits: SandboxLimits) -> AsyncI
         with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
             removed = await run_blocking(remove_cgroup, cgroup.path)
     if not removed:
-        raise InternalError(f"the cgroup {cgroup.path} of a closed sandbox cannot be removed")
+        logger.error("the cgroup %s of a closed sandbox is still there", cgroup.path)
 
 
 def _make(path: Path, folder: Path, limits: SandboxLimits) -> None:

@@ -16,6 +16,7 @@ import trio
 from ipc.nursery import single_exception
 from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import DEFAULT_TRANSFER, Sandbox, SandboxSpec
+from prorl_trio.sandbox.run_dir import remains_count
 from prorl_trio.sandbox.start_gates import StartGates
 from prorl_trio.sandbox.warm_pool import WarmLimits, WarmPool
 from prorl_trio.supervision import service_task
@@ -62,9 +63,10 @@ _TRANSIENT: Final = (
 class HostedSandbox(Sandbox):
     """A live sandbox whose owner is a task of the host. Any task may use it; whoever is done with it calls `aclose`."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: Sandbox, on_overdue: Callable[[], None]) -> None:
         self.sandbox_id = sandbox.sandbox_id
         self._sandbox = sandbox
+        self._on_overdue = on_overdue
         self._closing = trio.Event()
         self._gone = trio.Event()
 
@@ -167,14 +169,29 @@ class HostedSandbox(Sandbox):
     ) -> TransferReport:
         return await self._sandbox.download(remote, local, options=options, on_progress=on_progress)
 
+    @property
+    def gone(self) -> bool:
+        """Whether nothing of it is left, or nothing that the provider has not taken over."""
+        return self._gone.is_set()
+
+    def close_soon(self) -> None:
+        """As `aclose`, without waiting."""
+        self._closing.set()
+
     async def aclose(self) -> None:
         """End the sandbox and return when nothing of it is left. Idempotent; an action in flight raises `SandboxLost`.
 
-        Runs to its end also when cancelled (bounded by the provider's clean-up); the cancellation is delivered after.
+        Runs to its end also when cancelled; the cancellation is delivered after. What takes more than `CLOSE_TIMEOUT_S`
+        goes on in the background: it is logged and counted, and `gone` is false.
         """
         self._closing.set()
         with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
             await self._gone.wait()
+        if not self.gone:
+            logger.error(
+                "sandbox %s has not closed in %g s; the host goes on with it", self.sandbox_id, CLOSE_TIMEOUT_S
+            )
+            self._on_overdue()
         await trio.lowlevel.checkpoint_if_cancelled()
 
 
@@ -203,13 +220,15 @@ class SandboxHost:
         self._warm_taken_total = 0
         self._warm_dead_total = 0
         self._warm_evicted_total = 0
+        self._overdue_total = 0
 
     def statistics(self) -> dict[str, float]:
         """Numbers now, and `*_total` since the beginning.
 
         `live` are in use and `warm` wait for their first user. `starting` includes those waiting for a gate, and those
         that will be warm. `warm_dead_total` died before their first user came, or did not answer when they were to be
-        handed out.
+        handed out. `close_overdue_total` took more than `CLOSE_TIMEOUT_S` to close; of `remains`, something is still
+        there after that, and is being ended.
         """
         return {
             "live": len(self._in_use),
@@ -221,6 +240,8 @@ class SandboxHost:
             "warm_taken_total": self._warm_taken_total,
             "warm_dead_total": self._warm_dead_total,
             "warm_evicted_total": self._warm_evicted_total,
+            "close_overdue_total": self._overdue_total,
+            "remains": remains_count(),
         }
 
     async def open(self, spec: SandboxSpec) -> HostedSandbox:
@@ -324,13 +345,16 @@ class SandboxHost:
         try:
             async with AsyncExitStack() as stack:
                 sandbox, start_s = await self._start(spec, max_attempts, stack)
-                hosted = HostedSandbox(sandbox)
+                hosted = HostedSandbox(sandbox, self._count_overdue)
                 give_away(hosted, start_s)
                 await hosted._closing.wait()
         finally:
             if hosted is not None:
                 self._in_use.discard(hosted)
                 hosted._gone.set()
+
+    def _count_overdue(self) -> None:
+        self._overdue_total += 1
 
     async def _start(self, spec: SandboxSpec, max_attempts: int, stack: AsyncExitStack) -> tuple[Sandbox, float]:
         """The sandbox, entered into `stack`, and the seconds its start took, waits for gates not counted."""
@@ -389,9 +413,6 @@ async def open_sandbox_host(
     """A host for sandboxes of `provider`. On leaving the block all of them are ended, whatever they are doing.
 
     `warm`: how many to start in advance; by default none. `on_open` is told of every sandbox handed out.
-
-    Raises:
-        InternalError: something of a sandbox survived its end. Our bug.
     """
     pool: WarmPool[HostedSandbox] = WarmPool(warm or WarmLimits())
     gates = StartGates(max_concurrent_starts, max_concurrent_starts_per_image)

@@ -304,7 +304,8 @@ class SandboxProvider(abc.ABC):
         """Start a sandbox, yield it when its daemon has answered the handshake, end it on leaving the block.
 
         On leaving, whether by return, error or cancellation, nothing is left: no process of its tree, no mount, no
-        socket, no folder. Clean-up is shielded and bounded by a few seconds; survivors are raised as `InternalError`.
+        socket, no folder. Clean-up is shielded and bounded by a few seconds; what survives that is logged, and ended
+        later, in the background.
 
         Raises:
             SandboxUnavailable: it could not be started, with the provider's own words and what to do.

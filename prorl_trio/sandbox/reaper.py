@@ -28,10 +28,12 @@ __all__ = [
     "RECORD_NAME",
     "ProcessId",
     "descendants",
+    "has_remains",
     "identify",
     "is_alive",
     "kill",
     "reap",
+    "reap_sandbox",
     "remove_cgroup",
     "session_members",
     "wait_gone",
@@ -163,8 +165,12 @@ def write_record(folder: Path, processes: Iterable[ProcessId]) -> None:
 
 
 def _read_records(run_dir: Path) -> set[ProcessId]:
+    return {process for record in run_dir.glob(f"*/{RECORD_NAME}") for process in _read_record(record)}
+
+
+def _read_record(record: Path) -> set[ProcessId]:
     processes: set[ProcessId] = set()
-    for record in run_dir.glob(f"*/{RECORD_NAME}"):
+    if record.exists():
         with contextlib.suppress(OSError):
             for line in record.read_text(encoding="ascii").splitlines():
                 pid, _, start_time = line.partition(" ")
@@ -215,12 +221,41 @@ def _wait_until_empty(events: Path) -> None:
         os.close(fd)
 
 
+def _recorded_cgroup(folder: Path) -> Path | None:
+    with contextlib.suppress(OSError):
+        cgroup = Path((folder / CGROUP_RECORD_NAME).read_text(encoding="utf-8"))
+        if cgroup.is_absolute() and cgroup.name.startswith(CGROUP_PREFIX + folder.parent.name):
+            return cgroup
+    return None
+
+
 def _reap_cgroups(run_dir: Path) -> None:
     for record in run_dir.glob(f"*/{CGROUP_RECORD_NAME}"):
-        with contextlib.suppress(OSError):
-            cgroup = Path(record.read_text(encoding="utf-8"))
-            if cgroup.is_absolute() and cgroup.name.startswith(CGROUP_PREFIX + run_dir.name):
-                remove_cgroup(cgroup)
+        cgroup = _recorded_cgroup(record.parent)
+        if cgroup is not None:
+            remove_cgroup(cgroup)
+
+
+def has_remains(folder: Path) -> bool:
+    """Whether a process or the cgroup that the records of this sandbox name is still there."""
+    cgroup = _recorded_cgroup(folder)
+    return any(map(is_alive, _read_record(folder / RECORD_NAME))) or (cgroup is not None and cgroup.exists())
+
+
+def reap_sandbox(folder: Path) -> bool:
+    """Kill what the records of one sandbox name, and its descendants. Returns whether all of it is gone. Blocks, for
+    twice `KILL_TIMEOUT_S` at most; may be tried again."""
+    family = _read_record(folder / RECORD_NAME)
+    for process in tuple(family):
+        if is_alive(process):
+            family |= descendants(process.pid)
+    write_record(folder, family)
+    kill(family)
+    wait_gone(family, KILL_TIMEOUT_S)
+    cgroup = _recorded_cgroup(folder)
+    if cgroup is not None:
+        remove_cgroup(cgroup)
+    return not has_remains(folder)
 
 
 def reap(run_dir: Path) -> None:

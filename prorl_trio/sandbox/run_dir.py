@@ -30,6 +30,7 @@ from prorl_trio.file_systems import NETWORK_FILE_SYSTEMS, file_system_of
 from prorl_trio.sandbox import reaper
 from prorl_trio.sandbox.interpreter import own_python
 from prorl_trio.sandbox.pid_limit import PidLimiter
+from prorl_trio.sandbox.process_tree import reap_leaders
 from prorl_trio.sandbox.runtime import LIB_DIR
 from prorl_trio.sandbox.skeleton import build_skeleton
 from prorl_trio.sandbox.threads import run_blocking
@@ -38,7 +39,7 @@ from prorl_trio.supervision import service_task
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["MAX_SOCKET_PATH_BYTES", "RunDir", "SandboxDir", "open_run_dir", "open_shared_run_dir"]
+__all__ = ["MAX_SOCKET_PATH_BYTES", "RunDir", "SandboxDir", "open_run_dir", "open_shared_run_dir", "remains_count"]
 
 MAX_SOCKET_PATH_BYTES: Final = 107
 SOCKET_NAME: Final = "s"
@@ -91,6 +92,9 @@ class RunDir:
         self.lib = self.root / LIB_DIR.lstrip("/")
         """The daemon's code."""
         self.pid_limiter = PidLimiter()
+        self.remains: set[Path] = set()
+        """Folders of sandboxes of which something outlived their end."""
+        self._remains_came = trio.Event()
 
     async def _start(self) -> None:
         await self._start_reaper()
@@ -111,6 +115,25 @@ class RunDir:
             delay_s = min(2 * delay_s, MAX_REAPER_DELAY_S)
             await self._start_reaper()
 
+    async def reap_remains(self) -> None:
+        """End what outlived the end of its sandbox, again and again until it is gone, for ever."""
+        delay_s = REAPER_DELAY_S
+        while True:
+            await trio.lowlevel.checkpoint()
+            if not self.remains:
+                delay_s = REAPER_DELAY_S
+                self._remains_came = trio.Event()
+                await self._remains_came.wait()
+            for path in sorted(self.remains):
+                if await run_blocking(reaper.reap_sandbox, path):
+                    await run_blocking(shutil.rmtree, path, True)
+                    self.remains.discard(path)
+                    reap_leaders()
+                    logger.warning("what was left of sandbox %s is gone", path.name)
+            if self.remains:
+                await trio.sleep(delay_s)
+                delay_s = min(2 * delay_s, MAX_REAPER_DELAY_S)
+
     async def _start_reaper(self) -> None:
         command = [own_python(), "-I", "-S", reaper.__file__, str(self.path)]
         self._reaper = await trio.lowlevel.open_process(
@@ -124,17 +147,22 @@ class RunDir:
         )
 
     async def _aclose(self) -> None:
-        await run_blocking(shutil.rmtree, self.path, True)
         await run_blocking(self.pid_limiter.close)
-        if self._reaper is not None:
-            self._reaper.kill()
-            await self._reaper.wait()
+        left = [path for path in sorted(self.remains) if not await run_blocking(reaper.reap_sandbox, path)]
+        reap_leaders()
+        if left:
+            logger.error("left to the reaper: what is still there of %s", ", ".join(path.name for path in left))
+        else:
+            await run_blocking(shutil.rmtree, self.path, True)
+            if self._reaper is not None:
+                self._reaper.kill()
+                await self._reaper.wait()
         _locks.discard(self._lock)
         os.close(self._lock)
 
     @asynccontextmanager
     async def open_sandbox_dir(self) -> AsyncIterator[SandboxDir]:
-        """A new folder for one sandbox, removed on leaving."""
+        """A new folder for one sandbox, removed on leaving; one whose records name what is still there, later."""
         folder = SandboxDir(self.path / f"sbx-{secrets.token_hex(4)}")
         try:
             try:
@@ -143,8 +171,27 @@ class RunDir:
                 raise SandboxUnavailable(f"cannot make the sandbox's folder {folder.path}: {exc.strerror}") from exc
             yield folder
         finally:
+            gone = False
             with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
-                await run_blocking(shutil.rmtree, folder.path, True)
+                gone = await run_blocking(_remove_sandbox_dir, folder.path)
+            if not gone:
+                logger.error("something of sandbox %s outlived its end; the node goes on with it", folder.sandbox_id)
+                self.remains.add(folder.path)
+                self._remains_came.set()
+
+
+def _remove_sandbox_dir(path: Path) -> bool:
+    """Remove it, unless what its records name is still there: they are needed then."""
+    if reaper.has_remains(path):
+        return False
+    shutil.rmtree(path, ignore_errors=True)
+    return True
+
+
+def remains_count() -> int:
+    """Return how many sandboxes of this node there are of which something outlived their end."""
+    by_base = _shared.get({})
+    return sum(len(shared.run_dir.remains) for shared in by_base.values() if shared.run_dir is not None)
 
 
 def _pid_namespace() -> int:
@@ -222,6 +269,7 @@ async def open_shared_run_dir(base: Path | None) -> AsyncIterator[None]:
     the real providers."""
     async with open_run_dir(base) as run_dir, open_single_nursery() as nursery:
         nursery.start_soon(service_task(run_dir.keep_reaper, "reaper"))
+        nursery.start_soon(service_task(run_dir.reap_remains, "remains of sandboxes"))
         yield
         nursery.cancel_scope.cancel("the sandbox host ends")
 

@@ -59,6 +59,7 @@ class FakeProvider(SandboxProvider):
         failures: raised by the next starts, first to first.
         live: those that are open now.
         opened_total: starts that succeeded.
+        close_gate: ends wait for it, shielded; set at first.
     """
 
     name: ClassVar[str] = "fake"
@@ -69,6 +70,8 @@ class FakeProvider(SandboxProvider):
         self.failures = list(failures)
         self.live: list[FakeSandbox] = []
         self.opened_total = 0
+        self.close_gate = trio.Event()
+        self.close_gate.set()
         self._ids = count(1)
 
     async def probe(self) -> ProviderReport:
@@ -91,6 +94,9 @@ class FakeProvider(SandboxProvider):
         try:
             yield sandbox
         finally:
+            if not self.close_gate.is_set():
+                with trio.CancelScope(shield=True):
+                    await self.close_gate.wait()
             self.live.remove(sandbox)
             sandbox.lose("it was closed")
 
