@@ -203,16 +203,16 @@ class WebSocketLink(Generic[FrameT]):
             raise self._closed(exc) from None
         if isinstance(message, str):
             raise ProtocolViolation("expected a binary message with a msgpack frame, got a text message")
+        if (announced := _array_length(message)) > BATCH_FRAMES:  # before they are decoded: that would stall the loop
+            raise ProtocolViolation(f"{announced} frames in one message, more than the {BATCH_FRAMES} allowed")
         try:
             frames = self._decode(message)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise ProtocolViolation(f"message of {len(message)} bytes is not a frame: {exc}") from None
-        if not isinstance(frames, list):
-            self._received.append(frames)
-        elif len(frames) <= BATCH_FRAMES:
+        if isinstance(frames, list):
             self._received.extend(frames)
         else:
-            raise ProtocolViolation(f"{len(frames)} frames in one message, more than the {BATCH_FRAMES} allowed")
+            self._received.append(frames)
 
     async def wait_room(self) -> None:
         """Return when fewer than `OUTBOX_ROOM_FRAMES` are queued, or the link has ended. A checkpoint."""
@@ -335,6 +335,16 @@ class WebSocketLink(Generic[FrameT]):
                 nonce += 1
                 self.post(HeartbeatPing(nonce=nonce))
         self.end(CloseCode.POLICY_VIOLATION, f"nothing came from the peer for {timeout_s:g} s, which is the limit")
+
+
+def _array_length(message: bytes) -> int:
+    """How many elements the msgpack array has that `message` begins with; 0 if it begins with something else."""
+    match message[:1]:
+        case b"\xdc":
+            return int.from_bytes(message[1:3])
+        case b"\xdd":
+            return int.from_bytes(message[1:5])
+    return 0  # or at most 15: too few to matter
 
 
 @asynccontextmanager

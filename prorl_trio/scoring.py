@@ -194,9 +194,15 @@ class ScorerPool:
         return idle.pop() if idle else None
 
     async def _start(self, function: str) -> _Worker:
-        """Start a worker; one that idles for another function makes room, so that the limit counts processes."""
+        """Start a worker; one that idles for another function makes room, so that the limit counts processes.
+
+        There may be none: the pool was made smaller while the calls in flight go on.
+        """
         while sum(map(len, self._idle.values())) + self._limiter.borrowed_tokens > self._limiter.total_tokens:
-            await next(idle for idle in self._idle.values() if idle).pop().kill()
+            idle = next(filter(None, self._idle.values()), None)
+            if idle is None:
+                break
+            await idle.pop().kill()
         return await _Worker.start(function, self._limits)
 
     async def aclose(self) -> None:
@@ -206,7 +212,8 @@ class ScorerPool:
                 await idle.pop().kill()
 
     def resize(self, max_workers: int) -> None:
-        """Have so many processes at most from now on; those that are too many go when their call is over."""
+        """Have so many processes at most from now on. Calls in flight, also those that wait for their process to start,
+        go on; a process that idles makes room when the next one starts."""
         self._limiter.total_tokens = max_workers
 
     def statistics(self) -> dict[str, int]:

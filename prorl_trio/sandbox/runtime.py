@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import marshal
 import os
-import py_compile
-import tempfile
+import sys
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -112,19 +112,23 @@ def install_daemon(target: Path) -> None:
 def _daemon_files() -> tuple[tuple[str, bytes], ...]:
     """Sources and their bytecode by relative path. Compiled once a process: it takes half a second."""
     files: list[tuple[str, bytes]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        compiled = os.path.join(scratch, "module.pyc")
-        for name in _DAEMON_PACKAGES:
-            spec = importlib.util.find_spec(name)
-            if spec is None or not spec.submodule_search_locations:
-                raise InternalError(f"the package {name} is not installed beside prorl_trio")
-            for source in sorted(Path(spec.submodule_search_locations[0]).glob("*.py")):
-                relative = f"{name}/{source.name}"
-                # Without a time stamp: the source beside it is a copy, and nobody changes either.
-                mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
-                py_compile.compile(
-                    str(source), compiled, dfile=f"{LIB_DIR}/{relative}", doraise=True, invalidation_mode=mode
-                )
-                cached = importlib.util.cache_from_source(relative)
-                files += [(relative, source.read_bytes()), (cached, Path(compiled).read_bytes())]
+    for name in _DAEMON_PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            raise InternalError(f"the package {name} is not installed beside prorl_trio")
+        for path in sorted(Path(spec.submodule_search_locations[0]).glob("*.py")):
+            relative = f"{name}/{path.name}"
+            source = path.read_bytes()
+            bytecode = _bytecode(source, f"{LIB_DIR}/{relative}")
+            files += [(relative, source), (importlib.util.cache_from_source(relative), bytecode)]
     return tuple(files)
+
+
+def _bytecode(source: bytes, path: str) -> bytes:
+    """A .pyc file as PEP 552 has it, made in memory: a node that is killed meanwhile leaves nothing behind.
+
+    Without a time stamp, and never checked: the source beside it is a copy, and nobody changes either.
+    """
+    code = marshal.dumps(compile(source, path, "exec", dont_inherit=True))
+    unchecked_hash = (0b01).to_bytes(4, "little")
+    return importlib.util.MAGIC_NUMBER + unchecked_hash + importlib.util.source_hash(source) + code
