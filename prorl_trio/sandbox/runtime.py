@@ -11,7 +11,6 @@ import functools
 import importlib.util
 import marshal
 import os
-import sys
 from pathlib import Path
 from typing import Final, NamedTuple
 

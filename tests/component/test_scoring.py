@@ -7,7 +7,7 @@ import trio
 
 from prorl_trio.config import ScoringConfig
 from prorl_trio.errors import EvaluationError, HostileAnswer
-from prorl_trio.scoring import open_scorer_pool
+from prorl_trio.scoring import ScorerPool, open_scorer_pool
 
 MODULE = "scorers_under_test"
 SOURCE = """
@@ -177,3 +177,19 @@ def _processes_mentioning(text: str) -> list[int]:
         if text in line and "scoring_worker" in line:
             found.append(int(pid))
     return found
+
+
+async def test_a_pool_made_smaller_when_a_call_has_its_place_does_not_fail_it(scorer, monkeypatch):
+    take_idle = ScorerPool._take_idle
+
+    def take_when_made_smaller(pool, function):
+        pool.resize(1)
+        return take_idle(pool, function)
+
+    monkeypatch.setattr(ScorerPool, "_take_idle", take_when_made_smaller)
+    with trio.fail_after(60):
+        async with open_scorer_pool(3) as pool:
+            pool._limiter.acquire_on_behalf_of_nowait("another call that goes on")
+            score = await pool.score(scorer("double"), {"value": 4}, timeout_s=20)
+            pool._limiter.release_on_behalf_of("another call that goes on")
+    assert score["value"] == 8

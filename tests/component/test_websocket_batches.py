@@ -189,3 +189,12 @@ def test_everything_arrives_once_in_order_and_no_message_of_several_is_too_large
             assert count == 1 or size <= websocket.BATCH_BYTES + 3
 
     trio.run(check)
+
+
+async def test_frames_are_counted_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch):
+    async with open_pair() as pair:
+        monkeypatch.setattr(pair.trainer, "_decode", lambda _: pytest.fail("it was decoded"))
+        pair.bulk.append(b"\xdd" + (2_400_000).to_bytes(4) + b"\xc0" * 1_000)
+        pair.node.wake()
+        with pytest.raises(ProtocolViolation, match="2400000 frames in one message"):
+            await pair.trainer.receive()

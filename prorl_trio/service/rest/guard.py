@@ -41,8 +41,8 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See the class."""
         if scope["type"] != "http":
-            await _refuse_other(scope, receive, send)
-            return
+            await trio.lowlevel.checkpoint()
+            raise RuntimeError(f"no support for ASGI scope {scope['type']!r}")
         body = _Body(receive)
         app = self._app if self._allowed(scope) else _unauthorized
         await app(scope, body.receive, body.discarding(send))
@@ -135,12 +135,3 @@ async def _unauthorized(_scope: Scope, _receive: Receive, send: Send) -> None:
     ]
     await send({"type": "http.response.start", "status": 401, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-async def _refuse_other(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "websocket":
-        await receive()
-        await send({"type": "websocket.close", "code": 1008, "reason": "this is the REST port"})
-    else:
-        await trio.lowlevel.checkpoint()
-        raise RuntimeError(f"no support for ASGI scope {scope['type']!r}")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 from hypercorn.config import Config
-from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import wrap_app
@@ -17,6 +16,7 @@ from ipc.nursery import single_exception
 from ipc.tls import open_tls
 from ipc.websocket import LinkClosed
 from prorl_trio.service.containment import contain_errors
+from prorl_trio.service.rest.http1 import HttpConnection
 from prorl_trio.service.tcp import open_tcp_listener
 
 if TYPE_CHECKING:
@@ -95,14 +95,6 @@ class _TrioEvent:
         raise AssertionError("a server that has ended does not begin again")
 
 
-class _Connection(TCPServer):
-    """One connection. It ends with its client, where hypercorn would wait for `keep_alive_timeout`."""
-
-    async def _read_data(self) -> None:
-        await super()._read_data()
-        await self.idle_task.stop()
-
-
 class _Server:
     """What all connections share."""
 
@@ -147,7 +139,15 @@ class _Server:
             if self._tls is not None:
                 timeout_s = self._config.idle_timeout_s
                 stream = await open_tls(patient, self._tls, server_hostname=None, timeout_s=timeout_s)
-            await _Connection(self._app, self._http, self._context, ConnectionState({}), stream).run()  # type: ignore[arg-type]
+            connection = HttpConnection(
+                self._app,
+                self._http,
+                self._context,
+                ConnectionState({}),
+                stream,  # type: ignore[arg-type]  # either of the two
+                self._config.max_body_bytes,
+            )
+            await connection.run()
         except (LinkClosed, ProtocolViolation) as exc:
             logger.info("stranger left: %s", exc)
         finally:
