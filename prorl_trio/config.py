@@ -91,7 +91,8 @@ class RestConfig(_Config, frozen=True):
 
     Attributes:
         tls: speak TLS (`https://`) where `listen` does. False: never, as behind a proxy of this host.
-        max_connections: at once, event streams and long polls included; more are closed at once.
+        max_connections: with the token at once, event streams and long polls included; more are refused. Besides them
+            there may be 64 without: the next one makes another give way.
         idle_timeout_s: for a request's headers to come in whole, and between two requests of a connection.
         body_timeout_s, send_timeout_s: for a request's body to come in, and for a client to take a part of an answer.
         max_wait_s: whatever `?wait=` asks for, an answer comes by then.

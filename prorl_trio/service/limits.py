@@ -20,15 +20,14 @@ class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What sessions may hold.
 
     A session's jobs, running or finished and not acknowledged, are at most `max_undelivered`; beyond that, or beyond
-    `max_undelivered_bytes` of finished ones, it may not submit. `max_message_bytes` bounds one outcome. A session that
-    nobody was connected to for `abandoned_after_s` gives way to a new one when `max_sessions` is reached.
+    `max_undelivered_bytes` of finished ones, it may not submit. `max_message_bytes` bounds one outcome. At
+    most `max_sessions` are connected, or hold nothing; of the latter the one left alone longest gives way to a new one.
     """
 
     max_sessions: int = 64
     max_undelivered: int = 100_000
     max_undelivered_bytes: int = 8 * 1024 * 1024 * 1024
     max_message_bytes: int = MAX_MESSAGE_BYTES
-    abandoned_after_s: float = 3600.0
 
     def check(self, session_id: str, running: int, undelivered: int, undelivered_bytes: int) -> None:
         """Raises AdmissionRejected if a session with so many jobs and outcomes may not submit one more."""

@@ -23,6 +23,7 @@ from prorl_trio.service.connection import Connection, refuse
 from prorl_trio.service.containment import contain_errors
 from prorl_trio.service.limits import RETRY_AFTER_S, SessionLimits
 from prorl_trio.service.session_table import SessionTable
+from prorl_trio.service.strangers import MAX_STRANGERS, Stranger, Strangers, peer_of
 from prorl_trio.service.tcp import open_tcp_listener
 from prorl_trio.service.tls import load_tls
 from prorl_trio.supervision import service_task
@@ -43,8 +44,8 @@ logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S: Final = 10.0
 GOODBYE_TIMEOUT_S: Final = 5.0
 """When the server is cancelled, its connections may take so long to send what there is and to close."""
-STRANGERS: Final = 64
-"""Connections beyond `max_sessions`: those that have not shown a token yet, and replaced ones on their way out."""
+LEAVING: Final = 64
+"""Known connections beyond `max_sessions`: replaced ones on their way out."""
 
 _decode = msgspec.msgpack.Decoder(ClientMessage).decode
 
@@ -141,7 +142,8 @@ class _Server:
         self._token = token
         self._sessions = sessions
         self._arena_socket = arena_socket
-        self._max_streams = config.max_sessions + STRANGERS
+        self._max_known = config.max_sessions + LEAVING
+        self._strangers = Strangers(MAX_STRANGERS)
         self._leaving = False
         self._scopes: dict[trio.CancelScope, Connection | None] = {}
         self._limits = LinkLimits(
@@ -170,33 +172,47 @@ class _Server:
         await self._serve(stream, None)
 
     async def _serve(self, stream: trio.SocketStream, tls: ssl.SSLContext | None) -> None:
-        if self._leaving or len(self._scopes) >= self._max_streams:
+        if self._leaving:
             return
         # A cancel of the server must not cut a frame in two: `go_away` sets the deadline, and the link has its own
         # (handshake, heartbeat, close) for as long as nobody leaves.
         with contain_errors("a trainer's connection"), trio.CancelScope(shield=True) as scope:
-            await self._serve_shielded(stream, scope, tls)
+            stranger = self._strangers.arrive(peer_of(stream.socket), scope.cancel)
+            try:
+                with trio.move_on_after(HELLO_TIMEOUT_S) as patience:
+                    await trio.lowlevel.wait_readable(stream.socket)
+                if patience.cancelled_caught:
+                    logger.info("stranger left: it said nothing for %g s", HELLO_TIMEOUT_S)
+                    return
+                stranger.progress = 1
+                await self._serve_shielded(stream, scope, stranger, tls)
+            finally:
+                self._strangers.leave(stranger)
 
     async def _serve_shielded(
-        self, stream: trio.abc.Stream, scope: trio.CancelScope, tls: ssl.SSLContext | None
+        self, stream: trio.abc.Stream, scope: trio.CancelScope, stranger: Stranger, tls: ssl.SSLContext | None
     ) -> None:
         self._scopes[scope] = None
         try:
             if tls is not None:
                 stream = await open_tls(stream, tls, server_hostname=None, timeout_s=HELLO_TIMEOUT_S)
             async with open_server_link(stream, _decode, self._limits) as link:
-                await self._serve_link(link, scope)
+                stranger.progress = 2
+                await self._serve_link(link, scope, stranger)
         except (LinkClosed, ProtocolViolation) as exc:
             logger.info("stranger left: %s", exc)
         finally:
             del self._scopes[scope]
 
-    async def _serve_link(self, link: WebSocketLink[ClientFrame], scope: trio.CancelScope) -> None:
+    async def _serve_link(self, link: WebSocketLink[ClientFrame], scope: trio.CancelScope, stranger: Stranger) -> None:
         hello = await self._hello(link)
         if hello is None:
             await link.aclose()
             return
+        self._strangers.leave(stranger)
         try:
+            if len(self._scopes) - len(self._strangers) > self._max_known:
+                raise AdmissionRejected(f"{self._max_known} connections are open, the limit", RETRY_AFTER_S)
             session, resumed = self._sessions.open(hello.session_id, hello.resume_after)
             await session.store()
             if self._sessions.get(hello.session_id) is not session:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from prorl_trio.service.shared_outcomes import SharedOutcomes
 
 __all__ = ["SessionTable"]
-
-logger = logging.getLogger(__name__)
 
 SESSION_ID_CHARS: Final = 200
 
@@ -53,8 +50,7 @@ class SessionTable:
             raise ProtocolError(f"session_id must have 1 to {SESSION_ID_CHARS} characters, got {len(session_id)}")
         if not 0 <= resume_after < 2**62:
             raise ProtocolError(f"resume_after must be a cursor, got {resume_after}")
-        if len(self._sessions) >= self._limits.max_sessions:
-            self._make_room()
+        self._make_room()
         return self.restore(session_id, resume_after), False
 
     def restore(self, session_id: str, acked: int) -> Session:
@@ -101,18 +97,20 @@ class SessionTable:
         self._changed.set()
 
     def _make_room(self) -> None:
-        away = [s for s in self._sessions.values() if not s.connected and not s.running]
-        away.sort(key=lambda session: (len(session.log) > 0, session.idle_since_s))
-        if away:
-            oldest = away[0]
-            idle_s = trio.current_time() - oldest.idle_since_s
-            if not len(oldest.log) or idle_s >= self._limits.abandoned_after_s:
-                if len(oldest.log):
-                    logger.warning("%r was abandoned for %.0f s and gives way to a new one", oldest, idle_s)
-                del self._sessions[oldest.session_id]
-                oldest.close()
-                return
-        raise AdmissionRejected(
-            f"the node has {len(self._sessions)} sessions, its limit (max_sessions); come back with the id of one",
-            RETRY_AFTER_S,
-        )
+        """For one session more. Counted against the limit are those with a connection, and those that hold nothing.
+
+        What an absent trainer left, running or undelivered, is bounded by admission: it is kept, and keeps nobody out.
+        """
+        idle = [s for s in self._sessions.values() if not (s.connected or s.running or len(s.log))]
+        connected = sum(session.connected for session in self._sessions.values())
+        limit = self._limits.max_sessions
+        if connected >= limit:
+            raise AdmissionRejected(
+                f"the node has {connected} sessions, its limit of connected ones (listen.max_sessions); end one of "
+                "them, come back with the id of a known one, or raise the limit and restart the node",
+                RETRY_AFTER_S,
+            )
+        idle.sort(key=lambda session: session.idle_since_s)
+        for oldest in idle[: max(0, connected + len(idle) + 1 - limit)]:
+            del self._sessions[oldest.session_id]
+            oldest.close()

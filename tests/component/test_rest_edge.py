@@ -257,11 +257,14 @@ async def test_websocket_on_the_rest_port_is_refused(node):
 
 
 async def test_session_limit_is_429():
-    node = FakeNode()
-    async with open_rest(node, sessions=SessionTable(SessionLimits(max_sessions=1))) as rest:
+    node, table = FakeNode(), SessionTable(SessionLimits(max_sessions=1))
+    async with open_rest(node, sessions=table) as rest:
         await rest.call("POST", "/v1/rollouts?session=a", body("a"))
+        table.get("a")._listener = object()  # a trainer is connected to it
         answer = await rest.call("POST", "/v1/rollouts?session=b", body("b"))
         assert error(answer)[:2] == (429, "admission")
+        table.get("a")._listener = None
+        assert (await rest.call("POST", "/v1/rollouts?session=b", body("b"))).status == 202
         assert error(await rest.call("GET", "/v1/results?session=" + "x" * 201))[:2] == (422, "protocol")
 
 

@@ -130,15 +130,15 @@ async def test_a_stranger_cannot_fill_memory(deadline: None, node: FakeNode, mon
             await trainer.socket.send_message(bytes(32 * 1024 * 1024))
 
 
-async def test_more_strangers_than_allowed_are_not_let_in(
+async def test_the_oldest_of_too_many_strangers_makes_room(
     deadline: None, node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(server_module, "STRANGERS", 1)
-    async with open_service(node, max_sessions=1) as service, raw_trainer(service) as one, raw_trainer(service) as two:
+    monkeypatch.setattr(server_module, "MAX_STRANGERS", 1)
+    async with open_service(node, max_sessions=1) as service, raw_trainer(service) as one:
         await one.hello("one")
-        async with await trio.open_tcp_stream(service.host, service.port) as stream:
+        async with await trio.open_tcp_stream(service.host, service.port) as stream, raw_trainer(service) as two:
             assert await stream.receive_some() == b""
-        refused = await two.hello("two")
+            refused = await two.hello("two")
         assert refused.code == "admission"
         assert "1 sessions, its limit" in refused.message
 

@@ -305,25 +305,37 @@ async def test_impossible_hellos_are_refused(session_id: str, resume_after: int)
 
 
 async def test_a_full_table_gives_way_only_where_nothing_is_lost(autojump_clock: Any):
-    table, node = SessionTable(SessionLimits(max_sessions=2, abandoned_after_s=60)), FakeNode()
+    table, node = SessionTable(SessionLimits(max_sessions=2)), FakeNode()
     running, _ = table.open("running", 0)
     running.submit(make_spec("a"), node)
     owed, _ = table.open("owed", 0)
     owed.submit(make_spec("b"), node)
     node.finish("b")
-    with pytest.raises(AdmissionRejected, match="2 sessions"):
-        table.open("new", 0)
-    owed.ack(1)
+    table.open("empty", 0)
     await trio.sleep(1)
     table.open("new", 0)
-    assert len(table) == 2
-    assert table.open("running", 0)[1]
-    node.finish("a")
-    with pytest.raises(AdmissionRejected):
-        table.open("newer", 0) if table.open("new", 0)[0].attach(SilentListener(), 0) else None
-    await trio.sleep(60)
-    table.open("newer", 0)  # `running` was abandoned with its outcome
-    assert not table.open("newer", 0)[0].running
+    await trio.sleep(1)
+    table.open("newer", 0)  # the oldest that holds nothing gives way
+    assert [session.session_id for session in table.all()] == ["running", "owed", "new", "newer"]
+
+
+async def test_abandoned_sessions_keep_what_they_hold_and_nobody_out(autojump_clock: Any):
+    table, node = SessionTable(SessionLimits(max_sessions=3)), FakeNode()
+    for number in range(10):
+        session, _ = table.open(f"abandoned-{number}", 0)
+        session.submit(make_spec(f"job-{number}"), node)
+        if number % 2:
+            node.finish(f"job-{number}")
+    await trio.sleep(80_000)
+    for number in range(3):
+        table.open(f"trainer-{number}", 0)[0].attach(SilentListener(), 0)
+    assert len(table) == 13
+    assert [len(table.open(f"abandoned-{number}", 0)[0].log) for number in (0, 1)] == [0, 1]
+    with pytest.raises(
+        AdmissionRejected, match=r"3 sessions, its limit of connected ones \(listen\.max_sessions\); end"
+    ):
+        table.open("trainer-3", 0)
+    assert table.open("abandoned-1", 0)[1]
 
 
 async def test_wait_delivered_waits_for_connected_trainers_only(autojump_clock: Any):

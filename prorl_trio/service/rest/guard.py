@@ -10,13 +10,18 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.service.auth import token_matches
+from prorl_trio.service.limits import RETRY_AFTER_S
 from prorl_trio.service.rest.errors import ApiError
 from prorl_trio.service.rest.schema import ErrorBody, ErrorDetail
+from prorl_trio.service.rest.visitors import VISITOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from prorl_trio.service.rest.visitors import Visitor
+    from prorl_trio.service.strangers import Stranger
 
 __all__ = ["Guard", "read_body"]
 
@@ -43,13 +48,19 @@ class Guard:
         if scope["type"] != "http":
             await trio.lowlevel.checkpoint()
             raise RuntimeError(f"no support for ASGI scope {scope['type']!r}")
-        body = _Body(receive)
-        app = self._app if self._allowed(scope) else _unauthorized
-        await app(scope, body.receive, body.discarding(send))
+        visitor: Visitor = scope["state"][VISITOR]
+        body = _Body(receive, visitor.stranger)
+        has_token = self._has_token(scope)
+        if (has_token and visitor.become_known()) or self._is_free(scope["path"]):
+            app = self._app
+        else:
+            app = _full if has_token else _unauthorized
+        try:
+            await app(scope, body.receive, body.discarding(send))
+        finally:
+            visitor.stranger.serving = False
 
-    def _allowed(self, scope: Scope) -> bool:
-        if self._is_free(scope["path"]):
-            return True
+    def _has_token(self, scope: Scope) -> bool:
         offered = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, rest = (offered[0].decode("latin-1") if len(offered) == 1 else "").partition(" ")
         match scheme.lower():
@@ -69,21 +80,25 @@ def _password(credentials: str) -> str:
 
 
 class _Body:
-    """Knows whether the request was read to its end."""
+    """Knows whether the request was read to its end: a stranger is `serving` from then on."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, stranger: Stranger) -> None:
         self._receive = receive
+        self._stranger = stranger
         self._over = False
 
     async def receive(self) -> Message:
         message = await self._receive()
-        self._over = self._over or not message.get("more_body", False)
+        self._stranger.progress = 1
+        if not message.get("more_body", False):
+            self._over = self._stranger.serving = True
         return message
 
     def discarding(self, send: Send) -> Send:
         """`send`, but before and while the last part of the answer goes out, what is left of the request is read."""
 
         async def send_after_discarding(message: Message) -> None:
+            self._stranger.serving = False  # one that does not read its answer may make room
             if self._over or message["type"] != "http.response.body" or message.get("more_body", False):
                 await send(message)
                 return
@@ -127,11 +142,17 @@ async def _unauthorized(_scope: Scope, _receive: Receive, send: Send) -> None:
     message = (
         "no token, or a wrong one; send it as Authorization: Bearer TOKEN, or as the password of basic credentials"
     )
-    body = msgspec.json.encode(ErrorBody(error=ErrorDetail(code="token", message=message)))
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"www-authenticate", b"Bearer"),
-    ]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await _refuse(send, 401, ErrorDetail(code="token", message=message), (b"www-authenticate", b"Bearer"))
+
+
+async def _full(_scope: Scope, _receive: Receive, send: Send) -> None:
+    message = "as many connections are open as may be (rest.max_connections); use fewer at once, or raise the limit"
+    detail = ErrorDetail(code="admission", message=message, retry_after_s=RETRY_AFTER_S)
+    await _refuse(send, 429, detail, (b"retry-after", b"1"))
+
+
+async def _refuse(send: Send, status: int, detail: ErrorDetail, header: tuple[bytes, bytes]) -> None:
+    body = msgspec.json.encode(ErrorBody(error=detail))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), header]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

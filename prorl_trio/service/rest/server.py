@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -17,6 +18,8 @@ from ipc.tls import open_tls
 from ipc.websocket import LinkClosed
 from prorl_trio.service.containment import contain_errors
 from prorl_trio.service.rest.http1 import HttpConnection
+from prorl_trio.service.rest.visitors import VISITOR, Visitor, Visitors
+from prorl_trio.service.strangers import peer_of
 from prorl_trio.service.tcp import open_tcp_listener
 
 if TYPE_CHECKING:
@@ -105,6 +108,7 @@ class _Server:
         self._tls = tls
         self._context = _Context(None)
         self._connections: dict[trio.CancelScope, _PatientStream] = {}
+        self._visitors = Visitors(config.max_connections)
         self._http = Config()
         self._http.h11_max_incomplete_size = MAX_HEADER_BYTES
         self._http.keep_alive_timeout = config.idle_timeout_s
@@ -121,19 +125,21 @@ class _Server:
             stream.hurry(GOODBYE_TIMEOUT_S)
 
     async def serve_stream(self, stream: trio.SocketStream) -> None:
-        """Serve one accepted connection until it ends, however it ends."""
-        if self._closing.is_set() or len(self._connections) >= self._config.max_connections:
-            await trio.aclose_forcefully(stream)
+        """Serve one accepted connection until it ends, however it ends. The caller closes it."""
+        if self._closing.is_set():
             return
         patient = _PatientStream(stream, self._config.send_timeout_s)
-        with contain_errors("a REST connection"), trio.CancelScope(shield=True) as scope:
+        with contain_errors("a REST connection"), trio.CancelScope(shield=True) as scope:  # noqa: ASYNC912
             self._connections[scope] = patient
+            visitor = self._visitors.arrive(peer_of(stream.socket), partial(_show_out, scope, patient))
             try:
-                await self._serve_shielded(patient)
+                if not self._visitors.crowded:
+                    await self._serve_shielded(patient, visitor)
             finally:
+                self._visitors.leave(visitor)
                 del self._connections[scope]
 
-    async def _serve_shielded(self, patient: _PatientStream) -> None:
+    async def _serve_shielded(self, patient: _PatientStream, visitor: Visitor) -> None:
         stream: trio.abc.Stream = patient
         try:
             if self._tls is not None:
@@ -143,7 +149,7 @@ class _Server:
                 self._app,
                 self._http,
                 self._context,
-                ConnectionState({}),
+                ConnectionState({VISITOR: visitor}),
                 stream,  # type: ignore[arg-type]  # either of the two
                 self._config.max_body_bytes,
             )
@@ -153,6 +159,11 @@ class _Server:
         finally:
             with trio.move_on_after(GOODBYE_TIMEOUT_S, shield=True):
                 await trio.aclose_forcefully(patient)
+
+
+def _show_out(scope: trio.CancelScope, stream: _PatientStream) -> None:
+    stream.hurry(0)
+    scope.cancel("it made room for another")
 
 
 class _PatientStream(trio.abc.HalfCloseableStream):
