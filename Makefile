@@ -14,7 +14,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
 
 .NOTPARALLEL:
-.PHONY: help setup setup-dev engine apptainer apptainer-if-possible demo doctor check test e2e soak format clean clean-cache
+.PHONY: help setup setup-dev engine lock apptainer apptainer-if-possible demo doctor check test e2e soak format clean clean-cache
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ setup-dev: python ## only .venv: enough for `make check` and the quick tests
 
 engine: python ## only the inference engine and the model, in the cache folder (about 4 GB)
 	@$(PYTHON) -m launch.setup engine --engine $(ENGINE)
+
+lock: python ## resolve what set-up installs again: writes launch/locks/*.txt
+	@$(PYTHON) -m launch.locks
 
 .PHONY: python
 python:

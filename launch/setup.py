@@ -17,6 +17,7 @@ import tomllib
 from typing import TYPE_CHECKING, get_args
 
 from launch import engine_env, model, paths, venv
+from launch.locks import lock_path, locked_pip
 from launch.progress import SetupError, run_step, say
 from launch.userns import user_namespace_problem
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "setup_dev", "setup_engine", "setup_model", "setup_runtime"]
 
-_RECIPE = 1
+_RECIPE = 2
 _ENGINE_DISK_BYTES = 6_000_000_000
 """An installed CPU engine takes 3.6 GB, its wheels on the way there, and the model 0.3 GB."""
 
@@ -40,9 +41,14 @@ _TORCH_HINT = (
 def setup_dev(checkout: Path) -> None:
     """Make `checkout/.venv` with this project (editable) and all that tests and the demo need. 1 to 2 minutes."""
     project = tomllib.loads((checkout / "pyproject.toml").read_text())
-    facts = [_RECIPE, project["project"], project["build-system"], sys.implementation.cache_tag, str(checkout)]
+    facts = [_RECIPE, project["project"], project["build-system"], lock_path("dev").read_text()]
+    facts += [sys.implementation.cache_tag, str(checkout)]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    steps = [("the project and its tools", ["-m", "pip", "install", "--editable", f"{checkout}[dev]"])]
+    editable = ["--no-deps", "--no-build-isolation", "--no-index", "--editable", str(checkout)]
+    steps = [
+        ("what the project and its tools need", locked_pip("dev", engine_env.dev_requirements(checkout))),
+        ("the project", ["-m", "pip", "install", *editable]),
+    ]
     venv.install(checkout / ".venv", key, steps, log_file=_log_file("dev"), hint=_OFFLINE_HINT)
 
 

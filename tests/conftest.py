@@ -15,10 +15,13 @@ import trio
 
 from launch.paths import engine_python, model_dir
 from launch.vllm import open_vllm
+from support.leaks import find_leaks, take_snapshot
 
 VLLM_TIMEOUT_S = 400
 LONG_TEST_TIMEOUT_S = 3600
 MEMORY = Path("/dev/shm")
+
+_FAILED = pytest.StashKey[bool]()
 
 # A job that a shell put into the background ignores SIGINT, and so would whatever the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -45,6 +48,24 @@ def memory_path(tmp_path):
         return
     with tempfile.TemporaryDirectory(prefix="prorl-test-", dir=MEMORY) as path:
         yield Path(path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(request):
+    """Fail the test that leaves a descriptor, a thread or a child. One that failed already is told nothing more."""
+    before = take_snapshot()
+    yield
+    request.node.funcargs.clear()  # all other fixtures of the test are done, and their values not to be kept alive
+    if not request.node.stash.get(_FAILED, False) and (leaks := find_leaks(before)):
+        pytest.fail("this test left behind:\n" + "\n".join(leaks), pytrace=False)
 
 
 @pytest.fixture(scope="module")
