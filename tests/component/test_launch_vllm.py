@@ -13,6 +13,7 @@ from launch.paths import cache_dir, checkout_dir, engine_python, model_dir
 from launch.vllm import open_vllm, vllm_env
 from prorl_trio.errors import BackendError
 from prorl_trio.inference.vllm import VllmClient
+from support.skips import because
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,7 +171,7 @@ def tree(root: int) -> list[int]:
 @pytest.mark.slow
 async def test_kill_9_of_the_launcher_ends_a_real_vllm_within_5_s(tmp_path):
     if not (engine_python().exists() and model_dir().is_dir()):
-        pytest.skip(f"no engine or no model in {cache_dir()}: run `make engine`")
+        pytest.skip(because(f"no engine or no model in {cache_dir()}", "make engine"))
     argv = [sys.executable, "-c", LAUNCHER, str(engine_python()), str(model_dir()), str(tmp_path / "log")]
     with trio.fail_after(300):
         async with await trio.open_file(tmp_path / "pid", "wb") as report:

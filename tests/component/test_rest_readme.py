@@ -12,6 +12,7 @@ import trio
 
 from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 from prorl_trio.testing.fake_rest import TOKEN, open_rest
+from support.skips import because
 
 README = Path(__file__).parents[2] / "README.md"
 SESSION = re.compile(r"```sh\n((?:(?!```).)*?\bcurl\b.*?)```", re.DOTALL)
@@ -19,10 +20,9 @@ SESSION = re.compile(r"```sh\n((?:(?!```).)*?\bcurl\b.*?)```", re.DOTALL)
 
 async def test_curl_session_of_the_readme():
     sessions = SESSION.findall(README.read_text())
-    if not sessions:
-        pytest.skip("the README has no curl session")
+    assert sessions, "the README has no curl session"
     if shutil.which("curl") is None:
-        pytest.skip("no curl on this machine")
+        pytest.skip(because("there is no curl", "apt-get install curl"))
     node = FakeNode(lambda spec: make_outcome(spec))
     submit = node.submit
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from prorl_trio.chat import ChatFormat
 from prorl_trio.models import ChatMessage
 from prorl_trio.testing.chat_families import CHAT_FAMILIES, write_family_model
+from support.skips import because
 
 logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns that there is no PyTorch
 with warnings.catch_warnings():
@@ -55,7 +56,7 @@ def pair(request, tmp_path_factory):
 
 def test_a_real_model_takes_part():
     if not real_model_dirs():
-        pytest.skip("no real model folder: 0 of 1 checked; run `make setup` or set PRORL_MODEL_DIR")
+        pytest.skip(because("there is no real model folder", "make setup, or set PRORL_MODEL_DIR"))
 
 
 words = st.sampled_from(

@@ -13,6 +13,7 @@ import pytest
 from prorl_trio.chat import ChatFormat
 from prorl_trio.testing.chat_oracle import available_folders, compare_families, compare_family, table
 from prorl_trio.testing.published_models import PUBLISHED_MODELS, NotAvailable, published_folder
+from support.skips import because
 
 QUICK = ("qwen3", "glm-4.5", "gemma4")
 APPEND_ONLY = ("qwen2.5", "qwen3-2507", "llama3", "llama3.1", "llama3.2", "deepseek-v3", "gemma3")
@@ -24,7 +25,7 @@ def folder_of(name):
     try:
         return published_folder(name)
     except NotAvailable as exc:
-        pytest.skip(str(exc))
+        pytest.skip(because(str(exc), "look at the network: npm's registry has it"))
 
 
 @pytest.mark.parametrize(

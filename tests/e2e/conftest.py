@@ -13,6 +13,7 @@ from launch.progress import SetupError
 from launch.venv import exclusive
 from prorl_trio.cache import cache_dir
 from prorl_trio.sandbox.apptainer import find_apptainer
+from support.skips import because
 
 DEBOOTSTRAP_TIMEOUT_S = 500
 PACKAGES = "git,python3"
@@ -24,13 +25,13 @@ def runtime():
     try:
         build_bundle()
     except SetupError as error:
-        pytest.skip(f"no runtime for images can be made: {error}")
+        pytest.skip(because(f"no runtime for images can be made: {error}", "make setup"))
 
 
 @pytest.fixture(scope="session")
 def debian():
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
-        pytest.skip("no Debian can be made here: that needs root and debootstrap (apt-get install debootstrap)")
+        pytest.skip(because("no Debian can be made here", "as root: apt-get install debootstrap"))
     mirror = _mirror()
     folder = cache_dir() / "test-images"
     with exclusive(folder):
@@ -49,7 +50,7 @@ def debian():
             ]
             done = subprocess.run(argv, capture_output=True, text=True, timeout=DEBOOTSTRAP_TIMEOUT_S, check=False)
             if done.returncode != 0:
-                pytest.skip(f"debootstrap failed, no network? {done.stdout[-300:]}")
+                pytest.skip(because(f"debootstrap failed: {done.stdout[-300:]}", "look at the network"))
             unborn.rename(root)
     return root
 
@@ -59,14 +60,14 @@ def _mirror():
     listed = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     uris = [line.split()[2] for line in listed.splitlines() if line.startswith("Debian Debian ")]
     if not uris:
-        pytest.skip("apt has no archive of Debian here")
+        pytest.skip(because("apt has no archive of Debian here", "add one to its sources"))
     return uris[0]
 
 
 @pytest.fixture(scope="session")
 def sif(debian):
     if find_apptainer() is None:
-        pytest.skip("apptainer is not installed: no .sif can be built")
+        pytest.skip(because("apptainer is not installed: no .sif can be built", "make apptainer"))
     path = debian.with_suffix(".sif")
     with exclusive(debian.parent):
         if not path.exists():

@@ -8,13 +8,14 @@ import trio
 
 from launch.paths import engine_python
 from perf.balance_vllm import STRATEGIES, WORK, compare, open_servers
+from support.skips import because
 
 pytestmark = pytest.mark.soak
 
 
 async def test_every_strategy_ends_the_batch_and_the_figures_are_vllms(tmp_path, monkeypatch):
     if not engine_python().exists():
-        pytest.skip("the CPU engine is not set up; run: make engine")
+        pytest.skip(because("the CPU engine is not set up", "make engine"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     work = msgspec.structs.replace(WORK, instances=8)
     with trio.fail_after(1500):

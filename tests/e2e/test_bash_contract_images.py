@@ -13,6 +13,7 @@ import trio
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.registry import PROVIDERS
 from prorl_trio.testing.bash_contract import PORTABLE, SESSIONS, check_sessions
+from support.programs import find_busybox
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runtime")]
 
@@ -35,9 +36,7 @@ LACKING = {"debian": {"less"}, "sif": {"less"}, "busybox": {"python3"}}
 
 @pytest.fixture(scope="session")
 def busybox(tmp_path_factory):
-    program = shutil.which("busybox")
-    if program is None or subprocess.run(["ldd", program], capture_output=True, check=False).returncode == 0:
-        pytest.skip("there is no static busybox here: apt-get install busybox-static")
+    program = find_busybox()
     root = tmp_path_factory.mktemp("busybox") / "root"
     for folder in ("bin", "dev", "etc", "proc", "tmp", "usr", "var"):
         (root / folder).mkdir(parents=True)

@@ -23,6 +23,7 @@ from prorl_trio.config import SandboxConfig
 from prorl_trio.errors import ConfigError
 from prorl_trio.sandbox.registry import choose_provider
 from prorl_trio.testing.soak import adopted_orphans
+from support.skips import because
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +53,7 @@ def provider(request):
     try:
         trio.run(choose_provider, SandboxConfig(provider=request.param))
     except ConfigError as exc:
-        pytest.skip(f"{request.param} does not work on this machine: {exc}")
+        pytest.skip(because(f"{request.param} does not work on this machine: {exc}", "prorl-trio doctor"))
     return request.param
 
 

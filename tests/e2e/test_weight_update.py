@@ -21,6 +21,7 @@ from prorl_trio.inference.partial import PartialCompletion
 from prorl_trio.inference.pool import Backends
 from prorl_trio.inference.vllm import VllmClient
 from prorl_trio.models import ChatMessage, SamplingParams
+from support.skips import because
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
@@ -85,7 +86,7 @@ class Fleet:
 
 async def test_two_versions_in_one_completion_and_logprobs_of_the_weights_that_sampled(tmp_path, monkeypatch):
     if not engine_python().exists():
-        pytest.skip("the CPU engine is not set up; run: make engine")
+        pytest.skip(because("the CPU engine is not set up", "make engine"))
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     old, new = model_dir(), tmp_path / "new"
     chat = await trio.to_thread.run_sync(ChatFormat.load, old)

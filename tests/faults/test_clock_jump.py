@@ -33,6 +33,7 @@ from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.fake_service import TOKEN, open_service
 from prorl_trio.testing.soak import open_world
 from prorl_trio.testing.soak.trainer import soak_spec
+from support.skips import because
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -207,7 +208,7 @@ int clock_gettime(clockid_t clock, struct timespec *now)
 def preloaded(tmp_path, monkeypatch):
     """Processes started from here have the jumping clock."""
     if (compiler := shutil.which("cc")) is None:
-        pytest.skip("there is no C compiler")
+        pytest.skip(because("there is no C compiler", "apt-get install gcc libc6-dev"))
     library = tmp_path / "clock.so"
     command = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(library), "-ldl"]
     subprocess.run(command, input=JUMPING_CLOCK, text=True, check=True)

@@ -18,6 +18,7 @@ from prorl_trio.client import connect
 from prorl_trio.ledger import LedgerLimits, open_ledger
 from prorl_trio.testing.soak import Leftovers, adopted_orphans, open_world
 from prorl_trio.testing.soak.trainer import soak_spec
+from support.skips import because
 
 pytestmark = pytest.mark.alone
 
@@ -35,7 +36,7 @@ def small_disk(path):
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(path)]
     if (done := subprocess.run(mount, capture_output=True, text=True)).returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr}")
+        pytest.skip(because(f"no file system can be mounted here: {done.stderr}", "run the tests as root"))
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ from prorl_trio.errors import ConfigError
 from prorl_trio.sandbox.registry import choose_provider
 from prorl_trio.testing.soak import Leftovers, adopted_orphans, kill_at_random, open_world
 from prorl_trio.testing.soak.trainer import is_retried
+from support.skips import because
 
 pytestmark = pytest.mark.alone
 
@@ -49,7 +50,7 @@ async def soak(folder, harm, *, jobs, provider="process", max_warm=2, deadline_s
     try:
         await choose_provider(SandboxConfig(provider=provider))
     except ConfigError as exc:
-        pytest.skip(f"{provider} does not work on this machine: {exc}")
+        pytest.skip(because(f"{provider} does not work on this machine: {exc}", "prorl-trio doctor"))
     config = {
         "sandbox": {"provider": provider, "max_warm": max_warm},
         "ledger": {"max_attempts": 100},  # no job is to blame for it that its node is killed time and again

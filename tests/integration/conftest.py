@@ -7,6 +7,8 @@ import pytest
 from launch.bundle import build_bundle
 from launch.progress import SetupError
 from prorl_trio.sandbox.registry import PROVIDERS
+from support.id_range import apptainer_with_ids
+from support.skips import because
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +17,13 @@ def runtime():
     try:
         return build_bundle()
     except SetupError as error:
-        pytest.skip(f"no runtime for images can be made: {error}")
+        pytest.skip(because(f"no runtime for images can be made: {error}", "make setup"))
+
+
+@pytest.fixture(scope="session")
+def ranged_apptainer(tmp_path_factory):
+    """An Apptainer for which this user has further ids: see `apptainer_with_ids`."""
+    return apptainer_with_ids(tmp_path_factory.mktemp("ids"))
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import http.server
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -27,6 +26,8 @@ from prorl_trio.sandbox.apptainer import ApptainerProvider, find_apptainer
 from prorl_trio.sandbox.bubblewrap import BubblewrapProvider
 from prorl_trio.sandbox.images import find_image, images_dir, list_images, locate_image
 from prorl_trio.sandbox.provider import SandboxSpec
+from support.programs import find_busybox
+from support.skips import because
 
 TIMEOUT_S = 60
 
@@ -35,15 +36,15 @@ class Registry(http.server.ThreadingHTTPServer):
     """Serves one image, as `tiny:1`, to whoever asks."""
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
         self.blobs = {}
         self.requested = []
-        layer = self._add(_layer())
+        content = _layer()
+        layer = self._add(content)
         config = {
             "architecture": "amd64",
             "os": "linux",
             "config": {"Env": ["PATH=/opt/tiny/bin:/bin", "TINY=yes"], "Cmd": ["/bin/sh"]},
-            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(_layer()).hexdigest()}"]},
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(content).hexdigest()}"]},
         }
         manifest = {
             "schemaVersion": 2,
@@ -52,6 +53,8 @@ class Registry(http.server.ThreadingHTTPServer):
             "layers": [layer],
         }
         self.manifest = json.dumps(manifest).encode()
+        # The socket comes last: nobody would close it if there were no content and the test were skipped.
+        super().__init__(("127.0.0.1", 0), Handler)
         self.reference = f"docker://127.0.0.1:{self.server_address[1]}/tiny:1"
 
     def _add(self, content, media_type="application/vnd.oci.image.layer.v1.tar"):
@@ -87,9 +90,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _layer():
-    program = shutil.which("busybox")
-    if program is None or subprocess.run(["ldd", program], capture_output=True, check=False).returncode == 0:
-        pytest.skip("there is no static busybox here: apt-get install busybox-static")
+    program = find_busybox()
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for folder in ("bin", "dev", "etc", "proc", "sys", "tmp", "var"):
@@ -110,7 +111,7 @@ def _layer():
 @pytest.fixture(scope="module")
 def registry():
     if find_apptainer() is None:
-        pytest.skip("apptainer is not installed: nothing can be pulled")
+        pytest.skip(because("apptainer is not installed: nothing can be pulled", "make apptainer"))
     with Registry() as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -244,7 +245,8 @@ def test_one_of_a_batch_that_fails_does_not_hold_the_others_up(cache, registry, 
     assert find_image(registry.reference) is not None
 
 
-def test_build_and_start_by_name(cache, pulled, tmp_path):
+def test_build_and_start_by_name(cache, pulled, tmp_path, ranged_apptainer, monkeypatch):
+    monkeypatch.setenv("PATH", os.path.dirname(ranged_apptainer), prepend=os.pathsep)
     root = unpack_image(pulled.record.name).root
     definition = tmp_path / "mine.def"
     definition.write_text(

@@ -21,6 +21,7 @@ from prorl_trio.sandbox.registry import choose_provider
 from prorl_trio.service.endpoints import endpoint_url
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
+from support.skips import because
 
 TOKEN = "a-token-for-tests-0123456789"
 
@@ -33,7 +34,7 @@ def provider(request):
     try:
         trio.run(choose_provider, SandboxConfig(provider=request.param))
     except ConfigError as exc:
-        pytest.skip(f"{request.param} does not work on this machine: {exc}")
+        pytest.skip(because(f"{request.param} does not work on this machine: {exc}", "prorl-trio doctor"))
     return request.param
 
 

@@ -10,6 +10,7 @@ import trio
 from perf import sandboxes
 from perf.harness import Options
 from prorl_trio.sandbox.reaper import descendants
+from support.skips import because
 
 pytestmark = pytest.mark.alone
 
@@ -20,7 +21,7 @@ async def test_it_measures_what_it_says(monkeypatch):
         with trio.fail_after(180):
             report = await sandboxes.benchmark(Options(quick=True, json_path=None))
     except RuntimeError as exc:
-        pytest.skip(str(exc))
+        pytest.skip(because(str(exc), "prorl-trio doctor"))
     metrics = report.metrics()
     for series in report.series:
         assert series.samples

@@ -17,6 +17,7 @@ from perf.peers.environments import PEERS, PeerUnavailable, peer_python
 from perf.trace import load_trace, run_round
 from perf.trace_figures import figures_of
 from perf.trace_systems import FLOOR, OURS, PEER_SYSTEMS, make_workspace, open_system
+from support.skips import because
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.alone,
-    pytest.mark.skipif(shutil.which("git") is None, reason="the trace runs git; install it"),
+    pytest.mark.skipif(shutil.which("git") is None, reason=because("the trace runs git", "apt-get install git")),
 ]
 
 
@@ -89,7 +90,7 @@ async def test_a_real_peer_answers_the_quick_part_right(name: str, tmp_path: Pat
     try:
         peer_python(PEERS[name])
     except PeerUnavailable as exc:
-        pytest.skip(str(exc))
+        pytest.skip(because(f"the peer {name} is not there: {exc}", f"python -m perf.peers setup {name}"))
     steps = load_trace()[: trace.QUICK_STEPS]
     before = children()
     workspace = make_workspace(tmp_path / "peer")

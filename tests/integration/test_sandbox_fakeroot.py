@@ -19,6 +19,7 @@ from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.registry import choose_provider
 from prorl_trio.testing.sandbox_check import checked_sandbox
 from prorl_trio.testing.sandbox_contract import CORE_CHECKS, ISOLATION_CHECKS, PROCESS_CHECKS, Contract
+from support.skips import because
 
 TEST_TIMEOUT_S = 90
 ACTION_TIMEOUT_S = 30
@@ -59,20 +60,20 @@ trio.run(main)
 
 
 def has_ids():
-    """Whether this user has a range of ids for sandboxes."""
-    return _fakeroot().state == "ok"
+    """Whether this user has a range of ids for sandboxes: root always, in these tests."""
+    return os.geteuid() == 0 or _fakeroot().state == "ok"
 
 
 @pytest.fixture(scope="session")
-def fakeroot_report():
-    return trio.run(ApptainerProvider(fakeroot=True).probe)
+def fakeroot_report(ranged_apptainer):
+    return trio.run(ApptainerProvider(executable=ranged_apptainer, fakeroot=True).probe)
 
 
 @pytest.fixture
-def provider(fakeroot_report, tmp_path):
+def provider(ranged_apptainer, fakeroot_report, tmp_path):
     if not fakeroot_report.usable:
         pytest.skip(f"{fakeroot_report.problem}. What to do: {fakeroot_report.remedy}")
-    return ApptainerProvider(tmp_path, fakeroot=True)
+    return ApptainerProvider(tmp_path, executable=ranged_apptainer, fakeroot=True)
 
 
 async def run(sandbox, command):
@@ -119,18 +120,22 @@ async def test_contract(check, provider, tmp_path):
     await check(Contract(provider, tmp_path))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root needs to pretend to be somebody else")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason=because("only root needs to pretend to be somebody else", "run the tests as root")
+)
 def test_as_a_normal_user_without_further_ids(provider, tmp_path):
     """Then only root is mapped. As in test_sandbox_leaks.py, the user is one of a user namespace."""
     unshare = shutil.which("unshare")
     if unshare is None:
-        pytest.skip("no unshare program")
+        pytest.skip(because("there is no unshare program", "apt-get install util-linux"))
     command = [unshare, "--user", "--map-user=1000", "--map-group=1000", sys.executable, "-c", AS_USER, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TEST_TIMEOUT_S, check=False)
     assert done.stdout.split() == ["0", "CapEff:", KEPT_CAPABILITIES], done.stderr
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="what only the root of the machine may not do")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason=because("this is what the root of the machine may not do", "run the tests as root")
+)
 async def test_as_root_an_image_that_runs_code_of_its_own_is_refused(provider):
     with trio.fail_after(TEST_TIMEOUT_S), pytest.raises(SandboxUnavailable, match="run the node as another user"):
         async with provider.open_sandbox(SandboxSpec(image="/some/image.sif")):
@@ -143,7 +148,9 @@ async def test_other_providers_have_none(name):
         await choose_provider(SandboxConfig(provider=name, fakeroot=True))
 
 
-async def test_the_automatic_choice_takes_the_one_that_has_it(provider):
+@pytest.mark.usefixtures("provider")
+async def test_the_automatic_choice_takes_the_one_that_has_it(ranged_apptainer, monkeypatch):
+    monkeypatch.setenv("PATH", os.path.dirname(ranged_apptainer), prepend=os.pathsep)
     chosen = await choose_provider(SandboxConfig(fakeroot=True))
     assert isinstance(chosen, ApptainerProvider)
 

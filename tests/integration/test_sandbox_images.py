@@ -19,6 +19,8 @@ from prorl_trio.sandbox.provider import SandboxProvider, SandboxSpec
 from prorl_trio.sandbox.reaper import descendants, is_alive
 from prorl_trio.testing import sandbox_core_checks, sandbox_isolation_checks, sandbox_process_checks
 from prorl_trio.testing.sandbox_contract import Contract
+from support.programs import find_busybox
+from support.skips import because
 
 PROGRAMS = ("bash", "sh", "cat", "env", "ls", "mkdir", "rm", "seq", "sleep", "tr")
 APPLETS = ("sh", "cat", "env", "ls", "mkdir", "rm", "sleep", "tr")
@@ -65,10 +67,7 @@ def _glibc_root(root):
 
 def _busybox_root(root):
     """One program without any library."""
-    program = shutil.which("busybox")
-    if program is None or subprocess.run(["ldd", program], capture_output=True, check=False).returncode == 0:
-        pytest.skip("there is no static busybox here: apt-get install busybox-static")
-    shutil.copy2(program, root / "bin/busybox")
+    shutil.copy2(find_busybox(), root / "bin/busybox")
     for applet in APPLETS:
         (root / "bin" / applet).symlink_to("busybox")
 
@@ -79,7 +78,7 @@ def _musl_root(root):
     compiler = shutil.which("musl-gcc")
     loader = Path("/lib/ld-musl-x86_64.so.1")
     if compiler is None or not loader.exists():
-        pytest.skip("there is no musl here: apt-get install musl-tools")
+        pytest.skip(because("there is no musl here to compile with", "apt-get install musl-tools"))
     source = root.parent / "print.c"
     source.write_text(
         '#include <stdio.h>\nint main(int c, char **v) { int b; FILE *f = fopen(v[1], "r");'
@@ -112,7 +111,7 @@ def image_of(tmp_path_factory):
 def _sif(root, path):
     executable = find_apptainer()
     if executable is None:
-        pytest.skip("apptainer is not installed: no .sif can be built")
+        pytest.skip(because("apptainer is not installed: no .sif can be built", "make apptainer"))
     built = subprocess.run([executable, "--quiet", "build", path, root], capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     return path

@@ -15,6 +15,7 @@ import trio
 from prorl_trio.sandbox.reaper import RECORD_NAME, descendants, is_alive, kill
 from prorl_trio.sandbox.registry import PROVIDERS
 from prorl_trio.sandbox.run_dir import open_run_dir
+from support.skips import because
 
 NODE = """
 import sys
@@ -118,13 +119,15 @@ async def test_kill_9_while_starting(provider_name, tmp_path):
             await _wait_gone(family, tmp_path)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root needs to pretend to be somebody else")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason=because("only root needs to pretend to be somebody else", "run the tests as root")
+)
 @pytest.mark.parametrize("provider_name", ["apptainer", "bubblewrap"], indirect=True)
 async def test_as_a_normal_user(provider_name, tmp_path):
     """The user is one of a user namespace where root's files are theirs, so that the project's Python can be read."""
     unshare = shutil.which("unshare")
     if unshare is None:
-        pytest.skip("no unshare program")
+        pytest.skip(because("there is no unshare program", "apt-get install util-linux"))
     with trio.fail_after(60):
         as_user = (unshare, "--user", "--map-user=1000", "--map-group=1000")
         node, printed = await _start_node(provider_name, tmp_path, prefix=as_user)

@@ -19,6 +19,7 @@ from prorl_trio.sandbox import pid_setter
 from prorl_trio.sandbox.pid_limit import FIRST_REUSED_PID, OWN_TASKS, PidLimiter, pid_limit_problem
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import identify
+from support.skips import because
 
 PID_MAX = Path("/proc/sys/kernel/pid_max")
 TEST_TIMEOUT_S = 120
@@ -37,7 +38,10 @@ BOMBS = {
 
 pytestmark = [
     pytest.mark.alone,
-    pytest.mark.skipif(bool(problem := pid_limit_problem()), reason=f"no limit of processes by the kernel: {problem}"),
+    pytest.mark.skipif(
+        bool(problem := pid_limit_problem()),
+        reason=because(f"the kernel limits no processes here: {problem}", "prorl-trio doctor"),
+    ),
 ]
 
 
@@ -152,7 +156,10 @@ def test_the_setter_refuses_its_own_namespace_and_what_is_no_namespace():
     assert setter.wait(TEST_TIMEOUT_S) == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="as root only: others may write no setting of the machine anyway")
+@pytest.mark.skipif(
+    os.geteuid() != 0,
+    reason=because("others than root may write no setting of the machine anyway", "run the tests as root"),
+)
 def test_the_setter_could_not_write_the_machines_own_even_as_root():
     """Had it joined only the user namespace; that is also what an older kernel, with one setting for all, would ask."""
     code = (

@@ -1,9 +1,9 @@
 """What a test leaves behind in its process: descriptors, threads, children. The test itself is to be blamed for it.
 
-Each test is looked at when its own fixtures have gone; those of its module and of the session stay, and what they hold
-is no leak. Garbage is collected as well, so that a warning of it ("unclosed socket", "coroutine was never awaited")
-comes in the test that made it, not in whichever runs when the collector does. A collection looks only at what was made
-since the last one, so it takes some milliseconds.
+Each test is looked at when its own fixtures have gone, and each module when those of the module have. What fixtures of
+a longer life hold is no leak. Garbage is collected as well, so that a warning of it ("unclosed socket", "coroutine was
+never awaited") comes in the test that made it, not in whichever runs when the collector does. A collection looks only
+at what was made since the last one, so it takes some milliseconds.
 """
 
 from __future__ import annotations
@@ -12,109 +12,132 @@ import gc
 import os
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from trio._core._thread_cache import THREAD_CACHE
 
 SETTLE_S = 5.0
 """How long what ends by itself may take for it: a thread whose result nobody waits for, a process that was killed."""
 _POLL_S = 0.01
 
-ALLOWED_DESCRIPTORS = (
-    "/dev/urandom",  # Python's own, kept for the life of the process
-    "/memfd:prorl-trio-arena",  # memory: it lives as long as a view of it, in a traceback that a log record holds, too
+ALLOWED = (
+    "descriptor /dev/urandom",  # Python's own, kept for the life of the process
+    "descriptor /memfd:prorl-trio-arena",  # memory: a view of it may be in a traceback, and that in a log record
+    "thread tqdm_monitor",  # transformers' progress bars share one for good
 )
-"""Beginnings of what a descriptor may lead to although it was not open before the test."""
+"""Beginnings of what a process has for good, whichever test is the first to need it."""
+ALLOWED_PARTS = ("/mpl-data/fonts/",)
+"""Parts of the names of such things."""
 
-ALLOWED_FILES = ("/mpl-data/fonts/",)
-"""Parts of the paths of files that a library keeps open for the life of the process."""
-
-ALLOWED_THREADS = (
-    "tqdm_monitor",  # transformers' progress bars share one for good
-    "IPythonHistorySavingThread",
-)
-"""Beginnings of the names of threads that belong to the process, whoever was the first to need them."""
+_FAILED = pytest.StashKey[bool]()
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """What the process has at one moment."""
+class Leaks:
+    """A plugin of pytest's."""
 
-    descriptors: dict[int, str] = field(default_factory=dict)
-    threads: dict[int, str] = field(default_factory=dict)
-    processes: frozenset[int] = frozenset()
+    def __init__(self):
+        self._owned = {"module": {}, "session": {}}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = yield
+        if report.failed:
+            item.stash[_FAILED] = True
+        return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef):
+        """Note what a fixture that outlives the test opens, whenever it is asked for first."""
+        before = holdings()
+        result = yield
+        if fixturedef.scope != "function":
+            scope = "module" if fixturedef.scope in {"class", "module"} else "session"
+            self._owned[scope].update(new(holdings(), before))
+        return result
+
+    def fail_if_any(self, who, before, *, owners=("module", "session")):
+        """Fail in the name of `who` if there is more than there was `before`, and than longer-lived fixtures hold."""
+        if leaks := find_leaks(before, [self._owned[scope] for scope in owners]):
+            pytest.fail(f"{who} left behind:\n" + "\n".join(leaks), pytrace=False)
+
+    def fail_if_module_left_any(self, before):
+        """The same for the fixtures of a module, when they have ended."""
+        self._owned["module"].clear()
+        self.fail_if_any("the fixtures of this module", before, owners=("session",))
 
 
-def take_snapshot() -> Snapshot:
-    """What there is now, with all processes of the machine, so that only those which begin later are looked at."""
-    return Snapshot(_descriptors(), _threads(), _processes())
+LEAKS = Leaks()
 
 
-def find_leaks(before: Snapshot) -> list[str]:
-    """What is there now and was not before, a line each. Collects garbage. Waits up to `SETTLE_S` if there is any."""
-    held_by_garbage = _new_descriptors(before)
+def has_failed(item):
+    return item.stash.get(_FAILED, False)
+
+
+def find_leaks(before, owned=()):
+    """What is there and was not before, a line each, but for what is owned. Collects garbage; waits for `SETTLE_S`."""
+    known = {**before}
+    for more in owned:
+        known.update(more)
+    held_by_garbage = new(descriptors(), known)
     gc.collect()
     gc.freeze()
     deadline = time.monotonic() + SETTLE_S
-    while (left := _new_threads(before) + _new_children(before)) and time.monotonic() < deadline:
+    while new(threads(), known) or new_children(known):
+        if time.monotonic() > deadline:
+            break
         time.sleep(_POLL_S)
-    still_open = _new_descriptors(before)
-    left += [f"descriptor {number} is open: {target}" for number, target in still_open.items()]
+    left = new(descriptors(), known)
     garbage = [
-        f"descriptor {number} ({target}) was closed by the garbage collector only"
-        for number, target in held_by_garbage.items()
-        if number not in still_open
+        f"{name}, which only the garbage collector closed" for key, name in held_by_garbage.items() if key not in left
     ]
-    return left + garbage
+    return [*left.values(), *new(threads(), known).values(), *new_children(known), *garbage]
 
 
-def _new_descriptors(before: Snapshot) -> dict[int, str]:
+def holdings():
+    """What this process has, by a key that nothing else gets; and all processes, to look at later ones only."""
+    return {**descriptors(), **threads(), **{("process", pid): "" for pid in processes()}}
+
+
+def new(now, before):
     return {
-        number: target
-        for number, target in _descriptors().items()
-        if before.descriptors.get(number) != target
-        and not target.startswith(ALLOWED_DESCRIPTORS)
-        and not any(part in target for part in ALLOWED_FILES)
+        key: name
+        for key, name in now.items()
+        if key not in before and not name.startswith(ALLOWED) and not any(part in name for part in ALLOWED_PARTS)
     }
 
 
-def _new_threads(before: Snapshot) -> list[str]:
-    return [
-        f"thread {name!r} runs"
-        for ident, name in _threads().items()
-        if ident not in before.threads and not name.startswith(ALLOWED_THREADS)
-    ]
+def descriptors():
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:  # that of listdir
+            continue
+        found["descriptor", number, target] = f"descriptor {target}"
+    return found
 
 
-def _new_children(before: Snapshot) -> list[str]:
+def threads():
+    """All but those of trio's cache that wait for work: they end after 10 s without."""
+    idle = {worker._thread for worker in list(THREAD_CACHE._idle_workers)}
+    return {("thread", thread.ident): f"thread {thread.name}" for thread in threading.enumerate() if thread not in idle}
+
+
+def processes():
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def new_children(before):
     found = []
-    for pid in sorted(_processes() - before.processes):
+    for pid in processes():
+        if ("process", pid) in before:
+            continue
         try:
             state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[:2]
             if int(parent) == os.getpid():
                 argv = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found.append(f"child process {pid} was not waited for: {argv or '(ended)'} [state {state}]")
+                found.append(f"child {pid} in state {state}, not waited for: {argv or '(ended)'}")
         except (FileNotFoundError, ProcessLookupError):
             continue
     return found
-
-
-def _descriptors() -> dict[int, str]:
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # that of listdir
-            continue
-    return found
-
-
-def _threads() -> dict[int, str]:
-    """All but those of trio's cache that wait for work: they end after 10 s without."""
-    idle = {worker._thread for worker in list(THREAD_CACHE._idle_workers)}
-    return {thread.ident: thread.name for thread in threading.enumerate() if thread not in idle and thread.ident}
-
-
-def _processes() -> frozenset[int]:
-    return frozenset(int(name) for name in os.listdir("/proc") if name.isdecimal())

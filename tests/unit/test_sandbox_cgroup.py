@@ -16,8 +16,10 @@ from prorl_trio.sandbox import reaper, start
 from prorl_trio.sandbox.cgroup import CONTROLLERS, CgroupSite, find_site, open_cgroup
 from prorl_trio.sandbox.process import ProcessProvider
 from prorl_trio.sandbox.provider import SandboxSpec
+from support.skips import because
 
 MIB = 1024 * 1024
+WRITABLE_CGROUPS = "run where cgroups of version 2 are mounted and may be written (a container: --cgroupns=private)"
 LIMITS = SandboxLimits(memory_bytes=64 * MIB, disk_bytes=MIB, max_processes=20)
 UNIFIED = (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup"))
 
@@ -171,7 +173,7 @@ def real_group():
         if path.exists():
             path.rmdir()
         return
-    pytest.skip("no cgroup of version 2 can be made here")
+    pytest.skip(because("no cgroup of version 2 can be made here", WRITABLE_CGROUPS))
 
 
 def test_a_real_cgroup_is_emptied_and_removed(real_group):
@@ -189,7 +191,7 @@ def test_a_real_cgroup_is_emptied_and_removed(real_group):
 async def test_the_kernels_limits_are_named_in_the_result(tmp_path):
     site = find_site()
     if site.path is None:
-        pytest.skip(f"the kernel keeps no limits of sandboxes here: {site.problem}")
+        pytest.skip(because(f"the kernel keeps no limits of sandboxes here: {site.problem}", WRITABLE_CGROUPS))
     assert set((site.path / "cgroup.subtree_control").read_text().split()) >= CONTROLLERS
     hog = "import os\nfor i in range(99):\n fd = os.memfd_create('x')\n os.write(fd, bytes(16 * 2**20))"
     with trio.fail_after(60):

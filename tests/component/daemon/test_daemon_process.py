@@ -13,6 +13,7 @@ import trio
 from ipc.channel import connect_unix
 from ipc.errors import ChannelBroken, HandshakeRefused
 from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
+from support.skips import because
 
 ESCAPING = """
 sleep 1000 &
@@ -216,7 +217,7 @@ def can_unshare() -> bool:
     return subprocess.run(["unshare", "--user", "--pid", "--fork", "true"], capture_output=True).returncode == 0
 
 
-@pytest.mark.skipif(not can_unshare(), reason="user namespaces are not allowed here")
+@pytest.mark.skipif(not can_unshare(), reason=because("user namespaces are not allowed here", "prorl-trio doctor"))
 async def test_it_works_as_the_first_process_of_a_pid_namespace(tmp_path):
     """There signals without a handler are ignored, and orphans come to it without asking."""
     client = f"""
