@@ -71,20 +71,25 @@ async def open_child(
         process: trio.Process = await nursery.start(run)
         assert process.stdin is not None
         assert process.stdout is not None
-        said = bytearray()
-        with trio.move_on_after(START_TIMEOUT_S):
-            while not said.endswith(b"\n") and len(said) < MAX_LINE_BYTES:
-                piece = await process.stdout.receive_some()
-                if not piece:
-                    break
-                said += piece
-        if not said.endswith(b"\n"):
-            raise RuntimeError(f"{module} did not get ready within {START_TIMEOUT_S:g} s")
-        yield Child(process), msgspec.json.decode(said, type=ready_type)
-        await process.stdin.aclose()
-        with trio.move_on_after(END_TIMEOUT_S):
-            await process.wait()
-        nursery.cancel_scope.cancel()
+        async with process.stdin, process.stdout:  # trio closes them with none of its ways to end a process
+            yield Child(process), await _hear_ready(process.stdout, module, ready_type)
+            await process.stdin.aclose()
+            with trio.move_on_after(END_TIMEOUT_S):
+                await process.wait()
+            nursery.cancel_scope.cancel()
+
+
+async def _hear_ready(stdout: trio.abc.ReceiveStream, module: str, ready_type: type[ReadyT]) -> ReadyT:
+    said = bytearray()
+    with trio.move_on_after(START_TIMEOUT_S):
+        while True:
+            piece = await stdout.receive_some()
+            said += piece
+            if not piece or said.endswith(b"\n") or len(said) >= MAX_LINE_BYTES:
+                break
+    if not said.endswith(b"\n"):
+        raise RuntimeError(f"{module} did not get ready within {START_TIMEOUT_S:g} s")
+    return msgspec.json.decode(said, type=ready_type)
 
 
 def say_ready(ready: Any) -> None:

