@@ -18,7 +18,8 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Settings: PYTHON=..., ENGINE=cpu|gpu, WORKERS=2 (of tests), PRORL_CACHE_DIR=... (default ~/.cache/prorl-trio)"
+	@echo "Settings: PYTHON=..., ENGINE=cpu|gpu, WORKERS=2 (of tests), APPTAINER=no (install nothing for tests),"
+	@echo "  PRORL_CACHE_DIR=... (default ~/.cache/prorl-trio)"
 
 setup: python ## everything: .venv, the engine's environment and the model (once; then a quick no-op)
 	@$(PYTHON) -m launch.setup dev engine --engine $(ENGINE)
@@ -43,7 +44,7 @@ apptainer: ## install Apptainer on Debian/Ubuntu (root or sudo; names the system
 	@launch/apptainer.sh
 
 apptainer-if-possible:
-	@launch/apptainer.sh --if-possible
+	@[ "$(APPTAINER)" = no ] || launch/apptainer.sh --if-possible
 
 demo: setup ## the main job: a real model solves real problems in real sandboxes
 	@$(VENV)/prorl-trio demo
@@ -89,4 +90,4 @@ clean: ## remove what was made in the checkout
 
 clean-cache: python ## remove what was made in the cache folder: engine environments, the model, tokenizers, peers, images, logs
 	cd "$$($(PYTHON) -c 'from launch.paths import cache_dir; print(cache_dir())')" && \
-		rm -rf engine-* models tokenizers peers apptainer host-pythons runtimes images test-images logs
+		rm -rf engine-* models tokenizers peers apptainer host-pythons runtimes images test-images test-tools lock-tools logs

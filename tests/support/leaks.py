@@ -58,8 +58,14 @@ class Leaks:
 
     def fail_if_any(self, who, before, *, owners=("module", "session")):
         """Fail in the name of `who` if there is more than there was `before`, and than longer-lived fixtures hold."""
-        if leaks := find_leaks(before, [self._owned[scope] for scope in owners]):
+        leaks = find_leaks(before, [self._owned[scope] for scope in owners])
+        self.forget(before)
+        if leaks:
             pytest.fail(f"{who} left behind:\n" + "\n".join(leaks), pytrace=False)
+
+    def forget(self, before):
+        """Blame nobody else for what there is now."""
+        self._owned["session"].update(new(holdings(), before))
 
     def fail_if_module_left_any(self, before):
         """The same for the fixtures of a module, when they have ended."""
