@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from packaging.markers import Marker, default_environment
+from packaging.markers import Marker
 from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
 
@@ -133,7 +133,7 @@ def _tags(version: tuple[int, int]) -> frozenset[Tag]:
 def _applies(marker: str, version: tuple[int, int]) -> bool:
     """Whether a marker holds under this Python on Linux on x86-64."""
     where = {"python_version": _dotted(version), "python_full_version": f"{_dotted(version)}.0"}
-    return not marker or Marker(marker).evaluate({**default_environment(), **where})
+    return not marker or Marker(marker).evaluate(where)
 
 
 def _condition(versions: set[tuple[int, int]]) -> str:
