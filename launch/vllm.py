@@ -27,7 +27,7 @@ _GRACE_S = 3.0
 _HEALTH_INTERVAL_S = 0.25
 _HEALTH_TIMEOUT_S = 5.0
 _LOG_TAIL_BYTES = 4096
-_PASSED_ENV = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
+_PASSED_ENV = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "TORCH_COMPILE_DISABLE")
 _PASSED_ENV_PREFIXES = ("CUDA_", "NVIDIA_", "NCCL_", "VLLM_", "OMP_")
 
 
@@ -91,7 +91,7 @@ def vllm_env() -> dict[str, str]:
     """The environment of a server: offline, no usage reports, caches in our cache folder, one thread per usable core.
 
     Of ours it gets what finds programs and devices, and variables named `VLLM_*`, `OMP_*`, `CUDA_*`, `NVIDIA_*`,
-    `NCCL_*`, which overrule the values chosen here.
+    `NCCL_*` or `TORCH_COMPILE_DISABLE`, which overrule the values chosen here.
     """
     passed = {
         name: value
@@ -104,6 +104,9 @@ def vllm_env() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+        # Eager, as `--enforce-eager` asks: what vLLM compiles all the same, at the first request for log-probabilities,
+        # takes a C++ compiler, without which the server dies of that request.
+        "TORCH_COMPILE_DISABLE": "1",
         "XDG_CACHE_HOME": str(cache_dir() / "engine-cache"),
         "XDG_CONFIG_HOME": str(cache_dir() / "engine-config"),
     }

@@ -105,6 +105,7 @@ def test_the_environment_is_clean(monkeypatch, tmp_path):
     assert env["CUDA_VISIBLE_DEVICES"] == "1"
     assert env["VLLM_CPU_KVCACHE_SPACE"] == "4"
     assert env["HF_HUB_OFFLINE"] == "1"
+    assert env["TORCH_COMPILE_DISABLE"] == "1", "nothing is compiled: a bare machine has no compiler"
     assert env["XDG_CACHE_HOME"].startswith(str(tmp_path))
 
 
