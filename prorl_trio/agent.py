@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 import trio
 
+from ipc.nursery import only_cancelled
 from prorl_trio.agent_budget import AgentBudget
 from prorl_trio.chat_conversation import Conversation
 from prorl_trio.errors import BackendError, ContextLengthExceeded, StaleTrajectory
@@ -276,8 +277,8 @@ class _Agent:
         heard, self.said = self.said, ()
         try:
             completion = await self._sample(turn, so_far)
-        except trio.Cancelled:
-            if self.budget.used_up and len(so_far):
+        except BaseException as exc:
+            if only_cancelled(exc) and self.budget.used_up and len(so_far):
                 cut = so_far.whole("abort")
                 self._record(cut, self._keep(cut), heard, started_s, trio.current_time())
             raise

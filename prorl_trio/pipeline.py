@@ -24,7 +24,7 @@ from prorl_trio.job import Job, JobSink
 from prorl_trio.observer import Observers
 from prorl_trio.outcomes import check_evaluation, completed, finalise, not_completed, raise_bugs, retry_after
 from prorl_trio.stages import WorkStage
-from prorl_trio.staleness import BeginLimit
+from prorl_trio.staleness import BeginLimit, may_begin
 from prorl_trio.supervision import service_task
 from prorl_trio.watchdog import watch_jobs
 
@@ -84,7 +84,7 @@ class Pipeline:
                 own_charge="handler",
                 queue_capacity=sizes.init_queue,
                 weight_of=self._weight_of,
-                ready=self._may_begin,
+                ready=partial(may_begin, self._begins),
                 workers=sizes.init_workers,
                 work=self._init,
             ),
@@ -94,7 +94,7 @@ class Pipeline:
                 own_charge="handler",
                 queue_capacity=sizes.ready_queue,
                 weight_of=self._weight_of,
-                ready=self._may_begin,
+                ready=partial(may_begin, self._begins),
                 workers=sizes.run_workers,
                 work=self._run,
             ),
@@ -104,7 +104,6 @@ class Pipeline:
                 own_charge="evaluator",
                 queue_capacity=sizes.eval_queue,
                 weight_of=self._weight_of,
-                ready=lambda _job: True,
                 workers=sizes.eval_workers,
                 work=self._eval,
             ),
@@ -113,19 +112,8 @@ class Pipeline:
     def _weight_of(self, session_id: str) -> float:
         return self.admission.limits.weight_of(session_id)
 
-    def _may_begin(self, job: Job) -> bool:
-        """Whether the job can keep its bound on staleness, as far as one knows before it begins."""
-        resources = job.resources
-        bound = resources.config.agent.staleness_bound(job.spec)
-        if bound is None:
-            return True
-        per_update = resources.config.agent.rollouts_per_update if job.spec.priority == "train" else 0
-        if not self._begins.may_begin(job.session_id, bound, per_update):
-            return False
-        return bool(resources.backends.fresh(bound)) or not resources.backends.accepting
-
     def backends_changed(self, updated: bool) -> None:
-        """Jobs that were held back may begin now; `updated`: there is another version of the policy."""
+        """Jobs that were held back may begin now; `updated`: the policy has another version."""
         if updated:
             self._begins.updated(self._resources.config.agent.rollouts_per_update)
         for stage in self.stages[:2]:
@@ -415,9 +403,8 @@ class Pipeline:
     def _count(self, job: Job, *, delivered: bool) -> None:
         """An attempt is over. One that never came to RUN has no length."""
         if (run_s := job.lifecycle.run_s(trio.current_time())) is not None:
-            if job.spec.priority == "train":
-                self._begins.ended(job.session_id, delivered=delivered)
-                self.backends_changed(updated=False)
+            self._begins.ended(job.session_id, job.spec.priority, delivered=delivered)
+            self.backends_changed(updated=False)
             tokens = sum(turn.completion_end - turn.completion_start for turn in job.context.turns)
             self.fates.ended(run_s, tokens, delivered=delivered)
 
@@ -425,8 +412,8 @@ class Pipeline:
 
     def _move(self, job: Job, to: Status) -> None:
         job.move(to)
-        if to == "run" and job.spec.priority == "train":
-            self._begins.begun(job.session_id)
+        if to == "run":
+            self._begins.begun(job.session_id, job.spec.priority)
         self._group_moved(job)
 
     def _group_moved(self, job: Job) -> None:

@@ -52,9 +52,9 @@ class WorkStage:
         own_charge: Charge,
         queue_capacity: int,
         weight_of: Callable[[str], float],
-        ready: Callable[[Job], bool],
         workers: int,
         work: Callable[[Job], Awaitable[None]],
+        ready: Callable[[Job], bool] = lambda _job: True,
     ) -> None:
         self.name: Stage = name
         self.waiting: Status = waiting

@@ -1,10 +1,14 @@
-"""How many rollouts may begin so that none of them is too stale when its trainer takes it. Pure."""
+"""Which rollouts may begin so that none of them is too stale when its trainer takes it. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
-__all__ = ["BeginLimit"]
+if TYPE_CHECKING:
+    from prorl_trio.job import Job
+
+__all__ = ["BeginLimit", "may_begin"]
 
 
 class BeginLimit:
@@ -28,17 +32,29 @@ class BeginLimit:
         ahead = self._running[session] + self._waiting[session]
         return not per_update or ahead < (max_staleness + 1) * per_update
 
-    def begun(self, session: str) -> None:
-        """A rollout runs."""
-        self._running[session] += 1
+    def begun(self, session: str, priority: str = "train") -> None:
+        """A rollout runs. One that nobody is trained on does not count."""
+        self._running[session] += priority == "train"
 
-    def ended(self, session: str, *, delivered: bool) -> None:
+    def ended(self, session: str, priority: str = "train", *, delivered: bool) -> None:
         """One that ran is over; `delivered`: its trainer will take it."""
-        self._running[session] -= 1
-        self._waiting[session] += delivered
+        self._running[session] -= priority == "train"
+        self._waiting[session] += delivered and priority == "train"
 
     def updated(self, per_update: int) -> None:
         """The policy was updated: each trainer has taken what it needed for it."""
         left = {session: n - per_update for session, n in self._waiting.items() if n > per_update}
         self._waiting = Counter(left if per_update else {})
         self._running = +self._running
+
+
+def may_begin(limit: BeginLimit, job: Job) -> bool:
+    """Whether the job can keep its bound on staleness, as far as one knows before it begins."""
+    agent, backends = job.resources.config.agent, job.resources.backends
+    bound = agent.staleness_bound(job.spec)
+    if bound is None:
+        return True
+    per_update = agent.rollouts_per_update if job.spec.priority == "train" else 0
+    if not limit.may_begin(job.session_id, bound, per_update):
+        return False
+    return bool(backends.fresh(bound)) or not backends.accepting

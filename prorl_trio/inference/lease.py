@@ -147,7 +147,8 @@ class BackendLease:
                     raise
                 finally:
                     production.ended(trio.current_time())
-                engine.pace.streams = engine.pace.streams and not in_one_piece
+                if in_one_piece or (streams and not production.streamed):
+                    engine.pace.streams = False
                 production.answered(len(completion.token_ids), trio.current_time(), gate.opening)
                 if completion.finish_reason != "abort" and closings == gate.closings:
                     engine.load.call_ended(trio.current_time() - sent_s)  # it was neither cut nor stood still

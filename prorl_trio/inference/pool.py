@@ -290,7 +290,7 @@ class Backends:
 
     @property
     def policy_version(self) -> str:
-        """What the trainer has, as the last resume said."""
+        """What the trainer has: see `resume`."""
         return self._updates.policy_version
 
     def behind(self, backend: Backend) -> int:
@@ -394,8 +394,7 @@ class Backends:
         """See `add`. What `check` raises of what was found comes out here."""
         url = url.rstrip("/")
         _check_weight(url, weight)
-        known = self._pool.get(url)
-        client = self._engines[known].client if known else self._client_factory(url)
+        client = self._engines[known].client if (known := self._pool.get(url)) else self._client_factory(url)
         try:
             info = await client.probe(timeout_s=self._probe_timeout_s)
             if check is not None:

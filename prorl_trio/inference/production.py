@@ -40,6 +40,11 @@ class Production:
             self._produced(self._last_s)
         self._streams, self._last_s, self._opening = True, now_s, opening
 
+    @property
+    def streamed(self) -> bool:
+        """A piece came."""
+        return self._streams
+
     def ended(self, now_s: float) -> None:
         """Nothing more comes: what the stream has shown of the engine's pace counts."""
         self._pace.measured(self._tokens, self._worked_s, now_s)

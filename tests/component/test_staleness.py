@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from prorl_trio.agent import run_agent
-from prorl_trio.config import AgentConfig, BackendConfig
+from prorl_trio.config import AgentConfig, BackendConfig, StagesConfig
 from prorl_trio.handlers.base import Evaluation
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.models import ChatMessage, JobSpec, RetryPolicy, TaskInstance
@@ -171,7 +171,11 @@ async def test_a_job_waits_where_every_backend_has_weights_that_are_too_old(rig)
 
 async def test_no_more_begin_than_the_trainer_takes_in_time(rig):
     """With a bound of 1 and two rollouts for an update, four may begin before the first update."""
-    rig.config = msgspec.structs.replace(rig.config, agent=AgentConfig(max_staleness=1, rollouts_per_update=2))
+    rig.config = msgspec.structs.replace(
+        rig.config,
+        agent=AgentConfig(max_staleness=1, rollouts_per_update=2),
+        stages=StagesConfig(init_workers=1),  # so that they come to RUN in their order
+    )
     rig.says = [FINISH] * 9
     with trio.fail_after(20):
         async with rig.open_pipeline():
