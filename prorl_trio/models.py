@@ -87,8 +87,7 @@ class Budgets(_Model, frozen=True):
     node's default.
 
     `init_s`, `run_s`, `eval_s` and `total_s` guard the infrastructure: where one is used up, the job has `timed_out`,
-    with a cause that says where the time went, and no reward, but 0 where it went into the tools that the policy called
-    (`agent_budget`). `agent_s` is the policy's: when it is used up, the
+    with a cause that says where the time went, and no reward. `agent_s` is the policy's: when it is used up, the
     agent's loop ends (`stop_reason` `agent_budget`), and what it did is evaluated as ever.
 
     No second is charged twice. `agent_s` is charged while a tool works that the policy called, and while an engine
