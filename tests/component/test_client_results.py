@@ -208,3 +208,19 @@ async def test_a_job_that_ended_elsewhere_while_the_connection_was_lost_is_not_w
             node.finish("b")
             assert await ids(client.results()) == ["b"]
         nursery.cancel_scope.cancel()
+
+
+async def test_outcomes_that_somebody_else_took_are_not_waited_for(deadline: None):
+    """Two consumers of one session: what the other one acknowledged before it was sent here leaves a gap."""
+    node, table = FakeNode(), SessionTable()
+    async with open_service(node, sessions=table) as service, connect(service.url, TOKEN, session_id="s") as client:
+        await client.submit([make_spec("a"), make_spec("b"), make_spec("c")])
+        session = table.get("s")
+        assert session is not None
+        results = client.results()
+        node.finish("a")
+        assert (await anext(results)).job_id == "a"
+        node.finish("b")
+        session.ack(2)
+        node.finish("c")
+        assert await ids(results) == ["c"]
