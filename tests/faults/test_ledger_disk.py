@@ -30,6 +30,17 @@ def jobs_of(ledger):
     return [job.job_id for job in recovered.unfinished], [job.job_id for job in recovered.undelivered]
 
 
+async def accepted_again(ledger, new):
+    """Whether there is room for a reserve again is looked at once in `retry_interval_s`."""
+    while True:
+        try:
+            await ledger.accept("s", [new])
+        except LedgerFull:
+            await trio.sleep(LIMITS.retry_interval_s)
+        else:
+            return
+
+
 async def until(condition):
     while not condition():
         await trio.sleep(0.001)
@@ -236,7 +247,7 @@ async def test_a_full_disk_stops_admission_and_outcomes_go_to_the_reserve(memory
                 await ledger.begin_attempt("runs", 1)  # what needs no space goes on meanwhile
                 disk.free_bytes = None
             assert ledger.statistics().waiting == 0
-            await ledger.accept("s", [job("new")])
+            await accepted_again(ledger, job("new"))
             assert ledger.statistics().full == ""
             assert (memory_path / "reserve").stat().st_size == limits.reserve_bytes
         async with open_ledger(memory_path, LIMITS) as ledger:
@@ -328,7 +339,7 @@ async def test_a_disk_that_is_full_when_it_is_written_to_loses_nothing(memory_pa
                 await until(lambda: ledger.statistics().waiting)
                 await ledger.acknowledge("s", 1)
                 disk.write_error = 0
-            await ledger.accept("s", [job("d")])
+            await accepted_again(ledger, job("d"))
         async with open_ledger(memory_path, LIMITS) as ledger:
             assert jobs_of(ledger) == (["d"], ["b"])
             assert ledger.recovered.damage == []
