@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from ipc.limits import SandboxLimits
-from prorl_trio.errors import SandboxUnavailable
+from prorl_trio.errors import SandboxCallFailed, SandboxUnavailable
 from prorl_trio.sandbox import pid_setter
 from prorl_trio.sandbox.pid_limit import FIRST_REUSED_PID, OWN_TASKS, PidLimiter, pid_limit_problem
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -109,7 +109,7 @@ async def test_the_daemon_answers_while_every_place_is_taken(provider):
             for _ in range(3):
                 command = "python3 /tmp/hold.py"
                 result = await sandbox.bash(command, timeout_s=ACTION_TIMEOUT_S, quiet_timeout_s=0.1)
-                with suppress(OSError, SandboxUnavailable):
+                with suppress(OSError, SandboxCallFailed, SandboxUnavailable):
                     await sandbox.exec(["true"], timeout_s=ACTION_TIMEOUT_S)
                     await sandbox.read_file("/tmp/hold.py")
                     await sandbox.ipython("1", timeout_s=ACTION_TIMEOUT_S)
