@@ -156,7 +156,7 @@ async def test_a_service_task_of_the_node_that_returns_ends_the_node(tmp_path, m
         "model": {"path": str(tmp_path / "model")},
         "listen": {"port": 0, "token": "t", "unix_socket": str(tmp_path / "s")},
         "rest": {"enabled": True, "port": 0},
-        "ledger": {"dir": str(tmp_path / "l"), "segment_bytes": MIB, "reserve_bytes": MIB, "max_bytes": 16 * MIB},
+        "ledger": {"dir": str(tmp_path / "l"), "reserve_bytes": MIB, "log_bytes": MIB, "max_bytes": 16 * MIB},
         "arena": {"size_bytes": 4 * MIB},
         "sandbox": {"max_warm": 1},
     }
