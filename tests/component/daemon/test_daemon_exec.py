@@ -63,6 +63,7 @@ async def test_input_that_nobody_reads_is_not_wanted_and_leaves_nothing(sandbox)
                 nursery.start_soon(lambda number=number: run(sandbox, "true", input_id=number))
                 wanted = True
                 with trio.move_on_after(1):
+                    await trio.lowlevel.checkpoint()
                     while wanted:
                         piece = ExecInput(input_id=number, data=bytes(1_000_000), last=False)
                         wanted = (await sandbox.call(piece, ExecInputTaken, timeout_s=20)).wanted

@@ -29,6 +29,7 @@ async def assert_one_answers(sandbox, kernel):
 async def wait_alone(kernel):
     """Until all that the kernel has forked has ended: only their zombies are left, for whoever waits for them."""
     with trio.fail_after(GONE_TIMEOUT_S):
+        await trio.lowlevel.checkpoint()
         while any(entry.alive for entry in read_process_table().descendants(kernel)):
             await trio.sleep(0.01)
 
