@@ -110,8 +110,10 @@ class Service:
 async def open_service(tmp_path, *, arena=None, max_model_len=8_000, tokens=TOKENS, first_id=97, workers=8):
     tiny = make_tiny_model(tmp_path / "model")
 
-    def script(_prompt):
-        ids = [*range(first_id, first_id + 26)] * (tokens // 26)
+    def script(prompt):
+        letters = range(first_id, first_id + 26)
+        said = next(count for count, token in enumerate(reversed(prompt)) if token not in letters)
+        ids = ([*letters] * (tokens // 26))[said:]
         return [*ids, tiny.end_of_turn_id], [-0.5] * (len(ids) + 1), "stop"
 
     engine_config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=max_model_len)
