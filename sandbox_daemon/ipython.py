@@ -32,6 +32,7 @@ INTERRUPT_GRACE_S = 1.5
 """From SIGINT to SIGKILL of a cell that ran out of time."""
 STOP_DEADLINE_S = 4.0
 STREAM_BUFFER_CHUNKS = 16
+STARVED = "the kernel had no memory left; the stacks of threads count as well"
 
 
 class CellKernel(Protocol):
@@ -70,6 +71,7 @@ class IpythonSession:
         self._keeper: Keeper[CellKernel] = Keeper(open_kernel)
         self._turn = Turn()
         self._last_generation = 0
+        self._last_kernel: CellKernel | None = None
         self._execution_count = 0
 
     def __repr__(self) -> str:
@@ -109,6 +111,8 @@ class IpythonSession:
             kernel = await self._current_kernel()
             restarted_before = 0 < self._last_generation < self._keeper.generation
             self._last_generation = self._keeper.generation
+            before, self._last_kernel = self._last_kernel, kernel
+            starved = restarted_before and before is not None and before.child.exit_code == NO_MEMORY_EXIT
             cell = _Cell(request)
             started = time.monotonic()
             if request.stream:
@@ -140,6 +144,8 @@ class IpythonSession:
             dropped_bytes=dropped_bytes,
             displays=[] if cell.done is None else cell.done.displays,
             dropped_displays=0 if cell.done is None else cell.done.dropped_displays,
+            breach="memory" if starved else "",
+            breach_text=f"since the last cell {STARVED}" if starved else "",
         )
 
     async def _current_kernel(self, after_generation: int = 0) -> CellKernel:
@@ -215,7 +221,7 @@ def _death(kernel: CellKernel, *, timed_out: bool) -> CellError:
     if timed_out:
         value = "the cell ran out of time and did not react to an interrupt"
     elif kernel.child.exit_code == NO_MEMORY_EXIT:
-        name, value = MemoryError.__name__, "the kernel had no memory left; the stacks of threads count as well"
+        name, value = MemoryError.__name__, STARVED
     else:
         value = f"the kernel's process ended with {_describe(kernel.child.exit_code)} while the cell ran"
     value += "; a new kernel takes its place: all variables, functions and imports are lost, files are not"

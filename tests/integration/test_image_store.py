@@ -277,7 +277,8 @@ RUN echo again > after
 """
 
 
-def test_build_from_a_dockerfile(cache, registry, tmp_path, monkeypatch):
+def test_build_from_a_dockerfile(cache, registry, tmp_path, ranged_apptainer, monkeypatch):
+    monkeypatch.setenv("PATH", os.path.dirname(ranged_apptainer), prepend=os.pathsep)
     monkeypatch.setenv("APPTAINER_NOHTTPS", "1")
     context = tmp_path / "mine"
     (context / "sub" / "deep").mkdir(parents=True)

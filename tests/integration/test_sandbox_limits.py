@@ -95,5 +95,6 @@ async def test_400_threads_may_sleep_and_a_kernel_without_memory_says_so(provide
                 await sandbox.ipython(code, timeout_s=ACTION_TIMEOUT_S) for code in (large_stacks, sleep, "1", "1", "1")
             ]
     lost = next(cell for cell in cells if cell.restarted)
-    assert (lost.error and lost.error.name, lost.breach) == ("MemoryError", "memory")
+    # In a cell it is that cell's error; between two, the next one has been done by another kernel, and names it.
+    assert (lost.error and lost.error.name, lost.breach) in (("MemoryError", "memory"), (None, "memory"))
     assert cells[-1].result == "1"

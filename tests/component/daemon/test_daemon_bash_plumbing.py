@@ -131,6 +131,7 @@ async def test_a_signal_for_a_command_that_has_just_ended_adds_nothing_to_the_ne
                     await shell.settle()
                 await shell.interrupt(set())  # when it has ended, nothing is sent
                 assert await _output_of(shell, "echo b") == "b\n"
+            await shell.child.wait()
             nursery.cancel_scope.cancel()
 
 

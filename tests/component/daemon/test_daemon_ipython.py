@@ -11,6 +11,7 @@ import trio
 from ipc.errors import CallFailed
 from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRestart, IpythonRestarted, IpythonRun
 from prorl_trio.testing.cancel_sweep import cancel_sweep
+from sandbox_daemon.child_wire import NO_MEMORY_EXIT
 from sandbox_daemon.processes import read_process_table
 
 CALL_TIMEOUT_S = 60
@@ -24,6 +25,18 @@ async def cell(sandbox, code, *, timeout_s=30.0, on_chunk=None, **options):
 
 def running(pids: set[int]) -> set[int]:
     return {entry.pid for entry in read_process_table().with_descendants(lambda entry: entry.alive)} & pids
+
+
+async def test_a_kernel_that_had_no_memory_left_between_two_cells_is_named_by_the_next(sandbox):
+    end = f"import os, threading; threading.Timer(0.3, os._exit, [{NO_MEMORY_EXIT}]).start(); os.getpid()"
+    kernel = int((await cell(sandbox, end)).result)
+    with trio.fail_after(CALL_TIMEOUT_S):
+        while running({kernel}):
+            await trio.sleep(0.01)
+    after = await cell(sandbox, "1")
+    assert (after.result, after.error, after.restarted, after.breach) == ("1", None, True, "memory")
+    assert "no memory left" in after.breach_text
+    assert (await cell(sandbox, "1")).breach == ""
 
 
 async def test_a_session_of_good_cells(sandbox, tmp_path):
