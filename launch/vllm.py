@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
-from launch.paths import cache_dir
+from launch.paths import cache_dir, default_engine
 from launch.supervised import Supervised, open_supervised
 from prorl_trio.errors import BackendError
 from prorl_trio.inference.http import HttpClient, HttpError
@@ -18,15 +19,18 @@ from prorl_trio.inference.vllm import VllmClient
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
 
-__all__ = ["VllmProcess", "open_vllm", "vllm_env"]
+    from launch.engine_env import EngineKind
+
+__all__ = ["VllmProcess", "default_dtype", "open_vllm", "vllm_env"]
 
 _HOST = "127.0.0.1"
 _GRACE_S = 3.0
 _HEALTH_INTERVAL_S = 0.25
 _HEALTH_TIMEOUT_S = 5.0
 _LOG_TAIL_BYTES = 4096
+_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
+"""Of a CPU in /proc/cpuinfo: x86's, and Arm's."""
 _PASSED_ENV = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "TORCH_COMPILE_DISABLE")
 _PASSED_ENV_PREFIXES = ("CUDA_", "NVIDIA_", "NCCL_", "VLLM_", "OMP_")
 
@@ -46,7 +50,7 @@ async def open_vllm(
     log_file: Path,
     port: int = 0,
     max_model_len: int = 2048,
-    dtype: str = "bfloat16",
+    dtype: str = "",
     startup_timeout_s: float = 300.0,
     extra_args: Sequence[str] = (),
 ) -> AsyncIterator[VllmProcess]:
@@ -63,7 +67,7 @@ async def open_vllm(
         log_file: gets all output of the server, appended. Its folder must exist.
         port: 0 takes a free one.
         max_model_len: tokens of prompt and completion together.
-        dtype: of weights and activations.
+        dtype: of weights and activations; empty: see `default_dtype`.
         startup_timeout_s: from the start of the process to the answer to the first request.
         extra_args: more of vLLM's own options; they overrule ours.
 
@@ -74,6 +78,7 @@ async def open_vllm(
     port = port or _free_port()
     url = f"http://{_HOST}:{port}"
     command = [str(engine_python), "-m", "vllm.entrypoints.openai.api_server", "--host", _HOST, "--port", str(port)]
+    dtype = dtype or await trio.to_thread.run_sync(default_dtype)
     command += ["--model", str(model_dir), "--dtype", dtype, "--max-model-len", str(max_model_len), "--enforce-eager"]
     command += extra_args
     log_offset = await trio.to_thread.run_sync(_size, log_file)
@@ -85,6 +90,14 @@ async def open_vllm(
             tail = await trio.to_thread.run_sync(_tail, log_file, log_offset)
             raise BackendError(f"vLLM for {model_dir} {problem}. The end of {log_file}:\n{tail}", retryable=False)
         yield VllmProcess(url=url, pid=server.pid)
+
+
+def default_dtype(kind: EngineKind | None = None, cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """`bfloat16`, but `float32` on a CPU that cannot multiply bfloat16 itself: there it is three times as fast."""
+    if (kind or default_engine()) == "gpu":
+        return "bfloat16"
+    flags = cpu_info.read_text(encoding="ascii", errors="replace").split()
+    return "bfloat16" if _BFLOAT16_FLAGS.intersection(flags) else "float32"
 
 
 def vllm_env() -> dict[str, str]:

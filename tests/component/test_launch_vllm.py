@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from launch.paths import cache_dir, checkout_dir, engine_python, model_dir
-from launch.vllm import open_vllm, vllm_env
+from launch.vllm import default_dtype, open_vllm, vllm_env
 from prorl_trio.errors import BackendError
 from prorl_trio.inference.vllm import VllmClient
 from support.skips import because
@@ -42,6 +42,21 @@ async def main():
         await trio.sleep_forever()
 trio.run(main)
 """
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("fpu sse avx2 avx512f avx512_bf16", "bfloat16"),
+        ("fpu amx_bf16 amx_tile", "bfloat16"),
+        ("fpu sse avx2 avx512f", "float32"),
+        ("", "float32"),
+    ],
+)
+def test_a_cpu_without_bfloat16_is_not_made_to_pretend_it(tmp_path, flags, dtype):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : {flags}\n")
+    assert default_dtype("cpu", tmp_path / "cpuinfo") == dtype
+    assert default_dtype("gpu", tmp_path / "cpuinfo") == "bfloat16"
 
 
 @pytest.fixture
