@@ -62,9 +62,9 @@ def demo_command(vllm_url, out, *options):
     return [*command, "--backend", vllm_url, "--model", str(model_dir())] if vllm_url else command
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def subreaper():
-    """None escapes `leftovers` by losing its parent."""
+    """None escapes `leftovers` by losing its parent; those that have ended are reaped after each test."""
     with adopted_orphans():
         yield
 
