@@ -115,7 +115,7 @@ async def test_killed_again_and_again_each_job_has_one_outcome(tmp_path):
 
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(submit)
-                    async for outcome in client.results(len(jobs)):
+                    async for outcome in client.results(len(jobs), follow=True):
                         seen[outcome.job_id] += 1
                         assert (outcome.status, outcome.reward) == ("completed", 1.0)
                         if len(seen) in (1, 20, 45):

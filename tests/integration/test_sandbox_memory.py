@@ -69,8 +69,12 @@ async def test_what_no_process_holds_is_removed_and_named(provider, name):
                 result = await sandbox.bash("sleep 0.1", timeout_s=ACTION_TIMEOUT_S)
             assert result.breach == "memory", result
             assert "256 MiB are allowed" in result.breach_text
-            listed = await sandbox.exec(["python3", "-c", HELD], timeout_s=ACTION_TIMEOUT_S)
-    assert int(listed.stdout) < LIMITS.memory_bytes
+            # It may have gone on taking while the first of it was given back.
+            while (
+                int((await sandbox.exec(["python3", "-c", HELD], timeout_s=ACTION_TIMEOUT_S)).stdout)
+                >= LIMITS.memory_bytes
+            ):
+                await sandbox.bash("sleep 0.1", timeout_s=ACTION_TIMEOUT_S)
 
 
 async def test_the_shells_own_files_cannot_be_filled(provider):
