@@ -24,23 +24,29 @@ from prorl_trio.testing.fake_trainer_engine import open_fake_trainer_engine  # n
 POLL_S = 0.05
 
 
+def of_fake(fake, client, *, streams=True):
+    """What the contract needs to know of a fake engine."""
+
+    async def count_finished() -> int:
+        await trio.lowlevel.checkpoint()
+        return fake.stats.completions_total - fake.stats.aborted_total
+
+    return EngineUnderTest(
+        client=client,
+        prompt_token_ids=[11, 12, 13, 14, 15, 16, 17, 18, 19],
+        end_of_turn_id=fake.config.end_of_turn_id,
+        wait_running=lambda condition: fake.wait_until(lambda stats: condition(stats.running)),
+        count_finished=count_finished,
+        streams=streams,
+    )
+
+
 class TestFakeEngine(EngineContract):
     @pytest.fixture
     async def engine(self):
         async with open_fake_engine(config=FakeEngineConfig(per_token_s=0.002)) as fake:
             client = VllmClient(fake.url)
-
-            async def count_finished() -> int:
-                await trio.lowlevel.checkpoint()
-                return fake.stats.completions_total - fake.stats.aborted_total
-
-            yield EngineUnderTest(
-                client=client,
-                prompt_token_ids=[11, 12, 13, 14, 15, 16, 17, 18, 19],
-                end_of_turn_id=fake.config.end_of_turn_id,
-                wait_running=lambda condition: fake.wait_until(lambda stats: condition(stats.running)),
-                count_finished=count_finished,
-            )
+            yield of_fake(fake, client)
             await client.aclose()
 
 
@@ -49,18 +55,7 @@ class TestFakeSglang(EngineContract):
     async def engine(self):
         async with open_fake_sglang(config=FakeEngineConfig(per_token_s=0.002)) as fake:
             client = AutoClient(fake.url)
-
-            async def count_finished() -> int:
-                await trio.lowlevel.checkpoint()
-                return fake.stats.completions_total - fake.stats.aborted_total
-
-            yield EngineUnderTest(
-                client=client,
-                prompt_token_ids=[11, 12, 13, 14, 15, 16, 17, 18, 19],
-                end_of_turn_id=fake.config.end_of_turn_id,
-                wait_running=lambda condition: fake.wait_until(lambda stats: condition(stats.running)),
-                count_finished=count_finished,
-            )
+            yield of_fake(fake, client)
             await client.aclose()
 
 
@@ -69,19 +64,7 @@ class TestFakeTrainerEngine(EngineContract):
     async def engine(self):
         async with open_fake_trainer_engine(config=FakeEngineConfig(per_token_s=0.002)) as fake:
             client = AutoClient(fake.url, context_tokens=fake.config.max_model_len)
-
-            async def count_finished() -> int:
-                await trio.lowlevel.checkpoint()
-                return fake.stats.completions_total - fake.stats.aborted_total
-
-            yield EngineUnderTest(
-                client=client,
-                prompt_token_ids=[11, 12, 13, 14, 15, 16, 17, 18, 19],
-                end_of_turn_id=fake.config.end_of_turn_id,
-                wait_running=lambda condition: fake.wait_until(lambda stats: condition(stats.running)),
-                count_finished=count_finished,
-                streams=False,
-            )
+            yield of_fake(fake, client, streams=False)
             await client.aclose()
 
 
