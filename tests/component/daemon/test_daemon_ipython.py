@@ -31,6 +31,7 @@ async def test_a_kernel_that_had_no_memory_left_between_two_cells_is_named_by_th
     end = f"import os, threading; threading.Timer(0.3, os._exit, [{NO_MEMORY_EXIT}]).start(); os.getpid()"
     kernel = int((await cell(sandbox, end)).result)
     with trio.fail_after(CALL_TIMEOUT_S):
+        await trio.sleep(0.3)
         while running({kernel}):
             await trio.sleep(0.01)
     after = await cell(sandbox, "1")
