@@ -381,17 +381,17 @@ class Pipeline:
         await self._release(job)
         job.move(outcome.status, outcome.error)
         outcome = msgspec.structs.replace(outcome, timing=job.lifecycle.timing())
-        self._outcomes[outcome.status] += 1
-        if outcome.trajectory is not None:
-            self._tokens_sampled += sum(t.completion_end - t.completion_start for t in outcome.trajectory.turns)
-            self._prefix_breaks += outcome.trajectory.prefix_breaks
-        self._count(job, delivered=outcome.status == "completed")
         del self._jobs[job.spec.job_id]
         self._live_of[job.session_id] -= 1
         if not self._live_of[job.session_id]:
             del self._live_of[job.session_id]
         self.admission.rate.ended(trio.current_time())
         job.ended(outcome)
+        self._outcomes[outcome.status] += 1
+        if outcome.trajectory is not None:
+            self._tokens_sampled += sum(t.completion_end - t.completion_start for t in outcome.trajectory.turns)
+            self._prefix_breaks += outcome.trajectory.prefix_breaks
+        self._count(job, delivered=outcome.status == "completed")
         if job.spec.group is not None:
             is_success = outcome.status == "completed"
             rest, why = self._groups.ended(job.group_key, job, trio.current_time(), completed=is_success)
