@@ -31,7 +31,7 @@ engine: python ## only the inference engine and the model, in the cache folder (
 	@$(PYTHON) -m launch.setup engine --engine $(ENGINE)
 
 lock: python ## resolve what set-up installs again: writes launch/locks/*.txt
-	@$(PYTHON) -m launch.locks
+	@$(PYTHON) -m launch.relock
 
 .PHONY: python
 python:

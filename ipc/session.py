@@ -2,7 +2,7 @@
 
 A job's spec and its outcome travel as opaque `msgspec.Raw`: one malformed spec in a batch is rejected by itself with
 the path of its field, and an outcome is encoded once, however often it is delivered. Their types are
-`prorl_trio.models.JobSpec` and `prorl_trio.models.Outcome`.
+`prorl_trio.types.models.JobSpec` and `prorl_trio.types.models.Outcome`.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ class JobList(_Frame, frozen=True):
 
 
 class StatusReport(_Frame, frozen=True):
-    """Live state of the node, as plain msgpack values (`prorl_trio.node.Node.statistics`)."""
+    """Live state of the node, as plain msgpack values (`prorl_trio.node.node.Node.statistics`)."""
 
     request_id: int
     statistics: msgspec.Raw

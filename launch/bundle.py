@@ -1,8 +1,9 @@
-"""Makes the self-contained runtime of `prorl_trio.sandbox.bundle` from the Python and the packages installed here.
+"""Make the self-contained runtime of `prorl_trio.sandbox.runtime.bundle` from the Python and packages installed here.
 
 Needs no network: everything is copied from this very environment, so that what runs inside images is what was tested.
-`python -m launch.bundle` makes it, and the Python of the image `host` (`prorl_trio.sandbox.host_python`), and prints
-where; it takes some 10 s and 100 MB, once. With `--is-made` it only says by its exit code whether that has been done.
+`python -m launch.bundle` makes it, and the Python of the image `host` (`prorl_trio.sandbox.runtime.host_python`), and
+prints where; it takes some 10 s and 100 MB, once. With `--is-made` it only says by its exit code whether that has been
+done.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import TYPE_CHECKING, Final
 
 from launch.progress import SetupError
 from launch.venv import exclusive
-from prorl_trio.errors import SandboxUnavailable
-from prorl_trio.sandbox.bundle import BUNDLE_DIR, BUNDLE_PACKAGES, bundle_path, bundled_distributions
-from prorl_trio.sandbox.distributions import installed_files
-from prorl_trio.sandbox.host_python import has_host_python, require_host_python
-from prorl_trio.sandbox.runtime import LIB_DIR
+from prorl_trio.sandbox.runtime.bundle import BUNDLE_DIR, BUNDLE_PACKAGES, bundle_path, bundled_distributions
+from prorl_trio.sandbox.runtime.distributions import installed_files
+from prorl_trio.sandbox.runtime.host_python import has_host_python, require_host_python
+from prorl_trio.sandbox.runtime.runtime import LIB_DIR
+from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,11 +15,11 @@ from launch.paths import engine_python, model_dir
 from launch.vllm import open_vllm
 from prorl_trio.client import connect
 from prorl_trio.client.collect import make_jobs
+from prorl_trio.client.progress import console, run_jobs
 from prorl_trio.client.recording import run_folder
-from prorl_trio.errors import ConfigError
-from prorl_trio.models import SamplingParams
-from prorl_trio.progress import console, run_jobs
-from prorl_trio.tasksets import load_task_set
+from prorl_trio.client.task_sets import load_task_set
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
     from prorl_trio.client.recording import Summary

@@ -19,11 +19,11 @@ import trio
 from launch import model, paths, venv
 from launch.engine_env import engine_key
 from launch.userns import user_namespace_problem
-from prorl_trio.sandbox.bundle import bundle_path
-from prorl_trio.sandbox.cgroup import find_site
-from prorl_trio.sandbox.pid_limit import pid_limit_problem
-from prorl_trio.sandbox.registry import probe_providers
-from prorl_trio.sandbox.userns import user_namespace_remedy
+from prorl_trio.sandbox.limits.cgroup import find_site
+from prorl_trio.sandbox.limits.pid_limit import pid_limit_problem
+from prorl_trio.sandbox.providers.registry import probe_providers
+from prorl_trio.sandbox.providers.userns import user_namespace_remedy
+from prorl_trio.sandbox.runtime.bundle import bundle_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

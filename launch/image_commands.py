@@ -19,7 +19,7 @@ from launch.progress import SetupError
 from launch.recipes import convert_recipe, definition_of
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.images import find_image, is_reference, list_images
-from prorl_trio.sandbox.registry import choose_provider
+from prorl_trio.sandbox.providers.registry import choose_provider
 
 if TYPE_CHECKING:
     from prorl_trio.sandbox.images import StoredImage

@@ -17,9 +17,7 @@ import trio
 from launch.progress import SetupError, run_step
 from launch.sif import squashfs_offset_bytes
 from launch.venv import exclusive
-from prorl_trio.cache import cache_dir
-from prorl_trio.errors import ProrlError
-from prorl_trio.sandbox.apptainer import find_apptainer
+from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.images import (
     RECORD_NAME,
     ROOT_NAME,
@@ -34,6 +32,8 @@ from prorl_trio.sandbox.images import (
     name_of_file,
 )
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers.apptainer import find_apptainer
+from prorl_trio.types.errors import ProrlError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ import trio
 
 from ipc.nursery import single_exception
 from launch.supervised import Supervised, open_supervised
-from prorl_trio.errors import InternalError, ServiceError
+from prorl_trio.types.errors import InternalError, ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

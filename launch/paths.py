@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from launch.engine_env import EngineKind, engine_key
-from prorl_trio.cache import cache_dir
+from prorl_trio.sandbox.cache import cache_dir
 
 __all__ = ["MODEL_NAME", "cache_dir", "checkout_dir", "default_engine", "engine_dir", "engine_python", "model_dir"]
 

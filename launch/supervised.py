@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from launch import supervisor
-from prorl_trio.errors import InternalError
+from prorl_trio.types.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

@@ -13,9 +13,9 @@ import trio
 
 from launch.paths import cache_dir, default_engine
 from launch.supervised import Supervised, open_supervised
-from prorl_trio.errors import BackendError
-from prorl_trio.inference.http import HttpClient, HttpError
-from prorl_trio.inference.vllm import VllmClient
+from prorl_trio.inference.engines.http import HttpClient, HttpError
+from prorl_trio.inference.engines.vllm import VllmClient
+from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

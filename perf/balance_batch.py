@@ -14,14 +14,14 @@ import trio
 import trio.testing
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.errors import BackendError
-from prorl_trio.models import SamplingParams
+from prorl_trio.types.errors import BackendError
+from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_trio.config import Strategy
-    from prorl_trio.inference.pool import BackendLease, Backends
+    from prorl_trio.inference.pool.pool import BackendLease, Backends
 
 __all__ = ["HEAVY", "LIGHT", "REASONING", "TOKENS", "Batch", "Turn", "Work", "draw_batch"]
 

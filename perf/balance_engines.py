@@ -18,10 +18,10 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from perf.children import raise_file_limit, say_ready
-from prorl_trio.models import SamplingParams
+from prorl_trio.simulation.config import EngineModel
+from prorl_trio.simulation.engine import SimulatedEngine
 from prorl_trio.testing.fake_http import Answer, HttpCall, serve_http
-from prorl_trio.testing.simulated_engine import SimulatedEngine
-from prorl_trio.testing.simulation_config import EngineModel
+from prorl_trio.types.models import SamplingParams
 
 __all__ = ["CompletionCall", "EngineTotals", "EngineUrls"]
 

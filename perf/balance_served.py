@@ -23,17 +23,17 @@ from perf.children import open_child
 from perf.peers.environments import PEERS
 from perf.peers.server import free_port, open_peer_server
 from prorl_trio.config import Strategy
-from prorl_trio.errors import BackendError
-from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
-from prorl_trio.inference.http import HttpClient, HttpError, HttpLimits
-from prorl_trio.inference.pool import Backends
-from prorl_trio.testing.simulation_config import Distribution
+from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo
+from prorl_trio.inference.engines.http import HttpClient, HttpError, HttpLimits
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.simulation.config import Distribution
+from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from prorl_trio.inference.engine import TokenSink
-    from prorl_trio.models import SamplingParams
+    from prorl_trio.inference.engines.engine import TokenSink
+    from prorl_trio.types.models import SamplingParams
 
 __all__ = ["OURS", "ROUTED", "Placement", "ServedRun", "run_served"]
 

@@ -1,7 +1,7 @@
 """The world of `perf.balance`: a training batch over simulated engines, in simulated time.
 
 Engines batch continuously up to a saturating token rate, read prompts one after the other at the cost of what is not in
-their prefix cache, and forget the prefixes used longest ago (`prorl_trio.testing.simulated_engine`).
+their prefix cache, and forget the prefixes used longest ago (`prorl_trio.simulation.engine`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import trio.testing
 from ipc.nursery import open_single_nursery
 from perf.balance_batch import TOKENS, Batch, Work
 from prorl_trio.config import Strategy
-from prorl_trio.errors import BackendError
-from prorl_trio.inference.pool import Backends
-from prorl_trio.testing.simulated_engine import SimulatedEngine
-from prorl_trio.testing.simulation_config import Distribution, EngineModel
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.simulation.config import Distribution, EngineModel
+from prorl_trio.simulation.engine import SimulatedEngine
+from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
-    from prorl_trio.inference.engine import Completion, TokenSink
-    from prorl_trio.models import SamplingParams
+    from prorl_trio.inference.engines.engine import Completion, TokenSink
+    from prorl_trio.types.models import SamplingParams
 
 __all__ = ["ENGINE", "ROOMY_KV_TOKENS", "Event", "Run", "Scenario", "simulate"]
 

@@ -27,8 +27,8 @@ from ipc.session import Ack, AttachArena, OutcomeFrame, OutcomeRefFrame, ServerF
 from ipc.websocket import CloseCode, LinkLimits, WebSocketLink, open_client_link
 from perf.delivery_source import BYTES_PER_TOKEN, SourceAddress, open_source
 from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark
-from prorl_trio.models import Outcome
-from prorl_trio.outcome_refs import join_outcome
+from prorl_trio.types.models import Outcome
+from prorl_trio.types.outcome_refs import join_outcome
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -27,8 +27,8 @@ from ipc.errors import ChannelBroken
 from ipc.nursery import open_single_nursery
 from ipc.session import Ack, AttachArena, ClientFrame, ClientMessage, OutcomeFrame
 from ipc.websocket import LinkLimits, WebSocketLink, open_server_link
-from prorl_trio.models import Outcome, PolicySpan, Segment, Timing, Trajectory
-from prorl_trio.outcome_refs import split_outcome
+from prorl_trio.types.models import Outcome, PolicySpan, Segment, Timing, Trajectory
+from prorl_trio.types.outcome_refs import split_outcome
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence

@@ -25,14 +25,14 @@ import trio
 from perf.children import say_ready
 from perf.node_served import StampedHandler, StandInProvider
 from perf.node_world import World
-from prorl_trio.chat_proof import load_chat_format
+from prorl_trio.agent.context import Resources, RolloutContext
+from prorl_trio.agent.scoring import open_scorer_pool
+from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.inference.pool import Backends
-from prorl_trio.inference.vllm import VllmClient
-from prorl_trio.models import JobSpec, SamplingParams, TaskInstance, Trajectory
-from prorl_trio.rollout import Resources, RolloutContext
+from prorl_trio.inference.engines.vllm import VllmClient
+from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.scoring import open_scorer_pool
+from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance, Trajectory
 
 __all__ = ["JobProcesses"]
 

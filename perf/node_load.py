@@ -16,7 +16,7 @@ from perf.children import Child, open_child
 from perf.node_served import ENDED_AT, Served
 from perf.node_world import World
 from prorl_trio.client import RolloutClient, connect
-from prorl_trio.models import JobSpec, Outcome, SamplingParams, TaskInstance
+from prorl_trio.types.models import JobSpec, Outcome, SamplingParams, TaskInstance
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -24,10 +24,10 @@ from ipc.nursery import open_single_nursery
 from ipc.rpc import open_rpc_client
 from perf.children import raise_file_limit, say_ready
 from prorl_trio.config import NodeConfig, load_config
-from prorl_trio.garbage import rare_garbage_collection
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.handlers.registry import HandlerRegistry
-from prorl_trio.node import serve_node
+from prorl_trio.node.garbage import rare_garbage_collection
+from prorl_trio.node.node import serve_node
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec
 from prorl_trio.service.endpoints import endpoint_url
@@ -35,8 +35,8 @@ from prorl_trio.service.endpoints import endpoint_url
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from prorl_trio.models import Outcome
-    from prorl_trio.rollout import Resources, RolloutContext
+    from prorl_trio.agent.context import Resources, RolloutContext
+    from prorl_trio.types.models import Outcome
 
 __all__ = ["ENDED_AT", "TOKEN_VARIABLE", "Served", "StampedHandler", "StandInProvider"]
 

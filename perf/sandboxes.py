@@ -20,10 +20,10 @@ import trio
 
 from perf.harness import Case, Options, Report, Series, run_benchmark
 from perf.sandbox_images import build_directory_image, build_sif
-from prorl_trio.sandbox.apptainer import ApptainerProvider, find_apptainer
-from prorl_trio.sandbox.bubblewrap import BubblewrapProvider, find_bubblewrap
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers.apptainer import ApptainerProvider, find_apptainer
+from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider, find_bubblewrap
 from prorl_trio.sandbox.reaper import descendants
 from prorl_trio.sandbox.warm_pool import WarmLimits
 

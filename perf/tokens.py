@@ -34,10 +34,11 @@ from perf.peers.environments import PeerUnavailable
 from perf.tokens_dialogue import TOOLS, DialogueTurn, TurnTimes, draw_turns, sampled_ids, time_turns, whole_dialogue
 from perf.tokens_drift import Drift, drift_of, sampled_at_random
 from perf.tokens_peers import WAYS, measure_peers
-from prorl_trio.cache import cache_dir
-from prorl_trio.chat import ChatFormat
-from prorl_trio.errors import ConfigError
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
+from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.testing.chat_families import write_family_model
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -210,7 +211,7 @@ def _turns_to(chat: ChatFormat, contexts: Sequence[int]) -> dict[int, list[Dialo
     turns: list[DialogueTurn] = []
     reached: dict[int, list[DialogueTurn]] = {}
     drawn = draw_turns(0)
-    context = len(chat.open(whole_dialogue([]), TOOLS))
+    context = len(Conversation(chat, whole_dialogue([]), TOOLS))
     for wanted in contexts:
         while context < wanted:
             turns.append(next(drawn))
@@ -227,7 +228,7 @@ def _rerender(chat: ChatFormat, turns: dict[int, list[DialogueTurn]], rounds: in
         samples = []
         for _ in range(rounds + 1):
             started = time.thread_time()
-            chat.open(messages, TOOLS).prompt_token_ids()
+            Conversation(chat, messages, TOOLS).prompt_token_ids()
             samples.append(time.thread_time() - started)
         series.append(_series("rerender", context, samples[1:]))
     return series

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from prorl_trio.models import ChatMessage
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from prorl_trio.chat import ChatFormat
+    from prorl_trio.chat.format import ChatFormat
 
 __all__ = [
     "OPENING",
@@ -103,7 +104,7 @@ class Dialogue:
     def __init__(self, chat: ChatFormat, seed: int) -> None:
         self._chat = chat
         self._turns = draw_turns(seed)
-        self._conversation = chat.open(OPENING, TOOLS)
+        self._conversation = Conversation(chat, OPENING, TOOLS)
 
     def __len__(self) -> int:
         """Tokens of the next prompt."""

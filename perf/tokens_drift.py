@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from perf.tokens_dialogue import OPENING, TOOLS, draw_turns
-from prorl_trio.models import ChatMessage
+from prorl_trio.chat.conversation import Conversation
 from prorl_trio.testing.fake_sampling import default_script
+from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from prorl_trio.chat import ChatFormat
+    from prorl_trio.chat.format import ChatFormat
 
 __all__ = ["Drift", "Sampled", "drift_of", "sampled_at_random"]
 
@@ -78,7 +79,7 @@ def sampled_at_random(chat: ChatFormat, seed: int) -> list[Sampled]:
     """A dialogue with the fake engine's policy, which samples any token of the vocabulary alike."""
     script = default_script(chat.vocab_size, chat.end_of_turn_id)
     dialogue = draw_turns(seed)
-    conversation = chat.open([*OPENING, ChatMessage(role="user", content=next(dialogue).result)], TOOLS)
+    conversation = Conversation(chat, [*OPENING, ChatMessage(role="user", content=next(dialogue).result)], TOOLS)
     prompt_ids = conversation.prompt_token_ids()
     turns = []
     for _ in range(TURNS):

@@ -13,13 +13,14 @@ import trio
 from perf.peers.environments import PEERS
 from perf.peers.process import open_peer
 from perf.tokens_dialogue import TOOLS, DialogueTurn, sampled_ids, whole_dialogue
+from prorl_trio.chat.conversation import Conversation
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from perf.peers.process import PeerProcess
-    from prorl_trio.chat import ChatFormat
-    from prorl_trio.models import ChatMessage
+    from prorl_trio.chat.format import ChatFormat
+    from prorl_trio.types.models import ChatMessage
 
 __all__ = ["WAYS", "measure_peers"]
 
@@ -84,5 +85,5 @@ def _plain(message: ChatMessage) -> dict[str, str]:
 
 
 def _digest(chat: ChatFormat, turns: list[DialogueTurn]) -> str:
-    ids = chat.open(whole_dialogue(turns), TOOLS).prompt_token_ids()
+    ids = Conversation(chat, whole_dialogue(turns), TOOLS).prompt_token_ids()
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()

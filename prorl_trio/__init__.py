@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prorl_trio.batch import PaddedBatch, pad_batch
     from prorl_trio.client import BlockingClient, RolloutClient, connect
-    from prorl_trio.errors import ProrlError, RolloutError, ServiceError
     from prorl_trio.handlers.base import AgentHandler, Evaluation
-    from prorl_trio.models import (
+    from prorl_trio.types.batch import PaddedBatch, pad_batch
+    from prorl_trio.types.errors import ProrlError, RolloutError, ServiceError
+    from prorl_trio.types.models import (
         Budgets,
         GroupPolicy,
         JobSpec,
@@ -50,11 +50,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "prorl_trio.batch": ("PaddedBatch", "pad_batch"),
+    "prorl_trio.types.batch": ("PaddedBatch", "pad_batch"),
     "prorl_trio.client": ("BlockingClient", "RolloutClient", "connect"),
-    "prorl_trio.errors": ("ProrlError", "RolloutError", "ServiceError"),
+    "prorl_trio.types.errors": ("ProrlError", "RolloutError", "ServiceError"),
     "prorl_trio.handlers.base": ("AgentHandler", "Evaluation"),
-    "prorl_trio.models": (
+    "prorl_trio.types.models": (
         "Budgets",
         "GroupPolicy",
         "JobSpec",

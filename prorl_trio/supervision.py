@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ParamSpec
 import trio
 
 from ipc.nursery import is_cancelled, only_cancelled
-from prorl_trio.errors import InternalError
+from prorl_trio.types.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

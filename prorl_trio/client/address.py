@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 import trio
 
-from prorl_trio.errors import ProtocolError
+from prorl_trio.types.errors import ProtocolError
 
 if TYPE_CHECKING:
     from os import PathLike

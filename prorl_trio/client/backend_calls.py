@@ -6,7 +6,7 @@ import abc
 from typing import TYPE_CHECKING
 
 from ipc.session import AddBackend, BackendChanged, ClearBackends, DrainBackend, RemoveBackend, WeighBackend
-from prorl_trio.errors import BackendError
+from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

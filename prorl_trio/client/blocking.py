@@ -17,7 +17,7 @@ from outcome import Error, capture
 from ipc.nursery import only_cancelled
 from prorl_trio.client.client import ADMISSION_PATIENCE_S, RolloutClient, connect
 from prorl_trio.client.errors import ConnectionLost
-from prorl_trio.errors import InternalError
+from prorl_trio.types.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ipc.session import Accepted, CancelledJobs, CancelledOnNode, Rejected
-    from prorl_trio.models import JobSpec, Outcome
+    from prorl_trio.types.models import JobSpec, Outcome
 
 __all__ = ["BlockingClient", "BlockingResults"]
 

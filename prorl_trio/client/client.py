@@ -34,9 +34,9 @@ from prorl_trio.client.requests import AnswerT, Call, RequestFrame, SubmitCall
 from prorl_trio.client.state import ClientState
 from prorl_trio.client.streams import EventStream, ObservedStream, ResultStream
 from prorl_trio.client.transport import Patience, Transport
-from prorl_trio.errors import AdmissionRejected, ConfigError, ProtocolError
-from prorl_trio.models import JobSpec, Outcome
-from prorl_trio.outcome_refs import join_outcome
+from prorl_trio.types.errors import AdmissionRejected, ConfigError, ProtocolError
+from prorl_trio.types.models import JobSpec, Outcome
+from prorl_trio.types.outcome_refs import join_outcome
 
 if TYPE_CHECKING:
     import ssl

@@ -19,15 +19,15 @@ from prorl_trio.client.recording import (
     summarise,
     write_json,
 )
-from prorl_trio.errors import ServiceError
-from prorl_trio.models import JobSpec, Outcome, SamplingParams
+from prorl_trio.types.errors import ServiceError
+from prorl_trio.types.models import JobSpec, Outcome, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from prorl_trio.client.client import RolloutClient
-    from prorl_trio.models import TaskInstance
+    from prorl_trio.types.models import TaskInstance
 
 __all__ = ["collect", "describe_rejection", "make_jobs"]
 

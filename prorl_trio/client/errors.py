@@ -1,8 +1,8 @@
-"""What only a client can run into. The rest of the tree is in `prorl_trio.errors`."""
+"""What only a client can run into. The rest of the tree is in `prorl_trio.types.errors`."""
 
 from __future__ import annotations
 
-from prorl_trio.errors import ServiceError
+from prorl_trio.types.errors import ServiceError
 
 __all__ = ["ConnectionLost", "SessionLost", "SessionReplaced"]
 

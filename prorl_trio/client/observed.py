@@ -9,7 +9,7 @@ from ipc.session import ObservedOutcome
 
 if TYPE_CHECKING:
     from ipc.session import ObservedEvent
-    from prorl_trio.models import Outcome
+    from prorl_trio.types.models import Outcome
 
 __all__ = ["Observed", "ObservedInbox"]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, Self
 import msgspec
 import numpy as np
 
-from prorl_trio.errors import ConfigError
-from prorl_trio.models import Outcome
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

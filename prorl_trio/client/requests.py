@@ -22,7 +22,7 @@ from ipc.session import (
     StatusRequest,
     Submit,
 )
-from prorl_trio.errors import ProtocolError
+from prorl_trio.types.errors import ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -36,7 +36,7 @@ from prorl_trio.client.errors import SessionLost, SessionReplaced
 from prorl_trio.client.inbox import Inbox
 from prorl_trio.client.observed import ObservedInbox
 from prorl_trio.client.requests import Requests
-from prorl_trio.errors import AdmissionRejected, Draining, ProtocolError, ServiceError, Unauthorized
+from prorl_trio.types.errors import AdmissionRejected, Draining, ProtocolError, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

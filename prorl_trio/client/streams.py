@@ -9,8 +9,8 @@ import trio
 
 from ipc.session import ObservedEvent
 from prorl_trio.client.observed import Observed
-from prorl_trio.errors import ProtocolError
-from prorl_trio.models import Outcome
+from prorl_trio.types.errors import ProtocolError
+from prorl_trio.types.models import Outcome
 
 if TYPE_CHECKING:
     from ipc.session import JobEvent

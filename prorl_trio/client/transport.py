@@ -26,7 +26,7 @@ from ipc.websocket import CloseCode, LinkClosed, LinkLimits, WebSocketLink, open
 from prorl_trio.client.address import Address
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.client.state import ClientState, refusal
-from prorl_trio.errors import ProtocolError, ServiceError
+from prorl_trio.types.errors import ProtocolError, ServiceError
 
 if TYPE_CHECKING:
     import ssl

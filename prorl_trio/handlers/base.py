@@ -10,10 +10,10 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from prorl_trio.errors import RolloutError
-    from prorl_trio.models import Outcome, Stage
-    from prorl_trio.rollout import Resources, RolloutContext
+    from prorl_trio.agent.context import Resources, RolloutContext
     from prorl_trio.sandbox.provider import SandboxSpec
+    from prorl_trio.types.errors import RolloutError
+    from prorl_trio.types.models import Outcome, Stage
 
 __all__ = ["AfterRun", "AgentHandler", "Evaluation"]
 
@@ -62,7 +62,7 @@ class AgentHandler(abc.ABC):
 
     @abc.abstractmethod
     async def run(self, context: RolloutContext) -> None:
-        """Let the agent work, usually by `prorl_trio.agent.run_agent`, recording into `context`.
+        """Let the agent work, usually by `prorl_trio.agent.loop.run_agent`, recording into `context`.
 
         Its `before_turn` shortens a dialogue that has grown long, takes old reasoning out, or tries a step again; a
         tool that is made with the `context` may ask other agents by `run_sub_agent`. All of it is in the one

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from prorl_trio.agent import run_agent
-from prorl_trio.errors import HostileAnswer, MalformedJob, SandboxUnavailable
+from prorl_trio.agent.loop import run_agent
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.final_answer import extract_boxed
-from prorl_trio.models import ChatMessage, ToolCall
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import FinishTool, IpythonTool, ToolSet
+from prorl_trio.types.errors import HostileAnswer, MalformedJob, SandboxUnavailable
+from prorl_trio.types.models import ChatMessage, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from prorl_trio.chat import ParsedTurn
-    from prorl_trio.rollout import Resources, RolloutContext
+    from prorl_trio.agent.context import Resources, RolloutContext
+    from prorl_trio.chat.conversation import ParsedTurn
 
 __all__ = ["MathHandler", "MathPayload", "extract_boxed"]
 
@@ -98,7 +98,7 @@ class MathHandler(AgentHandler):
             raise SandboxUnavailable(f"IPython does not start in the sandbox: {what}")
 
     async def run(self, context: RolloutContext) -> None:
-        """See `prorl_trio.agent.run_agent`."""
+        """See `prorl_trio.agent.loop.run_agent`."""
         payload = _payload(context.spec.instance.payload)
         messages = [
             ChatMessage(role="system", content=payload.system_prompt),

@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are equal, by math-verify. Runs in a scoring process (`prorl_trio.scoring`)."""
+"""Compare two mathematical answers with math-verify. Runs in a scoring process (`prorl_trio.agent.scoring`)."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from prorl_trio.errors import ConfigError, UnknownHandler
 from prorl_trio.handlers.base import AgentHandler
+from prorl_trio.types.errors import ConfigError, UnknownHandler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from prorl_trio.errors import ConfigError
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

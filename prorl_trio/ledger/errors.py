@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prorl_trio.errors import ProrlError
+from prorl_trio.types.errors import ProrlError
 
 __all__ = ["LedgerCorrupt", "LedgerError", "LedgerFailed", "LedgerFull", "StaleAttempt"]
 

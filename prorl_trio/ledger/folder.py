@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from prorl_trio.errors import ConfigError
 from prorl_trio.file_systems import NETWORK_FILE_SYSTEMS, file_system_of
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from prorl_trio.ledger.disk import Disk

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from prorl_trio.errors import ConfigError, ProrlError, UnknownJob
 from prorl_trio.ledger.database import PAGE_BYTES, UNREADABLE, Job, Mark, connect, is_damage, log_of, open_database
 from prorl_trio.ledger.errors import LedgerCorrupt, LedgerFailed, LedgerFull
 from prorl_trio.ledger.folder import LedgerFolder
 from prorl_trio.ledger.operations import LAZY, Accept, Finish, OpenSession, Operation, size_of
 from prorl_trio.ledger.tables import Changed, SessionRow, Tables
+from prorl_trio.types.errors import ConfigError, ProrlError, UnknownJob
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from prorl_trio.errors import DuplicateJob, ProtocolError, UnknownJob
 from prorl_trio.ledger.database import PAGE_BYTES, Job, crc_of
 from prorl_trio.ledger.errors import LedgerFull, StaleAttempt
 from prorl_trio.ledger.operations import (
@@ -20,6 +19,7 @@ from prorl_trio.ledger.operations import (
     OpenSession,
     Operation,
 )
+from prorl_trio.types.errors import DuplicateJob, ProtocolError, UnknownJob
 
 if TYPE_CHECKING:
     import sqlite3

@@ -32,9 +32,9 @@ from ipc.sandbox_calls import (
     Pong,
     SandboxCall,
 )
-from prorl_trio.errors import SandboxCallFailed, SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import DEFAULT_TRANSFER, Sandbox, ShellBusy, ShellIdle
 from prorl_trio.sandbox.transfer import download_tree, upload_tree
+from prorl_trio.types.errors import SandboxCallFailed, SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence

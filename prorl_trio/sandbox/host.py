@@ -14,12 +14,12 @@ import msgspec
 import trio
 
 from ipc.nursery import single_exception
-from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import DEFAULT_TRANSFER, Sandbox, SandboxSpec
 from prorl_trio.sandbox.run_dir import remains_count
 from prorl_trio.sandbox.start_gates import StartGates
 from prorl_trio.sandbox.warm_pool import WarmLimits, WarmPool
 from prorl_trio.supervision import service_task
+from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from prorl_trio.cache import cache_dir
-from prorl_trio.errors import SandboxUnavailable
+from prorl_trio.sandbox.cache import cache_dir
+from prorl_trio.types.errors import SandboxUnavailable
 
 __all__ = [
     "RECORD_NAME",

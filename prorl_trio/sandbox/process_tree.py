@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from ipc.nursery import single_exception
-from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.sandbox.reaper import (
     ProcessId,
     descendants,
@@ -25,6 +24,7 @@ from prorl_trio.sandbox.reaper import (
     write_record,
 )
 from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import msgspec
 
 from ipc.limits import SandboxLimits
-from prorl_trio.errors import HandlerError
+from prorl_trio.types.errors import HandlerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -7,7 +7,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Final
 
-from prorl_trio.errors import ConfigError
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from prorl_trio.config import ListenConfig

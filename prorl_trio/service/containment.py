@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ipc.nursery import is_cancelled, leaves, only_cancelled
-from prorl_trio.errors import InternalError
+from prorl_trio.types.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

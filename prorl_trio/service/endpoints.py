@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from prorl_trio.errors import ConfigError
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the trainer-facing edge needs of a node. `prorl_trio.node.Node` is one, `testing.fake_node.FakeNode` a fake."""
+"""What the trainer-facing edges need of a node. `prorl_trio.node.node.Node` is one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from prorl_trio.chat_template import ToolSchema
-    from prorl_trio.inference.gate import PauseMode
-    from prorl_trio.inference.pool import GateReport
-    from prorl_trio.models import JobSpec, ToolCall
-    from prorl_trio.pipeline import JobSink
+    from prorl_trio.chat.messages import ToolSchema
+    from prorl_trio.inference.engines.engine import PauseMode
+    from prorl_trio.inference.pool.pool import GateReport
+    from prorl_trio.pipeline.pipeline import JobSink
+    from prorl_trio.types.models import JobSpec, ToolCall
 
 __all__ = ["NodeApi"]
 

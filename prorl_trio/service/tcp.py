@@ -6,7 +6,7 @@ import errno
 
 import trio
 
-from prorl_trio.errors import ConfigError
+from prorl_trio.types.errors import ConfigError
 
 __all__ = ["open_tcp_listener"]
 

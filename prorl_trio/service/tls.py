@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ipc.tls import server_context
-from prorl_trio.errors import ConfigError
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     import ssl

@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import trio
 
-from prorl_trio.errors import ContextLengthExceeded
-from prorl_trio.inference.engine import Completion, EngineClient, TokenSink
-from prorl_trio.models import SamplingParams
+from prorl_trio.inference.engines.engine import Completion, EngineClient, TokenSink
+from prorl_trio.types.errors import ContextLengthExceeded
+from prorl_trio.types.models import SamplingParams
 
 __all__ = ["EngineContract", "EngineUnderTest"]
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from prorl_trio.models import FinishReason
+from prorl_trio.types.models import FinishReason
 
 __all__ = ["FakeRequest", "Sampled", "Script", "default_script", "sample"]
 

@@ -18,7 +18,6 @@ import trio
 
 from ipc.file_calls import FileEdited
 from ipc.sandbox_calls import BashResult, CellError, CellResult, ExecResult, Pong
-from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import (
     DEFAULT_TRANSFER,
     ProviderReport,
@@ -30,6 +29,7 @@ from prorl_trio.sandbox.provider import (
     TransferReport,
 )
 from prorl_trio.testing.fake_shell import HOME, FakeShell
+from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence

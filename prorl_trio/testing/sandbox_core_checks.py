@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from ipc.file_calls import EditFile
-from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import SandboxSpec, ShellBusy, ShellIdle, TransferOptions
 from prorl_trio.sandbox.reaper import descendants
 from prorl_trio.testing.sandbox_check import (
@@ -26,6 +25,7 @@ from prorl_trio.testing.sandbox_check import (
     raises,
     traces,
 )
+from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import prorl_trio
+import prorl_trio.types
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.testing.sandbox_check import ACTION_TIMEOUT_S, Contract, bash, checked_sandbox, planted_secret
 
@@ -56,7 +56,7 @@ async def check_no_network(contract: Contract) -> None:
 
 async def check_host_is_invisible(contract: Contract) -> None:
     """The home directory, the checkout, other users and the run folder of the host are not there."""
-    checkout = Path(next(iter(prorl_trio.__path__)))
+    checkout = Path(prorl_trio.types.__file__).parents[1]
     marker = Path.home() / f".prorl-contract-{secrets.token_hex(4)}"
     marker.touch()
     try:

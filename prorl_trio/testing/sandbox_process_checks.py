@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import descendants, is_alive
 from prorl_trio.testing.sandbox_check import (
@@ -26,6 +25,7 @@ from prorl_trio.testing.sandbox_check import (
     traces,
 )
 from prorl_trio.testing.sandbox_exec_checks import EXEC_CHECKS
+from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

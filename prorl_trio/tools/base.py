@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from ipc.errors import IpcError
-from prorl_trio.errors import SandboxCallFailed, TooManyDialogues
 from prorl_trio.tools.arguments import read_arguments
+from prorl_trio.types.errors import SandboxCallFailed, TooManyDialogues
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from prorl_trio.models import ToolCall
     from prorl_trio.sandbox.provider import Sandbox
+    from prorl_trio.types.models import ToolCall
 
 __all__ = ["Observation", "Tool", "ToolSet"]
 

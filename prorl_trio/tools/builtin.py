@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from prorl_trio.errors import HandlerError
 from prorl_trio.sandbox.provider import ShellBusy, ShellIdle
 from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.tools.base import Observation, Tool
+from prorl_trio.types.errors import HandlerError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,9 +8,9 @@ import msgspec
 import trio
 
 from ipc.file_calls import EditFile
-from prorl_trio.errors import HandlerError
 from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.tools.base import Observation, Tool
+from prorl_trio.types.errors import HandlerError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,19 +8,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 import trio
 
-from prorl_trio.chat import ChatFormat
+from prorl_trio.agent.context import Resources
+from prorl_trio.agent.scoring import open_scorer_pool
+from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import AgentConfig, ModelConfig, NodeConfig
-from prorl_trio.inference.pool import Backends
-from prorl_trio.inference.vllm import RetryPolicy, VllmClient
-from prorl_trio.models import JobSpec, SamplingParams, TaskInstance
-from prorl_trio.pipeline import open_pipeline
-from prorl_trio.rollout import Resources
+from prorl_trio.inference.engines.vllm import RetryPolicy, VllmClient
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.pipeline.pipeline import open_pipeline
 from prorl_trio.sandbox.host import open_sandbox_host
-from prorl_trio.scoring import open_scorer_pool
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
-from prorl_trio.testing.fake_node import FakeNode
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
+from support.fake_node import FakeNode
 
 
 class Observer:

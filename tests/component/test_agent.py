@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import trio
 
-from prorl_trio.agent import run_agent
-from prorl_trio.errors import BackendError, ContextLengthExceeded, TokenDrift
+from prorl_trio.agent.context import RolloutContext
+from prorl_trio.agent.loop import run_agent
 from prorl_trio.handlers.math import NUDGE, MathHandler
-from prorl_trio.models import ChatMessage, SamplingParams
-from prorl_trio.rollout import RolloutContext
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.tools import FinishTool, ToolSet
+from prorl_trio.types.errors import BackendError, ContextLengthExceeded, TokenDrift
+from prorl_trio.types.models import ChatMessage, SamplingParams
 
 
 def call(code):

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.agent import run_agent, run_sub_agent
-from prorl_trio.errors import SandboxLost
+from prorl_trio.agent.loop import run_agent, run_sub_agent
 from prorl_trio.handlers.base import Evaluation
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.models import Budgets, ChatMessage, SamplingParams
-from prorl_trio.pipeline import Job
+from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.tools import FinishTool, Observation, Tool, ToolSet
+from prorl_trio.types.errors import SandboxLost
+from prorl_trio.types.models import Budgets, ChatMessage, SamplingParams
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import trio
 
-from prorl_trio.agent import NewDialogue, run_agent, run_sub_agent
-from prorl_trio.dialogues import MAX_DIALOGUES
-from prorl_trio.errors import ContextLengthExceeded, HandlerError
-from prorl_trio.models import ChatMessage
-from prorl_trio.rollout import RolloutContext
+from prorl_trio.agent.context import RolloutContext
+from prorl_trio.agent.dialogues import MAX_DIALOGUES
+from prorl_trio.agent.loop import NewDialogue, run_agent, run_sub_agent
+from prorl_trio.chat.conversation import Conversation
 from prorl_trio.tools import FinishTool, Observation, Tool, ToolSet
+from prorl_trio.types.errors import ContextLengthExceeded, HandlerError
+from prorl_trio.types.models import ChatMessage
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -220,13 +221,13 @@ async def test_an_agent_that_asks_for_ever_is_stopped(rig):
         context = RolloutContext(spec=rig.spec(), resources=rig.resources)
         chat = rig.resources.chat_format
         for number in range(MAX_DIALOGUES):
-            context.begin_dialogue(chat.open(TASK), None if not number else 0)
+            context.begin_dialogue(Conversation(chat, TASK), None if not number else 0)
         with pytest.raises(HandlerError, match=f"may ask {MAX_DIALOGUES - 1} other agents"):
-            context.begin_dialogue(chat.open(TASK), 0)
+            context.begin_dialogue(Conversation(chat, TASK), 0)
 
 
 async def test_a_policy_that_asks_too_many_agents_is_told_and_goes_on(rig, monkeypatch):
-    monkeypatch.setattr("prorl_trio.rollout.MAX_DIALOGUES", 2)
+    monkeypatch.setattr("prorl_trio.agent.context.MAX_DIALOGUES", 2)
     async with rig.open():
         asks = [call("ask", question="Six?"), "ANSWER 6", call("ask", question="Seven?"), "ANSWER 42"]
         context = await work(rig, *asks)

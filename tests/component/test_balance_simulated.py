@@ -15,11 +15,11 @@ import trio.testing
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.errors import BackendError
-from prorl_trio.inference.pool import Backends
-from prorl_trio.models import SamplingParams
-from prorl_trio.testing.simulated_engine import SimulatedEngine
-from prorl_trio.testing.simulation_config import Distribution, EngineModel
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.simulation.config import Distribution, EngineModel
+from prorl_trio.simulation.engine import SimulatedEngine
+from prorl_trio.types.errors import BackendError
+from prorl_trio.types.models import SamplingParams
 
 MODEL = EngineModel(
     max_batch=8, kv_tokens=10**9, prefill_tokens_per_s=20_000, tokens_per_s=Distribution(value=50), max_tokens_per_s=400

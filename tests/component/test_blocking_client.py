@@ -17,9 +17,9 @@ import trio
 
 from ipc.session import Accepted, Rejected
 from prorl_trio.client import BlockingClient, ConnectionLost
-from prorl_trio.errors import BackendError, Unauthorized
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_service import TOKEN, Service, open_service
+from prorl_trio.types.errors import BackendError, Unauthorized
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_service import TOKEN, Service, open_service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

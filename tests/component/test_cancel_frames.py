@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 import trio
 
 from prorl_trio.client import connect
-from prorl_trio.errors import AdmissionRejected
-from prorl_trio.models import JobSpec, TaskInstance
-from prorl_trio.testing.fake_node import FakeNode
-from prorl_trio.testing.fake_service import TOKEN, open_service
+from prorl_trio.types.errors import AdmissionRejected
+from prorl_trio.types.models import JobSpec, TaskInstance
+from support.fake_node import FakeNode
+from support.fake_service import TOKEN, open_service
 
 
 def spec(name, **fields):

@@ -13,11 +13,11 @@ from trio.testing import wait_all_tasks_blocked
 
 from prorl_trio.cli import main
 from prorl_trio.client import BlockingClient, RolloutClient, connect
-from prorl_trio.models import JobSpec, TaskInstance
-from prorl_trio.service.session_table import SessionTable
-from prorl_trio.testing.fake_node import FakeNode
-from prorl_trio.testing.fake_rest import open_rest
-from prorl_trio.testing.fake_service import TOKEN, Service, open_service
+from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.types.models import JobSpec, TaskInstance
+from support.fake_node import FakeNode
+from support.fake_rest import open_rest
+from support.fake_service import TOKEN, Service, open_service
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from prorl_trio.testing.cancel_sweep import CancelledRun, cancel_sweep
+from support.cancel_sweep import CancelledRun, cancel_sweep
 
 
 class Pool:

@@ -13,7 +13,7 @@ from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 from ipc.channel import MAX_SOCKET_PATH_BYTES, Channel, connect_unix, listen_unix, open_unix_channel
 from ipc.errors import ChannelBroken, FrameTooLarge
 from ipc.framing import encode_frame
-from prorl_trio.testing.cancel_sweep import CancelledRun, cancel_sweep
+from support.cancel_sweep import CancelledRun, cancel_sweep
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

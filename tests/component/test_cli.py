@@ -12,14 +12,15 @@ import trio
 from click.testing import CliRunner
 from rich.console import Console
 
-from prorl_trio import cli, progress
+from prorl_trio import cli
 from prorl_trio.cli import main
+from prorl_trio.client import progress
 from prorl_trio.client.recording import OutcomeFile, RunInfo, write_json
-from prorl_trio.errors import ConfigError, InternalError
-from prorl_trio.models import Turn
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_service import TOKEN as SERVICE_TOKEN
-from prorl_trio.testing.fake_service import open_service
+from prorl_trio.types.errors import ConfigError, InternalError
+from prorl_trio.types.models import Turn
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_service import TOKEN as SERVICE_TOKEN
+from support.fake_service import open_service
 
 TOKEN = {"PRORL_TOKEN": "a-token"}
 
@@ -77,7 +78,7 @@ def node_toml(tmp_path):
 def test_the_exit_code_says_whether_jobs_were_cut(monkeypatch, node_toml, clean, code):
     async def serve(config, *, load, task_status):
         assert load() == config
-        logging.getLogger("prorl_trio.node").info("working")
+        logging.getLogger("prorl_trio.node.node").info("working")
         task_status.started(("127.0.0.1", 1234))
         return clean
 
@@ -86,7 +87,7 @@ def test_the_exit_code_says_whether_jobs_were_cut(monkeypatch, node_toml, clean,
     assert result.exit_code == code
     assert "READY ws://127.0.0.1:1234\n" in result.stdout
     (line,) = [json.loads(line) for line in result.stderr.splitlines()]
-    assert (line["level"], line["message"], line["logger"]) == ("info", "working", "prorl_trio.node")
+    assert (line["level"], line["message"], line["logger"]) == ("info", "working", "prorl_trio.node.node")
 
 
 def test_backends_and_their_weights_may_be_options(monkeypatch, node_toml):

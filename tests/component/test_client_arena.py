@@ -24,12 +24,12 @@ from ipc.session import (
     SessionWelcome,
 )
 from ipc.websocket import CloseCode, LinkLimits, open_server_link
-from prorl_trio.batch import pad_batch
 from prorl_trio.client import connect
-from prorl_trio.errors import ProtocolError
-from prorl_trio.models import Segment, Trajectory
-from prorl_trio.outcome_refs import split_outcome
-from prorl_trio.testing.fake_node import make_outcome, make_spec
+from prorl_trio.types.batch import pad_batch
+from prorl_trio.types.errors import ProtocolError
+from prorl_trio.types.models import Segment, Trajectory
+from prorl_trio.types.outcome_refs import split_outcome
+from support.fake_node import make_outcome, make_spec
 
 TOKEN = "t" * 32
 FRAMES = msgspec.msgpack.Decoder(ClientMessage)

@@ -11,15 +11,15 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from prorl_trio.client import ConnectionLost, RolloutClient, connect
-from prorl_trio.errors import ProtocolError, Unauthorized
-from prorl_trio.service.session_table import SessionTable
-from prorl_trio.testing.fake_node import FakeNode, make_spec
-from prorl_trio.testing.fake_service import TOKEN, Service, open_service
+from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.types.errors import ProtocolError, Unauthorized
+from support.fake_node import FakeNode, make_spec
+from support.fake_service import TOKEN, Service, open_service
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from prorl_trio.models import Outcome
+    from prorl_trio.types.models import Outcome
 
 DEADLINE_S = 30
 

@@ -10,11 +10,11 @@ from trio.testing import wait_all_tasks_blocked
 
 from ipc.session import Accepted, CancelledJobs, Rejected
 from prorl_trio.client import SessionLost, connect
-from prorl_trio.service import connection as connection_module
-from prorl_trio.service.session_table import SessionTable
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_service import TOKEN, open_service
-from prorl_trio.testing.faulty_proxy import FaultyProxy
+from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.service.websocket import connection as connection_module
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_service import TOKEN, open_service
+from support.faulty_proxy import FaultyProxy
 
 if TYPE_CHECKING:
     from prorl_trio.client.streams import ResultStream

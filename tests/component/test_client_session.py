@@ -12,12 +12,12 @@ from trio.testing import wait_all_tasks_blocked
 from ipc.session import Accepted, CancelledJobs, Rejected
 from prorl_trio.client import ConnectionLost, RolloutClient, SessionLost, SessionReplaced, connect
 from prorl_trio.client import client as client_module
-from prorl_trio.errors import AdmissionRejected, BackendError, ProtocolError
-from prorl_trio.models import Outcome
-from prorl_trio.service.session_table import SessionTable
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_service import TOKEN, open_service
-from prorl_trio.testing.faulty_proxy import FaultyProxy
+from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.types.errors import AdmissionRejected, BackendError, ProtocolError
+from prorl_trio.types.models import Outcome
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_service import TOKEN, open_service
+from support.faulty_proxy import FaultyProxy
 
 DEADLINE_S = 30
 

@@ -8,8 +8,8 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio import drain as drain_module
-from prorl_trio.drain import EndSignals, drain, drains_on_hangup, open_end_signals
+from prorl_trio.node import drain as drain_module
+from prorl_trio.node.drain import EndSignals, drain, drains_on_hangup, open_end_signals
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 import trio
 
+from prorl_trio.agent.context import RolloutContext
 from prorl_trio.config import AgentConfig
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.rollout import RolloutContext
 from prorl_trio.sandbox.provider import SandboxSpec
 
 pytestmark = pytest.mark.timeout(30)

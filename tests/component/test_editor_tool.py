@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from prorl_trio.errors import HandlerError
-from prorl_trio.models import ToolCall
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.tools import EditorTool, ToolSet
+from prorl_trio.types.errors import HandlerError
+from prorl_trio.types.models import ToolCall
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from prorl_trio.client import address as address_module
 from prorl_trio.client import connect
 from prorl_trio.client.address import EndpointFile
 from prorl_trio.config import ListenConfig
-from prorl_trio.errors import ProtocolError
 from prorl_trio.service.endpoints import announce, endpoint_url
-from prorl_trio.service.local_sockets import claim_local_sockets, release_local_sockets
-from prorl_trio.service.server import serve_websocket
-from prorl_trio.testing.fake_node import FakeNode
-from prorl_trio.testing.fake_service import TOKEN, open_service
+from prorl_trio.service.websocket.local_sockets import claim_local_sockets, release_local_sockets
+from prorl_trio.service.websocket.server import serve_websocket
+from prorl_trio.types.errors import ProtocolError
+from support.fake_node import FakeNode
+from support.fake_service import TOKEN, open_service
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -9,19 +9,19 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.errors import BackendError, ContextLengthExceeded
-from prorl_trio.inference.completion_stream import EventLines
-from prorl_trio.inference.engine import EnginePaused, RequestRefused
-from prorl_trio.inference.engine_load import EngineLoad, LoadReader, read_load
-from prorl_trio.inference.engines import AutoClient
-from prorl_trio.inference.http import HttpClient, HttpLimits
-from prorl_trio.inference.retries import RetryPolicy
-from prorl_trio.inference.sglang import SglangClient
-from prorl_trio.inference.vllm import VllmClient
-from prorl_trio.models import SamplingParams
+from prorl_trio.inference.engines.completion_stream import EventLines
+from prorl_trio.inference.engines.engine import EnginePaused, RequestRefused
+from prorl_trio.inference.engines.engine_load import EngineLoad, LoadReader, read_load
+from prorl_trio.inference.engines.http import HttpClient, HttpLimits
+from prorl_trio.inference.engines.registry import AutoClient
+from prorl_trio.inference.engines.retries import RetryPolicy
+from prorl_trio.inference.engines.sglang import SglangClient
+from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.testing.fake_engine import FakeEngine, open_fake_engine, open_look_alike
 from prorl_trio.testing.fake_http import Answer, serve_http
 from prorl_trio.testing.fake_sglang import FakeSglang, open_fake_sglang
+from prorl_trio.types.errors import BackendError, ContextLengthExceeded
+from prorl_trio.types.models import SamplingParams
 
 pytestmark = pytest.mark.timeout(30)
 

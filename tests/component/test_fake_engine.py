@@ -10,15 +10,15 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.errors import BackendError, ContextLengthExceeded
-from prorl_trio.inference.http import HttpClient
-from prorl_trio.inference.vllm import RetryPolicy, VllmClient
-from prorl_trio.models import SamplingParams
-from prorl_trio.testing.cancel_sweep import cancel_sweep
+from prorl_trio.inference.engines.http import HttpClient
+from prorl_trio.inference.engines.vllm import RetryPolicy, VllmClient
 from prorl_trio.testing.fake_engine import (
     FakeEngineConfig,
     open_fake_engine,
 )
+from prorl_trio.types.errors import BackendError, ContextLengthExceeded
+from prorl_trio.types.models import SamplingParams
+from support.cancel_sweep import cancel_sweep
 
 PROMPT = [40, 41, 42]
 NO_RETRY = RetryPolicy(max_attempts=1)

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import trio
 
-from prorl_trio.bounded_text import BoundedText
+from prorl_trio.agent.bounded_text import BoundedText
+from prorl_trio.agent.context import RolloutContext
+from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.config import AgentConfig, ModelConfig, NodeConfig, ScoringConfig
-from prorl_trio.errors import EvaluationError
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.models import JobSpec, TaskInstance
-from prorl_trio.rollout import RolloutContext
-from prorl_trio.scoring import open_scorer_pool
+from prorl_trio.types.errors import EvaluationError
+from prorl_trio.types.models import JobSpec, TaskInstance
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

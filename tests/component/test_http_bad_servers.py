@@ -7,7 +7,7 @@ import socket
 import pytest
 import trio
 
-from prorl_trio.inference.http import (
+from prorl_trio.inference.engines.http import (
     ConnectFailed,
     ConnectionLost,
     HttpClient,
@@ -16,7 +16,7 @@ from prorl_trio.inference.http import (
     ResponseMalformed,
     ResponseTooLarge,
 )
-from prorl_trio.testing.scripted_http import OK, answering, serving
+from support.scripted_http import OK, answering, serving
 
 
 async def get(client, timeout_s=5.0, body=b""):

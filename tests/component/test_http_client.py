@@ -10,15 +10,15 @@ import trio
 import trio.testing
 import trustme
 
-from prorl_trio.inference.http import (
+from prorl_trio.inference.engines.http import (
     ClientClosed,
     ConnectFailed,
     HttpClient,
     HttpLimits,
     TooManyWaiting,
 )
-from prorl_trio.testing.cancel_sweep import cancel_sweep
-from prorl_trio.testing.scripted_http import OK, answering, echo, serving
+from support.cancel_sweep import cancel_sweep
+from support.scripted_http import OK, answering, echo, serving
 
 
 async def get(client, timeout_s=5.0, body=b""):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import trio
 
-from prorl_trio.errors import SandboxUnavailable
-from prorl_trio.sandbox.process import ProcessProvider
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers.process import ProcessProvider
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.tools import IpythonTool
+from prorl_trio.types.errors import SandboxUnavailable
 
 
 async def test_the_named_kernel_runs_the_cell(tmp_path):

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.errors import AgentFault, BackendError, EvaluationError, SandboxLost, SandboxUnavailable
+from prorl_trio.agent.context import MAX_EVALUATION_LOG_CHARS
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.models import Budgets, GroupPolicy, RetryPolicy
-from prorl_trio.pipeline import Job
-from prorl_trio.rollout import MAX_EVALUATION_LOG_CHARS
+from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.types.errors import AgentFault, BackendError, EvaluationError, SandboxLost, SandboxUnavailable
+from prorl_trio.types.models import Budgets, GroupPolicy, RetryPolicy
 
 GREEDY = RetryPolicy(max_attempts=3, backoff_s=0.0)
 

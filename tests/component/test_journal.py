@@ -11,12 +11,12 @@ import pytest
 import trio
 
 from prorl_trio.config import LedgerConfig
-from prorl_trio.errors import AdmissionRejected, AlreadyDelivered, Draining, DuplicateJob, UnknownHandler
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerLimits, open_ledger
-from prorl_trio.service.journal import open_journal
-from prorl_trio.service.restore import restore_sessions
-from prorl_trio.service.session_table import SessionTable
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
+from prorl_trio.service.sessions.journal import open_journal
+from prorl_trio.service.sessions.restore import restore_sessions
+from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, Draining, DuplicateJob, UnknownHandler
+from support.fake_node import FakeNode, make_outcome, make_spec
 
 MIB = 1024 * 1024
 LIMITS = LedgerLimits(log_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB)

@@ -9,18 +9,18 @@ import msgspec
 import pytest
 import trio
 
+from prorl_trio.agent.context import RolloutContext
 from prorl_trio.config import BackendConfig
-from prorl_trio.errors import BackendError
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.inference.engine import CompletionTimedOut
-from prorl_trio.inference.pace import MAX_FIRST_SCOUTS, PACE_VALID_S, Pace
-from prorl_trio.inference.partial import PartialCompletion
-from prorl_trio.inference.pool import Backends
-from prorl_trio.inference.vllm import RetryPolicy, VllmClient
-from prorl_trio.models import SamplingParams
-from prorl_trio.rollout import RolloutContext
+from prorl_trio.inference.engines.engine import CompletionTimedOut
+from prorl_trio.inference.engines.vllm import RetryPolicy, VllmClient
+from prorl_trio.inference.pool.pace import MAX_FIRST_SCOUTS, PACE_VALID_S, Pace
+from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig, open_look_alike
+from prorl_trio.types.errors import BackendError
+from prorl_trio.types.models import SamplingParams
 
 pytestmark = pytest.mark.timeout(60)
 

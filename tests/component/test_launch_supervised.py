@@ -15,7 +15,7 @@ import trio
 from launch import supervised
 from launch.paths import checkout_dir
 from launch.supervised import open_supervised
-from prorl_trio.errors import InternalError
+from prorl_trio.types.errors import InternalError
 
 TIMEOUT_S = 30
 GRACE_S = 0.3

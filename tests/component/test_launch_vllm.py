@@ -11,8 +11,8 @@ import trio
 
 from launch.paths import cache_dir, checkout_dir, engine_python, model_dir
 from launch.vllm import default_dtype, open_vllm, vllm_env
-from prorl_trio.errors import BackendError
-from prorl_trio.inference.vllm import VllmClient
+from prorl_trio.inference.engines.vllm import VllmClient
+from prorl_trio.types.errors import BackendError
 from support.skips import because
 
 if TYPE_CHECKING:

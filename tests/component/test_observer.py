@@ -8,8 +8,8 @@ import trio
 
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.observer import Activity, Observers
-from prorl_trio.pipeline import Job
+from prorl_trio.pipeline.observer import Activity, Observers
+from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.sandbox.provider import SandboxSpec
 
 pytestmark = pytest.mark.timeout(30)

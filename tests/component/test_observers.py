@@ -18,11 +18,11 @@ from ipc.session import (
 )
 from ipc.websocket import LinkLimits, open_client_link
 from prorl_trio.client import connect
-from prorl_trio.errors import ProtocolError
-from prorl_trio.service import observation
-from prorl_trio.service.session_table import SessionTable
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_service import TOKEN, open_service
+from prorl_trio.service.sessions import observation
+from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.types.errors import ProtocolError
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_service import TOKEN, open_service
 
 MIB = 1024 * 1024
 DEADLINE_S = 30

@@ -8,18 +8,18 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.errors import BackendError
-from prorl_trio.inference.answers import ContractBroken, Prompt, Wanted, logprob_kind
-from prorl_trio.inference.completion_stream import MAX_EVENT_BYTES, CompletionStream
-from prorl_trio.inference.engine import Completion, EngineInfo
-from prorl_trio.inference.engines import AutoClient, engine_client
-from prorl_trio.inference.partial import PartialCompletion, version_name
-from prorl_trio.inference.pool import Backends
-from prorl_trio.inference.sglang import SglangClient
-from prorl_trio.inference.vllm_api import read_event
-from prorl_trio.models import SamplingParams
+from prorl_trio.inference.engines.answers import ContractBroken, Prompt, Wanted, logprob_kind
+from prorl_trio.inference.engines.completion_stream import MAX_EVENT_BYTES, CompletionStream
+from prorl_trio.inference.engines.engine import Completion, EngineInfo
+from prorl_trio.inference.engines.registry import AutoClient, engine_client
+from prorl_trio.inference.engines.sglang import SglangClient
+from prorl_trio.inference.engines.vllm_api import read_event
+from prorl_trio.inference.pool.partial import PartialCompletion, version_name
+from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_sglang import open_fake_sglang
+from prorl_trio.types.errors import BackendError
+from prorl_trio.types.models import SamplingParams
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -8,13 +8,13 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.errors import BackendError, BackendsBusy, PauseTimeout
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.inference.pool import Backends
-from prorl_trio.inference.vllm import RetryPolicy, VllmClient
-from prorl_trio.models import Budgets, SamplingParams
-from prorl_trio.pipeline import Job
+from prorl_trio.inference.engines.vllm import RetryPolicy, VllmClient
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.testing.fake_engine import open_fake_engine
+from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout
+from prorl_trio.types.models import Budgets, SamplingParams
 
 pytestmark = pytest.mark.timeout(20)
 

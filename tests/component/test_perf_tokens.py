@@ -24,9 +24,10 @@ from perf.tokens_dialogue import (
 )
 from perf.tokens_drift import Drift, Sampled, drift_of, sampled_at_random
 from perf.tokens_peers import WAYS, measure_peers
-from prorl_trio.chat import ChatFormat
-from prorl_trio.models import ChatMessage
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
 from prorl_trio.testing.chat_families import write_family_model
+from prorl_trio.types.models import ChatMessage
 
 CONTEXTS = (1_000, 4_000)
 STAND_INS = {
@@ -66,7 +67,7 @@ def test_the_same_seed_is_the_same_dialogue_with_a_call_in_each_turn(chat):
     first, again, other = (draw_turns(seed) for seed in (1, 1, 2))
     turn = next(first)
     assert turn == next(again) != next(other)
-    conversation = chat.open(OPENING, TOOLS)
+    conversation = Conversation(chat, OPENING, TOOLS)
     ids = sampled_ids(chat, turn.said)
     (call,) = conversation.add_completion(ids, [-1.0] * len(ids)).tool_calls
     assert (call.name, call.error) == ("bash", "")
@@ -75,7 +76,7 @@ def test_the_same_seed_is_the_same_dialogue_with_a_call_in_each_turn(chat):
 def test_a_dialogue_grows_as_the_whole_of_it_is_rendered(chat):
     dialogue, drawn, said = Dialogue(chat, 3), draw_turns(3), []
     for _ in range(4):
-        assert len(dialogue) == len(chat.open(whole_dialogue(said), TOOLS))
+        assert len(dialogue) == len(Conversation(chat, whole_dialogue(said), TOOLS))
         times = dialogue.turn()
         said.append(next(drawn))
         assert times.context_tokens < len(dialogue)
@@ -92,7 +93,7 @@ def test_turns_are_timed_around_each_context(chat):
 
 
 def test_what_is_sampled_otherwise_than_text_is_encoded_counts_as_drift(chat):
-    prompt = chat.open(OPENING, TOOLS).prompt_token_ids()
+    prompt = Conversation(chat, OPENING, TOOLS).prompt_token_ids()
     usual = chat.codec.encode("return value")
     unusual = [token_id for character in "return value" for token_id in chat.codec.encode(character)]
     assert usual != unusual
@@ -109,7 +110,7 @@ def test_a_split_that_is_not_the_tokenizers_is_drift_from_there_on(chat):
     whole = chat.codec.encode("return")
     cut = [*chat.codec.encode("value"), *chat.codec.encode("r"), *chat.codec.encode("eturn")]
     assert chat.codec.encode("valuereturn") != cut
-    prompt = chat.open(OPENING, TOOLS).prompt_token_ids()
+    prompt = Conversation(chat, OPENING, TOOLS).prompt_token_ids()
     drift = drift_of(chat, [Sampled(prompt, whole, [*prompt, *whole]), Sampled(prompt, cut, [*prompt, *cut])])
     assert (drift.ours, drift.retokenised) == (0, 1)
     assert 0 < drift.retokenised_tokens <= len(cut)

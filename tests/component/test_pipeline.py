@@ -5,12 +5,12 @@ import pytest
 import trio
 
 from prorl_trio.config import AdmissionConfig
-from prorl_trio.errors import Draining, EvaluationError, InternalError, SandboxUnavailable
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.models import Budgets, Timing
-from prorl_trio.pipeline import Job
+from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.types.errors import Draining, EvaluationError, InternalError, SandboxUnavailable
+from prorl_trio.types.models import Budgets, Timing
 
 BOXED = r"It is \boxed{42}."
 

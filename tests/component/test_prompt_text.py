@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.inference.answers import ContractBroken, Prompt
-from prorl_trio.inference.engine import EngineInfo
-from prorl_trio.inference.engines import AutoClient
-from prorl_trio.inference.partial import PartialCompletion
-from prorl_trio.models import SamplingParams
+from prorl_trio.inference.engines.answers import ContractBroken, Prompt
+from prorl_trio.inference.engines.engine import EngineInfo
+from prorl_trio.inference.engines.registry import AutoClient
+from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.types.models import SamplingParams
 
 TOKENS = 5_003
 DEADLINE_S = 20

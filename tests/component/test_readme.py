@@ -14,10 +14,10 @@ import trio
 
 from prorl_trio.cli import main
 from prorl_trio.config import NodeConfig, load_config
-from prorl_trio.models import JobSpec, TaskInstance
 from prorl_trio.sandbox.provider import Sandbox
-from prorl_trio.testing.fake_node import FakeNode, make_outcome
-from prorl_trio.testing.fake_service import TOKEN, open_service
+from prorl_trio.types.models import JobSpec, TaskInstance
+from support.fake_node import FakeNode, make_outcome
+from support.fake_service import TOKEN, open_service
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio import reload as reload_module
 from prorl_trio.config import (
     BackendConfig,
     BudgetConfig,
@@ -22,11 +21,12 @@ from prorl_trio.config import (
     StagesConfig,
     load_config,
 )
-from prorl_trio.errors import ConfigError
-from prorl_trio.node import open_node
-from prorl_trio.reload import plan_reload, serve_reloads
+from prorl_trio.node import reload as reload_module
+from prorl_trio.node.node import open_node
+from prorl_trio.node.reload import plan_reload, serve_reloads
 from prorl_trio.testing.fake_engine import FakeEngine, open_look_alike
 from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.errors import ConfigError
 
 OLD = NodeConfig(model=ModelConfig(path="/m"), listen=ListenConfig(token="hush"))
 

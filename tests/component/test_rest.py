@@ -10,11 +10,11 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.models import Outcome
 from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.session_table import SessionTable
-from prorl_trio.testing.fake_node import make_spec
-from prorl_trio.testing.fake_rest import open_rest
+from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.types.models import Outcome
+from support.fake_node import make_spec
+from support.fake_rest import open_rest
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -10,11 +10,11 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.errors import AdmissionRejected, BackendsBusy, PauseTimeout
 from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.session_table import SessionTable
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_rest import EventReader, open_rest
+from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.types.errors import AdmissionRejected, BackendsBusy, PauseTimeout
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_rest import EventReader, open_rest
 
 pytestmark = pytest.mark.timeout(30)
 

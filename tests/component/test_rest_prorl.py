@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import trio
 
-from prorl_trio.chat import ChatFormat
-from prorl_trio.errors import ConfigError
-from prorl_trio.models import ChatMessage, Segment, ToolCall, Trajectory, Turn
+from prorl_trio.chat.format import ChatFormat
 from prorl_trio.service.prorl_compat.request import ProcessRequest
 from prorl_trio.service.prorl_compat.request import make_spec as make_spec_of
 from prorl_trio.service.prorl_compat.result import Asked, make_result
-from prorl_trio.testing.fake_node import make_outcome, make_spec
-from prorl_trio.testing.fake_rest import TOKEN, open_rest
 from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import ChatMessage, Segment, ToolCall, Trajectory, Turn
+from support.fake_node import make_outcome, make_spec
+from support.fake_rest import TOKEN, open_rest
 
 OPENING = [ChatMessage(role="system", content="You calculate."), ChatMessage(role="user", content="What is 6*7?")]
 REMINDER = [ChatMessage(role="user", content="Go on.")]

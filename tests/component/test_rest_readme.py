@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_rest import TOKEN, open_rest
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_rest import TOKEN, open_rest
 from support.skips import because
 
 README = Path(__file__).parents[2] / "README.md"

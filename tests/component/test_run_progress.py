@@ -12,12 +12,11 @@ import trio
 from click.testing import CliRunner
 from rich.console import Console
 
-from prorl_trio import progress
 from prorl_trio.cli import main
-from prorl_trio.client import connect
+from prorl_trio.client import connect, progress
 from prorl_trio.client.recording import read_outcomes
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_service import TOKEN, open_service
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_service import TOKEN, open_service
 
 
 class Node(FakeNode):

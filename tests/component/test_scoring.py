@@ -5,9 +5,9 @@ import os
 import pytest
 import trio
 
+from prorl_trio.agent.scoring import ScorerPool, open_scorer_pool
 from prorl_trio.config import ScoringConfig
-from prorl_trio.errors import EvaluationError, HostileAnswer
-from prorl_trio.scoring import ScorerPool, open_scorer_pool
+from prorl_trio.types.errors import EvaluationError, HostileAnswer
 
 MODULE = "scorers_under_test"
 SOURCE = """

@@ -16,14 +16,14 @@ from ipc.session import (
     StatusRequest,
 )
 from prorl_trio.config import ListenConfig
-from prorl_trio.errors import ConfigError
-from prorl_trio.service import server as server_module
-from prorl_trio.service.server import serve_websocket
-from prorl_trio.testing.fake_service import TOKEN, open_service
-from prorl_trio.testing.raw_trainer import encode, raw_trainer
+from prorl_trio.service.websocket import server as server_module
+from prorl_trio.service.websocket.server import serve_websocket
+from prorl_trio.types.errors import ConfigError
+from support.fake_service import TOKEN, open_service
+from support.raw_trainer import encode, raw_trainer
 
 if TYPE_CHECKING:
-    from prorl_trio.testing.fake_node import FakeNode
+    from support.fake_node import FakeNode
 
 DEADLINE_S = 20
 

@@ -28,14 +28,14 @@ from ipc.session import (
     Submit,
     WeighBackend,
 )
-from prorl_trio.models import Outcome
-from prorl_trio.service import connection as connection_module
-from prorl_trio.service import server as server_module
 from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.session_table import SessionTable
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_service import TOKEN, open_service
-from prorl_trio.testing.raw_trainer import encode, raw_trainer
+from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.service.websocket import connection as connection_module
+from prorl_trio.service.websocket import server as server_module
+from prorl_trio.types.models import Outcome
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_service import TOKEN, open_service
+from support.raw_trainer import encode, raw_trainer
 
 DEADLINE_S = 20
 

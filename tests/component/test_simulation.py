@@ -9,10 +9,7 @@ from click.testing import CliRunner
 
 from prorl_trio.cli import main
 from prorl_trio.config import BackendConfig, BudgetConfig, HealthConfig, LoadConfig, SandboxConfig, StagesConfig
-from prorl_trio.errors import ConfigError
-from prorl_trio.models import RetryPolicy
-from prorl_trio.testing.simulation import run_simulation
-from prorl_trio.testing.simulation_config import (
+from prorl_trio.simulation.config import (
     Distribution,
     EngineModel,
     FailureRates,
@@ -20,7 +17,10 @@ from prorl_trio.testing.simulation_config import (
     WorkModel,
     load_simulation,
 )
-from prorl_trio.testing.simulation_sweep import double_each, enough, resized, sweep
+from prorl_trio.simulation.run import run_simulation
+from prorl_trio.simulation.sweep import double_each, enough, resized, sweep
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import RetryPolicy
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from prorl_trio import pipeline as pipeline_module
 from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.pipeline import Job, open_pipeline
+from prorl_trio.pipeline import pipeline as pipeline_module
+from prorl_trio.pipeline.pipeline import Job, open_pipeline
 from prorl_trio.sandbox import host as host_module
 from prorl_trio.sandbox import process_tree, reaper
 from prorl_trio.sandbox.host import open_sandbox_host

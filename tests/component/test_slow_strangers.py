@@ -9,9 +9,9 @@ import trio
 from trio_websocket import wrap_client_stream
 
 from prorl_trio.client import connect
-from prorl_trio.service import server as server_module
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_service import TOKEN, open_service
+from prorl_trio.service.websocket import server as server_module
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_service import TOKEN, open_service
 
 UPGRADE = b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nX-Long: " + b"a" * 100_000
 MASKED_FRAME = b"\x82\xfe\xff\xff\x00\x00\x00\x00" + b"a" * 0xFFFF

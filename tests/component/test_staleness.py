@@ -8,14 +8,14 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.agent import run_agent
+from prorl_trio.agent.loop import run_agent
 from prorl_trio.config import AgentConfig, BackendConfig, StagesConfig
 from prorl_trio.handlers.base import Evaluation
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.models import ChatMessage, JobSpec, RetryPolicy, TaskInstance
-from prorl_trio.pipeline import Job
+from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.testing.fake_engine import open_fake_engine
 from prorl_trio.tools import FinishTool, Observation, Tool, ToolSet
+from prorl_trio.types.models import ChatMessage, JobSpec, RetryPolicy, TaskInstance
 
 pytestmark = pytest.mark.timeout(30)
 

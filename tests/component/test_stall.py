@@ -8,8 +8,8 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio import logs
-from prorl_trio.stall import WORST_STALLS, LoopStalls, open_loop_stalls
+from prorl_trio.observe import logs
+from prorl_trio.observe.stall import WORST_STALLS, LoopStalls, open_loop_stalls
 
 STALL_S = 0.03
 
@@ -29,7 +29,7 @@ async def hog(seconds=STALL_S):
 
 
 def stalls_of(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "prorl_trio.stall"]
+    return [record.getMessage() for record in caplog.records if record.name == "prorl_trio.observe.stall"]
 
 
 async def test_a_blocking_call_is_found_and_its_task_named(caplog):
@@ -153,7 +153,7 @@ async def test_the_watchdog_says_where_the_loop_is_while_it_is_there(caplog):
     def blocking_on_purpose():
         assert dumped.wait(10)
 
-    log = logging.getLogger("prorl_trio.stall")
+    log = logging.getLogger("prorl_trio.observe.stall")
     handler = Tell()
     log.addHandler(handler)
     try:

@@ -9,25 +9,25 @@ import pytest
 import trio
 
 from ipc.nursery import is_cancelled, leaves, only_cancelled
-from prorl_trio import node as node_module
-from prorl_trio import pipeline as pipeline_module
 from prorl_trio.config import NodeConfig
-from prorl_trio.errors import InternalError
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.handlers.registry import HandlerRegistry
-from prorl_trio.inference.expected import ExpectedBackends
-from prorl_trio.inference.watch import PoolWatch
+from prorl_trio.inference.pool.expected import ExpectedBackends
+from prorl_trio.inference.pool.watch import PoolWatch
 from prorl_trio.ledger.ledger import Ledger
-from prorl_trio.models import Budgets
-from prorl_trio.monitoring import Monitoring
-from prorl_trio.node import serve_node
-from prorl_trio.pipeline import Job, Pipeline
+from prorl_trio.node import node as node_module
+from prorl_trio.node.monitoring import Monitoring
+from prorl_trio.node.node import serve_node
+from prorl_trio.pipeline import pipeline as pipeline_module
+from prorl_trio.pipeline.pipeline import Job, Pipeline
 from prorl_trio.sandbox.host import SandboxHost
 from prorl_trio.service.containment import contain_errors
 from prorl_trio.service.rest import edge
 from prorl_trio.supervision import service_task, vanished_task
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.errors import InternalError
+from prorl_trio.types.models import Budgets
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -7,11 +7,11 @@ import pytest
 import trio
 
 from prorl_trio.config import TelemetryConfig
-from prorl_trio.errors import ConfigError
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.pipeline import Job
-from prorl_trio.telemetry import open_telemetry
-from prorl_trio.testing.fake_node import make_outcome, make_spec
+from prorl_trio.observe.telemetry import open_telemetry
+from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.types.errors import ConfigError
+from support.fake_node import make_outcome, make_spec
 
 memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 ON = TelemetryConfig(otlp_endpoint="http://127.0.0.1:1/v1/traces")
@@ -84,7 +84,7 @@ async def test_without_the_extra_it_says_what_to_do(monkeypatch):
 
 
 async def test_a_collector_that_never_answers_holds_the_end_up_no_longer_than_allowed(monkeypatch):
-    monkeypatch.setattr("prorl_trio.telemetry.FLUSH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("prorl_trio.observe.telemetry.FLUSH_TIMEOUT_S", 0.1)
     release = threading.Event()
 
     class Stuck(memory.InMemorySpanExporter):

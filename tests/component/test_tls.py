@@ -16,12 +16,12 @@ from ipc.websocket import LinkClosed
 from prorl_trio.client import connect
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.config import ListenConfig
-from prorl_trio.errors import ConfigError, ProtocolError, Unauthorized
-from prorl_trio.service import server as server_module
-from prorl_trio.service.server import serve_websocket
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_rest import EventReader, open_rest
-from prorl_trio.testing.fake_service import TOKEN, open_service
+from prorl_trio.service.websocket import server as server_module
+from prorl_trio.service.websocket.server import serve_websocket
+from prorl_trio.types.errors import ConfigError, ProtocolError, Unauthorized
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_rest import EventReader, open_rest
+from support.fake_service import TOKEN, open_service
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -12,10 +12,10 @@ import pytest
 import trio
 from rich.console import Console
 
+from prorl_trio.cli.top import Rates, TopOptions, render_top, run_top
 from prorl_trio.client import connect
-from prorl_trio.testing.fake_node import FakeNode
-from prorl_trio.testing.fake_service import TOKEN, open_service
-from prorl_trio.top import Rates, TopOptions, render_top, run_top
+from support.fake_node import FakeNode
+from support.fake_service import TOKEN, open_service
 
 
 def job(job_id, **fields):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from prorl_trio.config import BackendConfig
-from prorl_trio.errors import BackendError, ContextLengthExceeded
-from prorl_trio.inference.engines import engine_client
-from prorl_trio.models import SamplingParams
-from prorl_trio.node_parts import engine_clients
+from prorl_trio.inference.engines.registry import engine_client
+from prorl_trio.node.parts import engine_clients
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_trainer_engine import open_fake_trainer_engine
+from prorl_trio.types.errors import BackendError, ContextLengthExceeded
+from prorl_trio.types.models import SamplingParams
 
 pytestmark = pytest.mark.timeout(30)
 

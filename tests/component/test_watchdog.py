@@ -5,8 +5,8 @@ import logging
 import trio
 
 from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.pipeline import Job
-from prorl_trio.watchdog import watch_jobs
+from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.watchdog import watch_jobs
 
 
 class Shields(AgentHandler):
@@ -44,7 +44,7 @@ class Said(logging.Handler):
 
 async def test_a_handler_that_does_not_answer_its_cancel_is_named_once(rig):
     said = Said()
-    logger = logging.getLogger("prorl_trio.watchdog")
+    logger = logging.getLogger("prorl_trio.pipeline.watchdog")
     logger.addHandler(said)
     try:
         with trio.fail_after(30):

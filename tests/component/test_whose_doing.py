@@ -16,17 +16,17 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.agent import run_agent
-from prorl_trio.errors import BackendError, SandboxLost, SandboxUnavailable
+from prorl_trio.agent.loop import run_agent
 from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.models import Budgets, ChatMessage, TaskInstance
-from prorl_trio.pipeline import Job, open_pipeline
+from prorl_trio.pipeline.pipeline import Job, open_pipeline
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import descendants
-from prorl_trio.sandbox.registry import PROVIDERS
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, ToolSet
+from prorl_trio.types.errors import BackendError, SandboxLost, SandboxUnavailable
+from prorl_trio.types.models import Budgets, ChatMessage, TaskInstance
 
 TOOL_TIMEOUT_S = 3.0
 TEST_TIMEOUT_S = 170.0

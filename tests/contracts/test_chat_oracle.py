@@ -15,9 +15,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from prorl_trio.chat import ChatFormat
-from prorl_trio.models import ChatMessage
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
 from prorl_trio.testing.chat_families import CHAT_FAMILIES, write_family_model
+from prorl_trio.types.models import ChatMessage
 from support.skips import because
 
 logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns that there is no PyTorch
@@ -119,7 +120,7 @@ def test_every_prompt_is_the_oracles(pair, dialogue, use_tools):
     contents = [m.content for m in messages] + [c for said, new in rounds for c in (said, *(m.content for m in new))]
     assume(not looks_like_control(chat, contents))
     tools = TOOLS if use_tools and chat.capabilities.renders_tools else []
-    conversation = chat.open(messages, tools)
+    conversation = Conversation(chat, messages, tools)
     for said, new in rounds:
         assert conversation.prompt_token_ids() == oracle_ids(chat, oracle, messages, tools)
         speak(conversation, chat, oracle, said)
@@ -135,7 +136,7 @@ def test_reasoning_is_kept_across_tool_results(pair, thoughts, result):
     chat, oracle = pair
     assume(not looks_like_control(chat, [*(part for pair_ in thoughts for part in pair_), result]))
     messages = [ChatMessage(role="user", content="Think.")]
-    conversation = chat.open(messages, on_break="fail")
+    conversation = Conversation(chat, messages, on_break="fail")
     for thought, said in thoughts:
         text = "<think>\n" + thought.strip("\n") + "\n</think>\n\n" + said
         speak(conversation, chat, oracle, text)
@@ -151,7 +152,7 @@ def test_a_new_segment_is_what_the_oracle_makes_of_the_whole_dialogue(pair, thou
     chat, oracle = pair
     assume(not looks_like_control(chat, [thought, said, question]))
     messages = [ChatMessage(role="user", content="Think.")]
-    conversation = chat.open(messages, on_break="segment")
+    conversation = Conversation(chat, messages, on_break="segment")
     text = "<think>\n" + thought.strip("\n") + "\n</think>\n\n" + said
     speak(conversation, chat, oracle, text)
     new = [ChatMessage(role="user", content=question)]
@@ -171,7 +172,7 @@ def test_examples_in_the_opening_are_the_oracles(pair):
         ChatMessage(role="user", content="3 + 3?"),
     ]
     tools = TOOLS if chat.capabilities.renders_tools else []
-    assert chat.open(messages, tools).prompt_token_ids() == oracle_ids(chat, oracle, messages, tools)
+    assert Conversation(chat, messages, tools).prompt_token_ids() == oracle_ids(chat, oracle, messages, tools)
 
 
 @given(text=texts)
@@ -211,4 +212,4 @@ def test_what_templates_expect_of_jinja(tmp_path):
     plain = [{"role": m.role, "content": m.content} for m in messages]
     for tools in (TOOLS, []):
         rendered = oracle.apply_chat_template(plain, tools=tools or None, add_generation_prompt=True, tokenize=False)
-        assert chat.decode(chat.open(messages, tools).prompt_token_ids()) == rendered
+        assert chat.decode(Conversation(chat, messages, tools).prompt_token_ids()) == rendered

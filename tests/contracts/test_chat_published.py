@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from prorl_trio.chat import ChatFormat
-from prorl_trio.testing.chat_oracle import available_folders, compare_families, compare_family, table
-from prorl_trio.testing.published_models import PUBLISHED_MODELS, NotAvailable, published_folder
+from prorl_trio.chat.format import ChatFormat
+from support.chat_oracle import available_folders, compare_families, compare_family, table
+from support.published_models import PUBLISHED_MODELS, NotAvailable, published_folder
 from support.skips import because
 
 QUICK = ("qwen3", "glm-4.5", "gemma4")

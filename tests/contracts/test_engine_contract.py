@@ -13,9 +13,9 @@ import trio
 
 pytest.register_assert_rewrite("prorl_trio.testing.engine_contract")
 
-from prorl_trio.inference.engines import AutoClient  # noqa: E402
-from prorl_trio.inference.http import HttpClient  # noqa: E402
-from prorl_trio.inference.vllm import VllmClient  # noqa: E402
+from prorl_trio.inference.engines.http import HttpClient  # noqa: E402
+from prorl_trio.inference.engines.registry import AutoClient  # noqa: E402
+from prorl_trio.inference.engines.vllm import VllmClient  # noqa: E402
 from prorl_trio.testing.engine_contract import EngineContract, EngineUnderTest  # noqa: E402
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine  # noqa: E402
 from prorl_trio.testing.fake_sglang import open_fake_sglang  # noqa: E402

@@ -15,7 +15,6 @@ import trio
 import trio.lowlevel
 import trio.testing
 
-from prorl_trio.errors import ConfigError, DuplicateJob, ProtocolError, UnknownJob
 from prorl_trio.ledger import (
     LedgerFailed,
     LedgerFull,
@@ -27,8 +26,9 @@ from prorl_trio.ledger import (
     folder,
     open_ledger,
 )
-from prorl_trio.testing.cancel_sweep import cancel_sweep
-from prorl_trio.testing.faulty_disk import FaultyDisk
+from prorl_trio.types.errors import ConfigError, DuplicateJob, ProtocolError, UnknownJob
+from support.cancel_sweep import cancel_sweep
+from support.faulty_disk import FaultyDisk
 
 KIB = 1024
 SMALL = LedgerLimits(log_bytes=64 * KIB, reserve_bytes=64 * KIB, max_bytes=1024 * KIB, retry_interval_s=0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from prorl_trio.sandbox.registry import PROVIDERS
+from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.sandbox_contract import CORE_CHECKS, ISOLATION_CHECKS, PROCESS_CHECKS, Contract
 

@@ -7,14 +7,14 @@ import json
 
 import pytest
 
-from prorl_trio.families.deepseek import DEEPSEEK
-from prorl_trio.families.gemma import GEMMA_4
-from prorl_trio.families.harmony import HARMONY
-from prorl_trio.families.llama import LLAMA
-from prorl_trio.families.mistral import MISTRAL
-from prorl_trio.families.syntax import HERMES
-from prorl_trio.families.xml import GLM_XML, QWEN_XML
-from prorl_trio.tool_calls import parse_turn
+from prorl_trio.chat.families.deepseek import DEEPSEEK
+from prorl_trio.chat.families.gemma import GEMMA_4
+from prorl_trio.chat.families.harmony import HARMONY
+from prorl_trio.chat.families.llama import LLAMA
+from prorl_trio.chat.families.mistral import MISTRAL
+from prorl_trio.chat.families.syntax import HERMES
+from prorl_trio.chat.families.xml import GLM_XML, QWEN_XML
+from prorl_trio.chat.tool_calls import parse_turn
 
 SYNTAXES = {
     "qwen3-hermes": HERMES,

@@ -11,8 +11,8 @@ import pytest
 from launch.bundle import build_bundle
 from launch.progress import SetupError
 from launch.venv import exclusive
-from prorl_trio.cache import cache_dir
-from prorl_trio.sandbox.apptainer import find_apptainer
+from prorl_trio.sandbox.cache import cache_dir
+from prorl_trio.sandbox.providers.apptainer import find_apptainer
 from support.skips import because
 
 DEBOOTSTRAP_TIMEOUT_S = 500

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 
-from prorl_trio.models import Outcome
+from prorl_trio.types.models import Outcome
 
 
 def main(model_dir: str, trajectories: str, max_outcomes: int) -> dict[str, float]:

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.registry import PROVIDERS
+from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.testing.bash_contract import PORTABLE, SESSIONS, check_sessions
 from support.programs import find_busybox
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import trio
 
-from prorl_trio.sandbox.apptainer import ApptainerProvider
-from prorl_trio.sandbox.bubblewrap import BubblewrapProvider
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers.apptainer import ApptainerProvider
+from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runtime")]
 

@@ -12,12 +12,13 @@ import pytest
 import trio
 
 from launch.paths import model_dir
-from prorl_trio.chat import ChatFormat
-from prorl_trio.inference.http import HttpClient
-from prorl_trio.inference.partial import PartialCompletion
-from prorl_trio.inference.pool import Backends
-from prorl_trio.inference.vllm import VllmClient
-from prorl_trio.models import ChatMessage, SamplingParams
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
+from prorl_trio.inference.engines.http import HttpClient
+from prorl_trio.inference.engines.vllm import VllmClient
+from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.types.models import ChatMessage, SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,7 @@ STORY = [ChatMessage(role="user", content="Tell me a long story about a fox and 
 
 async def test_an_engine_that_is_stopped_samples_little_more(vllm_url):
     chat = await trio.to_thread.run_sync(ChatFormat.load, model_dir())
-    prompt = chat.open(STORY).prompt_token_ids()
+    prompt = Conversation(chat, STORY).prompt_token_ids()
     http, backends, got = HttpClient(vllm_url), Backends(VllmClient), []
 
     async def metric(name):

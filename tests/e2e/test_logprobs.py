@@ -23,11 +23,12 @@ import trio
 
 from launch.paths import engine_python, model_dir
 from perf.tokens_drift import Sampled, drift_of
-from prorl_trio.chat import ChatFormat
-from prorl_trio.inference.partial import PartialCompletion
-from prorl_trio.inference.pool import Backends
-from prorl_trio.inference.vllm import VllmClient
-from prorl_trio.models import ChatMessage, SamplingParams, Segment
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
+from prorl_trio.inference.engines.vllm import VllmClient
+from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.types.models import ChatMessage, SamplingParams, Segment
 
 LOGGER = logging.getLogger(__name__)
 """How far it is: `--log-cli-level=INFO` shows it."""
@@ -75,7 +76,7 @@ async def sample(url, count):
     async def one(number):
         async with room, backends.lease(str(number)) as lease:
             question = QUESTIONS[number % len(QUESTIONS)].format(number + 2, 7 * number % 97)
-            conversation = chat.open([ChatMessage(role="user", content=question)])
+            conversation = Conversation(chat, [ChatMessage(role="user", content=question)])
             turns, logprobs = [], []
             for turn in range(TURNS):
                 prompt_ids = conversation.prompt_token_ids()

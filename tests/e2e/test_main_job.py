@@ -17,13 +17,13 @@ import pytest
 import trio
 
 from launch.paths import engine_python, model_dir
-from prorl_trio.chat import ChatFormat
+from prorl_trio.chat.format import ChatFormat
 from prorl_trio.client.recording import read_outcomes
 from prorl_trio.config import SandboxConfig
-from prorl_trio.errors import ConfigError
-from prorl_trio.sandbox.registry import choose_provider
-from prorl_trio.testing.soak import adopted_orphans
+from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.types.errors import ConfigError
 from support.skips import because
+from support.soak import adopted_orphans
 
 pytestmark = pytest.mark.slow
 

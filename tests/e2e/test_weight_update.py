@@ -15,12 +15,13 @@ import trio
 
 from launch.paths import engine_python, model_dir
 from launch.vllm import open_vllm
-from prorl_trio.chat import ChatFormat
-from prorl_trio.inference.http import HttpClient
-from prorl_trio.inference.partial import PartialCompletion
-from prorl_trio.inference.pool import Backends
-from prorl_trio.inference.vllm import VllmClient
-from prorl_trio.models import ChatMessage, SamplingParams
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
+from prorl_trio.inference.engines.http import HttpClient
+from prorl_trio.inference.engines.vllm import VllmClient
+from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.types.models import ChatMessage, SamplingParams
 from support.skips import because
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
@@ -90,7 +91,7 @@ async def test_two_versions_in_one_completion_and_logprobs_of_the_weights_that_s
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     old, new = model_dir(), tmp_path / "new"
     chat = await trio.to_thread.run_sync(ChatFormat.load, old)
-    prompt = chat.open(QUESTION).prompt_token_ids()
+    prompt = Conversation(chat, QUESTION).prompt_token_ids()
     with trio.fail_after(900):
         await trainer("change", old, new)
         async with open_vllm(

@@ -12,8 +12,8 @@ import trio
 
 from ipc.session import HeartbeatPing, SessionHello, StatusRequest
 from prorl_trio.client import connect
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_service import TOKEN, open_service
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_service import TOKEN, open_service
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,14 +10,14 @@ import trio
 import trustme
 
 from prorl_trio.client import connect
-from prorl_trio.errors import BackendError, ServiceError
-from prorl_trio.inference.vllm import RetryPolicy, VllmClient
-from prorl_trio.models import SamplingParams
-from prorl_trio.service.session_table import SessionTable
+from prorl_trio.inference.engines.vllm import RetryPolicy, VllmClient
+from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.testing.fake_engine import open_fake_engine
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_service import TOKEN, open_service
-from prorl_trio.testing.faulty_proxy import FaultyProxy
+from prorl_trio.types.errors import BackendError, ServiceError
+from prorl_trio.types.models import SamplingParams
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_service import TOKEN, open_service
+from support.faulty_proxy import FaultyProxy
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -19,21 +19,21 @@ import trio
 import prorl_trio
 from ipc.nursery import open_single_nursery
 from ipc.session import Accepted, Rejected
+from prorl_trio.agent.context import Resources
 from prorl_trio.client import connect
 from prorl_trio.config import ModelConfig, NodeConfig
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.ledger import LedgerLimits, NewJob, open_ledger
-from prorl_trio.models import Budgets, JobSpec, TaskInstance
-from prorl_trio.pipeline import Job, open_pipeline
-from prorl_trio.rollout import Resources
+from prorl_trio.pipeline.pipeline import Job, open_pipeline
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
 from prorl_trio.testing.fake_sandbox import FakeProvider
-from prorl_trio.testing.fake_service import TOKEN, open_service
-from prorl_trio.testing.soak import open_world
-from prorl_trio.testing.soak.trainer import soak_spec
+from prorl_trio.types.models import Budgets, JobSpec, TaskInstance
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_service import TOKEN, open_service
 from support.skips import because
+from support.soak import open_world
+from support.soak.trainer import soak_spec
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,10 +43,10 @@ DAY_S = 86_400.0
 MIB = 1024 * 1024
 
 DATES_FOR_PEOPLE = {
-    "prorl_trio/logs.py": "when a line was logged",
-    "prorl_trio/telemetry.py": "spans carry the time of day",
-    "prorl_trio/chat_jinja.py": "templates may print the date",
-    "prorl_trio/chat_template.py": "the same; a dialogue keeps the one at which it began",
+    "prorl_trio/observe/logs.py": "when a line was logged",
+    "prorl_trio/observe/telemetry.py": "spans carry the time of day",
+    "prorl_trio/chat/jinja.py": "templates may print the date",
+    "prorl_trio/chat/template.py": "the same; a dialogue keeps the one at which it began",
     "launch/image_store.py": "when an image was made",
     "launch/image_commands.py": "how long an image was not used",
 }

@@ -10,10 +10,10 @@ import trio
 
 from prorl_trio.client import connect
 from prorl_trio.service.strangers import Strangers, peer_of
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_rest import open_rest
-from prorl_trio.testing.fake_service import TOKEN, open_service
-from prorl_trio.testing.raw_trainer import raw_trainer
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_rest import open_rest
+from support.fake_service import TOKEN, open_service
+from support.raw_trainer import raw_trainer
 
 pytestmark = pytest.mark.timeout(60)
 

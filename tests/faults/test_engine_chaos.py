@@ -10,15 +10,15 @@ import pytest
 import trio
 
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.errors import BackendError, BackendsBusy, PauseTimeout
-from prorl_trio.inference.engines import AutoClient
-from prorl_trio.inference.partial import PartialCompletion
-from prorl_trio.inference.pool import Backends
-from prorl_trio.inference.retries import RetryPolicy
-from prorl_trio.models import SamplingParams
+from prorl_trio.inference.engines.registry import AutoClient
+from prorl_trio.inference.engines.retries import RetryPolicy
+from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_sampling import default_script
 from prorl_trio.testing.fake_sglang import open_fake_sglang
+from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout
+from prorl_trio.types.models import SamplingParams
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -16,9 +16,9 @@ import trio
 from ipc.session import Accepted, Rejected
 from prorl_trio.client import connect
 from prorl_trio.ledger import LedgerLimits, open_ledger
-from prorl_trio.testing.soak import Leftovers, adopted_orphans, open_world
-from prorl_trio.testing.soak.trainer import soak_spec
 from support.skips import because
+from support.soak import Leftovers, adopted_orphans, open_world
+from support.soak.trainer import soak_spec
 
 pytestmark = pytest.mark.alone
 

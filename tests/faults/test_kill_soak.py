@@ -15,11 +15,11 @@ import pytest
 import trio
 
 from prorl_trio.config import SandboxConfig
-from prorl_trio.errors import ConfigError
-from prorl_trio.sandbox.registry import choose_provider
-from prorl_trio.testing.soak import Leftovers, adopted_orphans, kill_at_random, open_world
-from prorl_trio.testing.soak.trainer import is_retried
+from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.types.errors import ConfigError
 from support.skips import because
+from support.soak import Leftovers, adopted_orphans, kill_at_random, open_world
+from support.soak.trainer import is_retried
 
 pytestmark = pytest.mark.alone
 

@@ -7,7 +7,6 @@ always a job to do: it has one outcome, numbered after the attempts that the led
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import signal
 import socket
@@ -26,9 +25,9 @@ import trio
 from ipc.session import Accepted
 from prorl_trio.client import connect
 from prorl_trio.ledger import LedgerLimits, open_ledger
-from prorl_trio.testing.soak import Leftovers, adopted_orphans
-from prorl_trio.testing.soak.backend import open_backend
-from prorl_trio.testing.soak.trainer import soak_spec
+from support.soak import Leftovers, adopted_orphans, rig_environment
+from support.soak.backend import open_backend
+from support.soak.trainer import soak_spec
 
 pytestmark = pytest.mark.alone
 
@@ -142,9 +141,9 @@ class Lives:
 
 @asynccontextmanager
 async def open_node(folder, kind, last_step):
-    module = "prorl_trio.testing.soak.dying_node"
+    module = "support.soak.dying_node"
     command = [sys.executable, "-m", module, str(folder / "node.toml"), kind, str(last_step)]
-    env = {**os.environ, "TMPDIR": str(folder / "tmp")}
+    env = rig_environment(TMPDIR=str(folder / "tmp"))
     with (folder / "node.log").open("ab") as log:
         node = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env)
     try:

@@ -11,9 +11,9 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.errors import ConfigError
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, LedgerLimits, NewJob, database, open_ledger
-from prorl_trio.testing.faulty_disk import FaultyDisk
+from prorl_trio.types.errors import ConfigError
+from support.faulty_disk import FaultyDisk
 
 KIB = 1024
 LIMITS = LedgerLimits(log_bytes=32 * KIB, reserve_bytes=64 * KIB, max_bytes=768 * KIB, retry_interval_s=0.01)

@@ -10,8 +10,8 @@ import pytest
 import trio
 
 from prorl_trio.ledger import LedgerLimits, NewJob, open_ledger, store
-from prorl_trio.testing.faulty_disk import FaultyDisk
-from prorl_trio.testing.power_loss import Wreck
+from support.faulty_disk import FaultyDisk
+from support.power_loss import Wreck
 
 KIB = 1024
 LIMITS = LedgerLimits(log_bytes=256 * KIB, reserve_bytes=16 * KIB, max_bytes=64 * KIB * KIB, max_reads=1)

@@ -31,10 +31,10 @@ from prorl_trio.client import connect
 from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.rest.app import ENDPOINTS
 from prorl_trio.service.rest.schema import ErrorDetail
-from prorl_trio.service.session_table import SessionTable
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_rest import open_rest
-from prorl_trio.testing.fake_service import TOKEN, open_service
+from prorl_trio.service.sessions.session_table import SessionTable
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_rest import open_rest
+from support.fake_service import TOKEN, open_service
 
 pytestmark = pytest.mark.timeout(1200)
 

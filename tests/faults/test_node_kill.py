@@ -15,9 +15,9 @@ import trio
 
 from ipc.session import Accepted
 from prorl_trio.client import connect
-from prorl_trio.models import JobSpec, SamplingParams, TaskInstance
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 TOKEN = "a-token-for-tests-0123456789"
 MIB = 1024 * 1024

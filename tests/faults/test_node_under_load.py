@@ -14,9 +14,9 @@ import pytest
 import trio
 
 from prorl_trio.client import connect
-from prorl_trio.service.feed import READ_AHEAD_BYTES
-from prorl_trio.testing.soak import Leftovers, adopted_orphans, open_world
-from prorl_trio.testing.soak.trainer import SESSION_ID, soak_spec
+from prorl_trio.service.sessions.feed import READ_AHEAD_BYTES
+from support.soak import Leftovers, adopted_orphans, open_world
+from support.soak.trainer import SESSION_ID, soak_spec
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(1500)]
 

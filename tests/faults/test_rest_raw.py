@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 import trio
 
-from prorl_trio.testing.fake_node import FakeNode, make_outcome
-from prorl_trio.testing.fake_rest import TOKEN, open_rest
+from support.fake_node import FakeNode, make_outcome
+from support.fake_rest import TOKEN, open_rest
 
 pytestmark = pytest.mark.timeout(300)
 

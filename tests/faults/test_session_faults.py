@@ -13,11 +13,11 @@ import trio
 from ipc import websocket as websocket_module
 from ipc.session import Accepted
 from prorl_trio.client import connect
-from prorl_trio.service.session_table import SessionTable
-from prorl_trio.testing.cancel_sweep import CancelledRun, cancel_sweep
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
-from prorl_trio.testing.fake_service import TOKEN, open_service
-from prorl_trio.testing.faulty_proxy import FaultyProxy
+from prorl_trio.service.sessions.session_table import SessionTable
+from support.cancel_sweep import CancelledRun, cancel_sweep
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_service import TOKEN, open_service
+from support.faulty_proxy import FaultyProxy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -6,7 +6,7 @@ import pytest
 
 from launch.bundle import build_bundle
 from launch.progress import SetupError
-from prorl_trio.sandbox.registry import PROVIDERS
+from prorl_trio.sandbox.providers.registry import PROVIDERS
 from support.id_range import apptainer_with_ids
 from support.skips import because
 

@@ -9,10 +9,10 @@ import pytest
 import trio
 
 from prorl_trio.config import BackendConfig, HealthConfig, ModelConfig, NodeConfig, SandboxConfig, StagesConfig
-from prorl_trio.models import JobSpec, SamplingParams, TaskInstance
-from prorl_trio.node import open_node
+from prorl_trio.node.node import open_node
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 pytestmark = pytest.mark.timeout(90)
 

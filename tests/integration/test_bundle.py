@@ -9,8 +9,8 @@ import pytest
 
 from launch import bundle
 from launch.progress import SetupError
-from prorl_trio.errors import SandboxUnavailable
-from prorl_trio.sandbox.bundle import BUNDLE_DIR, bundle_path, bundled_distributions, require_bundle
+from prorl_trio.sandbox.runtime.bundle import BUNDLE_DIR, bundle_path, bundled_distributions, require_bundle
+from prorl_trio.types.errors import SandboxUnavailable
 
 TIMEOUT_S = 60
 

@@ -21,11 +21,11 @@ from launch.image_commands import image as command
 from launch.image_store import check_image, pull_image, references_in, unpack_image
 from launch.progress import SetupError
 from launch.sif import squashfs_offset_bytes
-from prorl_trio.errors import SandboxUnavailable
-from prorl_trio.sandbox.apptainer import ApptainerProvider, find_apptainer
-from prorl_trio.sandbox.bubblewrap import BubblewrapProvider
 from prorl_trio.sandbox.images import find_image, images_dir, list_images, locate_image
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers.apptainer import ApptainerProvider, find_apptainer
+from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
+from prorl_trio.types.errors import SandboxUnavailable
 from support.programs import find_busybox
 from support.skips import because
 

@@ -8,14 +8,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from prorl_trio.config import BackendConfig, ModelConfig, NodeConfig, SandboxConfig
 from prorl_trio.ledger import open_ledger
-from prorl_trio.models import JobSpec, SamplingParams, TaskInstance
-from prorl_trio.monitoring import open_monitoring
-from prorl_trio.node import open_node
-from prorl_trio.service.journal import open_journal
+from prorl_trio.node.monitoring import open_monitoring
+from prorl_trio.node.node import open_node
 from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.session_table import SessionTable
+from prorl_trio.service.sessions.journal import open_journal
+from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -13,14 +13,14 @@ import trio
 from ipc.session import Accepted, Rejected
 from prorl_trio.client import connect
 from prorl_trio.config import AdmissionConfig, BackendConfig, ListenConfig, ModelConfig, NodeConfig, SandboxConfig
-from prorl_trio.errors import BackendError, ConfigError, Unauthorized
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.models import JobSpec, SamplingParams, TaskInstance
-from prorl_trio.node import open_node, serve_node
-from prorl_trio.sandbox.registry import choose_provider
+from prorl_trio.node.node import open_node, serve_node
+from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.service.endpoints import endpoint_url
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.errors import BackendError, ConfigError, Unauthorized
+from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 from support.skips import because
 
 TOKEN = "a-token-for-tests-0123456789"

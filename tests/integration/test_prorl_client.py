@@ -9,12 +9,12 @@ import msgspec
 import trio
 
 from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, RestConfig, SandboxConfig
-from prorl_trio.node import serve_node
-from prorl_trio.service.session_table import SessionTable
+from prorl_trio.node.node import serve_node
+from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.testing.fake_engine import FakeEngineConfig
-from prorl_trio.testing.fake_rest import RestService
 from prorl_trio.testing.fake_trainer_engine import open_fake_trainer_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
+from support.fake_rest import RestService
 
 SAMPLING = {
     "model": "hosted_vllm/Qwen/Qwen3-8B",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from prorl_trio.sandbox.registry import PROVIDERS
+from prorl_trio.sandbox.providers.registry import PROVIDERS
 
 RUN_TIMEOUT_S = 120
 SCRIPT = """
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 import trio
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.registry import PROVIDERS
+from prorl_trio.sandbox.providers.registry import PROVIDERS
 
 async def main():
     async with PROVIDERS[sys.argv[1]](Path(sys.argv[2])).open_sandbox(SandboxSpec()) as sandbox:

@@ -11,11 +11,11 @@ import trustme
 
 from ipc.tls import client_context
 from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, RestConfig, SandboxConfig
-from prorl_trio.node import serve_node
-from prorl_trio.service.session_table import SessionTable
+from prorl_trio.node.node import serve_node
+from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
-from prorl_trio.testing.fake_rest import TOKEN, RestService
 from prorl_trio.testing.tiny_model import make_tiny_model
+from support.fake_rest import TOKEN, RestService
 
 JOB = {
     "job_id": "j",

@@ -17,8 +17,7 @@ import pytest
 import trio
 
 from ipc.session import Accepted
-from prorl_trio.agent import run_agent
-from prorl_trio.batch import pad_batch
+from prorl_trio.agent.loop import run_agent
 from prorl_trio.client import BlockingClient, connect
 from prorl_trio.config import (
     ArenaConfig,
@@ -29,15 +28,16 @@ from prorl_trio.config import (
     SandboxConfig,
     StagesConfig,
 )
-from prorl_trio.errors import ConfigError
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.registry import HandlerRegistry
-from prorl_trio.models import ChatMessage, JobSpec, RetryPolicy, SamplingParams, TaskInstance
-from prorl_trio.node import serve_node
-from prorl_trio.service.local_sockets import claim_local_sockets
+from prorl_trio.node.node import serve_node
+from prorl_trio.service.websocket.local_sockets import claim_local_sockets
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.tools import ToolSet
+from prorl_trio.types.batch import pad_batch
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import ChatMessage, JobSpec, RetryPolicy, SamplingParams, TaskInstance
 
 TOKEN = "a-token-for-tests-0123456789"
 TOKENS = 5_000
@@ -261,7 +261,7 @@ import sys, tracemalloc
 from pathlib import Path
 import msgspec
 from prorl_trio.client import BlockingClient
-from prorl_trio.models import JobSpec
+from prorl_trio.types.models import JobSpec
 
 url, token, session, specs = sys.argv[1:]
 specs = msgspec.msgpack.decode(Path(specs).read_bytes(), type=list[JobSpec])

@@ -13,11 +13,11 @@ import pytest
 import trio
 
 from ipc.limits import SandboxLimits
-from prorl_trio.errors import SandboxLost
-from prorl_trio.sandbox.bubblewrap import BubblewrapProvider
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
 from prorl_trio.sandbox.reaper import descendants, is_alive
 from prorl_trio.sandbox.run_dir import open_run_dir
+from prorl_trio.types.errors import SandboxLost
 
 MIB = 1024 * 1024
 TEST_TIMEOUT_S = 120

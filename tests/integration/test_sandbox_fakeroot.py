@@ -13,12 +13,12 @@ import trio
 
 from launch.doctor import _fakeroot
 from prorl_trio.config import SandboxConfig
-from prorl_trio.errors import ConfigError, SandboxUnavailable
-from prorl_trio.sandbox.apptainer import ApptainerProvider
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.registry import choose_provider
+from prorl_trio.sandbox.providers.apptainer import ApptainerProvider
+from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.testing.sandbox_check import checked_sandbox
 from prorl_trio.testing.sandbox_contract import CORE_CHECKS, ISOLATION_CHECKS, PROCESS_CHECKS, Contract
+from prorl_trio.types.errors import ConfigError, SandboxUnavailable
 from support.skips import because
 
 TEST_TIMEOUT_S = 90
@@ -48,7 +48,7 @@ AS_USER = """
 import sys
 from pathlib import Path
 import trio
-from prorl_trio.sandbox.apptainer import ApptainerProvider
+from prorl_trio.sandbox.providers.apptainer import ApptainerProvider
 from prorl_trio.sandbox.provider import SandboxSpec
 
 async def main():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import trio
 
-from prorl_trio.sandbox import start
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers import start
 
 ACTION_TIMEOUT_S = 60
 TOKEN = "0123456789abcdef-planted-token"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import trio
 
+from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import RECORD_NAME, descendants, is_alive, kill
-from prorl_trio.sandbox.registry import PROVIDERS
 from prorl_trio.sandbox.run_dir import open_run_dir
 from support.skips import because
 
@@ -23,7 +23,7 @@ from pathlib import Path
 import trio
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.registry import PROVIDERS
+from prorl_trio.sandbox.providers.registry import PROVIDERS
 
 async def main():
     async with open_sandbox_host(PROVIDERS[sys.argv[1]](Path(sys.argv[2]))) as host, trio.open_nursery() as nursery:

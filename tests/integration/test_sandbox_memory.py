@@ -57,7 +57,9 @@ print(sum(row[14] for row in shm) + sum(row[3] for row in msg) + 64 * sum(row[3]
 @pytest.fixture(autouse=True)
 def _no_cgroup(monkeypatch):
     """As on a machine that delegates none."""
-    monkeypatch.setattr("prorl_trio.sandbox.start.own_site", lambda: type("Site", (), {"path": None, "problem": "no"}))
+    monkeypatch.setattr(
+        "prorl_trio.sandbox.providers.start.own_site", lambda: type("Site", (), {"path": None, "problem": "no"})
+    )
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in HOGS])

@@ -9,8 +9,8 @@ import pytest
 import trio
 
 from ipc.limits import SandboxLimits
-from prorl_trio.sandbox.host_python import HOST_PYTHON_DIR, require_host_python
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.runtime.host_python import HOST_PYTHON_DIR, require_host_python
 
 MIB = 1024 * 1024
 

@@ -14,11 +14,11 @@ import pytest
 import trio
 
 from ipc.limits import SandboxLimits
-from prorl_trio.errors import SandboxCallFailed, SandboxUnavailable
-from prorl_trio.sandbox import pid_setter
-from prorl_trio.sandbox.pid_limit import FIRST_REUSED_PID, OWN_TASKS, PidLimiter, pid_limit_problem
+from prorl_trio.sandbox.limits import pid_setter
+from prorl_trio.sandbox.limits.pid_limit import FIRST_REUSED_PID, OWN_TASKS, PidLimiter, pid_limit_problem
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import identify
+from prorl_trio.types.errors import SandboxCallFailed, SandboxUnavailable
 from support.skips import because
 
 PID_MAX = Path("/proc/sys/kernel/pid_max")

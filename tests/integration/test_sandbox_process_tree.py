@@ -7,10 +7,10 @@ import os
 import pytest
 import trio
 
-from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.sandbox import process_tree
 from prorl_trio.sandbox.process_tree import STDERR_TAIL_BYTES, open_process_tree
 from prorl_trio.sandbox.reaper import RECORD_NAME, descendants, is_alive
+from prorl_trio.types.errors import SandboxUnavailable
 
 ENV = {"PATH": os.defpath}
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import trio
 
-from prorl_trio.cache import cache_dir
-from prorl_trio.sandbox import host_python
-from prorl_trio.sandbox.distributions import closure
-from prorl_trio.sandbox.host_python import HOST_PYTHON_DIR, PROMISED, PROMISED_IF_INSTALLED
+from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.registry import PROVIDERS
-from prorl_trio.sandbox.skeleton import build_skeleton, covered, host_mounts
+from prorl_trio.sandbox.providers.registry import PROVIDERS
+from prorl_trio.sandbox.runtime import host_python
+from prorl_trio.sandbox.runtime.distributions import closure
+from prorl_trio.sandbox.runtime.host_python import HOST_PYTHON_DIR, PROMISED, PROMISED_IF_INSTALLED
+from prorl_trio.sandbox.runtime.skeleton import build_skeleton, covered, host_mounts
 
 QUICK_TIMEOUT_S = 120
 SEARCH_TIMEOUT_S = 1200
@@ -141,7 +141,9 @@ async def test_more_packages_by_name(provider, tmp_path):
 
 def test_what_the_node_has_below_usr_is_covered(monkeypatch, tmp_path):
     """As in containers: Python in /usr/local, the project in /usr/src. The folders are this machine's /usr/share's."""
-    monkeypatch.setattr("prorl_trio.sandbox.skeleton.package_folders", lambda: frozenset({"/usr/share/doc", "/opt"}))
+    monkeypatch.setattr(
+        "prorl_trio.sandbox.runtime.skeleton.package_folders", lambda: frozenset({"/usr/share/doc", "/opt"})
+    )
     monkeypatch.setenv("PRORL_CACHE_DIR", "/usr/share/doc/cache")
     monkeypatch.setenv("HOME", "/usr/share/man")
     covered.cache_clear()

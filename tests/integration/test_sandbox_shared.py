@@ -7,7 +7,7 @@ import os
 
 import trio
 
-from prorl_trio.sandbox.pid_limit import MAX_INOTIFY_INSTANCES, MAX_PTYS
+from prorl_trio.sandbox.limits.pid_limit import MAX_INOTIFY_INSTANCES, MAX_PTYS
 from prorl_trio.sandbox.provider import SandboxSpec
 
 TEST_TIMEOUT_S = 120

@@ -12,8 +12,8 @@ import trio
 from perf.sandboxes import Start, measure_live
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import descendants
-from prorl_trio.sandbox.registry import PROVIDERS
 from prorl_trio.sandbox.warm_pool import WarmLimits
 
 pytestmark = pytest.mark.soak

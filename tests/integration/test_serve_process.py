@@ -19,9 +19,9 @@ import trio
 
 from prorl_trio.cli import EXIT_JOBS_CUT
 from prorl_trio.client import connect
-from prorl_trio.models import JobSpec, SamplingParams, TaskInstance
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 TOKEN = "a-token-for-tests-0123456789"
 CLI = [sys.executable, "-m", "prorl_trio.cli"]

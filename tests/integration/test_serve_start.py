@@ -11,18 +11,18 @@ import pytest
 import trio
 
 from prorl_trio.config import NodeConfig, SandboxConfig
-from prorl_trio.errors import ConfigError, Draining
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.ledger import LedgerLimits, open_ledger
-from prorl_trio.models import JobSpec, TaskInstance
-from prorl_trio.node import serve_node
-from prorl_trio.node_parts import warn_of_image
-from prorl_trio.service.journal import open_journal
-from prorl_trio.service.session_table import SessionTable
-from prorl_trio.testing.fake_node import FakeNode
+from prorl_trio.node.node import serve_node
+from prorl_trio.node.parts import warn_of_image
+from prorl_trio.service.sessions.journal import open_journal
+from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.errors import ConfigError, Draining
+from prorl_trio.types.models import JobSpec, TaskInstance
+from support.fake_node import FakeNode
 
 MIB = 1024 * 1024
 LIMITS = LedgerLimits(log_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB)

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.errors import BackendError, BackendsBusy, PauseTimeout
-from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
-from prorl_trio.inference.engine_load import EngineLoad
-from prorl_trio.inference.gate import PauseMode
-from prorl_trio.inference.line import MAX_PASSED_OVER
-from prorl_trio.inference.pool import Backends
-from prorl_trio.models import SamplingParams
+from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, PauseMode
+from prorl_trio.inference.engines.engine_load import EngineLoad
+from prorl_trio.inference.pool.line import MAX_PASSED_OVER
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout
+from prorl_trio.types.models import SamplingParams
 
 URLS = [f"http://host{index}:8000" for index in range(4)]
 PRIORITIES = 3

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.errors import BackendError
-from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
-from prorl_trio.inference.health import MAX_DOUBLINGS
-from prorl_trio.inference.pool import Backends
-from prorl_trio.models import SamplingParams
+from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo
+from prorl_trio.inference.pool.health import MAX_DOUBLINGS
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.types.errors import BackendError
+from prorl_trio.types.models import SamplingParams
 
 HEALTH = HealthConfig(interval_s=10, open_after_failures=3, close_after_successes=2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_trio.chat_history import RECALLS, remembered, shape
+from prorl_trio.chat.history import RECALLS, remembered, shape
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": "long"}}}
 OTHERS = st.sampled_from(["system", "user", "tool"]).flatmap(

@@ -12,11 +12,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prorl_trio.chat import ChatFormat
-from prorl_trio.chat_codec import MARK, TokenCodec
-from prorl_trio.models import ChatMessage
+from prorl_trio.chat.codec import MARK, TokenCodec
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
+from prorl_trio.chat.tool_calls import parse_tool_calls, parse_turn
 from prorl_trio.testing.chat_families import CHAT_FAMILIES, write_family_model
-from prorl_trio.tool_calls import parse_tool_calls, parse_turn
+from prorl_trio.types.models import ChatMessage
 
 with tempfile.TemporaryDirectory() as _folder:
     FORMATS = [ChatFormat.load(write_family_model(Path(_folder) / family, family)) for family in CHAT_FAMILIES]
@@ -62,7 +63,8 @@ def test_an_assistants_marked_text_has_no_token_that_structures_the_dialogue(cha
 @quick
 def test_the_structure_of_a_dialogue_does_not_depend_on_its_content(chat, contents, harmless):
     def controls(system, question, result, more, name):
-        conversation = chat.open(
+        conversation = Conversation(
+            chat,
             [ChatMessage(role="system", content=system), ChatMessage(role="user", content=question)],
             [{"type": "function", "function": {"name": "f", "description": name, "parameters": {}}}],
         )
@@ -86,7 +88,7 @@ def test_the_structure_of_a_dialogue_does_not_depend_on_its_content(chat, conten
 @given(chat=formats, question=hostile, rounds=st.lists(st.tuples(sampled, st.booleans(), hostile), max_size=4))
 @quick
 def test_a_conversation_only_ever_grows(chat, question, rounds):
-    conversation = chat.open([ChatMessage(role="user", content=question)])
+    conversation = Conversation(chat, [ChatMessage(role="user", content=question)])
     expected = conversation.prompt_token_ids()
     mask = [0] * len(expected)
     sampled_logprobs = [0.0] * len(expected)

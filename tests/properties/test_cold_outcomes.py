@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from ipc.session import OutcomeFrame
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed
-from prorl_trio.models import Outcome
-from prorl_trio.service.feed import READ_AHEAD_BYTES
-from prorl_trio.service.journal import open_journal
-from prorl_trio.service.session_table import SessionTable
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
+from prorl_trio.service.sessions.feed import READ_AHEAD_BYTES
+from prorl_trio.service.sessions.journal import open_journal
+from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.types.models import Outcome
+from support.fake_node import FakeNode, make_outcome, make_spec
 
 if TYPE_CHECKING:
     from ipc.session import JobEvent
-    from prorl_trio.service.feed import Feed
-    from prorl_trio.service.session import Session
+    from prorl_trio.service.sessions.feed import Feed
+    from prorl_trio.service.sessions.session import Session
 
 HOT_BYTES = 6_000
 SESSIONS = 2

@@ -16,7 +16,6 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prorl_trio.errors import ProrlError
 from prorl_trio.ledger import LedgerLimits, NewJob
 from prorl_trio.ledger.operations import (
     LAZY,
@@ -29,8 +28,9 @@ from prorl_trio.ledger.operations import (
     OpenSession,
 )
 from prorl_trio.ledger.store import Store
-from prorl_trio.testing.faulty_disk import FaultyDisk
-from prorl_trio.testing.power_loss import Wreck
+from prorl_trio.types.errors import ProrlError
+from support.faulty_disk import FaultyDisk
+from support.power_loss import Wreck
 
 LIMITS = LedgerLimits(log_bytes=65_536, reserve_bytes=8_192, max_bytes=64_000_000, max_group_bytes=20_000, max_reads=1)
 DISK = FaultyDisk()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from prorl_trio.config import Strategy
-from prorl_trio.inference.placement import MAX_RANKS_PER_BACKEND, BackendPool, MoveReason
+from prorl_trio.inference.pool.placement import MAX_RANKS_PER_BACKEND, BackendPool, MoveReason
 
 URLS = st.sampled_from([f"http://host{index}:8000" for index in range(5)])
 

@@ -8,8 +8,8 @@ from random import Random
 import msgspec
 import trio
 
-from prorl_trio.testing.fake_node import FakeNode, make_spec
-from prorl_trio.testing.fake_rest import open_rest
+from support.fake_node import FakeNode, make_spec
+from support.fake_rest import open_rest
 
 REQUESTS = 1000
 TARGETS = {

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ipc.session import Ack, JobEvent, OutcomeFrame
 from prorl_trio.client.inbox import Inbox
-from prorl_trio.errors import AdmissionRejected
-from prorl_trio.service.feed import Feed
 from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.session import Session
-from prorl_trio.testing.fake_node import FakeNode, make_spec
+from prorl_trio.service.sessions.feed import Feed
+from prorl_trio.service.sessions.session import Session
+from prorl_trio.types.errors import AdmissionRejected
+from support.fake_node import FakeNode, make_spec
 
 MAX_UNDELIVERED = 7
 WINDOW_OUTCOMES = 3

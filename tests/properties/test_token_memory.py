@@ -13,19 +13,20 @@ from hypothesis import strategies as st
 
 from ipc.arena import open_arena
 from ipc.session import OutcomeRefFrame, ServerFrame
-from prorl_trio.chat import ChatFormat
+from prorl_trio.agent.context import Resources
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
+from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.config import AgentConfig, ArenaConfig, ModelConfig, NodeConfig, StagesConfig
-from prorl_trio.errors import BackendError
 from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.models import Budgets, ChatMessage, JobSpec, Outcome, RetryPolicy, TaskInstance, Turn
-from prorl_trio.outcome_refs import join_outcome
-from prorl_trio.pipeline import Job, open_pipeline
-from prorl_trio.rollout import Resources
+from prorl_trio.pipeline.pipeline import Job, open_pipeline
 from prorl_trio.sandbox.host import open_sandbox_host
-from prorl_trio.service.shared_outcomes import SharedOutcomes
+from prorl_trio.service.sessions.shared_outcomes import SharedOutcomes
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
-from prorl_trio.token_memory import TokenMemory
+from prorl_trio.types.errors import BackendError
+from prorl_trio.types.models import Budgets, ChatMessage, JobSpec, Outcome, RetryPolicy, TaskInstance, Turn
+from prorl_trio.types.outcome_refs import join_outcome
 
 BLOCK_TOKENS = 64
 BLOCKS = 32
@@ -163,7 +164,8 @@ class Talks(AgentHandler):
         return None
 
     async def run(self, context):
-        rng, conversation = self.rng, context.resources.chat_format.open([ChatMessage(role="user", content="Hi")])
+        rng, hello = self.rng, [ChatMessage(role="user", content="Hi")]
+        conversation = Conversation(context.resources.chat_format, hello)
         context.begin_dialogue(conversation)
         for number in range(rng.randint(1, 4)):
             if number:

@@ -13,18 +13,18 @@ import trio
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prorl_trio.agent import NewDialogue, run_agent, run_sub_agent
-from prorl_trio.batch import pad_batch
-from prorl_trio.chat import ChatFormat
+from prorl_trio.agent.context import Resources, RolloutContext
+from prorl_trio.agent.loop import NewDialogue, run_agent, run_sub_agent
+from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import AgentConfig, ModelConfig, NodeConfig
-from prorl_trio.errors import ContextLengthExceeded
-from prorl_trio.inference.engine import Completion, EngineInfo
-from prorl_trio.inference.versions import VersionOrder
-from prorl_trio.models import ChatMessage, JobSpec, SamplingParams, TaskInstance, ToolCall
-from prorl_trio.rollout import Resources, RolloutContext
+from prorl_trio.inference.engines.engine import Completion, EngineInfo
+from prorl_trio.inference.pool.versions import VersionOrder
 from prorl_trio.testing.chat_families import ALL_CHAT_FAMILIES, write_family_model
 from prorl_trio.tools import Observation, Tool, ToolSet
 from prorl_trio.tools.fitting import fit_texts, fitting_share
+from prorl_trio.types.batch import pad_batch
+from prorl_trio.types.errors import ContextLengthExceeded
+from prorl_trio.types.models import ChatMessage, JobSpec, SamplingParams, TaskInstance, ToolCall
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from launch.doctor import _fakeroot
-from prorl_trio.sandbox.apptainer import find_apptainer
+from prorl_trio.sandbox.providers.apptainer import find_apptainer
 from support.skips import because
 
 RANGE = "root:100000:65536\n"

@@ -37,7 +37,7 @@ class Leaks:
     """A plugin of pytest's."""
 
     def __init__(self):
-        self._owned = {"module": {}, "session": {}}
+        self._owned: dict[str, dict[object, object]] = {"module": {}, "session": {}}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):

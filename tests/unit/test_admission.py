@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_trio.admission import MAX_RETRY_S, MIN_RETRY_S, UNMEASURED_RETRY_S, Admission, EndRate, Load
 from prorl_trio.config import AdmissionConfig
-from prorl_trio.errors import AdmissionRejected
+from prorl_trio.pipeline.admission import MAX_RETRY_S, MIN_RETRY_S, UNMEASURED_RETRY_S, Admission, EndRate, Load
+from prorl_trio.types.errors import AdmissionRejected
 
 LIMITS = AdmissionConfig(
     max_queued_per_session=3, max_live=10, max_live_per_session=5, max_undelivered=20, max_undelivered_bytes=1000

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_trio.agent_clock import AgentClock
+from prorl_trio.agent.clock import AgentClock
 from prorl_trio.config import BudgetConfig
-from prorl_trio.inference.pace import Pace
-from prorl_trio.inference.production import STALL_S, Production
-from prorl_trio.models import Budgets
+from prorl_trio.inference.pool.pace import Pace
+from prorl_trio.inference.pool.production import STALL_S, Production
+from prorl_trio.types.models import Budgets
 
 
 def test_it_stands_until_a_tool_works_and_again_afterwards():

@@ -12,10 +12,10 @@ import trio.testing
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import BackendConfig
-from prorl_trio.errors import BackendError
-from prorl_trio.inference.engine import EngineClient, EngineInfo
-from prorl_trio.inference.gate import unseen
-from prorl_trio.inference.pool import Backends
+from prorl_trio.inference.engines.engine import EngineClient, EngineInfo
+from prorl_trio.inference.pool.gate import unseen
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.types.errors import BackendError
 
 A, B = "http://a:1", "http://b:1"
 

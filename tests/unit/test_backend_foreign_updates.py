@@ -8,8 +8,8 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.errors import BackendError, PauseTimeout
-from prorl_trio.testing.pausable_engine import A, B, complete, open_pool, versions
+from prorl_trio.types.errors import BackendError, PauseTimeout
+from support.pausable_engine import A, B, complete, open_pool, versions
 
 # ------------------------------------------------------------ aborts that nobody asked for here
 

@@ -12,11 +12,11 @@ import trio.testing
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.errors import BackendError
-from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo, RequestRefused
-from prorl_trio.inference.health import Breaker
-from prorl_trio.inference.pool import Backends
-from prorl_trio.models import SamplingParams
+from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, RequestRefused
+from prorl_trio.inference.pool.health import Breaker
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.types.errors import BackendError
+from prorl_trio.types.models import SamplingParams
 
 A, B = "http://a:1", "http://b:1"
 POLICY = HealthConfig(interval_s=10, open_after_failures=2, close_after_successes=2)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_trio.inference.line import MAX_PASSED_OVER, WaitingLine
-from prorl_trio.inference.placement import Backend, Lease
+from prorl_trio.inference.pool.line import MAX_PASSED_OVER, WaitingLine
+from prorl_trio.inference.pool.placement import Backend, Lease
 
 BACKEND = Backend("http://a", 1.0, 0)
 

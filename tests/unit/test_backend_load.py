@@ -10,13 +10,13 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.errors import BackendError
-from prorl_trio.inference.engine import Completion, EngineClient, EngineInfo
-from prorl_trio.inference.engine_load import EngineLoad, read_load
-from prorl_trio.inference.load import AdaptiveLimit, LoadEstimate
-from prorl_trio.inference.partial import PartialCompletion
-from prorl_trio.inference.pool import Backends
-from prorl_trio.models import SamplingParams
+from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo
+from prorl_trio.inference.engines.engine_load import EngineLoad, read_load
+from prorl_trio.inference.pool.load import AdaptiveLimit, LoadEstimate
+from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.types.errors import BackendError
+from prorl_trio.types.models import SamplingParams
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 POLICY = LoadConfig(interval_s=1, skew_margin_s=2, skew_ratio=1.5)

@@ -11,13 +11,13 @@ import trio
 import trio.testing
 
 from prorl_trio.config import LoadConfig
-from prorl_trio.errors import BackendError, PauseTimeout
-from prorl_trio.inference.engine import EnginePaused
-from prorl_trio.inference.engine_load import EngineLoad
-from prorl_trio.inference.partial import PartialCompletion
-from prorl_trio.models import SamplingParams
-from prorl_trio.testing.cancel_sweep import cancel_sweep
-from prorl_trio.testing.pausable_engine import HEALTH, A, B, C, complete, open_pool, versions
+from prorl_trio.inference.engines.engine import EnginePaused
+from prorl_trio.inference.engines.engine_load import EngineLoad
+from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.types.errors import BackendError, PauseTimeout
+from prorl_trio.types.models import SamplingParams
+from support.cancel_sweep import cancel_sweep
+from support.pausable_engine import HEALTH, A, B, C, complete, open_pool, versions
 
 # ------------------------------------------------------------ pauses and probes
 

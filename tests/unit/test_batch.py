@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorl_trio import Outcome, PaddedBatch, Segment, Trajectory, pad_batch
-from prorl_trio.batch import NOT_SAMPLED
-from prorl_trio.models import PolicySpan, Timing
+from prorl_trio.types.batch import NOT_SAMPLED
+from prorl_trio.types.models import PolicySpan, Timing
 
 PAD = 99
 
@@ -93,7 +93,7 @@ def test_as_a_naive_reference(items, side, max_len, reuse):
 
 
 def test_shapes_and_dtypes():
-    batch = trajectory(segment(2, (3, "v1")), segment(4)).to_padded(pad_token_id=PAD, max_len=8, side="left")
+    batch = pad_batch([trajectory(segment(2, (3, "v1")), segment(4))], pad_token_id=PAD, max_len=8, side="left")
     assert isinstance(batch, PaddedBatch)
     expected = {
         "token_ids": np.int32,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_trio.fair_order import FairOrder
-from prorl_trio.staleness import BeginLimit
+from prorl_trio.pipeline.fair_order import FairOrder
+from prorl_trio.pipeline.staleness import BeginLimit
 
 
 def test_so_many_are_ahead_at_most():

@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from prorl_trio.sandbox import bubblewrap
-from prorl_trio.sandbox.bubblewrap import find_bubblewrap
+from prorl_trio.sandbox.providers import bubblewrap
+from prorl_trio.sandbox.providers.bubblewrap import find_bubblewrap
 
 WHEELS = "/wheel/bwrap"
 

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from prorl_trio.chat import ChatFormat
-from prorl_trio.models import ChatMessage
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
 from prorl_trio.testing.tiny_model import CHATML_TEMPLATE, make_tiny_model
+from prorl_trio.types.models import ChatMessage
 
 SEARCH = {
     "type": "function",
@@ -42,7 +43,7 @@ def endings(model, family, text):
     """Where the text is said to end with a call, asked after each of its tokens (bytes, here)."""
     folder, tiny = model
     chat = ChatFormat.load(folder, family=family)
-    conversation = chat.open([ChatMessage(role="user", content="?")], [SEARCH])
+    conversation = Conversation(chat, [ChatMessage(role="user", content="?")], [SEARCH])
     ids = tiny.turn(text)
     return [end for end in range(1, len(ids) + 1) if conversation.ends_with_tool_call(ids[:end])]
 
@@ -56,7 +57,7 @@ def test_a_call_is_complete_at_its_last_token(model, family):
 def test_text_full_of_tags_is_not_read_again_at_each(model, monkeypatch):
     folder, tiny = model
     chat = ChatFormat.load(folder, family="qwen3")
-    conversation = chat.open([ChatMessage(role="user", content="?")], [SEARCH])
+    conversation = Conversation(chat, [ChatMessage(role="user", content="?")], [SEARCH])
     ids, decoded, decode = tiny.turn("<td>" * 500), [], chat.codec.decode
     monkeypatch.setattr(chat.codec, "decode", lambda ids, **how: decoded.append(len(ids)) or decode(ids, **how))
     assert not any(conversation.ends_with_tool_call(ids[:end]) for end in range(1, len(ids) + 1))

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from prorl_trio.chat import ChatFormat
-from prorl_trio.chat_codec import TokenCodec
-from prorl_trio.models import ChatMessage
+from prorl_trio.chat.codec import TokenCodec
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
 from prorl_trio.testing.chat_families import write_family_model
+from prorl_trio.types.models import ChatMessage
 
 
 def codec_with(folder, **tokens):
@@ -57,7 +58,7 @@ def test_a_token_swallows_the_white_space_that_the_tokenizer_swallows(tmp_path):
 def test_words_among_the_added_tokens_do_not_look_like_our_own_marks(tmp_path):
     folder = write_family_model(tmp_path, "qwen3", more_tokens=["SSN", "SOS"])
     chat = ChatFormat.load(folder)
-    conversation = chat.open([ChatMessage(role="user", content="S SSN")])
+    conversation = Conversation(chat, [ChatMessage(role="user", content="S SSN")])
     conversation.add_completion([5], [-1.0])
     for said in ("my SSN", "S", "SS"):
         conversation.add_messages([ChatMessage(role="user", content=said)])

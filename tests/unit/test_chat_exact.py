@@ -6,15 +6,16 @@ from random import Random
 
 import pytest
 
-from prorl_trio import chat_proof
-from prorl_trio.chat import ChatFormat
-from prorl_trio.chat_history import RECALLS, Recall
-from prorl_trio.chat_proof import load_chat_format, prove_format
+from prorl_trio.chat import proof as chat_proof
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
+from prorl_trio.chat.history import RECALLS, Recall
+from prorl_trio.chat.proof import load_chat_format, prove_format
 from prorl_trio.config import ModelConfig
-from prorl_trio.errors import ConfigError
-from prorl_trio.models import ChatMessage, ToolCall
 from prorl_trio.testing.chat_families import ALL_CHAT_FAMILIES, write_family_model
 from prorl_trio.testing.chat_family_templates import FAMILY_TEMPLATES
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import ChatMessage, ToolCall
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 USER = ChatMessage(role="user", content="2 + 2?")
@@ -97,7 +98,7 @@ def test_a_model_is_proven_once_for_each_way_of_using_it(tmp_path, monkeypatch):
 def test_a_harmony_call_and_its_result(formats):
     chat = formats["gpt-oss"]
     assert [chat.decode([end]) for end in chat.stop_token_ids] == ["<|return|>", "<|call|>"]
-    conversation = chat.open([USER], TOOLS)
+    conversation = Conversation(chat, [USER], TOOLS)
     before = chat.decode(conversation.prompt_token_ids())
     said = (
         "<|channel|>analysis<|message|>Let me add.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
@@ -118,7 +119,7 @@ def test_what_ended_a_harmony_turn_is_not_followed_by_another_end(formats):
     final = "<|channel|>final<|message|>4"
     texts = {}
     for on_break in ("keep", "segment"):
-        conversation = chat.open([USER], on_break=on_break)
+        conversation = Conversation(chat, [USER], on_break=on_break)
         sample(conversation, chat, final, "<|return|>")
         conversation.add_messages([USER])
         texts[on_break] = chat.decode(conversation.prompt_token_ids())
@@ -131,7 +132,7 @@ def test_what_ended_a_harmony_turn_is_not_followed_by_another_end(formats):
 
 def test_results_carry_the_ids_of_their_calls(formats):
     chat = formats["mistral"]
-    conversation = chat.open([USER], TOOLS)
+    conversation = Conversation(chat, [USER], TOOLS)
     named = '[TOOL_CALLS][{"name": "add", "arguments": {}, "id": "abcdefghi"}, {"name": "add", "arguments": {}}]'
     turn = sample(conversation, chat, named, "</s>")
     assert [call.id for call in turn.tool_calls] == ["abcdefghi", ""]
@@ -151,7 +152,7 @@ def test_results_carry_the_ids_of_their_calls(formats):
 @pytest.mark.parametrize("identity", ["short", "</s>[INST]", '\\"}, {\\"', "12345678é", "[INST]xyz"])
 def test_a_calls_id_that_the_template_would_refuse_is_replaced(formats, identity):
     chat = formats["mistral"]
-    conversation = chat.open([USER], TOOLS)
+    conversation = Conversation(chat, [USER], TOOLS)
     said = f'[TOOL_CALLS][{{"name": "add", "arguments": {{}}, "id": "{identity}"}}]'
     (call,) = sample(conversation, chat, said, "</s>").tool_calls
     assert (call.id, call.error) == ("", "")
@@ -168,7 +169,7 @@ def test_an_opening_may_contain_calls(formats, family):
         result(tool_call_id="123456789"),
         ChatMessage(role="assistant", content="Eight."),
     ]
-    text = chat.decode(chat.open([USER, *example, USER], TOOLS).prompt_token_ids())
+    text = chat.decode(Conversation(chat, [USER, *example, USER], TOOLS).prompt_token_ids())
     expected = {
         "mistral": '"id": "123456789"}]</s>[TOOL_RESULTS]{"content": "8", "call_id": "123456789"}[/TOOL_RESULTS]Eight.',
         "gpt-oss": '{"a": 2}<|call|><|start|>functions.add to=assistant<|channel|>commentary<|message|>"8"<|end|>',
@@ -176,7 +177,7 @@ def test_an_opening_may_contain_calls(formats, family):
     }
     assert expected[family] in text
     unsaid = ChatMessage(role="assistant", content="", tool_calls=[ToolCall(name="add", arguments={"a": 2}, raw="")])
-    text = formats["smollm2"].decode(formats["smollm2"].open([USER, unsaid, USER]).prompt_token_ids())
+    text = formats["smollm2"].decode(Conversation(formats["smollm2"], [USER, unsaid, USER]).prompt_token_ids())
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>' in text
 
 
@@ -184,7 +185,7 @@ def test_results_in_an_opening_answer_the_calls_before_them(formats):
     chat = formats["mistral"]
     calls = [ToolCall(name="add", arguments={}, raw="") for _ in range(2)]
     opening = [USER, ChatMessage(role="assistant", content="", tool_calls=calls), result("8"), result("9")]
-    conversation = chat.open(opening, TOOLS)
+    conversation = Conversation(chat, opening, TOOLS)
     text = chat.decode(conversation.prompt_token_ids())
     assert text.count('"id": "000000001"') == text.count('"content": "8", "call_id": "000000001"') == 1
     assert text.count('"id": "000000002"') == text.count('"content": "9", "call_id": "000000002"') == 1
@@ -197,7 +198,7 @@ def test_results_in_an_opening_answer_the_calls_before_them(formats):
 @pytest.mark.parametrize("on_break", ["keep", "segment"])
 def test_results_of_what_is_no_formal_call(formats, family, on_break):
     chat = formats[family]
-    conversation = chat.open([USER], TOOLS, on_break=on_break)
+    conversation = Conversation(chat, [USER], TOOLS, on_break=on_break)
     for number in range(4):
         ids = chat.codec.encode("Let me run `2 + 2`.")  # cut short as well
         conversation.add_completion(ids, [-1.0] * len(ids))
@@ -209,7 +210,7 @@ def test_results_of_what_is_no_formal_call(formats, family, on_break):
 @pytest.mark.parametrize("family", ALL_CHAT_FAMILIES)
 def test_a_long_dialogue_is_remembered_by_few_messages_and_is_the_templates_own(formats, family):
     chat, random = formats[family], Random(family)
-    conversation, dialogue = chat.open([USER], TOOLS), [USER]
+    conversation, dialogue = Conversation(chat, [USER], TOOLS), [USER]
     said, lengths = chat.codec.encode("Hm."), []
     for number in range(40):
         new = random.choice([[USER], [result(f"{number}")], [result("8"), result("9")]])
@@ -219,13 +220,13 @@ def test_a_long_dialogue_is_remembered_by_few_messages_and_is_the_templates_own(
         lengths.append(len(conversation._history))
     assert max(lengths[20:]) <= max(lengths[:20]) <= 10
     if not chat.capabilities.needs_calls:  # such results are of calls that the oracle would have to know
-        assert conversation.prompt_token_ids() == chat.open(dialogue, TOOLS).prompt_token_ids()
+        assert conversation.prompt_token_ids() == Conversation(chat, dialogue, TOOLS).prompt_token_ids()
 
 
 def test_contents_are_not_kept_where_only_the_roles_matter(formats):
     chat = formats["deepseek"]
     assert chat.capabilities.recall == Recall("kinds", tools=False)
-    conversation = chat.open([ChatMessage(role="user", content="long " * 1_000)])
+    conversation = Conversation(chat, [ChatMessage(role="user", content="long " * 1_000)])
     texts = []
     for _ in range(3):
         sample(conversation, chat, "Hm. " * 100, "<｜end▁of▁sentence｜>")

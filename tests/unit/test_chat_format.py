@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from prorl_trio.chat import ChatFormat
-from prorl_trio.chat_proof import prove_format
-from prorl_trio.errors import ConfigError
-from prorl_trio.models import ChatMessage
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
+from prorl_trio.chat.proof import prove_format
 from prorl_trio.testing.chat_families import write_family_model
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import ChatMessage
 
 
 def test_the_template_may_be_in_any_of_three_files(tmp_path):
@@ -129,11 +130,12 @@ def test_where_no_system_message_is_taken_it_begins_the_users_first(tmp_path):
     for messages, said in (
         ([system, user], "Be <eos> brief.\n\nHi."), ([system], "Be <eos> brief."), ([user], "Hi.")
     ):  # fmt: skip
-        ids = chat.open(messages).prompt_token_ids()
+        ids = Conversation(chat, messages).prompt_token_ids()
         assert chat.decode(ids) == turn.format(said)
         assert chat.codec.added_ids["<eos>"] not in ids
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
-    assert chat.decode(chat.open([user], [tool]).prompt_token_ids()).startswith("<bos><start_of_turn>user\n# Tools\n")
+    prompt = Conversation(chat, [user], [tool]).prompt_token_ids()
+    assert chat.decode(prompt).startswith("<bos><start_of_turn>user\n# Tools\n")
 
 
 def test_a_template_may_end_a_dialogue_that_it_does_not_open(tmp_path):

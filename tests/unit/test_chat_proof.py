@@ -6,12 +6,13 @@ from random import Random
 
 import pytest
 
-from prorl_trio.chat import ChatFormat
-from prorl_trio.chat_proof import load_chat_format, prove_format
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
+from prorl_trio.chat.proof import load_chat_format, prove_format
 from prorl_trio.config import ModelConfig
-from prorl_trio.errors import ConfigError
-from prorl_trio.models import ChatMessage
 from prorl_trio.testing.chat_families import write_family_model
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import ChatMessage
 
 HEAD = "{{ '<|im_start|>' + ('observation' if m.role == 'tool' else m.role) + '\n' }}"
 OPENING = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}HURRY{% endif %}"
@@ -69,14 +70,14 @@ def test_one_that_counts_up_to_something_is_exact_with_a_longer_memory(folder):
     (folder / "chat_template.jinja").write_text(source)
     chat, random = load_chat_format(ModelConfig(path=str(folder))), Random(0)
     messages = [ChatMessage(role="user", content="Go.")]
-    conversation = chat.open(messages)
+    conversation = Conversation(chat, messages)
     ids = [*chat.codec.encode("So."), chat.end_of_turn_id]
     for number in range(60):
         conversation.add_completion(ids, [-1.0] * len(ids))
         new = ChatMessage(role=random.choice(["user", "tool"]), content=f"{number}")
         conversation.add_messages([new])
         messages += [ChatMessage(role="assistant", content="So."), new]
-    assert conversation.prompt_token_ids() == chat.open(messages).prompt_token_ids()
+    assert conversation.prompt_token_ids() == Conversation(chat, messages).prompt_token_ids()
     assert chat.decode(conversation.prompt_token_ids()).count("!<|im_end|>") > 10
 
 

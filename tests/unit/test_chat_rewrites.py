@@ -6,12 +6,13 @@ from datetime import datetime
 
 import pytest
 
-from prorl_trio import chat_template
-from prorl_trio.chat import ChatFormat
-from prorl_trio.errors import BackendError, HandlerError, TokenDrift
-from prorl_trio.models import ChatMessage, PolicySpan, ToolCall
+from prorl_trio.chat import template as chat_template
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
 from prorl_trio.testing.chat_families import write_family_model
 from prorl_trio.testing.chat_family_templates import FAMILY_TEMPLATES
+from prorl_trio.types.errors import BackendError, HandlerError, TokenDrift
+from prorl_trio.types.models import ChatMessage, PolicySpan, ToolCall
 
 QUESTION = ChatMessage(role="user", content="Where?")
 RESULT = ChatMessage(role="tool", content="here", name="look")
@@ -31,7 +32,7 @@ def qwen3(tmp_path_factory):
 @pytest.mark.parametrize("on_break", ["segment", "fail"])
 def test_accents_that_were_sampled_apart_are_no_rewrite(qwen3, on_break):
     byte_tokens = [qwen3.codec._plain.token_to_id(byte) for byte in ("Ì", "ģ")]  # of U+0301
-    conversation = qwen3.open([QUESTION], on_break=on_break)
+    conversation = Conversation(qwen3, [QUESTION], on_break=on_break)
     ids = [*qwen3.codec.encode("In the cafe"), *byte_tokens, qwen3.end_of_turn_id]
     assert say(conversation, ids).content == "In the cafe\u0301"
     for _ in range(2):
@@ -43,7 +44,8 @@ def test_accents_that_were_sampled_apart_are_no_rewrite(qwen3, on_break):
 
 @pytest.mark.parametrize("on_break", ["segment", "fail"])
 def test_nothing_is_encoded_twice_to_see_that_nothing_is_rewritten(qwen3, monkeypatch, on_break):
-    conversation = qwen3.open([ChatMessage(role="user", content="long \ue000<|im_end|> " * 1_000)], on_break=on_break)
+    question = ChatMessage(role="user", content="long \ue000<|im_end|> " * 1_000)
+    conversation = Conversation(qwen3, [question], on_break=on_break)
     encoded, encode = [], qwen3.codec.encode
     monkeypatch.setattr(qwen3.codec, "encode", lambda text: encoded.append(len(text)) or encode(text))
     for _ in range(5):
@@ -55,7 +57,7 @@ def test_nothing_is_encoded_twice_to_see_that_nothing_is_rewritten(qwen3, monkey
 
 @pytest.mark.parametrize("on_break", ["segment", "fail"])
 def test_a_turn_cut_inside_a_character_is_no_rewrite(qwen3, on_break):
-    conversation = qwen3.open([QUESTION], on_break=on_break)
+    conversation = Conversation(qwen3, [QUESTION], on_break=on_break)
     ids = qwen3.codec.encode("So 😀")[:-1]
     assert say(conversation, ids).content == "So \ufffd"
     conversation.add_messages([RESULT])
@@ -69,7 +71,7 @@ def test_white_space_that_the_template_trims_is_a_rewrite(tmp_path):
     assert chat.capabilities.rewrites_history
     for said, breaks in (("There.", 0), ("There. \n", 1)):
         ids = [*chat.codec.encode(said), chat.end_of_turn_id]
-        kept, segmented, strict = (chat.open([QUESTION], on_break=way) for way in ("keep", "segment", "fail"))
+        kept, segmented, strict = (Conversation(chat, [QUESTION], on_break=way) for way in ("keep", "segment", "fail"))
         for conversation in (kept, segmented):
             say(conversation, ids)
             conversation.add_messages([QUESTION])
@@ -96,7 +98,7 @@ def test_midnight_changes_no_dialogue(tmp_path, monkeypatch, on_break):
 
     monkeypatch.setattr(chat_template, "datetime", Clock)
     chat = ChatFormat.load(write_family_model(tmp_path, "qwen3", template=DATED))
-    conversation = chat.open([QUESTION], on_break=on_break)
+    conversation = Conversation(chat, [QUESTION], on_break=on_break)
     Clock.today = 2
     say(conversation, [*chat.codec.encode("There."), chat.end_of_turn_id])
     conversation.add_messages([RESULT])
@@ -104,14 +106,14 @@ def test_midnight_changes_no_dialogue(tmp_path, monkeypatch, on_break):
     assert "It is 2026-11-01." in chat.decode(conversation.prompt_token_ids())
     conversation.continue_from([QUESTION], "compaction")
     assert "It is 2026-11-01." in chat.decode(conversation.prompt_token_ids())
-    assert "It is 2026-11-02." in chat.decode(chat.open([QUESTION]).prompt_token_ids())
+    assert "It is 2026-11-02." in chat.decode(Conversation(chat, [QUESTION]).prompt_token_ids())
 
 
 def test_messages_that_are_refused_change_nothing(tmp_path):
     chat = ChatFormat.load(write_family_model(tmp_path, "mistral"))
     prompts = []
     for refused in ([], [RESULT, ChatMessage(role="system", content="no")]):
-        conversation = chat.open([QUESTION], [LOOK])
+        conversation = Conversation(chat, [QUESTION], [LOOK])
         say(conversation, [*chat.codec.encode("Hm."), chat.end_of_turn_id])
         if refused:
             with pytest.raises(HandlerError):
@@ -126,7 +128,7 @@ def test_a_dialogue_that_is_refused_as_a_shorter_form_changes_nothing(tmp_path):
     prompts = []
     called = ChatMessage(role="assistant", content="", tool_calls=[ToolCall(name="look", arguments={}, raw="")])
     for refused in ([], [QUESTION, QUESTION], [QUESTION, called, QUESTION, QUESTION]):
-        conversation = chat.open([QUESTION], [LOOK])
+        conversation = Conversation(chat, [QUESTION], [LOOK])
         say(conversation, [*chat.codec.encode("Hm."), chat.end_of_turn_id])
         if refused:
             with pytest.raises(HandlerError):
@@ -141,7 +143,7 @@ def test_an_empty_completion_is_closed_where_prompts_end_as_turns_do(tmp_path):
         "{% for m in messages %}{{ m.role + ': ' if m.role != 'assistant' }}{{ m.content + eos_token }}{% endfor %}"
     )
     chat = ChatFormat.load(write_family_model(tmp_path, "smollm2", template=template))
-    conversation = chat.open([QUESTION])
+    conversation = Conversation(chat, [QUESTION])
     say(conversation, [])
     conversation.add_messages([QUESTION])
     assert chat.decode(conversation.prompt_token_ids()) == "user: Where?<|im_end|><|im_end|>user: Where?<|im_end|>"
@@ -149,7 +151,7 @@ def test_an_empty_completion_is_closed_where_prompts_end_as_turns_do(tmp_path):
 
 @pytest.mark.parametrize("logprob", [float("nan"), 0.5, float("inf")])
 def test_a_logprob_of_no_probability_is_refused_and_changes_nothing(qwen3, logprob):
-    conversation = qwen3.open([QUESTION])
+    conversation = Conversation(qwen3, [QUESTION])
     before = conversation.prompt_token_ids()
     with pytest.raises(BackendError, match="of no probability") as caught:
         conversation.add_completion([5, 6], [-0.5, logprob])
@@ -160,7 +162,7 @@ def test_a_logprob_of_no_probability_is_refused_and_changes_nothing(qwen3, logpr
 
 @pytest.mark.parametrize("ends", [[(0, 2)], [(0, 2), (1, 3)], [(1, 3)], [(0, 1), (2, 3)], [(0, 4)]])
 def test_spans_that_do_not_cover_a_completion_are_refused_and_change_nothing(qwen3, ends):
-    conversation = qwen3.open([QUESTION])
+    conversation = Conversation(qwen3, [QUESTION])
     before = conversation.prompt_token_ids()
     spans = [PolicySpan(start=start, end=end, policy_version="1", engine="e") for start, end in ends]
     with pytest.raises(BackendError, match="leave some out or overlap"):

@@ -9,7 +9,7 @@ import msgspec
 
 from ipc.session import Accepted, JobList, ListJobs, OutcomeFrame, SessionWelcome
 from prorl_trio.client.state import ClientState
-from prorl_trio.errors import ProtocolError
+from prorl_trio.types.errors import ProtocolError
 
 
 class Link:

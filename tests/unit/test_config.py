@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from prorl_trio.config import load_config
-from prorl_trio.errors import ConfigError
+from prorl_trio.types.errors import ConfigError
 
 
 def test_defaults_bind_to_loopback(tmp_path):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from prorl_trio.chat import ChatFormat, Conversation
-from prorl_trio.dialogues import Dialogues
-from prorl_trio.models import ChatMessage, Turn
+from prorl_trio.agent.dialogues import Dialogues
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.format import ChatFormat
 from prorl_trio.testing.chat_families import write_family_model
+from prorl_trio.types.models import ChatMessage, Turn
 
 QUESTION = ChatMessage(role="user", content="Where?")
 
@@ -26,7 +27,7 @@ def test_a_dialogue_belongs_to_the_segment_that_it_was_asked_in(tmp_path):
     chat, dialogues = ChatFormat.load(write_family_model(tmp_path, "qwen3")), Dialogues()
 
     def begin(asker=None):
-        conversation = chat.open([QUESTION], on_break="segment")
+        conversation = Conversation(chat, [QUESTION], on_break="segment")
         return conversation, dialogues.begin(conversation, asker)
 
     task, first = begin()

@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from prorl_trio.chat import ChatFormat
-from prorl_trio.errors import ConfigError, HandlerError
-from prorl_trio.families.family import FAMILIES
-from prorl_trio.models import ChatMessage
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.families.family import FAMILIES
+from prorl_trio.chat.format import ChatFormat
 from prorl_trio.testing.chat_families import write_family_model
+from prorl_trio.types.errors import ConfigError, HandlerError
+from prorl_trio.types.models import ChatMessage
 
 TOOLS = [
     {
@@ -68,7 +69,7 @@ def test_the_family_is_told_from_the_template(tmp_path, family):
 
 def test_the_configuration_overrides_the_family(tmp_path):
     chat = ChatFormat.load(write_family_model(tmp_path, "qwen3"), family="qwen3-coder")
-    conversation = chat.open([USER], TOOLS)
+    conversation = Conversation(chat, [USER], TOOLS)
     text = "<tool_call>\n<function=add>\n<parameter=n>\n4\n</parameter>\n</function>\n</tool_call>"
     (call,) = say(conversation, chat, text, "<|im_end|>").tool_calls
     assert (call.name, call.arguments, call.error) == ("add", {"n": 4}, "")
@@ -78,8 +79,8 @@ def test_media_in_a_message_are_refused(tmp_path):
     chat = ChatFormat.load(write_family_model(tmp_path, "smollm2"))
     picture = ChatMessage(role="user", content=[{"type": "image_url", "image_url": {"url": "data:"}}])
     with pytest.raises(HandlerError, match="a user message is list, not text; media have no place"):
-        chat.open([picture])
-    conversation = chat.open([USER])
+        Conversation(chat, [picture])
+    conversation = Conversation(chat, [USER])
     say(conversation, chat, "4", "<|im_end|>")
     with pytest.raises(HandlerError, match="media have no place in a dialogue"):
         conversation.add_messages([picture])
@@ -97,7 +98,7 @@ def test_the_token_that_ends_a_turn_may_be_the_one_that_opens_the_next(glm_folde
     assert chat.family.name == "glm"
     added = chat.codec.added_ids
     assert {added["<|user|>"], added["<|observation|>"]} <= chat.end_of_turn_ids
-    conversation = chat.open([USER], TOOLS)
+    conversation = Conversation(chat, [USER], TOOLS)
     text = "<think>So.</think>\n<tool_call>add\n<arg_key>n</arg_key>\n<arg_value>4</arg_value>\n</tool_call>"
     turn = say(conversation, chat, text, "<|observation|>")
     assert turn.ended
@@ -113,7 +114,7 @@ def test_the_token_that_ends_a_turn_may_be_the_one_that_opens_the_next(glm_folde
 
 def test_options_are_variables_of_the_template(glm_folder):
     plain, quiet = ChatFormat.load(glm_folder), ChatFormat.load(glm_folder, template_options={"enable_thinking": False})
-    prompts = [chat.decode(chat.open([USER]).prompt_token_ids()) for chat in (plain, quiet)]
+    prompts = [chat.decode(Conversation(chat, [USER]).prompt_token_ids()) for chat in (plain, quiet)]
     assert prompts[1] == prompts[0] + "<think></think>\n"
     assert quiet.capabilities.rewrites_history
 
@@ -125,7 +126,7 @@ def test_a_call_in_the_familys_own_syntax_is_understood_where_the_template_has_n
         '<tool_call>{"name": "add", "arguments": {"n": 4}}</tool_call>',
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"n": 4}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     ):
-        (call,) = say(chat.open([USER], TOOLS), chat, text, "<|im_end|>").tool_calls
+        (call,) = say(Conversation(chat, [USER], TOOLS), chat, text, "<|im_end|>").tool_calls
         assert (call.name, call.arguments, call.error) == ("add", {"n": 4}, "")
 
 
@@ -138,7 +139,7 @@ def test_a_template_that_hoists_system_messages_loses_none(tmp_path):
         "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
     )
     chat = ChatFormat.load(write_family_model(tmp_path, "smollm2", template=template))
-    conversation = chat.open([USER])
+    conversation = Conversation(chat, [USER])
     say(conversation, chat, "4", "<|im_end|>")
     with pytest.raises(HandlerError, match="no place for a system message after an assistant's turn"):
         conversation.add_messages([ChatMessage(role="system", content="Stop."), USER])
@@ -152,7 +153,7 @@ def test_a_result_that_the_template_leaves_out_is_not_lost_silently(tmp_path):
         "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
     )
     chat = ChatFormat.load(write_family_model(tmp_path, "smollm2", template=template))
-    conversation = chat.open([USER])
+    conversation = Conversation(chat, [USER])
     say(conversation, chat, "4", "<|im_end|>")
     before, result = conversation.segments(), ChatMessage(role="tool", content='"eight"\n')
     with pytest.raises(HandlerError, match="no place for a tool message after an assistant's turn, or not in this"):

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from prorl_trio.fates import RUN_BOUNDS_S, Distribution, Fates
-from prorl_trio.metrics import Metrics
+from prorl_trio.observe.metrics import Metrics
+from prorl_trio.pipeline.fates import RUN_BOUNDS_S, Distribution, Fates
 
 
 def test_what_is_dropped_shows_that_it_was_long():

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from prorl_trio.garbage import rare_garbage_collection
+from prorl_trio.node.garbage import rare_garbage_collection
 
 
 class Knot:

@@ -3,11 +3,11 @@ from __future__ import annotations
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from prorl_trio.metrics import MAX_LABEL_VALUES, Metrics
-from prorl_trio.models import Timing, ToolCall, Trajectory, Turn
-from prorl_trio.observer import JobView
-from prorl_trio.stall import LoopStalls
-from prorl_trio.testing.fake_node import make_outcome, make_spec
+from prorl_trio.observe.metrics import MAX_LABEL_VALUES, Metrics
+from prorl_trio.observe.stall import LoopStalls
+from prorl_trio.pipeline.observer import JobView
+from prorl_trio.types.models import Timing, ToolCall, Trajectory, Turn
+from support.fake_node import make_outcome, make_spec
 
 
 def view(job_id="job", **fields):

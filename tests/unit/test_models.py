@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_trio.models import (
+from prorl_trio.types.models import (
     Budgets,
     JobSpec,
     Outcome,

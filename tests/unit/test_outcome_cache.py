@@ -7,9 +7,9 @@ import pytest
 import trio
 
 from ipc.session import OutcomeFrame
-from prorl_trio.service.feed import READ_AHEAD_BYTES, READ_AHEAD_OUTCOMES, Feed
-from prorl_trio.service.outcome_cache import OutcomeCache
-from prorl_trio.service.outcome_log import OutcomeLog
+from prorl_trio.service.sessions.feed import READ_AHEAD_BYTES, READ_AHEAD_OUTCOMES, Feed
+from prorl_trio.service.sessions.outcome_cache import OutcomeCache
+from prorl_trio.service.sessions.outcome_log import OutcomeLog
 
 KIB = 1024
 BLOB = msgspec.msgpack.encode(bytes(KIB - 3))

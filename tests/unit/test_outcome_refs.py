@@ -9,9 +9,10 @@ import pytest
 from ipc.arena import open_arena
 from ipc.errors import StaleReference
 from ipc.session import OutcomeRefFrame, ServerFrame
-from prorl_trio.errors import ProtocolError
-from prorl_trio.models import Outcome, PolicySpan, Segment, Timing, Trajectory
-from prorl_trio.outcome_refs import join_outcome, split_outcome
+from prorl_trio.types.batch import pad_batch
+from prorl_trio.types.errors import ProtocolError
+from prorl_trio.types.models import Outcome, PolicySpan, Segment, Timing, Trajectory
+from prorl_trio.types.outcome_refs import join_outcome, split_outcome
 
 
 @pytest.fixture
@@ -112,6 +113,6 @@ def test_references_that_do_not_fit_are_refused(arena):
 def test_the_arrays_of_a_joined_outcome_are_a_batch_without_a_list(arena):
     outcome, buffers = recorded(arena, 300, 200)
     joined = join_outcome(split_outcome(1, outcome, [buffer.ref for buffer in buffers]), arena.memory)
-    batch = joined.trajectory.to_padded(pad_token_id=0)
+    batch = pad_batch([joined.trajectory], pad_token_id=0)
     assert np.array_equal(batch.token_ids[0], outcome.trajectory.segments[0].token_ids)
     assert batch.lengths.tolist() == [300, 200]

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from prorl_trio.inference.placement import BackendPool
+from prorl_trio.inference.pool.placement import BackendPool
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 

@@ -7,7 +7,7 @@ import pickle
 import msgspec
 import pytest
 
-from prorl_trio.models import PolicySpan, Segment, Trajectory
+from prorl_trio.types.models import PolicySpan, Segment, Trajectory
 
 VLLM = "vllm 0.32.0"
 

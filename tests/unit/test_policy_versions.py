@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prorl_trio.inference.versions import MAX_VERSIONS_KEPT, VersionOrder
+from prorl_trio.inference.pool.versions import MAX_VERSIONS_KEPT, VersionOrder
 
 
 @pytest.mark.parametrize(

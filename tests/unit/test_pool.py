@@ -9,10 +9,10 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.errors import BackendError
-from prorl_trio.inference.engine import EngineClient, EngineInfo
-from prorl_trio.inference.pool import Backends
-from prorl_trio.testing.cancel_sweep import cancel_sweep
+from prorl_trio.inference.engines.engine import EngineClient, EngineInfo
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.types.errors import BackendError
+from support.cancel_sweep import cancel_sweep
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 

@@ -18,11 +18,13 @@ from ipc.channel import MAX_SOCKET_PATH_BYTES
 from ipc.envelope import encode_envelope
 from ipc.framing import encode_frame
 from ipc.websocket import CloseCode
-from prorl_trio import errors, node, trajectory
-from prorl_trio.errors import ErrorCode, FailureCause, ServiceError
 from prorl_trio.handlers.math import MathPayload
-from prorl_trio.models import JobSpec, Outcome, PolicySpan, Segment, Status, TerminalStatus
-from prorl_trio.service import connection, feed, observation
+from prorl_trio.node import node
+from prorl_trio.service.sessions import feed, observation
+from prorl_trio.service.websocket import connection
+from prorl_trio.types import errors, trajectory
+from prorl_trio.types.errors import ErrorCode, FailureCause, ServiceError
+from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, Status, TerminalStatus
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from prorl_trio.chat import ChatFormat
+from prorl_trio.chat.format import ChatFormat
 from prorl_trio.client.recording import (
     OutcomeFile,
     RunInfo,
@@ -18,9 +18,7 @@ from prorl_trio.client.recording import (
     summarise,
     write_json,
 )
-from prorl_trio.errors import ConfigError
-from prorl_trio.models import Outcome, Segment, Timing, Trajectory, Turn
-from prorl_trio.report import (
+from prorl_trio.client.report import (
     errors,
     outcome_list,
     render_trajectory,
@@ -30,6 +28,8 @@ from prorl_trio.report import (
     turn_table,
 )
 from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import Outcome, Segment, Timing, Trajectory, Turn
 
 
 def an_outcome(job_id="job", *, status="completed", reward=1.0, cause=None, trajectory=None):

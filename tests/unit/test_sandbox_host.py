@@ -6,10 +6,10 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.errors import SandboxLost, SandboxUnavailable
 from prorl_trio.sandbox.host import MAX_START_ATTEMPTS, open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.testing.fake_sandbox import FakeProvider
+from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 
 SPEC = SandboxSpec()
 

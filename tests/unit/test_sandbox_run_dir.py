@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.file_systems import file_system_of
 from prorl_trio.sandbox import reaper
+from prorl_trio.sandbox.providers.userns import user_namespace_remedy
 from prorl_trio.sandbox.run_dir import (
     MARKER_NAME,
     MAX_SOCKET_PATH_BYTES,
@@ -22,7 +22,7 @@ from prorl_trio.sandbox.run_dir import (
     open_shared_run_dir,
     sweep,
 )
-from prorl_trio.sandbox.userns import user_namespace_remedy
+from prorl_trio.types.errors import SandboxUnavailable
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw

@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-from prorl_trio.sandbox import runtime
+from prorl_trio.sandbox.runtime import runtime
 
 
 def test_the_daemon_is_compiled_as_python_does_it_and_without_a_file(tmp_path, monkeypatch):

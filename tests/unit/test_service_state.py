@@ -27,15 +27,15 @@ from prorl_trio.client.inbox import Inbox
 from prorl_trio.client.requests import Call, Requests, SubmitCall
 from prorl_trio.client.state import ClientState
 from prorl_trio.config import ListenConfig
-from prorl_trio.errors import AdmissionRejected, ConfigError, DuplicateJob, ProtocolError, UnknownHandler
-from prorl_trio.models import Outcome, TaskInstance
 from prorl_trio.service.auth import load_token, token_matches
-from prorl_trio.service.feed import Feed
 from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.outcome_encoding import encode_outcome
-from prorl_trio.service.outcome_log import OutcomeLog
-from prorl_trio.service.session_table import SessionTable
-from prorl_trio.testing.fake_node import FakeNode, make_outcome, make_spec
+from prorl_trio.service.sessions.feed import Feed
+from prorl_trio.service.sessions.outcome_encoding import encode_outcome
+from prorl_trio.service.sessions.outcome_log import OutcomeLog
+from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.types.errors import AdmissionRejected, ConfigError, DuplicateJob, ProtocolError, UnknownHandler
+from prorl_trio.types.models import Outcome, TaskInstance
+from support.fake_node import FakeNode, make_outcome, make_spec
 
 if TYPE_CHECKING:
     from pathlib import Path

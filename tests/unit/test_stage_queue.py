@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
-from prorl_trio.stage_queue import StageQueue
+from prorl_trio.pipeline.stage_queue import StageQueue
 
 
 async def test_lower_priority_first_and_first_in_first_out_within():

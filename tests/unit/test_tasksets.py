@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from prorl_trio.errors import ConfigError
+from prorl_trio.client.task_sets import load_task_set
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.tasksets import load_task_set
+from prorl_trio.types.errors import ConfigError
 
 
 def test_gsm8k_is_100_well_formed_questions_with_numeric_answers():

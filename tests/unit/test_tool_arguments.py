@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import pytest
 
-from prorl_trio.models import ToolCall
 from prorl_trio.testing.fake_sandbox import FakeSandbox
 from prorl_trio.tools import BashTool, EditorTool, Observation, Tool, ToolSet
 from prorl_trio.tools.arguments import read_arguments
+from prorl_trio.types.models import ToolCall
 
 SCHEMA = {
     "properties": {

@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from prorl_trio.models import ToolCall
-from prorl_trio.tool_calls import (
+from prorl_trio.chat.tool_calls import (
     MAX_ARGUMENT_NESTING,
     MAX_TOOL_CALLS_PER_TURN,
     parse_tool_calls,
     parse_turn,
 )
+from prorl_trio.types.models import ToolCall
 
 TOOLS = {"ipython", "finish"}
 

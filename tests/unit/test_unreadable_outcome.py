@@ -8,7 +8,7 @@ import pytest
 from ipc.session import OutcomeFrame, OutcomeRefFrame
 from prorl_trio.client.client import RolloutClient
 from prorl_trio.client.state import ClientState
-from prorl_trio.errors import ProtocolError
+from prorl_trio.types.errors import ProtocolError
 
 NOT_UTF8 = b"\x81\xa6job_id\xa2\xf4\x28"
 TOO_DEEP = b"\x81\xa7details" + b"\x81\xa1x" * 100_000

@@ -6,13 +6,13 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.errors import SandboxUnavailable
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.start_gates import StartGates
 from prorl_trio.sandbox.warm_pool import REFILL_BACKOFF_S, WarmLimits
-from prorl_trio.testing.cancel_sweep import cancel_sweep
 from prorl_trio.testing.fake_sandbox import FakeProvider
+from prorl_trio.types.errors import SandboxUnavailable
+from support.cancel_sweep import cancel_sweep
 
 SPEC = SandboxSpec()
 START_S = 0.5

@@ -11,7 +11,6 @@ import msgspec
 import trio
 from starlette.responses import Response
 
-from prorl_trio.errors import BackendError, DuplicateJob, ServiceError
 from prorl_trio.service.prorl_compat.request import (
     CancelRequest,
     Instance,
@@ -27,14 +26,15 @@ from prorl_trio.service.rest.call import Endpoint
 from prorl_trio.service.rest.errors import ApiError, decode_body, error_of, status_of
 from prorl_trio.service.rest.rollouts import cancel_jobs
 from prorl_trio.service.rest.schema import ErrorBody, ErrorDetail, NoQuery
+from prorl_trio.types.errors import BackendError, DuplicateJob, ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from prorl_trio.models import JobSpec, Outcome
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.rest.call import Api, Call
-    from prorl_trio.service.session import Session
+    from prorl_trio.service.sessions.session import Session
+    from prorl_trio.types.models import JobSpec, Outcome
 
 __all__ = ["SESSION", "compat_endpoints"]
 

@@ -8,8 +8,8 @@ from uuid import uuid4
 
 import msgspec
 
-from prorl_trio.errors import MalformedJob
-from prorl_trio.models import JobSpec, SamplingParams, TaskInstance
+from prorl_trio.types.errors import MalformedJob
+from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -9,8 +9,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from prorl_trio.chat_template import ToolSchema
-    from prorl_trio.models import Outcome, Segment, Timing, ToolCall, Trajectory, Turn
+    from prorl_trio.chat.messages import ToolSchema
+    from prorl_trio.types.models import Outcome, Segment, Timing, ToolCall, Trajectory, Turn
 
 __all__ = ["Asked", "make_result"]
 

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.errors import BackendError, ServiceError
 from prorl_trio.service.rest import backends, pages, results, rollouts
 from prorl_trio.service.rest.call import Api, Call, Endpoint, Reply
 from prorl_trio.service.rest.encoding import JSON, MSGPACK, encode_reply
@@ -22,6 +21,7 @@ from prorl_trio.service.rest.errors import ApiError, decode_query, error_of, sta
 from prorl_trio.service.rest.guard import Guard, read_body
 from prorl_trio.service.rest.openapi import describe
 from prorl_trio.service.rest.schema import ErrorBody, ErrorDetail, NoQuery
+from prorl_trio.types.errors import BackendError, ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

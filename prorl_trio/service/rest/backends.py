@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from prorl_trio.errors import BackendError
-from prorl_trio.inference.pool import GateReport
+from prorl_trio.inference.pool.pool import GateReport
 from prorl_trio.service.rest.call import Call, Endpoint, Reply
 from prorl_trio.service.rest.errors import ApiError, malformed, read_body_as
 from prorl_trio.service.rest.schema import (
@@ -22,6 +21,7 @@ from prorl_trio.service.rest.schema import (
     PauseRequest,
     ResumeRequest,
 )
+from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.errors import UnknownJob
 from prorl_trio.service.rest.schema import ErrorBody
+from prorl_trio.types.errors import UnknownJob
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.rest.events import EventFeed
     from prorl_trio.service.rest.schema import ErrorDetail
-    from prorl_trio.service.session import Session
-    from prorl_trio.service.session_table import SessionTable
+    from prorl_trio.service.sessions.session import Session
+    from prorl_trio.service.sessions.session_table import SessionTable
 
 __all__ = ["DEFAULT_SESSION", "Api", "Call", "Endpoint", "Reply"]
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.errors import ConfigError
 from prorl_trio.service.prorl_compat import compat_endpoints
 from prorl_trio.service.rest.app import make_app
 from prorl_trio.service.rest.call import Api
 from prorl_trio.service.rest.server import serve_http
 from prorl_trio.supervision import service_task
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     import ssl
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from prorl_trio.config import RestConfig
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.rest.events import EventFeed
-    from prorl_trio.service.session_table import SessionTable
+    from prorl_trio.service.sessions.session_table import SessionTable
 
 __all__ = ["serve_rest"]
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from prorl_trio.errors import AdmissionRejected, BackendError, MalformedJob, ServiceError
 from prorl_trio.service.rest.schema import ErrorDetail
+from prorl_trio.types.errors import AdmissionRejected, BackendError, MalformedJob, ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

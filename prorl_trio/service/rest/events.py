@@ -10,16 +10,16 @@ import trio
 from starlette.responses import Response
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.errors import AdmissionRejected
+from prorl_trio.types.errors import AdmissionRejected
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from starlette.types import Receive, Scope, Send
 
-    from prorl_trio.models import Outcome, Status, Turn
-    from prorl_trio.observer import JobView
+    from prorl_trio.pipeline.observer import JobView
     from prorl_trio.service.rest.schema import EventsQuery
+    from prorl_trio.types.models import Outcome, Status, Turn
 
 __all__ = ["EventFeed", "EventStream", "Subscription"]
 

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from prorl_trio.errors import MalformedJob, ServiceError, Undelivered
-from prorl_trio.models import JobSpec
-from prorl_trio.observer import JobView
-from prorl_trio.service.cancelling import LiveJobs, cancel_live
+from prorl_trio.pipeline.observer import JobView
 from prorl_trio.service.rest.call import Call, Endpoint, Reply
 from prorl_trio.service.rest.errors import decode_body, error_of, malformed, status_of
 from prorl_trio.service.rest.schema import (
@@ -29,14 +26,17 @@ from prorl_trio.service.rest.schema import (
     SubmitReply,
     SubmittedJob,
 )
+from prorl_trio.service.sessions.cancelling import LiveJobs, cancel_live
+from prorl_trio.types.errors import MalformedJob, ServiceError, Undelivered
+from prorl_trio.types.models import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from prorl_trio.models import Outcome, Status
     from prorl_trio.service.rest.call import Api
-    from prorl_trio.service.running_job import RunningJob
-    from prorl_trio.service.session import Session
+    from prorl_trio.service.sessions.running_job import RunningJob
+    from prorl_trio.service.sessions.session import Session
+    from prorl_trio.types.models import Outcome, Status
 
 __all__ = ["ENDPOINTS", "cancel_jobs"]
 

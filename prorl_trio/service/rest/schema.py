@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from prorl_trio.inference.gate import PauseMode
-from prorl_trio.models import JobSpec, Outcome, Status
-from prorl_trio.observer import JobView
+from prorl_trio.inference.engines.engine import PauseMode
+from prorl_trio.pipeline.observer import JobView
+from prorl_trio.types.models import JobSpec, Outcome, Status
 
 __all__ = [
     "Acknowledged",

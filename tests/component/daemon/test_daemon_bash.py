@@ -13,8 +13,8 @@ import trio
 from ipc.errors import CallFailed
 from ipc.file_calls import FileData, FileRead
 from ipc.sandbox_calls import BashInput, BashResult, BashRun
-from prorl_trio.testing.cancel_sweep import cancel_sweep
 from sandbox_daemon.processes import read_process_table
+from support.cancel_sweep import cancel_sweep
 
 CALL_TIMEOUT_S = 30
 """Of each call's budget on the wire: far more than any command here needs."""

@@ -10,9 +10,9 @@ import trio
 
 from ipc.errors import CallFailed
 from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRestart, IpythonRestarted, IpythonRun
-from prorl_trio.testing.cancel_sweep import cancel_sweep
 from sandbox_daemon.child_wire import NO_MEMORY_EXIT
 from sandbox_daemon.processes import read_process_table
+from support.cancel_sweep import cancel_sweep
 
 CALL_TIMEOUT_S = 60
 

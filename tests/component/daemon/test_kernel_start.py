@@ -11,10 +11,10 @@ import pytest
 import trio
 
 from ipc.limits import SandboxLimits
-from prorl_trio.testing.cancel_sweep import cancel_sweep
 from sandbox_daemon.children import ChildReaper
 from sandbox_daemon.keeper import StartFailed
 from sandbox_daemon.kernel import open_kernel
+from support.cancel_sweep import cancel_sweep
 
 NOWHERE = "/nowhere/python"
 

@@ -16,7 +16,7 @@ from ipc.errors import CallFailed, FrameTooLarge
 from ipc.rpc import open_rpc_client, serve_rpc
 from ipc.sandbox_calls import Ping, Pong
 from ipc.wire import Failure, Request
-from prorl_trio.testing.scripted_rpc import TOKEN, Actions, Do, Done, call, raw_client, serving
+from support.scripted_rpc import TOKEN, Actions, Do, Done, call, raw_client, serving
 
 both_kinds = pytest.mark.parametrize("kind", ["memory", "socket"])
 

@@ -11,8 +11,8 @@ from ipc.envelope import decode_envelope, encode_body, encode_envelope
 from ipc.errors import CallFailed, CallTimedOut, ChannelBroken
 from ipc.rpc import open_rpc_client, serve_rpc
 from ipc.wire import Cancel, Chunk, Failure, Request, Result
-from prorl_trio.testing.cancel_sweep import CancelledRun, cancel_sweep
-from prorl_trio.testing.scripted_rpc import (
+from support.cancel_sweep import CancelledRun, cancel_sweep
+from support.scripted_rpc import (
     TOKEN,
     Actions,
     Do,

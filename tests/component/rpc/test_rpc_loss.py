@@ -11,7 +11,7 @@ from ipc.envelope import decode_envelope, encode_body, encode_envelope
 from ipc.errors import ChannelBroken
 from ipc.rpc import open_rpc_client, serve_rpc
 from ipc.wire import PROTOCOL_VERSION, Cancel, Failure, HelloOk, Request
-from prorl_trio.testing.scripted_rpc import (
+from support.scripted_rpc import (
     TOKEN,
     Actions,
     Do,

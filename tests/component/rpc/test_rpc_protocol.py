@@ -19,7 +19,7 @@ from ipc.wire import PROTOCOL_VERSION, Cancel, Chunk, Hello, Refused, Request, R
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-from prorl_trio.testing.scripted_rpc import (
+from support.scripted_rpc import (
     TOKEN,
     Actions,
     Do,

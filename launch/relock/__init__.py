@@ -1,0 +1,1 @@
+"""`python -m launch.relock` resolves the locks again."""

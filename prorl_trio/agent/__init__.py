@@ -1,0 +1,1 @@
+"""The agent in RUN: its loop, context, dialogues, budgets and scoring."""

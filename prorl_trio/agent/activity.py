@@ -1,0 +1,73 @@
+"""What one job is doing, and whom its time is charged to."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Activity", "Charge"]
+
+Charge = Literal["sandbox", "inference", "evaluator", "handler", "agent_budget"]
+"""Who time is charged to: the cause that is named when a budget is used up. What is charged to `agent_budget` is the
+policy's own time, and never the cause."""
+
+
+class Activity:
+    """What one job is doing: when something last happened, what it waits for, and where its time went."""
+
+    def __init__(self) -> None:
+        now_s = trio.current_time()
+        self._progress_s = now_s
+        self._waits: dict[object, tuple[str, Charge]] = {}
+        self._settled_s = now_s
+        self._spent_s: dict[Charge, float] = {}
+        self._own: Charge = "handler"
+
+    @property
+    def waiting_on(self) -> str:
+        """The wait begun last, of those that are not over; empty if there is none."""
+        return next(reversed(self._waits.values()), ("",))[0]
+
+    def idle_s(self, now_s: float) -> float:
+        """Seconds since something happened."""
+        return now_s - self._progress_s
+
+    def progress(self) -> None:
+        """Something happened: a transition, a completion, a tool's result."""
+        self._progress_s = trio.current_time()
+
+    def begin_stage(self, own: Charge) -> None:
+        """Count from zero. What is not spent waiting is charged to `own`."""
+        self._settle()
+        self._spent_s.clear()
+        self._own = own
+
+    def blame(self) -> Charge:
+        """Where most of the time since `begin_stage` went that was not the policy's own."""
+        self._settle()
+        spent_s = {charge: spent_s for charge, spent_s in self._spent_s.items() if charge != "agent_budget"}
+        return max(spent_s, key=spent_s.__getitem__, default=self._own)
+
+    @contextmanager
+    def waiting(self, what: str, charge: Charge = "handler") -> Iterator[None]:
+        """The block waits for `what`. Blocks may be nested, and be in several tasks of the job at once: at any moment
+        the one begun last is shown, and charged."""
+        key = object()
+        self._settle()
+        self._waits[key] = (what, charge)
+        try:
+            yield
+        finally:
+            self._settle()
+            del self._waits[key]
+
+    def _settle(self) -> None:
+        now_s = trio.current_time()
+        charge = next(reversed(self._waits.values()), ("", self._own))[1]
+        self._spent_s[charge] = self._spent_s.get(charge, 0.0) + now_s - self._settled_s
+        self._settled_s = now_s

@@ -1,0 +1,89 @@
+"""The budget `agent_s` of one agent at work: its clock, and the scopes that the clock moves."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Self
+
+import trio
+
+from prorl_trio.agent.clock import AgentClock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prorl_trio.agent.context import RolloutContext
+
+__all__ = ["AgentBudget", "ToolTime"]
+
+
+class AgentBudget:
+    """What the policy and its tools may take of a RUN stage. The stage's own budget is not charged for it: so nothing
+    that a policy does with its time makes a rollout of it that has `timed_out`.
+
+    `scope` is cancelled when it is used up.
+    """
+
+    def __init__(self, context: RolloutContext, budget_s: float) -> None:
+        self._context = context
+        self._clock = AgentClock(budget_s)
+        self.scope = trio.CancelScope()
+
+    @property
+    def used_up(self) -> bool:
+        """Nothing is left of it."""
+        return self._clock.left_s(trio.current_time()) <= 0
+
+    def tool(self, name: str) -> ToolTime:
+        """`with budget.tool("bash"): ...`: the tool works for the policy in the block."""
+        return ToolTime(self, name)
+
+    def produced(self, since_s: float) -> None:
+        """Tokens came just now that an engine worked on since `since_s`."""
+        now_s = trio.current_time()
+        self._context.leave_uncharged(self._clock.produced(since_s, now_s))
+        self.scope.deadline = self._clock.ends_s(now_s)
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[None]:
+        """The clock runs in the block. Blocks may overlap."""
+        now_s = trio.current_time()
+        self._clock.begin(now_s)
+        self.scope.deadline = self._clock.ends_s(now_s)
+        at_most_s = self._clock.left_s(now_s)
+        try:
+            with self._context.standing_in_line(f"tool {name}", "agent_budget", at_most_s=at_most_s):
+                yield
+        finally:
+            now_s = trio.current_time()
+            self._clock.end(now_s)
+            self.scope.deadline = self._clock.ends_s(now_s)
+
+
+class ToolTime:
+    """The time of one tool, but for that in which it waits for other agents: these have their own, see `given_away`."""
+
+    def __init__(self, budget: AgentBudget, name: str) -> None:
+        self._budget = budget
+        self._name = name
+        self._asked = 0
+        self._running = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._running.enter_context(self._budget.running(self._name))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._running.close()
+
+    @contextmanager
+    def given_away(self) -> Iterator[None]:
+        """Another agent is at work for the tool in the block. Blocks may overlap."""
+        self._asked += 1
+        self._running.close()
+        try:
+            yield
+        finally:
+            self._asked -= 1
+            if not self._asked:
+                self._running.enter_context(self._budget.running(self._name))

@@ -1,0 +1,176 @@
+"""What one job's handler works with: the instance, the sandbox, the model's side, and what was recorded so far."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+
+from prorl_trio.agent.activity import Activity
+from prorl_trio.agent.bounded_text import BoundedText
+from prorl_trio.agent.dialogues import MAX_DIALOGUES, Dialogues
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.chat.token_memory import RolloutTokens, TokenMemory
+from prorl_trio.types.errors import TooManyDialogues
+from prorl_trio.types.models import Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from prorl_trio.agent.activity import Charge
+    from prorl_trio.agent.scoring import ScorerPool
+    from prorl_trio.chat.format import ChatFormat
+    from prorl_trio.config import NodeConfig
+    from prorl_trio.inference.pool.pool import Backends
+    from prorl_trio.sandbox.provider import Sandbox
+    from prorl_trio.types.models import JobSpec, Segment, StopReason, Turn
+
+__all__ = ["MAX_EVALUATION_LOG_CHARS", "Resources", "RolloutContext"]
+
+MAX_EVALUATION_LOG_CHARS: Final = 64 * 1024
+"""Of `Outcome.evaluation_log`; of a longer one the middle is left out."""
+UNKNOWN_CONTEXT_TOKENS: Final = 32_768
+"""Taken for the context of backends while there are none."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Resources:
+    """What all jobs of a node share. Owned and closed by the node, which replaces `config` when it is read again: ask
+    for it each time."""
+
+    config: NodeConfig
+    chat_format: ChatFormat
+    backends: Backends
+    scorers: ScorerPool
+    tokens: TokenMemory = field(default_factory=TokenMemory)
+
+    def max_trajectory_tokens(self, spec: JobSpec, longest: int | None = None) -> int:
+        """The longest context a rollout may have: its own limit, the node's, or `longest`, that of its engine. While it
+        has none, where there is no limit either, the longest of all engines."""
+        limits = list(filter(None, (spec.max_trajectory_tokens, self.config.agent.max_trajectory_tokens, longest)))
+        return min(limits) if limits else self._longest_context()
+
+    def _longest_context(self) -> int:
+        return max((info.max_model_len for info in self.backends.list()), default=UNKNOWN_CONTEXT_TOKENS)
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutContext:
+    """One job's working state. Belongs to the stage the job is in; no two tasks touch it at once.
+
+    `sandbox` is set from INIT until the handler's `after_run` releases it. `conversation`, `dialogues`, `turns` and
+    `stop_reason` grow while the agent runs, so that a failure leaves a partial trajectory. `conversation` is the task's
+    own agent's; `dialogues` has those of agents it asked, too. `tools` are what the task's own agent was offered.
+    `answer` is what the agent gave as final.
+    `tokens` is where the conversation is recorded, released when the attempt is over and its outcome delivered.
+    `activity` is what those who watch see; `on_turn` is called with each recorded turn. `stage_scope` and `uncharged_s`
+    are the pipeline's: the scope of the stage the job is in, and the seconds of it that no budget is charged for.
+    """
+
+    spec: JobSpec
+    resources: Resources
+    sandbox: Sandbox | None = None
+    conversation: Conversation | None = None
+    tokens: RolloutTokens = field(default_factory=RolloutTokens)
+    dialogues: Dialogues = field(default_factory=Dialogues)
+    turns: list[Turn] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    stop_reason: StopReason = "aborted"
+    answer: str | None = None
+    activity: Activity = field(default_factory=Activity)
+    on_turn: Callable[[Turn], None] | None = None
+    evaluation_log: BoundedText = field(default_factory=lambda: BoundedText(MAX_EVALUATION_LOG_CHARS))
+    stage_scope: trio.CancelScope | None = None
+    uncharged_s: float = 0.0
+    _lines: int = 0
+    _line_since_s: float = 0.0
+    _line_deadline_s: float = math.inf
+
+    def waiting(self, what: str, charge: Charge = "handler") -> AbstractContextManager[None]:
+        """`with context.waiting("tool bash", "sandbox"): ...`: who watches sees what the job waits for in the block.
+        If a budget is used up, and most of it in such blocks, `charge` is the cause."""
+        return self.activity.waiting(what, charge)
+
+    @contextmanager
+    def standing_in_line(self, what: str, charge: Charge, *, at_most_s: float) -> Iterator[None]:
+        """The block waits for its turn, for `at_most_s` (which the caller sees to): the stage's budget, and that of the
+        whole job, are not charged for it. Blocks may overlap; what they have in common counts once."""
+        scope, now_s = self.stage_scope, trio.current_time()
+        if not self._lines:
+            self._line_since_s, self._line_deadline_s = now_s, math.inf if scope is None else scope.deadline
+        self._lines += 1
+        if scope is not None:
+            scope.deadline = max(scope.deadline, self._line_deadline_s + (now_s - self._line_since_s) + at_most_s)
+        try:
+            with self.waiting(what, charge):
+                yield
+        finally:
+            self._lines -= 1
+            if not self._lines:
+                waited_s = trio.current_time() - self._line_since_s
+                self.uncharged_s += waited_s
+                if scope is not None:
+                    scope.deadline = self._line_deadline_s + waited_s
+
+    def leave_uncharged(self, seconds: float) -> None:
+        """As `standing_in_line`, of so many seconds that are over."""
+        if seconds and not self._lines:
+            self.uncharged_s += seconds
+            if self.stage_scope is not None:
+                self.stage_scope.deadline += seconds
+
+    def begin_stage(self, scope: trio.CancelScope, own: Charge) -> None:
+        """The job enters a stage: count its time from zero, to be charged to `own` where it waits for nothing else."""
+        self.stage_scope, self.uncharged_s, self._lines = scope, 0.0, 0
+        self.activity.begin_stage(own)
+
+    def log_evaluation(self, text: str) -> None:
+        """Add to the evaluator's log, which reaches the trainer however the evaluation ends."""
+        self.evaluation_log.append(text)
+
+    def begin_dialogue(self, conversation: Conversation, asker: int | None = None) -> int:
+        """Record `conversation`: that of the task's agent, or of one that was asked in the dialogue of number `asker`.
+
+        Returns its number. Raises TooManyDialogues where there are `MAX_DIALOGUES` already.
+        """
+        if len(self.dialogues) >= MAX_DIALOGUES:
+            raise TooManyDialogues(f"a rollout may ask {MAX_DIALOGUES - 1} other agents; this one asks for more")
+        conversation.keep_in(self.tokens)
+        if asker is None:
+            self.conversation = conversation
+        return self.dialogues.begin(conversation, asker)
+
+    def record(self, turn: Turn, dialogue: int = 0) -> None:
+        """The policy acted and has its observations: keep the turn, whose segment is counted within its dialogue."""
+        self.turns.append(turn)
+        self.dialogues.record(turn, dialogue)
+        self.activity.progress()
+        if self.on_turn is not None:
+            self.on_turn(turn)
+
+    def trajectory(self) -> Trajectory | None:
+        """A copy of what was recorded so far; None before the first completion."""
+        return self._trajectory(Conversation.segments) if self.turns and self.dialogues else None
+
+    def sealed_trajectory(self) -> Trajectory | None:
+        """As `trajectory`, without a copy: its arrays are views of `tokens`, valid until those are released.
+
+        Nothing can be recorded afterwards.
+        """
+        trajectory = self._trajectory(Conversation.seal) if self.dialogues else None
+        return trajectory if self.turns else None
+
+    def _trajectory(self, segments_of: Callable[[Conversation], list[Segment]]) -> Trajectory:
+        segments, turns = self.dialogues.assemble(segments_of)
+        return Trajectory(
+            segments=segments,
+            turns=turns,
+            stop_reason=self.stop_reason,
+            prefix_breaks=self.dialogues.prefix_breaks,
+            drift_tokens=self.dialogues.drift_tokens,
+            tools=self.tools,
+        )

@@ -1,0 +1,450 @@
+"""The RUN loop: policy call -> tool calls -> observations -> next turn, until the agent is done or a limit is met."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+import trio
+
+from ipc.nursery import only_cancelled
+from prorl_trio.agent.budget import AgentBudget
+from prorl_trio.chat.conversation import Conversation
+from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.tools.fitting import fit_texts
+from prorl_trio.types.errors import BackendError, ContextLengthExceeded, StaleTrajectory
+from prorl_trio.types.models import PRIORITY, ChatMessage, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from prorl_trio.agent.budget import ToolTime
+    from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.chat.conversation import ParsedTurn
+    from prorl_trio.inference.engines.engine import Completion
+    from prorl_trio.inference.pool.pool import BackendLease
+    from prorl_trio.tools import ToolSet
+    from prorl_trio.types.models import FinishReason, SegmentReason, StopReason, ToolCall
+
+__all__ = [
+    "MIN_TURN_TOKENS",
+    "AgentEnd",
+    "AgentStyle",
+    "BeforeTurn",
+    "NewDialogue",
+    "lease_backend",
+    "run_agent",
+    "run_sub_agent",
+]
+
+MAX_PAUSE_S = 3600.0
+"""A pause of the backends is charged to no budget, up to this."""
+ATTEMPTS = ("first", "repinned", "repinned-2", "repinned-3")
+"""At one completion, in which nothing came, each on another backend."""
+MIN_TURN_TOKENS = 16
+"""A turn with less room than this in the context is not begun."""
+MAX_FITTINGS = 4
+"""Of observations to the room that is left, before the loop ends for lack of it."""
+
+
+class AgentStyle(Protocol):
+    """What differs between agents: how a turn without a formal tool call is read, and what reminds the policy."""
+
+    def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
+        """Calls a turn without formal ones still asks for (a fenced code block, say). Usually none."""
+        ...
+
+    def final_answer(self, parsed: ParsedTurn) -> str | None:
+        """The final answer if the turn gives one in its text (`\\boxed{42}`, say), else None."""
+        ...
+
+    def nudge(self) -> str:
+        """The user message after a turn with neither call nor answer."""
+        ...
+
+
+class NewDialogue(NamedTuple):
+    """What an agent goes on from in place of its dialogue so far, which stays recorded as it is.
+
+    A new segment begins, whose parent is the one before, with `reason`: `compaction` where `messages` are a shorter
+    form of what was said, `template_rewrite` where old reasoning was taken out of them, `retry` where a step is to be
+    tried again from where it began.
+    """
+
+    messages: Sequence[ChatMessage]
+    reason: SegmentReason
+
+
+BeforeTurn = Callable[[Conversation, int], Awaitable[NewDialogue | None]]
+"""Asked before each turn but the first, with the dialogue so far, whose length is in tokens, and the tokens that there
+is room for after it. None: go on as it is. What was said is in `RolloutContext.turns`. A summary may be asked of the
+policy itself, by `run_sub_agent`."""
+
+
+class AgentEnd(NamedTuple):
+    """How an agent's work ended, and its answer, if it gave one."""
+
+    stop_reason: StopReason
+    answer: str | None
+
+
+async def run_agent(
+    context: RolloutContext,
+    messages: Sequence[ChatMessage],
+    tools: ToolSet,
+    style: AgentStyle,
+    *,
+    before_turn: BeforeTurn | None = None,
+) -> None:
+    """Work on `messages` until the agent is done; everything is recorded in `context` turn by turn.
+
+    All calls of the task go to one backend, leased for the whole loop and released whatever happens; no budget is
+    charged for the wait for one. Sets `context.stop_reason`, and `context.answer` if the agent gave one. When the
+    budget `agent_s` is used up (see `agent_clock`), the loop ends with `agent_budget`: the call in flight is aborted,
+    and what was recorded is the agent's work, the tokens of that call included. Cancellation, too, aborts it and leaves
+    what was recorded.
+
+    Raises:
+        ContextLengthExceeded: the first prompt does not fit, so there is nothing to record; or one of `before_turn`.
+        StaleTrajectory: the weights changed too often meanwhile.
+        BackendError, SandboxLost, TokenDrift: infrastructure failed.
+    """
+    resources = context.resources
+    context.tools = tools.schemas()
+    conversation = await trio.to_thread.run_sync(Conversation, resources.chat_format, messages, context.tools)
+    async with AsyncExitStack() as stack:
+        lease = await lease_backend(context, stack)
+        if (bound := resources.config.agent.staleness_bound(context.spec)) is not None:
+            lease.freshen(bound)
+        budget = AgentBudget(context, resources.config.budgets.of_agent(context.spec.budgets))
+        agent = _Agent(context, lease, budget, conversation, tools, style, before_turn, said=messages)
+        agent.begin()
+        try:
+            with budget.scope:
+                context.stop_reason = await agent.work(context.spec.max_turns)
+            if budget.scope.cancelled_caught:
+                context.stop_reason = "agent_budget"
+        finally:
+            context.answer = agent.answer
+
+
+async def run_sub_agent(
+    context: RolloutContext,
+    messages: Sequence[ChatMessage],
+    tools: ToolSet,
+    style: AgentStyle,
+    *,
+    max_turns: int,
+    before_turn: BeforeTurn | None = None,
+) -> AgentEnd:
+    """Have another agent, of the same policy, work on `messages`, in the middle of a `run_agent`; return how it ended.
+
+    It is called by what `run_agent` calls: a tool that was made with the `context`, or `before_turn`. It works on the
+    backend, and within the budgets, of the agent that asks; several may work at once, in tasks of a nursery. Its
+    dialogue is a segment of its own in the trajectory, whose parent is the segment that it was asked in, with the
+    reason `sub_agent`; its turns are recorded as they come, that is before the turn that asked.
+
+    Raises:
+        TooManyDialogues: see `dialogues.MAX_DIALOGUES`.
+        RuntimeError: it was not called from within the `run_agent` of this rollout.
+        Otherwise as `run_agent`.
+    """
+    asker = _at_work.get()
+    if asker is None or asker.context is not context:
+        raise RuntimeError("run_sub_agent works inside run_agent only: there is no backend to call")
+    chat_format = context.resources.chat_format
+    conversation = await trio.to_thread.run_sync(Conversation, chat_format, messages, tools.schemas())
+    agent = _Agent(context, asker.lease, asker.budget, conversation, tools, style, before_turn, said=messages)
+    agent.begin(asker.dialogue)
+    try:
+        with asker.tool_time.given_away() if asker.tool_time is not None else nullcontext():
+            return AgentEnd(await agent.work(max_turns), agent.answer)
+    finally:
+        conversation.seal()
+
+
+_at_work: ContextVar[_Agent | None] = ContextVar("_at_work", default=None)
+"""The innermost agent, for whom it calls."""
+
+
+async def lease_backend(context: RolloutContext, stack: AsyncExitStack) -> BackendLease:
+    """A backend for the whole task, given back when `stack` is closed. The wait for it is charged to no budget.
+
+    Raises:
+        BackendError: there was none for `backends.lease_timeout_s`; the message says what was missing.
+    """
+    backends, at_most_s = context.resources.backends, context.resources.config.backends.lease_timeout_s
+    job_id, priority = context.spec.job_id, PRIORITY[context.spec.priority]
+    waiting = partial(context.standing_in_line, charge="inference", at_most_s=at_most_s)
+    with trio.move_on_after(at_most_s):
+        return await stack.enter_async_context(backends.lease(job_id, priority, waiting))
+    raise BackendError(
+        f"job {job_id} waited {at_most_s:g} s (backends.lease_timeout_s) for {backends.shortage()}", retryable=True
+    )
+
+
+class _Taken(NamedTuple):
+    """A turn that was taken. `fits`: there was room to reply to it."""
+
+    calls: list[ToolCall]
+    finish_reason: FinishReason
+    fits: bool
+
+
+@dataclass(slots=True)
+class _Agent:
+    """One agent at work, with what it has given as its answer. `said` is what the policy was told since its last turn,
+    besides what its tools returned."""
+
+    context: RolloutContext
+    lease: BackendLease
+    budget: AgentBudget
+    conversation: Conversation
+    tools: ToolSet
+    style: AgentStyle
+    before_turn: BeforeTurn | None
+    dialogue: int = 0
+    answer: str | None = None
+    said: Sequence[ChatMessage] = ()
+    nudges_left: int = 0
+    tool_time: ToolTime | None = None
+    """Of the tool that is at work."""
+
+    @property
+    def limit(self) -> int:
+        """Tokens that the dialogue may have, and with it each segment of the trajectory."""
+        context = self.context
+        return context.resources.max_trajectory_tokens(context.spec, self.lease.info.max_model_len)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still follow the dialogue so far."""
+        return self.limit - len(self.conversation)
+
+    def begin(self, asker: int | None = None) -> None:
+        """Record the dialogue from now on. Raises ContextLengthExceeded: there is no room in it for a single token."""
+        if self.room < 1:
+            raise ContextLengthExceeded(len(self.conversation), self.limit)
+        self.dialogue = self.context.begin_dialogue(self.conversation, asker)
+
+    async def work(self, max_turns: int) -> StopReason:
+        """Turn after turn, until the agent is done."""
+        token = _at_work.set(self)
+        try:
+            return await self._take_turns(max_turns)
+        finally:
+            _at_work.reset(token)
+
+    async def _take_turns(self, max_turns: int) -> StopReason:
+        self.nudges_left = self.context.resources.config.agent.max_nudges
+        for turn in range(max_turns):
+            if turn:
+                await self._look_back()
+                if self.room < MIN_TURN_TOKENS:
+                    return "context_budget"
+            taken = await self._take_turn(turn, is_last=turn + 1 == max_turns)
+            if self.answer is not None:
+                return "finished"
+            if not taken.calls and not self.nudges_left:
+                return self._reason(taken, "no_tool_call")
+            self.nudges_left -= not taken.calls
+            if not taken.fits and not await self._look_back():
+                return "context_budget"
+        return self._reason(taken, "max_turns")
+
+    def _reason(self, last: _Taken, otherwise: StopReason) -> StopReason:
+        """Why the loop ends after the turn `last`: what was wrong with that one, if anything was."""
+        understood = any(not call.error for call in last.calls)
+        if last.finish_reason == "length" and not understood:
+            return "context_budget" if self.room < MIN_TURN_TOKENS else "no_end_of_turn"
+        return "parse_error" if last.calls and not understood else otherwise
+
+    async def _look_back(self) -> bool:
+        """Ask `before_turn`; whether it began another dialogue."""
+        new = await self.before_turn(self.conversation, self.room) if self.before_turn is not None else None
+        if new is not None:
+            self.conversation.continue_from(new.messages, new.reason, at_most=self.limit - 1)
+            self.said = new.messages
+        return new is not None
+
+    async def _take_turn(self, turn: int, *, is_last: bool) -> _Taken:
+        """Sample, do what was asked for, and say what came of it; recorded also where that is cut short."""
+        started_s, so_far = trio.current_time(), self._completion()
+        heard, self.said = self.said, ()
+        try:
+            completion = await self._sample(turn, so_far)
+        except BaseException as exc:
+            if only_cancelled(exc) and self.budget.used_up and len(so_far):
+                cut = so_far.whole("abort")
+                self._record(cut, self._keep(cut), heard, started_s, trio.current_time())
+            raise
+        sampled_s = trio.current_time()
+        parsed = self._keep(completion)
+        calls = parsed.tool_calls or self.style.implied_calls(parsed)
+        observations: list[str] = []
+        fits = True
+        try:
+            self._check_staleness(completion.policy_version)
+            await self._act(calls, observations)
+            if self.answer is None and not calls:
+                self.answer = self.style.final_answer(parsed)
+            if self.answer is None and not is_last and (calls or self.nudges_left):
+                fits = self._reply(calls, observations)
+        finally:
+            self._record(completion, parsed, heard, started_s, sampled_s, calls, observations)
+        return _Taken(calls, completion.finish_reason, fits)
+
+    def _reply(self, calls: Sequence[ToolCall], observations: list[str]) -> bool:
+        """Say to the policy what came of its turn: results, of which the longest are cut where there is no room for
+        all, with room for another turn; or a reminder. `observations` are then what it was shown.
+
+        False: not even that fits, and nothing was said.
+        """
+        conversation, at_most = self.conversation, self.limit - MIN_TURN_TOKENS
+        before = len(conversation)
+        messages = self._messages(calls, observations)
+        length = conversation.add_messages(messages, at_most=at_most)
+        if not calls and length <= at_most:
+            self.said = messages
+        if not calls or length <= at_most:
+            return length <= at_most
+        codec = self.context.resources.chat_format.codec
+        reserved = max(MIN_TURN_TOKENS, min(self.context.spec.sampling.max_output_tokens, self.room // 2))
+        room = self.limit - reserved - before
+        encoded = [codec.encode(codec.mark(text)) for text in observations]
+        around = length - before - sum(map(len, encoded))
+        for _ in range(MAX_FITTINGS):
+            fitted = fit_texts(codec, observations, encoded, room - around)
+            if fitted is None:
+                break
+            length = conversation.add_messages(self._messages(calls, fitted), at_most=at_most)
+            if length <= at_most:
+                observations[:] = fitted
+                return True
+            around += length - at_most  # cut texts are encoded otherwise where they were cut
+        return False
+
+    def _messages(self, calls: Sequence[ToolCall], observations: Sequence[str]) -> list[ChatMessage]:
+        """What is said to the policy after its turn."""
+        if not calls:
+            return [ChatMessage(role="user", content=self.style.nudge())]
+        return [
+            ChatMessage(role="tool", content=text, name=call.name)
+            for call, text in zip(calls, observations, strict=True)
+        ]
+
+    def _keep(self, completion: Completion) -> ParsedTurn:
+        """Add what was sampled to the dialogue."""
+        for span in completion.spans:
+            self.context.dialogues.note_version(span.policy_version)
+        return self.conversation.add_completion(
+            completion.token_ids,
+            completion.logprobs,
+            policy_version=completion.policy_version,
+            engine=completion.engine,
+            spans=completion.spans,
+        )
+
+    def _record(
+        self,
+        completion: Completion,
+        parsed: ParsedTurn,
+        heard: Sequence[ChatMessage],
+        started_s: float,
+        sampled_s: float,
+        calls: list[ToolCall] | None = None,
+        observations: Sequence[str] = (),
+    ) -> None:
+        sampled = self.conversation.completion_ranges[-1]
+        self.context.record(
+            Turn(
+                segment=sampled.segment,
+                completion_start=sampled.start,
+                completion_end=sampled.end,
+                text=parsed.text,
+                finish_reason=completion.finish_reason,
+                tool_calls=parsed.tool_calls if calls is None else calls,
+                observations=list(observations),
+                inference_s=sampled_s - started_s,
+                tools_s=trio.current_time() - sampled_s,
+                dropped_tokens=completion.dropped_tokens,
+                messages=list(heard),
+            ),
+            self.dialogue,
+        )
+
+    def _completion(self) -> PartialCompletion:
+        """The completion that is to follow, of which nothing is sampled yet."""
+        asked, config = self.context.spec.sampling, self.context.resources.config
+        stops = [*asked.stop_token_ids, *self.context.resources.chat_format.stop_token_ids]
+        return PartialCompletion(
+            self.conversation.prompt_array(),
+            msgspec.structs.replace(asked, stop_token_ids=stops),
+            min(asked.max_output_tokens, self.room),
+            stop=self.conversation.ends_with_tool_call if config.agent.stop_at_tool_call else None,
+            stream=config.backends.stream,
+            slice_tokens=config.backends.slice_tokens,
+            admit=self._check_staleness,
+        )
+
+    async def _sample(self, turn: int, so_far: PartialCompletion) -> Completion:
+        """One completion; when its backend fails for good, another one goes on, and so on, each but once. Where there
+        is no other, one may go on itself that failed in the middle of an answer, or was too slow for one in one piece.
+        Nothing received is sampled again."""
+        context, config = self.context, self.context.resources.config
+        who = f"{context.spec.job_id}-s{self.dialogue}" if self.dialogue else context.spec.job_id
+        failed = 0
+        while failed < len(ATTEMPTS):
+            before = len(so_far), so_far.stream
+            try:
+                with context.waiting(f"backend {self.lease.url}: completion", "inference"):
+                    completion = await self.lease.complete(
+                        so_far,
+                        request_id=f"{who}-t{turn}-{ATTEMPTS[failed]}",
+                        timeout_s=config.backends.request_timeout_s,
+                        waiting=partial(context.standing_in_line, charge="inference", at_most_s=MAX_PAUSE_S),
+                        produced=self.budget.produced,
+                    )
+            except BackendError as exc:
+                went_on = (len(so_far), so_far.stream) > before  # it has more tokens, or will have them streamed now
+                failed = 0 if went_on else failed + 1
+                if failed == len(ATTEMPTS) or not exc.retryable or not (self.lease.repin() or went_on):
+                    raise
+            else:
+                context.activity.progress()
+                return completion
+        raise AssertionError("unreachable")
+
+    def _check_staleness(self, newest: str, sampled_under: Sequence[str] = ()) -> None:
+        """Raise StaleTrajectory if tokens of version `newest` do not go with those that were sampled before, or any of
+        them with the weights that the trainer has announced."""
+        bound = self.context.resources.config.agent.staleness_bound(self.context.spec)
+        if bound is None:
+            return
+        backends = self.context.resources.backends
+        for older in (*self.context.dialogues.policy_versions, *sampled_under, newest):
+            for newer in (newest, backends.policy_version):
+                updates = backends.versions.updates(older, newer)
+                if updates > bound:
+                    raise StaleTrajectory(older, newer, updates, bound)
+
+    async def _act(self, calls: Sequence[ToolCall], observations: list[str]) -> None:
+        """Carry the calls out in order, each result into `observations`; none after one that ends the episode."""
+        context = self.context
+        for call in calls:
+            if self.answer is not None:
+                observations.append("Not run: the task had ended.")
+                continue
+            with self.budget.tool(call.name) as self.tool_time:
+                observation = await self.tools.call(
+                    call, context.sandbox, timeout_s=context.resources.config.agent.tool_timeout_s
+                )
+            self.tool_time = None
+            context.activity.progress()
+            observations.append(observation.text)
+            self.answer = observation.answer

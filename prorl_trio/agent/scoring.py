@@ -1,0 +1,232 @@
+"""Scoring code runs in worker processes that can be killed: a reward function may loop for ever, crash, or use signals.
+
+A scorer is a plain function `module:name` from a dict to a dict, both JSON-like. Each worker process serves one
+function, one call at a time, is kept for the next call, and is killed by a time-out or a cancel. It has limits of its
+own (`config.ScoringConfig`): what is scored is the policy's text.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import trio
+
+from ipc.portable_text import portable
+from prorl_trio.config import ScoringConfig
+from prorl_trio.types.errors import EvaluationError, HostileAnswer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+__all__ = ["ScoreReply", "ScorerPool", "open_scorer_pool"]
+
+MAX_REPLY_BYTES: Final = 4 * 1024 * 1024
+START_TIMEOUT_S: Final = 60.0
+KILL_TIMEOUT_S: Final = 5.0
+HEADER: Final = struct.Struct("<I")
+
+
+class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker answers: a `result`, or an `error` with the scorer's traceback. The first one only says ready."""
+
+    result: dict[str, Any] | None = None
+    error: str = ""
+
+
+class _Worker:
+    """One process. After any exception from `ask` it is in an unknown state and must be killed."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, function: str, limits: ScoringConfig) -> _Worker:
+        process = await trio.lowlevel.open_process(
+            [sys.executable, "-m", "prorl_trio.agent.scoring_worker", function, msgspec.json.encode(limits).decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        worker = cls(process)
+        try:
+            async with worker.killed_on_error():
+                with trio.fail_after(START_TIMEOUT_S):
+                    reply = await worker._receive()
+                if reply.error:
+                    raise EvaluationError(f"scorer {function} cannot be loaded: {reply.error}")
+        except trio.TooSlowError:
+            raise EvaluationError(
+                f"scorer {function} was not ready within {START_TIMEOUT_S:g} s", error_code="evaluator_timeout"
+            ) from None
+        return worker
+
+    @asynccontextmanager
+    async def killed_on_error(self) -> AsyncIterator[None]:
+        """Whatever leaves the block but its end kills the process: nobody knows what it is doing then."""
+        try:
+            yield
+        except BaseException:
+            with trio.move_on_after(KILL_TIMEOUT_S, shield=True):
+                await self.kill()
+            raise
+
+    async def ask(self, payload: Mapping[str, Any]) -> ScoreReply:
+        try:
+            raw = msgspec.msgpack.encode(payload)
+        except UnicodeEncodeError:
+            raw = msgspec.msgpack.encode(portable(dict(payload)))
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            await stdin.send_all(HEADER.pack(len(raw)) + raw)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
+            raise EvaluationError("the scorer's process is gone") from exc
+        return await self._receive()
+
+    async def _receive(self) -> ScoreReply:
+        (size,) = HEADER.unpack(await self._read_exactly(HEADER.size))
+        if size > MAX_REPLY_BYTES:
+            raise EvaluationError(
+                f"the scorer's reply of {size} bytes exceeds {MAX_REPLY_BYTES}", error_code="evaluator_malformed"
+            )
+        try:
+            return msgspec.msgpack.decode(await self._read_exactly(size), type=ScoreReply)
+        except msgspec.DecodeError as exc:
+            raise EvaluationError(f"the scorer's reply is malformed: {exc}", error_code="evaluator_malformed") from exc
+
+    async def _read_exactly(self, size: int) -> bytes:
+        stdout = self._process.stdout
+        assert stdout is not None
+        data = bytearray()
+        while len(data) < size:
+            chunk = await stdout.receive_some(size - len(data))
+            if not chunk:
+                code = await self._process.wait()
+                if code == -signal.SIGXCPU:
+                    raise EvaluationError("the scorer used up its CPU time", error_code="evaluator_timeout")
+                raise EvaluationError(f"the scorer's process ended in the middle of a call (exit status {code})")
+            data += chunk
+        return bytes(data)
+
+    async def kill(self) -> None:
+        """End the process and everything in its group. Bounded by the caller."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                await stream.aclose()
+
+
+class ScorerPool:
+    """At most `max_workers` scoring processes; a call beyond that waits. Use `open_scorer_pool`."""
+
+    def __init__(self, max_workers: int, limits: ScoringConfig) -> None:
+        self._limiter = trio.CapacityLimiter(max_workers)
+        self._limits = limits
+        self._idle: dict[str, list[_Worker]] = {}
+
+    async def score(
+        self,
+        function: str,
+        payload: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        harmless: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Call the scorer `module:name` with `payload` and return its dict.
+
+        Args:
+            timeout_s: for the call itself; starting a process is not charged to it. A time-out or a cancel kills the
+                process; the next call gets a fresh one.
+            harmless: `payload` with an answer that is known to be sound in place of the policy's: the gold one. It is
+                scored where `payload` is not, to tell whose doing that is.
+
+        Raises:
+            HostileAnswer: there is no score of `payload`, but one of `harmless`: what the policy answered is at fault.
+            EvaluationError: the scorer raised, timed out, died, or cannot be loaded. The message tells which.
+        """
+        try:
+            return await self._score(function, payload, timeout_s)
+        except EvaluationError as exc:
+            if harmless is None:
+                raise
+            failure = exc
+        try:
+            await self._score(function, harmless, timeout_s)
+        except EvaluationError:
+            raise failure from None
+        raise HostileAnswer(f"the answer cannot be scored, which others can: {failure}") from failure
+
+    async def _score(self, function: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        async with self._limiter:
+            worker = self._take_idle(function) or await self._start(function)
+            try:
+                async with worker.killed_on_error():
+                    with trio.fail_after(timeout_s):
+                        reply = await worker.ask(payload)
+            except trio.TooSlowError:
+                raise EvaluationError(
+                    f"scorer {function} gave no score within {timeout_s:g} s", error_code="evaluator_timeout"
+                ) from None
+            self._idle.setdefault(function, []).append(worker)
+        if reply.result is None:
+            raise EvaluationError(
+                f"scorer {function} failed: {reply.error or 'it returned no dict'}",
+                error_code="evaluator_crashed" if reply.error else "evaluator_malformed",
+            )
+        return reply.result
+
+    async def prewarm(self, function: str) -> None:
+        """Start one process for `function` now, so that the first score does not wait for its imports."""
+        async with self._limiter:
+            self._idle.setdefault(function, []).append(await self._start(function))
+
+    def _take_idle(self, function: str) -> _Worker | None:
+        idle = self._idle.get(function)
+        return idle.pop() if idle else None
+
+    async def _start(self, function: str) -> _Worker:
+        """Start a worker; one that idles for another function makes room, so that the limit counts processes.
+
+        There may be none: the pool was made smaller while the calls in flight go on.
+        """
+        while sum(map(len, self._idle.values())) + self._limiter.borrowed_tokens > self._limiter.total_tokens:
+            idle = next(filter(None, self._idle.values()), None)
+            if idle is None:
+                break
+            await idle.pop().kill()
+        return await _Worker.start(function, self._limits)
+
+    async def aclose(self) -> None:
+        """Kill every idle worker. Calls in flight must have ended."""
+        for idle in self._idle.values():
+            while idle:
+                await idle.pop().kill()
+
+    def resize(self, max_workers: int) -> None:
+        """Have so many processes at most from now on. Calls in flight, also those that wait for their process to start,
+        go on; a process that idles makes room when the next one starts."""
+        self._limiter.total_tokens = max_workers
+
+    def statistics(self) -> dict[str, int]:
+        """Processes: `busy` with a call (or starting), `idle` waiting for one."""
+        return {"busy": int(self._limiter.borrowed_tokens), "idle": sum(map(len, self._idle.values()))}
+
+
+@asynccontextmanager
+async def open_scorer_pool(max_workers: int, limits: ScoringConfig | None = None) -> AsyncIterator[ScorerPool]:
+    """A pool whose processes are gone when the block is left. `limits`: of each; by default those of the config."""
+    pool = ScorerPool(max_workers, limits or ScoringConfig())
+    try:
+        yield pool
+    finally:
+        with trio.move_on_after(KILL_TIMEOUT_S, shield=True):
+            await pool.aclose()

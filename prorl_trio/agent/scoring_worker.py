@@ -1,0 +1,109 @@
+"""The child side of `scoring`: `python -m prorl_trio.agent.scoring_worker module:name LIMITS`.
+
+Frames on stdin and stdout.
+
+Ends when stdin does, even in the middle of a call: a thread watches it. Whatever the scorer prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+import queue
+import resource
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+
+from prorl_trio.agent.scoring import HEADER, ScoreReply
+from prorl_trio.config import ScoringConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def _read_calls(stdin: BinaryIO, calls: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Feed `calls`; end the process when the pool is gone, whatever the main thread is doing."""
+    while header := stdin.read(HEADER.size):
+        (size,) = HEADER.unpack(header)
+        calls.put(msgspec.msgpack.decode(stdin.read(size)))
+    os._exit(0)
+
+
+def _load(target: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    module, _, name = target.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    if not callable(function):
+        raise TypeError(f"{target} is not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _limit_self(limits: ScoringConfig) -> None:
+    for what, limit in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_DATA, limits.memory_bytes),
+        (resource.RLIMIT_STACK, limits.stack_bytes),
+        (resource.RLIMIT_NOFILE, limits.max_open_files),
+        (resource.RLIMIT_FSIZE, limits.max_file_bytes),
+        (resource.RLIMIT_NPROC, _tasks_of_user() + limits.max_processes),
+    ):
+        hard = resource.getrlimit(what)[1]
+        kept = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(what, (kept, kept))
+
+
+def _tasks_of_user() -> int:
+    """How many processes and threads this user has: those are what the kernel counts."""
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{name}").st_uid == os.getuid():
+                count += len(os.listdir(f"/proc/{name}/task"))
+    return count
+
+
+def _allow_cpu(seconds: int) -> None:
+    """Have the kernel end this process, by SIGXCPU, when it has used so much CPU time more."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    soft = math.ceil(used.ru_utime + used.ru_stime) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def main() -> None:
+    """Load the scorer, say ready, then answer calls one at a time."""
+    limits = msgspec.json.decode(sys.argv[2], type=ScoringConfig)
+    _limit_self(limits)
+    stdout = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+
+    def answer(reply: ScoreReply) -> None:
+        raw = msgspec.msgpack.encode(reply)
+        stdout.write(HEADER.pack(len(raw)) + raw)
+        stdout.flush()
+
+    try:
+        function = _load(sys.argv[1])
+    except Exception:
+        answer(ScoreReply(error=traceback.format_exc(limit=4)))
+        return
+    calls: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read_calls, args=(sys.stdin.buffer, calls), daemon=True).start()
+    answer(ScoreReply())
+    while True:
+        payload = calls.get()
+        _allow_cpu(limits.cpu_s)
+        try:
+            reply = ScoreReply(result=function(payload))
+        except Exception:
+            reply = ScoreReply(error=traceback.format_exc(limit=4))
+        answer(reply)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,492 @@
+"""One dialogue as token ids: the prompt, what the policy samples, what comes back, turn by turn.
+
+Token ids are what a conversation is; text is rendered once and never encoded again. The next prompt is always the
+previous prompt, plus the sampled ids bit for bit, plus the template's own text for what came between.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+
+from prorl_trio.chat.sampled import sampled_arrays
+from prorl_trio.chat.template import assistant_message, call_id, parameter_schemas
+from prorl_trio.chat.token_memory import RolloutTokens
+from prorl_trio.types.errors import BackendError, ContextLengthExceeded, HandlerError, TokenDrift
+from prorl_trio.types.models import ChatMessage, PolicySpan, Segment, ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
+
+    from prorl_trio.chat.families.syntax import SpokenTurn
+    from prorl_trio.chat.format import ChatFormat, OnBreak
+    from prorl_trio.chat.messages import Message, ToolSchema
+    from prorl_trio.chat.token_memory import SegmentTokens
+    from prorl_trio.types.models import SegmentReason
+
+__all__ = ["CompletionRange", "Conversation", "ParsedTurn"]
+
+_CLOSING_TOKENS = 64
+"""Enough to see what closes a call, byte by byte."""
+_TAIL_TOKENS = 8
+"""Enough of a prompt's end to see whether it opens reasoning, also where `<think>` is several tokens."""
+
+
+class ParsedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """What one completion says.
+
+    Attributes:
+        content: the text outside reasoning, tool calls and special tokens.
+        reasoning: the text inside `<think>`.
+        tool_calls: in order; one that cannot be understood has an `error`.
+        ended: an end-of-turn token was sampled last; otherwise the completion was cut short.
+        text: all of it, decoded, with special tokens.
+    """
+
+    content: str
+    reasoning: str
+    tool_calls: list[ToolCall]
+    ended: bool
+    text: str
+
+
+class CompletionRange(NamedTuple):
+    """Tokens `start` (inclusive) to `end` (exclusive) of segment `segment` are one completion."""
+
+    start: int
+    end: int
+    segment: int
+
+
+class Conversation:
+    """The token state of one trajectory. Not for concurrent use; nothing to close.
+
+    Tokens are written once, as they arrive, into memory of this process, or what `keep_in` was given.
+
+    It alternates: `prompt_token_ids`, `add_completion`, `add_messages`, and again. A call out of turn raises
+    RuntimeError; a call that raises has changed nothing.
+
+    Attributes:
+        prefix_breaks: segments begun because the template rewrote history (only with `on_break="segment"`).
+        drift_tokens: recorded tokens found to differ from those sent and sampled. At the first, the rollout fails.
+        completion_ranges: where each completion is, in the order they were added.
+    """
+
+    prefix_breaks: int
+    drift_tokens: int
+    completion_ranges: list[CompletionRange]
+
+    def __init__(
+        self,
+        chat_format: ChatFormat,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        on_break: OnBreak | None = None,
+    ) -> None:
+        """Begin a conversation that is ready for the assistant's first turn.
+
+        Args:
+            chat_format: how the model speaks.
+            messages: rendered as the template has it, its default system message included. Text that looks like a
+                control token is encoded as text, save `<think>` and `<tool_call>` in an assistant's message.
+            tools: functions the policy may call, as JSON schemas in OpenAI's format.
+            on_break: see `OnBreak`; None takes the format's.
+
+        Raises:
+            HandlerError: the template refuses the messages, or a tool has no name.
+        """
+        self._format = chat_format
+        self._template = chat_format.template.dated()
+        self._known_tools = parameter_schemas(tools)
+        self._tools = chat_format.codec.mark_strings(list(tools))
+        self._on_break = (on_break or chat_format.on_break) if chat_format.capabilities.rewrites_history else "keep"
+        self._calls_so_far = 0
+        self._answer = assistant_message(())
+        self._history = self._marked(messages)
+        self._tokens = RolloutTokens()
+        self._current = _OpenSegment(self._tokens.open_segment())
+        self._closed: list[_OpenSegment] = []
+        self._awaits_completion = True
+        self._sealed = False
+        self.prefix_breaks = self.drift_tokens = 0
+        self.completion_ranges = []
+        prompt = self._template.prompt(self._history, self._tools)
+        ids = array("i", chat_format.codec.encode(prompt))
+        self._current.tokens.append(ids)
+        self._proven = bytearray(ids.tobytes())
+
+    def __len__(self) -> int:
+        """Return the number of tokens in the current segment, that is of the next prompt."""
+        return len(self._current.tokens)
+
+    @property
+    def segment(self) -> int:
+        """Which of the segments is growing: the last one."""
+        return len(self._closed)
+
+    def keep_in(self, tokens: RolloutTokens) -> None:
+        """Record into `tokens` from now on, the prompt included. Before the first completion only."""
+        if self.completion_ranges:
+            raise RuntimeError("keep_in comes before the first completion")
+        moved = _OpenSegment(tokens.open_segment())
+        moved.tokens.append(self._current.tokens.arrays().token_ids)
+        self._tokens, self._current = tokens, moved
+
+    def prompt_token_ids(self) -> list[int]:
+        """Return what the engine gets now: everything so far, ending with the generation prompt.
+
+        Raises:
+            TokenDrift: the recorded tokens are not those of the last prompt, completion and delta.
+        """
+        return self.prompt_array().tolist()
+
+    def prompt_array(self) -> array[int]:
+        """As `prompt_token_ids`, in a copy of the memory that they are in: int32, some 10 us for 100,000 of them."""
+        self._expect(awaits_completion=True)
+        self._prove_prefix()
+        return array("i", self._current.token_ids.tobytes())
+
+    def add_completion(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        policy_version: str = "",
+        engine: str = "",
+        spans: Sequence[PolicySpan] = (),
+    ) -> ParsedTurn:
+        """Record what the policy sampled after `prompt_token_ids()`, verbatim, and return what it says.
+
+        Args:
+            token_ids: N sampled ids, with the end-of-turn token if it was sampled. May be empty.
+            logprobs: N natural logarithms, one for each id.
+            policy_version: of the weights that sampled them.
+            engine: that sampled them.
+            spans: in place of these two, where the completion has several: they cover the N ids, the first being 0.
+
+        Raises:
+            BackendError: the counts differ, the spans do not cover the ids, or an id or logprob is none; not retryable.
+        """
+        self._expect(awaits_completion=True)
+        self._prove_prefix()
+        ids, sampled_logprobs = sampled_arrays(token_ids, logprobs, self._format.sampleable)
+        spans = spans or [PolicySpan(start=0, end=len(ids), policy_version=policy_version, engine=engine)]
+        if [0, *(span.end for span in spans)] != [*(span.start for span in spans), len(ids)]:
+            raise BackendError(f"the spans of {len(ids)} tokens leave some out or overlap: {spans}", retryable=False)
+        start, end = len(self), len(self) + len(ids)
+        self._current.tokens.append(ids, sampled_logprobs)
+        self._current.spans += [
+            msgspec.structs.replace(span, start=start + span.start, end=start + span.end)
+            for span in spans
+            if span.start < span.end
+        ]
+        self.completion_ranges.append(CompletionRange(start, end, self.segment))
+        self._proven += ids.tobytes()
+        self._awaits_completion = False
+        turn = self._parse(ids)
+        if self._keeps_texts or self._format.capabilities.needs_calls:
+            self._answer = self._as_message(turn)
+        return turn
+
+    def add_messages(self, messages: Sequence[ChatMessage], *, at_most: int | None = None) -> int:
+        """Append what came back (tool results, a nudge), exactly as the template puts it, up to the next turn.
+
+        Returns the length afterwards. Where it would be more than `at_most`, nothing is changed, and that is returned.
+
+        If the completion was cut short, the end-of-turn token it lacks comes first. None of these tokens is trained
+        on. All messages of a turn go into one call: templates merge tool results.
+
+        Raises:
+            ValueError: no message, or one with role `assistant`.
+            HandlerError: the template refuses the messages.
+            TokenDrift: the template would rewrite history and `on_break` is `fail`, or the prefix proof failed.
+        """
+        self._expect(awaits_completion=False)
+        if not messages or any(message.role == "assistant" for message in messages):
+            raise ValueError("add_messages takes at least one message, none of them an assistant's")
+        self._prove_prefix()
+        calls_before = self._calls_so_far
+        try:
+            calls = self._answered_calls(messages)
+            new = self._marked(messages, calls)
+            dialogue = [*self._history, self._answered(calls), *new]
+            rewritten = self._rewritten(dialogue, len(new)) if self._on_break != "keep" else None
+            delta = self._delta(new, calls) if rewritten is None else array("i")
+        except (HandlerError, TokenDrift):
+            self._calls_so_far = calls_before
+            raise
+        length = len(self) + len(delta) if rewritten is None else len(rewritten)
+        if at_most is not None and length > at_most:
+            self._calls_so_far = calls_before
+            return length
+        if rewritten is not None:
+            self._begin_segment(rewritten, "template_rewrite")
+            self.prefix_breaks += 1
+        else:
+            self._current.tokens.append(delta)
+            self._proven += delta.tobytes()
+        self._history = self._kept(dialogue)
+        self._awaits_completion = True
+        return length
+
+    def continue_from(
+        self, messages: Sequence[ChatMessage], reason: SegmentReason, *, at_most: int | None = None
+    ) -> None:
+        """Go on with another dialogue in place of this one (a shortened one, say), in a new segment.
+
+        Its parent is the current segment, which stays recorded as it is. The assistant's turn is next.
+
+        Raises:
+            HandlerError: the template refuses the messages.
+            ContextLengthExceeded: they are more than `at_most` tokens.
+        """
+        if self._sealed:
+            raise RuntimeError("the conversation has been sealed")
+        calls_before = self._calls_so_far
+        try:
+            history = self._marked(messages)
+            prompt = array("i", self._format.codec.encode(self._template.prompt(history, self._tools)))
+            if at_most is not None and len(prompt) > at_most:
+                raise ContextLengthExceeded(len(prompt), at_most)
+        except (HandlerError, ContextLengthExceeded):
+            self._calls_so_far = calls_before
+            raise
+        self._begin_segment(prompt, reason)
+        self._history = self._kept(history)
+        self._awaits_completion = True
+
+    def ends_with_tool_call(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last of these sampled ids completes a tool call that is understood as it is whatever follows.
+
+        Cheap unless the last id completes what closes a call. Families that do not mark a call's end never say so.
+        """
+        closings = tuple(each.closing for each in self._format.call_syntaxes if each.closing)
+        if not token_ids or not self._format.decode(token_ids[-1:]).rstrip().endswith(">"):
+            return False
+        if not self._format.decode(token_ids[-_CLOSING_TOKENS:]).rstrip().endswith(closings):
+            return False
+        calls = self._speech(token_ids).tool_calls
+        return (
+            bool(calls)
+            and not any(call.error for call in calls)
+            and self._speech(token_ids, following="...").tool_calls == calls  # no tag inside an argument
+        )
+
+    def segments(self) -> list[Segment]:
+        """Return a copy of everything recorded, as the trainer gets it. Allowed at any time."""
+        return [
+            Segment.from_arrays(*each.tokens.arrays(), list(each.spans), parent=each.parent, reason=each.reason)
+            for each in self._all
+        ]
+
+    def seal(self) -> list[Segment]:
+        """End the conversation: return everything recorded as views of the memory it is in, without a copy.
+
+        They are valid until that memory is released. Nothing can be added afterwards. Idempotent.
+        """
+        self._sealed = True
+        for each in self._all:
+            each.tokens.seal()
+        return [
+            Segment.over_arrays(*each.tokens.arrays(), list(each.spans), parent=each.parent, reason=each.reason)
+            for each in self._all
+        ]
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _all(self) -> list[_OpenSegment]:
+        return [*self._closed, self._current]
+
+    @property
+    def _keeps_texts(self) -> bool:
+        """Whether what messages say must be kept: not where a delta does not need it and no rewrite is looked for."""
+        return self._on_break != "keep" or self._format.capabilities.recall.history == "whole"
+
+    def _expect(self, *, awaits_completion: bool) -> None:
+        if self._sealed:
+            raise RuntimeError("the conversation has been sealed")
+        if self._awaits_completion != awaits_completion:
+            expected = "add_completion" if self._awaits_completion else "add_messages"
+            raise RuntimeError(f"out of turn: the conversation expects {expected}")
+
+    def _prove_prefix(self) -> None:
+        """Compare what is recorded with what was sent and sampled, which is kept apart from it."""
+        now = self._current.token_ids
+        # The one comparison that is a plain memcmp: some 5 us for 100,000 tokens, at every turn.
+        if self._proven != now.view(np.uint8).data:
+            then = np.frombuffer(self._proven, dtype=np.int32)
+            shared = min(len(now), len(then))
+            differing = np.flatnonzero(now[:shared] != then[:shared])
+            position = int(differing[0]) if len(differing) else shared
+            self.drift_tokens = len(differing) + abs(len(now) - len(then))
+            raise TokenDrift(
+                f"{len(now)} recorded tokens do not continue the {len(then)} sent and sampled: "
+                f"they differ from position {position} on"
+            )
+
+    def _delta(self, new: Sequence[Message], calls: Sequence[Message]) -> array[int]:
+        """Return what comes after the last completion, up to the next one. Errors as `add_messages`."""
+        delta = array("i", self._format.codec.encode(self._template.delta(new, self._history, self._tools, calls)))
+        if not delta or delta[0] not in self._format.closing_ids:
+            raise TokenDrift(f"the template closes this assistant turn with {self._format.decode(delta[:4])!r}")
+        start, end, _segment = self.completion_ranges[-1]
+        closed = end > start and self._format.closes_alike(int(self._current.token_ids[-1]), delta[0])
+        return delta[1:] if closed else delta
+
+    def _rewritten(self, dialogue: Sequence[Message], new: int) -> array[int] | None:
+        """Return the template's own rendering of `dialogue` if its text does not begin with what was said before the
+        last `new` messages.
+
+        An assistant's turn that is rendered from its parts may be written otherwise than it was sampled, from its first
+        rendering on. There a rewrite is what alters that rendering later.
+        """
+        codec, template = self._format.codec, self._template
+        text = template.prompt(dialogue, self._tools)
+        if self._format.capabilities.needs_calls:
+            asked = template.prompt(dialogue[: -new - 1], self._tools)
+            answered = template.prompt(dialogue[:-new], self._tools, open_turn=False)
+            stands = text.startswith(asked) and text.startswith(answered)
+        else:
+            then = codec.decode(self._current.token_ids.tolist())
+            stands = codec.unmarked(text).startswith(then)
+            if not stands:  # perhaps it is only that the tokenizer composes accents
+                now = codec.decode(codec.encode(text))
+                stands = codec.normalized(now).startswith(codec.normalized(then))
+        if stands:
+            return None
+        if self._on_break == "fail":
+            raise TokenDrift(
+                "the chat template rewrites earlier turns at this message; open the conversation with "
+                "on_break='keep' or 'segment' to go on"
+            )
+        return array("i", codec.encode(text))
+
+    def _begin_segment(self, prompt: array[int], reason: SegmentReason) -> None:
+        self._current.tokens.seal()
+        self._closed.append(self._current)
+        self._current = _OpenSegment(self._tokens.open_segment(), parent=len(self._closed) - 1, reason=reason)
+        self._current.tokens.append(prompt)
+        self._proven = bytearray(prompt.tobytes())
+
+    def _kept(self, dialogue: list[Message]) -> list[Message]:
+        """Return what has to be remembered of `dialogue` for the next delta."""
+        return dialogue if self._keeps_texts else self._template.remembered(dialogue)
+
+    def _marked(self, messages: Iterable[ChatMessage], answered: Sequence[Message] = ()) -> list[Message]:
+        """Return `messages` as the template gets them.
+
+        Tool results answer the calls of the assistant's message before them, or else `answered`, in order.
+        """
+        codec, capabilities = self._format.codec, self._format.capabilities
+        open_ids = [call["id"] for call in answered]
+        marked = []
+        for message in messages:
+            said: object = message.content
+            if not isinstance(said, str):
+                given = type(said).__name__
+                raise HandlerError(f"a {message.role} message is {given}, not text; media have no place in a dialogue")
+            speech = message.role == "assistant" and not capabilities.needs_calls
+            rendered: Message = {"role": message.role, "content": codec.mark(said, speech=speech)}
+            if message.name is not None:
+                rendered["name"] = codec.mark(message.name)
+            if message.role == "tool":
+                answers = open_ids.pop(0) if open_ids else call_id(0)
+                rendered["tool_call_id"] = codec.mark(message.tool_call_id) if message.tool_call_id else answers
+            if message.tool_calls and capabilities.renders_calls:
+                rendered["tool_calls"] = self._calls(message.tool_calls)
+                open_ids = [call["id"] for call in rendered["tool_calls"]]
+            elif message.tool_calls:
+                rendered["content"] += "".join(codec.mark(_written(call), speech=True) for call in message.tool_calls)
+            marked.append(rendered)
+        return marked
+
+    def _calls(self, calls: Iterable[ToolCall]) -> list[Message]:
+        """Return `calls` as the template gets them. One that was sampled without an id gets the next number."""
+        mark, written = self._format.codec.mark, []
+        for call in calls:
+            self._calls_so_far += 1
+            arguments = self._format.codec.mark_strings(call.arguments)
+            function = {"name": mark(call.name or "none"), "arguments": arguments}
+            identity = mark(call.id) if call.id else call_id(self._calls_so_far)
+            written.append(self._template.as_wanted({"id": identity, "type": "function", "function": function}))
+        return written
+
+    def _answered_calls(self, messages: Sequence[ChatMessage]) -> list[Message]:
+        """Return one call for each tool result in `messages`: that of the last turn, or one with the result's name."""
+        results = [message for message in messages if message.role == "tool"]
+        made = self._answer.get("tool_calls", [])[: len(results)] if self._format.capabilities.needs_calls else []
+        asked = [ToolCall(name=each.name or "", arguments={}, raw="") for each in results[len(made) :]]
+        return [*made, *self._calls(asked)]
+
+    def _answered(self, calls: Sequence[Message]) -> Message:
+        """Return the last turn as the dialogue has it, now that results of `calls` have come back: these are its calls,
+        be it that it did not write them in the family's syntax. Of text beside a reasoned call, templates know nothing.
+        """
+        if not self._format.capabilities.needs_calls:
+            return self._answer
+        said, reasoning = self._answer["content"], self._answer.get("reasoning_content", "")
+        return assistant_message(calls, "" if calls and reasoning else said, reasoning)
+
+    def _as_message(self, turn: ParsedTurn) -> Message:
+        """Return a turn that was sampled as a message: its text, or, where the template needs them, its parts."""
+        mark = self._format.codec.mark
+        if not self._format.capabilities.needs_calls:
+            return {"role": "assistant", "content": self._last_said()}
+        return assistant_message(self._calls(turn.tool_calls), mark(turn.content), mark(turn.reasoning))
+
+    def _last_said(self) -> str:
+        """Return the last completion as the content of a message: without its end-of-turn token."""
+        start, end, _segment = self.completion_ranges[-1]
+        ids = self._current.token_ids[start:end].tolist()
+        if ids and ids[-1] in self._format.end_of_turn_ids:
+            ids = ids[:-1]
+        return self._format.codec.mark(self._format.decode(ids), speech=True)
+
+    def _speech(self, ids: Sequence[int], following: str = "") -> SpokenTurn:
+        return self._format.parse(ids, self._known_tools, self._opens_thinking(), following)
+
+    def _parse(self, ids: array[int]) -> ParsedTurn:
+        content, reasoning, tool_calls = self._speech(ids)
+        return ParsedTurn(
+            content=content,
+            reasoning=reasoning,
+            tool_calls=tool_calls,
+            ended=bool(ids) and ids[-1] in self._format.end_of_turn_ids,
+            text=self._format.decode(ids),
+        )
+
+    def _opens_thinking(self) -> bool:
+        """Whether the prompt of the turn that is being sampled, or was last, ends inside reasoning."""
+        end = len(self) if self._awaits_completion else self.completion_ranges[-1].start
+        tail = self._format.decode(self._current.token_ids[max(0, end - _TAIL_TOKENS) : end].tolist())
+        return tail.rstrip().endswith(tuple(self._format.family.syntax.thoughts))
+
+
+@dataclass(slots=True)
+class _OpenSegment:
+    """A segment as it grows."""
+
+    tokens: SegmentTokens
+    spans: list[PolicySpan] = field(default_factory=list)
+    parent: int | None = None
+    reason: SegmentReason | None = None
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """A view of those so far."""
+        return self.tokens.arrays().token_ids
+
+
+def _written(call: ToolCall) -> str:
+    """Return a call as it was said, or as a template without tools tells the policy to write one."""
+    said = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+    return call.raw or f"<tool_call>\n{said}\n</tool_call>"

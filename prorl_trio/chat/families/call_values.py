@@ -1,0 +1,217 @@
+"""Names and arguments of tool calls: checked, typed, and such that they can be sent on in msgpack."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from prorl_trio.types.models import ToolCall
+
+__all__ = [
+    "MAX_ARGUMENT_NESTING",
+    "Malformed",
+    "Tools",
+    "add_once",
+    "checked_name",
+    "decode_json",
+    "failed_call",
+    "read_call",
+    "skip_space",
+    "typed_value",
+]
+
+MAX_ARGUMENT_NESTING = 64
+"""Levels of lists and objects inside arguments."""
+
+Tools = Collection[str]
+"""The names a call may have; as a mapping, each with the JSON schema of its parameters, by which a syntax that writes
+values without quotes types them."""
+
+_NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,200})"')
+_SPACE = re.compile(r"[ \t\r\n]*")
+_LITERALS = {"True": True, "False": False, "None": None}
+
+
+class Malformed(Exception):
+    """A call that cannot be understood; the message is for the policy."""
+
+
+def skip_space(text: str, position: int) -> int:
+    """Return where the white space at `position` ends."""
+    match = _SPACE.match(text, position)
+    return match.end() if match else position
+
+
+def failed_call(raw: str, reason: str, expected: str, name: str = "") -> ToolCall:
+    """Return the call that `raw` was meant to be, with an error that tells the policy how to write it."""
+    named = _NAME.search(raw)
+    return ToolCall(
+        name=name or (named[1] if named else ""), arguments={}, raw=raw, error=f"{reason}; expected {expected}"
+    )
+
+
+def checked_name(name: Any, tools: Tools) -> str:
+    """Return `name` if it is a tool's. Raises Malformed with the names there are."""
+    if not isinstance(name, str) or not name:
+        raise Malformed('the tool call has no "name"')
+    if name not in tools:
+        known = ", ".join(sorted(tools)) or "none"
+        raise Malformed(f"unknown tool {name[:100]!r}; the tools are: {known}")
+    return name
+
+
+def read_call(value: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
+    """Return name and arguments of a call given as a decoded JSON object. Raises Malformed."""
+    if not isinstance(value, dict):
+        raise Malformed(f"a tool call is a JSON object, not {_kind(value)}")
+    name = checked_name(value.get("name"), tools)
+    if "arguments" in value or "parameters" in value:
+        arguments = value["arguments"] if "arguments" in value else value["parameters"]
+    elif value.keys() <= {"name", "type", "id"}:
+        arguments = {}
+    else:
+        raise Malformed('the tool call has no "arguments"')
+    if arguments is None:
+        arguments = {}
+    if isinstance(arguments, str):
+        try:
+            text = arguments.strip()
+            arguments, end = decode_json(text, 0)
+            if end < len(text):
+                raise Malformed(f"unexpected text after the JSON object: {text[end : end + 20]!r}")
+        except Malformed as exc:
+            raise Malformed(f'"arguments" must be a JSON object; it is a string with {exc}') from exc
+    if not isinstance(arguments, dict):
+        raise Malformed(f'"arguments" must be a JSON object, not {_kind(arguments)}')
+    return name, arguments
+
+
+def typed_value(text: str, tools: Tools, name: str, key: str) -> Any:
+    """Return the argument written as `text` without quotes, of the type that the tool's schema gives it.
+
+    Text for a parameter that may be a string and nothing else stays as it is. Otherwise it is read as JSON; what is no
+    JSON, or of another type where a string is allowed too, is a string. Raises Malformed where it could not be sent.
+    """
+    _check_portable(text, 0)
+    types = _schema_types(tools, name, key)
+    if types == {"string"}:
+        return text
+    stripped = text.strip()
+    try:
+        value, end = (_LITERALS[stripped], len(stripped)) if stripped in _LITERALS else decode_json(stripped, 0)
+    except Malformed:
+        return text
+    if end != len(stripped) or ("string" in types and not _json_types(value) & types):
+        return text
+    return value
+
+
+def _schema_types(tools: Tools, name: str, key: str) -> set[str]:
+    """Return the JSON types the schema allows for a parameter; empty if it does not say."""
+    schema = tools.get(name) if isinstance(tools, Mapping) else None
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return _types(properties.get(key)) if isinstance(properties, Mapping) else set()
+
+
+def _types(schema: Any) -> set[str]:
+    if not isinstance(schema, Mapping):
+        return set()
+    given = schema.get("type")
+    found = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else set()
+    for alternative in ("anyOf", "oneOf"):
+        for each in schema.get(alternative) or ():
+            found |= _types(each)
+    if not found and isinstance(schema.get("enum"), list):
+        found = set().union(*map(_json_types, schema["enum"]))
+    return found
+
+
+def _json_types(value: Any) -> set[str]:
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    return {{str: "string", float: "number", list: "array", dict: "object"}.get(type(value), "null")}
+
+
+def _kind(value: Any) -> str:
+    """Return JSON's word for the type of `value`."""
+    return {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
+
+
+# ---------------------------------------------------------------- JSON that can travel
+
+
+def decode_json(text: str, start: int) -> tuple[Any, int]:
+    """Decode the JSON value at `start`; return it and where it ends. Raises Malformed, with the position in the value.
+
+    Stricter than JSON in one way: what could not be sent on in msgpack (64-bit integers, finite floats, valid Unicode)
+    is refused here, where the policy can be told.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as exc:
+        line = text.count("\n", start, exc.pos) + 1
+        column = exc.pos - max(text.rfind("\n", start, exc.pos), start - 1)
+        raise Malformed(f"invalid JSON at line {line} column {column}: {exc.msg}") from exc
+    except RecursionError as exc:
+        raise Malformed(f"invalid JSON: nested deeper than {MAX_ARGUMENT_NESTING} levels") from exc
+    _check_portable(value, MAX_ARGUMENT_NESTING)
+    return value, end
+
+
+def _check_portable(value: Any, levels_left: int) -> None:
+    if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise Malformed("invalid JSON: half of a surrogate pair in a string")
+    elif isinstance(value, dict | list):
+        if levels_left == 0:
+            raise Malformed(f"invalid JSON: nested deeper than {MAX_ARGUMENT_NESTING} levels")
+        if isinstance(value, dict):
+            for key in value:
+                _check_portable(key, levels_left)
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_portable(item, levels_left - 1)
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**64:
+        raise Malformed(f"invalid JSON: the integer {digits[:24]} does not fit in 64 bits")
+    return int(digits)
+
+
+def _parse_float(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise Malformed(f"invalid JSON: the number {digits[:24]} is out of range")
+    return number
+
+
+def _refuse_constant(name: str) -> float:
+    raise Malformed(f"invalid JSON: {name} is not a JSON number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    decoded: dict[str, Any] = {}
+    for key, value in pairs:
+        add_once(decoded, key, value)
+    return decoded
+
+
+def add_once(arguments: dict[str, Any], key: str, value: Any) -> None:
+    """Set an argument. Raises Malformed if it is there already: which one was meant, nobody can tell."""
+    if key in arguments:
+        raise Malformed(f"{key[:40]!r} is there twice")
+    arguments[key] = value
+
+
+_DECODER = json.JSONDecoder(
+    strict=False,
+    object_pairs_hook=_object,
+    parse_int=_parse_int,
+    parse_float=_parse_float,
+    parse_constant=_refuse_constant,
+)

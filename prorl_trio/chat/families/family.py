@@ -1,0 +1,87 @@
+"""The model families we know, and how one is told from its chat template."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from prorl_trio.chat.codec import MARKUP
+from prorl_trio.chat.families.deepseek import DEEPSEEK
+from prorl_trio.chat.families.gemma import GEMMA_4
+from prorl_trio.chat.families.harmony import HARMONY
+from prorl_trio.chat.families.llama import LLAMA
+from prorl_trio.chat.families.mistral import MISTRAL
+from prorl_trio.chat.families.syntax import HERMES, CallSyntax
+from prorl_trio.chat.families.xml import GLM_XML, QWEN_XML
+from prorl_trio.types.errors import ConfigError
+
+__all__ = ["FAMILIES", "Family", "choose_family"]
+
+
+class Family(NamedTuple):
+    """What has to be known of a family beside its template.
+
+    Attributes:
+        name: as `[model] family` of node.toml has it.
+        signs: what its template contains: all of these.
+        syntax: how it writes tool calls and reasoning.
+        markup: control tokens that an assistant says inside its turn: text, not structure of the dialogue.
+        ends: the tokens that end its turns, where these are not what its template closes them with. One that was
+            sampled stands in for the template's.
+    """
+
+    name: str
+    signs: tuple[str, ...]
+    syntax: CallSyntax
+    markup: frozenset[str] = MARKUP
+    ends: tuple[str, ...] = ()
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("qwen3-coder", ("<|im_start|>", "<function="), QWEN_XML),
+    Family("qwen3", ("<|im_start|>", "<tool_call>", "<think>"), HERMES),
+    Family(
+        "glm",
+        ("<|assistant|>", "<arg_key>"),
+        GLM_XML,
+        MARKUP | {"<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"},
+    ),
+    Family(
+        "gpt-oss",
+        ("<|channel|>", "<|message|>"),
+        HARMONY,
+        frozenset({"<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"}),
+        ("<|return|>", "<|call|>"),
+    ),
+    Family(
+        "deepseek",
+        ("<｜User｜>", "<｜Assistant｜>"),
+        DEEPSEEK,
+        MARKUP
+        | {"｜DSML｜"}
+        | {f"<｜tool▁{part}｜>" for part in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")},
+    ),
+    Family("mistral", ("[INST]",), MISTRAL, MARKUP | {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"}),
+    Family("llama", ("<|start_header_id|>",), LLAMA, MARKUP | {"<|python_tag|>"}),
+    Family(
+        "gemma4",
+        ("<|turn>", "<|tool_call>"),
+        GEMMA_4,
+        MARKUP | {"<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"},
+    ),
+    Family("gemma", ("<start_of_turn>",), HERMES),
+    Family("chatml", ("<|im_start|>",), HERMES),
+    Family("generic", (), HERMES),
+)
+"""From the most particular to the one that every model is."""
+
+
+def choose_family(name: str, template: str) -> Family:
+    """Return the family called `name`; without a name, the first whose signs are all in `template`.
+
+    Raises:
+        ConfigError: no family is called that.
+    """
+    known = {family.name: family for family in FAMILIES}
+    if name and name not in known:
+        raise ConfigError(f"model.family: no family is called {name!r}; there are: {', '.join(known)}")
+    return known[name] if name else next(each for each in FAMILIES if all(sign in template for sign in each.signs))

@@ -1,0 +1,93 @@
+"""What a way of writing tool calls consists of, and the one most models are trained on."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from prorl_trio.chat.families.call_values import Malformed, Tools, decode_json, failed_call, read_call, skip_space
+from prorl_trio.types.models import ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["HERMES", "THINK", "CallSyntax", "SpokenTurn", "read_tagged_json"]
+
+THINK = {"<think>": "</think>"}
+
+
+class SpokenTurn(NamedTuple):
+    """One assistant turn taken apart. `reasoning` was inside `<think>`; `content` is what is left of the text."""
+
+    content: str
+    reasoning: str
+    tool_calls: list[ToolCall]
+
+
+class CallSyntax(NamedTuple):
+    """How a family writes its calls and its reasoning.
+
+    Attributes:
+        opening: matches where a call, or a bracket around calls, begins.
+        read: given the text, such a place and the tools, returns the calls there (none for a bracket, one with an error
+            where it cannot be understood) and where the text goes on, which is further on. Never raises.
+        thoughts: what opens reasoning, and what closes it.
+        whole_turn: for a family whose turns are built otherwise: takes the text and the tools, returns all of it.
+        closing: what is sampled last of a call, or of the bracket around calls; empty where nothing but the end of the
+            turn marks it. All of them end with `>`.
+    """
+
+    opening: re.Pattern[str]
+    read: Callable[[str, int, Tools], tuple[list[ToolCall], int]]
+    thoughts: Mapping[str, str] = THINK
+    whole_turn: Callable[[str, Tools], SpokenTurn] | None = None
+    closing: str = ""
+
+
+# ---------------------------------------------------------------- JSON between tags
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_EXPECTED = '<tool_call>{"name": "<tool>", "arguments": {...}}</tool_call>'
+
+
+def read_tagged_json(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
+    """Read the call whose `<tool_call>` is at `start`.
+
+    The JSON decides where a call ends, so that arguments may contain `</tool_call>`; the tag does only where the JSON
+    is broken.
+    """
+    body_start = skip_space(text, start + len(_OPEN))
+    end = -1
+    try:
+        value, end = _decode_call(text, body_start)
+        name, arguments = read_call(value, tools)
+    except Malformed as exc:
+        if end < 0:
+            end = _broken_end(text, body_start)
+        return [failed_call(text[start:end], str(exc), _EXPECTED)], end
+    return [ToolCall(name=name, arguments=arguments, raw=text[start:end])], end
+
+
+def _decode_call(text: str, body_start: int) -> tuple[Any, int]:
+    """Decode the object after a `<tool_call>`; return it and where the call ends. Raises Malformed."""
+    value, end = decode_json(text, body_start)
+    end = skip_space(text, end)
+    if text.startswith(_CLOSE, end):
+        return value, end + len(_CLOSE)
+    if end == len(text) or text.startswith(_OPEN, end):
+        return value, end
+    raise Malformed(f"unexpected text after the JSON object: {text[end : end + 20]!r}")
+
+
+def _broken_end(text: str, body_start: int) -> int:
+    """Return the end of a call with broken JSON: its closing tag, else the next call, else the end of the text."""
+    close = text.find(_CLOSE, body_start)
+    following = text.find(_OPEN, body_start)
+    if close >= 0 and not 0 <= following < close:
+        return close + len(_CLOSE)
+    return following if following >= 0 else len(text)
+
+
+HERMES = CallSyntax(re.compile(_OPEN), read_tagged_json, closing=_CLOSE)
+"""`<tool_call>` around a JSON object: Qwen2.5, Qwen3, SmolLM, Hermes, and what is written into the system message for a
+template that renders no tools."""

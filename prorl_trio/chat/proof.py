@@ -1,0 +1,403 @@
+"""The proof that a model's prompts are its template's own, token by token, over made-up dialogues.
+
+Each dialogue grows turn by turn as rollouts do, and must end as the ids that an oracle makes of all of it at once. The
+oracle renders the texts as they are and encodes them with the whole tokenizer: nothing of our marking and splitting is
+in it. Where text from outside contains control tokens, the oracle's ids would contain them too; there the decoded text
+must be the oracle's, and the control tokens those of a dialogue of the same shape that says nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+import unicodedata
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
+
+from prorl_trio.chat.conversation import Conversation, ParsedTurn
+from prorl_trio.chat.corpus import CORPUS_TOOLS, Dialogue, Round, forged_tool, long_dialogues, made_up_dialogue
+from prorl_trio.chat.format import ChatFormat
+from prorl_trio.chat.history import RECALLS, Recall
+from prorl_trio.chat.model_folder import read_model_folder
+from prorl_trio.chat.template import assistant_message, call_id
+from prorl_trio.types.errors import ConfigError, HandlerError, TokenDrift
+from prorl_trio.types.models import ChatMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from prorl_trio.chat.messages import Message, ToolSchema
+    from prorl_trio.config import ModelConfig
+
+__all__ = ["Oracle", "Proof", "Unexplained", "load_chat_format", "prove_dialogue", "prove_format"]
+
+logger = logging.getLogger(__name__)
+
+PROOF_DIALOGUES: Final = 24
+PROOF_TIMEOUT_S: Final = 5.0
+"""After which a proof at start is content with the dialogues it has."""
+MIN_PROOF_DIALOGUES: Final = 10
+MIN_RENDERED_DIALOGUES: Final = 5
+"""A template that refuses more of them has not been seen enough."""
+FIRST_ROUNDS: Final = 4
+"""Of a long dialogue. One that the template rewrites by then, it may rewrite later on."""
+
+
+class Unexplained(Exception):
+    """A prompt differs from the oracle's for no known reason; the message says where."""
+
+
+class Oracle(Protocol):
+    """What renders and encodes in one piece."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], open_turn: bool) -> str:
+        """Return the dialogue as text. Raises HandlerError where the template refuses it."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of rendered text."""
+        ...
+
+
+class Proof(NamedTuple):
+    """How many dialogues were seen: of the `exact` each prompt extends the one before; of the `rewritten` the template
+    itself altered earlier turns, and each segment is exact; the `refused` it does not render. `turns` are those of the
+    first two."""
+
+    exact: int
+    rewritten: int
+    refused: int
+    turns: int
+
+
+def load_chat_format(model: ModelConfig, *, proven: bool = True) -> ChatFormat:
+    """Load what the configuration names; unless told otherwise, only one that is proven. Takes seconds: in a thread.
+
+    Where the proof shows that what its template writes depends on more of a dialogue than the probes found, so much is
+    remembered: each of its turns takes longer then.
+
+    Raises:
+        ConfigError: the model folder cannot be used, or its prompts are not exact; says why.
+    """
+    options, on_break = model.template_options, model.on_break
+    chat = ChatFormat.load(Path(model.path), family=model.family, template_options=options, on_break=on_break)
+    if not proven:
+        return chat
+    digest = _digest(chat, options)
+    if digest not in _PROVEN:
+        _PROVEN[digest] = _proven_recall(chat)
+    return chat.recalling(_PROVEN[digest])
+
+
+_PROVEN: Final[dict[bytes, Recall]] = {}
+"""What this process has proven: the same model, loaded again, is the same."""
+
+
+def _proven_recall(chat: ChatFormat) -> Recall:
+    """Return the shortest that the proof holds with, from the probed one on. ConfigError if there is none."""
+    probed = chat.capabilities.recall
+    longer = [recall for recall in RECALLS if recall.tools and RECALLS.index(recall) > RECALLS.index(probed)]
+    failure: ConfigError | None = None
+    for recall in (probed, *longer):
+        try:
+            prove_format(chat.recalling(recall))
+        except ConfigError as exc:
+            failure = failure or exc
+        else:
+            if recall.history in ("shape", "whole"):
+                logger.warning(
+                    "%s: what this chat template writes depends on all messages before it, so that turns take longer "
+                    "the more there have been",
+                    chat.template.origin,
+                )
+            return recall
+    assert failure is not None
+    raise failure
+
+
+def _digest(chat: ChatFormat, options: Mapping[str, Any]) -> bytes:
+    folder = read_model_folder(chat.model_dir)
+    digest = hashlib.blake2b(folder.tokenizer_json)
+    digest.update(repr((folder.template, folder.special_tokens, chat.family.name, sorted(options.items()))).encode())
+    return digest.digest()
+
+
+def prove_format(
+    chat: ChatFormat, *, dialogues: int = PROOF_DIALOGUES, seed: int = 0, timeout_s: float = PROOF_TIMEOUT_S
+) -> Proof:
+    """Prove `chat` against its own template in one piece. Uses the CPU for a second or so.
+
+    Raises:
+        ConfigError: it is not exact; the message says on what. Or the template refuses nearly all dialogues.
+    """
+    chat = chat.dated()
+    oracle, random, deadline = _OwnTemplate(chat), Random(seed), time.monotonic() + timeout_s
+    counted = {"exact": 0, "rewritten": 0, "refused": 0}
+    turns, proving = 0, "a long one"
+    try:
+        for long in long_dialogues(chat.codec.look_alikes, chat.template.literals):
+            prove_long_dialogue(chat, oracle, long)
+        for number in range(dialogues):
+            if number >= MIN_PROOF_DIALOGUES and time.monotonic() > deadline:
+                break
+            proving = f"dialogue {number} of the proof"
+            kind, rounds = prove_dialogue(chat, oracle, random)
+            counted[kind] += 1
+            turns += rounds
+    except Unexplained as exc:
+        raise ConfigError(
+            f"{chat.template.origin}: prompts of the family {chat.family.name!r} are not exact for this template "
+            f"({proving}): {exc}"
+        ) from exc
+    proof = Proof(**counted, turns=turns)
+    if proof.exact + proof.rewritten < min(MIN_RENDERED_DIALOGUES, dialogues):
+        raise ConfigError(
+            f"{chat.template.origin}: nothing can be proven: the chat template refuses {proof.refused} of "
+            f"{sum(counted.values())} dialogues of users, assistants and tools"
+        )
+    return proof
+
+
+def prove_dialogue(
+    chat: ChatFormat, oracle: Oracle, random: Random
+) -> tuple[Literal["exact", "rewritten", "refused"], int]:
+    """Prove one dialogue that is made up from `random`; return what it showed, and its number of turns.
+
+    Raises:
+        Unexplained: a prompt is not the oracle's.
+    """
+    dialogue = made_up_dialogue(random, chat.codec.look_alikes, chat.template.literals)
+    try:
+        return _Prover(chat, oracle, dialogue).prove(), len(dialogue.rounds)
+    except HandlerError:
+        return "refused", 0
+    except TokenDrift as exc:
+        raise Unexplained(str(exc)) from exc
+
+
+def prove_long_dialogue(chat: ChatFormat, oracle: Oracle, dialogue: Dialogue) -> None:
+    """Prove one that is rendered as a whole twice only: near its beginning, and at its end.
+
+    Raises:
+        Unexplained: a prompt is not the oracle's, and the template had not rewritten the dialogue by the first look.
+    """
+    number = 0
+    try:
+        prover = _Prover(chat, oracle, dialogue, long=True)
+        for number, each in enumerate(dialogue.rounds, 1):
+            prover.grow(each)
+            if number in (FIRST_ROUNDS, len(dialogue.rounds)):
+                prover.check()
+    except HandlerError:
+        return
+    except (TokenDrift, Unexplained) as exc:
+        if not (chat.capabilities.rewrites_history and number == FIRST_ROUNDS):
+            raise Unexplained(f"after {number} rounds, {exc}") from exc
+
+
+class _Prover:
+    """One dialogue as it grows, ours and the oracle's."""
+
+    def __init__(self, chat: ChatFormat, oracle: Oracle, dialogue: Dialogue, *, long: bool = False) -> None:
+        self._chat, self._oracle, self._dialogue = chat, oracle, dialogue
+        opening = [ChatMessage(role="user", content=dialogue.question)]
+        if dialogue.system is not None:
+            opening.insert(0, ChatMessage(role="system", content=dialogue.system))
+        self._messages: list[Message] = [{"role": each.role, "content": each.content} for each in opening]
+        self._text = self._whole()
+        self._conversation = Conversation(chat, opening, dialogue.tools, on_break="keep" if long else "segment")
+        ways = (chat, chat.recalling(RECALLS[-1])) if chat.capabilities.rewrites_history and not long else ()
+        self._append_only = [Conversation(way, opening, dialogue.tools, on_break="keep") for way in ways]
+        self._calls = 0
+
+    def prove(self) -> Literal["exact", "rewritten"]:
+        for each in self._dialogue.rounds:
+            self._turn(each)
+        self._check_prompt()
+        return "rewritten" if self._conversation.prefix_breaks else "exact"
+
+    def grow(self, each: Round) -> None:
+        """As a turn, but unseen: what the assistant says is what it would say after a plain question."""
+        alone: list[Message] = [{"role": "user", "content": "x"}]
+        said, end, answer = self._spoken(each, alone, self._whole(alone))
+        _ids, new, _turn = self._exchange(each, said, end, answer)
+        self._add(new)
+
+    def check(self) -> None:
+        """Compare what has grown with the oracle's. Raises Unexplained."""
+        self._text = self._whole()
+        self._check_prompt()
+
+    def _check_prompt(self) -> None:
+        ids = self._conversation.prompt_token_ids()
+        if self._dialogue.hostile:
+            self._check_forgeries(ids)
+        elif ids != (expected := self._oracle.encode(self._text)):
+            raise Unexplained(_difference(self._chat, ids, expected))
+
+    def _exchange(
+        self, each: Round, said: str, end: int | None, answer: Message
+    ) -> tuple[list[int], list[ChatMessage], ParsedTurn]:
+        """Have the assistant say it; return its ids, what is to come back, and what was read in it."""
+        ids = [*self._oracle.encode(said), *([] if end is None else [end])]
+        turn = self._conversation.add_completion(ids, [0.0] * len(ids))
+        new = [ChatMessage(role="tool", content=text, name="probe") for text in each.results]
+        if each.question is not None:
+            new.append(ChatMessage(role="user", content=each.question))
+        self._messages.append(answer)
+        for index, message in enumerate(new):
+            plain: Message = {"role": message.role, "content": message.content}
+            if message.role == "tool":
+                made = answer.get("tool_calls", [])
+                plain |= {"name": "probe", "tool_call_id": made[index]["id"] if index < len(made) else call_id(0)}
+            self._messages.append(plain)
+        return ids, new, turn
+
+    def _add(self, new: Sequence[ChatMessage]) -> None:
+        try:
+            self._conversation.add_messages(new)
+        except HandlerError as exc:
+            self._whole()  # raises what the template itself has against it
+            raise Unexplained(f"the template renders the dialogue, but not turn by turn: {exc}") from exc
+
+    def _turn(self, each: Round) -> None:
+        said, end, answer = self._spoken(each, self._messages, self._text)
+        chat, conversation = self._chat, self._conversation
+        breaks, before = conversation.prefix_breaks, self._text
+        ids, new, turn = self._exchange(each, said, end, answer)
+        self._add(new)
+        self._text = self._whole()
+        self._check_append_only(ids, new)
+        stands = before + said + ("" if end is None else chat.decode([end]))
+        if conversation.prefix_breaks > breaks and self._text.startswith(stands):
+            raise Unexplained(f"a new segment where the template rewrites nothing, after {said[-60:]!r}")
+        read = [call.arguments for call in turn.tool_calls]
+        if "tool_calls" in answer and not (read and read == each.arguments[: len(read)]):  # some write the first only
+            raise Unexplained(f"the calls in {said!r}, as the template writes them, are read as {turn.tool_calls}")
+
+    def _check_append_only(self, ids: Sequence[int], new: Sequence[ChatMessage]) -> None:
+        """Where new segments hide it: what follows a turn must not depend on more than is remembered."""
+        prompts: list[list[int] | None] = []
+        for each in self._append_only:
+            try:
+                each.add_completion(ids, [0.0] * len(ids))
+                each.add_messages(new)
+                prompts.append(each.prompt_token_ids())
+            except (HandlerError, TokenDrift):
+                prompts.append(None)
+        if None in prompts:
+            self._append_only = []  # it cannot go on
+        if len(prompts) == 2 and prompts[0] != prompts[1]:
+            raise Unexplained("without new segments, it depends on more of the dialogue than is remembered")
+
+    @property
+    def _renders_tools(self) -> bool:
+        return self._chat.capabilities.renders_tools
+
+    def _whole(self, messages: Sequence[Message] | None = None, tools: Sequence[ToolSchema] | None = None) -> str:
+        template = self._chat.template
+        tools = self._dialogue.tools if tools is None else tools
+        adapted = template.adapted(self._messages if messages is None else messages, tools)
+        return self._oracle.render(adapted, tools if self._renders_tools else [], True)
+
+    def _spoken(self, each: Round, messages: Sequence[Message], prompt: str) -> tuple[str, int | None, Message]:
+        """Return what the assistant says after `prompt`, which is the rendering of `messages`, the token it ends with,
+        if it says one, and the oracle's message.
+
+        Where the template writes calls itself, it says exactly what the template would write.
+        """
+        chat, capabilities = self._chat, self._chat.capabilities
+        if capabilities.needs_calls or (each.arguments and capabilities.renders_calls):
+            answer = self._parts(each)
+            written = self._as_written(answer, messages, prompt)
+            if written is None and capabilities.needs_calls:  # it alters earlier turns as soon as it sees this one
+                alone: list[Message] = [{"role": "user", "content": "x"}]
+                written = self._as_written(answer, alone, self._whole(alone))
+            if written is not None:
+                return *written, answer
+            if capabilities.needs_calls:
+                raise HandlerError("the template does not continue its own prompt")
+        said = each.content or "So"
+        thoughts = chat.family.syntax.thoughts
+        if each.reasoning and "<think>" in thoughts:
+            said = f"{each.reasoning}\n</think>\n\n{said}"
+            said = said if capabilities.opens_thinking else f"<think>\n{said}"
+        return said, None if each.results else chat.end_of_turn_id, {"role": "assistant", "content": said}
+
+    def _parts(self, each: Round) -> Message:
+        calls = []
+        for arguments in each.arguments:
+            self._calls += 1
+            function = {"name": "probe", "arguments": arguments}
+            call = {"id": call_id(self._calls), "type": "function", "function": function}
+            calls.append(self._chat.template.as_wanted(call))
+        content = "" if each.reasoning and calls else each.content
+        return assistant_message(calls, content, each.reasoning)
+
+    def _as_written(self, answer: Message, messages: Sequence[Message], prompt: str) -> tuple[str, int | None] | None:
+        """Return what the template writes for `answer` after its own prompt, and the token that closes it."""
+        codec, template = self._chat.codec, self._chat.template
+        adapted = template.adapted([*messages, answer], self._dialogue.tools)
+        try:
+            text = self._oracle.render(adapted, self._dialogue.tools if self._renders_tools else [], False)
+        except HandlerError:
+            return None
+        if not text.startswith(prompt):
+            return None
+        text = text[len(prompt) :]
+        if text[:1].isspace() and prompt[-1:].isspace():
+            return None  # one run of white space, which a model samples otherwise than it is encoded in one piece
+        closings = list(codec.control_pattern.finditer(text))
+        if not closings or text[closings[-1].end() :].strip():
+            return text, None
+        return text[: closings[-1].start()], codec.added_ids[closings[-1][0]]
+
+    def _check_forgeries(self, ids: Sequence[int]) -> None:
+        codec = self._chat.codec
+        decoded, expected = _normal(codec.decode(ids)), _normal(self._text)
+        if decoded != expected:
+            raise Unexplained(_first_difference(decoded, expected))
+        quiet = [_silenced(message) for message in self._messages]
+        tools = self._dialogue.tools and [*CORPUS_TOOLS, forged_tool("x")]
+        controls = {codec.added_ids[token] for token in codec.look_alikes}
+        ours = [token_id for token_id in ids if token_id in controls]
+        theirs = [token_id for token_id in self._oracle.encode(self._whole(quiet, tools)) if token_id in controls]
+        if ours != theirs:
+            raise Unexplained(f"{len(ours)} control tokens instead of {len(theirs)}: {codec.decode(ours)!r}")
+
+
+def _silenced(message: Message) -> Message:
+    """Return what another one says without what it says; templates may test whether there is anything."""
+    return {**message, "content": "x"} if message["role"] != "assistant" and message["content"].strip() else message
+
+
+class _OwnTemplate:
+    """The template and the tokenizer themselves, without marks."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], open_turn: bool) -> str:
+        return self._chat.template.render(messages, tools, open_turn)
+
+    def encode(self, text: str) -> list[int]:
+        return self._chat.codec.encode_whole(text)
+
+
+def _difference(chat: ChatFormat, ids: Sequence[int], expected: Sequence[int]) -> str:
+    at = next((n for n, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), min(len(ids), len(expected)))
+    ours, theirs = (chat.decode(each[max(0, at - 8) : at + 8]) for each in (ids, expected))
+    return f"from id {at} on there is {ours!r} instead of {theirs!r}"
+
+
+def _first_difference(text: str, expected: str) -> str:
+    at = next((n for n, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), 0)
+    start = max(0, at - 30)
+    return f"from character {at} on there is {text[start : at + 40]!r} instead of {expected[start : at + 40]!r}"
+
+
+def _normal(text: str) -> str:
+    """What tokenizers may do to text on the way: NFC, and one character that some write a space as."""
+    return unicodedata.normalize("NFC", text).replace("\u2581", " ")

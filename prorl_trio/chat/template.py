@@ -1,0 +1,297 @@
+"""A model's own Jinja chat template: whole dialogues, and the text between one assistant turn and the next.
+
+`ChatTemplate.delta` is how a conversation grows without touching what is already there: render a dialogue whose
+assistant says a sentinel, and take the text after it. That text is what the template puts between one assistant turn
+and the next, whatever the template looks like. What a template can do is found out by `probe`.
+"""
+
+from __future__ import annotations
+
+import json
+from copy import copy
+from datetime import datetime
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import msgspec
+
+from prorl_trio.chat.codec import MARK
+from prorl_trio.chat.history import Recall, remembered
+from prorl_trio.chat.jinja import TEMPLATE_FAULTS, template_environment, template_literals
+from prorl_trio.types.errors import ConfigError, HandlerError
+
+if TYPE_CHECKING:
+    import re
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from prorl_trio.chat.messages import Message, ToolSchema
+
+__all__ = ["Capabilities", "ChatTemplate", "assistant_message", "call_id", "parameter_schemas"]
+
+SENTINEL = f"\u0298{MARK}\u0298"
+"""Cannot occur in marked text: there a MARK is doubled, or follows a character of an added token, which this is not."""
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a template does, found by rendering probes with it when it is loaded.
+
+    Attributes:
+        renders_system: it takes a system message; else its text becomes the beginning of the first user message.
+        renders_tools: it writes tool schemas itself; else they are appended to the system message by us.
+        renders_tool_role: it treats `tool` differently from a made-up role; else tool results become user messages
+            with each result inside `<tool_response>`.
+        renders_calls: it writes the `tool_calls` of an assistant's message.
+        json_arguments: it wants their arguments as a string with JSON, not as an object.
+        needs_calls: how it writes tool results depends on the calls that they answer (their names, their ids, or that
+            there are any), so an assistant's turn is rendered from its parts, not from its text.
+        opens_thinking: its generation prompt ends inside `<think>`.
+        rewrites_history: it renders an earlier assistant turn otherwise than it was sampled (drops its reasoning, or
+            differs in some other way on the dialogues of the self-test).
+        recall: on what of the dialogue before an assistant turn it depends what follows that turn. A delta is rendered
+            over no more, for most templates in time independent of the dialogue's length.
+    """
+
+    renders_system: bool = True
+    renders_tools: bool = False
+    renders_tool_role: bool = False
+    renders_calls: bool = False
+    json_arguments: bool = False
+    needs_calls: bool = False
+    opens_thinking: bool = False
+    rewrites_history: bool = False
+    recall: Recall = Recall()
+
+
+def call_id(number: int) -> str:
+    """Return the id of a call that was sampled without one: nine digits, as Mistral's template asks for."""
+    return f"{number:09d}"
+
+
+def parameter_schemas(tools: Iterable[ToolSchema]) -> dict[str, Any]:
+    """Return the schema of each tool's parameters by the tool's name."""
+    schemas = {}
+    for index, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name:
+            raise HandlerError(f"tools[{index}] has no function.name; a tool is a JSON schema in OpenAI's format")
+        schemas[name] = function.get("parameters")
+    return schemas
+
+
+class ChatTemplate:
+    """A compiled template. Immutable once probed; may be used from several threads.
+
+    Attributes:
+        capabilities: none of them, until `chat_probe.probe` has found them.
+        literals: the strings and whole numbers in its expressions.
+    """
+
+    capabilities: Capabilities
+    literals: frozenset[str | int]
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        origin: Path,
+        options: Mapping[str, Any] | None,
+        control: re.Pattern[str],
+    ) -> None:
+        """Compile `source`.
+
+        Args:
+            source: of the template, in Jinja.
+            special_tokens: `bos_token` and so on: variables of the template.
+            origin: the file it is from, for messages.
+            options: further variables (`enable_thinking`, say), the same in every rendering.
+            control: matches the tokens that structure a dialogue: where one is, an assistant's calls are over.
+
+        Raises:
+            ConfigError: it is not Jinja.
+        """
+        self._variables = {**(options or {}), **special_tokens}
+        self._control = control
+        self._tells_time = "strftime_now" in source
+        self.origin = origin
+        self.capabilities = Capabilities()
+        try:
+            self._compiled = template_environment().from_string(source)
+            self.literals = frozenset(template_literals(source))
+        except jinja2.TemplateError as exc:
+            raise ConfigError(f"{origin}: the chat template is not valid Jinja: {exc}") from exc
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, open_turn: bool = True) -> str:
+        """Return the whole dialogue as text; with `open_turn`, ready for the assistant to speak.
+
+        Raises:
+            HandlerError: the template refuses these messages, and says why.
+        """
+        return self.render(self.adapted(messages, tools), tools, open_turn)
+
+    def adapted(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
+        """Return `messages` with what this template knows nothing of, results or `tools`, written into its texts."""
+        adapted = list(messages) if self.capabilities.renders_tool_role else _tool_results_as_user(messages)
+        if tools and not self.capabilities.renders_tools:
+            adapted = _tools_in_system(adapted, tools)
+        return adapted if self.capabilities.renders_system else _system_as_user(adapted)
+
+    def delta(
+        self,
+        new: Sequence[Message],
+        history: Sequence[Message] = (),
+        tools: Sequence[ToolSchema] = (),
+        calls: Sequence[Message] = (),
+    ) -> str:
+        """Return the text between the end of what an assistant said and its next turn, `new` being in between.
+
+        Args:
+            new: what came back. Tool results answer `calls` in their order.
+            history: what preceded that assistant turn, or what `remembered` has left of it. It and `tools` are used,
+                and needed, only where `capabilities.recall` says so.
+            tools: functions the policy may call.
+            calls: of that assistant turn, as `tool_calls`; used only where `capabilities.needs_calls`.
+
+        Raises:
+            HandlerError: the template refuses these messages, loses one, or does not render the assistant's turn.
+        """
+        history, tools = self.remembered(history), tools if self.capabilities.recall.tools else ()
+        if self.capabilities.needs_calls and new and new[0]["role"] == "tool":
+            return self.delta_after_calls(new, history, tools, calls)
+        return self.delta_after_text(new, history, tools)
+
+    def remembered(self, history: Sequence[Message]) -> list[Message]:
+        """Return what `delta` needs of `history`, now and when it has grown."""
+        return remembered(history, self.capabilities.recall.history)
+
+    def dated(self) -> ChatTemplate:
+        """Return one like this for which it is now for ever: a date in a prompt must not change in mid-dialogue."""
+        if not self._tells_time or "strftime_now" in self._variables:
+            return self
+        other = copy(self)
+        other._variables = {**self._variables, "strftime_now": datetime.now().strftime}
+        return other
+
+    def recalling(self, recall: Recall) -> ChatTemplate:
+        """Return one like this that renders deltas over what `recall` says."""
+        other = copy(self)
+        other.capabilities = msgspec.structs.replace(self.capabilities, recall=recall)
+        return other
+
+    def delta_after_text(self, new: Sequence[Message], history: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+        """See `delta`: after an assistant's turn that has content and nothing else."""
+        return self._after_sentinel([*history, {"role": "assistant", "content": SENTINEL}, *new], new, tools)
+
+    def delta_after_calls(
+        self,
+        new: Sequence[Message],
+        history: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        calls: Sequence[Message],
+    ) -> str:
+        """See `delta`: after an assistant's turn that ends with calls.
+
+        Begins with the token that closes the turn, or, if nothing does, that opens the next one.
+        """
+        spoken = assistant_message(self.sentinel_calls(calls))
+        after = self._after_sentinel([*history, spoken, *new], new, tools)
+        closing = self._control.search(after)
+        if closing is None:
+            raise HandlerError("the chat template writes no control token between a tool call and its result")
+        return after[closing.start() :]
+
+    def sentinel_calls(self, calls: Sequence[Message]) -> list[Message]:
+        """Return the names and ids of `calls`, without their arguments; the sentinel is that of the first, which also
+        templates for one call at a time write."""
+        ids = [(call["function"]["name"], call["id"]) for call in calls] or [("none", call_id(0))]
+        bare = [_call(name, identity, {}) for name, identity in ids]
+        bare[0] = _call(*ids[0], {"s": SENTINEL})
+        return [self.as_wanted(call) for call in bare]
+
+    def as_wanted(self, call: Message) -> Message:
+        """Return `call` with its arguments as this template wants them."""
+        if not self.capabilities.json_arguments:
+            return call
+        function = call["function"]
+        written = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": written}}
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], open_turn: bool) -> str:
+        """Return what the template makes of exactly these messages. Raises HandlerError as `prompt` does."""
+        try:
+            return self._compiled.render(
+                messages=messages, tools=list(tools) or None, add_generation_prompt=open_turn, **self._variables
+            )
+        except TEMPLATE_FAULTS as exc:
+            raise HandlerError(f"the model's chat template refuses these messages: {exc}") from exc
+
+    def _after_sentinel(self, messages: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+        _before, *after = self.prompt(messages, tools).split(SENTINEL)
+        if len(after) != 1:
+            raise HandlerError(f"the chat template renders what an assistant says {len(after)} times instead of once")
+        for index, message in enumerate(new, len(messages) - len(new)):
+            said = message["content"].strip()
+            if said in after[0] or json.dumps(said, ensure_ascii=False)[1:-1] in after[0]:
+                continue
+            changed = [*messages[:index], {**message, "content": "changed"}, *messages[index + 1 :]]
+            if self.prompt(changed, tools).partition(SENTINEL)[2] == after[0]:
+                raise HandlerError(
+                    f"the chat template has no place for a {message['role']} message after an assistant's turn, or not "
+                    "in this order"
+                )
+        return after[0]
+
+
+def assistant_message(calls: Sequence[Message], content: str = "", reasoning: str = "") -> Message:
+    """Return an assistant's turn in parts. Templates test whether a part is there, so one that is empty is left out."""
+    parts: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        parts |= {"thinking": reasoning, "reasoning_content": reasoning}
+    return {**parts, "tool_calls": list(calls)} if calls else parts
+
+
+def _call(name: str, identity: str, arguments: Any) -> Message:
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# ---------------------------------------------------------------- for templates without tools, or system messages
+
+
+def _tools_in_system(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
+    """Append the instructions for `tools` to the system message; without one they become it."""
+    schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    instructions = (
+        "# Tools\n\nYou may call functions to help with the task. Their signatures, as JSON schemas, are between "
+        f"<tools> and </tools>:\n<tools>\n{schemas}\n</tools>\n\nTo call a function, write a JSON object with its name "
+        'and arguments between <tool_call> and </tool_call>:\n<tool_call>\n{"name": <function-name>, "arguments": '
+        "<arguments-as-json-object>}\n</tool_call>"
+    )
+    if messages and messages[0]["role"] == "system":
+        system, *rest = messages
+        return [{**system, "content": f"{system['content']}\n\n{instructions}"}, *rest]
+    return [{"role": "system", "content": instructions}, *messages]
+
+
+def _system_as_user(messages: Sequence[Message]) -> list[Message]:
+    """Put what a system message says before what the user says first, as Gemma 3's template does."""
+    if not messages or messages[0]["role"] != "system":
+        return list(messages)
+    system, *rest = messages
+    if rest and rest[0]["role"] == "user":
+        user, *rest = rest
+        return [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *rest]
+    return [{**system, "role": "user"}, *rest]
+
+
+def _tool_results_as_user(messages: Sequence[Message]) -> list[Message]:
+    """Turn each run of tool messages into one user message."""
+    adapted: list[Message] = []
+    for is_tool, run in groupby(messages, key=lambda message: message["role"] == "tool"):
+        if is_tool:
+            results = (f"<tool_response>\n{message['content']}\n</tool_response>" for message in run)
+            adapted.append({"role": "user", "content": "\n".join(results)})
+        else:
+            adapted += run
+    return adapted

@@ -1,0 +1,158 @@
+"""What an assistant's text says: reasoning, content and tool calls. Total functions: no input makes them raise.
+
+How calls are written differs between families (see `families`); without another syntax it is the one ChatML models are
+trained on: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times. A call that cannot be
+understood is a `ToolCall` with an `error` to show to the policy, never nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from prorl_trio.chat.families.call_values import MAX_ARGUMENT_NESTING, Malformed, decode_json, read_call, skip_space
+from prorl_trio.chat.families.syntax import HERMES, CallSyntax, SpokenTurn
+from prorl_trio.types.models import ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from prorl_trio.chat.families.call_values import Tools
+
+__all__ = ["MAX_ARGUMENT_NESTING", "MAX_TOOL_CALLS_PER_TURN", "SpokenTurn", "parse_tool_calls", "parse_turn"]
+
+MAX_TOOL_CALLS_PER_TURN = 64
+"""Calls parsed of one turn. What follows is one more call, with an error."""
+
+_EXPECTED = 'a JSON object {"name": "<tool>", "arguments": {...}}'
+_FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def parse_tool_calls(text: str, known_tools: Tools) -> tuple[str, list[ToolCall]]:
+    """Return the content outside tool calls and reasoning, and the calls in their order. See `parse_turn`."""
+    turn = parse_turn(text, known_tools)
+    return turn.content, turn.tool_calls
+
+
+def parse_turn(
+    text: str, known_tools: Tools, *, syntax: CallSyntax = HERMES, opened_thinking: bool = False
+) -> SpokenTurn:
+    """Take an assistant's text apart. Never raises.
+
+    Lenient only where there is one way to read it: arguments given as a JSON string, `parameters` for `arguments`, raw
+    newlines inside strings, a missing `</tool_call>` after a complete object, and, where there is no call in the
+    family's syntax at all, a bare object as the whole text or in a fenced block, if it names one of `known_tools`.
+
+    Args:
+        text: without the tokens that structure the dialogue.
+        known_tools: the names a call may have; any other is an error that lists these.
+        syntax: how the family writes calls and reasoning.
+        opened_thinking: the prompt ended with what opens reasoning, so the text starts inside it.
+    """
+    if syntax.whole_turn is not None:
+        return _limited(syntax.whole_turn(text, known_tools))
+    reader = _TurnReader(text, syntax)
+    if opened_thinking:
+        reader.think(next(iter(syntax.thoughts)), skip_space(text, 0))
+    while (opened := reader.thought_at(skip_space(text, reader.position))) is not None:
+        reader.think(opened, skip_space(text, reader.position))
+    rest = text[reader.position :]
+    if (call := _bare_call(rest, known_tools)) is not None:  # whatever tags its strings contain
+        return SpokenTurn("", "\n".join(reader.reasoning), [call])
+    calls: list[ToolCall] = []
+    while (match := reader.next_tag()) is not None:
+        if (opened := reader.thought_at(match.start())) is not None:
+            reader.think(opened, match.start())
+        elif len(calls) >= MAX_TOOL_CALLS_PER_TURN:
+            calls.append(_too_many(text[match.start() :]))
+            reader.position = len(text)
+        else:
+            found, reader.position = syntax.read(text, match.start(), known_tools)
+            calls += found
+    said = "".join([*reader.content, text[reader.position :]]).strip()
+    if not calls:
+        said, calls = _parse_fences(said, known_tools)
+    return _limited(SpokenTurn(said, "\n".join(reader.reasoning), calls))
+
+
+class _TurnReader:
+    """Where in a turn's text we are, and what was found on the way."""
+
+    def __init__(self, text: str, syntax: CallSyntax) -> None:
+        self.text = text
+        self.position = 0
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self._thoughts = syntax.thoughts
+        thoughts = "|".join(map(re.escape, syntax.thoughts))
+        self._tag = re.compile(f"{thoughts}|{syntax.opening.pattern}")
+
+    def next_tag(self) -> re.Match[str] | None:
+        """Find the next thought or call; the text up to it is content."""
+        match = self._tag.search(self.text, self.position)
+        if match is not None:
+            self.content.append(self.text[self.position : match.start()])
+        return match
+
+    def thought_at(self, start: int) -> str | None:
+        """Return what opens reasoning at `start`, if something does."""
+        return next((opened for opened in self._thoughts if self.text.startswith(opened, start)), None)
+
+    def think(self, opened: str, start: int) -> None:
+        """Take the reasoning at `start`, with or without the `opened` tag there; unclosed, it is all the rest."""
+        if self.text.startswith(opened, start):
+            start += len(opened)
+        close = self._thoughts[opened]
+        end = self.text.find(close, start)
+        stop = len(self.text) if end < 0 else end
+        self.reasoning.append(self.text[start:stop].strip())
+        self.position = len(self.text) if end < 0 else end + len(close)
+
+
+def _too_many(raw: str) -> ToolCall:
+    error = f"more than {MAX_TOOL_CALLS_PER_TURN} tool calls in one turn; these and what follows were not run"
+    return ToolCall(name="", arguments={}, raw=raw, error=error)
+
+
+def _limited(turn: SpokenTurn) -> SpokenTurn:
+    """Hold the calls of a turn to their limit also where many of them are read at once."""
+    calls = turn.tool_calls
+    if len(calls) <= MAX_TOOL_CALLS_PER_TURN or calls[MAX_TOOL_CALLS_PER_TURN].error.startswith("more than"):
+        return turn
+    kept = [*calls[:MAX_TOOL_CALLS_PER_TURN], _too_many(calls[MAX_TOOL_CALLS_PER_TURN].raw)]
+    return turn._replace(tool_calls=kept)
+
+
+def _parse_fences(said: str, known_tools: Collection[str]) -> tuple[str, list[ToolCall]]:
+    """Find calls written as fenced blocks instead of in the family's syntax. Whatever else is there, is content."""
+    calls: list[ToolCall] = []
+
+    def take(fence: re.Match[str]) -> str:
+        call = _bare_call(fence[1], known_tools) if len(calls) < MAX_TOOL_CALLS_PER_TURN else None
+        if call is None:
+            return fence[0]
+        calls.append(call)
+        return ""
+
+    return _FENCE.sub(take, said).strip(), calls
+
+
+def _bare_call(text: str, known_tools: Collection[str]) -> ToolCall | None:
+    """Return the call that `text` is as a whole, or None: without a tag, broken JSON is no attempt at a call."""
+    text = text.strip()
+    if not text.startswith("{"):
+        return None
+    try:
+        value, end = decode_json(text, 0)
+    except Malformed:
+        return None
+    if end != len(text) or not isinstance(value, dict) or not {"arguments", "parameters"} & value.keys():
+        return None
+    name = value.get("name")
+    if not isinstance(name, str) or name not in known_tools:
+        return None
+    try:
+        name, arguments = read_call(value, known_tools)
+    except Malformed as exc:
+        return ToolCall(name=name, arguments={}, raw=text, error=f"{exc}; expected {_EXPECTED}")
+    return ToolCall(name=name, arguments=arguments, raw=text)

@@ -1,0 +1,126 @@
+"""A run as a person at a terminal sees it: a progress bar, then the final table."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import click
+import trio
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from prorl_trio.client.collect import collect, describe_rejection
+from prorl_trio.client.recording import TRAJECTORIES, RunInfo
+from prorl_trio.client.report import errors, summary_table
+from prorl_trio.client.terminal import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from rich.console import RenderableType
+
+    from ipc.session import Rejected
+    from prorl_trio.client import RolloutClient
+    from prorl_trio.client.recording import Summary
+    from prorl_trio.types.models import JobSpec, Outcome
+
+__all__ = ["console", "page", "run_jobs"]
+
+console = Console()
+"""Where commands print for people."""
+
+MAX_REJECTIONS = 10
+"""So many are said with their reasons."""
+SAID_EVERY_S = 30.0
+"""How far a run is, where there is no terminal to draw a bar on."""
+
+
+async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *, model: str, tasks: str) -> Summary:
+    """Submit, show a progress bar (a line every `SAID_EVERY_S` where there is no terminal), record in `folder`, print
+    the final table. See `client.collect.collect`.
+
+    Says so first where no backend takes rollouts, because they will wait then.
+    """
+    for line in _unready(await client.status()):
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    info = RunInfo(model=model, tasks=tasks, started=folder.name)
+    columns = (
+        TextColumn("rollouts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[last]}", markup=False),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("rollouts", total=len(specs), last="")
+        ended, said_s = 0, trio.current_time()
+
+        def show(outcome: Outcome) -> None:
+            nonlocal ended, said_s
+            ended += 1
+            reward = "" if outcome.reward is None else f" reward {outcome.reward:g}"
+            last = one_line(f"{outcome.instance_id}: {outcome.status}{reward}").plain
+            progress.update(bar, advance=1, last=last)
+            if not console.is_terminal and trio.current_time() >= said_s + SAID_EVERY_S:
+                said_s = trio.current_time()
+                console.print(
+                    f"{ended} of {len(specs)} rollouts; {last}", markup=False, highlight=False, soft_wrap=True
+                )
+
+        rejections: list[Rejected] = []
+
+        def reject(rejected: Sequence[Rejected]) -> None:
+            rejections.extend(rejected)
+            progress.update(bar, total=len(specs) - len(rejected))
+            _say(f"{len(rejected)} of {len(specs)} jobs were rejected; the other {len(specs) - len(rejected)} are run")
+
+        summary, outcomes = await collect(client, specs, folder, info, show, reject)
+    console.print(summary_table(summary, outcomes))
+    for line in errors(outcomes):
+        _say(line)
+    for rejected in rejections[:MAX_REJECTIONS]:
+        _say(one_line(describe_rejection(rejected)).plain)
+    if len(rejections) > MAX_REJECTIONS:
+        _say(f"{len(rejections) - MAX_REJECTIONS} more were rejected")
+    show_one = f"prorl-trio show {shlex.quote(str(folder / TRAJECTORIES))} JOB_ID"
+    console.print(f"recorded in {folder}; look at one with: {show_one}", markup=False, highlight=False, soft_wrap=True)
+    return summary
+
+
+def page(parts: Sequence[RenderableType], *, pager: bool | None = None) -> None:
+    """Print, in a pager if `pager`, or by default if there is a terminal and it has not that many lines."""
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, Text))
+    text = capture.get()
+    if pager or (pager is None and console.is_terminal and _lines(text) >= console.height):
+        click.echo_via_pager(text, color=True)
+    else:
+        console.file.write(text)
+        console.file.flush()
+
+
+def _lines(text: str) -> int:
+    """Of the terminal, wrapped."""
+    return sum(1 + max(0, len(line) - 1) // console.width for line in text.splitlines())
+
+
+def _say(problem: str) -> None:
+    console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _unready(report: Mapping[str, Any]) -> Iterator[str]:
+    """Why a node's backends take no rollouts now, from its `status`. Nothing if one does, or the node does not say."""
+    pool = report.get("backends")
+    if not isinstance(pool, dict):
+        return
+    backends = pool.get("backends", [])
+    if any(backend.get("state") == "active" and not backend.get("suspended") for backend in backends):
+        return
+    yield "no backend of the node takes rollouts now, so they wait for one" + (":" if backends else "; it has none")
+    for backend in backends:
+        why = backend.get("error") or ("suspended" if backend.get("suspended") else backend.get("state"))
+        yield one_line(f"  {backend.get('url')}: {why}").plain

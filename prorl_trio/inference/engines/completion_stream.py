@@ -1,0 +1,169 @@
+"""A streamed completion: server-sent events in, exact tokens out, as they come."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from prorl_trio.inference.engines.answers import ContractBroken, NotStreamed, Wanted, checked_completion
+from prorl_trio.types.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from prorl_trio.inference.engines.engine import Completion, TokenSink
+
+__all__ = ["CompletionStream", "EventLines", "StreamPart"]
+
+MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
+"""Of one event: an SGLang's has all tokens so far, of up to 40 bytes each."""
+
+_DONE: Final = b"[DONE]"
+_ERRORS: Final = (b'{"error"', b'{"object":"error"', b'{"object": "error"')
+"""Engines of different ages word it differently."""
+
+
+class StreamPart(NamedTuple):
+    """What one event says.
+
+    Attributes:
+        token_ids, logprobs: those that are new.
+        finish_reason: None until the engine says it; what it said stands.
+        sampled: the engine's own count of all so far; None where the event has none.
+        versions: runs of `(version of the weights, start, end)` over all so far; empty where the event has none.
+        label: what the engine called its weights as it sent this; empty where it does not say.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None = None
+    sampled: int | None = None
+    versions: Sequence[tuple[str, int, int]] = ()
+    label: str = ""
+
+
+class EventLines:
+    """Splits a stream of server-sent events into the data of each. Holds `MAX_EVENT_BYTES` at most."""
+
+    def __init__(self) -> None:
+        self._begun: list[bytes] = []
+        self._begun_bytes = 0
+
+    def feed(self, received: bytes) -> list[bytes]:
+        """The data of every event that `received` completes.
+
+        Raises:
+            ContractBroken: one is larger than `MAX_EVENT_BYTES`.
+        """
+        *lines, rest = received.split(b"\n")
+        if lines:
+            lines[0] = b"".join((*self._begun, lines[0]))
+            self._begun, self._begun_bytes = [], 0
+        self._begun.append(rest)
+        self._begun_bytes += len(rest)
+        if self._begun_bytes > MAX_EVENT_BYTES:
+            raise ContractBroken(f"an event of its stream is larger than {MAX_EVENT_BYTES} bytes")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+class CompletionStream:
+    """Collects one streamed completion. `feed` is what `HttpClient.request` calls with each piece of the body."""
+
+    def __init__(self, wanted: Wanted, sink: TokenSink, read: Callable[[bytes, int], StreamPart]) -> None:
+        """`sink` gets the tokens of each event; `read` decodes an event, given how many tokens came before it."""
+        self._wanted = wanted
+        self._sink = sink
+        self._read = read
+        self._lines = EventLines()
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: Sequence[tuple[str, int, int]] = ()
+        self._label = ""
+        self._finish_reason: str | None = None
+        self._sampled: int | None = None
+        self._dropped = 0
+        self._done = False
+        self._events = 0
+
+    def feed(self, received: bytes) -> bool:
+        """Take a piece of the body. True: the sink has enough.
+
+        Raises:
+            ContractBroken: what came cannot be trusted.
+            BackendError: retryable: the engine says that it failed.
+        """
+        events = self._lines.feed(received)
+        self._events += len(events)
+        return any(self._event(data) for data in events)
+
+    def completion(self) -> Completion:
+        """The whole of it.
+
+        Raises:
+            ContractBroken: counts differ.
+            NotStreamed: it was no stream.
+            BackendError: retryable: the stream ended before it was complete.
+        """
+        if not self._events:
+            raise NotStreamed("it does not stream what it is asked to stream")
+        ended = f"the stream ended after {len(self._token_ids)} tokens"
+        if not self._done:
+            raise BackendError(f"{self._wanted.info.url}: {ended}, in the middle of the answer", retryable=True)
+        if self._sampled is None:
+            raise ContractBroken(f"{ended}, without the engine's own count")
+        return checked_completion(
+            self._wanted,
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
+            sampled=self._sampled,
+            finish_reason=self._finish_reason,
+            versions=self._versions,
+            label=self._label,
+            dropped=self._dropped,
+        )
+
+    def _event(self, data: bytes) -> bool:
+        if data == _DONE:
+            self._done = True
+            return False
+        if data.startswith(_ERRORS):
+            words = data.decode("utf-8", "replace")
+            raise BackendError(
+                f"{self._wanted.info.url}: the engine failed in the middle of an answer: {words}", retryable=True
+            )
+        part = self._read(data, len(self._token_ids))
+        token_ids, logprobs = part.token_ids, part.logprobs
+        if len(token_ids) != len(logprobs):
+            raise ContractBroken(
+                f"it drops token ids or logprobs: {len(token_ids)} ids, {len(logprobs)} logprobs in one event"
+            )
+        self._count(len(self._token_ids) + len(token_ids), part.sampled)
+        self._finish_reason = part.finish_reason or self._finish_reason
+        self._versions = part.versions or self._versions
+        self._label = part.label or self._label
+        keep = self._sink(token_ids, logprobs) if token_ids else None
+        stopped = keep is not None and part.finish_reason is None
+        if stopped:
+            self._dropped = len(token_ids[keep:])
+            token_ids, logprobs = token_ids[:keep], logprobs[:keep]
+            self._finish_reason, self._done = "tool_call", True
+        self._token_ids += token_ids
+        self._logprobs += logprobs
+        if stopped:
+            self._sampled = len(self._token_ids)
+            self._versions = _first(self._versions, self._sampled)
+        return stopped
+
+    def _count(self, came: int, sampled: int | None) -> None:
+        """Hold the tokens so far against what was asked for, and against the engine's own count, where it tells."""
+        if came > self._wanted.max_tokens:
+            raise ContractBroken(f"asked for at most {self._wanted.max_tokens} tokens, it sampled {came} and goes on")
+        if sampled is not None:
+            self._sampled = sampled
+            if sampled != came:
+                raise ContractBroken(f"it drops or repeats tokens: counts differ: {came} ids, {sampled} in its usage")
+
+
+def _first(runs: Sequence[tuple[str, int, int]], count: int) -> Sequence[tuple[str, int, int]]:
+    """The runs of the first `count` tokens; none where not all of these are told."""
+    kept = [(version, start, min(end, count)) for version, start, end in runs if start < count]
+    return kept if kept and kept[-1][2] == count else ()

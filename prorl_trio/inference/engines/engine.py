@@ -1,0 +1,202 @@
+"""What every LLM engine client is: token ids in, token ids and log-probabilities out, counts checked."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import trio
+
+from prorl_trio.types.errors import BackendError
+from prorl_trio.types.models import FinishReason, LogprobKind, PolicySpan, SamplingParams
+
+if TYPE_CHECKING:
+    from prorl_trio.inference.engines.engine_load import EngineLoad
+
+__all__ = [
+    "CannotStream",
+    "Completion",
+    "CompletionTimedOut",
+    "EngineClient",
+    "EngineInfo",
+    "EnginePaused",
+    "PauseMode",
+    "RequestRefused",
+    "TokenSink",
+]
+
+PauseMode = Literal["wait", "abort", "keep"]
+"""What becomes of completions in flight: `wait` for them, `abort` them (they are continued after the resume, from the
+tokens that were received), or `keep` them: they go on, or stand still where the engine can do that."""
+
+TokenSink = Callable[[list[int], list[float]], int | None]
+"""Given the ids and log-probabilities that came since the last call. None: go on; n: keep the first n of these, and
+stop sampling. Must not raise."""
+
+
+class EnginePaused(BackendError):
+    """It is paused, by whomever. Says nothing of its health; retryable."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)
+
+
+class CompletionTimedOut(BackendError):
+    """The completion was not whole in time; retryable. What was streamed of it is good."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)
+
+
+class CannotStream(BackendError):
+    """The engine did not stream what it was asked to; in one piece it may be had. Not retryable."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=False)
+
+
+class RequestRefused(BackendError):
+    """The engine refused the request for what is in it. Says nothing of its health; not retryable."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=False)
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the probe found out about a backend.
+
+    Attributes:
+        url: its origin.
+        model: the name it serves the policy under.
+        max_model_len: prompt plus completion, in tokens.
+        engine: name and version.
+        policy_version: of its weights, as spans are to name it. The engine's own label, until a resume says otherwise;
+            `0` where it has none.
+        label: what the engine itself called those weights when it was last heard of; `0`: it has no name for them.
+            Empty: it does not say.
+        logprob_kind: what its log-probabilities are of, found out by sampling with `top_k` 1.
+        api: the path that completions are asked for at.
+        pausable: it can be paused, and told the version of its weights.
+        prefix_caching: it reuses prefixes; None where it does not say.
+    """
+
+    url: str
+    model: str
+    max_model_len: int
+    engine: str
+    policy_version: str
+    label: str = ""
+    logprob_kind: LogprobKind = "raw"
+    api: str = ""
+    pausable: bool = False
+    prefix_caching: bool | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """One sampled continuation of N tokens.
+
+    `token_ids` and `logprobs` (natural log, of the sampled token) have N entries each, and N equals the engine's own
+    usage count. The end-of-turn token is included when it was sampled.
+
+    `spans` cover the N tokens, position 0 being the first of them. None: all are of one kind, by `policy_version` and
+    `engine`. `versions_told`: the engine itself said which of them were sampled by which version of the weights, and
+    its labels are in the spans. `label`: what it called its weights at the end; empty: it did not say.
+
+    `dropped_tokens` came with, but after, the token at which the sink had enough. What the engine went on to sample
+    until it noticed is not known, nor what it would have.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    policy_version: str
+    engine: str
+    spans: list[PolicySpan] = []
+    versions_told: bool = False
+    label: str = ""
+    dropped_tokens: int = 0
+
+
+class EngineClient(abc.ABC):
+    """One backend. Safe for any number of concurrent calls; connections are kept alive and bounded."""
+
+    url: str
+
+    @abc.abstractmethod
+    async def probe(self, *, timeout_s: float) -> EngineInfo:
+        """Ask for model and limits, and sample two tokens to see that ids and logprobs come and agree in number.
+
+        Raises:
+            BackendError: it is down (`retryable`), or not fit for token-exact work (not retryable), with the reason.
+            EnginePaused: where it says so.
+        """
+
+    @abc.abstractmethod
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        request_id: str,
+        timeout_s: float,
+        cache_salt: str = "",
+        sink: TokenSink | None = None,
+    ) -> Completion:
+        """Sample up to `max_tokens` tokens after `prompt_token_ids`.
+
+        Prefixes are shared only among requests of one `cache_salt`. With a `sink`, tokens are streamed to it, and it
+        may end the completion: the engine is left, upon which it aborts, and the finish reason is `tool_call`, unless
+        the engine had ended it by itself at the same time. A client that cannot stream never calls it.
+
+        Cancellation closes the connection, upon which the engine aborts the request. Connection errors and 5xx before
+        the first byte of an answer are retried with backoff inside `timeout_s`; never after tokens were received.
+
+        Raises:
+            BackendError: after the retries, or at once when counts of ids, logprobs and usage differ.
+            RequestRefused: what was asked for is no valid request to this engine.
+            ContextLengthExceeded: the engine says that the prompt does not fit.
+        """
+
+    async def load(self, *, timeout_s: float) -> EngineLoad | None:
+        """What it has to do at this moment; None where it does not say.
+
+        Raises:
+            BackendError: it failed to answer.
+        """
+        await trio.lowlevel.checkpoint()
+        return None
+
+    async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
+        """Have the engine itself stop sampling, for a change of weights. False if it does not offer that.
+
+        Raises:
+            BackendError: it offers it and failed.
+        """
+        await trio.lowlevel.checkpoint()
+        return False
+
+    async def label_weights(self, policy_version: str, *, timeout_s: float) -> bool:
+        """Tell the engine what its weights are called from now on, so that it can say which tokens are of which.
+
+        False, and nothing happened, where it cannot be told.
+
+        Raises:
+            BackendError: it can be told, and failed.
+        """
+        await trio.lowlevel.checkpoint()
+        return False
+
+    async def resume(self, *, timeout_s: float) -> None:
+        """End a `pause` that returned True.
+
+        Raises:
+            BackendError: it failed.
+        """
+        await trio.lowlevel.checkpoint()
+
+    @abc.abstractmethod
+    async def aclose(self) -> None:
+        """Close every connection. Calls in flight fail."""

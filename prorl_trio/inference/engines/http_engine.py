@@ -1,0 +1,325 @@
+"""What engine clients over HTTP share: retries within the budget, the probe's calls, how failures are told apart."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from random import Random
+from typing import ClassVar, NoReturn, TypeVar
+from urllib.parse import quote
+
+import msgspec
+import trio
+
+from prorl_trio.inference.engines.answers import (
+    ContractBroken,
+    NotStreamed,
+    Prompt,
+    Wanted,
+    context_limit,
+    error_message,
+    logprob_kind,
+)
+from prorl_trio.inference.engines.engine import (
+    CannotStream,
+    Completion,
+    CompletionTimedOut,
+    EngineClient,
+    EngineInfo,
+    EnginePaused,
+    RequestRefused,
+    TokenSink,
+)
+from prorl_trio.inference.engines.engine_load import EngineLoad, LoadReader
+from prorl_trio.inference.engines.http import (
+    ConnectFailed,
+    ConnectionLost,
+    HttpClient,
+    HttpError,
+    HttpLimits,
+    RequestTimedOut,
+    Response,
+    ResponseMalformed,
+    ResponseTooLarge,
+)
+from prorl_trio.inference.engines.retries import RETRYABLE_STATUSES, RetryPolicy
+from prorl_trio.types.errors import BackendError, ContextLengthExceeded
+from prorl_trio.types.models import SamplingParams
+
+__all__ = ["JSON_CONTENT", "PROBE_PROMPT", "PROBE_TOKENS", "REFUSED_STATUSES", "HttpEngineClient", "OnCall"]
+
+MAX_REQUEST_ID_CHARS = 200
+MISSING_STATUSES = frozenset({403, 404, 405, 501})
+"""An endpoint that a server does not have, or has switched off."""
+REFUSED_STATUSES = frozenset({400, 413, 422})
+"""For what is in the request."""
+PROBE_PROMPT = [1, 2, 3]
+PROBE_TOKENS = 2
+
+OnCall = Callable[[str, str, float], None]
+"""Told of the URL, how a call ended (completed, failed, cancelled), and its seconds with retries. Must not raise."""
+
+_PROBE_SAMPLING = SamplingParams(max_output_tokens=PROBE_TOKENS, top_k=1)
+_HOT_SAMPLING = msgspec.structs.replace(_PROBE_SAMPLING, temperature=2.0)
+JSON_CONTENT = ("Content-Type", "application/json")
+_Answer = TypeVar("_Answer")
+
+
+class HttpEngineClient(EngineClient):
+    """One server. A subclass knows its paths and formats; see `EngineClient` for what the methods promise.
+
+    Attributes:
+        may_scale_logprobs: the engine may give log-probabilities after the temperature but before `top_k`: the probe
+            then samples a second time.
+    """
+
+    may_scale_logprobs: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        max_connections: int = 512,
+        retry: RetryPolicy | None = None,
+        random: Random | None = None,
+        on_call: OnCall | None = None,
+    ) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            url: the server's origin, as `http://127.0.0.1:8000`, without a path.
+            max_connections: calls that run at once; more wait, first come first served.
+            retry: when and how often.
+            random: draws the jitter of the retries.
+            on_call: told of every `generate` that ended.
+
+        Raises:
+            BackendError: not retryable: `url` is not an origin.
+        """
+        try:
+            self._http = HttpClient(url, limits=HttpLimits(max_connections=max_connections))
+        except ValueError as exc:
+            raise BackendError(f"backend URL: {exc}", retryable=False) from exc
+        self.url = self._http.origin
+        self._retry = retry or RetryPolicy()
+        self._random = random or Random()
+        self._on_call = on_call
+        self._info: EngineInfo | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._http!r}>"
+
+    @property
+    def http(self) -> HttpClient:
+        """The connections, for their `statistics()`."""
+        return self._http
+
+    @abc.abstractmethod
+    async def _ask_info(self, timeout_s: float) -> EngineInfo:
+        """What the server says of itself."""
+
+    @abc.abstractmethod
+    async def _complete(
+        self,
+        wanted: Wanted,
+        *,
+        request_id: str,
+        timeout_s: float,
+        cache_salt: str,
+        sink: TokenSink | None,
+        probing: bool = False,
+    ) -> Completion:
+        """Ask and read the answer. `probing`: past the end of turn, and not a second time.
+
+        Raises:
+            ContractBroken: the answer cannot be trusted.
+            BackendError, ContextLengthExceeded: as `generate`.
+        """
+
+    async def probe(self, *, timeout_s: float) -> EngineInfo:
+        """See `EngineClient.probe`. Nothing is retried. Also refreshes what `generate` knows about the server."""
+        with trio.move_on_after(timeout_s):
+            info = await self._ask_info(timeout_s)
+            plain = await self._sample_probe(info, timeout_s)
+            hot = await self._sample_probe(info, timeout_s, _HOT_SAMPLING) if self.may_scale_logprobs else plain
+            self._info = msgspec.structs.replace(info, logprob_kind=logprob_kind(plain.logprobs, hot.logprobs))
+            return self._info
+        raise BackendError(f"{self.url}: the probe took more than {timeout_s:g} s", retryable=True)
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        request_id: str,
+        timeout_s: float,
+        cache_salt: str = "",
+        sink: TokenSink | None = None,
+    ) -> Completion:
+        """See `EngineClient.generate`. `max_tokens` is cut to what the context has left; the reason is then `length`.
+
+        Raises:
+            RuntimeError: no `probe` has succeeded yet.
+            ValueError: an empty prompt, or `max_tokens` below 1.
+        """
+        info = self._info
+        if info is None:
+            raise RuntimeError(f"{self.url}: probe() must succeed before generate()")
+        if not prompt_token_ids or max_tokens < 1:
+            raise ValueError(f"need a prompt and max_tokens >= 1, got {len(prompt_token_ids)} ids and {max_tokens}")
+        prompt = Prompt.of(prompt_token_ids)
+        del prompt_token_ids  # nobody needs the list any more, see `Prompt`
+        room = info.max_model_len - prompt.tokens
+        if room < 1:
+            raise ContextLengthExceeded(prompt.tokens, info.max_model_len)
+        wanted = Wanted(prompt=prompt, sampling=sampling, max_tokens=min(max_tokens, room), info=info)
+        started_s, result = trio.current_time(), "cancelled"
+        try:
+            completion = await self._complete(
+                wanted, request_id=request_id, timeout_s=timeout_s, cache_salt=cache_salt, sink=sink
+            )
+            result = "completed"
+        except NotStreamed as exc:
+            result = "failed"
+            raise CannotStream(f"{self.url}: {exc}") from exc
+        except ContractBroken as exc:
+            result = "failed"
+            raise self._unfit(str(exc)) from exc
+        except (BackendError, ContextLengthExceeded):
+            result = "failed"
+            raise
+        finally:
+            if self._on_call is not None:
+                self._on_call(self.url, result, trio.current_time() - started_s)
+        return completion
+
+    async def load(self, *, timeout_s: float) -> EngineLoad | None:
+        """See `EngineClient.load`. From the server's metrics page."""
+        reader = LoadReader()
+        found = await self._get("/metrics", timeout_s, on_data=reader.feed)
+        return None if found is None else reader.load()
+
+    async def aclose(self) -> None:
+        """Close every connection. Calls in flight raise `BackendError`. Idempotent."""
+        self._http.close()
+        await trio.lowlevel.checkpoint()
+
+    # ------------------------------------------------------------ for subclasses
+
+    async def _sample_probe(
+        self, info: EngineInfo, timeout_s: float, sampling: SamplingParams = _PROBE_SAMPLING
+    ) -> Completion:
+        """`PROBE_TOKENS` tokens. Raises BackendError: it is not fit."""
+        wanted = Wanted(prompt=Prompt.of(PROBE_PROMPT), sampling=sampling, max_tokens=PROBE_TOKENS, info=info)
+        try:
+            completion = await self._complete(
+                wanted, request_id="prorl-probe", timeout_s=timeout_s, cache_salt="", sink=None, probing=True
+            )
+        except ContractBroken as exc:
+            raise self._unfit(str(exc)) from exc
+        if completion.finish_reason == "abort":
+            raise EnginePaused(f"{self.url}: it aborted the probe, as it does for a pause")
+        if len(completion.token_ids) != PROBE_TOKENS:
+            raise self._unfit(f"asked for {PROBE_TOKENS} tokens, it sampled {len(completion.token_ids)}")
+        return completion
+
+    async def _post(
+        self,
+        path: str,
+        body: bytes,
+        *,
+        request_id: str,
+        timeout_s: float,
+        prompt_tokens: int,
+        on_data: Callable[[bytes], bool] | None = None,
+        once: bool = False,
+    ) -> Response:
+        """Send, and, unless `once`, send again after a delay, until an answer of status 200 comes.
+
+        A request is never repeated once a byte of its answer came.
+        """
+        started_s = trio.current_time()
+        max_attempts = 1 if once else self._retry.max_attempts
+        for attempt in range(1, max_attempts + 1):
+            left_s = max(0.0, started_s + timeout_s - trio.current_time())
+            # Job ids are the submitter's and may hold anything; a header may not.
+            header = quote(f"{request_id}.{attempt}", safe="/:+@ ")[-MAX_REQUEST_ID_CHARS:]
+            headers = [JSON_CONTENT, ("X-Request-Id", header)]
+            try:
+                response = await self._http.request(
+                    "POST", path, body=body, headers=headers, timeout_s=left_s, on_data=on_data
+                )
+                if response.status == 200:
+                    return response
+                if once or response.status not in RETRYABLE_STATUSES:
+                    self._refused("POST", path, response, prompt_tokens)
+                failure = f"status {response.status}: {error_message(response.body)}"
+            except (ConnectFailed, ConnectionLost) as exc:
+                if once or (isinstance(exc, ConnectionLost) and exc.received_bytes):
+                    raise self._failed(exc) from exc
+                failure = str(exc)
+            except HttpError as exc:
+                raise self._failed(exc) from exc
+            delay_s = self._retry.delay_s(attempt, self._random)
+            if attempt == max_attempts or trio.current_time() + delay_s >= started_s + timeout_s:
+                break
+            await trio.sleep(delay_s)
+        used_s = trio.current_time() - started_s
+        raise BackendError(
+            f"{self.url}: {failure}; gave up after {attempt} attempts in {used_s:.1f} s of {timeout_s:g} s",
+            retryable=True,
+        )
+
+    async def _get(self, path: str, timeout_s: float, on_data: Callable[[bytes], bool] | None = None) -> bytes | None:
+        """The body, empty where `on_data` was given it, or None if the server does not know `path`. Not retried."""
+        headers = [("X-Request-Id", "prorl-probe")]
+        try:
+            response = await self._http.request("GET", path, headers=headers, timeout_s=timeout_s, on_data=on_data)
+        except HttpError as exc:
+            raise self._failed(exc) from exc
+        if response.status != 200 and response.status not in MISSING_STATUSES:
+            self._refused("GET", path, response, 0)
+        return response.body if response.status == 200 else None
+
+    async def _get_json(self, path: str, kind: type[_Answer], timeout_s: float) -> _Answer | None:
+        """As `_get`, decoded."""
+        body = await self._get(path, timeout_s)
+        if body is None:
+            return None
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.MsgspecError as exc:
+            raise self._unfit(f"{path} is not what was expected: {exc}") from exc
+
+    async def _control(self, path: str, timeout_s: float, body: object = msgspec.UNSET) -> bool:
+        """One call, not retried. False where the server does not have it."""
+        payload = b"" if body is msgspec.UNSET else msgspec.json.encode(body)
+        headers = [JSON_CONTENT] if payload else []
+        try:
+            response = await self._http.request("POST", path, body=payload, headers=headers, timeout_s=timeout_s)
+        except HttpError as exc:
+            raise self._failed(exc) from exc
+        if response.status != 200 and response.status not in MISSING_STATUSES:
+            self._refused("POST", path, response, 0)
+        return response.status == 200
+
+    def _refused(self, method: str, path: str, response: Response, prompt_tokens: int) -> NoReturn:
+        """Raise for a status that is not 200."""
+        message = error_message(response.body)
+        limit = context_limit(message) if response.status == 400 else None
+        if limit is not None:
+            raise ContextLengthExceeded(prompt_tokens, limit)
+        said = f"{self.url}: {method} {path} was answered by status {response.status}: {message}"
+        if response.status in REFUSED_STATUSES:
+            raise RequestRefused(said)
+        raise BackendError(said, retryable=response.status in RETRYABLE_STATUSES)
+
+    def _failed(self, exc: HttpError) -> BackendError:
+        if isinstance(exc, RequestTimedOut):
+            return CompletionTimedOut(f"{self.url}: {exc}")
+        breach = isinstance(exc, ResponseMalformed | ResponseTooLarge)
+        return BackendError(f"{self.url}: {exc}", retryable=not breach)
+
+    def _unfit(self, reason: str) -> BackendError:
+        return BackendError(f"{self.url}: not fit for token-exact rollouts: {reason}", retryable=False)

@@ -1,0 +1,265 @@
+"""An SGLang server as an engine, over its own `/generate`: token ids in, token ids and log-probabilities out.
+
+Written against SGLang's documented API, and tested against `prorl_trio.testing.fake_sglang`, not the real server.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import msgspec
+
+from prorl_trio.inference.engines.answers import (
+    UNNAMED,
+    ContractBroken,
+    Logprob,
+    TokenId,
+    Wanted,
+    checked_completion,
+    context_limit,
+    label_of,
+)
+from prorl_trio.inference.engines.completion_stream import CompletionStream, StreamPart
+from prorl_trio.inference.engines.engine import Completion, EngineInfo, RequestRefused, TokenSink
+from prorl_trio.inference.engines.http_engine import PROBE_PROMPT, PROBE_TOKENS, REFUSED_STATUSES, HttpEngineClient
+from prorl_trio.inference.engines.retries import RETRYABLE_STATUSES
+from prorl_trio.inference.engines.vllm_api import ModelList, VersionRun, runs_of, served_model
+from prorl_trio.types.errors import BackendError, ContextLengthExceeded
+
+if TYPE_CHECKING:
+    from prorl_trio.inference.engines.engine import PauseMode
+
+__all__ = ["SglangClient"]
+
+GENERATE: Final = "/generate"
+MODEL_INFO: Final = ("/model_info", "/get_model_info")
+SERVER_INFO: Final = ("/server_info", "/get_server_info")
+"""Each under its name of today and that of older servers."""
+PAUSE_MODES: Final[dict[PauseMode, str]] = {"wait": "retract", "abort": "abort", "keep": "retract"}
+"""`retract` puts requests back in line and forgets what the old weights made of them, so that it is computed anew."""
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """`sampling_params`. Neutral values are sent too: a server may have other defaults, from the model's own config."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    skip_special_tokens: bool = False
+    no_stop_trim: bool = True
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /generate`. `extra_key` keeps prefixes apart. No `rid`: a repeated one is refused."""
+
+    input_ids: msgspec.Raw
+    sampling_params: SamplingFields
+    return_logprob: bool = True
+    stream: bool = False
+    extra_key: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class FinishedBecause(msgspec.Struct, frozen=True):
+    """`type` is `stop`, `length` or `abort`. An abort with a `status_code` is an error, which `message` tells."""
+
+    type: str
+    message: str | None = None
+    status_code: int | None = None
+
+
+class MetaInfo(msgspec.Struct, frozen=True):
+    """`output_token_logprobs`: the log-probability, the id, and the text or null, of each sampled token.
+
+    In a stream `completion_tokens` counts all so far. The log-probabilities are of all so far, too, or, of a server
+    with `--incremental-streaming-output`, of the new ones. There is no `finish_reason` until the last event.
+
+    `weight_version` is what the weights were called as this was sent, `weight_versions` the runs of all tokens so far.
+    Older servers tell the first of these only, or neither.
+    """
+
+    completion_tokens: int
+    finish_reason: FinishedBecause | None = None
+    output_token_logprobs: list[tuple[Logprob, TokenId, Any]] | None = None
+    weight_version: str | None = None
+    weight_versions: list[VersionRun] | None = None
+
+
+class GenerateResponse(msgspec.Struct, frozen=True):
+    """The answer of `POST /generate`, or an event of a streamed one.
+
+    `output_ids` are of all so far or new, as the log-probabilities are, but not always as these are: servers with
+    `--stream-output`, an older name, have new ids and the log-probabilities of all.
+    """
+
+    meta_info: MetaInfo
+    output_ids: list[TokenId] | None = None
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """The answer of `GET /model_info`."""
+
+    model_path: str
+    weight_version: str | None = None
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """What we need of the answer of `GET /server_info`."""
+
+    version: str = ""
+    disable_radix_cache: bool | None = None
+
+
+class SglangClient(HttpEngineClient):
+    """One SGLang server."""
+
+    may_scale_logprobs: ClassVar[bool] = True
+
+    async def is_there(self, timeout_s: float) -> bool:
+        """Whether the server has SGLang's own endpoints. Errors as `probe`."""
+        return await self._first(MODEL_INFO, ModelInfo, timeout_s) is not None
+
+    async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
+        """See `EngineClient.pause`. With `abort`, completions in flight are answered with what they have."""
+        return await self._control("/pause_generation", timeout_s, {"mode": PAUSE_MODES[mode]})
+
+    async def label_weights(self, policy_version: str, *, timeout_s: float) -> bool:
+        """See `EngineClient.label_weights`."""
+        # Unless it is told not to, the server aborts everything here.
+        body = {"new_version": policy_version, "abort_all_requests": False}
+        return await self._control("/update_weight_version", timeout_s, body)
+
+    async def resume(self, *, timeout_s: float) -> None:
+        """See `EngineClient.resume`."""
+        await self._control("/continue_generation", timeout_s, {})
+
+    async def _ask_info(self, timeout_s: float) -> EngineInfo:
+        model = await self._first(MODEL_INFO, ModelInfo, timeout_s)
+        models = await self._get_json("/v1/models", ModelList, timeout_s)
+        card = served_model(models)
+        if model is None or card is None:
+            raise self._unfit("it has no /model_info or lists no model; is it an SGLang server?")
+        if card.max_model_len is None or card.max_model_len < len(PROBE_PROMPT) + PROBE_TOKENS:
+            raise self._unfit(f"it reports a max_model_len of {card.max_model_len}")
+        server = await self._first(SERVER_INFO, ServerInfo, timeout_s) or ServerInfo()
+        label = label_of(model.weight_version)
+        return EngineInfo(
+            url=self.url,
+            model=card.id,
+            max_model_len=card.max_model_len,
+            engine=f"sglang {server.version}".strip(),
+            policy_version=label or UNNAMED,
+            label=label,
+            api=GENERATE,
+            pausable=True,
+            prefix_caching=None if server.disable_radix_cache is None else not server.disable_radix_cache,
+        )
+
+    async def _first(self, paths: tuple[str, ...], kind: type[Any], timeout_s: float) -> Any:
+        for path in paths:
+            if (answer := await self._get_json(path, kind, timeout_s)) is not None:
+                return answer
+        return None
+
+    async def _complete(
+        self,
+        wanted: Wanted,
+        *,
+        request_id: str,
+        timeout_s: float,
+        cache_salt: str,
+        sink: TokenSink | None,
+        probing: bool = False,
+    ) -> Completion:
+        stream = None if sink is None else CompletionStream(wanted, sink, partial(_event, wanted))
+        response = await self._post(
+            GENERATE,
+            _request(wanted, cache_salt, stream=stream is not None, ignore_eos=probing),
+            request_id=request_id,
+            timeout_s=timeout_s,
+            prompt_tokens=wanted.prompt.tokens,
+            on_data=None if stream is None else stream.feed,
+            once=probing,
+        )
+        return stream.completion() if stream is not None else _completion(response.body, wanted)
+
+
+def _request(wanted: Wanted, cache_salt: str, *, stream: bool, ignore_eos: bool) -> bytes:
+    sampling = wanted.sampling
+    return msgspec.json.encode(
+        GenerateRequest(
+            input_ids=wanted.prompt.text,
+            sampling_params=SamplingFields(
+                max_new_tokens=wanted.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k or -1,
+                stop_token_ids=sampling.stop_token_ids,
+                ignore_eos=ignore_eos,
+            ),
+            stream=stream,
+            extra_key=cache_salt or msgspec.UNSET,
+        )
+    )
+
+
+def _completion(body: bytes, wanted: Wanted) -> Completion:
+    answer = _decode(body, wanted)
+    meta, (token_ids, logprobs) = answer.meta_info, _tokens(answer, 0)
+    return checked_completion(
+        wanted,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        sampled=meta.completion_tokens,
+        finish_reason=meta.finish_reason.type if meta.finish_reason else None,
+        versions=runs_of(meta.weight_versions),
+        label=label_of(meta.weight_version),
+    )
+
+
+def _event(wanted: Wanted, data: bytes, before: int) -> StreamPart:
+    answer = _decode(data, wanted)
+    meta, (token_ids, logprobs) = answer.meta_info, _tokens(answer, before)
+    reason = meta.finish_reason.type if meta.finish_reason else None
+    runs, label = runs_of(meta.weight_versions), label_of(meta.weight_version)
+    return StreamPart(token_ids, logprobs, reason, meta.completion_tokens, runs, label)
+
+
+def _decode(body: bytes, wanted: Wanted) -> GenerateResponse:
+    """Raises BackendError or ContextLengthExceeded where the answer, or event, tells of an error."""
+    try:
+        answer = msgspec.json.decode(body, type=GenerateResponse)
+    except msgspec.MsgspecError as exc:
+        raise ContractBroken(f"the answer is not a completion to train on: {exc}") from exc
+    reason = answer.meta_info.finish_reason
+    if reason is not None and reason.status_code is not None:
+        message = reason.message or "no message"
+        if reason.status_code == 400 and (limit := context_limit(message)) is not None:
+            raise ContextLengthExceeded(wanted.prompt.tokens, limit)
+        said = f"{wanted.info.url}: the engine aborted with status {reason.status_code}: {message}"
+        if reason.status_code in REFUSED_STATUSES:
+            raise RequestRefused(said)
+        raise BackendError(said, retryable=reason.status_code in RETRYABLE_STATUSES)
+    return answer
+
+
+def _tokens(answer: GenerateResponse, before: int) -> tuple[list[int], list[float]]:
+    """The ids and log-probabilities in it that are not of the first `before` tokens."""
+    told, ids, count = answer.meta_info.output_token_logprobs, answer.output_ids, answer.meta_info.completion_tokens
+    if told is None:
+        raise ContractBroken("it drops log-probabilities (no output_token_logprobs in the answer)")
+    if len(told) == count:  # of all so far
+        told = told[before:]
+    if ids is not None and len(ids) == count:
+        ids = ids[before:]
+    token_ids = [token_id for _, token_id, _ in told]
+    if ids is not None and ids != token_ids:
+        raise ContractBroken(f"it drops token ids or logprobs: {len(ids)} ids, logprobs of {len(token_ids)} others")
+    return token_ids, [logprob for logprob, _, _ in told]

@@ -1,0 +1,148 @@
+"""A trainer's own engine, as the ProRL Agent server knows it: `POST /generate` with `prompt_ids`, and nothing else.
+
+It says neither what it serves nor how long a context may be, and has no finish reasons: what can be checked of its
+answers is checked, and what it cannot say comes from the node's configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+
+import msgspec
+
+from prorl_trio.inference.engines.answers import (
+    UNNAMED,
+    ContractBroken,
+    Logprob,
+    Prompt,
+    TokenId,
+    Wanted,
+    checked_completion,
+)
+from prorl_trio.inference.engines.engine import Completion, EngineInfo, TokenSink
+from prorl_trio.inference.engines.http import HttpError
+from prorl_trio.inference.engines.http_engine import JSON_CONTENT, PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient
+
+__all__ = ["TrainerEngineClient"]
+
+GENERATE: Final = "/generate"
+NAME: Final = "prorl"
+"""What spans call it: it has no name of its own."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`POST /generate`: the prompt, and what vLLM's `SamplingParams` take. Neutral values are left out, as that
+    server's own client does: other servers may know fewer."""
+
+    prompt_ids: msgspec.Raw
+    max_tokens: int
+    temperature: float | msgspec.UnsetType = msgspec.UNSET
+    top_p: float | msgspec.UnsetType = msgspec.UNSET
+    top_k: int = 0
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+
+class GenerateAnswer(msgspec.Struct, frozen=True):
+    """Its answer. `logprobs` are the natural logarithms of the sampled tokens' probabilities."""
+
+    response_ids: list[TokenId]
+    logprobs: list[Logprob] | None = None
+
+
+class _SampledIds(msgspec.Struct, frozen=True):
+    """What tells such an answer from others."""
+
+    response_ids: list[TokenId]
+
+
+class TrainerEngineClient(HttpEngineClient):
+    """One server. `context_tokens` is its longest prompt with completion; 0: nobody said, and no probe succeeds."""
+
+    may_scale_logprobs: ClassVar[bool] = True
+
+    def __init__(self, url: str, *, context_tokens: int = 0, **options: Any) -> None:
+        """As `HttpEngineClient`."""
+        super().__init__(url, **options)
+        self._context_tokens = context_tokens
+
+    async def is_there(self, timeout_s: float) -> bool:
+        """Whether it answers as such an engine does, fit or not. Raises BackendError: it cannot be reached."""
+        request = GenerateRequest(prompt_ids=Prompt.of(PROBE_PROMPT).text, max_tokens=PROBE_TOKENS)
+        try:
+            response = await self._http.request(
+                "POST", GENERATE, body=msgspec.json.encode(request), headers=[JSON_CONTENT], timeout_s=timeout_s
+            )
+        except HttpError as exc:
+            raise self._failed(exc) from exc
+        try:
+            msgspec.json.decode(response.body, type=_SampledIds)
+        except msgspec.MsgspecError:
+            return False
+        return response.status == 200
+
+    async def _ask_info(self, timeout_s: float) -> EngineInfo:
+        if self._context_tokens < len(PROBE_PROMPT) + PROBE_TOKENS:
+            raise self._unfit(
+                "it does not say how long a context may be; set backends.max_model_len to what it was started with"
+            )
+        return self._described(self._context_tokens)
+
+    def _described(self, context_tokens: int) -> EngineInfo:
+        return EngineInfo(
+            url=self.url, model=NAME, max_model_len=context_tokens, engine=NAME, policy_version=UNNAMED, api=GENERATE
+        )
+
+    async def _complete(
+        self,
+        wanted: Wanted,
+        *,
+        request_id: str,
+        timeout_s: float,
+        cache_salt: str,
+        sink: TokenSink | None,
+        probing: bool = False,
+    ) -> Completion:
+        del cache_salt, sink  # it knows no salt, and cannot stream
+        sampling = wanted.sampling
+        request = GenerateRequest(
+            prompt_ids=wanted.prompt.text,
+            max_tokens=wanted.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=sampling.stop_token_ids,
+            ignore_eos=probing,
+        )
+        response = await self._post(
+            GENERATE,
+            msgspec.json.encode(request),
+            request_id=request_id,
+            timeout_s=timeout_s,
+            prompt_tokens=wanted.prompt.tokens,
+            once=probing,
+        )
+        return _completion(response.body, wanted)
+
+
+def _completion(body: bytes, wanted: Wanted) -> Completion:
+    """The completion that an answer holds. It ended by itself if it is shorter than asked for, or ends with a stop.
+
+    Raises:
+        ContractBroken: it cannot be trusted.
+    """
+    try:
+        answer = msgspec.json.decode(body, type=GenerateAnswer)
+    except msgspec.MsgspecError as exc:
+        raise ContractBroken(f"the answer of {GENERATE} is no list of response_ids to train on: {exc}") from exc
+    token_ids = answer.response_ids
+    if answer.logprobs is None:
+        raise ContractBroken("it drops log-probabilities (no logprobs in the answer)")
+    stopped = len(token_ids) < wanted.max_tokens or token_ids[-1] in wanted.sampling.stop_token_ids
+    return checked_completion(
+        wanted,
+        token_ids=token_ids,
+        logprobs=answer.logprobs,
+        sampled=len(token_ids),
+        finish_reason="stop" if stopped else "length",
+    )

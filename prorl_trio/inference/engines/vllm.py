@@ -1,0 +1,119 @@
+"""A vLLM server as an engine: token ids in, token ids and log-probabilities out, every count checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from prorl_trio.inference.engines.answers import UNNAMED, label_of
+from prorl_trio.inference.engines.completion_stream import CompletionStream
+from prorl_trio.inference.engines.engine import Completion, EngineInfo, EnginePaused, TokenSink
+from prorl_trio.inference.engines.http_engine import PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient, OnCall
+from prorl_trio.inference.engines.retries import RetryPolicy
+from prorl_trio.inference.engines.vllm_api import (
+    COMPLETIONS,
+    GENERATE,
+    ModelList,
+    PauseInfo,
+    Version,
+    WeightInfo,
+    completion_of,
+    completion_request,
+    prefix_caching,
+    read_answer,
+    read_event,
+    served_model,
+)
+from prorl_trio.types.errors import BackendError
+
+if TYPE_CHECKING:
+    from prorl_trio.inference.engines.answers import Wanted
+    from prorl_trio.inference.engines.engine import PauseMode
+
+__all__ = ["OnCall", "RetryPolicy", "VllmClient"]
+
+
+class VllmClient(HttpEngineClient):
+    """One vLLM server. Completions come from `/inference/v1/generate` where it has that, or `/v1/completions`."""
+
+    async def is_there(self, timeout_s: float) -> bool:
+        """Whether the server lists a model as vLLM does. Errors as `probe`."""
+        return served_model(await self._get_json("/v1/models", ModelList, timeout_s)) is not None
+
+    async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
+        """See `EngineClient.pause`. Only a server in development mode (`VLLM_SERVER_DEV_MODE=1`) offers it.
+
+        With `abort`, completions in flight are answered at once with what they have, and finish reason `abort`.
+        """
+        return await self._control(f"/pause?mode={mode}", timeout_s)
+
+    async def label_weights(self, policy_version: str, *, timeout_s: float) -> bool:
+        """See `EngineClient.label_weights`. Only in development mode."""
+        if self._info is None or not self._info.pausable:
+            await trio.lowlevel.checkpoint()
+            return False
+        return await self._control("/update_weight_version", timeout_s, {"new_version": policy_version})
+
+    async def resume(self, *, timeout_s: float) -> None:
+        """See `EngineClient.resume`."""
+        await self._control("/resume", timeout_s)
+
+    async def _ask_info(self, timeout_s: float) -> EngineInfo:
+        models = await self._get_json("/v1/models", ModelList, timeout_s)
+        card = served_model(models)
+        if card is None:
+            raise self._unfit("it lists no model at /v1/models; is it a vLLM server?")
+        if card.max_model_len is None or card.max_model_len < len(PROBE_PROMPT) + PROBE_TOKENS:
+            raise self._unfit(f"it reports a max_model_len of {card.max_model_len}")
+        pause = await self._get_json("/is_paused", PauseInfo, timeout_s)
+        if pause is not None and pause.is_paused:
+            raise EnginePaused(f"{self.url}: it is paused, and samples nothing before a POST {self.url}/resume")
+        version = await self._get_json("/version", Version, timeout_s)
+        weights = await self._get_json("/weight_info", WeightInfo, timeout_s)
+        metrics = await self._get("/metrics", timeout_s)
+        label = label_of(weights.weight_version if weights else None)
+        info = EngineInfo(
+            url=self.url,
+            model=card.id,
+            max_model_len=card.max_model_len,
+            engine=f"vllm {version.version}" if version else "vllm",
+            policy_version=label or UNNAMED,
+            label=label,
+            api=GENERATE,
+            pausable=weights is not None,
+            prefix_caching=None if metrics is None else prefix_caching(metrics),
+        )
+        # Only a request that is valid tells: routers refuse others themselves, and pass this on to servers without it.
+        # Servers of other versions have it in another form.
+        try:
+            told = (await self._sample_probe(info, timeout_s)).label
+        except BackendError as exc:
+            if exc.retryable:
+                raise
+            return msgspec.structs.replace(info, api=COMPLETIONS)  # which tells why, if that is not fit either
+        return msgspec.structs.replace(info, label=told or label, policy_version=told or label or UNNAMED)
+
+    async def _complete(
+        self,
+        wanted: Wanted,
+        *,
+        request_id: str,
+        timeout_s: float,
+        cache_salt: str,
+        sink: TokenSink | None,
+        probing: bool = False,
+    ) -> Completion:
+        path = wanted.info.api
+        stream = None if sink is None else CompletionStream(wanted, sink, lambda data, _: read_event(data, wanted))
+        response = await self._post(
+            path,
+            completion_request(wanted, path=path, cache_salt=cache_salt, stream=stream is not None, ignore_eos=probing),
+            request_id=request_id,
+            timeout_s=timeout_s,
+            prompt_tokens=wanted.prompt.tokens,
+            on_data=None if stream is None else stream.feed,
+            once=probing,
+        )
+        return stream.completion() if stream is not None else completion_of(read_answer(response.body, wanted), wanted)

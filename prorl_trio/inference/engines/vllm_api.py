@@ -1,0 +1,300 @@
+"""The part of vLLM's HTTP API that we use, without I/O: requests are exact, answers lenient to unknown fields and
+strict about every count and number that training relies on."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from prorl_trio.inference.engines.answers import ContractBroken, Logprob, TokenId, Wanted, checked_completion, label_of
+from prorl_trio.inference.engines.completion_stream import StreamPart
+
+if TYPE_CHECKING:
+    from prorl_trio.inference.engines.engine import Completion
+
+__all__ = [
+    "COMPLETIONS",
+    "GENERATE",
+    "AnswerPart",
+    "CompletionRequest",
+    "GenerateRequest",
+    "ModelList",
+    "PauseInfo",
+    "Version",
+    "VersionRun",
+    "WeightInfo",
+    "completion_of",
+    "completion_request",
+    "prefix_caching",
+    "read_answer",
+    "read_event",
+    "runs_of",
+    "served_model",
+    "tokens_of",
+]
+
+COMPLETIONS = "/v1/completions"
+GENERATE = "/inference/v1/generate"
+"""Of servers started with `--enable-scale-out`: it says which tokens were sampled by which version of the weights."""
+
+_PREFIX_CACHING = re.compile(rb'vllm:cache_config_info\{[^}]*enable_prefix_caching="(True|False)"')
+
+
+class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample, as both endpoints name it.
+
+    The penalties and `min_p` are sent although neutral: what a request leaves out, vLLM takes from the model's own
+    `generation_config.json` (Qwen2.5's has a repetition penalty), and the sampled distribution would silently not be
+    the trainer's. `logprobs` 0 asks for those of the sampled tokens and no alternatives. No `seed`: a CPU engine dies
+    of it.
+    """
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: list[int]
+    ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    n: int = 1
+    logprobs: int = 0
+    skip_special_tokens: bool = False
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """Each part of a stream is to have the engine's own count: so nothing is lost or doubled before an early stop."""
+
+    include_usage: bool = True
+    continuous_usage_stats: bool = True
+
+
+class CompletionRequest(_Sampling, frozen=True, kw_only=True):
+    """`POST /v1/completions`. See `_Sampling` for what is sent although it is neutral."""
+
+    model: str
+    prompt: msgspec.Raw
+    return_token_ids: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | msgspec.UnsetType = msgspec.UNSET
+    cache_salt: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class GenerateSampling(_Sampling, frozen=True, kw_only=True):
+    """As `_Sampling`; without text, which nobody reads."""
+
+    detokenize: bool = False
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /inference/v1/generate`."""
+
+    model: str
+    token_ids: msgspec.Raw
+    sampling_params: GenerateSampling
+    return_token_ids: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | msgspec.UnsetType = msgspec.UNSET
+    cache_salt: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class LogprobEntry(msgspec.Struct, frozen=True):
+    """One sampled token of `/inference/v1/generate`."""
+
+    token_id: TokenId
+    logprob: Logprob
+
+
+class ChoiceLogprobs(msgspec.Struct, frozen=True):
+    """Natural log of each sampled token's probability: `token_logprobs` from one endpoint, `content` from the other."""
+
+    token_logprobs: list[Logprob] | None = None
+    content: list[LogprobEntry] | None = None
+
+
+class VersionRun(msgspec.Struct, frozen=True):
+    """Sampled tokens `start` to `end` (exclusive) are of weights with that label."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One continuation, or a part of it. The ids are null from an engine that does not know `return_token_ids`."""
+
+    finish_reason: str | None = None
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    logprobs: ChoiceLogprobs | None = None
+    weight_versions: list[VersionRun] | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """The engine's own count of sampled tokens."""
+
+    completion_tokens: int
+
+
+class AnswerPart(msgspec.Struct, frozen=True):
+    """The answer of either endpoint, or one part of a streamed one. Of the parts, the last has only the usage, of all;
+    in others it is of all so far."""
+
+    choices: list[Choice]
+    usage: Usage | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """A served model. `max_model_len` is vLLM's own addition to the OpenAI format."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """The answer of `GET /v1/models`."""
+
+    data: list[ModelCard]
+
+
+def served_model(models: ModelList | None) -> ModelCard | None:
+    """The policy: the first that has a length of its own, as adapters, which may be listed before it, have not."""
+    cards = [] if models is None else models.data
+    return next(iter([card for card in cards if card.max_model_len is not None] or cards), None)
+
+
+class Version(msgspec.Struct, frozen=True):
+    """The answer of `GET /version`."""
+
+    version: str
+
+
+class PauseInfo(msgspec.Struct, frozen=True):
+    """The answer of `GET /is_paused`, which only a server in development mode has."""
+
+    is_paused: bool
+
+
+class WeightInfo(msgspec.Struct, frozen=True):
+    """The answer of `GET /weight_info`, which only a server in development mode has."""
+
+    weight_version: str | None = None
+
+
+def completion_request(
+    wanted: Wanted, *, path: str, cache_salt: str = "", stream: bool = False, ignore_eos: bool = False
+) -> bytes:
+    """The JSON body that asks for one continuation at `path`."""
+    model, prompt, sampling = wanted.info.model, wanted.prompt.text, wanted.sampling
+    how: dict[str, Any] = {
+        "max_tokens": wanted.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": sampling.stop_token_ids,
+        "ignore_eos": ignore_eos,
+    }
+    rest: dict[str, Any] = {"stream": stream}
+    if stream:
+        rest["stream_options"] = StreamOptions()
+    if cache_salt:
+        rest["cache_salt"] = cache_salt
+    request: CompletionRequest | GenerateRequest
+    if path == GENERATE:
+        request = GenerateRequest(model=model, token_ids=prompt, sampling_params=GenerateSampling(**how), **rest)
+    else:
+        request = CompletionRequest(model=model, prompt=prompt, **how, **rest)
+    return msgspec.json.encode(request)
+
+
+def read_answer(body: bytes, wanted: Wanted) -> AnswerPart:
+    """Decode an answer, or a part of a streamed one, and check what can be checked of it alone.
+
+    Raises:
+        ContractBroken: it is malformed, or the prompt that was read is not the one that was sent.
+    """
+    try:
+        part = msgspec.json.decode(body, type=AnswerPart)
+    except msgspec.MsgspecError as exc:
+        raise ContractBroken(f"the answer is not a completion to train on: {exc}") from exc
+    if len(part.choices) > 1:
+        raise ContractBroken(f"asked for 1 continuation, got {len(part.choices)}")
+    for choice in part.choices:
+        wanted.prompt.check(part.prompt_token_ids)
+        wanted.prompt.check(choice.prompt_token_ids)
+    return part
+
+
+def read_event(data: bytes, wanted: Wanted) -> StreamPart:
+    """Decode one event of a streamed answer.
+
+    Raises:
+        ContractBroken: as `read_answer` and `tokens_of`.
+    """
+    part = read_answer(data, wanted)
+    sampled = None if part.usage is None else part.usage.completion_tokens
+    if not part.choices:
+        return StreamPart([], [], None, sampled)
+    choice = part.choices[0]
+    # The event that only says why it ended has neither.
+    token_ids, logprobs = tokens_of(choice) if choice.token_ids else ([], [])
+    return StreamPart(token_ids, logprobs, choice.finish_reason, sampled, _runs(choice))
+
+
+def tokens_of(choice: Choice) -> tuple[list[int], list[float]]:
+    """Its ids and log-probabilities.
+
+    Raises:
+        ContractBroken: either is missing, or they are of different tokens.
+    """
+    token_ids, logprobs = choice.token_ids, choice.logprobs
+    if token_ids is None:
+        raise ContractBroken("it drops token ids (no token_ids in the answer): it needs vLLM's return_token_ids")
+    if logprobs is None or (logprobs.token_logprobs is None and logprobs.content is None):
+        raise ContractBroken("it drops log-probabilities (no logprobs in the answer)")
+    if logprobs.content is None:
+        return token_ids, logprobs.token_logprobs or []
+    if [entry.token_id for entry in logprobs.content] != token_ids:
+        raise ContractBroken("it drops token ids or logprobs: the log-probabilities are of other tokens")
+    return token_ids, [entry.logprob for entry in logprobs.content]
+
+
+def completion_of(part: AnswerPart, wanted: Wanted) -> Completion:
+    """The completion that a whole answer holds.
+
+    Raises:
+        ContractBroken: counts or log-probabilities are not what was asked for.
+    """
+    if len(part.choices) != 1 or part.usage is None:
+        raise ContractBroken(f"asked for 1 continuation and its usage, got {len(part.choices)} continuations")
+    choice = part.choices[0]
+    token_ids, logprobs = tokens_of(choice)
+    return checked_completion(
+        wanted,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        sampled=part.usage.completion_tokens,
+        finish_reason=choice.finish_reason,
+        versions=_runs(choice),
+    )
+
+
+def _runs(choice: Choice) -> list[tuple[str, int, int]]:
+    return runs_of(choice.weight_versions)
+
+
+def runs_of(told: list[VersionRun] | None) -> list[tuple[str, int, int]]:
+    """As `checked_completion` takes them."""
+    return [(label_of(run.version), run.start, run.end) for run in told or ()]
+
+
+def prefix_caching(metrics: bytes) -> bool | None:
+    """Whether the engine's metrics say that it reuses prefixes; None if they do not say."""
+    at = metrics.find(b"\nvllm:cache_config_info{") + 1
+    match = _PREFIX_CACHING.match(metrics, at)
+    return match[1] == b"True" if match else None

@@ -1,0 +1,118 @@
+"""What a policy update pauses: whether completions may begin, and which are in flight. No I/O of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from prorl_trio.inference.engines.engine import Completion
+
+__all__ = ["PAUSED", "CompletionGate", "unseen"]
+
+PAUSED = "backends paused"
+"""What a job that stands before a closed gate is shown to wait for."""
+
+
+@contextmanager
+def unseen(_what: str) -> Iterator[None]:
+    """A wait that nobody is shown."""
+    yield
+
+
+class CompletionGate:
+    """Every completion of a pool goes through here."""
+
+    def __init__(self) -> None:
+        self._closed = False
+        self.closings = 0
+        """How often it was closed so far."""
+        self._calls: dict[trio.CancelScope, str] = {}
+        self._opened = trio.lowlevel.ParkingLot()
+        self._idle = trio.lowlevel.ParkingLot()
+
+    def __repr__(self) -> str:
+        return f"<CompletionGate {'closed' if self._closed else 'open'}, {len(self._calls)} in flight>"
+
+    @property
+    def closed(self) -> bool:
+        """No completion begins."""
+        return self._closed
+
+    @property
+    def opening(self) -> int | None:
+        """Which one it is, of the times between two pauses; None in a pause."""
+        return None if self._closed else self.closings
+
+    @property
+    def waiting(self) -> int:
+        """Completions that wait for the gate to open."""
+        return len(self._opened)
+
+    def in_flight(self) -> Counter[str]:
+        """Running completions by backend url."""
+        return Counter(self._calls.values())
+
+    def statistics(self) -> dict[str, object]:
+        """Live state, encodable."""
+        return {"paused": self._closed, "waiting": self.waiting, "completions_in_flight": len(self._calls)}
+
+    def close(self) -> None:
+        """Let no completion begin. Idempotent."""
+        self.closings += not self._closed
+        self._closed = True
+
+    def open(self) -> None:
+        """Let completions begin, all that wait among them. Idempotent."""
+        self._closed = False
+        self._opened.unpark_all()
+
+    def abort(self, spared: frozenset[str] = frozenset()) -> None:
+        """Cancel the calls in flight, upon which their engines abort; they are made again once the gate is open.
+
+        Those of the `spared` urls are left alone.
+        """
+        for scope, url in self._calls.items():
+            if url not in spared:
+                scope.cancel()
+
+    async def wait_idle(self) -> None:
+        """Return when no completion is in flight. Only of use while the gate is closed."""
+        await trio.lowlevel.checkpoint()
+        while self._calls:
+            await self._idle.park()
+
+    async def run(
+        self,
+        place: Callable[[], str],
+        call: Callable[[], Awaitable[Completion | None]],
+        waiting: Callable[[str], AbstractContextManager[None]] = unseen,
+    ) -> Completion:
+        """`call`, as soon as the gate is open; and again, if a pause aborted it, or its engine, whoever asked for that,
+        or if it returned None, as there is more to come.
+
+        `place` is asked before each, with the gate open, for the url of the backend that it will be on.
+        `waiting(PAUSED)` is entered while the gate is closed. Raises what `call` raises; a cancel passes as ever.
+        """
+        while True:
+            if self._closed:
+                with waiting(PAUSED):
+                    while self._closed:
+                        await self._opened.park()
+            url = place()
+            with trio.CancelScope() as scope:
+                self._calls[scope] = url
+                try:
+                    completion = await call()
+                    if completion is not None and completion.finish_reason != "abort":
+                        return completion
+                finally:
+                    del self._calls[scope]
+                    if not self._calls:
+                        self._idle.unpark_all()

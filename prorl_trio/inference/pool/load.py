@@ -1,0 +1,137 @@
+"""What is made of an engine's load: how long a call would wait there, what a prefix costs to read again, how many tasks
+it can hold. Pure state, one of each for a backend.
+
+A call waits `waiting * service_s / running` seconds: by Little's law, `running` calls that take `service_s` each leave
+at the rate `running / service_s`, and `waiting` are ahead. What is measured is how long calls take from being sent to
+the answer; of that, `running / (running + waiting)` is service. The rest is wait, which, unlike the service, is another
+one as soon as tasks come or go. A task that moves has its prefix read again: `prefix tokens / prefill rate` seconds. So
+it moves when
+
+    wait here > skew_margin_s + skew_ratio * (wait there + prefix there)
+
+and the margin and the ratio keep it from moving back and forth over small or short differences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prorl_trio.config import LoadConfig
+    from prorl_trio.inference.engines.engine_load import EngineLoad
+
+__all__ = ["AdaptiveLimit", "LoadEstimate"]
+
+CALL_WEIGHT = 0.1
+"""Of the latest call in the moving average of how long calls take."""
+MIN_PREFILL_TOKENS = 256
+"""Fewer than these since the last report tell nothing of the rate."""
+
+
+class LoadEstimate:
+    """Of one backend. Without reports, nothing is estimated.
+
+    Attributes:
+        load: the last report; None: there is none, or it failed.
+        pressed: the KV cache was too full at the last report, or requests lost their place in it since the one before.
+        prefill_tokens_per_s: as a request sees it.
+        service_s: how long calls from here took lately, without their wait.
+    """
+
+    def __init__(self) -> None:
+        self.load: EngineLoad | None = None
+        self.pressed = False
+        self.prefill_tokens_per_s: float | None = None
+        self.service_s: float | None = None
+        self._last: EngineLoad | None = None
+        self._came = 0
+
+    def reported(self, load: EngineLoad | None, max_kv_usage: float) -> None:
+        """There is a report, or None: the engine failed to give one, and nothing is known of it now."""
+        self.load, self._came = load, 0
+        if load is None:
+            return
+        last, self._last = self._last, load
+        self.pressed = (load.kv_usage or 0.0) > max_kv_usage or (
+            last is not None and (load.preemptions_total or 0.0) > (last.preemptions_total or 0.0)
+        )
+        if load.prefill_tokens_total is None or load.prefill_s_total is None:
+            return
+        tokens, seconds = load.prefill_tokens_total, load.prefill_s_total
+        if last is not None and last.prefill_tokens_total is not None and last.prefill_tokens_total <= tokens:
+            tokens, seconds = tokens - last.prefill_tokens_total, seconds - (last.prefill_s_total or 0.0)
+        if tokens >= MIN_PREFILL_TOKENS and seconds > 0:
+            self.prefill_tokens_per_s = tokens / seconds
+
+    def call_ended(self, used_s: float) -> None:
+        """A completion was answered, so long after it was sent."""
+        if self.load is None:
+            return
+        running = max(1, self.load.running)
+        service_s = used_s * running / (running + self.load.waiting)
+        before_s = service_s if self.service_s is None else self.service_s
+        self.service_s = before_s + CALL_WEIGHT * (service_s - before_s)
+
+    def task_moved(self, change: int) -> None:
+        """A task came (1) or went (-1) since the last report: it counts as waiting here, or not any more."""
+        self._came += change
+
+    @property
+    def wait_s(self) -> float | None:
+        """What a call that comes now waits; None: not known."""
+        return None if self.load is None else self._wait_s(self.load, self._came, self.service_s)
+
+    def entry_s(self, prefix_tokens: int, here: LoadEstimate) -> float | None:
+        """What a call waits that comes from `here`, and whose prefix is not cached there. None: not known.
+
+        Until something else is known: it is as fast as `here`, and if nobody waits there, as many can run.
+        """
+        rate = self.prefill_tokens_per_s or here.prefill_tokens_per_s
+        if self.load is None or here.load is None or rate is None:
+            return None
+        room = 0 if self.load.waiting else max(0, here.load.running - self.load.running)
+        wait_s = self._wait_s(
+            self.load, min(self._came, 0) + max(self._came - room, 0), self.service_s or here.service_s
+        )
+        return None if wait_s is None else wait_s + prefix_tokens / rate
+
+    @staticmethod
+    def _wait_s(load: EngineLoad, came: int, service_s: float | None) -> float | None:
+        waiting = load.waiting + came
+        if waiting <= 0:
+            return 0.0
+        return None if service_s is None else waiting * service_s / max(1, load.running)
+
+    def figures(self) -> dict[str, float | None]:
+        """For `BackendStatistics`."""
+        figures: dict[str, float | None] = {
+            "wait_s": self.wait_s,
+            "prefill_tokens_per_s": self.prefill_tokens_per_s,
+        }
+        if self.load is not None:
+            figures["engine_running"] = self.load.running
+            figures["engine_waiting"] = self.load.waiting
+            figures["kv_usage"] = self.load.kv_usage
+        return figures
+
+
+class AdaptiveLimit:
+    """How many tasks a backend may have: fewer by a factor when its KV cache is too full, more one by one when not.
+
+    `tasks` is 0, for no limit, until the cache was too full for the first time.
+    """
+
+    def __init__(self) -> None:
+        self.tasks = 0
+
+    def adapt(self, policy: LoadConfig, *, pressed: bool, in_flight: int) -> None:
+        """After a report. A decrease is given the time to work: tasks beyond the limit stay till they end, and until it
+        is kept there is no other. A limit that nobody runs into is not raised."""
+        if pressed and (not self.tasks or in_flight <= self.tasks):
+            self.tasks = max(policy.min_tasks, int(in_flight * policy.decrease_factor))
+        elif not pressed and self.tasks and in_flight >= self.tasks:
+            self.tasks += policy.increase_tasks
+
+    def within(self, max_tasks: int) -> int:
+        """The limit in force, where `max_tasks` is the configured one (0 for none)."""
+        return min(self.tasks or max_tasks, max_tasks or self.tasks)

@@ -1,0 +1,1 @@
+"""The node: one process with its nursery tree, its parts, reload and drain."""

@@ -1,0 +1,134 @@
+"""What watches a node: metrics, the loop's stalls, the log of its jobs, spans. Shown in the node's statistics, too."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from prorl_trio.observe.logs import JobLog
+from prorl_trio.observe.metrics import Metrics
+from prorl_trio.observe.stall import LoopStalls, open_loop_stalls
+from prorl_trio.observe.telemetry import open_telemetry
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from prorl_trio.config import MonitoringConfig, NodeConfig
+    from prorl_trio.node.node import Node
+    from prorl_trio.pipeline.observer import Observer
+    from prorl_trio.service.sessions.session_table import SessionTable
+
+__all__ = ["Monitoring", "open_monitoring"]
+
+
+class Monitoring:
+    """`observers` are for `open_node`; then `watch` the node that came of it."""
+
+    def __init__(self, config: NodeConfig, stalls: LoopStalls) -> None:
+        self.stalls = stalls
+        self.metrics = Metrics(config.node_id, version("prorl-trio"))
+        self.metrics.watch_loop(stalls)
+        self.observers: list[Observer] = [JobLog(), self.metrics]
+
+    def apply(self, config: MonitoringConfig) -> None:
+        """Work with `config` from now on."""
+        self.stalls.warn_s = config.stall_warn_s
+        self.stalls.dump_after(config.stall_dump_after_s)
+
+    def watch(self, node: Node, sessions: SessionTable) -> None:
+        """Show the node's parts as metrics, and what is measured here in `node.statistics()`."""
+        metrics = self.metrics
+        pool = partial(_part, node, "backends")
+        metrics.watch(
+            "stage",
+            lambda: _part(node, "pipeline", "stages"),
+            "A stage of the pipeline: jobs that wait for it, its workers and those at work.",
+            label="stage",
+        )
+        metrics.watch(
+            "backend",
+            lambda: _by_url(pool()["backends"]),
+            "An LLM backend: whether it takes rollouts (up), those it has now and had ever, what its engine reports.",
+            label="backend",
+        )
+        metrics.watch_fates(node.fates)
+        metrics.watch("backends", lambda: _without_moves(pool()), "The pool of LLM backends, and its gate for pauses.")
+        metrics.watch("rollout_moves", lambda: _moves(pool()), "Rollouts moved to another backend.", label="reason")
+        metrics.watch("sandbox", lambda: _part(node, "sandboxes"), "Sandboxes now, and what became of their starts.")
+        metrics.watch("scorers", lambda: _part(node, "scorers"), "Processes that run reward functions.")
+        metrics.watch("arena", lambda: _part(node, "arena"), "The shared memory that trajectories are recorded in.")
+        metrics.watch("outbox", lambda: _outbox(sessions.statistics()), "What all sessions hold together.")
+        if sessions.journal is not None:
+            ledger, cache = partial(_part, node, "ledger"), sessions.journal.cache
+            metrics.watch("ledger", lambda: _ledger(ledger()), "Jobs and outcomes on the disk.")
+            metrics.watch("outcome_cache", cache.statistics, "Outcomes that are in memory besides the disk.")
+        metrics.watch(
+            "node", lambda: {"draining": node.draining, "uptime_seconds": node.uptime_s}, "The node as a whole."
+        )
+        node.describe("loop", lambda: msgspec.structs.asdict(self.stalls.report()))
+        node.describe("totals", metrics.totals)
+        node.describe("sessions", sessions.statistics)
+
+
+@asynccontextmanager
+async def open_monitoring(config: NodeConfig) -> AsyncIterator[Monitoring]:
+    """Watch the running loop, which must be the node's, until the block is left.
+
+    Raises:
+        ConfigError: telemetry is asked for, and not installed.
+    """
+    settings = config.monitoring
+    with open_loop_stalls(settings.stall_warn_s, dump_after_s=settings.stall_dump_after_s) as stalls:
+        monitoring = Monitoring(config, stalls)
+        async with open_telemetry(config.telemetry, config.node_id) as spans:
+            if spans is not None:
+                monitoring.observers.append(spans)
+            yield monitoring
+
+
+def _part(node: Node, *path: str) -> Any:
+    part: Any = node.part(path[0])
+    for name in path[1:]:
+        part = part[name]
+    return part
+
+
+def _by_url(backends: list[Any]) -> dict[str, Mapping[str, Any]]:
+    return {backend.url: {"up": _is_up(backend), **msgspec.structs.asdict(backend)} for backend in backends}
+
+
+def _is_up(backend: Any) -> bool:
+    return backend.state == "active" and not backend.suspended
+
+
+def _without_moves(pool: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in pool.items() if name != "moves"}
+
+
+def _moves(pool: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    return {reason: {"total": count} for reason, count in pool["moves"].items()}
+
+
+def _ledger(statistics: Mapping[str, Any]) -> dict[str, Any]:
+    """Of commits and operations there are only more: Prometheus wants that said in the name."""
+    return {f"{name}_total" if name in ("commits", "operations") else name: n for name, n in statistics.items()}
+
+
+def _outbox(sessions: Mapping[str, Any]) -> dict[str, int]:
+    """Of the sessions there are, together: a session's id is its trainer's choice, and no label."""
+    each = list(sessions.values())
+    return {
+        "sessions": len(each),
+        "sessions_connected": sum(session["connected"] for session in each),
+        "running_jobs": sum(session["running"] for session in each),
+        "offered_outcomes": sum(session["last_cursor"] for session in each),
+        "acknowledged_outcomes": sum(session["acked_cursor"] for session in each),
+        "undelivered_outcomes": sum(session["undelivered"] for session in each),
+        "undelivered_bytes": sum(session["undelivered_bytes"] for session in each),
+        "memory_bytes": sum(session["memory_bytes"] for session in each),
+        "undelivered_bytes_of_largest": max((session["undelivered_bytes"] for session in each), default=0),
+    }

@@ -1,0 +1,151 @@
+"""The parts of a node that its configuration opens: its backends, its sandbox host, its arena."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from ipc.arena import open_arena
+from ipc.nursery import open_single_nursery
+from prorl_trio.inference.engines.http import split_origin
+from prorl_trio.inference.engines.registry import engine_client
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.sandbox.host import open_sandbox_host
+from prorl_trio.sandbox.images import locate_image
+from prorl_trio.sandbox.warm_pool import WarmLimits
+from prorl_trio.supervision import service_task
+from prorl_trio.types.errors import BackendError, ConfigError, SandboxUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager, AsyncExitStack
+    from random import Random
+
+    from ipc.arena import Arena
+    from prorl_trio.config import ArenaConfig, BackendConfig, SandboxConfig
+    from prorl_trio.inference.engines.engine import EngineClient
+    from prorl_trio.inference.engines.vllm import OnCall
+    from prorl_trio.sandbox.host import OnOpen, SandboxHost
+    from prorl_trio.sandbox.provider import SandboxProvider
+
+__all__ = ["engine_clients", "open_backends", "open_node_arena", "open_node_sandboxes", "warn_of_image"]
+
+logger = logging.getLogger(__name__)
+
+
+def engine_clients(
+    config: BackendConfig, on_call: OnCall | None, *, max_positions: int = 0
+) -> Callable[[str], EngineClient]:
+    """Makes the client of a URL, for engines as they are configured. `on_call` is told of every call.
+    `max_positions` is the model's own longest context, 0 where it is not known.
+
+    Raises:
+        ConfigError: a configured URL can be none of an engine, or comes twice.
+    """
+    known = set[str]()
+    for url in config.urls:
+        origin = url.rstrip("/")
+        try:
+            split_origin(origin)
+        except ValueError as exc:
+            raise ConfigError(f"backends.urls: {exc}") from exc
+        if origin in known:
+            raise ConfigError(f"backends.urls: {url} is there twice; for more rollouts, give it a weight in [backends]")
+        known.add(origin)
+
+    def make(url: str) -> EngineClient:
+        return engine_client(
+            config.engine,
+            url,
+            context_tokens=config.max_model_len or max_positions,
+            max_connections=config.max_connections_per_backend,
+            on_call=on_call,
+        )
+
+    return make
+
+
+@asynccontextmanager
+async def open_backends(
+    config: BackendConfig, client_factory: Callable[[str], EngineClient], *, random: Random | None = None
+) -> AsyncIterator[Backends]:
+    """The pool, watched, with the configured backends in it: all are probed at once, and those that fail are `down`
+    until they are well. `client_factory` and `random` are those of `Backends`. On leaving, calls in flight fail.
+
+    Raises:
+        BackendError: one that is `required` is not fit.
+    """
+    backends = Backends(
+        client_factory,
+        probe_timeout_s=config.probe_timeout_s,
+        max_tasks_per_backend=config.max_tasks_per_backend,
+        strategy=config.strategy,
+        health=config.health,
+        load=config.load,
+        random=random,
+    )
+    try:
+        failed: dict[str, BackendError] = {}
+        if config.urls:
+            logger.info("probing %d backends, for %g s at most", len(config.urls), config.probe_timeout_s)
+        async with open_single_nursery() as probes:
+            for url in config.urls:
+                probes.start_soon(_add, backends, url, config.weights.get(url), failed)
+        for url, error in failed.items():
+            if config.required:
+                raise error
+            logger.warning("backend %s is down, and joins when it is up: %s", url, error)
+            backends.expect(url, config.weights.get(url), str(error))
+        async with open_single_nursery() as watch:
+            watch.start_soon(service_task(backends.watch, "backends"))
+            yield backends
+            watch.cancel_scope.cancel("the node ends")
+    finally:
+        await backends.aclose()
+
+
+async def _add(backends: Backends, url: str, weight: float | None, failed: dict[str, BackendError]) -> None:
+    try:
+        await backends.add(url, weight)
+    except BackendError as exc:
+        failed[url] = exc
+
+
+def open_node_arena(config: ArenaConfig, stack: AsyncExitStack) -> Arena | None:
+    """The arena, closed with `stack`; None where it is turned off. Raises ConfigError: there is no such memory."""
+    if not config.enabled:
+        return None
+    try:
+        return stack.enter_context(open_arena(config.size_bytes or None))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"arena.size_bytes: {exc}; change it, or set arena.enabled to false") from exc
+
+
+def warn_of_image(config: SandboxConfig) -> None:
+    """Log it where the configured image is not there: it may be pulled later. Blocks on the disk."""
+    if config.image == "host" or config.provider == "process":
+        return
+    try:
+        locate_image(config.image)
+    except SandboxUnavailable as exc:
+        logger.warning("sandbox.image: until it is there, rollouts that use it fail: %s", exc)
+
+
+def open_node_sandboxes(
+    provider: SandboxProvider, config: SandboxConfig, on_open: OnOpen | None
+) -> AbstractAsyncContextManager[SandboxHost]:
+    """The host, with the limits that are configured. `on_open` is told of every sandbox handed out."""
+    warm = WarmLimits(
+        max_warm=config.max_warm,
+        max_warm_per_image=config.max_warm_per_image,
+        max_refills=max(1, config.max_concurrent_starts // 2),  # the other places are for those who wait
+        max_idle_s=config.max_warm_idle_s,
+    )
+    return open_sandbox_host(
+        provider,
+        max_concurrent_starts=config.max_concurrent_starts,
+        max_concurrent_starts_per_image=config.max_concurrent_starts_per_image,
+        warm=warm,
+        on_open=on_open,
+    )

@@ -1,0 +1,133 @@
+"""SIGHUP: read node.toml again and apply what can change while the node runs; say what cannot, and keep the rest."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import trio
+
+from prorl_trio.config import NodeConfig
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["Change", "ReloadPlan", "plan_reload", "serve_reloads"]
+
+logger = logging.getLogger(__name__)
+
+LIVE: Final = (
+    "stages.init_workers",
+    "stages.run_workers",
+    "stages.eval_workers",
+    "stages.init_queue",
+    "stages.ready_queue",
+    "stages.eval_queue",
+    "admission",
+    "budgets",
+    "agent",
+    "monitoring",
+    "backends.max_tasks_per_backend",
+    "backends.request_timeout_s",
+    "backends.slice_tokens",
+    "backends.lease_timeout_s",
+    "backends.health",
+    "backends.load",
+    "drain_timeout_s",
+    "stuck_after_s",
+)
+"""Fields, and tables with all their fields, that a running node takes over. Limits apply to what comes next: nothing
+that was accepted is dropped, and a worker that is one too many finishes its job."""
+SECRET: Final = ("listen.token",)
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One field that differs. Written as `path: old -> new`; a secret's values are not shown."""
+
+    path: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        if self.path in SECRET:
+            return f"{self.path} (not shown)"
+        return f"{self.path}: {self.old!r} -> {self.new!r}"
+
+
+class ReloadPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a new file means for a running node.
+
+    Attributes:
+        config: what the node works with from now on: the old one, with what can change live taken from the new.
+        live: what changes.
+        fixed: what differs in the file and needs a restart.
+    """
+
+    config: NodeConfig
+    live: list[Change]
+    fixed: list[Change]
+
+
+def plan_reload(old: NodeConfig, new: NodeConfig) -> ReloadPlan:
+    """Compare.
+
+    Raises:
+        ConfigError: a value that would change live cannot be used.
+    """
+    changes = list(_changes(old, new))
+    live = [change for change in changes if _is_live(change.path)]
+    for change in live:
+        minimum = 1 if change.path.startswith("stages.") else 0
+        if isinstance(change.new, int | float) and change.new < minimum:
+            raise ConfigError(f"{change.path} must be at least {minimum}, got {change.new}")
+    config = old
+    for change in live:
+        config = _replaced(config, change.path.split("."), change.new)
+    return ReloadPlan(config=config, live=live, fixed=[change for change in changes if change not in live])
+
+
+async def serve_reloads(
+    load: Callable[[], NodeConfig],
+    current: Callable[[], NodeConfig],
+    apply: Callable[[NodeConfig], None],
+    *,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """At each SIGHUP, `load` (in a thread) and `apply` what can change live of the difference to `current`.
+
+    A file that cannot be used changes nothing, and is logged as an error. Runs until cancelled, in the main thread.
+    """
+    with trio.open_signal_receiver(signal.SIGHUP) as signals:
+        task_status.started()
+        async for _ in signals:
+            try:
+                plan = plan_reload(current(), await trio.to_thread.run_sync(load))
+            except ConfigError as exc:
+                logger.error("reload: the configuration stays as it is: %s", exc)
+                continue
+            apply(plan.config)
+            logger.info("reload: %s", "; ".join(map(str, plan.live)) or "nothing has changed that can change live")
+            if plan.fixed:
+                logger.warning("reload: these need a restart, and stay: %s", "; ".join(map(str, plan.fixed)))
+
+
+def _changes(old: msgspec.Struct, new: msgspec.Struct, path: str = "") -> Iterator[Change]:
+    for name in old.__struct_fields__:
+        before, after = getattr(old, name), getattr(new, name)
+        if isinstance(before, msgspec.Struct) and isinstance(after, msgspec.Struct):
+            yield from _changes(before, after, f"{path}{name}.")
+        elif before != after:
+            yield Change(f"{path}{name}", before, after)
+
+
+def _is_live(path: str) -> bool:
+    return any(path == live or path.startswith(f"{live}.") for live in LIVE)
+
+
+def _replaced(config: Any, path: list[str], value: Any) -> Any:
+    name, *below = path
+    inner = _replaced(getattr(config, name), below, value) if below else value
+    return msgspec.structs.replace(config, **{name: inner})

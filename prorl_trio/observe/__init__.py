@@ -1,0 +1,1 @@
+"""Metrics, loop stalls, logs and traces of a node."""

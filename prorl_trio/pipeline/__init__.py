@@ -1,0 +1,1 @@
+"""The INIT, RUN and EVAL stages and the jobs that move through them."""

@@ -1,0 +1,81 @@
+"""Whether a node takes another job, pure: what it holds against its limits, and when to ask again if it does not."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from prorl_trio.types.errors import AdmissionRejected
+
+if TYPE_CHECKING:
+    from prorl_trio.config import AdmissionConfig
+
+__all__ = ["Admission", "EndRate", "Load"]
+
+ENDS_KEPT: Final = 128
+"""Job ends that the rate is measured over."""
+MIN_RETRY_S: Final = 0.1
+MAX_RETRY_S: Final = 60.0
+UNMEASURED_RETRY_S: Final = 2.0
+"""What a submitter is told while no two jobs have ended yet."""
+
+
+class Load(NamedTuple):
+    """What a node holds when a job is submitted.
+
+    `queued` wait for INIT, `live` have no outcome yet; `queued_of_session` and `live_of_session` are those of the
+    session that submits. `undelivered` outcomes are not acknowledged, of all sessions, and have `undelivered_bytes`.
+    """
+
+    queued: int
+    live: int
+    queued_of_session: int
+    live_of_session: int
+    undelivered: int
+    undelivered_bytes: int
+
+
+class EndRate:
+    """How fast jobs end, measured over the last of them, and over the time since then if that is longer."""
+
+    def __init__(self) -> None:
+        self._ends_s: deque[float] = deque(maxlen=ENDS_KEPT)
+
+    def ended(self, now_s: float) -> None:
+        """A job has ended."""
+        self._ends_s.append(now_s)
+
+    def wait_s(self, jobs: int, now_s: float) -> float:
+        """Seconds in which so many jobs are expected to end; within fixed bounds, whatever was measured."""
+        if len(self._ends_s) < 2:
+            return UNMEASURED_RETRY_S
+        each_s = (now_s - self._ends_s[0]) / len(self._ends_s)
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, jobs * each_s))
+
+
+class Admission:
+    """The limits of a node, and the rate at which its jobs end. The limits may be replaced at any time."""
+
+    def __init__(self, limits: AdmissionConfig, max_queued: int) -> None:
+        self.limits = limits
+        self.max_queued = max_queued
+        self.rate = EndRate()
+
+    def check(self, load: Load, now_s: float) -> None:
+        """Raises AdmissionRejected if there is no room for one more job: which limit, what it is, when to try again."""
+        limits = self.limits
+        for name, held, limit in (
+            ("stages.init_queue", load.queued, self.max_queued),
+            ("admission.max_queued_per_session", load.queued_of_session, limits.max_queued_per_session),
+            ("admission.max_live", load.live, limits.max_live),
+            ("admission.max_live_per_session", load.live_of_session, limits.max_live_per_session),
+            ("admission.max_undelivered", load.undelivered, limits.max_undelivered),
+            ("admission.max_undelivered_bytes", load.undelivered_bytes, limits.max_undelivered_bytes),
+        ):
+            if held >= limit:
+                excess = held - limit + 1 if not name.endswith("_bytes") else 1
+                retry_after_s = self.rate.wait_s(excess, now_s)
+                raise AdmissionRejected(
+                    f"{name}: the node holds {held}, and its limit is {limit}; retry in {retry_after_s:.2g} s",
+                    retry_after_s,
+                )

@@ -1,0 +1,122 @@
+"""Groups of rollouts that end early, pure: who is to be cancelled when enough of a group is done, or its time is over.
+
+Times are passed in, on one monotonic clock. A key is whatever tells groups apart (session and group id).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from prorl_trio.types.models import GroupPolicy
+
+__all__ = ["MAX_IDLE_GROUPS", "GroupTable"]
+
+MAX_IDLE_GROUPS: Final = 10_000
+"""Groups remembered of which nobody is live, but not all rollouts have come. Beyond, the oldest is forgotten."""
+
+J = TypeVar("J")
+
+
+class _Group(Generic[J]):
+    """Its clock, for `deadline_s`, runs while somebody of it is live and nobody of it waits in a queue."""
+
+    def __init__(self, policy: GroupPolicy) -> None:
+        self.policy = policy
+        self._used_s = 0.0
+        self._since_s: float | None = None
+        """When the clock began to run; None while it stands."""
+        self._queued: set[J] = set()
+        self.live: list[J] = []
+        self.seen = 0
+        self.completed = 0
+        self.stopped = ""
+        """Why the rest was cancelled; empty as long as it is not."""
+
+    def moved(self, member: J, now_s: float, *, queued: bool) -> None:
+        """`member` waits in a queue from now on, or does not, also as it is over."""
+        (self._queued.add if queued else self._queued.discard)(member)
+        if self._since_s is not None:
+            self._used_s += now_s - self._since_s
+        self._since_s = now_s if self.live and not self._queued else None
+
+    def due_s(self) -> float | None:
+        """When its deadline comes if nothing changes; None: never."""
+        if self.stopped or self._since_s is None or self.policy.deadline_s is None:
+            return None
+        return self._since_s + self.policy.deadline_s - self._used_s
+
+
+class GroupTable(Generic[J]):
+    """The groups with a policy. The policy of the first rollout accepted counts for the group.
+
+    A group is forgotten when all its `size` rollouts have come and ended: its id may then be used again.
+    """
+
+    def __init__(self, max_idle: int = MAX_IDLE_GROUPS) -> None:
+        self._groups: dict[Hashable, _Group[J]] = {}
+        self._idle: dict[Hashable, None] = {}
+        """Those with nobody live, oldest first."""
+        self._max_idle = max_idle
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def accepted(self, key: Hashable, member: J, policy: GroupPolicy, now_s: float) -> str:
+        """A rollout of the group is live, and waits. Returns why it is to be cancelled at once, or an empty text."""
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(policy)
+        self._idle.pop(key, None)
+        group.live.append(member)
+        group.moved(member, now_s, queued=True)
+        group.seen += 1
+        return group.stopped
+
+    def moved(self, key: Hashable, member: J, now_s: float, *, queued: bool) -> None:
+        """A live rollout of the group has left a queue, or (`queued`) come to one."""
+        group = self._groups.get(key)
+        if group is not None and member in group.live:
+            group.moved(member, now_s, queued=queued)
+
+    def ended(self, key: Hashable, member: J, now_s: float, *, completed: bool) -> tuple[list[J], str]:
+        """A rollout of the group is over. Returns who is to be cancelled now, and why."""
+        group = self._groups.get(key)
+        if group is None or member not in group.live:
+            return [], ""
+        group.live.remove(member)
+        group.moved(member, now_s, queued=False)
+        group.completed += completed
+        needed = group.policy.min_completed
+        rest: list[J] = []
+        if not group.stopped and needed and group.completed >= needed:
+            group.stopped = (
+                f"early stop: {group.completed} rollouts of the group have completed, min_completed is {needed}"
+            )
+            rest = list(group.live)
+        if not group.live:
+            self._idle[key] = None
+            if group.seen >= group.policy.size:
+                self._forget(key)
+            elif len(self._idle) > self._max_idle:
+                self._forget(next(iter(self._idle)))
+        return rest, group.stopped
+
+    def due(self, now_s: float) -> list[tuple[list[J], str]]:
+        """The groups whose deadline has come: who is to be cancelled, and why. Each group once."""
+        stopped: list[tuple[list[J], str]] = []
+        for group in self._groups.values():
+            due_s = group.due_s()
+            if due_s is not None and due_s <= now_s:
+                group.stopped = f"early stop: the group's deadline_s of {group.policy.deadline_s} s has passed"
+                stopped.append((list(group.live), group.stopped))
+        return stopped
+
+    def next_deadline_s(self) -> float | None:
+        """When the next group is due, if any will be."""
+        return min((due_s for g in self._groups.values() if (due_s := g.due_s()) is not None), default=None)
+
+    def _forget(self, key: Hashable) -> None:
+        del self._groups[key], self._idle[key]

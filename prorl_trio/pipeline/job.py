@@ -1,0 +1,175 @@
+"""One live rollout: its spec, where it is, what it owns, and who is told about it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+import trio
+
+from prorl_trio.agent.context import RolloutContext
+from prorl_trio.pipeline.lifecycle import Lifecycle
+from prorl_trio.pipeline.observer import JobView
+from prorl_trio.types.models import PRIORITY
+
+if TYPE_CHECKING:
+    from prorl_trio.agent.context import Resources
+    from prorl_trio.handlers.base import AgentHandler, Evaluation
+    from prorl_trio.pipeline.observer import Observers
+    from prorl_trio.sandbox.host import HostedSandbox
+    from prorl_trio.types.errors import ErrorCode
+    from prorl_trio.types.models import AttemptRecord, JobSpec, Outcome, Status, Turn
+
+__all__ = ["Job", "JobSink"]
+
+_QUEUE: Final[dict[Status, str]] = {"queued": "init worker", "ready": "run worker", "ran": "eval worker"}
+"""What a job waits for that stands in line."""
+
+
+class JobSink(Protocol):
+    """Where a job's outcome goes. Synchronous, never blocks, never raises; called in the node's loop."""
+
+    session_id: str
+    """Whose jobs these are: fairness is between sessions."""
+
+    def deliver(self, outcome: Outcome) -> None:
+        """The job's one terminal outcome. Never called again for this job.
+
+        Its token arrays may be views of the node's arena, valid until this returns: keep what was encoded, or a copy.
+        """
+
+    def report(self, job_id: str, status: Status, detail: str) -> None:
+        """The job entered `status`. May be dropped on the way to the trainer."""
+
+
+class Job:
+    """One live rollout. Owned by the pipeline from `submit` until its outcome is delivered.
+
+    `sandbox` is what the job owns now, `fresh_sandbox` what it will have for its evaluation. `scope` is there while the
+    job can be interrupted: in a stage, or waiting to get into a queue. `used_s` is what `total_s` is charged with.
+    """
+
+    def __init__(
+        self, spec: JobSpec, handler: AgentHandler, resources: Resources, sink: JobSink, *, attempt: int = 1
+    ) -> None:
+        self.spec = spec
+        self.handler = handler
+        self.resources = resources
+        self.sinks = [sink]
+        self.session_id = sink.session_id
+        self.attempt = attempt
+        self.attempts: list[AttemptRecord] = []
+        self.accepted_s = trio.current_time()
+        self.used_s = 0.0
+        self.sandbox: HostedSandbox | None = None
+        self.fresh_sandbox: HostedSandbox | None = None
+        self.scope: trio.CancelScope | None = None
+        self.cancel_reason: str | None = None
+        self.cancel_code: ErrorCode = "cancelled"
+        self.finished = trio.Event()
+        self._observers: Observers | None = None
+        self._begin(self.accepted_s)
+
+    def _begin(self, now_s: float) -> None:
+        self.lifecycle = Lifecycle(now_s)
+        self.context = RolloutContext(spec=self.spec, resources=self.resources, on_turn=self._turn_done)
+        self.evaluation: Evaluation | None = None
+
+    def begin_again(self, failed: AttemptRecord) -> None:
+        """The attempt failed, and nothing of it is left but its record: stand in line for the next one."""
+        self.attempts.append(failed)
+        self.attempt += 1
+        self.context.tokens.release()
+        self._begin(trio.current_time())
+        self._tell("queued", f"attempt {self.attempt}, after {failed.cause}: {failed.error}")
+
+    def note_cancel(self, reason: str, code: ErrorCode) -> None:
+        """The job is to end as cancelled. The first reason stands."""
+        if self.cancel_reason is None:
+            self.cancel_reason, self.cancel_code = reason, code
+
+    async def release(self, timeout_s: float) -> list[str]:
+        """End the sandboxes the job owns; return the ids of those that did not close within `timeout_s`: these are no
+        longer the job's, and the sandbox host goes on with them. Shielded."""
+        owned = [sandbox for sandbox in (self.sandbox, self.fresh_sandbox) if sandbox is not None]
+        for sandbox in owned:
+            sandbox.close_soon()
+        with trio.move_on_after(timeout_s, shield=True):  # noqa: ASYNC912 - nothing to wait for where it owns none
+            for sandbox in owned:
+                await sandbox.aclose()
+        self.sandbox = self.fresh_sandbox = self.context.sandbox = None
+        return [sandbox.sandbox_id for sandbox in owned if not sandbox.gone]
+
+    @property
+    def priority(self) -> int:
+        """Place in a stage's queue; lower goes first."""
+        return PRIORITY[self.spec.priority]
+
+    @property
+    def group_key(self) -> tuple[str, str]:
+        """Group ids are the session's own."""
+        return self.session_id, self.spec.group_id
+
+    def accepted(self, observers: Observers) -> None:
+        """The pipeline has taken the job: tell those who watch, now and from now on."""
+        self._observers = observers
+        self._tell("queued", "")
+
+    def move(self, to: Status, detail: str = "") -> None:
+        """Enter `to` and tell those who watch."""
+        self.lifecycle.move(to, trio.current_time())
+        self._tell(to, detail)
+
+    def ended(self, outcome: Outcome) -> None:
+        """Hand the outcome to those it is for. Once."""
+        try:
+            for sink in self.sinks:
+                sink.deliver(outcome)
+            if self._observers is not None:
+                self._observers.job_ended(self.view, outcome)
+        finally:
+            self.context.tokens.release()
+        self.context.on_turn = None  # it leads back here; without it the job is freed at once, not by a search
+        self.finished.set()
+
+    def view(self) -> JobView:
+        """What the job is now."""
+        now_s = trio.current_time()
+        spec, status, activity = self.spec, self.lifecycle.status, self.context.activity
+        idle_s = activity.idle_s(now_s)
+        return JobView(
+            job_id=spec.job_id,
+            session_id=self.session_id,
+            group_id=spec.group_id,
+            instance_id=spec.instance.instance_id,
+            handler=spec.instance.handler,
+            priority=spec.priority,
+            attempt=self.attempt,
+            tags=spec.tags,
+            status=status,
+            age_s=now_s - self.accepted_s,
+            status_age_s=self.lifecycle.age_s(now_s),
+            turns=len(self.context.turns),
+            last_progress_s=idle_s,
+            waiting_on=activity.waiting_on or _QUEUE.get(status, ""),
+            stuck=self.stuck,
+        )
+
+    @property
+    def stuck(self) -> bool:
+        """It is in a stage, and nothing has happened to it for `stuck_after_s`."""
+        idle_s = self.context.activity.idle_s(trio.current_time())
+        return self.lifecycle.status in ("init", "run", "eval") and idle_s > self.resources.config.stuck_after_s
+
+    def _tell(self, status: Status, detail: str) -> None:
+        self.context.activity.progress()
+        for sink in self.sinks:
+            sink.report(self.spec.job_id, status, detail)
+        if self._observers is not None:
+            self._observers.job_moved(self.view, status, detail)
+
+    def _turn_done(self, turn: Turn) -> None:
+        if self._observers is not None:
+            self._observers.turn_done(self.view, turn)
+
+    def __repr__(self) -> str:
+        return f"<Job {self.spec.job_id} {self.lifecycle.status}>"

@@ -1,0 +1,90 @@
+"""A job's state machine, pure: which status may follow which, and how much time was spent in each.
+
+    queued -> init -> ready -> run -> ran -> eval -> completed
+       \\        \\       \\       \\      \\       \\
+        `--------`-------`-------`------`-------`--> failed | cancelled | timed_out
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from prorl_trio.types.errors import InternalError
+from prorl_trio.types.models import Timing
+
+if TYPE_CHECKING:
+    from prorl_trio.types.models import Status
+
+__all__ = ["TERMINAL", "Lifecycle"]
+
+TERMINAL: Final[frozenset[Status]] = frozenset({"completed", "failed", "cancelled", "timed_out"})
+
+_NEXT: Final[dict[Status, Status]] = {
+    "queued": "init",
+    "init": "ready",
+    "ready": "run",
+    "run": "ran",
+    "ran": "eval",
+    "eval": "completed",
+}
+_TIMING_FIELD: Final[dict[Status, str]] = {
+    "queued": "queued_init_s",
+    "init": "init_s",
+    "ready": "queued_run_s",
+    "run": "run_s",
+    "ran": "queued_eval_s",
+    "eval": "eval_s",
+}
+
+
+class Lifecycle:
+    """The status of one job and the seconds spent in each. Times are passed in, on one monotonic clock."""
+
+    def __init__(self, now_s: float) -> None:
+        self._status: Status = "queued"
+        self._entered_s = now_s
+        self._spent_s: dict[str, float] = {}
+
+    @property
+    def status(self) -> Status:
+        """Where the job is."""
+        return self._status
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the job is over. A terminal status never changes."""
+        return self._status in TERMINAL
+
+    def age_s(self, now_s: float) -> float:
+        """Seconds since the job entered its present status."""
+        return now_s - self._entered_s
+
+    def run_s(self, now_s: float) -> float | None:
+        """Seconds in RUN so far; None before."""
+        return self.age_s(now_s) if self._status == "run" else self._spent_s.get("run_s")
+
+    def may_move(self, to: Status) -> bool:
+        """Whether `to` may follow the present status: the next one in line, or a terminal one other than success."""
+        if self.terminal:
+            return False
+        return to == _NEXT[self._status] or (to in TERMINAL and to != "completed")
+
+    def move(self, to: Status, now_s: float) -> None:
+        """Enter `to` at `now_s` and charge the time since the last move to the status left.
+
+        Raises:
+            InternalError: `to` may not follow the present status.
+        """
+        if not self.may_move(to):
+            raise InternalError(f"a job cannot go from {self._status} to {to}")
+        field = _TIMING_FIELD[self._status]
+        self._spent_s[field] = self._spent_s.get(field, 0.0) + max(0.0, now_s - self._entered_s)
+        self._status = to
+        self._entered_s = now_s
+
+    def timing(self) -> Timing:
+        """Seconds in each status left so far."""
+        return Timing(**self._spent_s)
+
+    def __repr__(self) -> str:
+        return f"<Lifecycle {self._status}>"

@@ -1,0 +1,93 @@
+"""Who watches a node's jobs (metrics, logs, event streams, `top`), and what a job says of itself meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
+
+from prorl_trio.types.models import Outcome, Status, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["JobView", "Observer", "Observers"]
+
+logger = logging.getLogger(__name__)
+
+
+class JobView(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as it is at one moment.
+
+    Attributes:
+        attempt: counted from 1; a job that is run again after a failure is the next attempt.
+        age_s: since the node took the job.
+        status_age_s: since it entered its present status.
+        turns: of the present attempt.
+        last_progress_s: since something last happened to it: a transition, a completion, a tool's result.
+        waiting_on: what it waits for at the moment (`tool bash`, `init worker`); empty while it computes.
+        stuck: it is in a stage, and nothing happened to it for longer than `stuck_after_s` of the node's config.
+    """
+
+    job_id: str
+    session_id: str
+    group_id: str
+    instance_id: str
+    handler: str
+    priority: Literal["train", "eval"]
+    attempt: int
+    tags: dict[str, str]
+    status: Status
+    age_s: float
+    status_age_s: float
+    turns: int
+    last_progress_s: float
+    waiting_on: str
+    stuck: bool
+
+
+class Observer(Protocol):
+    """Is told what happens to jobs. Synchronous, called in the node's loop: quick, and must not raise."""
+
+    def job_moved(self, job: JobView, status: Status, detail: str) -> None:
+        """The job entered `status`: every transition, `queued` and the terminal one included."""
+
+    def turn_done(self, job: JobView, turn: Turn) -> None:
+        """The policy acted and has its observations."""
+
+    def job_ended(self, job: JobView, outcome: Outcome) -> None:
+        """The job is over, with this outcome. Once per job, after its last `job_moved`."""
+
+
+class Observers:
+    """All that watch. One that raises is dropped, loudly: watching must not end a job, let alone the node."""
+
+    def __init__(self, observers: list[Observer]) -> None:
+        self.observers = observers
+
+    def job_moved(self, view: Callable[[], JobView], status: Status, detail: str) -> None:
+        """See `Observer`. `view` is called only if somebody watches."""
+        if self.observers:
+            job = view()
+            self._tell(lambda observer: observer.job_moved(job, status, detail))
+
+    def turn_done(self, view: Callable[[], JobView], turn: Turn) -> None:
+        """See `Observer`."""
+        if self.observers:
+            job = view()
+            self._tell(lambda observer: observer.turn_done(job, turn))
+
+    def job_ended(self, view: Callable[[], JobView], outcome: Outcome) -> None:
+        """See `Observer`."""
+        if self.observers:
+            job = view()
+            self._tell(lambda observer: observer.job_ended(job, outcome))
+
+    def _tell(self, call: Callable[[Observer], None]) -> None:
+        for observer in list(self.observers):
+            try:
+                call(observer)
+            except Exception:  # somebody else's code, and no reason to end a job
+                logger.exception("observer %r raised and is dropped", observer)
+                self.observers.remove(observer)

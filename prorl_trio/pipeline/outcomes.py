@@ -1,0 +1,204 @@
+"""How a job's end becomes its outcome: the one place where a failure is turned into data."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from ipc.errors import CallFailed
+from ipc.nursery import leaves
+from prorl_trio.handlers.base import Evaluation
+from prorl_trio.sandbox.provider import ShellBusy
+from prorl_trio.types.errors import (
+    AgentFault,
+    BudgetExceeded,
+    EvaluationError,
+    HandlerError,
+    InternalError,
+    JobCancelled,
+    RolloutError,
+    SandboxCallFailed,
+    SandboxLost,
+)
+from prorl_trio.types.models import AttemptRecord, Outcome
+
+if TYPE_CHECKING:
+    from prorl_trio.pipeline.job import Job
+    from prorl_trio.types.models import Stage, TerminalStatus
+
+__all__ = ["blame", "check_evaluation", "completed", "finalise", "not_completed", "raise_bugs", "retry_after"]
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKOFF_S: Final = 60.0
+
+
+def completed(job: Job) -> Outcome:
+    """The outcome of a job that went all the way."""
+    assert job.evaluation is not None
+    draft = _draft(job, "completed", job.context.sealed_trajectory())
+    return msgspec.structs.replace(draft, reward=float(job.evaluation.reward), details=job.evaluation.details)
+
+
+def not_completed(job: Job, failure: BaseException | None, stage: Stage | None) -> Outcome:
+    """The outcome of a job that was cancelled, or that `failure` ended in `stage`.
+
+    Raises:
+        InternalError: that is what it was. It is not data: it flies on.
+    """
+    while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
+        failure = failure.exceptions[0]
+    raise_bugs(failure)
+    status: TerminalStatus
+    error: RolloutError
+    if job.cancel_reason is not None:
+        status, error = "cancelled", JobCancelled(job.cancel_reason, error_code=job.cancel_code)
+    elif isinstance(failure, BudgetExceeded):
+        status, error = "timed_out", failure
+    else:
+        assert failure is not None
+        assert stage is not None
+        status, error = "failed", _classify(job, stage, failure)
+    return msgspec.structs.replace(
+        _draft(job, status, job.context.sealed_trajectory() if job.spec.keep_partial else None),
+        cause=error.cause,
+        error_code=error.error_code,
+        error=str(error) or type(error).__name__,
+        reward=_reward(job, error),
+    )
+
+
+def raise_bugs(failure: BaseException | None) -> None:
+    """Raise the first `InternalError` in `failure`, which may be a group."""
+    for leaf in () if failure is None else leaves(failure):
+        if isinstance(leaf, InternalError):
+            raise leaf
+
+
+def blame(failure: BaseException, *, has_acted: bool) -> BaseException:
+    """Whoever caused the end decides: `failure`, or the `AgentFault` that it is where the policy brought it about.
+
+    Before the policy has acted, nothing is its doing. Afterwards it is: a sandbox that was ended from inside; one that
+    lives, but cannot do any more what it did (no thread, no shell, no space left, a pipe in place of a file), or whose
+    shell is still busy with what the policy left running. A file that is not there may as well be one that the handler
+    has misspelt: that is the handler's to tell.
+    """
+    if not has_acted:
+        return failure
+    spoilt = isinstance(failure, SandboxCallFailed | ShellBusy)
+    lost = isinstance(failure, SandboxLost) and failure.from_inside
+    refused = isinstance(failure, OSError) and isinstance(failure.__cause__, CallFailed)
+    if not (spoilt or lost or (refused and not isinstance(failure, FileNotFoundError))):
+        return failure
+    fault = AgentFault(f"what the policy ran left its sandbox unusable: {failure}")
+    fault.__cause__ = failure
+    return fault
+
+
+def _reward(job: Job, error: RolloutError) -> float | None:
+    """What a job that was not completed gets: nothing, unless the policy ended it, by a fault or by its spending."""
+    if isinstance(error, AgentFault):
+        return error.reward
+    return 0.0 if error.cause == "agent_budget" and job.context.turns else None
+
+
+def finalise(job: Job, draft: Outcome) -> Outcome:
+    """The handler's last look. If that fails, the job failed by its handler; what was recorded stays."""
+    try:
+        return job.handler.final_result(job.context, draft)
+    except Exception as exc:  # a plug-in's hook must not end the node
+        logger.exception("final_result of handler %s", job.handler.name)
+        return msgspec.structs.replace(
+            draft,
+            status="failed",
+            reward=None,
+            cause="handler",
+            error_code="handler_raised",
+            error=f"final_result raised {type(exc).__name__}: {exc}",
+        )
+
+
+def check_evaluation(job: Job, evaluation: Any) -> Evaluation:
+    """What the handler's `eval` returned, if it is a score.
+
+    Raises:
+        EvaluationError: it is none (`evaluator_malformed`).
+    """
+    what = f"handler {job.handler.name} returned"
+    reward: Any = getattr(evaluation, "reward", None)
+    details: Any = getattr(evaluation, "details", None)
+    if not isinstance(evaluation, Evaluation):
+        wrong = f"{what} {type(evaluation).__name__}, which is no Evaluation"
+    elif isinstance(reward, bool) or not isinstance(reward, int | float):
+        wrong = f"{what} a reward of type {type(reward).__name__}; it must be a number"
+    elif not math.isfinite(reward):
+        wrong = f"{what} the reward {reward}; it must be finite"
+    elif not isinstance(details, dict):
+        wrong = f"{what} details of type {type(details).__name__}; they must be a dict"
+    else:
+        return evaluation
+    raise EvaluationError(wrong, error_code="evaluator_malformed")
+
+
+def retry_after(job: Job, draft: Outcome) -> tuple[AttemptRecord, float] | None:
+    """Whether a job that ended with `draft` is run again: the record of this attempt, and the seconds to wait."""
+    policy = job.spec.retry
+    if (
+        draft.status not in ("failed", "timed_out")
+        or draft.cause not in policy.causes
+        or draft.error_code == "budget_total"
+        or job.attempt >= policy.max_attempts
+    ):
+        return None
+    assert draft.cause is not None
+    assert draft.error_code is not None
+    record = AttemptRecord(
+        attempt=job.attempt,
+        status=draft.status,
+        cause=draft.cause,
+        error_code=draft.error_code,
+        error=draft.error,
+        timing=draft.timing,
+    )
+    doublings = min(job.attempt - 1, 10)  # beyond, the cap holds whatever the policy's back-off
+    return record, min(MAX_BACKOFF_S, policy.backoff_s * 2.0**doublings)
+
+
+def _classify(job: Job, stage: Stage, failure: BaseException) -> RolloutError:
+    """Name the cause: the error's own, or whoever's code it was; the handler has the last word."""
+    causes = [blame(leaf, has_acted=bool(job.context.turns)) for leaf in leaves(failure)]
+    if all(isinstance(cause, RolloutError) for cause in causes) or len(causes) == 1:
+        # Of several at once, one that is not the policy's doing: it may have brought about the others.
+        failure = next((cause for cause in causes if not isinstance(cause, AgentFault)), causes[0])
+    if not isinstance(failure, RolloutError):
+        logger.error("job %s, stage %s", job.spec.job_id, stage, exc_info=failure)
+        kind = EvaluationError if stage == "eval" else HandlerError
+        failure = kind(f"{type(failure).__name__} in stage {stage}: {failure}")
+    try:
+        return job.handler.on_error(job.context, stage, failure)
+    except Exception as exc:  # a plug-in's hook must not end the node
+        logger.exception("on_error of handler %s", job.handler.name)
+        return HandlerError(f"on_error raised {type(exc).__name__}: {exc}, after {failure}")
+
+
+def _draft(job: Job, status: TerminalStatus, trajectory: Any) -> Outcome:
+    spec = job.spec
+    return Outcome(
+        job_id=spec.job_id,
+        instance_id=spec.instance.instance_id,
+        group_id=spec.group_id,
+        status=status,
+        reward=None,
+        cause=None,
+        error="",
+        trajectory=trajectory,
+        details={},
+        timing=job.lifecycle.timing(),
+        tags=spec.tags,
+        evaluation_log=str(job.context.evaluation_log),
+        attempt=job.attempt,
+        attempts=list(job.attempts),
+    )

@@ -1,0 +1,501 @@
+"""The INIT, RUN and EVAL stages: for each a nursery, a worker pool and a bounded, fair priority queue.
+
+A job travels through the stages as data; what it owns (its sandbox) is owned by the service scope and handed along.
+Whatever ends a job in a stage comes to `_run_stage`; `outcomes` makes the job's one `Outcome` of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import trio
+
+from ipc.nursery import is_cancelled, only_cancelled, open_single_nursery
+from prorl_trio.pipeline.admission import Admission
+from prorl_trio.pipeline.fates import Fates
+from prorl_trio.pipeline.groups import GroupTable
+from prorl_trio.pipeline.job import Job, JobSink
+from prorl_trio.pipeline.observer import Observers
+from prorl_trio.pipeline.outcomes import check_evaluation, completed, finalise, not_completed, raise_bugs, retry_after
+from prorl_trio.pipeline.stages import WorkStage
+from prorl_trio.pipeline.staleness import BeginLimit, may_begin
+from prorl_trio.pipeline.watchdog import watch_jobs
+from prorl_trio.supervision import service_task
+from prorl_trio.types.errors import Draining, HandlerError, SandboxUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from prorl_trio.agent.context import Resources
+    from prorl_trio.chat.token_memory import RolloutTokens
+    from prorl_trio.pipeline.observer import JobView, Observer
+    from prorl_trio.sandbox.host import HostedSandbox, SandboxHost
+    from prorl_trio.sandbox.provider import SandboxSpec
+    from prorl_trio.types.errors import ErrorCode
+    from prorl_trio.types.models import Outcome, Stage, Status, TerminalStatus
+
+__all__ = ["Job", "JobSink", "Pipeline", "open_pipeline"]
+
+logger = logging.getLogger(__name__)
+
+CLEANUP_TIMEOUT_S: Final = 30.0
+"""Longest a job's end may take to close its sandboxes, whatever else is going on."""
+SHUTDOWN_REASON: Final = "the node is shutting down"
+
+
+class Pipeline:
+    """Takes jobs, delivers outcomes. Use `open_pipeline`."""
+
+    def __init__(
+        self, resources: Resources, sandboxes: SandboxHost, service: trio.Nursery, observers: Sequence[Observer] = ()
+    ) -> None:
+        self.observers: list[Observer] = list(observers)
+        """Told of every job; may be added to and removed from at any time."""
+        self._watch = Observers(self.observers)
+        self.admission = Admission(resources.config.admission, resources.config.stages.init_queue)
+        self._sandboxes = sandboxes
+        self._service = service
+        self._jobs: dict[str, Job] = {}
+        self._live_of: Counter[str] = Counter()
+        self._groups: GroupTable[Job] = GroupTable()
+        self._groups_changed = trio.Event()
+        self._retries: trio.Nursery | None = None
+        """Where jobs wait for their next attempt; None when there will be none any more."""
+        self._idle = trio.Event()
+        self._idle.set()
+        self._outcomes: dict[TerminalStatus, int] = {"completed": 0, "failed": 0, "cancelled": 0, "timed_out": 0}
+        self._retried = 0
+        self._tokens_sampled = 0
+        self._prefix_breaks = 0
+        self.fates = Fates()
+        self._begins = BeginLimit()
+        self._resources = resources
+        sizes = resources.config.stages
+        self._refreshes = trio.Semaphore(sizes.max_refreshing)
+        self.stages = (
+            WorkStage(
+                "init",
+                "queued",
+                own_charge="handler",
+                queue_capacity=sizes.init_queue,
+                weight_of=self._weight_of,
+                ready=partial(may_begin, self._begins),
+                workers=sizes.init_workers,
+                work=self._init,
+            ),
+            WorkStage(
+                "run",
+                "ready",
+                own_charge="handler",
+                queue_capacity=sizes.ready_queue,
+                weight_of=self._weight_of,
+                ready=partial(may_begin, self._begins),
+                workers=sizes.run_workers,
+                work=self._run,
+            ),
+            WorkStage(
+                "eval",
+                "ran",
+                own_charge="evaluator",
+                queue_capacity=sizes.eval_queue,
+                weight_of=self._weight_of,
+                workers=sizes.eval_workers,
+                work=self._eval,
+            ),
+        )
+
+    def _weight_of(self, session_id: str) -> float:
+        return self.admission.limits.weight_of(session_id)
+
+    def backends_changed(self, updated: bool) -> None:
+        """Jobs that were held back may begin now; `updated`: the policy has another version."""
+        if updated:
+            self._begins.updated(self._resources.config.agent.rollouts_per_update)
+        for stage in self.stages[:2]:
+            stage.queue.recheck()
+
+    # ------------------------------------------------------------ the node's side
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def job(self, job_id: str) -> Job | None:
+        """The live job of that id, if there is one."""
+        return self._jobs.get(job_id)
+
+    def load_of(self, session_id: str) -> tuple[int, int]:
+        """Jobs of that session that wait for INIT, and all of its live ones."""
+        return self.stages[0].queue.count(session_id), self._live_of[session_id]
+
+    def jobs(self) -> list[Job]:
+        """Every live job, oldest first."""
+        return list(self._jobs.values())
+
+    def submit(self, job: Job, *, promised: bool = False) -> None:
+        """Take the job; one that was promised a place also beyond the INIT queue's capacity.
+
+        Raises:
+            Draining: the workers are gone, or going; nothing was taken.
+            trio.WouldBlock: the INIT queue is full; nothing was taken.
+        """
+        if self._retries is None:
+            raise Draining("the node has ended; submit to another one")
+        self.stages[0].queue.put_nowait(job, job.priority, job.session_id, promised=promised)
+        self._jobs[job.spec.job_id] = job
+        self._live_of[job.session_id] += 1
+        if self._idle.is_set():
+            self._idle = trio.Event()
+        job.accepted(self._watch)
+        policy = job.spec.group
+        if policy is not None:
+            why = self._groups.accepted(job.group_key, job, policy, trio.current_time())
+            self._groups_changed.set()
+            if why:
+                self.cancel_soon(job, why, "early_stop")
+
+    async def cancel(self, job: Job, reason: str, code: ErrorCode = "cancelled") -> None:
+        """Cancel the job wherever it is, and return when nothing of it is left and its outcome is delivered.
+
+        If this call is itself cancelled, the job ends all the same.
+        """
+        self.cancel_soon(job, reason, code)
+        await job.finished.wait()
+
+    def cancel_soon(self, job: Job, reason: str, code: ErrorCode = "cancelled") -> None:
+        """As `cancel`, but do not wait."""
+        if job.finished.is_set():
+            return
+        job.note_cancel(reason, code)
+        if job.scope is not None:
+            job.scope.cancel()
+        elif any(stage.queue.remove(job) for stage in self.stages):
+            self._service.start_soon(self._end_queued, job, name=f"cancel {job.spec.job_id}")
+
+    async def cancel_all(self, reason: str) -> None:
+        """Cancel every live job; return when they are over."""
+        for job in self.jobs():
+            self.cancel_soon(job, reason, "shutdown")
+        await self.wait_idle()
+
+    async def wait_idle(self) -> None:
+        """Return when no job is live."""
+        await self._idle.wait()
+
+    def resize(self, stage: Stage, workers: int) -> None:
+        """Have so many workers in `stage` from now on; those that are too many end after their job."""
+        next(s for s in self.stages if s.name == stage).resize(workers)
+
+    def statistics(self) -> dict[str, object]:
+        """Live figures: per stage queued, busy and workers; outcomes by status; tokens; prefix breaks."""
+        return {
+            "jobs": len(self._jobs),
+            "stages": {stage.name: stage.statistics() for stage in self.stages},
+            "outcomes": dict(self._outcomes),
+            "retried": self._retried,
+            "tokens_sampled": self._tokens_sampled,
+            "prefix_breaks": self._prefix_breaks,
+            "fates": self.fates.statistics(),
+        }
+
+    def live_jobs(self) -> list[JobView]:
+        """Every live job as it is now, oldest first."""
+        return [job.view() for job in self._jobs.values()]
+
+    # ------------------------------------------------------------ stages
+
+    async def _run_stage(self, index: int, job: Job) -> None:
+        """Take `job` through the stage and pass it on, or end it. The one place where failure becomes data."""
+        stage, context = self.stages[index], job.context
+        failure: BaseException | None = None
+        started_s = trio.current_time()
+        budget = stage.budget(job)
+        try:
+            # The scope is there before the job shows itself in the stage, so that a cancel always finds one or other.
+            with trio.CancelScope(deadline=started_s + budget.seconds) as job.scope:  # noqa: ASYNC912 - `work` has one
+                if job.cancel_reason is not None:
+                    job.scope.cancel()
+                context.begin_stage(job.scope, stage.own_charge)
+                self._move(job, stage.name)
+                failure = await _work(stage, job)
+            spent_s = trio.current_time() - started_s - context.uncharged_s
+            job.used_s += spent_s
+            if job.scope.cancelled_caught and job.cancel_reason is None:
+                failure = budget.exceeded(spent_s, context.activity.blame())
+            elif failure is None and job.cancel_reason is None:
+                await self._pass_on(index, job)
+                return
+        except BaseException as exc:
+            if only_cancelled(exc):
+                await self._cut_off(job, stage.name)  # noqa: ASYNC102 - it shields itself
+            raise
+        job.scope = None
+        await self._conclude(job, not_completed(job, failure, stage.name))
+
+    async def _pass_on(self, index: int, job: Job) -> None:
+        """Queue the job for the next stage, waiting for room, or end it as completed. A cancel ends the wait."""
+        if index + 1 == len(self.stages):
+            job.scope = None
+            await self._end(job, finalise(job, completed(job)))
+            return
+        after = self.stages[index + 1]
+        with trio.CancelScope() as job.scope:
+            self._move(job, after.waiting)
+            with job.context.waiting(f"room in the {after.name} queue"):
+                await after.queue.put(job, job.priority, job.session_id)
+        await self._queued(job, after, caught=job.scope.cancelled_caught)
+
+    async def _queued(self, job: Job, stage: WorkStage, *, caught: bool) -> None:
+        """The wait for a place in a queue is over, by success or by a cancel."""
+        job.scope = None
+        # A cancel that came when the wait was already over is noticed here: the job is queued, so it must come out.
+        if caught or (job.cancel_reason is not None and stage.queue.remove(job)):
+            await self._end_queued(job)
+
+    async def _init(self, job: Job) -> None:
+        if job.resources.tokens.arena is not None:
+            job.context.tokens = await self._reserve_tokens(job)
+        spec = job.handler.sandbox_spec(job.context)
+        if spec is not None:
+            job.sandbox = await self._open_sandbox(job, spec)
+            job.context.sandbox = job.sandbox
+        await job.handler.init(job.context)
+
+    async def _reserve_tokens(self, job: Job) -> RolloutTokens:
+        """Room for the longest trajectory the job can have: a full arena holds up new jobs, not running ones."""
+        resources = job.resources
+        tokens, at_most_s = resources.max_trajectory_tokens(job.spec), resources.config.arena.room_timeout_s
+        with job.context.standing_in_line("arena room", "handler", at_most_s=at_most_s):
+            return await resources.tokens.reserve(tokens, timeout_s=at_most_s)
+
+    async def _run(self, job: Job) -> None:
+        after_run = job.handler.after_run
+        if after_run == "refresh" and job.sandbox is not None:
+            await self._run_and_refresh(job)
+        else:
+            await job.handler.run(job.context)
+            if after_run == "release":
+                await self._release(job)
+        if job.context.conversation is not None:
+            job.context.conversation.seal()
+
+    async def _run_and_refresh(self, job: Job) -> None:
+        """RUN, while the evaluator's sandbox is opened if there is a place for one in advance; else afterwards."""
+        spec = job.handler.sandbox_spec(job.context)
+        assert spec is not None
+        async with open_single_nursery() as nursery:
+            nursery.start_soon(self._open_fresh, job, spec)
+            await job.handler.run(job.context)
+        assert job.sandbox is not None
+        await job.sandbox.aclose()
+        job.sandbox = job.context.sandbox = None
+        job.sandbox, job.fresh_sandbox = job.fresh_sandbox, None
+        if job.sandbox is None:
+            job.sandbox = await self._open_sandbox(job, spec)
+        job.context.sandbox = job.sandbox
+
+    async def _open_fresh(self, job: Job, spec: SandboxSpec) -> None:
+        """Open the evaluator's sandbox in advance. If that fails, it is tried again after RUN."""
+        try:
+            self._refreshes.acquire_nowait()
+        except trio.WouldBlock:
+            return
+        try:
+            job.fresh_sandbox = await self._sandboxes.open(spec)
+        except SandboxUnavailable as exc:
+            logger.warning("job %s: no sandbox for its evaluation yet: %s", job.spec.job_id, exc)
+        finally:
+            self._refreshes.release()
+
+    async def _open_sandbox(self, job: Job, spec: SandboxSpec) -> HostedSandbox:
+        with job.context.waiting(f"sandbox start (image {spec.image})", "sandbox"):
+            sandbox = await self._sandboxes.open(spec)
+        job.context.activity.progress()
+        return sandbox
+
+    async def _eval(self, job: Job) -> None:
+        job.evaluation = check_evaluation(job, await job.handler.eval(job.context))
+
+    # ------------------------------------------------------------ ends
+
+    async def _conclude(self, job: Job, draft: Outcome) -> None:
+        """The attempt is over without success: run the job again if its policy says so, else end it."""
+        retry = retry_after(job, draft) if self._retries is not None else None
+        if retry is None:
+            await self._end(job, finalise(job, draft))
+            return
+        await self._release(job)
+        if job.cancel_reason is not None or self._retries is None:
+            await self._end_queued(job)
+            return
+        record, backoff_s = retry
+        self._retried += 1
+        self._count(job, delivered=False)
+        job.scope = trio.CancelScope()
+        job.begin_again(record)
+        self._group_moved(job)
+        self._retries.start_soon(self._queue_again, job, job.scope, backoff_s, name=f"retry {job.spec.job_id}")
+
+    async def _queue_again(self, job: Job, scope: trio.CancelScope, backoff_s: float) -> None:
+        try:
+            with scope, job.context.waiting(f"{backoff_s:g} s of back-off before attempt {job.attempt}"):
+                await trio.sleep(backoff_s)
+                await self.stages[0].queue.put(job, job.priority, job.session_id)
+            await self._queued(job, self.stages[0], caught=scope.cancelled_caught)
+        except BaseException as exc:
+            if only_cancelled(exc):
+                await self._cut_off(job, None)  # noqa: ASYNC102 - it shields itself
+            raise
+
+    async def _cut_off(self, job: Job, stage: Stage | None) -> None:
+        """The task that had the job is cancelled: the node is going down."""
+        job.note_cancel(SHUTDOWN_REASON, "shutdown")
+        job.scope = None
+        await self._end(job, finalise(job, not_completed(job, None, stage)))
+
+    async def _end_queued(self, job: Job) -> None:
+        job.note_cancel(SHUTDOWN_REASON, "shutdown")
+        await self._end(job, finalise(job, not_completed(job, None, None)))
+
+    async def cancel_queued(self) -> None:
+        """End every job still queued as cancelled. For the shutdown, when no worker is left."""
+        for job in self.jobs():
+            if any(stage.queue.remove(job) for stage in self.stages):
+                await self._end_queued(job)
+
+    async def _release(self, job: Job) -> None:
+        """Release what the job owns. Whatever happens, this runs to its end.
+
+        A sandbox that takes too long ends no other job: the machine may have stood still.
+        """
+        overdue = await job.release(CLEANUP_TIMEOUT_S)
+        if overdue:
+            logger.error("%r ends before its sandboxes %s have closed", job, ", ".join(overdue))
+
+    async def _end(self, job: Job, outcome: Outcome) -> None:
+        """Release what the job owns, then deliver. Whatever happens, this runs to its end."""
+        await self._release(job)
+        job.move(outcome.status, outcome.error)
+        outcome = msgspec.structs.replace(outcome, timing=job.lifecycle.timing())
+        del self._jobs[job.spec.job_id]
+        self._live_of[job.session_id] -= 1
+        if not self._live_of[job.session_id]:
+            del self._live_of[job.session_id]
+        self.admission.rate.ended(trio.current_time())
+        job.ended(outcome)
+        self._outcomes[outcome.status] += 1
+        if outcome.trajectory is not None:
+            self._tokens_sampled += sum(t.completion_end - t.completion_start for t in outcome.trajectory.turns)
+            self._prefix_breaks += outcome.trajectory.prefix_breaks
+        self._count(job, delivered=outcome.status == "completed")
+        if job.spec.group is not None:
+            is_success = outcome.status == "completed"
+            rest, why = self._groups.ended(job.group_key, job, trio.current_time(), completed=is_success)
+            self._stop(rest, why)
+            self._groups_changed.set()
+        if not self._jobs:
+            self._idle.set()
+
+    def _count(self, job: Job, *, delivered: bool) -> None:
+        """An attempt is over. One that never came to RUN has no length."""
+        if (run_s := job.lifecycle.run_s(trio.current_time())) is not None:
+            self._begins.ended(job.session_id, job.spec.priority, delivered=delivered)
+            self.backends_changed(updated=False)
+            tokens = sum(turn.completion_end - turn.completion_start for turn in job.context.turns)
+            self.fates.ended(run_s, tokens, delivered=delivered)
+
+    # ------------------------------------------------------------ groups
+
+    def _move(self, job: Job, to: Status) -> None:
+        job.move(to)
+        if to == "run":
+            self._begins.begun(job.session_id, job.spec.priority)
+        self._group_moved(job)
+
+    def _group_moved(self, job: Job) -> None:
+        """Its group's deadline does not count the time in queues."""
+        if job.spec.group is not None:
+            queued = job.lifecycle.status in ("queued", "ready", "ran")
+            self._groups.moved(job.group_key, job, trio.current_time(), queued=queued)
+            self._groups_changed.set()
+
+    def _stop(self, jobs: list[Job], why: str) -> None:
+        for job in jobs:
+            self.cancel_soon(job, why, "early_stop")
+
+    async def _watch_groups(self) -> None:
+        """Cancel what is left of groups whose deadline has come, for ever."""
+        while True:
+            self._groups_changed = trio.Event()
+            for rest, why in self._groups.due(trio.current_time()):
+                self._stop(rest, why)
+            deadline_s = self._groups.next_deadline_s()
+            with trio.CancelScope() as scope:
+                if deadline_s is not None:
+                    scope.deadline = deadline_s
+                await self._groups_changed.wait()
+
+
+async def _work(stage: WorkStage, job: Job) -> Exception | None:
+    """Do the stage's work; returns what went wrong with it. A cancel flies on; what a handler's nursery raises beside
+    it is logged, for the cancel decides how the job ends.
+
+    Raises:
+        InternalError: the work raised it, alone or beside something else.
+    """
+    try:
+        await stage.work(job)
+    except Exception as exc:
+        return exc
+    except (trio.Cancelled, BaseExceptionGroup) as exc:  # noqa: ASYNC103 - again, unless it is nobody's
+        cancelled: BaseException | None = exc
+        errors: BaseException | None = None
+        if isinstance(exc, BaseExceptionGroup):
+            cancelled, errors = exc.split(trio.Cancelled)
+        if cancelled is None or not isinstance(errors, Exception | None):
+            raise
+        raise_bugs(errors)
+        if is_cancelled():
+            if errors is not None:
+                logger.error("job %s: errors beside its cancel, stage %s", job.spec.job_id, stage.name, exc_info=errors)
+            raise cancelled from None  # noqa: ASYNC104
+        # A plug-in's library let it out of its scope. No nursery of ours may take it for its own.
+        stray = HandlerError(f"handler {job.handler.name} raised a Cancelled while nothing was cancelled")
+        return errors or stray  # noqa: ASYNC104
+    return None
+
+
+@asynccontextmanager
+async def open_pipeline(
+    resources: Resources, sandboxes: SandboxHost, service: trio.Nursery, *, observers: Sequence[Observer] = ()
+) -> AsyncIterator[Pipeline]:
+    """Start the workers: an EVAL nursery around a RUN nursery around an INIT nursery.
+
+    On leaving the block the INIT workers are cancelled first, then RUN, then EVAL; jobs they hold end as `cancelled`,
+    and so do those still queued. To drain, `wait_idle` before leaving.
+    """
+    pipeline = Pipeline(resources, sandboxes, service, observers)
+    if resources.backends is not None:  # in tests of the pipeline alone there are none
+        resources.backends.on_change = pipeline.backends_changed
+    try:
+        async with open_single_nursery() as eval_nursery:
+            async with open_single_nursery() as run_nursery:
+                async with open_single_nursery() as init_nursery:
+                    for index, nursery in enumerate((init_nursery, run_nursery, eval_nursery)):
+                        pipeline.stages[index].start(nursery, partial(pipeline._run_stage, index))
+                    pipeline._retries = init_nursery
+                    init_nursery.start_soon(service_task(pipeline._watch_groups, "group deadlines"))
+                    init_nursery.start_soon(service_task(watch_jobs, "stuck jobs"), pipeline.jobs)
+                    try:
+                        yield pipeline
+                    finally:
+                        pipeline._retries = None
+                        init_nursery.cancel_scope.cancel("shutdown")
+                run_nursery.cancel_scope.cancel("shutdown")
+            eval_nursery.cancel_scope.cancel("shutdown")
+    finally:
+        await pipeline.cancel_queued()  # noqa: ASYNC102 - it shields itself

@@ -1,0 +1,133 @@
+"""A stage of the pipeline: a queue, and workers that take jobs from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from prorl_trio.pipeline.stage_queue import StageQueue
+from prorl_trio.supervision import service_task
+from prorl_trio.types.errors import BudgetExceeded
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from prorl_trio.agent.activity import Charge
+    from prorl_trio.pipeline.job import Job
+    from prorl_trio.types.models import Stage, Status
+
+__all__ = ["StageBudget", "WorkStage"]
+
+
+class StageBudget:
+    """What a job may use in a stage it is about to enter: the stage's own budget, or what is left of the job's."""
+
+    def __init__(self, stage: Stage, stage_s: float, total_s: float, used_s: float) -> None:
+        self.stage = stage
+        self.stage_s = stage_s
+        self.total_s = total_s
+        self.used_s = used_s
+        self.seconds = max(0.0, min(stage_s, total_s - used_s))
+
+    def exceeded(self, spent_s: float, blame: Charge) -> BudgetExceeded:
+        """The error of a job that has spent `spent_s` in the stage when it was stopped."""
+        if self.stage_s <= self.total_s - self.used_s:
+            return BudgetExceeded(self.stage, self.stage_s, spent_s, blame)
+        return BudgetExceeded("total", self.total_s, self.used_s + spent_s, blame)
+
+
+class WorkStage:
+    """What one stage does to a job (`work`), and how many jobs it does it to at once.
+
+    `resize` may be called at any time: new workers start at once; of those that are too many the idle ones end at once,
+    the busy ones after their job.
+    """
+
+    def __init__(
+        self,
+        name: Stage,
+        waiting: Status,
+        *,
+        own_charge: Charge,
+        queue_capacity: int,
+        weight_of: Callable[[str], float],
+        workers: int,
+        work: Callable[[Job], Awaitable[None]],
+        ready: Callable[[Job], bool] = lambda _job: True,
+    ) -> None:
+        self.name: Stage = name
+        self.waiting: Status = waiting
+        self.own_charge: Charge = own_charge
+        self.queue: StageQueue[Job] = StageQueue(queue_capacity, weight_of, ready)
+        self.work = work
+        self.workers = workers
+        self.busy = 0
+        self._staff = 0
+        """Workers that have not been told to go."""
+        self._idle: set[trio.CancelScope] = set()
+        self._nursery: trio.Nursery | None = None
+        self._handle: Callable[[Job], Awaitable[None]] | None = None
+
+    def start(self, nursery: trio.Nursery, handle: Callable[[Job], Awaitable[None]]) -> None:
+        """Start the workers in `nursery`; `handle` is called with each job taken, and sees to its end."""
+        self._nursery, self._handle = nursery, handle
+        self.resize(self.workers)
+
+    def resize(self, workers: int) -> None:
+        """Have so many workers from now on. Raises ValueError for less than one."""
+        if workers < 1:
+            raise ValueError(f"stage {self.name} needs at least one worker, got {workers}")
+        self.workers = workers
+        assert self._nursery is not None
+        while self._staff < workers:
+            self._staff += 1
+            worker = service_task(self._work, f"{self.name} worker", may_return=True)
+            self._nursery.start_soon(worker, self._new_idle(), name=f"{self.name} worker")
+        while self._staff > workers and self._idle:
+            self._staff -= 1
+            self._idle.pop().cancel()
+
+    def _new_idle(self) -> trio.CancelScope:
+        """The scope of a worker's next wait for a job: to cancel it is to dismiss the worker."""
+        idle = trio.CancelScope()
+        self._idle.add(idle)
+        return idle
+
+    async def _work(self, idle: trio.CancelScope) -> None:
+        """For ever, until there are too many. Cancelled in the middle of a job, `handle` ends that job first."""
+        assert self._handle is not None
+        while True:
+            job: Job | None = None
+            with idle:
+                job = await self.queue.get()
+            self._idle.discard(idle)
+            if job is not None:
+                self.busy += 1
+                try:
+                    await self._handle(job)
+                finally:
+                    self.busy -= 1
+            if idle.cancel_called:
+                return
+            if self._staff > self.workers:
+                self._staff -= 1
+                return
+            idle = self._new_idle()
+
+    def budget(self, job: Job) -> StageBudget:
+        """For `job`, which is about to enter the stage."""
+        asked, defaults = job.spec.budgets, job.resources.config.budgets
+        own: float | None = getattr(asked, f"{self.name}_s")
+        stage_s: float = own if own is not None else getattr(defaults, f"{self.name}_s")
+        total_s = asked.total_s if asked.total_s is not None else defaults.total_s
+        return StageBudget(self.name, stage_s, total_s, job.used_s)
+
+    def statistics(self) -> dict[str, int]:
+        """Jobs `queued` and `busy`, `workers`, and the queue's capacity."""
+        return {
+            "queued": len(self.queue),
+            "busy": self.busy,
+            "workers": self.workers,
+            "queue_capacity": self.queue.capacity,
+        }

@@ -1,0 +1,1 @@
+"""Limits of what runs in a sandbox, kept by the kernel."""

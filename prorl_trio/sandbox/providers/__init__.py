@@ -1,0 +1,1 @@
+"""Sandbox providers: Apptainer, bubblewrap, and plain processes."""

@@ -1,0 +1,197 @@
+"""Sandboxes by Apptainer (or Singularity): rootless, from the host's userland, a directory or a .sif file."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from prorl_trio.sandbox.images import locate_image
+from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
+from prorl_trio.sandbox.providers.probe import PROBE_TIMEOUT_S, run_probe
+from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
+from prorl_trio.sandbox.providers.userns import user_namespace_remedy
+from prorl_trio.sandbox.run_dir import open_run_dir, open_shared_run_dir
+from prorl_trio.sandbox.runtime.runtime import LIB_DIR, Mount, host_runtime, image_runtime
+from prorl_trio.sandbox.runtime.skeleton import HOME, USER, host_mounts, proc_mounts
+from prorl_trio.types.errors import SandboxUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from contextlib import AbstractAsyncContextManager
+
+    from prorl_trio.sandbox.provider import Sandbox, SandboxSpec
+    from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
+
+__all__ = ["ApptainerProvider", "find_apptainer"]
+
+_INSTALL: Final = "install it (`make apptainer` on Debian and Ubuntu), or use the bubblewrap provider"
+_LAUNCHER_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_MIB: Final = 1024 * 1024
+_SIZE_SETTING: Final = re.compile(r"^\s*sessiondir max size\s*=.*$", re.MULTILINE)
+_NO_FAKEROOT_AS_ROOT: Final = (
+    "with sandbox.fakeroot on a node that runs as root, an image's start script could change the machine; run the node "
+    "as another user, or use the image `host`"
+)
+_IDENTITY_FILES: Final = ("passwd", "group")
+
+
+def find_apptainer() -> str | None:
+    """The program in PATH: `apptainer`, else `singularity`, else None."""
+    return shutil.which("apptainer") or shutil.which("singularity")
+
+
+class ApptainerProvider(SandboxProvider):
+    """`apptainer exec` in a user namespace, also for root, and also where it is installed setuid.
+
+    Own PID, IPC, UTS and (without `spec.network`) network namespace, no host environment, no capabilities. /tmp, the
+    home directory, /dev/shm and what is written to an image other than `host` share one tmpfs, which is thrown away.
+    Its size is `spec.limits.disk_bytes`; for root, to whom Apptainer gives one without a size, the watchdog keeps
+    to that; where Apptainer is installed setuid, the size is its own `sessiondir max size`.
+
+    With `fakeroot` the tools are user 0, with the few capabilities that installing packages takes. They can give files
+    to other users where this one has a range of them (/etc/subuid, /etc/subgid, newuidmap). An image's own start script
+    runs before the daemon, and with all capabilities; so, as root of the machine, only for the image `host`.
+    """
+
+    name: ClassVar[str] = "apptainer"
+    isolated: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        runtime_dir: Path | None = None,
+        *,
+        executable: str | None = None,
+        fakeroot: bool = False,
+        packages: tuple[str, ...] = (),
+    ) -> None:
+        """`executable`: another program than `find_apptainer`'s. `runtime_dir`: see `run_dir.open_run_dir`.
+        `packages`: see `host_python.require_host_python`."""
+        self._packages = packages
+        self._runtime_dir = runtime_dir
+        self._fakeroot = fakeroot
+        self._executable = executable or find_apptainer()
+
+    async def probe(self) -> ProviderReport:
+        if self._executable is None:
+            problem = "no apptainer or singularity program in PATH"
+            return ProviderReport(name=self.name, usable=False, problem=problem, remedy=_INSTALL)
+        env = {"PATH": _LAUNCHER_PATH}
+        printed, problem = await run_probe((self._executable, "--version"), env)
+        version = printed.rpartition(" ")[2]
+        if problem:
+            return ProviderReport(name=self.name, usable=False, problem=problem, remedy=_INSTALL)
+        try:
+            async with open_run_dir(self._runtime_dir) as run_dir, run_dir.open_sandbox_dir() as folder:
+                exec_argv = _exec_argv(self._executable, network=False, fakeroot=self._fakeroot)
+                exec_argv = (*exec_argv, *_mount_argv(host_mounts(run_dir.root)))
+                _, problem = await run_probe((*exec_argv, str(run_dir.root), "/bin/true"), _launcher_env(folder))
+        except SandboxUnavailable as exc:
+            problem = str(exc)
+        remedy = user_namespace_remedy() if problem else ""
+        return ProviderReport(name=self.name, usable=not problem, version=version, problem=problem, remedy=remedy)
+
+    def open_shared(self) -> AbstractAsyncContextManager[None]:
+        return open_shared_run_dir(self._runtime_dir)
+
+    def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
+        return open_daemon_sandbox(spec, self._runtime_dir, lambda run_dir, folder: self._plan(spec, run_dir, folder))
+
+    def _plan(self, spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
+        if self._executable is None:
+            raise SandboxUnavailable(f"no apptainer or singularity program in PATH; {_INSTALL}")
+        if self._fakeroot and spec.image != "host" and os.geteuid() == 0:
+            raise SandboxUnavailable(f"image {spec.image}: {_NO_FAKEROOT_AS_ROOT}")
+        config = self._write_config(spec, folder)
+        argv = [*_exec_argv(self._executable, network=spec.network, config=config, fakeroot=self._fakeroot)]
+        mounts = [*proc_mounts(run_dir.root)]
+        if spec.image == "host":
+            image = str(run_dir.root)
+            runtime = host_runtime(self._packages)
+            mounts += [*host_mounts(run_dir.root), *runtime.mounts]
+            # Over those that Apptainer writes: they would name the host's user and name servers.
+            files = _IDENTITY_FILES if spec.network else (*_IDENTITY_FILES, "resolv.conf")
+            mounts += [Mount(f"{run_dir.root}/etc/{name}", f"/etc/{name}") for name in files]
+        else:
+            image = str(locate_image(spec.image))
+            runtime = image_runtime()
+            argv.append("--writable-tmpfs")
+            mounts += [*runtime.mounts, Mount(str(run_dir.lib), LIB_DIR)]
+        argv += _mount_argv(mounts)
+        for name, value in runtime.env.items():
+            argv += ["--env", f"{name}={value}"]
+        tool_env = {**runtime.tool_env, "HOME": HOME, "USER": USER}
+        command = runtime.daemon_argv()
+        return Launch(
+            (*argv, image, *command),
+            _launcher_env(folder),
+            tool_env,
+            HOME,
+            inherit_env=spec.image != "host",
+            fakeroot=self._fakeroot,
+        )
+
+    def _write_config(self, spec: SandboxSpec, folder: SandboxDir) -> Path | None:
+        """Apptainer's own configuration, with our size of the tmpfs, where it lets us give one."""
+        text = None if self._executable is None else _installed_config(self._executable)
+        if text is None:
+            return None
+        size_mib = max(1, spec.limits.disk_bytes // _MIB)
+        path = folder.path / "apptainer.conf"
+        path.write_text(f"{_SIZE_SETTING.sub('', text)}\nsessiondir max size = {size_mib}\n", encoding="utf-8")
+        return path
+
+
+@functools.cache
+def _installed_config(executable: str) -> str | None:
+    """The text of Apptainer's own configuration; None if another cannot be given: it is setuid, or not to be asked."""
+    try:
+        asked = subprocess.run(
+            (executable, "buildcfg"),
+            env={"PATH": _LAUNCHER_PATH},
+            capture_output=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=True,
+        )
+        settings = dict(line.partition("=")[::2] for line in asked.stdout.decode().splitlines())
+        name = "APPTAINER" if "APPTAINER_CONF_FILE" in settings else "SINGULARITY"
+        if settings[f"{name}_SUID_INSTALL"] != "0":
+            return None
+        return Path(settings[f"{name}_CONF_FILE"]).read_text(encoding="utf-8")
+    except (OSError, subprocess.SubprocessError, KeyError, UnicodeDecodeError):
+        return None
+
+
+def _exec_argv(
+    executable: str, *, network: bool, config: Path | None = None, fakeroot: bool = False
+) -> tuple[str, ...]:
+    privileges = ("--no-privs",) if os.geteuid() == 0 else ()
+    # Not by the host's `fakeroot` command: it would be another process above the daemon, and a library in every tool.
+    root = ("--fakeroot", "--ignore-fakeroot-command") if fakeroot else ()
+    net = () if network else ("--net", "--network", "none")
+    isolation = ("--userns", *root, *privileges, "--containall", *net, "--no-mount", "sys,bind-paths", "--no-eval")
+    inside = ("--no-umask", "--home", HOME, "--cwd", "/", "--hostname", "sandbox")
+    configured = () if config is None else ("--config", str(config))
+    # /dev/shm as well is then of the one tmpfs whose size the configuration limits, rather than one without a limit.
+    return (executable, "--quiet", *configured, "exec", "--no-init", *isolation, *inside, "--scratch", "/dev/shm")
+
+
+def _launcher_env(folder: SandboxDir) -> dict[str, str]:
+    """For Apptainer itself: whatever it writes goes into the sandbox's folder."""
+    own = str(folder.home)
+    return {"PATH": _LAUNCHER_PATH, "HOME": own, "TMPDIR": own, "APPTAINER_CONFIGDIR": own, "APPTAINER_CACHEDIR": own}
+
+
+def _mount_argv(mounts: Iterable[Mount]) -> list[str]:
+    argv: list[str] = []
+    for mount in mounts:
+        fields = ["type=bind", f"source={mount.source}", f"destination={mount.target}"]
+        if not mount.writable:
+            fields.append("ro")
+        # The option is one line of CSV.
+        argv += ["--mount", ",".join('"{}"'.format(field.replace('"', '""')) for field in fields)]
+    return argv

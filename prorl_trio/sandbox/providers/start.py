@@ -1,0 +1,113 @@
+"""What all providers share: a folder, a process tree with a daemon in it, a channel to the daemon."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+import trio
+
+from ipc.channel import connect_unix, listen_unix
+from ipc.errors import IpcError
+from ipc.rpc import open_rpc_client
+from prorl_trio.sandbox.client import DaemonSandbox
+from prorl_trio.sandbox.limits.cgroup import open_cgroup, own_site
+from prorl_trio.sandbox.process_tree import open_process_tree
+from prorl_trio.sandbox.run_dir import open_run_dir
+from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.types.errors import SandboxUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+    from pathlib import Path
+
+    from prorl_trio.sandbox.limits.cgroup import Cgroup
+    from prorl_trio.sandbox.limits.pid_limit import PidLimiter
+    from prorl_trio.sandbox.process_tree import ProcessTree
+    from prorl_trio.sandbox.provider import SandboxSpec
+    from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
+
+__all__ = ["Launch", "open_daemon_sandbox"]
+
+TOKEN_BYTES: Final = 16
+
+
+class Launch(NamedTuple):
+    """How one sandbox is started: the command, its environment, and what the daemon gives to the tools.
+
+    `inherit_env`: the tools also get what the image sets in the daemon's environment.
+    `isolated`: the daemon sees, and may signal, nothing but the sandbox.
+    `fakeroot`: the daemon is started as root of the sandbox, with all that such a root may do.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    tool_env: Mapping[str, str]
+    cwd: str
+    inherit_env: bool = False
+    isolated: bool = True
+    fakeroot: bool = False
+
+
+@asynccontextmanager
+async def open_daemon_sandbox(
+    spec: SandboxSpec, runtime_dir: Path | None, plan: Callable[[RunDir, SandboxDir], Launch]
+) -> AsyncIterator[DaemonSandbox]:
+    """Start what `plan` says and yield the sandbox when its daemon has answered the handshake.
+
+    Ends in the opposite order: channel, process tree, folder. See `SandboxProvider.open_sandbox`.
+    """
+    async with AsyncExitStack() as stack:
+        run_dir = await stack.enter_async_context(open_run_dir(runtime_dir))
+        folder = await stack.enter_async_context(run_dir.open_sandbox_dir())
+        launch = await run_blocking(plan, run_dir, folder)
+        cgroup: Cgroup | None = None
+        if (site := (await run_blocking(own_site)).path) is not None:
+            cgroup = await stack.enter_async_context(open_cgroup(site, folder.path, spec.limits))
+        token = secrets.token_hex(TOKEN_BYTES)
+        # Made here and inherited: nothing of the host is writable inside, which a folder for a socket would have to be.
+        listener = stack.enter_context(closing(listen_unix(folder.socket).socket))
+        start_line = {
+            "token": token,
+            "env": {**launch.tool_env, **spec.env},
+            "cwd": launch.cwd,
+            "prestart_ipython": spec.prestart_ipython,
+            "inherit_env": launch.inherit_env,
+            "limits": spec.limits,
+            "isolated": launch.isolated,
+            "fakeroot": launch.fakeroot,
+            "listen_fd": listener.fileno(),
+        }
+        deadline = trio.current_time() + spec.start_timeout_s
+        tree = await stack.enter_async_context(
+            open_process_tree(
+                launch.argv if cgroup is None else cgroup.enter_argv(tuple(launch.argv)),
+                env=launch.env,
+                stdin_line=msgspec.json.encode(start_line) + b"\n",
+                folder=folder.path,
+                start_timeout_s=spec.start_timeout_s,
+                inherited_fds=(listener.fileno(),),
+            )
+        )
+        listener.close()  # only the daemon has it now: when that ends, no connection waits for it
+        if launch.isolated:
+            await run_blocking(_limit, run_dir.pid_limiter, tree, None if cgroup else spec.limits.max_processes)
+        try:
+            left_s = max(0.0, deadline - trio.current_time())
+            stream = await connect_unix(folder.socket, connect_timeout_s=left_s)
+            rpc = await stack.enter_async_context(open_rpc_client(stream, token=token, handshake_timeout_s=left_s))
+        except IpcError as exc:
+            raise SandboxUnavailable(tree.explain(f"its daemon does not answer: {exc}")) from exc
+        next_breach = None if cgroup is None else cgroup.next_breach
+        ended_from_inside = partial(tree.ended_from_inside, isolated=launch.isolated)
+        yield DaemonSandbox(folder.sandbox_id, rpc, tree.explain, next_breach, ended_from_inside)
+
+
+def _limit(limiter: PidLimiter, tree: ProcessTree, max_processes: int | None) -> None:
+    """From outside. In a cgroup, the kernel counts the processes there."""
+    if max_processes is not None:
+        limiter.limit(tree.members, max_processes)
+    limiter.bound_shared(tree.members)

@@ -1,0 +1,133 @@
+"""What makes the daemon run inside a sandbox: a Python, its packages, and the daemon's own code.
+
+In the host's own userland that is an environment with the packages that tools are promised (`host_python`). In any
+other image it is the self-contained runtime (`bundle`). The daemon's code is copied, so that nothing else of a checkout
+or an installation can be seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import marshal
+import os
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from prorl_trio.sandbox.runtime.bundle import BUNDLE_DIR, BUNDLE_PYTHON, require_bundle
+from prorl_trio.sandbox.runtime.host_python import HOST_PYTHON_DIR, require_host_python
+from prorl_trio.sandbox.runtime.interpreter import own_python
+from prorl_trio.types.errors import InternalError
+
+__all__ = [
+    "HOME",
+    "LIB_DIR",
+    "Mount",
+    "Runtime",
+    "host_runtime",
+    "image_runtime",
+    "install_daemon",
+    "process_runtime",
+]
+
+HOME: Final = "/home/agent"
+"""The home directory, inside."""
+
+LIB_DIR: Final = "/opt/prorl/lib"
+"""Where the daemon's code is, inside."""
+
+SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+_DAEMON_PACKAGES: Final = ("ipc", "sandbox_daemon")
+
+
+class Mount(NamedTuple):
+    """A host path seen inside, at `target`, read-only unless said otherwise."""
+
+    source: str
+    target: str
+    writable: bool = False
+
+
+class Runtime(NamedTuple):
+    """How the daemon runs in one kind of image.
+
+    Attributes:
+        python: its interpreter, inside, and what comes after it on the command line.
+        env: what the interpreter needs in its environment. No tool sees it.
+        mounts: what has to be mounted for it, the daemon's code aside.
+        tool_env: what the tools get of it. Without a PATH they have the image's own.
+    """
+
+    python: tuple[str, ...]
+    env: dict[str, str]
+    mounts: tuple[Mount, ...]
+    tool_env: dict[str, str]
+
+    def daemon_argv(self) -> tuple[str, ...]:
+        """The daemon's command line."""
+        return (*self.python, "-m", "sandbox_daemon")
+
+
+def host_runtime(packages: tuple[str, ...] = ()) -> Runtime:
+    """For the host's userland: the promised packages, and `packages`. Blocks, and the first time for seconds.
+
+    Raises:
+        SandboxUnavailable: see `require_host_python`.
+    """
+    mounts = (Mount(str(require_host_python(packages)), HOST_PYTHON_DIR),)
+    python = f"{HOST_PYTHON_DIR}/bin/python3"
+    return Runtime((python,), {"PYTHONPATH": LIB_DIR}, mounts, _tool_env(python))
+
+
+def process_runtime(lib: str) -> Runtime:
+    """This project's own Python where it is. `lib`: where the daemon's code is."""
+    return Runtime((own_python(),), {"PYTHONPATH": lib}, (), _tool_env(own_python()))
+
+
+def _tool_env(python: str) -> dict[str, str]:
+    """What agents run as `python3` has numpy and sympy."""
+    return {"PATH": f"{os.path.dirname(python)}:{SYSTEM_PATH}"}
+
+
+def image_runtime() -> Runtime:
+    """The self-contained runtime, for any other. It looks at no variable, for the environment is the image's.
+
+    Raises:
+        SandboxUnavailable: it has not been made.
+    """
+    return Runtime((BUNDLE_PYTHON, "-I"), {}, (Mount(str(require_bundle()), BUNDLE_DIR),), {})
+
+
+def install_daemon(target: Path) -> None:
+    """Put the packages of the daemon into `target`, compiled, so that no sandbox has to. Blocks."""
+    for relative, content in _daemon_files():
+        path = target / relative
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+@functools.cache
+def _daemon_files() -> tuple[tuple[str, bytes], ...]:
+    """Sources and their bytecode by relative path. Compiled once a process: it takes half a second."""
+    files: list[tuple[str, bytes]] = []
+    for name in _DAEMON_PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            raise InternalError(f"the package {name} is not installed beside prorl_trio")
+        for path in sorted(Path(spec.submodule_search_locations[0]).glob("*.py")):
+            relative = f"{name}/{path.name}"
+            source = path.read_bytes()
+            bytecode = _bytecode(source, f"{LIB_DIR}/{relative}")
+            files += [(relative, source), (importlib.util.cache_from_source(relative), bytecode)]
+    return tuple(files)
+
+
+def _bytecode(source: bytes, path: str) -> bytes:
+    """A .pyc file as PEP 552 has it, made in memory: a node that is killed meanwhile leaves nothing behind.
+
+    Without a time stamp, and never checked: the source beside it is a copy, and nobody changes either.
+    """
+    code = marshal.dumps(compile(source, path, "exec", dont_inherit=True))
+    unchecked_hash = (0b01).to_bytes(4, "little")
+    return importlib.util.MAGIC_NUMBER + unchecked_hash + importlib.util.source_hash(source) + code

@@ -1,0 +1,1 @@
+"""Sessions: what a trainer submitted, and the outcomes that it is owed."""

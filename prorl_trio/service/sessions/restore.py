@@ -1,0 +1,84 @@
+"""A new start: sessions get back what a former process stored for them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from prorl_trio.ledger import LedgerCorrupt
+from prorl_trio.service.sessions.outcome_encoding import failed_outcome, unreadable_spec
+from prorl_trio.types.errors import ServiceError, UnknownJob
+from prorl_trio.types.models import JobSpec
+
+if TYPE_CHECKING:
+    from prorl_trio.config import LedgerConfig
+    from prorl_trio.ledger import UnfinishedJob
+    from prorl_trio.service.node_api import NodeApi
+    from prorl_trio.service.sessions.journal import Journal
+    from prorl_trio.service.sessions.session import Session
+    from prorl_trio.service.sessions.session_table import SessionTable
+    from prorl_trio.types.errors import FailureCause
+
+__all__ = ["restore_sessions"]
+
+logger = logging.getLogger(__name__)
+
+_decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
+
+
+async def restore_sessions(sessions: SessionTable, journal: Journal, node: NodeApi, config: LedgerConfig) -> None:
+    """Give every session its cursors and outcomes again, and have the node run what is not finished, in the order of
+    acceptance, as the next attempt. Before anybody can connect.
+
+    A job of which `max_attempts` began ends as failed, since it may be what ends the node; so do one that cannot be
+    read any more, one whose handler is gone, and all of them if `on_restart` says so. Outcomes stay on the disk until
+    somebody asks for them: what this takes depends on their number, not on their size.
+    """
+    recovered = journal.ledger.recovered
+    by_id: dict[str, Session] = {}
+    for found in recovered.sessions:
+        by_id[found.session_id] = session = sessions.restore(found.session_id, found.acked)
+        session.stored = True
+    for outcome in recovered.undelivered:
+        by_id[outcome.session_id].restore_outcome(outcome)
+    for found in recovered.sessions:
+        by_id[found.session_id].log.skip_to(found.last)
+    for unfinished in recovered.unfinished:
+        await _run_again(by_id[unfinished.session_id], journal, node, unfinished, config)
+    if recovered.sessions:
+        logger.info(
+            "the ledger has %d sessions, %d outcomes not acknowledged and %d jobs to be run again",
+            len(recovered.sessions),
+            len(recovered.undelivered),
+            len(recovered.unfinished),
+        )
+
+
+async def _run_again(
+    session: Session, journal: Journal, node: NodeApi, found: UnfinishedJob, config: LedgerConfig
+) -> None:
+    spec = unreadable_spec(found.job_id)
+    cause: FailureCause = "node"
+    try:
+        spec = _decode_spec(await journal.ledger.read(found.spec))
+    except (LedgerCorrupt, UnknownJob, msgspec.DecodeError) as exc:
+        why = f"its spec cannot be read after the node was started again: {exc}"
+    else:
+        why = ""
+        if config.on_restart == "fail":
+            why = "the node was started again, and ledger.on_restart is fail"
+        elif found.last_attempt >= config.max_attempts:
+            why = f"the node ended during attempt {found.last_attempt} (ledger.max_attempts is {config.max_attempts})"
+    job = session.restore(spec, found.fingerprint, found.last_attempt)
+    if not why:
+        try:
+            session.hand_over(job, node)
+        except ServiceError as exc:
+            cause, why = "handler", f"it cannot be run after the node was started again: {exc}"
+        else:
+            return
+    logger.error("job %s fails: %s", found.job_id, why)
+    job.settled.set()
+    session.deliver(failed_outcome(spec, cause, why, max(1, found.last_attempt)))

@@ -1,0 +1,149 @@
+"""Outcomes whose tokens are still in the node's arena, for trainers who map it. Beside the sessions' logs, which have
+every outcome whole: what is not here, or not any more, goes out as a frame.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ipc.arena_memory import TOKEN_BYTES, TokenArrays
+from prorl_trio.types.models import Outcome
+from prorl_trio.types.outcome_refs import split_outcome
+
+if TYPE_CHECKING:
+    from ipc.arena import Arena
+    from ipc.session import OutcomeRefFrame
+    from prorl_trio.types.models import Segment
+
+__all__ = ["SharedOutcomes"]
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+
+
+@dataclass(slots=True)
+class _Kept:
+    frame: OutcomeRefFrame
+    size_bytes: int
+    readers: set[str] = field(default_factory=set)
+    """Who was sent it."""
+
+
+class SharedOutcomes:
+    """Holds tokens in the arena from an outcome's delivery to its session until that is acknowledged or forgotten.
+
+    For the node's loop. All that is held is at most `max_bytes`, so that live trajectories have the rest.
+    """
+
+    def __init__(self, arena: Arena, max_bytes: int) -> None:
+        self._arena = arena
+        self._max_bytes = max_bytes
+        self._size_bytes = 0
+        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._sent_total = 0
+        self._sent_token_bytes_total = 0
+        self._no_room_total = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def has_reader(self, reader_id: str) -> bool:
+        """That reader has the arena mapped."""
+        return self._arena.has_reader(reader_id)
+
+    def holds(self, session_id: str, job_id: str) -> bool:
+        """The tokens of that job's outcome are held: `frame` has it for a reader."""
+        return (session_id, job_id) in self._kept
+
+    def keep(self, session_id: str, outcome: Outcome, encoded: bytes) -> None:
+        """Hold the tokens of `outcome`, whose arrays may be views of the arena, if there is room.
+
+        `encoded` is what the session's log has of it: the same, or less where it could not be encoded.
+        """
+        try:
+            delivered = _decode_outcome(encoded)
+        except msgspec.DecodeError:  # a handler's own types: it goes out as it is, for the trainer to tell
+            return
+        if outcome.trajectory is None or delivered.trajectory is None:
+            return
+        found = [self._arena.ref_of(_arrays(segment)) for segment in outcome.trajectory.segments]
+        refs = [ref for ref in found if ref is not None]
+        if len(refs) < len(found):
+            return
+        frame = split_outcome(0, delivered, refs)
+        size_bytes = memoryview(frame.outcome).nbytes + sum(ref.capacity for ref in refs) * TOKEN_BYTES
+        if self._size_bytes + size_bytes > self._max_bytes:
+            self._no_room_total += 1
+            return
+        self.forget(session_id, outcome.job_id)
+        for ref in refs:
+            self._arena.hold(ref, _holder(session_id))
+        self._kept[session_id, outcome.job_id] = _Kept(frame, size_bytes)
+        self._size_bytes += size_bytes
+
+    def frame(self, session_id: str, job_id: str, cursor: int, reader_id: str) -> bytes | None:
+        """The encoded `OutcomeRefFrame` of an outcome for a reader, who has its tokens pinned from now on.
+
+        None if its tokens are not held, or the reader is gone.
+        """
+        kept = self._kept.get((session_id, job_id))
+        if kept is None or not self._arena.has_reader(reader_id):
+            return None
+        for ref in kept.frame.segments:
+            self._arena.pin(ref, reader_id)
+        kept.readers.add(reader_id)
+        self._sent_total += 1
+        self._sent_token_bytes_total += sum(ref.length for ref in kept.frame.segments) * TOKEN_BYTES
+        return _encode(msgspec.structs.replace(kept.frame, cursor=cursor))
+
+    def adopt(self, session_id: str, reader_id: str) -> None:
+        """The session's trainer has mapped the arena again: what it was sent before is pinned for its new reader."""
+        for (session, _), kept in self._kept.items():
+            if session == session_id and kept.readers:
+                kept.readers.add(reader_id)
+                for ref in kept.frame.segments:
+                    self._arena.pin(ref, reader_id)
+
+    def forget(self, session_id: str, job_id: str) -> None:
+        """The outcome is acknowledged, or dropped: its pins end. Idempotent."""
+        kept = self._kept.pop((session_id, job_id), None)
+        if kept is None:
+            return
+        self._size_bytes -= kept.size_bytes
+        for ref in kept.frame.segments:
+            for holder in (_holder(session_id), *kept.readers):
+                self._arena.unpin(ref, holder)
+
+    def forget_session(self, session_id: str) -> None:
+        """The session is gone, and all that was held for it. Idempotent."""
+        for session, job_id in [key for key in self._kept if key[0] == session_id]:
+            self.forget(session, job_id)
+
+    def make_room(self) -> None:
+        """The arena is full: let go of what no reader looks at."""
+        for (session_id, job_id), kept in list(self._kept.items()):
+            if not any(map(self._arena.has_reader, kept.readers)):
+                self.forget(session_id, job_id)
+
+    def statistics(self) -> dict[str, int]:
+        """Outcomes held now; of all so far, those sent by reference, their bytes of tokens, and those that there was
+        no room to hold."""
+        return {
+            "outcomes": len(self._kept),
+            "bytes": self._size_bytes,
+            "sent_total": self._sent_total,
+            "sent_token_bytes_total": self._sent_token_bytes_total,
+            "no_room_total": self._no_room_total,
+        }
+
+
+def _arrays(segment: Segment) -> TokenArrays:
+    return TokenArrays(segment.token_ids, segment.logprobs, segment.loss_mask)
+
+
+def _holder(session_id: str) -> str:
+    """Who holds a session's tokens in the arena; no reader, whatever the trainer has called its session."""
+    return f"session {session_id}"

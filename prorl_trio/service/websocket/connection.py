@@ -1,0 +1,335 @@
+"""One trainer connection: its requests, answered in order, and its session's outcomes."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+import trio
+
+from ipc.errors import ProtocolViolation
+from ipc.session import (
+    Accepted,
+    Ack,
+    AddBackend,
+    AttachArena,
+    BackendChanged,
+    CancelJobs,
+    CancelledJobs,
+    CancelledOnNode,
+    CancelOnNode,
+    ClearBackends,
+    ClientFrame,
+    DrainBackend,
+    JobEvent,
+    JobList,
+    ListJobs,
+    Rejected,
+    RemoveBackend,
+    SessionRefused,
+    StatusReport,
+    StatusRequest,
+    Submit,
+    WeighBackend,
+)
+from ipc.websocket import CloseCode, LinkClosed, WebSocketLink
+from prorl_trio.service.sessions.cancelling import LiveJobs, cancel_live, cancel_on_node
+from prorl_trio.types.errors import (
+    AdmissionRejected,
+    BackendError,
+    MalformedJob,
+    ProtocolError,
+    ServiceError,
+)
+from prorl_trio.types.models import JobSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from ipc.session import BackendFrame, SessionHello
+    from prorl_trio.service.node_api import NodeApi
+    from prorl_trio.service.sessions.observation import Observation
+    from prorl_trio.service.sessions.session import Session
+    from prorl_trio.service.sessions.session_table import SessionTable
+
+__all__ = ["Connection", "RefusalCode", "refuse"]
+
+logger = logging.getLogger(__name__)
+
+MAX_OPERATIONS: Final = 64
+"""Cancels and backend changes in progress on one connection. More end it."""
+EVENT_MARK_FRAMES: Final = 200
+"""Job events are dropped while more frames than this wait to be sent."""
+JOBS_PER_CHECKPOINT: Final = 50
+JOBS_PER_COMMIT: Final = 1_000
+"""Of one frame, so many are stored together, and their answers are sent before the next ones are taken."""
+JOBS_PER_LIST: Final = 200
+"""Ids have up to 200 characters."""
+
+RefusalCode = Literal["version", "token", "protocol", "draining", "replaced", "admission"]
+
+_FIELD_PATH = re.compile(r" - at `(\$[^`]*)`$")
+_decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
+
+
+class _OnlyId(msgspec.Struct):
+    job_id: str
+
+
+class Connection:
+    """The `Listener` of a session for as long as its link lasts. The session and its jobs outlive it."""
+
+    def __init__(
+        self,
+        link: WebSocketLink[ClientFrame],
+        session: Session,
+        hello: SessionHello,
+        node: NodeApi,
+        table: SessionTable,
+    ) -> None:
+        """Raises ProtocolError if `hello` asks for what cannot be."""
+        self._link = link
+        self._session = session
+        self._node = node
+        self._table = table
+        self._operations = 0
+        self._leaving = False
+        self.reader_id = ""
+        self._feed = session.attach(self, hello.resume_after, hello.max_unacked_outcomes, hello.max_unacked_bytes)
+        self._feed.by_reference, self._feed.has_reference = self._by_reference, self._has_reference
+        self._observation: Observation | None = None
+        if hello.observe_all or hello.observe_group:
+            group_id = "" if hello.observe_all else hello.observe_group
+            self._observation = table.observations.begin(session.session_id, group_id, link.wake)
+
+    async def run(self) -> tuple[int, str]:
+        """Serve until the link ends; returns why (close code, reason). Detaches from the session."""
+        try:
+            return await self._link.run(self._read, self._next_frame)
+        finally:
+            self._session.detach(self)
+            if self._observation is not None:
+                self._table.observations.end(self._observation)
+
+    def go_away(self) -> None:
+        """Send what there is to send, then close. The caller sets the deadline."""
+        self._leaving = True
+        self._link.wake()
+
+    def wake(self) -> None:
+        """See `Listener`."""
+        self._link.wake()
+
+    def event(self, event: JobEvent) -> None:
+        """See `Listener`."""
+        if self._link.queued_frames < EVENT_MARK_FRAMES:
+            self._link.post(event)
+
+    def replaced(self) -> None:
+        """See `Listener`."""
+        self.refuse("replaced", "another connection has taken this session over")
+
+    def refuse(self, code: RefusalCode, message: str) -> None:
+        """End the link with a reason the trainer's code can switch over."""
+        refuse(self._link, code, message)
+
+    def _attach_arena(self, reader_id: str) -> None:
+        shared = self._session.shared
+        if shared is not None and shared.has_reader(reader_id):
+            self.reader_id = reader_id
+            shared.adopt(self._session.session_id, reader_id)
+
+    def _by_reference(self, job_id: str, cursor: int) -> bytes | None:
+        shared = self._session.shared
+        if shared is None or not self.reader_id:
+            return None
+        return shared.frame(self._session.session_id, job_id, cursor, self.reader_id)
+
+    def _has_reference(self, job_id: str) -> bool:
+        shared = self._session.shared
+        return shared is not None and bool(self.reader_id) and shared.holds(self._session.session_id, job_id)
+
+    def _next_frame(self) -> bytes | None:
+        frame = self._feed.next_frame()
+        if frame is None and self._observation is not None and not self._leaving:
+            frame = self._observation.next_frame()
+        if frame is None and self._leaving and self._feed.exhausted:
+            self._link.end(CloseCode.GOING_AWAY, "the node is going away")
+        return frame
+
+    async def _read(self) -> None:
+        self._link.start_soon(self._feed.read_ahead, self._session.read, self._link.wake)
+        try:
+            while True:
+                await self._handle(await self._link.receive())
+                await self._link.wait_room()
+        except LinkClosed as exc:
+            self._link.end(exc.code, exc.reason)
+        except (ProtocolViolation, ProtocolError) as exc:
+            self.refuse("protocol", str(exc))
+
+    async def _handle(self, frame: ClientFrame) -> None:
+        match frame:
+            case Submit():
+                await self._submit(frame)
+            case Ack():
+                self._session.ack(frame.cursor)
+            case CancelJobs():
+                self._start(self._cancel, frame)
+            case CancelOnNode():
+                self._start(self._cancel_on_node, frame)
+            case AttachArena():
+                self._attach_arena(frame.reader_id)
+            case StatusRequest():
+                self._link.post(StatusReport(request_id=frame.request_id, statistics=self._statistics()))
+            case ListJobs():
+                await self._list_jobs(frame.request_id)
+            case AddBackend() | DrainBackend() | WeighBackend() | RemoveBackend() | ClearBackends() as change:
+                self._start(self._change_backends, change)
+            case _:
+                raise ProtocolError(f"{type(frame).__name__} is not expected after the handshake")
+
+    async def _submit(self, frame: Submit) -> None:
+        for start in range(0, len(frame.jobs), JOBS_PER_COMMIT):
+            await self._take(frame.request_id, start, frame.jobs[start : start + JOBS_PER_COMMIT])
+            await self._link.wait_room()
+
+    async def _take(self, request_id: int, start: int, raws: Sequence[msgspec.Raw]) -> None:
+        """Submit jobs and answer for each, in order: in the step in which the job is taken, before its outcome."""
+        decoded: list[JobSpec | ServiceError] = []
+        for raw in raws:
+            try:
+                decoded.append(_decode(raw))
+            except ServiceError as exc:
+                decoded.append(exc)
+            if len(decoded) % JOBS_PER_CHECKPOINT == 0:
+                await trio.lowlevel.checkpoint()
+        position = 0
+
+        def post(error: ServiceError | None) -> None:
+            nonlocal position
+            item, raw, index = decoded[position], raws[position], start + position
+            position += 1
+            if error is not None:
+                job_id = item.job_id if isinstance(item, JobSpec) else _job_id(raw)
+                self._link.post(_rejected(request_id, index, job_id, error))
+            elif isinstance(item, JobSpec):
+                cursor = self._session.log.find(item.job_id) or 0
+                self._link.post(Accepted(request_id=request_id, index=index, job_id=item.job_id, cursor=cursor))
+
+        def post_malformed() -> None:
+            while position < len(decoded) and isinstance(error := decoded[position], ServiceError):
+                post(error)
+
+        def answer(_index: int, error: ServiceError | None) -> None:
+            post_malformed()
+            post(error)
+
+        await self._session.submit_all([d for d in decoded if isinstance(d, JobSpec)], self._node, answer)
+        post_malformed()
+
+    async def _list_jobs(self, request_id: int) -> None:
+        """When what an earlier connection submitted is stored or refused; in one step, so that no outcome comes in
+        between."""
+        for job in list(self._session.running_jobs()):
+            await job.settled.wait()
+        job_ids = self._session.to_come(self._feed.sent)
+        for start in range(0, max(1, len(job_ids)), JOBS_PER_LIST):
+            page, more = job_ids[start : start + JOBS_PER_LIST], start + JOBS_PER_LIST < len(job_ids)
+            self._link.post(JobList(request_id=request_id, job_ids=page, more=more))
+
+    def _statistics(self) -> msgspec.Raw:
+        statistics = {**self._node.statistics(), "sessions": self._table.statistics()}
+        return msgspec.Raw(msgspec.msgpack.encode(statistics, enc_hook=str))
+
+    def _start(self, operation: Callable[..., Awaitable[None]], *args: object) -> None:
+        """Run beside the reader: these may take long, and the reader must go on."""
+        if self._operations >= MAX_OPERATIONS:
+            raise ProtocolError(f"more than {MAX_OPERATIONS} cancels and backend changes at once; await some first")
+        self._operations += 1
+        self._link.start_soon(self._operate, operation, *args)
+
+    async def _operate(self, operation: Callable[..., Awaitable[None]], *args: object) -> None:
+        try:
+            await operation(*args)
+        finally:
+            self._operations -= 1
+
+    async def _cancel(self, frame: CancelJobs) -> None:
+        chosen = [*frame.job_ids, *self._session.choose(frame.group_id, frame.tags, whole_session=frame.whole_session)]
+        known = [job_id for job_id in dict.fromkeys(chosen) if self._session.knows(job_id)]
+        unknown = sorted(set(frame.job_ids) - set(known))
+        if frame.ahead:
+            self._session.cancel_ahead(unknown, frame.reason)
+        running = [job_id for job_id in known if self._session.is_running(job_id)]
+        await cancel_live(self._node, [self._session], running, frame.reason)
+        self._link.post(CancelledJobs(request_id=frame.request_id, cancelled=known, unknown=unknown))
+
+    async def _cancel_on_node(self, frame: CancelOnNode) -> None:
+        sessions = self._table.all()
+        chosen = LiveJobs(group_id=frame.group_id, session_id=frame.session_id, tags=frame.tags).choose(sessions)
+        if frame.everything:
+            chosen = [job.spec.job_id for session in sessions for job in session.running_jobs()]
+        found = await cancel_on_node(self._node, sessions, [*frame.job_ids, *chosen], frame.reason)
+        answer = CancelledOnNode(
+            request_id=frame.request_id, cancelled=found.job_ids, ended=found.ended, unknown=found.unknown
+        )
+        self._link.post(answer)
+
+    async def _change_backends(self, frame: BackendFrame) -> None:
+        url = "" if isinstance(frame, ClearBackends) else frame.url
+        error = ""
+        try:
+            await self._change(frame)
+        except (BackendError, ServiceError) as exc:
+            error = str(exc) or type(exc).__name__
+        self._link.post(BackendChanged(request_id=frame.request_id, url=url, error=error))
+
+    async def _change(self, frame: BackendFrame) -> None:
+        match frame:
+            case AddBackend():
+                await self._node.add_backend(frame.url, frame.weight)
+            case DrainBackend():
+                self._node.drain_backend(frame.url)
+            case WeighBackend():
+                self._node.weigh_backend(frame.url, frame.weight)
+            case RemoveBackend():
+                await self._node.remove_backend(frame.url)
+            case ClearBackends():
+                await self._node.clear_backends()
+        await trio.lowlevel.checkpoint()
+
+
+def refuse(link: WebSocketLink[ClientFrame], code: RefusalCode, message: str) -> None:
+    """End a link with `SessionRefused`."""
+    close_code = CloseCode.PROTOCOL_ERROR if code in ("protocol", "version") else CloseCode.POLICY_VIOLATION
+    link.end(close_code, message, last=SessionRefused(code=code, message=message))
+
+
+def _rejected(request_id: int, index: int, job_id: str | None, error: ServiceError) -> Rejected:
+    return Rejected(
+        request_id=request_id,
+        index=index,
+        job_id=job_id,
+        code=error.code,
+        message=str(error),
+        path=error.path if isinstance(error, MalformedJob) else "",
+        retry_after_s=error.retry_after_s if isinstance(error, AdmissionRejected) else None,
+    )
+
+
+def _decode(raw: msgspec.Raw) -> JobSpec:
+    try:
+        return _decode_spec(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        path = _FIELD_PATH.search(str(exc))
+        raise MalformedJob(str(exc), path[1] if path else "$") from None
+
+
+def _job_id(raw: msgspec.Raw) -> str | None:
+    try:
+        return msgspec.msgpack.decode(raw, type=_OnlyId).job_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

@@ -1,0 +1,93 @@
+"""Where trainers on the node's own host find it: a folder of Unix sockets that only its user can enter."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import stat
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from ipc.channel import MAX_SOCKET_PATH_BYTES
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from prorl_trio.config import ListenConfig
+
+__all__ = ["LocalSockets", "claim_local_sockets", "release_local_sockets"]
+
+logger = logging.getLogger(__name__)
+
+
+class LocalSockets(NamedTuple):
+    """The paths of the sockets: `node` for sessions, `arena` for its memory."""
+
+    node: Path
+    arena: Path
+
+
+def claim_local_sockets(listen: ListenConfig) -> LocalSockets | None:
+    """Make the folder for the sockets if it is missing, and remove what a killed node has left there.
+
+    Blocks on the disk. Whoever listens unlinks the sockets. None: there are to be none, or with `auto` there can be
+    none, which is logged.
+
+    Raises:
+        ConfigError: a path that was asked for cannot be had: it is too long, others can enter its folder, or a node is
+            listening there.
+    """
+    node = listen.unix_path()
+    if node is None:
+        return None
+    sockets = LocalSockets(node, node.with_name(node.name + ".arena"))
+    try:
+        _claim(sockets)
+    except ConfigError as exc:
+        if listen.unix_socket != "auto":
+            raise
+        logger.warning("no socket for trainers on this host: %s", exc)
+        return None
+    return sockets
+
+
+def release_local_sockets(listen: ListenConfig, sockets: LocalSockets) -> None:
+    """Remove the folder that `auto` makes beside the endpoint file, if nothing is in it any more. One that was named
+    stays, whoever made it."""
+    if listen.unix_socket == "auto":
+        with suppress(OSError):
+            sockets.node.parent.rmdir()
+
+
+def _claim(sockets: LocalSockets) -> None:
+    folder, size_bytes = sockets.node.parent, len(os.fsencode(sockets.arena))
+    if size_bytes > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"listen.unix_socket: {sockets.arena} has {size_bytes} bytes, the kernel allows {MAX_SOCKET_PATH_BYTES}; "
+            "choose a shorter path"
+        )
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        mode = stat.S_IMODE(folder.stat().st_mode)
+        if mode & 0o077:
+            raise ConfigError(f"listen.unix_socket: {folder} has mode {mode:04o}, others can enter it; chmod 700 it")
+        for path in sockets:
+            _remove_stale(path)
+    except OSError as exc:
+        raise ConfigError(f"listen.unix_socket: {exc.filename or sockets.node}: {exc.strerror}") from exc
+
+
+def _remove_stale(path: Path) -> None:
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        raise ConfigError(f"listen.unix_socket: {path} is there, and is no socket; choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        reached = probe.connect_ex(os.fspath(path))
+    if reached == errno.ECONNREFUSED:
+        path.unlink(missing_ok=True)
+    elif reached != errno.ENOENT:
+        raise ConfigError(f"listen.unix_socket: {path} belongs to a node that is running; choose another path")

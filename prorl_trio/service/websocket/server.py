@@ -1,0 +1,265 @@
+"""The trainer-facing WebSocket listener: accept, authenticate, hand over to a `Connection`."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import trio
+
+from ipc.channel import listen_unix
+from ipc.errors import ProtocolViolation
+from ipc.nursery import single_exception
+from ipc.session import SESSION_PROTOCOL_VERSION, ClientFrame, ClientMessage, SessionHello, SessionWelcome
+from ipc.tls import open_tls
+from ipc.websocket import LinkClosed, LinkLimits, WebSocketLink, open_server_link
+from prorl_trio.service.auth import load_token, token_matches
+from prorl_trio.service.containment import contain_errors
+from prorl_trio.service.limits import RETRY_AFTER_S, SessionLimits
+from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.service.strangers import MAX_STRANGERS, Stranger, Strangers, peer_of
+from prorl_trio.service.tcp import open_tcp_listener
+from prorl_trio.service.tls import load_tls
+from prorl_trio.service.websocket.connection import Connection, refuse
+from prorl_trio.supervision import service_task
+from prorl_trio.types.errors import AdmissionRejected, ConfigError, ProtocolError
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Iterator
+
+    from prorl_trio.config import ListenConfig
+    from prorl_trio.service.node_api import NodeApi
+    from prorl_trio.service.sessions.session import Session
+    from prorl_trio.service.websocket.local_sockets import LocalSockets
+
+__all__ = ["serve_websocket"]
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S: Final = 10.0
+GOODBYE_TIMEOUT_S: Final = 5.0
+"""When the server is cancelled, its connections may take so long to send what there is and to close."""
+LEAVING: Final = 64
+"""Known connections beyond `max_sessions`: replaced ones on their way out."""
+
+_decode = msgspec.msgpack.Decoder(ClientMessage).decode
+
+
+async def serve_websocket(
+    node: NodeApi,
+    config: ListenConfig,
+    *,
+    sessions: SessionTable | None = None,
+    local: LocalSockets | None = None,
+    listener: trio.SocketListener | None = None,
+    task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve trainers until cancelled. Reports the bound (host, port) through `task_status`.
+
+    `sessions` may be shared with the rest of the node; without, the server has its own, and they end with it.
+    `local`: where to listen besides, for trainers on this host. `listener`: bound already, instead of the address that
+    is configured; closed on leaving.
+
+    On cancel nobody new is let in; what is queued for connected trainers is sent, and the connections are closed as
+    "going away", all within `GOODBYE_TIMEOUT_S`. Jobs are not touched: they are the node's.
+
+    Raises:
+        ConfigError: no usable token, or an address cannot be bound.
+    """
+    if not 0 < config.heartbeat_interval_s < config.heartbeat_timeout_s:
+        raise ConfigError(
+            f"listen.heartbeat_interval_s ({config.heartbeat_interval_s:g}) must be more than 0 and less than "
+            f"listen.heartbeat_timeout_s ({config.heartbeat_timeout_s:g})"
+        )
+    token = await trio.to_thread.run_sync(load_token, config)
+    tls = await trio.to_thread.run_sync(load_tls, config)
+    if sessions is None:
+        limits = SessionLimits(max_sessions=config.max_sessions, max_message_bytes=config.max_message_bytes)
+        sessions = SessionTable(limits)
+    listener = listener or await open_tcp_listener("listen", config.host, config.port)
+    host, port = listener.socket.getsockname()[:2]
+    if tls is None and not ipaddress.ip_address(host).is_loopback:
+        logger.warning(
+            "listening on %s WITHOUT TLS: the token and everything else can be read on the network; "
+            "set listen.tls_cert and listen.tls_key, or listen on 127.0.0.1",
+            host,
+        )
+    arena_socket = str(local.arena) if local is not None and sessions.shared is not None else ""
+    server = _Server(node, config, token, sessions, tls, arena_socket)
+    with single_exception(), _listen_here(local) as unix_listeners:
+        async with trio.open_nursery() as connections:
+            try:
+                async with trio.open_nursery() as listening:
+                    serve = partial(trio.serve_listeners, handler_nursery=connections)
+                    listening.start_soon(
+                        service_task(serve, f"listener {host}:{port}"), server.serve_stream, [listener]
+                    )
+                    for unix_listener in unix_listeners:
+                        local_serve = service_task(serve, "listener on the Unix socket")
+                        listening.start_soon(local_serve, server.serve_local, [unix_listener])
+                    task_status.started((host, port))
+            finally:
+                server.go_away()
+
+
+@contextmanager
+def _listen_here(local: LocalSockets | None) -> Iterator[list[trio.SocketListener]]:
+    """The listener for trainers on this host, if there is to be one. Its socket is unlinked afterwards."""
+    if local is None:
+        yield []
+        return
+    try:
+        listener = listen_unix(local.node)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"listen.unix_socket: {exc}") from exc
+    try:
+        yield [listener]
+    finally:
+        listener.socket.close()
+        with suppress(FileNotFoundError):
+            local.node.unlink()
+
+
+class _Server:
+    """What all connections share."""
+
+    def __init__(
+        self,
+        node: NodeApi,
+        config: ListenConfig,
+        token: bytes,
+        sessions: SessionTable,
+        tls: ssl.SSLContext | None,
+        arena_socket: str,
+    ) -> None:
+        self._node = node
+        self._tls = tls
+        self._token = token
+        self._sessions = sessions
+        self._arena_socket = arena_socket
+        self._max_known = config.max_sessions + LEAVING
+        self._strangers = Strangers(MAX_STRANGERS)
+        self._leaving = False
+        self._scopes: dict[trio.CancelScope, Connection | None] = {}
+        self._limits = LinkLimits(
+            max_message_bytes=config.max_message_bytes,
+            handshake_timeout_s=HELLO_TIMEOUT_S,
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+        )
+
+    def go_away(self) -> None:
+        """Let the connections finish what they send; let nobody in. Ends within `GOODBYE_TIMEOUT_S`."""
+        self._leaving = True
+        for scope, connection in self._scopes.items():
+            if connection is None:
+                scope.cancel()
+            else:
+                scope.deadline = trio.current_time() + GOODBYE_TIMEOUT_S
+                connection.go_away()
+
+    async def serve_stream(self, stream: trio.SocketStream) -> None:
+        """Serve one accepted TCP connection until it ends, however it ends. The caller closes it."""
+        await self._serve(stream, self._tls)
+
+    async def serve_local(self, stream: trio.SocketStream) -> None:
+        """As `serve_stream`, for a connection from this host."""
+        await self._serve(stream, None)
+
+    async def _serve(self, stream: trio.SocketStream, tls: ssl.SSLContext | None) -> None:
+        if self._leaving:
+            return
+        # A cancel of the server must not cut a frame in two: `go_away` sets the deadline, and the link has its own
+        # (handshake, heartbeat, close) for as long as nobody leaves.
+        with contain_errors("a trainer's connection"), trio.CancelScope(shield=True) as scope:
+            stranger = self._strangers.arrive(peer_of(stream.socket), scope.cancel)
+            try:
+                with trio.move_on_after(HELLO_TIMEOUT_S) as patience:
+                    await trio.lowlevel.wait_readable(stream.socket)
+                if patience.cancelled_caught:
+                    logger.info("stranger left: it said nothing for %g s", HELLO_TIMEOUT_S)
+                    return
+                stranger.progress = 1
+                await self._serve_shielded(stream, scope, stranger, tls)
+            finally:
+                self._strangers.leave(stranger)
+
+    async def _serve_shielded(
+        self, stream: trio.abc.Stream, scope: trio.CancelScope, stranger: Stranger, tls: ssl.SSLContext | None
+    ) -> None:
+        self._scopes[scope] = None
+        try:
+            if tls is not None:
+                stream = await open_tls(stream, tls, server_hostname=None, timeout_s=HELLO_TIMEOUT_S)
+            async with open_server_link(stream, _decode, self._limits) as link:
+                stranger.progress = 2
+                await self._serve_link(link, scope, stranger)
+        except (LinkClosed, ProtocolViolation) as exc:
+            logger.info("stranger left: %s", exc)
+        finally:
+            del self._scopes[scope]
+
+    async def _serve_link(self, link: WebSocketLink[ClientFrame], scope: trio.CancelScope, stranger: Stranger) -> None:
+        hello = await self._hello(link)
+        if hello is None:
+            await link.aclose()
+            return
+        self._strangers.leave(stranger)
+        try:
+            if len(self._scopes) - len(self._strangers) > self._max_known:
+                raise AdmissionRejected(f"{self._max_known} connections are open, the limit", RETRY_AFTER_S)
+            session, resumed = self._sessions.open(hello.session_id, hello.resume_after)
+            await session.store()
+            if self._sessions.get(hello.session_id) is not session:
+                raise AdmissionRejected("the node has too many sessions", RETRY_AFTER_S)  # it gave way meanwhile
+            connection = Connection(link, session, hello, self._node, self._sessions)
+        except AdmissionRejected as exc:
+            refuse(link, "admission", str(exc))
+            await link.aclose()
+            return
+        except ProtocolError as exc:
+            refuse(link, "protocol", str(exc))
+            await link.aclose()
+            return
+        self._scopes[scope] = connection
+        link.trust()
+        link.batches = hello.batches
+        link.post(self._welcome(session, hello, resumed=resumed))
+        code, reason = await connection.run()
+        logger.info("session %s: connection closed (%d): %s", session.session_id, code, reason)
+
+    async def _hello(self, link: WebSocketLink[ClientFrame]) -> SessionHello | None:
+        """The first frame, if it may come in; otherwise the link is ended with the reason."""
+        frame: ClientFrame | None = None
+        try:
+            with trio.move_on_after(HELLO_TIMEOUT_S):
+                frame = await link.receive()
+        except ProtocolViolation as exc:
+            refuse(link, "protocol", str(exc))
+            return None
+        if frame is None:
+            refuse(link, "protocol", f"no SessionHello within {HELLO_TIMEOUT_S:g} s")
+        elif not isinstance(frame, SessionHello):
+            refuse(link, "protocol", f"the first frame must be SessionHello, got {type(frame).__name__}")
+        elif not token_matches(self._token, frame.token):
+            refuse(link, "token", "wrong token")
+        elif frame.version != SESSION_PROTOCOL_VERSION:
+            refuse(link, "version", f"the node speaks version {SESSION_PROTOCOL_VERSION}, not {frame.version}")
+        else:
+            return frame
+        return None
+
+    def _welcome(self, session: Session, hello: SessionHello, *, resumed: bool) -> SessionWelcome:
+        return SessionWelcome(
+            version=SESSION_PROTOCOL_VERSION,
+            node_id=self._node.node_id,
+            session_id=session.session_id,
+            resumed=resumed,
+            pending=session.log.last - max(session.log.acked, hello.resume_after),
+            arena_socket=self._arena_socket,
+        )

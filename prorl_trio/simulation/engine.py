@@ -1,0 +1,260 @@
+"""An LLM engine that takes its time and samples nothing: continuous batching, a KV cache with prefixes, one decoder.
+
+On trio's clock and without I/O, so that under an autojump clock hours pass in seconds. What it leaves out: prefill does
+not slow down decoding, and a completion's whole context is reserved when it begins.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from contextlib import asynccontextmanager
+from itertools import count
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from ipc.nursery import open_single_nursery
+from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo
+from prorl_trio.inference.engines.engine_load import EngineLoad
+from prorl_trio.types.errors import BackendError, ContextLengthExceeded
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from prorl_trio.inference.engines.engine import TokenSink
+    from prorl_trio.simulation.config import EngineModel
+    from prorl_trio.types.models import SamplingParams
+
+__all__ = ["SimulatedEngine"]
+
+_SLACK_S: Final = 1e-9
+"""Rounding of the clock: what has less than this left is done."""
+
+
+class _Decoder:
+    """Serves all at the same pace: each needs so many seconds alone; where too many want too much, the pace falls."""
+
+    def __init__(self, max_tokens_per_s: float) -> None:
+        self.max_tokens_per_s = max_tokens_per_s
+        self.wanted_tokens_per_s = 0.0
+        self._served_s = 0.0
+        self._at_s = 0.0
+        self._line: list[tuple[float, int, float, trio.Event]] = []
+        self._order = count()
+        self._changed = trio.Event()
+
+    @property
+    def pace(self) -> float:
+        """Speed of each completion, as a share of what it has alone."""
+        return min(1.0, self.max_tokens_per_s / self.wanted_tokens_per_s) if self._line else 1.0
+
+    async def decode(self, tokens: int, tokens_per_s: float) -> None:
+        """Return when `tokens` are sampled; alone it would take `tokens / tokens_per_s`."""
+        self._advance()
+        done = trio.Event()
+        entry = (self._served_s + tokens / tokens_per_s, next(self._order), tokens_per_s, done)
+        heapq.heappush(self._line, entry)
+        self.wanted_tokens_per_s += tokens_per_s
+        self._changed.set()
+        try:
+            await done.wait()
+        finally:
+            if not done.is_set():
+                self._advance()
+                self._line.remove(entry)
+                heapq.heapify(self._line)
+                self._leave(tokens_per_s)
+                self._changed.set()
+
+    async def serve(self) -> None:
+        """Wake those who are done, for ever."""
+        while True:
+            self._changed = trio.Event()
+            self._advance()
+            while self._line and self._line[0][0] <= self._served_s + _SLACK_S:
+                _, _, tokens_per_s, done = heapq.heappop(self._line)
+                self._leave(tokens_per_s)
+                done.set()
+            with trio.CancelScope() as scope:
+                if self._line:
+                    scope.deadline = self._at_s + (self._line[0][0] - self._served_s) / self.pace
+                await self._changed.wait()
+
+    def _advance(self) -> None:
+        now_s = trio.current_time()
+        self._served_s += (now_s - self._at_s) * self.pace
+        self._at_s = now_s
+
+    def _leave(self, tokens_per_s: float) -> None:
+        self.wanted_tokens_per_s = self.wanted_tokens_per_s - tokens_per_s if self._line else 0.0
+
+
+class SimulatedEngine(EngineClient):
+    """One backend. Ask its attributes for what goes on; use it within `open`.
+
+    Attributes:
+        running: completions in the batch. `waiting`: those that wait to be.
+        reserved_tokens: of the KV cache, by completions that run.
+        prefilling: whether it does.
+        completions, tokens_sampled, prompt_tokens, prefix_hits_tokens: sums so far.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: EngineModel,
+        *,
+        failure_rate: float,
+        seed: str,
+        speed: float = 1.0,
+        max_answer_s: float = 0.0,
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            url: its name.
+            model: how it works. `speed`: a factor of all rates in it.
+            failure_rate: of completions.
+            seed: of what is drawn.
+            max_answer_s: probes and reports take up to so long.
+        """
+        self.url = url
+        self.model = model
+        self.decoder = _Decoder(speed * model.max_tokens_per_s)
+        self.running = 0
+        self.waiting = 0
+        self.reserved_tokens = 0
+        self.completions = 0
+        self.tokens_sampled = 0
+        self.prompt_tokens = 0
+        self.prefix_hits_tokens = 0
+        self._failure_rate = failure_rate
+        self._seed = seed
+        self._speed = speed
+        self._max_answer_s = max_answer_s
+        self._answers = Random(f"{seed} answers")
+        self._prefill = trio.Lock()
+        self._line = trio.Lock()
+        self._freed = trio.Event()
+        self._cached: OrderedDict[str, int] = OrderedDict()
+
+    @property
+    def prefilling(self) -> bool:
+        """A prompt is being read."""
+        return self._prefill.locked()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[SimulatedEngine]:
+        """Let it decode within the block."""
+        async with open_single_nursery() as nursery:
+            nursery.start_soon(self.decoder.serve)
+            yield self
+            nursery.cancel_scope.cancel()
+
+    async def probe(self, *, timeout_s: float) -> EngineInfo:
+        """See `EngineClient.probe`. Always fit."""
+        del timeout_s
+        await self._take_time()
+        return EngineInfo(
+            url=self.url, model="simulated", max_model_len=self.model.kv_tokens, engine="simulated", policy_version="0"
+        )
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        request_id: str,
+        timeout_s: float,
+        cache_salt: str = "",
+        sink: TokenSink | None = None,
+    ) -> Completion:
+        """See `EngineClient.generate`. Samples exactly `max_tokens`, all of them 0; `request_id` is `JOB-tTURN`."""
+        del sampling, cache_salt, sink
+        random = Random(f"{self._seed} {request_id}")
+        if random.random() < self._failure_rate:
+            await trio.lowlevel.checkpoint()
+            raise BackendError(f"{self.url}: simulated failure of {request_id}", retryable=True)
+        tokens_per_s = self._speed * max(1e-3, self.model.tokens_per_s.draw(random))
+        with trio.move_on_after(timeout_s) as patience:
+            await self._complete(request_id.rpartition("-t")[0], len(prompt_token_ids), max_tokens, tokens_per_s)
+        if patience.cancelled_caught:
+            raise BackendError(f"{self.url}: no completion within {timeout_s:g} s", retryable=True)
+        self.completions += 1
+        self.tokens_sampled += max_tokens
+        return Completion(
+            token_ids=[0] * max_tokens,
+            logprobs=[0.0] * max_tokens,
+            finish_reason="stop",
+            policy_version="0",
+            engine="simulated",
+        )
+
+    async def load(self, *, timeout_s: float) -> EngineLoad:
+        """See `EngineClient.load`."""
+        del timeout_s
+        await self._take_time()
+        read = self.prompt_tokens - self.prefix_hits_tokens
+        return EngineLoad(
+            running=self.running,
+            waiting=self.waiting,
+            kv_usage=self.reserved_tokens / self.model.kv_tokens,
+            prefill_tokens_total=read,
+            prefill_s_total=read / self._prefill_tokens_per_s,
+        )
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+        await trio.lowlevel.checkpoint()
+
+    @property
+    def _prefill_tokens_per_s(self) -> float:
+        return self._speed * self.model.prefill_tokens_per_s
+
+    async def _take_time(self) -> None:
+        """An answer to whoever looks after it."""
+        await trio.sleep(self._answers.random() * self._max_answer_s)
+
+    async def _complete(self, job_id: str, prompt_tokens: int, max_tokens: int, tokens_per_s: float) -> None:
+        reserved = prompt_tokens + max_tokens
+        if reserved > self.model.kv_tokens:
+            await trio.lowlevel.checkpoint()
+            raise ContextLengthExceeded(prompt_tokens, self.model.kv_tokens)
+        await self._enter(reserved)
+        try:
+            known = min(prompt_tokens, self._cached.pop(job_id, 0))
+            self._evict()
+            self.prompt_tokens += prompt_tokens
+            self.prefix_hits_tokens += known
+            async with self._prefill:
+                await trio.sleep((prompt_tokens - known) / self._prefill_tokens_per_s)
+            await self.decoder.decode(max_tokens, tokens_per_s)
+            self._cached[job_id] = reserved
+        finally:
+            self.running -= 1
+            self.reserved_tokens -= reserved
+            self._evict()
+            self._freed.set()
+
+    async def _enter(self, reserved: int) -> None:
+        """Wait for a place in the batch and room in the cache, in order of arrival."""
+        self.waiting += 1
+        try:
+            async with self._line:
+                while self.running == self.model.max_batch or self.reserved_tokens + reserved > self.model.kv_tokens:
+                    self._freed = trio.Event()
+                    await self._freed.wait()
+                self.running += 1
+                self.reserved_tokens += reserved
+        finally:
+            self.waiting -= 1
+
+    def _evict(self) -> None:
+        """Forget the prefixes that were not used for longest, as far as room is needed."""
+        room = self.model.kv_tokens - self.reserved_tokens
+        kept = sum(self._cached.values())
+        while kept > room:
+            kept -= self._cached.popitem(last=False)[1]

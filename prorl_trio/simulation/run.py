@@ -1,0 +1,252 @@
+"""A node in simulated time: the real pipeline, queues, gates, warm pool and watched backend pool, over engines and
+sandboxes that only take their time. Minutes pass in a second, so that worker counts can be tried out on a laptop.
+
+    report = run_simulation(SimulationConfig(stages=StagesConfig(run_workers=64)))
+    print(report.jobs_per_h, report.bottleneck)
+
+The same config gives the same report.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from contextlib import AsyncExitStack
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+import trio
+import trio.testing
+
+from ipc.nursery import open_single_nursery
+from prorl_trio.agent.context import Resources
+from prorl_trio.agent.scoring import open_scorer_pool
+from prorl_trio.chat.format import ChatFormat
+from prorl_trio.config import ModelConfig, NodeConfig
+from prorl_trio.node.parts import open_backends, open_node_sandboxes
+from prorl_trio.pipeline.pipeline import Job, Pipeline, open_pipeline
+from prorl_trio.simulation.engine import SimulatedEngine
+from prorl_trio.simulation.use import ResourceUse, UseMeter, UseSource, find_bottleneck
+from prorl_trio.simulation.work import SimulatedHandler, SimulatedProvider
+from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.models import JobSpec, TaskInstance
+
+if TYPE_CHECKING:
+    from prorl_trio.simulation.config import SimulationConfig
+    from prorl_trio.types.models import Outcome, Status
+
+__all__ = ["SimulationReport", "Wait", "run_simulation"]
+
+NEVER_S: Final = 1e12
+"""Nobody watches for stuck jobs here."""
+SPACING_S: Final = 1e-3
+"""Between two jobs of one submission: as a batch is read, and so that no two things happen at the very same time."""
+MAX_ANSWER_S: Final = 5e-3
+"""Engines take different times to answer a probe, or to say what their load is: for the same reason."""
+STEADY: Final = (0.1, 0.9)
+"""Occupancy and throughput are measured between these shares of the jobs ended: without filling up and running out."""
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that jobs spent somewhere, over those that were there."""
+
+    mean_s: float
+    p50_s: float
+    p95_s: float
+
+
+class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out.
+
+    Attributes:
+        makespan_s: from the first submission to the last outcome.
+        jobs_per_h: in the steady part. `tokens_per_s` (sampled) and `turns_per_s`: over the whole.
+        completed: jobs. `failures`: the others, by cause. `retried`: attempts that were followed by another.
+        moves: rollouts that changed their backend, by reason: see `inference.placement.MoveReason`.
+        waits: `queued_init`, `init`, `queued_run`, ... as in `models.Timing`.
+        use: of every resource, the first that jobs meet first.
+        bottleneck: name of the resource that limits throughput.
+        prefix_hit_rate: tokens of prompts that were in the engine's cache.
+    """
+
+    makespan_s: float
+    jobs_per_h: float
+    tokens_per_s: float
+    turns_per_s: float
+    completed: int
+    failures: dict[str, int]
+    retried: int
+    moves: dict[str, int]
+    waits: dict[str, Wait]
+    use: list[ResourceUse]
+    bottleneck: str
+    prefix_hit_rate: float
+
+
+class _Trainer:
+    """Takes what comes back. `ended_s`: when each outcome came, from the beginning on."""
+
+    session_id = "simulation"
+
+    def __init__(self, jobs: int) -> None:
+        self.outcomes: list[Outcome] = []
+        self.ended_s: list[float] = []
+        self.in_status: Counter[Status] = Counter()
+        self._status: dict[str, Status] = {}
+        self._jobs = jobs
+        self._began_s = trio.current_time()
+        self.all_over = trio.Event()
+
+    @property
+    def steady(self) -> bool:
+        """Neither filling up nor running out."""
+        return STEADY[0] * self._jobs <= len(self.outcomes) < STEADY[1] * self._jobs
+
+    def deliver(self, outcome: Outcome) -> None:
+        """See `JobSink`."""
+        self.outcomes.append(outcome)
+        self.ended_s.append(trio.current_time() - self._began_s)
+        self.in_status[self._status.pop(outcome.job_id)] -= 1
+        if len(self.outcomes) == self._jobs:
+            self.all_over.set()
+
+    def report(self, job_id: str, status: Status, detail: str) -> None:
+        """See `JobSink`."""
+        del detail
+        if job_id in self._status:
+            self.in_status[self._status[job_id]] -= 1
+        self._status[job_id] = status
+        self.in_status[status] += 1
+
+
+def run_simulation(config: SimulationConfig) -> SimulationReport:
+    """Simulate, in simulated time. Not from within a trio loop."""
+    with tempfile.TemporaryDirectory(prefix="prorl-simulation-") as folder:
+        make_tiny_model(Path(folder))  # the pipeline wants one; no simulated job reads or writes text
+        chat_format = ChatFormat.load(Path(folder))
+    return trio.run(_simulate, config, chat_format, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+async def _simulate(config: SimulationConfig, chat_format: ChatFormat) -> SimulationReport:
+    stages = msgspec.structs.replace(config.stages, init_queue=max(config.jobs, config.stages.init_queue))
+    node = NodeConfig(
+        model=ModelConfig(path=""),
+        stages=stages,
+        sandbox=config.sandbox,
+        budgets=config.budgets,
+        backends=config.backends,
+        agent=config.agent,
+        stuck_after_s=NEVER_S,
+    )
+    engines = {
+        f"sim://{number}": SimulatedEngine(
+            f"sim://{number}",
+            config.engine,
+            failure_rate=config.failures.completion,
+            seed=f"{config.seed} sim://{number}",
+            speed=config.engine.speed_of(number),
+            max_answer_s=MAX_ANSWER_S,
+        )
+        for number in range(config.engine.count)
+    }
+    pool = msgspec.structs.replace(config.backends, urls=list(engines), weights={})
+    provider = SimulatedProvider(config)
+    async with AsyncExitStack() as stack:
+        for engine in engines.values():
+            await stack.enter_async_context(engine.open())
+        backends = await stack.enter_async_context(
+            open_backends(pool, engines.__getitem__, random=Random(f"{config.seed} backends"))
+        )
+        trainer = _Trainer(config.jobs)
+        resources = Resources(
+            config=node,
+            chat_format=chat_format,
+            backends=backends,
+            scorers=await stack.enter_async_context(open_scorer_pool(1)),
+        )
+        service = await stack.enter_async_context(open_single_nursery())
+        host = await stack.enter_async_context(open_node_sandboxes(provider, config.sandbox, None))
+        pipeline = await stack.enter_async_context(open_pipeline(resources, host, service))
+        meter = UseMeter(_sources(config, pipeline, provider, trainer, list(engines.values())), lambda: trainer.steady)
+        trio.lowlevel.add_instrument(meter)
+        await _submit_all(config, resources, pipeline, trainer)
+        await trainer.all_over.wait()
+        trio.lowlevel.remove_instrument(meter)
+        retried, moves = pipeline.statistics()["retried"], backends.statistics()["moves"]
+    assert isinstance(retried, int)
+    assert isinstance(moves, dict)
+    return _report(trainer, meter, retried, moves, list(engines.values()))
+
+
+async def _submit_all(config: SimulationConfig, resources: Resources, pipeline: Pipeline, trainer: _Trainer) -> None:
+    handler, random = SimulatedHandler(config), Random(f"{config.seed} arrivals")
+    for number in range(config.jobs):
+        instance = TaskInstance(instance_id=str(number), handler=handler.name, payload={})
+        spec = JobSpec(job_id=f"job-{number}", instance=instance, retry=config.retry)
+        pipeline.submit(Job(spec, handler, resources, trainer))
+        await trio.sleep(random.expovariate(config.arrivals_per_s) if config.arrivals_per_s else SPACING_S)
+
+
+def _sources(
+    config: SimulationConfig,
+    pipeline: Pipeline,
+    provider: SimulatedProvider,
+    trainer: _Trainer,
+    engines: list[SimulatedEngine],
+) -> list[UseSource]:
+    """Every resource that may run out, those first that a job meets first."""
+    model, busy = config.engine, {stage.name: stage for stage in pipeline.stages}
+    in_status, starts = trainer.in_status, config.sandbox.max_concurrent_starts
+    return [
+        UseSource("init_workers", config.stages.init_workers, lambda: in_status["init"], lambda: busy["init"].busy),
+        UseSource("sandbox_starts", starts, lambda: provider.starting),
+        UseSource("run_workers", config.stages.run_workers, lambda: in_status["run"], lambda: busy["run"].busy),
+        UseSource("engine_batch", model.count * model.max_batch, lambda: sum(e.running for e in engines)),
+        UseSource("engine_kv_tokens", model.count * model.kv_tokens, lambda: sum(e.reserved_tokens for e in engines)),
+        UseSource("engine_prefill", model.count, lambda: sum(e.prefilling for e in engines)),
+        UseSource(
+            "engine_decode",
+            sum(e.decoder.max_tokens_per_s for e in engines),
+            lambda: sum(min(e.decoder.wanted_tokens_per_s, e.decoder.max_tokens_per_s) for e in engines),
+        ),
+        UseSource("eval_workers", config.stages.eval_workers, lambda: in_status["eval"], lambda: busy["eval"].busy),
+    ]
+
+
+def _report(
+    trainer: _Trainer, meter: UseMeter, retried: int, moves: dict[str, int], engines: list[SimulatedEngine]
+) -> SimulationReport:
+    outcomes, ended_s = trainer.outcomes, trainer.ended_s
+    first, last = (int(share * (len(outcomes) - 1)) for share in STEADY)
+    steady_s = ended_s[last] - ended_s[first]
+    if steady_s <= 0:
+        first, last, steady_s = 0, len(outcomes), ended_s[-1]
+    timings = [msgspec.structs.asdict(outcome.timing) for outcome in outcomes if outcome.status == "completed"]
+    fields = list(timings[0]) if timings else []
+    uses = meter.uses()
+    prompt_tokens = sum(engine.prompt_tokens for engine in engines)
+    return SimulationReport(
+        makespan_s=ended_s[-1],
+        jobs_per_h=3600 * (last - first) / steady_s,
+        tokens_per_s=sum(engine.tokens_sampled for engine in engines) / ended_s[-1],
+        turns_per_s=sum(engine.completions for engine in engines) / ended_s[-1],
+        completed=len(timings),
+        failures=dict(sorted(Counter(outcome.cause for outcome in outcomes if outcome.cause is not None).items())),
+        retried=retried,
+        moves=moves,
+        waits={name.removesuffix("_s"): _wait([timing[name] for timing in timings]) for name in fields},
+        use=uses,
+        bottleneck=find_bottleneck(uses),
+        prefix_hit_rate=sum(engine.prefix_hits_tokens for engine in engines) / prompt_tokens if prompt_tokens else 0.0,
+    )
+
+
+def _wait(seconds: list[float]) -> Wait:
+    return Wait(
+        mean_s=float(np.mean(seconds)),
+        p50_s=float(np.percentile(seconds, 50)),
+        p95_s=float(np.percentile(seconds, 95)),
+    )

@@ -1,0 +1,1 @@
+"""The domain: jobs, outcomes, trajectories, batches, and the tree of exceptions."""

@@ -1,0 +1,295 @@
+"""A node without agents, sandboxes or models: jobs end when the test says so."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import trio
+
+from prorl_trio.inference.pool.pool import GatedBackend, GateReport
+from prorl_trio.pipeline.observer import JobView
+from prorl_trio.types.errors import BackendError, Draining, DuplicateJob, ServiceError, UnknownHandler, UnknownJob
+from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, TaskInstance, Timing, ToolCall, Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from prorl_trio.chat.messages import ToolSchema
+    from prorl_trio.inference.engines.engine import PauseMode
+    from prorl_trio.pipeline.observer import Observer
+    from prorl_trio.pipeline.pipeline import JobSink
+    from prorl_trio.types.models import Status
+
+__all__ = ["FakeNode", "make_outcome", "make_spec"]
+
+
+def make_spec(job_id: str, *, handler: str = "fake", group_id: str = "", **payload: object) -> JobSpec:
+    """A small valid job."""
+    instance = TaskInstance(instance_id=f"instance of {job_id}", handler=handler, payload=dict(payload))
+    return JobSpec(job_id=job_id, instance=instance, group_id=group_id)
+
+
+def make_outcome(spec: JobSpec, *, tokens: int = 8, reward: float | None = 1.0) -> Outcome:
+    """A completed outcome with one segment of `tokens` tokens, all different from those of other jobs."""
+    first_token = zlib.crc32(spec.job_id.encode()) % 100_000
+    segment = Segment.from_arrays(
+        np.arange(first_token, first_token + tokens, dtype="<i4"),
+        np.linspace(-2.0, -0.1, tokens, dtype="<f4"),
+        np.ones(tokens, dtype="u1"),
+        [PolicySpan(start=0, end=tokens, policy_version="v0", engine="fake")],
+    )
+    return Outcome(
+        job_id=spec.job_id,
+        instance_id=spec.instance.instance_id,
+        group_id=spec.group_id,
+        status="completed",
+        reward=reward,
+        cause=None,
+        error="",
+        trajectory=Trajectory(segments=[segment], turns=[], stop_reason="finished"),
+        details={},
+        timing=Timing(),
+        tags=spec.tags,
+    )
+
+
+def _spelled_out(token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
+    """Return the ids as a text without calls: a fake node has no tokenizer."""
+    del tools
+    return " ".join(map(str, token_ids)), []
+
+
+class FakeNode:
+    """A `service.node_api.NodeApi`. Jobs wait for `finish`, `advance` or a cancel.
+
+    With `on_submit`, a job for which it returns an outcome ends at once, inside `submit`.
+
+    Attributes:
+        submitted: every spec the node took, in order, also those that have ended.
+        live: specs of jobs without an outcome, by id.
+        backends: urls, in order of arrival. Urls in `unfit_backends` are refused, and those in `down_backends` are
+            down. `expected_backends`, `drained_backends` and `backend_weights` are what was asked for.
+        read_turn: see `NodeApi`.
+        draining: refuse new jobs.
+        cancel_gate: cancels wait for it; set at first.
+        paused: the mode of the pause in force, or None. `policy_version` is what the last resume said.
+        pause_error: what the next pauses raise.
+        observers: are told of every job, as a node does.
+    """
+
+    def __init__(self, on_submit: Callable[[JobSpec], Outcome | None] | None = None) -> None:
+        self.node_id = "fake-node"
+        self.submitted: list[JobSpec] = []
+        self.live: dict[str, JobSpec] = {}
+        self.backends: list[str] = []
+        self.unfit_backends: set[str] = set()
+        self.down_backends: set[str] = set()
+        self.expected_backends: dict[str, str] = {}
+        self.drained_backends: set[str] = set()
+        self.backend_weights: dict[str, float] = {}
+        self.draining = False
+        self.cancel_gate = trio.Event()
+        self.cancel_gate.set()
+        self.paused: PauseMode | None = None
+        self.policy_version = "0"
+        self.pause_error: ServiceError | None = None
+        self.observers: list[Observer] = []
+        self.read_turn: Callable[[Sequence[int], Sequence[ToolSchema]], tuple[str, list[ToolCall]]] = _spelled_out
+        self._statuses: dict[str, Status] = {}
+        self._on_submit = on_submit
+        self._sinks: dict[str, list[JobSink]] = {}
+        self._changed = trio.Event()
+
+    def submit(self, spec: JobSpec, sink: JobSink) -> None:
+        """See `NodeApi`. Knows the handler `fake` only."""
+        self.check(spec, sink, 0)
+        self.take(spec, sink, 1)
+
+    def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
+        """See `NodeApi`."""
+        if self.draining:
+            raise Draining(f"node {self.node_id} is draining")
+        if spec.instance.handler != "fake":
+            raise UnknownHandler(f"no handler {spec.instance.handler!r}; there is: fake")
+        live = self.live.get(spec.job_id)
+        if live is not None and live != spec:
+            raise DuplicateJob(f"job {spec.job_id!r} is live with another spec")
+
+    def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
+        """See `NodeApi`."""
+        live = self.live.get(spec.job_id)
+        self._sinks.setdefault(spec.job_id, []).append(sink)
+        if live is None:
+            self.submitted.append(spec)
+            self.live[spec.job_id] = spec
+            self._move(spec.job_id, "queued", "")
+            self._notify()
+            outcome = self._on_submit(spec) if self._on_submit else None
+            if outcome is not None:
+                self.finish(spec.job_id, outcome)
+
+    async def cancel(self, job_id: str, reason: str) -> None:
+        """See `NodeApi`."""
+        await self.cancel_gate.wait()
+        self._end_cancelled(job_id, reason)
+
+    def cancel_soon(self, job_id: str, reason: str) -> None:
+        """See `NodeApi`. The job ends at once."""
+        if job_id in self.live:
+            self._end_cancelled(job_id, reason)
+
+    def _end_cancelled(self, job_id: str, reason: str) -> None:
+        spec = self._live(job_id)
+        outcome = make_outcome(spec, reward=None)
+        self.finish(
+            job_id,
+            msgspec.structs.replace(outcome, status="cancelled", cause="cancelled", error=reason, trajectory=None),
+        )
+
+    def statistics(self) -> dict[str, object]:
+        """See `NodeApi`."""
+        return {"node_id": self.node_id, "live": len(self.live), "backends": list(self.backends)}
+
+    def live_jobs(self) -> list[dict[str, object]]:
+        """See `NodeApi`."""
+        return [msgspec.structs.asdict(self._view(job_id)) for job_id in self.live]
+
+    def unreadiness(self) -> str:
+        """See `NodeApi`."""
+        if self.draining:
+            return "the node is draining"
+        return "" if self.backends else "no backend takes tasks"
+
+    def backend_urls(self) -> list[str]:
+        """See `NodeApi`."""
+        return list(self.backends)
+
+    async def pause_backends(self, mode: PauseMode, timeout_s: float) -> GateReport:
+        """See `NodeApi`."""
+        await trio.lowlevel.checkpoint()
+        if self.pause_error is not None:
+            raise self.pause_error
+        self.paused = mode
+        return self._gate()
+
+    async def resume_backends(self, policy_version: str | None) -> GateReport:
+        """See `NodeApi`."""
+        await trio.lowlevel.checkpoint()
+        self.paused = None
+        self.policy_version = policy_version or self.policy_version
+        return self._gate()
+
+    async def add_backend(self, url: str, weight: float | None = None) -> None:
+        """See `NodeApi`."""
+        await trio.lowlevel.checkpoint()
+        if url in self.unfit_backends:
+            raise BackendError(f"backend {url} drops token ids", retryable=False)
+        if url in self.down_backends:
+            raise BackendError(f"backend {url} cannot be reached", retryable=True)
+        if url not in self.backends:
+            self.backends.append(url)
+        self.drained_backends.discard(url)
+        if weight is not None:
+            self.backend_weights[url] = weight
+
+    def expect_backend(self, url: str, why: str) -> None:
+        """See `NodeApi`."""
+        self.expected_backends[url] = why
+        if url not in self.backends:
+            self.backends.append(url)
+
+    def drain_backend(self, url: str) -> None:
+        """See `NodeApi`."""
+        self._check_backend(url)
+        self.drained_backends.add(url)
+
+    def weigh_backend(self, url: str, weight: float) -> None:
+        """See `NodeApi`."""
+        self._check_backend(url)
+        self.backend_weights[url] = weight
+
+    async def remove_backend(self, url: str) -> None:
+        """See `NodeApi`."""
+        await trio.lowlevel.checkpoint()
+        self._check_backend(url)
+        self.backends.remove(url)
+
+    async def clear_backends(self) -> None:
+        """See `NodeApi`."""
+        await trio.lowlevel.checkpoint()
+        self.backends.clear()
+
+    def _check_backend(self, url: str) -> None:
+        if url not in self.backends:
+            raise BackendError(f"backend {url} is not in the pool", retryable=False)
+
+    def finish(self, job_id: str, outcome: Outcome | None = None) -> Outcome:
+        """End a live job with `outcome`, or a small completed one. Raises UnknownJob."""
+        spec = self._live(job_id)
+        outcome = outcome or make_outcome(spec)
+        self._move(job_id, outcome.status, outcome.error)
+        for observer in self.observers:
+            observer.job_ended(self._view(job_id), outcome)
+        del self.live[job_id]
+        for sink in self._sinks.pop(job_id):
+            sink.deliver(outcome)
+        self._notify()
+        return outcome
+
+    def advance(self, job_id: str, status: Status, detail: str = "") -> None:
+        """Report a stage of a live job. Raises UnknownJob."""
+        self._live(job_id)
+        self._move(job_id, status, detail)
+        for sink in self._sinks[job_id]:
+            sink.report(job_id, status, detail)
+
+    async def wait_live(self, count: int) -> None:
+        """Return when exactly `count` jobs are live."""
+        await trio.lowlevel.checkpoint()
+        while len(self.live) != count:
+            await self._changed.wait()
+
+    def _move(self, job_id: str, status: Status, detail: str) -> None:
+        self._statuses[job_id] = status
+        for observer in self.observers:
+            observer.job_moved(self._view(job_id), status, detail)
+
+    def _view(self, job_id: str) -> JobView:
+        spec = self.live[job_id]
+        return JobView(
+            job_id=job_id,
+            session_id=next((getattr(sink, "session_id", "") for sink in self._sinks[job_id]), ""),
+            group_id=spec.group_id,
+            instance_id=spec.instance.instance_id,
+            handler=spec.instance.handler,
+            priority=spec.priority,
+            attempt=1,
+            tags=spec.tags,
+            status=self._statuses[job_id],
+            age_s=0.0,
+            status_age_s=0.0,
+            turns=0,
+            last_progress_s=0.0,
+            waiting_on="",
+            stuck=False,
+        )
+
+    def _gate(self) -> GateReport:
+        backends = [
+            GatedBackend(url=url, in_flight=0, engine="not_offered", error="", policy_version=self.policy_version)
+            for url in self.backends
+        ]
+        return GateReport(paused=self.paused is not None, waiting=0, backends=backends)
+
+    def _live(self, job_id: str) -> JobSpec:
+        try:
+            return self.live[job_id]
+        except KeyError:
+            raise UnknownJob(f"job {job_id!r} is not live on node {self.node_id}") from None
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()

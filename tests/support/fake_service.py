@@ -1,0 +1,66 @@
+"""A node's real WebSocket edge around a fake node, on a free loopback port."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from ipc.nursery import single_exception
+from prorl_trio.config import ListenConfig
+from prorl_trio.service.websocket.server import serve_websocket
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from prorl_trio.service.node_api import NodeApi
+    from prorl_trio.service.sessions.session_table import SessionTable
+
+__all__ = ["TOKEN", "Service", "open_service"]
+
+TOKEN = "a token"
+
+
+class Service:
+    """Where it listens: `connect(service.url, TOKEN)`. `stopped` is set when it does no more."""
+
+    def __init__(self, host: str, port: int, scope: trio.CancelScope, *, secure: bool = False) -> None:
+        self.host = host
+        self.port = port
+        self.url = f"{'wss' if secure else 'ws'}://{host}:{port}"
+        self.stopped = trio.Event()
+        self._scope = scope
+
+    def stop(self) -> None:
+        """As a node's shutdown does: cancel the server. The sessions live on if their table was given."""
+        self._scope.cancel()
+
+
+@asynccontextmanager
+async def open_service(
+    node: NodeApi, *, sessions: SessionTable | None = None, port: int = 0, **listen: Any
+) -> AsyncIterator[Service]:
+    """Serve `node`; `listen` are fields of `ListenConfig`. Leaving cancels the server."""
+    config = ListenConfig(port=port, token=TOKEN, **listen)
+    with single_exception():
+        async with trio.open_nursery() as nursery:
+            service = await nursery.start(
+                _serve, partial(serve_websocket, node, config, sessions=sessions), bool(config.tls_cert)
+            )
+            try:
+                yield service
+            finally:
+                service.stop()
+
+
+async def _serve(
+    server: Callable[..., Awaitable[None]], secure: bool, *, task_status: trio.TaskStatus[Service]
+) -> None:
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            host, port = await nursery.start(server)
+            service = Service(host, port, scope, secure=secure)
+            task_status.started(service)
+    service.stopped.set()

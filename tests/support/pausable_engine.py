@@ -1,0 +1,177 @@
+"""An engine with a pause of its own and a name for its weights, and a watched pool of such, for virtual time."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from random import Random
+from typing import TYPE_CHECKING, Any, cast
+
+import trio
+
+from ipc.nursery import open_single_nursery
+from prorl_trio.config import HealthConfig, LoadConfig
+from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.types.errors import BackendError
+from prorl_trio.types.models import PolicySpan, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from prorl_trio.inference.engines.engine import PauseMode, TokenSink
+    from prorl_trio.inference.engines.engine_load import EngineLoad
+    from prorl_trio.inference.pool.pool import BackendLease, BackendStatistics
+    from prorl_trio.types.models import FinishReason
+
+__all__ = ["HEALTH", "A", "B", "C", "PausableEngine", "Pool", "complete", "open_pool", "versions"]
+
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
+HEALTH = HealthConfig(interval_s=10, open_after_failures=2, close_after_successes=2)
+
+
+class PausableEngine(EngineClient):
+    """Has a pause of its own, during which it samples nothing, and a name for its weights.
+
+    `says`, if there is one, is what its next completions end as.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.label = "0"
+        self.max_model_len = 99
+        self.running = trio.Event()
+        self.running.set()
+        self.silent: set[str] = set()
+        self.broken: set[str] = set()
+        self.tells_versions = True
+        self.says: list[tuple[list[int], FinishReason]] = []
+        self.prompts: list[list[int]] = []
+        self.told: list[str] = []
+        self.load_report: EngineLoad | None = None
+        self.call_s = 1.0
+
+    async def probe(self, *, timeout_s: float) -> EngineInfo:
+        """See `EngineClient.probe`."""
+        await self._reach("probe", timeout_s)
+        await self._sample(timeout_s)
+        return EngineInfo(
+            url=self.url,
+            model="m",
+            max_model_len=self.max_model_len,
+            engine="fake",
+            policy_version=self.label,
+            label=self.label,
+        )
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        request_id: str,
+        timeout_s: float,
+        cache_salt: str = "",
+        sink: TokenSink | None = None,
+    ) -> Completion:
+        """See `EngineClient.generate`. Takes `call_s`."""
+        del sampling, max_tokens, request_id, cache_salt, sink
+        await self._reach("generate", timeout_s)
+        self.prompts.append(prompt_token_ids)
+        label = self.label
+        await trio.sleep(self.call_s)
+        await self._sample(timeout_s)
+        ids, reason = self.says.pop(0) if self.says else ([7], "stop")
+        spans = [PolicySpan(start=0, end=len(ids), policy_version=label, engine="fake")] if ids else []
+        return Completion(
+            token_ids=ids,
+            logprobs=[-0.5] * len(ids),
+            finish_reason=reason,
+            policy_version=label,
+            engine="fake",
+            spans=spans,
+            versions_told=self.tells_versions and bool(ids),
+            label=label if self.tells_versions else "",
+        )
+
+    async def load(self, *, timeout_s: float) -> EngineLoad | None:
+        """See `EngineClient.load`."""
+        del timeout_s
+        await trio.lowlevel.checkpoint()
+        return self.load_report
+
+    async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
+        """See `EngineClient.pause`."""
+        await self._reach("pause", timeout_s)
+        self.told.append(mode)
+        self.running = trio.Event()
+        return True
+
+    async def label_weights(self, policy_version: str, *, timeout_s: float) -> bool:
+        """See `EngineClient.label_weights`."""
+        await self._reach("label", timeout_s)
+        self.label = policy_version
+        return True
+
+    async def resume(self, *, timeout_s: float) -> None:
+        """See `EngineClient.resume`."""
+        await self._reach("resume", timeout_s)
+        self.told.append("resume")
+        self.running.set()
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+        await trio.lowlevel.checkpoint()
+
+    async def _reach(self, what: str, timeout_s: float) -> None:
+        await trio.lowlevel.checkpoint()
+        if what in self.silent:
+            await trio.sleep(timeout_s)
+            raise BackendError(f"{self.url}: no answer", retryable=True)
+        if what in self.broken:
+            raise BackendError(f"{self.url}: out of order", retryable=True)
+
+    async def _sample(self, timeout_s: float) -> None:
+        with trio.move_on_after(timeout_s):
+            await self.running.wait()
+            return
+        raise BackendError(f"{self.url}: no answer", retryable=True)
+
+
+class Pool:
+    """Watched backends."""
+
+    def __init__(self, **options: Any) -> None:
+        self.engines = {url: PausableEngine(url) for url in (A, B, C)}
+        options = {"health": HEALTH, "load": LoadConfig(interval_s=0), "random": Random(0), **options}
+        self.backends = Backends(self.engines.__getitem__, probe_timeout_s=5, **options)
+
+    def out(self) -> set[str]:
+        """URLs of those that are suspended."""
+        listed = cast("list[BackendStatistics]", self.backends.statistics()["backends"])
+        return {each.url for each in listed if each.suspended}
+
+
+@asynccontextmanager
+async def open_pool(*urls: str, **options: Any) -> AsyncIterator[Pool]:
+    """With `urls` in it, and watched."""
+    pool = Pool(**options)
+    for url in urls:
+        await pool.backends.add(url)
+    with trio.fail_after(5000):
+        async with open_single_nursery() as nursery:
+            nursery.start_soon(pool.backends.watch)
+            yield pool
+            nursery.cancel_scope.cancel()
+            with trio.move_on_after(60, shield=True):
+                await pool.backends.aclose()
+
+
+async def complete(lease: BackendLease, tokens: int = 8) -> Completion:
+    """A completion of a prompt of three tokens."""
+    return await lease.generate([1, 2, 3], SamplingParams(), max_tokens=tokens, request_id="r-t0", timeout_s=30)
+
+
+def versions(completion: Completion) -> list[tuple[str, int, int]]:
+    """Of its spans, with their start and end."""
+    return [(span.policy_version, span.start, span.end) for span in completion.spans]
