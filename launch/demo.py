@@ -51,10 +51,11 @@ def demo(
     model: Path | None,
     out: Path,
 ) -> None:
-    """Watch a real model solve real maths problems: vLLM on the CPU, a node, a sandbox per rollout, a trainer client.
+    """Watch a real model solve real maths problems.
 
-    SmolLM2-135M is tiny, so do not expect right answers: expect every rollout to end, every token and log-probability
-    to arrive, and no prefix to break. Exit code 0 only then. On a GPU, with a real policy:
+    It starts vLLM on the CPU, a node, a sandbox for each rollout and a client. SmolLM2-135M is tiny,
+    so do not expect right answers: expect every rollout to end, every token and log-probability to arrive, and no
+    prefix to break. Exit code 0 only then. On a GPU, with a real policy:
 
     \b
         vllm serve Qwen/Qwen3-8B --max-model-len 16384

@@ -42,7 +42,7 @@ class _Group(click.Group):
 
 @click.group(cls=_Group)
 def image() -> None:
-    """Pull, build, list and verify the images that sandboxes are started from.
+    """Pull, build, list and verify the images of sandboxes.
 
     A sandbox's image is `host`, an unpacked root directory, a .sif file, or a name of this store.
     """

@@ -17,8 +17,6 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TextIO
 
 import msgspec
-from rich.console import Console
-from rich.logging import RichHandler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -147,6 +145,9 @@ def open_logging(
 
 def _sink(log_format: LogFormat, target: TextIO) -> logging.Handler:
     if log_format == "auto" and target.isatty():
+        from rich.console import Console
+        from rich.logging import RichHandler
+
         handler: logging.Handler = RichHandler(console=Console(file=target), show_path=False)
         handler.setFormatter(_Text("%(message)s"))
         return handler

@@ -12,8 +12,8 @@ import trio
 from click.testing import CliRunner
 from rich.console import Console
 
-from prorl_trio import cli
-from prorl_trio.cli import main
+from prorl_trio.cli import connection, main, serve
+from prorl_trio.cli.exit_codes import EXIT_INTERNAL, EXIT_JOBS_CUT
 from prorl_trio.client import progress
 from prorl_trio.client.recording import OutcomeFile, RunInfo, write_json
 from prorl_trio.types.errors import ConfigError, InternalError
@@ -74,15 +74,15 @@ def node_toml(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize(("clean", "code"), [(True, 0), (False, cli.EXIT_JOBS_CUT)])
+@pytest.mark.parametrize(("clean", "code"), [(True, 0), (False, EXIT_JOBS_CUT)])
 def test_the_exit_code_says_whether_jobs_were_cut(monkeypatch, node_toml, clean, code):
-    async def serve(config, *, load, task_status):
+    async def serve_node(config, *, load, task_status):
         assert load() == config
         logging.getLogger("prorl_trio.node.node").info("working")
         task_status.started(("127.0.0.1", 1234))
         return clean
 
-    monkeypatch.setattr(cli, "serve_node", serve)
+    monkeypatch.setattr(serve, "serve_node", serve_node)
     result = run("--log-format", "json", "serve", "--config", node_toml)
     assert result.exit_code == code
     assert "READY ws://127.0.0.1:1234\n" in result.stdout
@@ -93,13 +93,13 @@ def test_the_exit_code_says_whether_jobs_were_cut(monkeypatch, node_toml, clean,
 def test_backends_and_their_weights_may_be_options(monkeypatch, node_toml):
     served = []
 
-    async def serve(config, *, load, task_status):
+    async def serve_node(config, *, load, task_status):
         served.append(config.backends)
         assert load().backends == config.backends
         task_status.started(("127.0.0.1", 1))
         return True
 
-    monkeypatch.setattr(cli, "serve_node", serve)
+    monkeypatch.setattr(serve, "serve_node", serve_node)
     options = ("--backend", "http://a:1,weight=2", "--backend", "http://b:1")
     assert run("serve", "--config", node_toml, *options).exit_code == 0
     assert (served[0].urls, served[0].weights) == (["http://a:1", "http://b:1"], {"http://a:1": 2.0, "http://b:1": 1.0})
@@ -110,22 +110,22 @@ def test_backends_and_their_weights_may_be_options(monkeypatch, node_toml):
 
 
 def test_a_bug_of_ours_has_an_exit_code_of_its_own(monkeypatch, node_toml):
-    async def serve(config, *, load, task_status):
+    async def serve_node(config, *, load, task_status):
         raise InternalError("impossible")
 
-    monkeypatch.setattr(cli, "serve_node", serve)
+    monkeypatch.setattr(serve, "serve_node", serve_node)
     result = run("serve", "--config", node_toml)
-    assert result.exit_code == cli.EXIT_INTERNAL
+    assert result.exit_code == EXIT_INTERNAL
     assert "error: impossible" in result.stderr
 
 
 def test_the_level_of_the_log_is_an_option(monkeypatch, node_toml):
-    async def serve(config, *, load, task_status):
+    async def serve_node(config, *, load, task_status):
         task_status.started(("127.0.0.1", 1))
         logging.getLogger("x").info("quiet please")
         return True
 
-    monkeypatch.setattr(cli, "serve_node", serve)
+    monkeypatch.setattr(serve, "serve_node", serve_node)
     assert "quiet" not in run("--log-level", "warning", "serve", "--config", node_toml).stderr
     assert "quiet" in run("serve", "--config", node_toml, env={"PRORL_LOG_LEVEL": "debug"}).stderr
 
@@ -151,12 +151,12 @@ def test_a_run_whose_model_is_not_known_is_shown_as_text(tmp_path, info):
 
 
 def test_what_ended_a_command_is_its_last_line(monkeypatch, node_toml):
-    async def serve(config, *, load, task_status):  # noqa: ASYNC128 - it does not start
+    async def serve_node(config, *, load, task_status):  # noqa: ASYNC128 - it does not start
         for n in range(2_000):
             logging.getLogger("x").info("line %d", n)
         raise ConfigError("the port is taken")
 
-    monkeypatch.setattr(cli, "serve_node", serve)
+    monkeypatch.setattr(serve, "serve_node", serve_node)
     result = run("serve", "--config", node_toml)
     assert result.exit_code == 1
     lines = result.stderr.splitlines()
@@ -201,7 +201,7 @@ def test_what_is_too_long_for_the_terminal_comes_in_a_pager(monkeypatch, recorde
 
 
 async def test_a_command_that_asks_a_node_says_one_line_when_there_is_none(monkeypatch):
-    monkeypatch.setattr(cli, "connect", partial(cli.connect, connect_timeout_s=0.3))
+    monkeypatch.setattr(connection, "connect", partial(connection.connect, connect_timeout_s=0.3))
     for env, alone in ((TOKEN, True), ({**TOKEN, "PRORL_LOG_LEVEL": "info"}, False)):
         result = await trio.to_thread.run_sync(partial(run, "status", "--url", "ws://127.0.0.1:1", env=env))
         assert result.exit_code == 1
@@ -212,7 +212,7 @@ async def test_a_command_that_asks_a_node_says_one_line_when_there_is_none(monke
 
 
 async def test_a_node_that_is_not_there_is_told_with_the_reason(monkeypatch):
-    monkeypatch.setattr(cli, "connect", partial(cli.connect, connect_timeout_s=0.01))
+    monkeypatch.setattr(connection, "connect", partial(connection.connect, connect_timeout_s=0.01))
     result = await trio.to_thread.run_sync(partial(run, "status", "--url", "ws://127.0.0.1:1", env=TOKEN))
     assert result.exit_code == 1
     assert "no connection to ws://127.0.0.1:1/ within 0.01 s" in result.stderr

@@ -107,7 +107,7 @@ def test_the_configuration_can_be_read(tmp_path):
     (tmp_path / "node.toml").write_text(blocks("toml")[0])
     config = load_config(tmp_path / "node.toml")
     assert config.backends.urls == ["http://gpu1:8000", "http://gpu2:8000"]
-    example = main.commands["serve"].help.partition("A minimal node.toml:")[2]
+    example = main.get_command(click.Context(main), "serve").help.partition("A minimal node.toml:")[2]
     (tmp_path / "minimal.toml").write_text(textwrap.dedent(example))
     assert load_config(tmp_path / "minimal.toml").model.path == "/models/Qwen3-8B"
 

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.cli import EXIT_JOBS_CUT
+from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.client import connect
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model

@@ -39,7 +39,7 @@ def simulate(
     double: bool,
     as_json: bool,
 ) -> None:
-    """Size a node on a laptop: the real pipeline over a simulated engine and sandboxes, minutes in a second.
+    """Size a node on a laptop. It runs the real pipeline over a simulated engine and sandboxes, minutes in a second.
 
     NAME is init_workers, run_workers, eval_workers, sandbox_starts or engines, or the path of any field, such as
     engine.max_batch or work.turns.p50. The same seed gives the same figures.

@@ -1,0 +1,85 @@
+"""The options of the commands that talk to a node, and the connection that they describe."""
+
+from __future__ import annotations
+
+from functools import partial, reduce, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+import trio
+
+from prorl_trio.client import connect
+from prorl_trio.client.address import Address
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from contextlib import AbstractAsyncContextManager
+    from typing import TypeAlias
+
+    from prorl_trio.client import RolloutClient
+
+    Node: TypeAlias = Callable[[], AbstractAsyncContextManager[RolloutClient]]
+
+__all__ = ["connection_options", "with_client"]
+
+_Found = TypeVar("_Found")
+
+
+def _node_url(_context: click.Context, _parameter: click.Parameter, url: str) -> str:
+    try:
+        Address.parse(url)
+    except ValueError as exc:
+        raise click.BadParameter(str(exc)) from None
+    return url
+
+
+_OPTIONS = (
+    click.option(
+        "--url",
+        envvar="PRORL_URL",
+        default="ws://127.0.0.1:8700",
+        show_default=True,
+        callback=_node_url,
+        help="The node, or PRORL_URL.",
+    ),
+    click.option(
+        "--endpoint-file",
+        envvar="PRORL_ENDPOINT_FILE",
+        type=click.Path(dir_okay=False),
+        help="In place of --url: the file in which the node says where it listens, its listen.endpoint_file.",
+    ),
+    click.option(
+        "--tls-ca",
+        envvar="PRORL_TLS_CA",
+        type=click.Path(exists=True, dir_okay=False),
+        help="For wss://: a PEM file with the certificates to believe; without, the system's.",
+    ),
+    click.option(
+        "--token",
+        envvar="PRORL_TOKEN",
+        show_envvar=True,
+        required=True,
+        help="The node's token; better in the environment than on the command line.",
+    ),
+)
+
+
+def connection_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say which node, and with which token. `command` gets `node`, which connects to it."""
+
+    @wraps(command)
+    def with_node(url: str, endpoint_file: str | None, token: str, tls_ca: str | None, **options: Any) -> None:
+        url_or_none = None if endpoint_file else url
+        command(node=partial(connect, url_or_none, token, endpoint_file=endpoint_file, tls_ca=tls_ca), **options)
+
+    return reduce(lambda decorated, option: option(decorated), reversed(_OPTIONS), with_node)
+
+
+def with_client(node: Node, work: Callable[[RolloutClient], Awaitable[_Found]]) -> _Found:
+    """Connect to `node`, and return what `work` returns."""
+
+    async def run() -> _Found:
+        async with node() as client:
+            return await work(client)
+
+    return trio.run(run)

@@ -1,0 +1,12 @@
+"""Exit codes of the command besides 0, 1 (an error of the user or the machine) and click's 2 (wrong usage)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["EXIT_INTERNAL", "EXIT_INTERRUPTED", "EXIT_JOBS_CUT"]
+
+EXIT_JOBS_CUT: Final = 3
+EXIT_INTERNAL: Final = 70
+"""EX_SOFTWARE of sysexits.h."""
+EXIT_INTERRUPTED: Final = 130

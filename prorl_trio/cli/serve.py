@@ -1,0 +1,116 @@
+"""`prorl-trio serve`: run a node."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+import msgspec
+import trio
+
+from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
+from prorl_trio.config import OnHangup, load_config
+from prorl_trio.node.garbage import rare_garbage_collection
+from prorl_trio.node.node import serve_node
+from prorl_trio.service.endpoints import endpoint_url
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from prorl_trio.config import NodeConfig
+
+__all__ = ["serve"]
+
+
+def _weighted_urls(_context: click.Context, _parameter: click.Parameter, values: Sequence[str]) -> dict[str, float]:
+    weights: dict[str, float] = {}
+    for value in values:
+        url, _, weight = value.partition(",weight=")
+        try:
+            weights[url] = float(weight or 1.0)
+        except ValueError:
+            raise click.BadParameter(f"{value}: the weight is not a number") from None
+        if not 0 < weights[url] < float("inf"):
+            raise click.BadParameter(f"{value}: the weight must be > 0")
+    return weights
+
+
+@click.command()
+@click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The node's TOML file.")
+@click.option("--token", envvar="PRORL_TOKEN", help="Overrules listen.token; better in PRORL_TOKEN than in sight.")
+@click.option("--rest-port", type=click.IntRange(0, 65_535), help="Serve REST there (0: any free port), too.")
+@click.option(
+    "--backend",
+    "backends",
+    multiple=True,
+    metavar="URL[,weight=W]",
+    callback=_weighted_urls,
+    help="An LLM backend, instead of those of backends.urls; may be given again. Of weight 2, it gets twice as many "
+    "rollouts as one of weight 1, which is the default.",
+)
+@click.option(
+    "--on-hangup",
+    type=click.Choice(get_args(OnHangup)),
+    help="What SIGHUP means, instead of the file's on_hangup. auto, the default: drain if the node was started from a "
+    "terminal, which is gone then; else reload.",
+)
+def serve(
+    config_path: Path,
+    token: str | None,
+    rest_port: int | None,
+    backends: dict[str, float],
+    on_hangup: OnHangup | None,
+) -> None:
+    """Run a node until SIGTERM or Ctrl-C. The first drains it, the second cancels what is left, a third kills it.
+
+    Exit code: 0 every job had its own outcome; 3 jobs were cut short (they end as `cancelled`); 1 it could not start
+    or its configuration is wrong; 70 a bug of ours ended it.
+
+    SIGHUP reads the file again: worker counts, queue limits, admission, weights of sessions, budgets, limits of agents
+    and backends, how backends are watched, and monitoring change at once; the log says what needs a restart. Not so on
+    a node that was started from a terminal: when that is lost, the node drains, as by SIGTERM (see --on-hangup).
+
+    With listen.tls_cert and listen.tls_key, PEM files, the WebSocket is wss:// and REST https://.
+
+    \b
+    A minimal node.toml:
+        [model]
+        path = "/models/Qwen3-8B"           # tokenizer and chat template
+        [listen]
+        token_file = "/run/user/1000/token" # the trainer's password, mode 0600
+        [backends]
+        urls = ["http://127.0.0.1:8000"]    # vllm serve Qwen3-8B
+    """
+
+    def load() -> NodeConfig:
+        config = load_config(config_path)
+        if backends:
+            chosen = msgspec.structs.replace(config.backends, urls=list(backends), weights=backends)
+            config = msgspec.structs.replace(config, backends=chosen)
+        if on_hangup is not None:
+            config = msgspec.structs.replace(config, on_hangup=on_hangup)
+        if rest_port is not None:
+            rest = msgspec.structs.replace(config.rest, enabled=True, port=rest_port)
+            config = msgspec.structs.replace(config, rest=rest)
+        if not token:
+            return config
+        listen = msgspec.structs.replace(config.listen, token=token, token_file="")
+        return msgspec.structs.replace(config, listen=listen)
+
+    config = load()
+    ready = _Ready(secure=bool(config.listen.tls_cert))
+    with rare_garbage_collection():
+        clean = trio.run(lambda: serve_node(config, load=load, task_status=ready))
+    sys.exit(0 if clean else EXIT_JOBS_CUT)
+
+
+class _Ready:
+    """Tells on standard output that the node listens."""
+
+    def __init__(self, *, secure: bool) -> None:
+        self._secure = secure
+
+    def started(self, value: Any = None) -> None:
+        click.echo(f"READY {endpoint_url(value, secure=self._secure)}")

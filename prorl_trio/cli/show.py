@@ -1,0 +1,62 @@
+"""`prorl-trio show`: recorded trajectories, token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.text import Text
+
+from prorl_trio.chat.format import ChatFormat
+from prorl_trio.client.progress import page
+from prorl_trio.client.recording import read_outcomes, read_run_info
+from prorl_trio.client.report import outcome_list, render_trajectory, timing_line, token_lines, turn_table
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["show"]
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("job_id", required=False)
+@click.option("--model", type=click.Path(path_type=Path), help="Model folder; default: the one the run remembers.")
+@click.option("--logprobs", is_flag=True, help="Besides, each sampled token with its id and log-probability.")
+@click.option("--pager/--no-pager", default=None, help="Show it in $PAGER, or less; default: where it is too long.")
+def show(file: Path, job_id: str | None, model: Path | None, logprobs: bool, pager: bool | None) -> None:
+    """Show one recorded trajectory, or the list of all.
+
+    With JOB_ID: its kinds of tokens in colours, the seconds of each stage, and of each turn the seconds and
+    log-probabilities. JOB_ID may be any unique part of a job's id.
+    """
+    outcomes = read_outcomes(file)
+    if job_id is None:
+        page([outcome_list(outcomes)], pager=pager)
+        return
+    exact = [outcome for outcome in outcomes if outcome.job_id == job_id]
+    matches = exact or [outcome for outcome in outcomes if job_id in outcome.job_id]
+    if len(matches) != 1:
+        some = ", ".join(outcome.job_id for outcome in matches[:5])
+        raise ConfigError(f"{len(matches)} outcomes in {file} match {job_id!r}" + (f": {some} ..." if some else ""))
+    (outcome,) = matches
+    chat_format = _chat_format(file, model)
+    parts: list[RenderableType] = [render_trajectory(outcome, chat_format), Text(timing_line(outcome))]
+    if outcome.trajectory is not None:
+        parts.append(turn_table(outcome.trajectory))
+        if logprobs:
+            parts.append(token_lines(outcome.trajectory, chat_format))
+    page(parts, pager=pager)
+
+
+def _chat_format(file: Path, model: Path | None) -> ChatFormat | None:
+    """The model the run was made with, if it is still where it was; an explicit one must be there."""
+    if model is not None:
+        return ChatFormat.load(model)
+    info = read_run_info(file.parent)
+    if info is None or not info.model or not Path(info.model).is_dir():
+        click.echo("the run's model folder is not known: no tokens, but each turn's text; name it by --model", err=True)
+        return None
+    return ChatFormat.load(Path(info.model))

@@ -1,0 +1,28 @@
+"""`prorl-trio status`: the live state of a node as JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from prorl_trio.cli.connection import connection_options, with_client
+
+if TYPE_CHECKING:
+    from prorl_trio.cli.connection import Node
+    from prorl_trio.client import RolloutClient
+
+__all__ = ["status"]
+
+
+@click.command()
+@connection_options
+def status(node: Node) -> None:
+    """Print the live state of a node as JSON. Jobs by stage, backends, sandboxes, sessions."""
+
+    async def work(client: RolloutClient) -> None:
+        report = await client.status()
+        click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+
+    with_client(node, work)

@@ -1,0 +1,63 @@
+"""`prorl-trio submit`: run rollouts on a node, and record them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from prorl_trio.cli.connection import connection_options, with_client
+from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
+from prorl_trio.client.collect import make_jobs
+from prorl_trio.client.progress import run_jobs
+from prorl_trio.client.recording import run_folder
+from prorl_trio.client.task_sets import load_task_set
+from prorl_trio.types.models import SamplingParams
+
+if TYPE_CHECKING:
+    from prorl_trio.cli.connection import Node
+
+__all__ = ["submit"]
+
+
+@click.command()
+@connection_options
+@click.option("--tasks", required=True, help="A named task set (gsm8k), or a JSONL file of task instances.")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first so many instances.")
+@click.option("--rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts per instance.")
+@click.option("--max-turns", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--max-output-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per turn.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True)
+@click.option("--model", default="", help="Model folder, remembered for `show`.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where to record."
+)
+def submit(
+    node: Node,
+    tasks: str,
+    limit: int | None,
+    rollouts: int,
+    max_turns: int,
+    max_output_tokens: int,
+    temperature: float,
+    model: str,
+    out: Path,
+) -> None:
+    """Submit rollouts to a node, and record what comes back. It waits for all of them and prints a summary.
+
+    A task file with a bad line is refused as a whole, before anything is submitted. A task that only the node can
+    judge, by its handler's rules, and that it rejects, is named; the others are run.
+
+    Exit code: 0 all were completed, whatever their reward; 3 some were rejected or not completed, and it says why;
+    1 the node or the task file cannot be used.
+
+    \b
+    Each line of a JSONL task file:
+        {"instance_id": "1", "handler": "math", "payload": {"question": "1+1?", "answer": "2"}}
+    """
+    sampling = SamplingParams(temperature=temperature, max_output_tokens=max_output_tokens)
+    specs = make_jobs(load_task_set(tasks)[:limit], rollouts=rollouts, sampling=sampling, max_turns=max_turns)
+    summary = with_client(node, lambda client: run_jobs(client, specs, run_folder(out), model=model, tasks=tasks))
+    sys.exit(0 if summary.completed == summary.jobs and not summary.rejected else EXIT_JOBS_CUT)
