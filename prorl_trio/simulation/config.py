@@ -14,9 +14,8 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from prorl_trio.config import AgentConfig, BackendConfig, BudgetConfig, SandboxConfig, StagesConfig
+from prorl_trio.config.table import Table
 from prorl_trio.config.toml_file import read_toml
 from prorl_trio.types.models import RetryPolicy
 
@@ -30,11 +29,7 @@ Z95: Final = 1.6448536269514722
 """The 95th percentile of the standard normal distribution."""
 
 
-class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base: immutable; an unknown key is an error."""
-
-
-class Distribution(_Table, frozen=True):
+class Distribution(Table, frozen=True):
     """Of a duration in seconds, a rate or a count; never negative. See the module for its three forms."""
 
     value: float | None = None
@@ -78,7 +73,7 @@ def _check_percentiles(points: tuple[tuple[float, float], ...]) -> None:
         raise ValueError("the values of percentiles must not be negative and must not fall")
 
 
-class EngineModel(_Table, frozen=True):
+class EngineModel(Table, frozen=True):
     """Each of `count` backends, alike but for their `speeds`.
 
     Attributes:
@@ -110,7 +105,7 @@ class EngineModel(_Table, frozen=True):
         return self.speeds[number] if number < len(self.speeds) else 1.0
 
 
-class WorkModel(_Table, frozen=True):
+class WorkModel(Table, frozen=True):
     """What one rollout does. Tokens are per prompt, completion and observation; `tool_s` is per turn but the last."""
 
     turns: Distribution = Distribution(p50=8, p95=20)
@@ -123,7 +118,7 @@ class WorkModel(_Table, frozen=True):
     evaluation_s: Distribution = Distribution(p50=4.0, p95=30.0)
 
 
-class FailureRates(_Table, frozen=True):
+class FailureRates(Table, frozen=True):
     """Probabilities: of a sandbox's start, of a tool call (the sandbox is lost), of a completion, an evaluation, and of
     a rollout (the handler raises)."""
 
@@ -139,7 +134,7 @@ class FailureRates(_Table, frozen=True):
                 raise ValueError(f"{name} must be a probability, got {getattr(self, name)}")
 
 
-class SimulationConfig(_Table, frozen=True):
+class SimulationConfig(Table, frozen=True):
     """One simulated run: `jobs` rollouts, all submitted at the beginning, or `arrivals_per_s` of them (Poisson) if that
     is not 0. The same seed gives the same figures."""
 

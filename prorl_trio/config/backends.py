@@ -1,0 +1,122 @@
+"""LLM backends: which there are, and when one is given rollouts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from prorl_trio.config.quantities import Amount, Count, Seconds, SecondsOrZero
+from prorl_trio.config.table import Table
+
+__all__ = ["BackendConfig", "HealthConfig", "LoadConfig", "Strategy"]
+
+
+Strategy = Literal["least_in_flight", "round_robin", "assignments_ever", "static_split"]
+"""`least_in_flight`: the fewest tasks that run there now. The others are there to be compared with, and blind to what
+runs: `round_robin` takes the one that was taken longest ago, `assignments_ever` the one with the fewest tasks so far
+(which sends everything to one that was added late), and `static_split` gives each an equal share in order of arrival,
+full or not. Counts are divided by the weight of the backend, but by `round_robin` and `static_split`."""
+
+
+class HealthConfig(Table, frozen=True):
+    """When a backend that fails is given no more rollouts, its rollouts move, and when it is taken in again.
+
+    Attributes:
+        interval_s: between two probes of one backend; 0 for no probes: only calls tell then, and one that is out stays
+            out until it is added again.
+        open_after_failures: of calls (with all their retries) since one was answered, and of probes since one was. A
+            single call is enough if none was answered since it was taken in again.
+        close_after_successes: in a row, of probes; up to eight times as many while the first call afterwards fails.
+    """
+
+    interval_s: SecondsOrZero = 15.0
+    open_after_failures: int = 3
+    close_after_successes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("open_after_failures", "close_after_successes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.interval_s < 0:
+            raise ValueError(f"interval_s must be >= 0, got {self.interval_s}")
+
+
+class LoadConfig(Table, frozen=True):
+    """What is made of the load that engines report on their `/metrics`; nothing for one that reports none.
+
+    Attributes:
+        interval_s: between two reports of one backend; 0 for none, and then nothing of this happens.
+        skew_margin_s, skew_ratio: a rollout moves to another backend, at most once a turn, when its wait here would be
+            more than `skew_margin_s + skew_ratio * (wait there + time to read its prefix there)`. See `inference.load`.
+        max_kv_usage: of the KV cache, by running requests. Above it, or when requests lost their place in the cache,
+            the backend gets no more rollouts than `decrease_factor` of those it has, but at least `min_tasks`. While it
+            is below, the limit grows by `increase_tasks` a report, up to `max_tasks_per_backend`. 0: never.
+    """
+
+    interval_s: SecondsOrZero = 2.0
+    skew_margin_s: SecondsOrZero = 2.0
+    skew_ratio: Annotated[float, msgspec.Meta(ge=1, le=1e6)] = 1.5
+    max_kv_usage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
+    decrease_factor: float = 0.8
+    increase_tasks: int = 1
+    min_tasks: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("interval_s", "skew_margin_s", "max_kv_usage"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        for name in ("skew_ratio", "increase_tasks", "min_tasks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if not 0 < self.decrease_factor < 1:
+            raise ValueError(f"decrease_factor must be above 0 and below 1, got {self.decrease_factor}")
+
+
+class BackendConfig(Table, frozen=True):
+    """LLM backends known at the start; more may be added while running.
+
+    `max_tasks_per_backend`: rollouts that have a backend at the same time, 0 for no limit of its own (`run_workers` is
+    one for all backends). A rollout waits for one with room for `lease_timeout_s`, charged to no budget.
+
+    `engine`: what they are: `vllm`, `sglang` (tested against a look-alike only), `prorl` (a trainer's own, as the ProRL
+    Agent server knows it: `POST /generate` with `prompt_ids`), or `auto`, which asks each.
+    `max_model_len`: the longest context, in tokens, of engines that do not say, which is `prorl` alone; 0: what the
+    model's config.json has as `max_position_embeddings`.
+    `weights`: shares of the rollouts, by URL: one of weight 2 gets twice as many as one of 1, which others have.
+    `required`: refuse to start when a backend does not pass its probe; otherwise it is `down`, and joins when it does.
+    `slice_tokens`: completions are answered in slices, the first of so many tokens, each further one as long as all
+    before it: one that a time-out, a lost connection or a pause cuts is continued from the slices it has. A few are
+    streamed, to learn an engine's pace, and all those that might take half of `request_timeout_s`. 0: in one piece,
+    and what is cut is sampled again, which favours short completions.
+    `stream`: have all of them sent token by token: nothing is lost then when one is cut, also where the engine cannot
+    answer an abort with what it has; each token costs the node, and the engine, ten times the CPU.
+    `request_timeout_s`: for each slice; a stream goes on from what it has then.
+
+    `strategy`: which backend a rollout goes to; all but `least_in_flight` are there to be compared with.
+    `health`: when one that fails is given no more rollouts, and its rollouts move.
+    `load`: when a rollout moves off one that has too much to do, and how many rollouts one takes.
+    """
+
+    urls: list[str] = msgspec.field(default_factory=list)
+    weights: dict[str, float] = msgspec.field(default_factory=dict)
+    engine: Literal["auto", "vllm", "sglang", "prorl"] = "auto"
+    max_model_len: Amount = 0
+    stream: bool = False
+    slice_tokens: Amount = 256
+    required: bool = False
+    probe_timeout_s: Seconds = 60.0
+    request_timeout_s: Seconds = 600.0
+    max_connections_per_backend: Count = 512
+    max_tasks_per_backend: Amount = 0
+    lease_timeout_s: SecondsOrZero = 900.0
+    strategy: Strategy = "least_in_flight"
+    health: HealthConfig = HealthConfig()
+    load: LoadConfig = LoadConfig()
+
+    def __post_init__(self) -> None:
+        for url, weight in self.weights.items():
+            if url not in self.urls:
+                raise ValueError(f"weights: {url} is not among the urls")
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"weights: that of {url} must be > 0, got {weight}")

@@ -1,0 +1,93 @@
+"""Where a node listens: the socket of trainers, and REST."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from prorl_trio.config.quantities import Amount, Count, Port, Seconds, SecondsOrZero
+from prorl_trio.config.table import Table
+
+__all__ = ["ListenConfig", "RestConfig"]
+
+
+class ListenConfig(Table, frozen=True):
+    """The trainer-facing socket. `token` may instead be in the file `token_file` (mode 0600); one is required.
+
+    `port` 0 takes a free one. `endpoint_file`, if set, is written once the node listens: `{"url": "ws://..."}`.
+    With `tls_cert` and `tls_key` (PEM files; the key 0600) it speaks TLS, and its URL is `wss://`; so does REST.
+
+    `unix_socket` is the path of one more, for trainers on the same host (`unix://PATH`), never with TLS; through it, or
+    rather the one beside it, they map the arena. Its folder must be 0700, and is made so if it is missing. `auto`: in
+    a folder beside the endpoint file, if there is one; empty: none.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 8700
+    token: str = ""
+    token_file: str = ""
+    endpoint_file: str = ""
+    unix_socket: str = "auto"
+    tls_cert: str = ""
+    tls_key: str = ""
+    max_message_bytes: Count = 64 * 1024 * 1024
+    max_sessions: Count = 64
+    heartbeat_interval_s: Seconds = 10.0
+    heartbeat_timeout_s: Seconds = 30.0
+
+    def unix_path(self) -> Path | None:
+        """Where the Unix socket goes; None: nowhere."""
+        if self.unix_socket != "auto":
+            return Path(self.unix_socket) if self.unix_socket else None
+        if not self.endpoint_file:
+            return None
+        endpoint = Path(self.endpoint_file)
+        return endpoint.with_name(f".{endpoint.stem}") / "node"
+
+
+class RestConfig(Table, frozen=True):
+    """REST beside the WebSocket, with the same token, sessions and jobs. `port` 0 takes a free one.
+
+    Attributes:
+        tls: speak TLS (`https://`) where `listen` does. False: never, as behind a proxy of this host.
+        max_connections: with the token at once, event streams and long polls included; more are refused. Besides them
+            there may be 64 without: the next one makes another give way.
+        idle_timeout_s: for a request's headers to come in whole, and between two requests of a connection.
+        body_timeout_s, send_timeout_s: for a request's body to come in, and for a client to take a part of an answer.
+        max_wait_s: whatever `?wait=` asks for, an answer comes by then.
+        results_retention_s: an outcome of a session that was begun here, and that no trainer is connected to, is
+            dropped after so long if it was neither acknowledged nor deleted.
+        max_results_per_reply, max_reply_bytes: outcomes in one answer; the first one always fits.
+        max_event_streams, event_buffer_events: listeners of `/v1/events`, and what each may lag behind.
+        prorl_compat: serve the endpoints of the ProRL Agent server, too. `prorl_compat_token`: whether they ask for the
+            token, which that server's clients do not send. `auto`: only where somebody else than this host's users
+            could come: `host` is no loopback address, or sandboxes have a network. False is refused there.
+            `prorl_compat_timeout_s`: its `/process` answers by then; the job goes on.
+        data_sources: for `prorl_compat`, which handler works on an instance of a `data_source`.
+    """
+
+    enabled: bool = False
+    host: str = "127.0.0.1"
+    port: Port = 8701
+    tls: bool = True
+    max_connections: Count = 256
+    max_body_bytes: Count = 64 * 1024 * 1024
+    idle_timeout_s: Seconds = 15.0
+    body_timeout_s: Seconds = 60.0
+    send_timeout_s: Seconds = 60.0
+    max_wait_s: SecondsOrZero = 600.0
+    results_retention_s: Seconds = 86_400.0
+    max_jobs_per_request: Count = 10_000
+    max_results_per_reply: Count = 256
+    max_reply_bytes: Count = 256 * 1024 * 1024
+    max_event_streams: Amount = 16
+    event_buffer_events: Count = 4096
+    event_heartbeat_interval_s: Seconds = 15.0
+    prorl_compat: bool = False
+    prorl_compat_token: bool | Literal["auto"] = "auto"
+    prorl_compat_timeout_s: Seconds = 7200.0
+    data_sources: dict[str, str] = msgspec.field(
+        default_factory=lambda: {"deepscaler": "math", "gsm8k": "math", "math": "math"}
+    )

@@ -1,0 +1,81 @@
+"""The pipeline: workers and queues, what is admitted to it, and the time that a job may take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from prorl_trio.config.quantities import Count, Seconds
+from prorl_trio.config.table import Table
+
+if TYPE_CHECKING:
+    from prorl_trio.types.models import Budgets
+
+__all__ = ["AdmissionConfig", "BudgetConfig", "StagesConfig"]
+
+MIN_SESSION_WEIGHT: Final = 0.01
+MAX_SESSION_WEIGHT: Final = 100.0
+
+
+class StagesConfig(Table, frozen=True):
+    """Workers of each stage, and how many jobs may wait for each. A full INIT queue rejects submissions; a full RUN or
+    EVAL queue holds the stage before it up.
+
+    Of the handlers that want a fresh sandbox for the evaluation, `max_refreshing` may start it while RUN goes on.
+    """
+
+    init_workers: Count = 4
+    run_workers: Count = 32
+    eval_workers: Count = 4
+    init_queue: Count = 10_000
+    ready_queue: Count = 16
+    eval_queue: Count = 1_000
+    max_refreshing: Count = 8
+
+
+class AdmissionConfig(Table, frozen=True):
+    """What a node holds before it rejects jobs, besides `stages.init_queue`: of all sessions, and of one.
+
+    `live` jobs have no outcome yet; `undelivered` outcomes are not acknowledged. Which limit it was, and when there
+    will probably be room, is in the rejection.
+
+    Sessions share the workers: each has the share of its weight, as long as it has jobs waiting. `session_weights` are
+    those by session id that are not 1, from 0.01 to 100.
+    """
+
+    session_weights: dict[str, float] = msgspec.field(default_factory=dict)
+    max_queued_per_session: Count = 10_000
+    max_live: Count = 20_000
+    max_live_per_session: Count = 20_000
+    max_undelivered: Count = 200_000
+    max_undelivered_bytes: Count = 16 * 1024 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        for session_id, weight in self.session_weights.items():
+            if not MIN_SESSION_WEIGHT <= weight <= MAX_SESSION_WEIGHT:
+                raise ValueError(
+                    f"session_weights: that of {session_id!r} must be {MIN_SESSION_WEIGHT:g} to "
+                    f"{MAX_SESSION_WEIGHT:g}, got {weight:g}"
+                )
+
+    def weight_of(self, session_id: str) -> float:
+        """Of a session's jobs, against those of the others."""
+        return self.session_weights.get(session_id, 1.0)
+
+
+class BudgetConfig(Table, frozen=True):
+    """Default seconds per stage of a job, for all stages together, and for the policy and its tools; a job may ask for
+    others. Queue time is not charged. See `models.Budgets`."""
+
+    init_s: Seconds = 120.0
+    run_s: Seconds = 900.0
+    eval_s: Seconds = 120.0
+    total_s: Seconds = 3600.0
+    agent_s: Seconds = 600.0
+
+    def of_agent(self, asked: Budgets) -> float:
+        """`agent_s` of a job: what it asks for, or the default, but never more than a `run_s` of its own."""
+        if asked.agent_s is not None:
+            return asked.agent_s
+        return self.agent_s if asked.run_s is None else min(self.agent_s, asked.run_s)

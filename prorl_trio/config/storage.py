@@ -1,0 +1,73 @@
+"""Where a node keeps jobs, outcomes and tokens: the ledger and the arena."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+
+from ipc.arena_socket import MAX_ARENA_READERS
+from prorl_trio.config.quantities import Amount, Count, SecondsOrZero
+from prorl_trio.config.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["ArenaConfig", "LedgerConfig"]
+
+
+class LedgerConfig(Table, frozen=True):
+    """Where jobs and outcomes are kept, so that they outlive the node: an accepted job, and an outcome until it is
+    acknowledged. One node at a time uses a folder, which is on a disk of its own machine.
+
+    Attributes:
+        dir: `auto`: `prorl-trio/NODE_ID` in $XDG_STATE_HOME (~/.local/state) if `node_id` is set, else nowhere. Empty:
+            nowhere, and then nothing outlives the node.
+        on_restart: what becomes of jobs that were not finished: `retry` runs them again, `fail` ends them.
+        max_attempts: a job that is not finished, and of which so many attempts began, is not run again.
+        log_bytes: of the database's write-ahead log, before it is copied into the database and begun anew.
+        reserve_bytes: preallocated on the disk, for outcomes when it is full. An outcome takes twice its size of it.
+        max_bytes: on the disk: of the database, its log and the reserve.
+        tombstone_s: a job acknowledged less than that ago is not run again for the session that had it. Of the time in
+            which the node runs: no clock that somebody sets makes it shorter.
+        hot_outcome_bytes: of the outcomes that are not acknowledged, what stays in memory besides; the others are read
+            from the disk when somebody takes them. Without a ledger all of them are in memory, see `admission`.
+    """
+
+    dir: str = "auto"
+    on_restart: Literal["retry", "fail"] = "retry"
+    max_attempts: Count = 5
+    log_bytes: Annotated[int, msgspec.Meta(ge=64 * 1024)] = 64 * 1024 * 1024
+    reserve_bytes: Amount = 128 * 1024 * 1024
+    max_bytes: Count = 16 * 1024 * 1024 * 1024
+    tombstone_s: SecondsOrZero = 3600.0
+    hot_outcome_bytes: Amount = 256 * 1024 * 1024
+
+    def folder(self, node_id: str, environ: Mapping[str, str]) -> Path | None:
+        """Where the ledger goes; None: nowhere."""
+        if self.dir != "auto":
+            return Path(self.dir) if self.dir else None
+        if not node_id:
+            return None
+        state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+        return Path(state) / "prorl-trio" / node_id
+
+
+class ArenaConfig(Table, frozen=True):
+    """Memory for the tokens of live and undelivered trajectories, which trainers on the same host can map.
+
+    A rollout starts when there is room for the longest trajectory it can have. One that waited `room_timeout_s` for it,
+    which no budget is charged for, goes on in the node's private memory.
+
+    Attributes:
+        size_bytes: 0: 1 GiB, or a tenth of the memory if that is less. Committed as it is written.
+        shared_bytes: of outcomes that wait for trainers who map them; more are delivered as frames. 0: half of it.
+        max_readers: trainers who map it at once; further ones are sent frames.
+    """
+
+    enabled: bool = True
+    size_bytes: Amount = 0
+    shared_bytes: Amount = 0
+    room_timeout_s: SecondsOrZero = 60.0
+    max_readers: Count = MAX_ARENA_READERS
