@@ -18,14 +18,14 @@ class SandboxLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The limits of one sandbox. There is no way to have none: give a large number instead.
 
     Attributes:
-        memory_bytes: of all processes together; also of the private memory of each, where more is refused to it.
+        memory_bytes: memory of all processes together; also private memory of each, where more is refused to it.
         max_processes: processes and threads, all together, without those of the sandbox itself.
-        max_open_files: of each process.
+        max_open_files: files that a process may have open.
         cpu_s: CPU time of each process. The shells are processes too.
-        max_file_bytes: of one file.
-        disk_bytes: of what can be written: /tmp, the home directory, /dev/shm and the image's writable layer. Where
-            they are separate file systems, of each.
-        wall_s: of one action, whatever time-out it asked for.
+        max_file_bytes: size of a file.
+        disk_bytes: size of what can be written: /tmp, the home directory, /dev/shm and the image's writable layer.
+            Where they are separate file systems, of each.
+        wall_s: time of one action, whatever time-out it asked for.
     """
 
     memory_bytes: Annotated[int, msgspec.Meta(ge=64 * _MIB)] = 2048 * _MIB

@@ -20,14 +20,15 @@ full or not. Counts are divided by the weight of the backend, but by `round_robi
 
 
 class HealthConfig(Table, frozen=True):
-    """When a backend that fails is given no more rollouts, its rollouts move, and when it is taken in again.
+    """A circuit breaker: a backend that fails is given no more rollouts, and its rollouts move, until it is well again.
 
     Attributes:
-        interval_s: between two probes of one backend; 0 for no probes: only calls tell then, and one that is out stays
-            out until it is added again.
-        open_after_failures: of calls (with all their retries) since one was answered, and of probes since one was. A
-            single call is enough if none was answered since it was taken in again.
-        close_after_successes: in a row, of probes; up to eight times as many while the first call afterwards fails.
+        interval_s: time between two probes of one backend; 0 for no probes: only calls tell then, and one that is out
+            stays out until it is added again.
+        open_after_failures: failures in a row, of calls (with all their retries) or of probes, that take a backend out.
+            A single call is enough if none was answered since it was taken in again.
+        close_after_successes: successes in a row, of probes, that take it in again; up to eight times as many while the
+            first call afterwards fails.
     """
 
     interval_s: SecondsOrZero = 15.0
@@ -43,15 +44,21 @@ class HealthConfig(Table, frozen=True):
 
 
 class LoadConfig(Table, frozen=True):
-    """What is made of the load that engines report on their `/metrics`; nothing for one that reports none.
+    """Balance by the load that engines report on their `/metrics`; nothing of it for one that reports none.
+
+    A rollout moves to another backend, at most once a turn, when its wait here would be more than `skew_margin_s +
+    skew_ratio * (wait there + time to read its prefix there)`.
 
     Attributes:
-        interval_s: between two reports of one backend; 0 for none, and then nothing of this happens.
-        skew_margin_s, skew_ratio: a rollout moves to another backend, at most once a turn, when its wait here would be
-            more than `skew_margin_s + skew_ratio * (wait there + time to read its prefix there)`. See `inference.load`.
-        max_kv_usage: of the KV cache, by running requests. Above it, or when requests lost their place in the cache,
-            the backend gets no more rollouts than `decrease_factor` of those it has, but at least `min_tasks`. While it
-            is below, the limit grows by `increase_tasks` a report, up to `max_tasks_per_backend`. 0: never.
+        interval_s: time between two reports of one backend; 0 for none, and then nothing of this happens.
+        skew_margin_s: difference between the two waits that is left alone.
+        skew_ratio: factor between the two waits that is left alone.
+        max_kv_usage: share of the KV cache that running requests may fill. Above it, or when requests lost their place
+            in the cache, the backend gets no more rollouts than `decrease_factor` of those it has; below it the limit
+            grows again, up to `max_tasks_per_backend`. 0: never.
+        decrease_factor: see `max_kv_usage`; above 0 and below 1.
+        increase_tasks: rollouts by which the limit grows again at each report.
+        min_tasks: rollouts that a backend is given however full it is.
     """
 
     interval_s: SecondsOrZero = 2.0
@@ -76,26 +83,31 @@ class LoadConfig(Table, frozen=True):
 class BackendConfig(Table, frozen=True):
     """LLM backends known at the start; more may be added while running.
 
-    `max_tasks_per_backend`: rollouts that have a backend at the same time, 0 for no limit of its own (`run_workers` is
-    one for all backends). A rollout waits for one with room for `lease_timeout_s`, charged to no budget.
-
-    `engine`: what they are: `vllm`, `sglang` (tested against a look-alike only), `prorl` (a trainer's own, as the ProRL
-    Agent server knows it: `POST /generate` with `prompt_ids`), or `auto`, which asks each.
-    `max_model_len`: the longest context, in tokens, of engines that do not say, which is `prorl` alone; 0: what the
-    model's config.json has as `max_position_embeddings`.
-    `weights`: shares of the rollouts, by URL: one of weight 2 gets twice as many as one of 1, which others have.
-    `required`: refuse to start when a backend does not pass its probe; otherwise it is `down`, and joins when it does.
-    `slice_tokens`: completions are answered in slices, the first of so many tokens, each further one as long as all
-    before it: one that a time-out, a lost connection or a pause cuts is continued from the slices it has. A few are
-    streamed, to learn an engine's pace, and all those that might take half of `request_timeout_s`. 0: in one piece,
-    and what is cut is sampled again, which favours short completions.
-    `stream`: have all of them sent token by token: nothing is lost then when one is cut, also where the engine cannot
-    answer an abort with what it has; each token costs the node, and the engine, ten times the CPU.
-    `request_timeout_s`: for each slice; a stream goes on from what it has then.
-
-    `strategy`: which backend a rollout goes to; all but `least_in_flight` are there to be compared with.
-    `health`: when one that fails is given no more rollouts, and its rollouts move.
-    `load`: when a rollout moves off one that has too much to do, and how many rollouts one takes.
+    Attributes:
+        urls: `http://HOST:PORT` of each.
+        weights: shares of the rollouts, by URL: a backend of weight 2 gets twice as many as one of 1, which others
+            have.
+        engine: what the servers are: `vllm`, `sglang` (tested against a look-alike only), `prorl` (a trainer's own, as
+            the ProRL Agent server knows it: `POST /generate` with `prompt_ids`), or `auto`, which asks each.
+        max_model_len: the longest context, in tokens, of engines that do not say, which is `prorl` alone; 0: what the
+            model's config.json has as `max_position_embeddings`.
+        stream: have all completions sent token by token: nothing is lost then when one is cut, also where the engine
+            cannot answer an abort with what it has; each token costs the node, and the engine, ten times the CPU.
+        slice_tokens: completions are answered in slices, the first of so many tokens, each further one as long as all
+            before it: one that a time-out, a lost connection or a pause cuts is continued from the slices it has. A few
+            are streamed, to learn an engine's pace, and all those that might take half of `request_timeout_s`. 0: in
+            one piece, and what is cut is sampled again, which favours short completions.
+        required: refuse to start when a backend does not pass its probe; else it is `down`, and joins when it does.
+        probe_timeout_s: time for one probe of a backend.
+        request_timeout_s: time for each slice; a stream goes on from what it has then.
+        max_connections_per_backend: calls of one backend at once; more wait.
+        max_tasks_per_backend: rollouts that have a backend at the same time; 0 for no limit of its own (`run_workers`
+            is one for all backends).
+        lease_timeout_s: longest wait of a rollout for a backend with room, charged to no budget.
+        strategy: which backend a rollout goes to. `least_in_flight`: the fewest tasks that run there now. The others
+            are there to be compared with.
+        health: when one is given no more rollouts because it fails.
+        load: when one is given no more rollouts because it has enough.
     """
 
     urls: list[str] = msgspec.field(default_factory=list)

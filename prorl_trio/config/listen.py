@@ -1,4 +1,4 @@
-"""Where a node listens: the socket of trainers, and REST."""
+"""The addresses a node listens on: the WebSocket of trainers, and REST."""
 
 from __future__ import annotations
 
@@ -14,14 +14,23 @@ __all__ = ["ListenConfig", "RestConfig"]
 
 
 class ListenConfig(Table, frozen=True):
-    """The trainer-facing socket. `token` may instead be in the file `token_file` (mode 0600); one is required.
+    """The WebSocket of trainers.
 
-    `port` 0 takes a free one. `endpoint_file`, if set, is written once the node listens: `{"url": "ws://..."}`.
-    With `tls_cert` and `tls_key` (PEM files; the key 0600) it speaks TLS, and its URL is `wss://`; so does REST.
-
-    `unix_socket` is the path of one more, for trainers on the same host (`unix://PATH`), never with TLS; through it, or
-    rather the one beside it, they map the arena. Its folder must be 0700, and is made so if it is missing. `auto`: in
-    a folder beside the endpoint file, if there is one; empty: none.
+    Attributes:
+        host: address or name to listen on.
+        port: 0 takes a free one.
+        token: the secret that trainers show. It, or `token_file`, is required.
+        token_file: file that holds the token, of mode 0600.
+        endpoint_file: written once the node listens: `{"url": "ws://..."}`; empty: none.
+        unix_socket: path of one more listener, for trainers on the same host (`unix://PATH`), never with TLS; through
+            the socket beside it they map the arena. Its folder must have mode 0700, and is made so if it is missing.
+            `auto`: in a folder beside the endpoint file, if there is one; empty: none.
+        tls_cert, tls_key: PEM files, the key of mode 0600. With both the WebSocket is `wss://`; see `rest.tls`.
+        max_message_bytes: longest message of a connection, and so the largest outcome.
+        max_sessions: sessions with a connection, and sessions that hold nothing: of the latter the one that was left
+            alone longest gives way to a new one.
+        heartbeat_interval_s: time between two heartbeats to a trainer; less than `heartbeat_timeout_s`.
+        heartbeat_timeout_s: a connection on which nothing came for so long is lost.
     """
 
     host: str = "127.0.0.1"
@@ -48,23 +57,33 @@ class ListenConfig(Table, frozen=True):
 
 
 class RestConfig(Table, frozen=True):
-    """REST beside the WebSocket, with the same token, sessions and jobs. `port` 0 takes a free one.
+    """REST beside the WebSocket, with the same token, sessions and jobs.
 
     Attributes:
-        tls: speak TLS (`https://`) where `listen` does. False: never, as behind a proxy of this host.
-        max_connections: with the token at once, event streams and long polls included; more are refused. Besides them
-            there may be 64 without: the next one makes another give way.
-        idle_timeout_s: for a request's headers to come in whole, and between two requests of a connection.
-        body_timeout_s, send_timeout_s: for a request's body to come in, and for a client to take a part of an answer.
+        enabled: serve REST.
+        host: address or name to listen on.
+        port: 0 takes a free one.
+        tls: speak TLS (`https://`) where `listen` does; `false`: never, as behind a proxy of this host.
+        max_connections: connections with the token, event streams and long polls included; more are refused. Besides
+            them there may be 64 without: the next one makes another give way.
+        max_body_bytes: longest body of a request.
+        idle_timeout_s: time for a request's headers to come in whole, and between two requests of a connection.
+        body_timeout_s: time for a request's body to come in.
+        send_timeout_s: time for a client to take a part of an answer.
         max_wait_s: whatever `?wait=` asks for, an answer comes by then.
         results_retention_s: an outcome of a session that was begun here, and that no trainer is connected to, is
             dropped after so long if it was neither acknowledged nor deleted.
-        max_results_per_reply, max_reply_bytes: outcomes in one answer; the first one always fits.
-        max_event_streams, event_buffer_events: listeners of `/v1/events`, and what each may lag behind.
-        prorl_compat: serve the endpoints of the ProRL Agent server, too. `prorl_compat_token`: whether they ask for the
-            token, which that server's clients do not send. `auto`: only where somebody else than this host's users
-            could come: `host` is no loopback address, or sandboxes have a network. False is refused there.
-            `prorl_compat_timeout_s`: its `/process` answers by then; the job goes on.
+        max_jobs_per_request: jobs in one request that does not wait for them.
+        max_results_per_reply: outcomes in one answer.
+        max_reply_bytes: size of the outcomes in one answer; the first one always fits.
+        max_event_streams: listeners of `/v1/events`.
+        event_buffer_events: events that a listener may lag behind.
+        event_heartbeat_interval_s: time between two comments in an event stream.
+        prorl_compat: serve the endpoints of the ProRL Agent server, too.
+        prorl_compat_token: make them ask for the token, which that server's clients do not send. `auto`: only where
+            somebody else than this host's users could come: `host` is no loopback address, or sandboxes have a network.
+            `false` is refused there.
+        prorl_compat_timeout_s: their `/process` answers by then; the job goes on.
         data_sources: for `prorl_compat`, which handler works on an instance of a `data_source`.
     """
 

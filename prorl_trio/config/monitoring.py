@@ -1,4 +1,4 @@
-"""What a node tells of itself: stalls of its event loop, and spans."""
+"""Monitoring of a node: stalls of its event loop, and spans."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ __all__ = ["MonitoringConfig", "TelemetryConfig"]
 
 
 class MonitoringConfig(Table, frozen=True):
-    """What the node says of itself.
+    """Notices of stalls of the event loop.
 
-    `stall_warn_s`: a longer pass of the event loop, in which it answers nobody, is logged with the task's name.
-    `stall_dump_after_s`: log the loop's stack while a pass lasts longer, from a thread of its own; 0 never does.
+    Attributes:
+        stall_warn_s: a pass of the event loop, in which it answers nobody, that takes longer is logged with the task's
+            name.
+        stall_dump_after_s: log the loop's stack while a pass lasts longer, from a thread of its own; 0 never does.
     """
 
     stall_warn_s: Seconds = 0.25
@@ -24,7 +26,13 @@ class MonitoringConfig(Table, frozen=True):
 
 
 class TelemetryConfig(Table, frozen=True):
-    """OpenTelemetry: spans go to `otlp_endpoint` (`http://collector:4318/v1/traces`); empty turns it off."""
+    """Spans of jobs, stages and turns for OpenTelemetry.
+
+    Attributes:
+        otlp_endpoint: where spans go: `http://collector:4318/v1/traces`; empty turns it off.
+        service_name: name of this service in them.
+        max_queued_spans: spans that wait to be sent; more are dropped.
+    """
 
     otlp_endpoint: Annotated[str, msgspec.Meta(pattern=r"^(https?://[^/\s]+\S*)?\Z")] = ""
     service_name: str = "prorl-trio"

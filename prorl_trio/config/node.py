@@ -30,10 +30,13 @@ OnHangup = Literal["auto", "drain", "reload"]
 class NodeConfig(Table, frozen=True):
     """Everything one node needs.
 
-    `node_id` is its name, also of its folder in `ledger.dir`; empty: made of host and process.
-    A job in a stage to which nothing happens for `stuck_after_s` is shown as stuck; its budgets end it.
-    `on_hangup`: at SIGHUP the node drains, or reads its configuration again; `auto`: it drains if it was started from a
-    terminal, which is gone then.
+    Attributes:
+        node_id: the name of the node, also of its folder in `ledger.dir`; empty: made of host and process.
+        drain_timeout_s: time after the first SIGTERM for live jobs to end by themselves; then they are cancelled.
+        stuck_after_s: a job in a stage to which nothing happens for so long is shown as stuck; its budgets end it.
+        on_hangup: at SIGHUP the node drains, or reads its configuration again; `auto`: it drains if it was started from
+            a terminal, which is gone then.
+        max_undelivered: jobs of one session, running or finished and not acknowledged.
     """
 
     model: ModelConfig

@@ -9,15 +9,15 @@ from typing import Annotated, Final
 
 import msgspec
 
-__all__ = ["Amount", "Count", "Port", "Seconds", "SecondsOrZero"]
+__all__ = ["YEAR_S", "Amount", "Count", "Port", "Seconds", "SecondsOrZero"]
 
-_YEAR_S: Final = 366 * 24 * 3600.0
+YEAR_S: Final = 366 * 24 * 3600.0
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 """Of workers, places, bytes: at least one."""
 Amount = Annotated[int, msgspec.Meta(ge=0)]
 """The same where 0 has a meaning, which the field says."""
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
-SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=_YEAR_S)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=YEAR_S)]
+SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=YEAR_S)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 """0: any that is free."""

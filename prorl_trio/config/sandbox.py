@@ -1,4 +1,4 @@
-"""Where code of the policy's runs: sandboxes, and the processes that score its answers."""
+"""Sandboxes, and the processes that score answers: what runs the code and reads the text of a policy."""
 
 from __future__ import annotations
 
@@ -14,19 +14,34 @@ __all__ = ["SandboxConfig", "ScoringConfig"]
 
 
 class SandboxConfig(Table, frozen=True):
-    """`auto` takes apptainer, then bubblewrap, whichever passes its probe first. `process` isolates nothing.
+    """The sandboxes that tools run in, one for each rollout.
 
-    Sandboxes are started in advance where they are in demand: at most `max_warm`, 0 for none, and `max_warm_per_image`
-    of one image; one that nobody took for `max_warm_idle_s` is ended.
+    They are started in advance where they are in demand.
+
+    Attributes:
+        provider: what isolates tools. `auto` takes apptainer, then bubblewrap, whichever passes its probe first.
+            `process` isolates nothing.
+        image: for handlers that name none: `host` (this machine's userland, read-only), an unpacked root directory, a
+            `.sif` file, or a name of the image store.
+        packages: Python packages, installed beside the node, that tools find in the image `host` besides the promised
+            ones.
+        network: let tools use this machine's network.
+        fakeroot: the tools are root in there, so that they can install packages. apptainer only.
+        start_timeout_s: time for a sandbox to be ready for its first command.
+        max_concurrent_starts: sandboxes that start at the same time.
+        max_concurrent_starts_per_image: of them, those of one image.
+        max_warm: sandboxes that are kept ready; 0 for none.
+        max_warm_per_image: of them, those of one image.
+        max_warm_idle_s: one that nobody took for so long is ended.
+        limits: what one sandbox may use.
+        runtime_dir: node-local folder for control sockets. Empty: a private one below the system's temporary folder.
     """
 
     provider: Literal["auto", "apptainer", "bubblewrap", "process"] = "auto"
     image: str = "host"
     packages: tuple[str, ...] = ()
-    """Of those installed beside the node, what tools find in the image `host` besides the promised ones."""
     network: bool = False
     fakeroot: bool = False
-    """The tools are root in there, so that they can install packages. apptainer only."""
     start_timeout_s: Seconds = 60.0
     max_concurrent_starts: Count = 4
     max_concurrent_starts_per_image: Count = 4
@@ -35,18 +50,18 @@ class SandboxConfig(Table, frozen=True):
     max_warm_idle_s: SecondsOrZero = 120.0
     limits: SandboxLimits = SandboxLimits()
     runtime_dir: str = ""
-    """Node-local folder for control sockets. Empty: a private one below the system's temporary folder."""
 
 
 class ScoringConfig(Table, frozen=True):
-    """What a scoring process may use. An answer is the policy's text: it may be made to eat all there is.
+    """Limits of a scoring process. An answer is the policy's text: it may be made to eat all there is.
 
     Attributes:
         cpu_s: CPU time of one call.
-        memory_bytes: of private memory.
-        stack_bytes: what deep nesting fills.
+        memory_bytes: private memory.
+        stack_bytes: stack, which deep nesting fills.
         max_processes: processes and threads that scorers may add to those that the node's user has; root has no limit.
-        max_file_bytes: of one file.
+        max_open_files: files that a process may have open.
+        max_file_bytes: size of a file.
     """
 
     cpu_s: Annotated[int, msgspec.Meta(ge=1)] = 10

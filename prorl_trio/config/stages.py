@@ -19,10 +19,16 @@ MAX_SESSION_WEIGHT: Final = 100.0
 
 
 class StagesConfig(Table, frozen=True):
-    """Workers of each stage, and how many jobs may wait for each. A full INIT queue rejects submissions; a full RUN or
-    EVAL queue holds the stage before it up.
+    """Workers of each stage, and how many jobs may wait for each.
 
-    Of the handlers that want a fresh sandbox for the evaluation, `max_refreshing` may start it while RUN goes on.
+    Attributes:
+        init_workers: jobs in INIT at once, where sandboxes are made.
+        run_workers: jobs in RUN at once, where the policy takes its turns.
+        eval_workers: jobs in EVAL at once, where outcomes are scored.
+        init_queue: jobs that may wait for INIT; a full queue rejects submissions.
+        ready_queue: jobs that may wait for RUN, with a sandbox each; a full queue holds INIT up.
+        eval_queue: jobs that may wait for EVAL; a full queue holds RUN up.
+        max_refreshing: fresh sandboxes for evaluations, of handlers that want one, that may start while RUN goes on.
     """
 
     init_workers: Count = 4
@@ -35,13 +41,18 @@ class StagesConfig(Table, frozen=True):
 
 
 class AdmissionConfig(Table, frozen=True):
-    """What a node holds before it rejects jobs, besides `stages.init_queue`: of all sessions, and of one.
+    """Limits of what a node holds before it rejects jobs, besides `stages.init_queue`.
 
-    `live` jobs have no outcome yet; `undelivered` outcomes are not acknowledged. Which limit it was, and when there
-    will probably be room, is in the rejection.
+    Which limit it was, and when there will probably be room, is in the rejection.
 
-    Sessions share the workers: each has the share of its weight, as long as it has jobs waiting. `session_weights` are
-    those by session id that are not 1, from 0.01 to 100.
+    Attributes:
+        session_weights: weights by session id, of those that are not 1, from 0.01 to 100. Sessions share the workers:
+            each has the share of its weight, as long as it has jobs waiting.
+        max_queued_per_session: jobs of a session that wait for INIT.
+        max_live: jobs that have no outcome yet.
+        max_live_per_session: of them, those of one session.
+        max_undelivered: outcomes that are not acknowledged.
+        max_undelivered_bytes: size of those outcomes.
     """
 
     session_weights: dict[str, float] = msgspec.field(default_factory=dict)
@@ -65,8 +76,15 @@ class AdmissionConfig(Table, frozen=True):
 
 
 class BudgetConfig(Table, frozen=True):
-    """Default seconds per stage of a job, for all stages together, and for the policy and its tools; a job may ask for
-    others. Queue time is not charged. See `models.Budgets`."""
+    """Default seconds of a job; a job may ask for others. Queue time is not charged. See `prorl_trio.Budgets`.
+
+    Attributes:
+        init_s: time for INIT.
+        run_s: time for RUN, but for the time of `agent_s`, waits for a backend, and pauses.
+        eval_s: time for EVAL.
+        total_s: time for all stages together.
+        agent_s: time in RUN for the tools that the policy calls and the tokens that it samples.
+    """
 
     init_s: Seconds = 120.0
     run_s: Seconds = 900.0

@@ -1,4 +1,4 @@
-"""Where a node keeps jobs, outcomes and tokens: the ledger and the arena."""
+"""Storage of jobs, outcomes and tokens: the ledger and the arena."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["ArenaConfig", "LedgerConfig"]
 
 
 class LedgerConfig(Table, frozen=True):
-    """Where jobs and outcomes are kept, so that they outlive the node: an accepted job, and an outcome until it is
+    """The ledger keeps jobs and outcomes, so that they outlive the node: an accepted job, and an outcome until it is
     acknowledged. One node at a time uses a folder, which is on a disk of its own machine.
 
     Attributes:
-        dir: `auto`: `prorl-trio/NODE_ID` in $XDG_STATE_HOME (~/.local/state) if `node_id` is set, else nowhere. Empty:
-            nowhere, and then nothing outlives the node.
+        dir: the folder. `auto`: `prorl-trio/NODE_ID` in $XDG_STATE_HOME (~/.local/state) if `node_id` is set, else
+            nowhere. Empty: nowhere, and then nothing outlives the node.
         on_restart: what becomes of jobs that were not finished: `retry` runs them again, `fail` ends them.
         max_attempts: a job that is not finished, and of which so many attempts began, is not run again.
-        log_bytes: of the database's write-ahead log, before it is copied into the database and begun anew.
-        reserve_bytes: preallocated on the disk, for outcomes when it is full. An outcome takes twice its size of it.
-        max_bytes: on the disk: of the database, its log and the reserve.
+        log_bytes: size of the write-ahead log at which it is copied into the database and begun anew.
+        reserve_bytes: preallocated on the disk, for outcomes when it is full; an outcome takes twice its size of it.
+        max_bytes: size on the disk, of the database, its log and the reserve.
         tombstone_s: a job acknowledged less than that ago is not run again for the session that had it. Of the time in
             which the node runs: no clock that somebody sets makes it shorter.
-        hot_outcome_bytes: of the outcomes that are not acknowledged, what stays in memory besides; the others are read
-            from the disk when somebody takes them. Without a ledger all of them are in memory, see `admission`.
+        hot_outcome_bytes: memory for outcomes that are not acknowledged; those that do not fit are read from the disk
+            when somebody takes them. Without a ledger all of them are in memory, see `admission`.
     """
 
     dir: str = "auto"
@@ -57,12 +57,15 @@ class LedgerConfig(Table, frozen=True):
 class ArenaConfig(Table, frozen=True):
     """Memory for the tokens of live and undelivered trajectories, which trainers on the same host can map.
 
-    A rollout starts when there is room for the longest trajectory it can have. One that waited `room_timeout_s` for it,
-    which no budget is charged for, goes on in the node's private memory.
+    A rollout starts when there is room for the longest trajectory it can have.
 
     Attributes:
-        size_bytes: 0: 1 GiB, or a tenth of the memory if that is less. Committed as it is written.
-        shared_bytes: of outcomes that wait for trainers who map them; more are delivered as frames. 0: half of it.
+        enabled: have one; without, tokens are in the node's private memory and go to trainers as frames.
+        size_bytes: its size; 0: 1 GiB, or a tenth of the memory if that is less. Committed as it is written.
+        shared_bytes: part of it for outcomes that wait for trainers who map them; more are delivered as frames. 0: half
+            of it.
+        room_timeout_s: a rollout that waited so long for room, which no budget is charged for, goes on in the node's
+            private memory.
         max_readers: trainers who map it at once; further ones are sent frames.
     """
 

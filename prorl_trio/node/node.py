@@ -129,7 +129,7 @@ class Node:
         return self._resources.config
 
     def apply(self, config: NodeConfig) -> None:
-        """Work with `config` from now on; it differs in nothing but `reload.LIVE`, and was checked there."""
+        """Work with `config` from now on; it differs in nothing but `live.LIVE`, and was checked there."""
         self._resources.config = config
         sizes = config.stages
         queues = {"init": sizes.init_queue, "run": sizes.ready_queue, "eval": sizes.eval_queue}

@@ -10,6 +10,7 @@ import msgspec
 import trio
 
 from prorl_trio.config import NodeConfig
+from prorl_trio.config.live import is_live
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,28 +20,6 @@ __all__ = ["Change", "ReloadPlan", "plan_reload", "serve_reloads"]
 
 logger = logging.getLogger(__name__)
 
-LIVE: Final = (
-    "stages.init_workers",
-    "stages.run_workers",
-    "stages.eval_workers",
-    "stages.init_queue",
-    "stages.ready_queue",
-    "stages.eval_queue",
-    "admission",
-    "budgets",
-    "agent",
-    "monitoring",
-    "backends.max_tasks_per_backend",
-    "backends.request_timeout_s",
-    "backends.slice_tokens",
-    "backends.lease_timeout_s",
-    "backends.health",
-    "backends.load",
-    "drain_timeout_s",
-    "stuck_after_s",
-)
-"""Fields, and tables with all their fields, that a running node takes over. Limits apply to what comes next: nothing
-that was accepted is dropped, and a worker that is one too many finishes its job."""
 SECRET: Final = ("listen.token",)
 
 
@@ -78,7 +57,7 @@ def plan_reload(old: NodeConfig, new: NodeConfig) -> ReloadPlan:
         ConfigError: a value that would change live cannot be used.
     """
     changes = list(_changes(old, new))
-    live = [change for change in changes if _is_live(change.path)]
+    live = [change for change in changes if is_live(change.path)]
     for change in live:
         minimum = 1 if change.path.startswith("stages.") else 0
         if isinstance(change.new, int | float) and change.new < minimum:
@@ -121,10 +100,6 @@ def _changes(old: msgspec.Struct, new: msgspec.Struct, path: str = "") -> Iterat
             yield from _changes(before, after, f"{path}{name}.")
         elif before != after:
             yield Change(f"{path}{name}", before, after)
-
-
-def _is_live(path: str) -> bool:
-    return any(path == live or path.startswith(f"{live}.") for live in LIVE)
 
 
 def _replaced(config: Any, path: list[str], value: Any) -> Any:

@@ -21,6 +21,7 @@ from prorl_trio.config import (
     StagesConfig,
     load_config,
 )
+from prorl_trio.config.live import LIVE
 from prorl_trio.node import reload as reload_module
 from prorl_trio.node.node import open_node
 from prorl_trio.node.reload import plan_reload, serve_reloads
@@ -81,7 +82,7 @@ async def test_what_cannot_be_used_is_refused_as_a_whole(fields):
 
 
 async def test_every_live_field_exists():
-    for path in reload_module.LIVE:
+    for path in LIVE:
         part = OLD
         for name in path.split("."):
             part = getattr(part, name)
