@@ -1,0 +1,40 @@
+"""The tree: few modules outside the rooms, imports downwards only, no circle, and a wheel of the product alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from zipfile import ZipFile
+
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).parents[2]
+MAX_MODULES_OUTSIDE_ROOMS = 5
+IN_THE_WHEEL = {"prorl_trio", "sandbox_daemon", "ipc", "launch"}
+
+
+def test_modules_are_in_rooms():
+    outside = sorted(path.name for path in (ROOT / "prorl_trio").glob("*.py"))
+    assert len(outside) <= MAX_MODULES_OUTSIDE_ROOMS, outside
+
+
+def test_rooms_import_downwards_only_and_in_no_circle(monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    assert lint_imports(no_cache=True) == 0, capfd.readouterr().out
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    assert [contract["exhaustive"] for contract in contracts if contract.get("containers") == ["prorl_trio"]] == [True]
+    assert "acyclic_siblings" in [contract["type"] for contract in contracts]
+
+
+def test_the_wheel_has_the_product_and_nothing_else(tmp_path):
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = ZipFile(wheel).namelist()
+    folders = {name.partition("/")[0] for name in names}
+    assert {folder for folder in folders if not folder.endswith(".dist-info")} == IN_THE_WHEEL
+    for folder in IN_THE_WHEEL:
+        modules = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py")}
+        assert modules <= {*names}, "a module is missing"
