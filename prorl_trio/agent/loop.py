@@ -16,6 +16,7 @@ from ipc.nursery import only_cancelled
 from prorl_trio.agent.budget import AgentBudget
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.tools.base import Observation
 from prorl_trio.tools.fitting import fit_texts
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded, StaleTrajectory
 from prorl_trio.types.models import PRIORITY, ChatMessage, Turn
@@ -286,7 +287,7 @@ class _Agent:
         sampled_s = trio.current_time()
         parsed = self._keep(completion)
         calls = parsed.tool_calls or self.style.implied_calls(parsed)
-        observations: list[str] = []
+        observations: list[Observation] = []
         fits = True
         try:
             self._check_staleness(completion.policy_version)
@@ -299,7 +300,7 @@ class _Agent:
             self._record(completion, parsed, heard, started_s, sampled_s, calls, observations)
         return _Taken(calls, completion.finish_reason, fits)
 
-    def _reply(self, calls: Sequence[ToolCall], observations: list[str]) -> bool:
+    def _reply(self, calls: Sequence[ToolCall], observations: list[Observation]) -> bool:
         """Say to the policy what came of its turn: results, of which the longest are cut where there is no room for
         all, with room for another turn; or a reminder. `observations` are then what it was shown.
 
@@ -307,7 +308,8 @@ class _Agent:
         """
         conversation, at_most = self.conversation, self.limit - MIN_TURN_TOKENS
         before = len(conversation)
-        messages = self._messages(calls, observations)
+        texts = [observation.text for observation in observations]
+        messages = self._messages(calls, texts)
         length = conversation.add_messages(messages, at_most=at_most)
         if not calls and length <= at_most:
             self.said = messages
@@ -316,27 +318,24 @@ class _Agent:
         codec = self.context.resources.chat_format.codec
         reserved = max(MIN_TURN_TOKENS, min(self.context.spec.sampling.max_output_tokens, self.room // 2))
         room = self.limit - reserved - before
-        encoded = [codec.encode(codec.mark(text)) for text in observations]
+        encoded = [codec.encode(codec.mark(text)) for text in texts]
         around = length - before - sum(map(len, encoded))
         for _ in range(MAX_FITTINGS):
-            fitted = fit_texts(codec, observations, encoded, room - around)
+            fitted = fit_texts(codec, texts, encoded, room - around)
             if fitted is None:
                 break
             length = conversation.add_messages(self._messages(calls, fitted), at_most=at_most)
             if length <= at_most:
-                observations[:] = fitted
+                observations[:] = map(Observation.with_text, observations, fitted)
                 return True
             around += length - at_most  # cut texts are encoded otherwise where they were cut
         return False
 
-    def _messages(self, calls: Sequence[ToolCall], observations: Sequence[str]) -> list[ChatMessage]:
+    def _messages(self, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[ChatMessage]:
         """What is said to the policy after its turn."""
         if not calls:
             return [ChatMessage(role="user", content=self.style.nudge())]
-        return [
-            ChatMessage(role="tool", content=text, name=call.name)
-            for call, text in zip(calls, observations, strict=True)
-        ]
+        return [ChatMessage(role="tool", content=text, name=call.name) for call, text in zip(calls, texts, strict=True)]
 
     def _keep(self, completion: Completion) -> ParsedTurn:
         """Add what was sampled to the dialogue."""
@@ -358,7 +357,7 @@ class _Agent:
         started_s: float,
         sampled_s: float,
         calls: list[ToolCall] | None = None,
-        observations: Sequence[str] = (),
+        observations: Sequence[Observation] = (),
     ) -> None:
         sampled = self.conversation.completion_ranges[-1]
         self.context.record(
@@ -369,11 +368,12 @@ class _Agent:
                 text=parsed.text,
                 finish_reason=completion.finish_reason,
                 tool_calls=parsed.tool_calls if calls is None else calls,
-                observations=list(observations),
+                observations=[observation.text for observation in observations],
                 inference_s=sampled_s - started_s,
                 tools_s=trio.current_time() - sampled_s,
                 dropped_tokens=completion.dropped_tokens,
                 messages=list(heard),
+                tool_results=[observation.result for observation in observations],
             ),
             self.dialogue,
         )
@@ -433,12 +433,12 @@ class _Agent:
                 if updates > bound:
                     raise StaleTrajectory(older, newer, updates, bound)
 
-    async def _act(self, calls: Sequence[ToolCall], observations: list[str]) -> None:
+    async def _act(self, calls: Sequence[ToolCall], observations: list[Observation]) -> None:
         """Carry the calls out in order, each result into `observations`; none after one that ends the episode."""
         context = self.context
         for call in calls:
             if self.answer is not None:
-                observations.append("Not run: the task had ended.")
+                observations.append(Observation(text="Not run: the task had ended.", outcome="not_run"))
                 continue
             with self.budget.tool(call.name) as self.tool_time:
                 observation = await self.tools.call(
@@ -446,5 +446,5 @@ class _Agent:
                 )
             self.tool_time = None
             context.activity.progress()
-            observations.append(observation.text)
+            observations.append(observation)
             self.answer = observation.answer

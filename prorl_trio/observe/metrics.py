@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prorl_trio.pipeline.fates import Fates
     from prorl_trio.pipeline.observer import JobView
     from prorl_trio.sandbox.host import Start
-    from prorl_trio.types.models import Outcome, Status, Timing, ToolCall, Turn
+    from prorl_trio.types.models import Outcome, Status, Timing, ToolOutcome, Turn
 
 __all__ = ["MAX_LABEL_VALUES", "Metrics"]
 
@@ -32,6 +32,9 @@ MAX_LABEL_VALUES: Final = 1024
 WAIT_BUCKETS_S: Final = (0.001, 0.01, 0.05, 0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600)
 STAGE_BUCKETS_S: Final = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 15, 30, 60, 120, 300, 600, 1800, 3600)
 CALL_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600)
+
+_NO_TOOL: Final[frozenset[ToolOutcome]] = frozenset({"unknown", "malformed", "not_run"})
+"""Where the name of the tool is the policy's invention, or stands for nothing: it is not a label."""
 
 _MetricT = TypeVar("_MetricT", bound="MetricWrapperBase")
 
@@ -85,9 +88,7 @@ class Metrics:
         )
         self._inference = seconds("turn_inference", "Completion of one turn, retries included.", CALL_BUCKETS_S)
         self._tools = seconds("turn_tools", "Tool calls of one turn together.", CALL_BUCKETS_S)
-        self._tool_calls = counter(
-            "tool_calls", "Calls of tools: ok, error, unknown, malformed, not_run.", "tool", "result"
-        )
+        self._tool_calls = counter("tool_calls", "Calls of tools, by how they went (`ToolOutcome`).", "tool", "result")
         self._tokens = counter(
             "tokens",
             "Sampled by the policy, given (prompts, observations), or received after an early stop and dropped.",
@@ -165,8 +166,8 @@ class Metrics:
         self._inference().observe(turn.inference_s)
         if turn.tool_calls:
             self._tools().observe(turn.tools_s)
-            for call, observation in zip(turn.tool_calls, turn.observations, strict=False):
-                self._tool_calls(*_tool_and_result(call, observation)).inc()
+            for call, result in zip(turn.tool_calls, turn.tool_results, strict=False):
+                self._tool_calls("" if result.outcome in _NO_TOOL else call.name, result.outcome).inc()
 
     def job_ended(self, job: JobView, outcome: Outcome) -> None:
         """See `Observer`."""
@@ -195,14 +196,3 @@ class Metrics:
             if used_s > 0:
                 self._queue_wait(stage).observe(queued_s)
                 self._stage(stage).observe(used_s)
-
-
-def _tool_and_result(call: ToolCall, observation: str) -> tuple[str, str]:
-    """Which tool, and how it went. A name the policy made up is not a label."""
-    if call.error:
-        return "", "malformed"
-    if observation.startswith("Error: there is no tool "):
-        return "", "unknown"
-    if observation.startswith("Not run: "):
-        return "", "not_run"
-    return call.name, "error" if observation.startswith("Error") else "ok"

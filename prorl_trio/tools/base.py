@@ -10,6 +10,7 @@ import msgspec
 from ipc.errors import IpcError
 from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.types.errors import SandboxCallFailed, TooManyDialogues
+from prorl_trio.types.models import ToolOutcome, ToolResult
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,14 +18,33 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import Sandbox
     from prorl_trio.types.models import ToolCall
 
-__all__ = ["Observation", "Tool", "ToolSet"]
+__all__ = ["Observation", "Tool", "ToolSet", "refused"]
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy sees of a tool call. `answer` is set when the call ends the episode with it."""
+    """The `text` that the policy sees of a tool call, and how the call went.
+
+    `answer` is set when the call ends the episode with it. `exit_code` is that of a command, if one ended.
+    """
 
     text: str
     answer: str | None = None
+    outcome: ToolOutcome = "ok"
+    exit_code: int | None = None
+
+    @property
+    def result(self) -> ToolResult:
+        """The part of it that is recorded beside the text."""
+        return ToolResult(outcome=self.outcome, exit_code=self.exit_code)
+
+    def with_text(self, text: str) -> Observation:
+        """Return the same with another text: a shorter one, say."""
+        return msgspec.structs.replace(self, text=text)
+
+
+def refused(why: str, outcome: ToolOutcome = "error") -> Observation:
+    """Return the observation of a call that could not be carried out."""
+    return Observation(text=f"Error: {why}", outcome=outcome)
 
 
 class Tool(abc.ABC):
@@ -44,9 +64,11 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
-        """Do it. What the policy did wrong is an observation that says so; only infrastructure errors are raised, and
-        what `Sandbox` raises: a call that the sandbox did not take becomes an observation in `ToolSet.call`, which has
-        also read `arguments` by the schema (`read_arguments`)."""
+        """Do it, and say how it went. What the policy did wrong is an observation (`refused`).
+
+        Only infrastructure errors are raised, and what `Sandbox` raises: a call that the sandbox did not take becomes
+        an observation in `ToolSet.call`, which has also read `arguments` by the schema (`read_arguments`).
+        """
 
 
 class ToolSet:
@@ -69,24 +91,24 @@ class ToolSet:
         """Carry out one call of the policy. A malformed call, an unknown tool, and what the sandbox refuses, or cannot
         do any more, are observations, not errors."""
         if call.error:
-            return Observation(text=f"Error: {call.error}")
+            return refused(call.error, "malformed")
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(sorted(self._tools))
-            return Observation(text=f"Error: there is no tool {call.name!r}. The tools are: {known}.")
+            return refused(f"there is no tool {call.name!r}. The tools are: {known}.", "unknown")
         call = msgspec.structs.replace(call, arguments=read_arguments(call.arguments, tool.parameters))
         missing = [key for key in tool.parameters.get("required", ()) if key not in call.arguments]
         if missing:
-            return Observation(text=f"Error: {tool.name} needs the argument {missing[0]!r}.")
+            return refused(f"{tool.name} needs the argument {missing[0]!r}.")
         try:
             observation = await tool.call(call.arguments, sandbox, timeout_s=timeout_s)
         except (SandboxCallFailed, TooManyDialogues) as exc:
-            observation = Observation(text=f"Error: {exc}")
+            observation = refused(str(exc))
         except (OSError, ValueError) as exc:
             if not isinstance(exc.__cause__, IpcError | UnicodeEncodeError):  # of the tool's own code
                 raise
-            observation = Observation(text=f"Error: {exc}")
-        return msgspec.structs.replace(observation, text=self._shorten(observation.text))
+            observation = refused(str(exc))
+        return observation.with_text(self._shorten(observation.text))
 
     def _shorten(self, text: str) -> str:
         limit = self._max_observation_chars

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from prorl_trio.sandbox.provider import ShellBusy, ShellIdle
 from prorl_trio.tools.arguments import read_arguments
-from prorl_trio.tools.base import Observation, Tool
+from prorl_trio.tools.base import Observation, Tool, refused
 from prorl_trio.types.errors import HandlerError
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from ipc.sandbox_calls import BashResult, CellResult
     from prorl_trio.sandbox.provider import Sandbox
+    from prorl_trio.types.models import ToolOutcome
 
 __all__ = ["BashTool", "FinishTool", "IpythonTool", "render_bash", "render_cell"]
 
@@ -97,9 +98,10 @@ class IpythonTool(Tool):
         """Raises SandboxLost when the sandbox is gone, SandboxUnavailable when it has no such kernel."""
         code = _text_argument(arguments, "code")
         if code is None:
-            return Observation(text="Error: the argument 'code' must be a string.")
+            return refused("the argument 'code' must be a string.")
         result = await _need(sandbox, self.name).ipython(code, timeout_s=timeout_s, kernel=self._kernel)
-        return Observation(text=render_cell(result, timeout_s))
+        outcome: ToolOutcome = "timed_out" if result.timed_out else "ok" if result.error is None else "error"
+        return Observation(text=render_cell(result, timeout_s), outcome=outcome)
 
 
 class BashTool(Tool):
@@ -153,16 +155,16 @@ class BashTool(Tool):
         wanted_s = arguments.get("timeout")
         for key, value in (("is_input", is_input), ("restart", restart)):
             if not isinstance(value, bool):
-                return Observation(text=f"Error: the argument '{key}' must be true or false.")
+                return refused(f"the argument '{key}' must be true or false.")
         if restart and command:
-            return Observation(text="Error: nothing was done: give 'restart' without 'command', and the command then.")
+            return refused("nothing was done: give 'restart' without 'command', and the command then.")
         if restart:
             await _need(sandbox, self.name).restart_bash()
             return Observation(text=RESTARTED)
         if command is None:
-            return Observation(text="Error: the argument 'command' must be a string.")
+            return refused("the argument 'command' must be a string.")
         if wanted_s is not None and not _is_positive_number(wanted_s):
-            return Observation(text="Error: the argument 'timeout' must be a positive number of seconds.")
+            return refused("the argument 'timeout' must be a positive number of seconds.")
         quiet_timeout_s = self._quiet_timeout_s if wanted_s is None else None
         timeout_s = timeout_s if wanted_s is None else min(timeout_s, float(wanted_s))
         shell = _need(sandbox, self.name)
@@ -173,12 +175,20 @@ class BashTool(Tool):
             else:
                 result = await shell.bash(command, timeout_s=timeout_s, quiet_timeout_s=quiet_timeout_s)
         except ShellBusy:
-            return Observation(text=f"Error: not run, because the command before is still running. {GO_ON}.")
+            return refused(f"not run, because the command before is still running. {GO_ON}.")
         except ShellIdle:
-            return Observation(text="Error: no command is running that could take input. Run it without is_input.")
+            return refused("no command is running that could take input. Run it without is_input.")
         except ValueError as exc:
-            return Observation(text=f"Error: {exc}")
-        return Observation(text=render_bash(result, timeout_s))
+            return refused(str(exc))
+        return Observation(text=render_bash(result, timeout_s), outcome=_outcome_of(result), exit_code=result.exit_code)
+
+
+def _outcome_of(result: BashResult) -> ToolOutcome:
+    if result.running:
+        return "running"
+    if result.timed_out:
+        return "timed_out"
+    return "ok" if result.exit_code == 0 else "error"
 
 
 def _is_positive_number(value: object) -> bool:

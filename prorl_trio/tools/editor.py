@@ -9,7 +9,7 @@ import trio
 
 from ipc.file_calls import EditFile
 from prorl_trio.tools.arguments import read_arguments
-from prorl_trio.tools.base import Observation, Tool
+from prorl_trio.tools.base import Observation, Tool, refused
 from prorl_trio.types.errors import HandlerError
 
 if TYPE_CHECKING:
@@ -77,5 +77,5 @@ class EditorTool(Tool):
         with trio.move_on_after(timeout_s):
             edited = await sandbox.edit_file(edit)
         if edited is None:
-            return Observation(text=f"Error: not done within {timeout_s:g} s. Look at the file before you go on.")
-        return Observation(text=edited.output)
+            return refused(f"not done within {timeout_s:g} s. Look at the file before you go on.", "timed_out")
+        return Observation(text=edited.output, outcome="ok" if edited.ok else "error")

@@ -18,6 +18,8 @@ from prorl_trio.types.trajectory import (
     SegmentReason,
     StopReason,
     ToolCall,
+    ToolOutcome,
+    ToolResult,
     Trajectory,
     Turn,
 )
@@ -44,6 +46,8 @@ __all__ = [
     "TerminalStatus",
     "Timing",
     "ToolCall",
+    "ToolOutcome",
+    "ToolResult",
     "Trajectory",
     "Turn",
 ]

@@ -26,6 +26,8 @@ __all__ = [
     "SegmentReason",
     "StopReason",
     "ToolCall",
+    "ToolOutcome",
+    "ToolResult",
     "Trajectory",
     "Turn",
 ]
@@ -54,6 +56,17 @@ SegmentReason = Literal["template_rewrite", "compaction", "sub_agent", "retry"]
 """Why a segment does not continue the one before it: the template renders earlier turns otherwise (it drops old
 reasoning, say); the dialogue was shortened; another agent was asked; a step is tried again."""
 
+ToolOutcome = Literal[
+    "ok",
+    "error",  # it failed, or exited with another code than 0, or refused its arguments
+    "timed_out",
+    "running",  # a command that goes on, and may be followed up
+    "unknown",  # there is no such tool
+    "malformed",  # the call could not be parsed
+    "not_run",  # the episode had ended
+]
+"""How a tool call went."""
+
 OUT_OF_BAND_PROTOCOL = 5
 """Of pickles that may carry buffers beside themselves (PEP 574)."""
 
@@ -73,6 +86,13 @@ class ToolCall(_Model, frozen=True):
     raw: str
     error: str = ""
     id: str = ""
+
+
+class ToolResult(_Model, frozen=True, omit_defaults=True):
+    """How one call went, beside what the policy was shown of it. `exit_code` is the command's, where it has one."""
+
+    outcome: ToolOutcome = "ok"
+    exit_code: int | None = None
 
 
 class ChatMessage(_Model, frozen=True):
@@ -275,6 +295,7 @@ class Turn(_Model, frozen=True, omit_defaults=True):
     """One action of the policy and what came back. Token positions index the segment.
 
     `observations` answer `tool_calls` one by one; there are fewer where the rollout was cut short in the middle.
+    `tool_results` say of each of them how it went.
 
     `completion_start` (inclusive) to `completion_end` (exclusive) are the sampled tokens of this turn.
 
@@ -295,6 +316,7 @@ class Turn(_Model, frozen=True, omit_defaults=True):
     tools_s: float
     dropped_tokens: int = 0
     messages: list[ChatMessage] = []
+    tool_results: list[ToolResult] = []
 
 
 class Trajectory(_Model, frozen=True):

@@ -13,7 +13,7 @@ from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.tools import FinishTool, ToolSet
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded, TokenDrift
-from prorl_trio.types.models import ChatMessage, SamplingParams
+from prorl_trio.types.models import ChatMessage, SamplingParams, ToolResult
 
 
 def call(code):
@@ -41,6 +41,7 @@ async def test_a_tool_call_is_run_and_its_result_reaches_the_model(rig):
     )
     assert (context.stop_reason, context.answer) == ("finished", "42")
     assert [turn.observations for turn in context.turns] == [["42"], []]
+    assert [turn.tool_results for turn in context.turns] == [[ToolResult()], []]
 
 
 async def test_a_rollout_outlives_several_engines_that_fail_at_once(rig):
@@ -112,6 +113,7 @@ async def test_calls_after_finish_are_not_run(rig):
         context = await rollout(rig, finish + call("6*7"))
         assert context.sandbox.actions == []
     assert context.turns[0].observations[1].startswith("Not run")
+    assert [result.outcome for result in context.turns[0].tool_results] == ["ok", "not_run"]
 
 
 async def test_a_fenced_block_is_run_where_a_small_model_forgets_the_call(rig):

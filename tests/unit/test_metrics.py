@@ -6,7 +6,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prorl_trio.observe.metrics import MAX_LABEL_VALUES, Metrics
 from prorl_trio.observe.stall import LoopStalls
 from prorl_trio.pipeline.observer import JobView
-from prorl_trio.types.models import Timing, ToolCall, Trajectory, Turn
+from prorl_trio.testing.fake_sandbox import FakeSandbox
+from prorl_trio.tools import BashTool, ToolSet
+from prorl_trio.types.models import Timing, ToolCall, ToolResult, Trajectory, Turn
 from support.fake_node import make_outcome, make_spec
 
 
@@ -31,7 +33,7 @@ def view(job_id="job", **fields):
     return JobView(**{**defaults, **fields})
 
 
-def turn(calls=(), observations=()):
+def turn(calls=(), results=()):
     return Turn(
         segment=0,
         completion_start=2,
@@ -39,9 +41,10 @@ def turn(calls=(), observations=()):
         text="",
         finish_reason="stop",
         tool_calls=list(calls),
-        observations=list(observations),
+        observations=["Error"] * len(results),
         inference_s=0.2,
         tools_s=0.1,
+        tool_results=list(results),
     )
 
 
@@ -112,14 +115,8 @@ def test_tool_calls_are_told_apart_and_made_up_names_are_no_labels():
 
     metrics = Metrics()
     calls = [call("bash"), call("bash"), call("x" * 50), call("y", error="not JSON"), call("finish")]
-    texts = [
-        "hello",
-        "Error: bash needs the argument 'command'.",
-        "Error: there is no tool 'xx'. The tools are: bash.",
-        "Error: not JSON",
-        "Not run: the task had ended.",
-    ]
-    metrics.turn_done(view(), turn(calls, texts))
+    outcomes = ["ok", "error", "unknown", "malformed", "not_run"]
+    metrics.turn_done(view(), turn(calls, [ToolResult(outcome=outcome) for outcome in outcomes]))
     counted = {labels: n for (name, labels), n in samples(metrics).items() if name == "prorl_tool_calls_total"}
     assert counted == {
         (("result", "ok"), ("tool", "bash")): 1,
@@ -128,6 +125,17 @@ def test_tool_calls_are_told_apart_and_made_up_names_are_no_labels():
         (("result", "malformed"), ("tool", "")): 1,
         (("result", "not_run"), ("tool", "")): 1,
     }
+
+
+async def test_what_a_tool_printed_does_not_say_how_it_went():
+    metrics, tools = Metrics(), ToolSet([BashTool()], max_observation_chars=1000)
+    for command in ("echo Errors found: 0", "false", "echo [exit code 1]"):
+        call = ToolCall(name="bash", arguments={"command": command}, raw="")
+        observation = await tools.call(call, FakeSandbox("fake", {}), timeout_s=5)
+        assert observation.text in ("Errors found: 0", "[exit code 1]")
+        metrics.turn_done(view(), turn([call], [observation.result]))
+    assert value(metrics, "prorl_tool_calls_total", tool="bash", result="ok") == 2
+    assert value(metrics, "prorl_tool_calls_total", tool="bash", result="error") == 1
 
 
 def test_drift_is_counted():

@@ -170,7 +170,7 @@ def test_the_closed_sets_are_on_the_page_all_of_each_and_no_more(heading: str):
 
 def test_every_closed_set_of_what_a_rollout_records_is_one_of_them():
     """A set that is made tomorrow is to be on the page, too, wherever it is used."""
-    for name in ("StopReason", "FinishReason", "SegmentReason", "LogprobKind"):
+    for name in ("StopReason", "FinishReason", "SegmentReason", "LogprobKind", "ToolOutcome"):
         assert set(get_args(getattr(trajectory, name))) in SETS.values()
 
 
