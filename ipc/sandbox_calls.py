@@ -153,11 +153,15 @@ class IpythonRun(_Wire, frozen=True):
 
 
 class CellError(_Wire, frozen=True):
-    """An exception that ended a cell. `traceback` is plain text without colour codes."""
+    """An exception that ended a cell. `traceback` is plain text without colour codes.
+
+    `errno` is the number of an `OSError`; a Jupyter kernel says none.
+    """
 
     name: str
     value: str
     traceback: str
+    errno: int | None = None
 
 
 class Display(_Wire, frozen=True):

@@ -6,12 +6,13 @@ Imported in the IPython child only.
 from __future__ import annotations
 
 import builtins
+import errno
 import getpass
 import resource
 import sys
 import warnings
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["CellShell"]
 
 _FORMATTER = DollarFormatter()
+_ERRNO: Final[Any] = OSError.__dict__["errno"]
 _NO_INPUT = "there is no one to answer input(): pass the value in the code instead"
 
 
@@ -143,7 +145,7 @@ class CellShell(InteractiveShell):
                 name, note = MemoryError.__name__, _memory_note()
                 text, self.last_traceback = f"{text} {note}".lstrip(), f"{self.last_traceback.rstrip()}\n{note}"
             value, traceback = cap_text(text, max_text_bytes), cap_text(self.last_traceback, max_text_bytes)
-            cell_error = CellError(name=name, value=value.text, traceback=traceback.text)
+            cell_error = CellError(name=name, value=value.text, traceback=traceback.text, errno=_errno_of(error))
             dropped_bytes += value.dropped_bytes + traceback.dropped_bytes
         elif self.last_traceback:  # of a `__repr__` that failed, of a script of `%run`: shown, but not the cell's end
             with suppress(OSError, ValueError, AttributeError):  # a cell may close or replace it
@@ -245,6 +247,12 @@ def _figure_png(figure: Any) -> Any:
 
 def _refuse_input(prompt: object = "", stream: object = None) -> NoReturn:
     raise EOFError(_NO_INPUT)
+
+
+def _errno_of(error: BaseException) -> int | None:
+    """The system's own number, whatever the error's class has made of the attribute."""
+    number = _ERRNO.__get__(error) if isinstance(error, OSError) else None
+    return number if type(number) is int and number in errno.errorcode else None
 
 
 def _text_of(error: BaseException) -> str:

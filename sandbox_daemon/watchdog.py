@@ -5,6 +5,7 @@ For the limits that no kernel interface open to a sandbox keeps for a whole tree
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from contextlib import contextmanager
@@ -37,7 +38,6 @@ IDLE_INTERVAL_S = 2.0
 KILL_DEADLINE_S = 2.0
 _MIB = 1024 * 1024
 _SIGNALLED = 128
-_FILE_TOO_LARGE = "[Errno 27]"
 
 
 class _Found(NamedTuple):
@@ -206,7 +206,7 @@ class Watchdog:
         error = result.error if isinstance(result, CellResult) else None
         if exit_code == _SIGNALLED + signal.SIGXCPU:
             return _Found("cpu", f"the command was killed: it used more than {self._limits.cpu_s} s of CPU time")
-        if exit_code == _SIGNALLED + signal.SIGXFSZ or (error is not None and error.value.startswith(_FILE_TOO_LARGE)):
+        if exit_code == _SIGNALLED + signal.SIGXFSZ or (error is not None and error.errno == errno.EFBIG):
             return _Found("file_size", f"a file may have at most {self._limits.max_file_bytes // _MIB} MiB")
         if error is not None and error.name == "MemoryError":
             return _Found("memory", f"a process may use at most {self._limits.memory_bytes // _MIB} MiB of memory")

@@ -117,7 +117,7 @@ def _too_many(raw: str) -> ToolCall:
 def _limited(turn: SpokenTurn) -> SpokenTurn:
     """Hold the calls of a turn to their limit also where many of them are read at once."""
     calls = turn.tool_calls
-    if len(calls) <= MAX_TOOL_CALLS_PER_TURN or calls[MAX_TOOL_CALLS_PER_TURN].error.startswith("more than"):
+    if len(calls) <= MAX_TOOL_CALLS_PER_TURN:
         return turn
     kept = [*calls[:MAX_TOOL_CALLS_PER_TURN], _too_many(calls[MAX_TOOL_CALLS_PER_TURN].raw)]
     return turn._replace(tool_calls=kept)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
 from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.field_errors import field_error
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from prorl_trio.types.field_errors import FieldError
+
 __all__ = ["read_toml"]
 
 _T = TypeVar("_T", bound=msgspec.Struct)
-_UNKNOWN_FIELD: Final = re.compile(r"unknown field `(.+?)`(?: - at `\$\.(.+)`)?$")
 _REPLACED: Final = {"segment_bytes": "log_bytes"}
 """What fields of the same meaning are called now."""
 
@@ -32,18 +33,18 @@ def read_toml(path: Path, table: type[_T]) -> _T:
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     except msgspec.ValidationError as exc:
-        raise ConfigError(f"{path}: {exc}{_advice(str(exc), table)}") from exc
+        raise ConfigError(f"{path}: {exc}{_advice(field_error(exc), table)}") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path}: not TOML: {exc}") from exc
 
 
-def _advice(problem: str, table: Any) -> str:
+def _advice(error: FieldError, table: Any) -> str:
     """For a field that does not exist: those that do."""
-    found = _UNKNOWN_FIELD.search(problem)
-    if found is None:
+    if not error.unknown:
         return ""
-    for name in found[2].split(".") if found[2] else ():
+    for name in error.path.split(".")[1:]:
         table = next(field.type for field in msgspec.structs.fields(table) if field.name == name)
     names = [field.name for field in msgspec.structs.fields(table)]
-    close = [_REPLACED[found[1]]] if found[1] in _REPLACED else get_close_matches(found[1], names, n=1)
+    meant = _REPLACED.get(error.unknown)
+    close = get_close_matches(error.unknown, names, n=1) if meant is None else [meant]
     return f"; did you mean `{close[0]}`?" if close else f"; there are: {', '.join(names)}"

@@ -12,7 +12,8 @@ from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.final_answer import extract_boxed
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import FinishTool, IpythonTool, ToolSet
-from prorl_trio.types.errors import HostileAnswer, MalformedJob, SandboxUnavailable
+from prorl_trio.types.errors import HostileAnswer, SandboxUnavailable
+from prorl_trio.types.field_errors import malformed_job
 from prorl_trio.types.models import ChatMessage, ToolCall
 
 if TYPE_CHECKING:
@@ -160,6 +161,4 @@ def _payload(payload: Mapping[str, Any]) -> MathPayload:
     try:
         return msgspec.convert(payload, MathPayload)
     except msgspec.ValidationError as exc:
-        message, _, path = str(exc).partition(" - at `$")
-        field = path.rstrip("`")
-        raise MalformedJob(f"math instance: {message}", path=f"$.instance.payload{field}") from exc
+        raise malformed_job(exc, prefix="$.instance.payload") from exc

@@ -11,6 +11,7 @@ from ipc.file_calls import EditFile
 from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.tools.base import Observation, Tool, refused
 from prorl_trio.types.errors import HandlerError
+from prorl_trio.types.field_errors import field_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,7 +73,8 @@ class EditorTool(Tool):
         try:
             edit = msgspec.convert({**known, "type": "EditFile"}, EditFile)
         except msgspec.ValidationError as exc:
-            return Observation(text=f"Error: an argument is of the wrong type: {str(exc).replace('`$.', '`')}.")
+            problem, path, _ = field_error(exc)
+            return refused(f"an argument is of the wrong type: {problem} - at `{path.removeprefix('$.')}`.")
         edited = None
         with trio.move_on_after(timeout_s):
             edited = await sandbox.edit_file(edit)

@@ -9,6 +9,7 @@ from uuid import uuid4
 import msgspec
 
 from prorl_trio.types.errors import MalformedJob
+from prorl_trio.types.field_errors import malformed_job
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 if TYPE_CHECKING:
@@ -184,5 +185,4 @@ def _read(value: dict[str, Any], kind: type[_T], where: str) -> _T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as exc:
-        path = str(exc).rpartition("`$")[2].rstrip("`") if "`$" in str(exc) else ""
-        raise MalformedJob(str(exc), where + path) from None
+        raise malformed_job(exc, prefix=where) from None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
 from prorl_trio.service.rest.schema import ErrorDetail
 from prorl_trio.types.errors import AdmissionRejected, BackendError, MalformedJob, ServiceError
+from prorl_trio.types.field_errors import field_error, malformed_job
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +31,6 @@ STATUS_OF_CODE: Final[dict[str, int]] = {
     "unknown_handler": 422,
     "unknown_job": 404,
 }
-_FIELD_PATH = re.compile(r" - at `(?:key in )?(\$[^`]*)`$")
 _T = TypeVar("_T")
 
 
@@ -76,9 +75,7 @@ def decode_body(body: bytes | msgspec.Raw, kind: type[_T], *, prefix: str = "$")
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        found = _FIELD_PATH.search(str(exc))
-        path = prefix + found[1][1:] if found else prefix
-        raise MalformedJob(str(exc) or "nested too deeply", path) from None
+        raise malformed_job(exc, prefix=prefix) from None
 
 
 def read_body_as(body: bytes, kind: type[_T]) -> _T:
@@ -95,5 +92,4 @@ def decode_query(query: Mapping[str, Any], kind: type[_T]) -> _T:
     try:
         return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as exc:
-        found = _FIELD_PATH.search(str(exc))
-        raise malformed(str(exc), f"query.{found[1][2:]}" if found else "query") from None
+        raise malformed(str(exc), f"query{field_error(exc).path[1:]}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
@@ -43,6 +42,7 @@ from prorl_trio.types.errors import (
     ProtocolError,
     ServiceError,
 )
+from prorl_trio.types.field_errors import malformed_job
 from prorl_trio.types.models import JobSpec
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ JOBS_PER_LIST: Final = 200
 
 RefusalCode = Literal["version", "token", "protocol", "draining", "replaced", "admission"]
 
-_FIELD_PATH = re.compile(r" - at `(\$[^`]*)`$")
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 
 
@@ -324,8 +323,7 @@ def _decode(raw: msgspec.Raw) -> JobSpec:
     try:
         return _decode_spec(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        path = _FIELD_PATH.search(str(exc))
-        raise MalformedJob(str(exc), path[1] if path else "$") from None
+        raise malformed_job(exc) from None
 
 
 def _job_id(raw: msgspec.Raw) -> str | None:

@@ -40,6 +40,21 @@ async def test_a_kernel_that_had_no_memory_left_between_two_cells_is_named_by_th
     assert (await cell(sandbox, "1")).breach == ""
 
 
+async def test_the_systems_number_of_an_error_is_told_whatever_its_class_makes_of_it(sandbox):
+    await cell(sandbox, "class Own(OSError):\n    errno = property(lambda self: 1 / 0)")
+    expected = {
+        "open('/none/such')": 2,
+        "raise OSError(27, 'File too large')": 27,
+        "raise Own(5, 'x')": 5,
+        "raise OSError('[Errno 27] File too large')": None,
+        "raise OSError('ENOSPC', 'x')": None,
+        "raise OSError(10**30, 'x')": None,
+        "raise ValueError('[Errno 27] File too large')": None,
+    }
+    for code, number in expected.items():
+        assert (await cell(sandbox, code)).error.errno == number, code
+
+
 async def test_a_session_of_good_cells(sandbox, tmp_path):
     expected = [
         ("x = 20", "", None),
