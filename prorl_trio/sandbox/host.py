@@ -49,16 +49,6 @@ CLOSE_TIMEOUT_S: Final = 20.0
 HEALTH_TIMEOUT_S: Final = 0.5
 """How long a warm sandbox may take to answer before it is handed out. Later, and it is thrown away."""
 
-_TRANSIENT: Final = (
-    "resource temporarily unavailable",
-    "cannot allocate memory",
-    "device or resource busy",
-    "text file busy",
-    "too many open files",
-    "interrupted system call",
-)
-"""What a start says that failed because the machine was busy. Anything else would fail again."""
-
 
 class HostedSandbox(Sandbox):
     """A live sandbox whose owner is a task of the host. Any task may use it; whoever is done with it calls `aclose`."""
@@ -247,8 +237,8 @@ class SandboxHost:
     async def open(self, spec: SandboxSpec) -> HostedSandbox:
         """A sandbox nobody has used: a warm one that answers, or a new one. It lives until `aclose`, or the host's end.
 
-        A new one waits for the start gates first, and is tried again, a few times, if the machine was too busy to start
-        it. Cancelled, nothing of it is left.
+        A new one waits for the start gates first, and is tried again, a few times, if its failure is `retryable`.
+        Cancelled, nothing of it is left.
 
         Raises:
             SandboxUnavailable: see `SandboxProvider.open_sandbox`.
@@ -368,7 +358,7 @@ class SandboxHost:
                         start_s = trio.current_time() - began
                 except SandboxUnavailable as exc:
                     self._failed_total += 1
-                    if attempt == max_attempts or not _is_transient(exc):
+                    if attempt == max_attempts or not exc.retryable:
                         raise
                     backoff_s = START_BACKOFF_S * 2 ** (attempt - 1)
                     logger.warning("attempt %d to start a sandbox failed, again in %g s: %s", attempt, backoff_s, exc)
@@ -394,11 +384,6 @@ class SandboxHost:
                 self._nursery.start_soon(self._own_warm, key, name="warm sandbox owner")
             with trio.move_on_at(self._pool.next_change_s(now_s)):
                 await self._pool_changed.wait()
-
-
-def _is_transient(exc: SandboxUnavailable) -> bool:
-    message = str(exc).lower()
-    return any(phrase in message for phrase in _TRANSIENT)
 
 
 @asynccontextmanager

@@ -83,7 +83,7 @@ class ProcessTree:
         except OSError as exc:
             for fd in (self._stdin_fd, self._stdout_fd, self._stderr_fd):
                 os.close(fd)
-            raise SandboxUnavailable(f"{argv[0]} cannot be run: {exc.strerror}") from exc
+            raise SandboxUnavailable.refused(f"{argv[0]} cannot be run", exc) from exc
         finally:
             for fd in (stdin, stdout, stderr):
                 os.close(fd)
@@ -183,7 +183,9 @@ class ProcessTree:
             with trio.move_on_after(LAST_WORDS_TIMEOUT_S):
                 await self._stderr_ended.wait()
                 await self.wait_exit()
-            raise SandboxUnavailable(self.explain(f"it did not start: {self.describe_exit()}"))
+            # What a launcher says before it ends is prose, and a machine without room makes each say something else.
+            ended = self._exit_code() is not None
+            raise SandboxUnavailable(self.explain(f"it did not start: {self.describe_exit()}"), retryable=ended)
         self._ready = True
         await run_blocking(self._record_family)
 

@@ -168,7 +168,7 @@ class RunDir:
             try:
                 await run_blocking(_make_sandbox_dir, folder)
             except OSError as exc:
-                raise SandboxUnavailable(f"cannot make the sandbox's folder {folder.path}: {exc.strerror}") from exc
+                raise SandboxUnavailable.refused(f"cannot make the sandbox's folder {folder.path}", exc) from exc
             yield folder
         finally:
             gone = False

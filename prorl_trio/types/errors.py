@@ -5,6 +5,7 @@ A message says what failed, which id, the limit and the actual value, and what t
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar, Final, Literal
 
 __all__ = [
@@ -249,11 +250,26 @@ class HostileAnswer(AgentFault):
     """The policy's answer made the scorer crash, hang, or fail, which scores others: see `scoring.ScorerPool.score`."""
 
 
+_BUSY: Final = frozenset(
+    {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETXTBSY}
+)
+"""What the system says of a lack that passes."""
+
+
 class SandboxUnavailable(RolloutError):
-    """A sandbox could not be started. Nothing of it is left."""
+    """A sandbox could not be started. Nothing of it is left. `retryable`: the machine may only have been too busy."""
 
     cause = "sandbox"
     error_code = "sandbox_start"
+
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+    @classmethod
+    def refused(cls, what: str, error: OSError) -> SandboxUnavailable:
+        """Return the failure of a start that the system has refused something: it passes, or not, as that does."""
+        return cls(f"{what}: {error.strerror}", retryable=error.errno in _BUSY)
 
 
 class SandboxLost(RolloutError):

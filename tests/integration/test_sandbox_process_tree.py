@@ -59,20 +59,21 @@ async def test_stubborn_trees_end(script, tmp_path, short_grace):
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
+    ("script", "words", "retryable"),
     [
-        ("echo all is lost >&2; exit 7", "exit code 7; it said: all is lost"),
-        ("kill -9 $$", "killed by SIGKILL"),
-        ("echo SOMETHING; sleep 3609", "did not start: running"),
-        ("head -c 100000 /dev/zero | tr '\\0' x >&2; exit 1", "exit code 1"),
-        ("exec 1>&-; sleep 3609", "did not start"),
+        ("echo all is lost >&2; exit 7", "exit code 7; it said: all is lost", True),
+        ("kill -9 $$", "killed by SIGKILL", True),
+        ("echo SOMETHING; sleep 3609", "did not start: running", False),
+        ("head -c 100000 /dev/zero | tr '\\0' x >&2; exit 1", "exit code 1", True),
+        ("exec 1>&-; sleep 3609", "did not start", False),
     ],
 )
-async def test_a_failed_start_says_why(script, words, tmp_path, short_grace, monkeypatch):
+async def test_a_failed_start_says_why(script, words, retryable, tmp_path, short_grace, monkeypatch):
     monkeypatch.setattr(process_tree, "LAST_WORDS_TIMEOUT_S", 0.3)
     with trio.fail_after(20), pytest.raises(SandboxUnavailable, match=words) as caught:
         await _open_and_close(script, tmp_path)
     assert len(str(caught.value)) < STDERR_TAIL_BYTES + 200
+    assert caught.value.retryable is retryable
     assert descendants(os.getpid()) == set()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import trio
 import trio.testing
@@ -73,7 +75,7 @@ async def test_the_gate_limits_concurrent_starts(autojump_clock):
 
 
 async def test_a_busy_machine_is_tried_again(autojump_clock):
-    busy = [SandboxUnavailable("fork: Resource temporarily unavailable") for _ in range(MAX_START_ATTEMPTS - 1)]
+    busy = [SandboxUnavailable("no room", retryable=True) for _ in range(MAX_START_ATTEMPTS - 1)]
     async with open_sandbox_host(FakeProvider(failures=busy)) as host:
         await host.open(SPEC)
         assert host.statistics()["started_total"] == 1
@@ -81,12 +83,18 @@ async def test_a_busy_machine_is_tried_again(autojump_clock):
 
 
 @pytest.mark.parametrize(
-    ("message", "attempts"), [("resource temporarily unavailable", MAX_START_ATTEMPTS), ("no such image", 1)]
+    ("failure", "attempts"),
+    [
+        (SandboxUnavailable("no room", retryable=True), MAX_START_ATTEMPTS),
+        (SandboxUnavailable("resource temporarily unavailable"), 1),
+        (SandboxUnavailable.refused("fork", OSError(errno.EAGAIN, "x")), MAX_START_ATTEMPTS),
+        (SandboxUnavailable.refused("fork", OSError(errno.ENOENT, "Too many open files")), 1),
+    ],
 )
-async def test_a_failure_reaches_the_caller_and_nobody_else(message, attempts, autojump_clock):
-    provider = FakeProvider(failures=[SandboxUnavailable(message)] * attempts)
+async def test_a_failure_reaches_the_caller_and_nobody_else(failure, attempts, autojump_clock):
+    provider = FakeProvider(failures=[failure] * attempts)
     async with open_sandbox_host(provider) as host:
-        with pytest.raises(SandboxUnavailable, match=message):
+        with pytest.raises(SandboxUnavailable, match=str(failure)):
             await host.open(SPEC)
         assert provider.failures == []
         other = await host.open(SPEC)

@@ -122,7 +122,7 @@ async def open_cgroup(site: Path, folder: Path, limits: SandboxLimits) -> AsyncI
         try:
             await run_blocking(_make, cgroup.path, folder, limits)
         except OSError as exc:
-            raise SandboxUnavailable(f"cannot make the cgroup {cgroup.path}: {exc.strerror}") from exc
+            raise SandboxUnavailable.refused(f"cannot make the cgroup {cgroup.path}", exc) from exc
         yield cgroup
     finally:
         with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
