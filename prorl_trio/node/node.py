@@ -66,9 +66,8 @@ if TYPE_CHECKING:
     from prorl_trio.chat.messages import ToolSchema
     from prorl_trio.config import NodeConfig
     from prorl_trio.handlers.base import AgentHandler
-    from prorl_trio.inference.engines.engine import PauseMode
     from prorl_trio.inference.engines.vllm import OnCall
-    from prorl_trio.inference.pool.pool import Backends, GateReport
+    from prorl_trio.inference.pool.pool import Backends
     from prorl_trio.node.monitoring import Monitoring
     from prorl_trio.pipeline.observer import Observer
     from prorl_trio.pipeline.pipeline import JobSink, Pipeline
@@ -100,6 +99,7 @@ class Node:
     ) -> None:
         self.node_id = config.node_id or f"{socket.gethostname()}-{os.getpid()}"
         self.draining = False
+        self.backends = backends
         self.admission = pipeline.admission
         self.fates = pipeline.fates
         self.tokens = resources.tokens
@@ -118,7 +118,6 @@ class Node:
         }
         self._handlers = handlers
         self._pipeline = pipeline
-        self._backends = backends
         self._sandboxes = sandboxes
         self._provider = provider
         self._resources = resources
@@ -137,8 +136,8 @@ class Node:
             self._pipeline.resize(stage.name, getattr(sizes, f"{stage.name}_workers"))
             stage.queue.resize(queues[stage.name])
         self._resources.scorers.resize(sizes.eval_workers)
-        self._backends.limit_tasks(config.backends.max_tasks_per_backend)
-        self._backends.adopt(config.backends.health, config.backends.load)
+        self.backends.limit_tasks(config.backends.max_tasks_per_backend)
+        self.backends.adopt(config.backends.health, config.backends.load)
         self.admission.limits = config.admission
 
     def submit(self, spec: JobSpec, sink: JobSink) -> None:
@@ -208,42 +207,6 @@ class Node:
         if job is not None:
             self._pipeline.cancel_soon(job, reason)
 
-    async def add_backend(self, url: str, weight: float | None = None) -> None:
-        """Probe the backend and add it. Raises BackendError with the reason if it is not fit."""
-        await self._backends.add(url, weight)
-
-    def expect_backend(self, url: str, why: str) -> None:
-        """List a backend that is down; it joins when it is up. `why` it is not, for those who look."""
-        self._backends.expect(url, why=why)
-
-    def drain_backend(self, url: str) -> None:
-        """Give the backend no new jobs. Raises BackendError if it is not in the pool."""
-        self._backends.drain(url)
-
-    def weigh_backend(self, url: str, weight: float) -> None:
-        """Change its share of the jobs. Raises BackendError if it is not in the pool, or `weight` not above 0."""
-        self._backends.weigh(url, weight)
-
-    async def remove_backend(self, url: str) -> None:
-        """Take the backend out; its running calls finish. Raises BackendError if it is not in the pool."""
-        await self._backends.remove(url)
-
-    async def clear_backends(self) -> None:
-        """Take all backends out; running calls finish, and jobs wait for those that are added next."""
-        await self._backends.clear()
-
-    def backend_urls(self) -> list[str]:
-        """Of the backends in the pool, in order of arrival, and then of those that are down."""
-        return list(self._backends.urls())
-
-    async def pause_backends(self, mode: PauseMode, timeout_s: float) -> GateReport:
-        """Let no completion begin until `resume_backends`. See `Backends.pause`."""
-        return await self._backends.pause(mode, timeout_s)
-
-    async def resume_backends(self, policy_version: str | None) -> GateReport:
-        """Let completions begin again. See `Backends.resume`."""
-        return await self._backends.resume(policy_version)
-
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
         """See `NodeApi.read_turn`."""
         return self._resources.chat_format.read_turn(token_ids, tools)
@@ -254,7 +217,7 @@ class Node:
             return f"the node is ending: its service task {task!r} is gone"
         if self.draining:
             return "the node is draining"
-        return "" if self._backends.accepting else "no backend takes tasks; add one"
+        return "" if self.backends.accepting else "no backend takes tasks; add one"
 
     @property
     def uptime_s(self) -> float:

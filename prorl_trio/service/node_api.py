@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from prorl_trio.chat.messages import ToolSchema
-    from prorl_trio.inference.engines.engine import PauseMode
-    from prorl_trio.inference.pool.pool import GateReport
+    from prorl_trio.inference.pool.pool import Backends
     from prorl_trio.pipeline.pipeline import JobSink
     from prorl_trio.types.models import JobSpec, ToolCall
 
@@ -20,6 +19,8 @@ class NodeApi(Protocol):
     """A node as its edge sees it."""
 
     node_id: str
+    backends: Backends
+    """The pool: trainers and operators change it and pause it through either edge."""
 
     def submit(self, spec: JobSpec, sink: JobSink) -> None:
         """Take one job, or nothing of it. `sink.deliver` may be called before this returns.
@@ -63,36 +64,6 @@ class NodeApi(Protocol):
         """Why a job submitted now would not be worked on; empty if it would."""
         ...
 
-    def backend_urls(self) -> list[str]:
-        """Of the backends in the pool, in order of arrival, and then of those that are down."""
-        ...
-
-    async def pause_backends(self, mode: PauseMode, timeout_s: float) -> GateReport:
-        """Let no completion begin until `resume_backends`; see `Backends.pause`.
-
-        Raises:
-            PauseTimeout, BackendsBusy: nothing has changed.
-        """
-        ...
-
-    async def resume_backends(self, policy_version: str | None) -> GateReport:
-        """Let completions begin again, recorded under `policy_version`; see `Backends.resume`.
-
-        Raises:
-            BackendsBusy: nothing has changed.
-        """
-        ...
-
-    async def add_backend(self, url: str, weight: float | None = None) -> None:
-        """Probe an LLM backend and add it. `weight` is its share of the tasks; None: 1, or what it was.
-
-        Raises:
-            BackendError: it is not fit; the message says why.
-        """
-
-    def expect_backend(self, url: str, why: str) -> None:
-        """List an LLM backend that is down; it joins when it is up. `why` it is not, for those who look."""
-
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
         """Of one completion: its text without the tokens that structure the dialogue, and the calls written in it.
 
@@ -100,27 +71,3 @@ class NodeApi(Protocol):
         a tokenizer takes.
         """
         ...
-
-    def drain_backend(self, url: str) -> None:
-        """Give a backend no new tasks; it stays listed.
-
-        Raises:
-            BackendError: it is not in the pool.
-        """
-
-    def weigh_backend(self, url: str, weight: float) -> None:
-        """Change a backend's share of the tasks.
-
-        Raises:
-            BackendError: it is not in the pool, or `weight` is not above 0.
-        """
-
-    async def remove_backend(self, url: str) -> None:
-        """Take a backend out; its running calls finish.
-
-        Raises:
-            BackendError: it is not in the pool.
-        """
-
-    async def clear_backends(self) -> None:
-        """Take all backends out; their running calls finish."""

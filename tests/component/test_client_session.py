@@ -243,20 +243,20 @@ async def test_backends(deadline: None):
     node.unfit_backends.add("http://bad")
     async with open_service(node) as service, connect(service.url, TOKEN) as client:
         await client.add_backend("http://good")
-        assert (await client.status())["backends"] == ["http://good"]
+        assert [each["url"] for each in (await client.status())["backends"]["backends"]] == ["http://good"]
         with pytest.raises(BackendError, match="http://bad drops token ids"):
             await client.add_backend("http://bad")
         await client.weigh_backend("http://good", 2)
         await client.drain_backend("http://good")
-        assert (node.backend_weights, node.drained_backends) == ({"http://good": 2}, {"http://good"})
+        assert (node.listed("http://good").weight, node.listed("http://good").state) == (2, "draining")
         await client.remove_backend("http://good")
         for call in (client.remove_backend("http://good"), client.drain_backend("http://good")):
-            with pytest.raises(BackendError, match="not in the pool"):
+            with pytest.raises(BackendError, match="no such backend"):
                 await call
         await client.add_backend("http://heavy", weight=3)
-        assert node.backend_weights["http://heavy"] == 3
+        assert node.listed("http://heavy").weight == 3
         await client.clear_backends()
-        assert node.backends == []
+        assert node.backends.urls() == ()
 
 
 async def test_many_calls_at_once_take_turns(deadline: None):

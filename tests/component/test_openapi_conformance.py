@@ -46,7 +46,7 @@ class Server(threading.Thread):
         stop, token = trio.Event(), trio.lowlevel.current_trio_token()
         self._end = lambda: token.run_sync_soon(stop.set)
         node = FakeNode(on_submit=make_outcome)
-        node.backends.append("http://gpu:8000")
+        await node.backends.add("http://gpu:8000")
         async with open_rest(
             node, prorl_compat=True, prorl_compat_token=True, max_wait_s=0.01, prorl_compat_timeout_s=0.05
         ) as rest:

@@ -12,7 +12,7 @@ import trio.testing
 
 from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.types.errors import AdmissionRejected, BackendsBusy, PauseTimeout
+from prorl_trio.types.errors import AdmissionRejected
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import EventReader, open_rest
 
@@ -43,10 +43,10 @@ async def test_backends_are_added_listed_and_removed(node):
         assert error(await rest.call("DELETE", "/v1/backends?url=http://a"))[:2] == (404, "unknown_backend")
         assert error(await rest.call("DELETE", "/v1/backends"))[:2] == (422, "malformed")
         await rest.call("POST", "/v1/backends", {"url": "http://b", "weight": 2})
-        assert node.backend_weights == {"http://b": 2}
+        assert node.listed("http://b").weight == 2
         assert (await rest.call("POST", "/v1/backends/weight", {"url": "http://b", "weight": 0.5})).status == 200
         assert (await rest.call("POST", "/v1/backends/drain", {"url": "http://b"})).json()["urls"] == ["http://b"]
-        assert (node.backend_weights, node.drained_backends) == ({"http://b": 0.5}, {"http://b"})
+        assert (node.listed("http://b").weight, node.listed("http://b").state) == (0.5, "draining")
         for change in ({"url": "http://b", "weight": 0}, {"url": "http://b", "weight": "2"}, {"weight": 2}):
             assert error(await rest.call("POST", "/v1/backends/weight", change))[:2] == (422, "malformed")
         for path in ("drain", "weight"):
@@ -56,16 +56,22 @@ async def test_backends_are_added_listed_and_removed(node):
 
 
 async def test_pause_and_resume(node):
-    node.backends.append("http://a")
+    await node.backends.add("http://a")
+    engine = node.engines["http://a"]
     async with open_rest(node) as rest:
         answer = await rest.call("POST", "/v1/backends/pause", {"mode": "abort", "timeout_s": 5})
-        assert (answer.status, answer.json()["paused"], node.paused) == (200, True, "abort")
+        assert (answer.status, answer.json()["paused"], engine.told) == (200, True, ["abort"])
         answer = await rest.call("POST", "/v1/backends/resume", {"policy_version": "v2"})
         assert (answer.json()["paused"], answer.json()["backends"][0]["policy_version"]) == (False, "v2")
-        node.pause_error = PauseTimeout("undone")
-        assert error(await rest.call("POST", "/v1/backends/pause"))[:2] == (504, "pause_timeout")
-        node.pause_error = BackendsBusy("busy")
-        assert error(await rest.call("POST", "/v1/backends/pause"))[:2] == (409, "backends_busy")
+        engine.silent.add("pause")
+        answer = await rest.call("POST", "/v1/backends/pause", {"timeout_s": 0.05})
+        assert error(answer)[:2] == (504, "pause_timeout")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rest.call, "POST", "/v1/backends/pause")
+            while not node.backends.statistics()["gate"]["paused"]:
+                await trio.sleep(0.01)
+            assert error(await rest.call("POST", "/v1/backends/pause"))[:2] == (409, "backends_busy")
+            nursery.cancel_scope.cancel()
         assert error(await rest.call("POST", "/v1/backends/pause", {"mode": "x"})) == (422, "malformed", "$.mode")
 
 

@@ -41,7 +41,7 @@ def request(job_id="j", **fields):
 async def begin(rest, node):
     assert (await rest.call("POST", "/start")).json() == {"status": "Server started successfully"}
     await rest.call("POST", "/add_llm_server", {"address": "10.0.0.1:8000"})
-    assert node.backends == ["http://10.0.0.1:8000"]
+    assert node.backends.urls() == ("http://10.0.0.1:8000",)
 
 
 class Asking:
@@ -305,10 +305,10 @@ async def test_an_engine_is_known_by_its_openai_address_and_may_be_down(node):
     async with open_compat(node) as rest:
         for address in ("http://a:8000/v1", "a:8000", "http://a:8000/v1/"):
             assert (await rest.call("POST", "/add_llm_server", {"address": address})).status == 200
-        assert node.backends == ["http://a:8000"]
+        assert node.backends.urls() == ("http://a:8000",)
         answer = await rest.call("POST", "/add_llm_server", {"address": "b:8000/v1"})
         assert (answer.status, answer.json()["status"].split(":")[0]) == (200, "Buffered LLM server b")
-        assert list(node.expected_backends) == ["http://b:8000"]
+        assert node.listed("http://b:8000").state == "down"
 
 
 async def test_backends_are_added_before_the_start_and_cleared(node):
@@ -319,7 +319,7 @@ async def test_backends_are_added_before_the_start_and_cleared(node):
         assert (await rest.call("POST", "/add_llm_server", {"address": "http://unfit"})).status == 422
         assert (await rest.call("POST", "/add_llm_server", {"adress": "x"})).status == 422
         assert (await rest.call("POST", "/clear_llm_server")).json() == {"status": "Cleared all LLM servers"}
-        assert node.backends == []
+        assert node.backends.urls() == ()
 
 
 NO_TOKEN = {"Authorization": ""}

@@ -259,20 +259,23 @@ async def test_backends_are_added_and_removed_and_errors_are_told(deadline: None
                 (AddBackend(request_id=0, url="http://good"), ""),
                 (AddBackend(request_id=1, url="http://bad"), "backend http://bad drops token ids"),
                 (RemoveBackend(request_id=2, url="http://good"), ""),
-                (RemoveBackend(request_id=3, url="http://good"), "backend http://good is not in the pool"),
+                (RemoveBackend(request_id=3, url="http://good"), "http://good: no such backend; registered: none"),
                 (AddBackend(request_id=4, url="http://heavy", weight=2.0), ""),
                 (WeighBackend(request_id=5, url="http://heavy", weight=3.0), ""),
                 (DrainBackend(request_id=6, url="http://heavy"), ""),
-                (DrainBackend(request_id=7, url="http://good"), "backend http://good is not in the pool"),
+                (
+                    DrainBackend(request_id=7, url="http://good"),
+                    "http://good: no such backend; registered: http://heavy",
+                ),
             ]
         ):
             await trainer.send(frame)
             assert await trainer.receive() == BackendChanged(request_id=request_id, url=frame.url, error=error)
-        assert (node.backends, node.backend_weights) == (["http://heavy"], {"http://heavy": 3.0})
-        assert node.drained_backends == {"http://heavy"}
+        (heavy,) = node.backends.statistics()["backends"]
+        assert (heavy.url, heavy.weight, heavy.state) == ("http://heavy", 3.0, "draining")
         await trainer.send(ClearBackends(request_id=8))
         assert await trainer.receive() == BackendChanged(request_id=8, url="")
-        assert node.backends == []
+        assert node.backends.urls() == ()
 
 
 async def test_a_second_hello_ends_the_connection(deadline: None, node: FakeNode):

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
 import trio
 
-from prorl_trio.inference.pool.pool import GatedBackend, GateReport
+from prorl_trio.inference.engines.engine import EngineInfo
+from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.pipeline.observer import JobView
-from prorl_trio.types.errors import BackendError, Draining, DuplicateJob, ServiceError, UnknownHandler, UnknownJob
+from prorl_trio.types.errors import BackendError, Draining, DuplicateJob, UnknownHandler, UnknownJob
 from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, TaskInstance, Timing, ToolCall, Trajectory
+from support.pausable_engine import PausableEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prorl_trio.chat.messages import ToolSchema
-    from prorl_trio.inference.engines.engine import PauseMode
+    from prorl_trio.inference.pool.pool import BackendStatistics
     from prorl_trio.pipeline.observer import Observer
     from prorl_trio.pipeline.pipeline import JobSink
     from prorl_trio.types.models import Status
@@ -62,6 +64,31 @@ def _spelled_out(token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple
     return " ".join(map(str, token_ids)), []
 
 
+class PretendedEngine(PausableEngine):
+    """An engine of a `FakeNode`, found as the node says."""
+
+    def __init__(self, url: str, node: FakeNode) -> None:
+        super().__init__(url)
+        self._node = node
+
+    async def probe(self, *, timeout_s: float) -> EngineInfo:
+        """See `EngineClient.probe`. It is answered in a pause, too."""
+        del timeout_s
+        await trio.lowlevel.checkpoint()
+        if self.url in self._node.unfit_backends:
+            raise BackendError(f"backend {self.url} drops token ids", retryable=False)
+        if self.url in self._node.down_backends:
+            raise BackendError(f"backend {self.url} cannot be reached", retryable=True)
+        return EngineInfo(
+            url=self.url,
+            model="m",
+            max_model_len=self.max_model_len,
+            engine="fake",
+            policy_version=self.label,
+            label=self.label,
+        )
+
+
 class FakeNode:
     """A `service.node_api.NodeApi`. Jobs wait for `finish`, `advance` or a cancel.
 
@@ -70,13 +97,11 @@ class FakeNode:
     Attributes:
         submitted: every spec the node took, in order, also those that have ended.
         live: specs of jobs without an outcome, by id.
-        backends: urls, in order of arrival. Urls in `unfit_backends` are refused, and those in `down_backends` are
-            down. `expected_backends`, `drained_backends` and `backend_weights` are what was asked for.
+        backends: a real pool, of `engines` that only pretend. Urls in `unfit_backends` are refused, and those in
+            `down_backends` are down.
         read_turn: see `NodeApi`.
         draining: refuse new jobs.
         cancel_gate: cancels wait for it; set at first.
-        paused: the mode of the pause in force, or None. `policy_version` is what the last resume said.
-        pause_error: what the next pauses raise.
         observers: are told of every job, as a node does.
     """
 
@@ -84,18 +109,13 @@ class FakeNode:
         self.node_id = "fake-node"
         self.submitted: list[JobSpec] = []
         self.live: dict[str, JobSpec] = {}
-        self.backends: list[str] = []
+        self.backends = Backends(self._engine)
+        self.engines: dict[str, PretendedEngine] = {}
         self.unfit_backends: set[str] = set()
         self.down_backends: set[str] = set()
-        self.expected_backends: dict[str, str] = {}
-        self.drained_backends: set[str] = set()
-        self.backend_weights: dict[str, float] = {}
         self.draining = False
         self.cancel_gate = trio.Event()
         self.cancel_gate.set()
-        self.paused: PauseMode | None = None
-        self.policy_version = "0"
-        self.pause_error: ServiceError | None = None
         self.observers: list[Observer] = []
         self.read_turn: Callable[[Sequence[int], Sequence[ToolSchema]], tuple[str, list[ToolCall]]] = _spelled_out
         self._statuses: dict[str, Status] = {}
@@ -151,7 +171,7 @@ class FakeNode:
 
     def statistics(self) -> dict[str, object]:
         """See `NodeApi`."""
-        return {"node_id": self.node_id, "live": len(self.live), "backends": list(self.backends)}
+        return {"node_id": self.node_id, "live": len(self.live), "backends": self.backends.statistics()}
 
     def live_jobs(self) -> list[dict[str, object]]:
         """See `NodeApi`."""
@@ -161,70 +181,15 @@ class FakeNode:
         """See `NodeApi`."""
         if self.draining:
             return "the node is draining"
-        return "" if self.backends else "no backend takes tasks"
+        return "" if self.backends.accepting else "no backend takes tasks"
 
-    def backend_urls(self) -> list[str]:
-        """See `NodeApi`."""
-        return list(self.backends)
+    def listed(self, url: str) -> BackendStatistics:
+        """What the pool says of a backend. Raises StopIteration if it is not in it."""
+        listed = cast("list[BackendStatistics]", self.backends.statistics()["backends"])
+        return next(backend for backend in listed if backend.url == url)
 
-    async def pause_backends(self, mode: PauseMode, timeout_s: float) -> GateReport:
-        """See `NodeApi`."""
-        await trio.lowlevel.checkpoint()
-        if self.pause_error is not None:
-            raise self.pause_error
-        self.paused = mode
-        return self._gate()
-
-    async def resume_backends(self, policy_version: str | None) -> GateReport:
-        """See `NodeApi`."""
-        await trio.lowlevel.checkpoint()
-        self.paused = None
-        self.policy_version = policy_version or self.policy_version
-        return self._gate()
-
-    async def add_backend(self, url: str, weight: float | None = None) -> None:
-        """See `NodeApi`."""
-        await trio.lowlevel.checkpoint()
-        if url in self.unfit_backends:
-            raise BackendError(f"backend {url} drops token ids", retryable=False)
-        if url in self.down_backends:
-            raise BackendError(f"backend {url} cannot be reached", retryable=True)
-        if url not in self.backends:
-            self.backends.append(url)
-        self.drained_backends.discard(url)
-        if weight is not None:
-            self.backend_weights[url] = weight
-
-    def expect_backend(self, url: str, why: str) -> None:
-        """See `NodeApi`."""
-        self.expected_backends[url] = why
-        if url not in self.backends:
-            self.backends.append(url)
-
-    def drain_backend(self, url: str) -> None:
-        """See `NodeApi`."""
-        self._check_backend(url)
-        self.drained_backends.add(url)
-
-    def weigh_backend(self, url: str, weight: float) -> None:
-        """See `NodeApi`."""
-        self._check_backend(url)
-        self.backend_weights[url] = weight
-
-    async def remove_backend(self, url: str) -> None:
-        """See `NodeApi`."""
-        await trio.lowlevel.checkpoint()
-        self._check_backend(url)
-        self.backends.remove(url)
-
-    async def clear_backends(self) -> None:
-        """See `NodeApi`."""
-        await trio.lowlevel.checkpoint()
-        self.backends.clear()
-
-    def _check_backend(self, url: str) -> None:
-        if url not in self.backends:
-            raise BackendError(f"backend {url} is not in the pool", retryable=False)
+    def _engine(self, url: str) -> PretendedEngine:
+        return self.engines.setdefault(url, PretendedEngine(url, self))
 
     def finish(self, job_id: str, outcome: Outcome | None = None) -> Outcome:
         """End a live job with `outcome`, or a small completed one. Raises UnknownJob."""
@@ -276,13 +241,6 @@ class FakeNode:
             waiting_on="",
             stuck=False,
         )
-
-    def _gate(self) -> GateReport:
-        backends = [
-            GatedBackend(url=url, in_flight=0, engine="not_offered", error="", policy_version=self.policy_version)
-            for url in self.backends
-        ]
-        return GateReport(paused=self.paused is not None, waiting=0, backends=backends)
 
     def _live(self, job_id: str) -> JobSpec:
         try:

@@ -124,7 +124,7 @@ class _Server:
         session = self._session(api)
         request = decode_body(call.body, ProcessRequest)
         spec = make_spec(request, api.config.data_sources)
-        if not api.node.backend_urls():
+        if not api.node.backends.urls():
             raise _error(HTTPStatus.SERVICE_UNAVAILABLE, "no_llm_server", "No LLM server: /add_llm_server first")
         await self._submit(session, spec, api)
         outcome = await self._outcome(session, spec.job_id, api)
@@ -147,17 +147,17 @@ class _Server:
         address = decode_body(call.body, ServerRequest).address
         url = (address if "://" in address else f"http://{address}").rstrip("/").removesuffix(OPENAI_PATH)
         try:
-            await call.api.node.add_backend(url)
+            await call.api.node.backends.add(url)
         except BackendError as exc:
             if not exc.retryable:
                 raise
-            call.api.node.expect_backend(url, str(exc))
+            call.api.node.backends.expect(url, why=str(exc))
             return _say(f"Buffered LLM server {address}: it joins when it is up")
         return _say(f"Added LLM server {address}")
 
     async def clear_llm_server(self, call: Call) -> Response:
         """Jobs go on: they get the backends that are added next."""
-        await call.api.node.clear_backends()
+        await call.api.node.backends.clear()
         return _say("Cleared all LLM servers")
 
     def _session(self, api: Api) -> Session:

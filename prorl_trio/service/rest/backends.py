@@ -32,21 +32,21 @@ __all__ = ["ENDPOINTS"]
 async def list_backends(call: Call) -> Reply:
     """The pool as it is: what every change of it answers with, too."""
     await trio.lowlevel.checkpoint()
-    node = call.api.node
-    return Reply(body=BackendsReply(urls=node.backend_urls(), pool=node.statistics()["backends"]))
+    pool = call.api.node.backends
+    return Reply(body=BackendsReply(urls=list(pool.urls()), pool=pool.statistics()))
 
 
 async def add_backend(call: Call) -> Reply:
     """Probe a server and, if it is fit, add it. A client that leaves during the probe changes nothing."""
     wanted = read_body_as(call.body, BackendAdd)
-    await call.api.node.add_backend(wanted.url, wanted.weight)
+    await call.api.node.backends.add(wanted.url, wanted.weight)
     return await list_backends(call)
 
 
 async def drain_backend(call: Call) -> Reply:
     """Give one no new rollouts; it stays listed."""
     with _known("url"):
-        call.api.node.drain_backend(read_body_as(call.body, BackendDrain).url)
+        call.api.node.backends.drain(read_body_as(call.body, BackendDrain).url)
     return await list_backends(call)
 
 
@@ -54,7 +54,7 @@ async def weigh_backend(call: Call) -> Reply:
     """Change the share of one."""
     wanted = read_body_as(call.body, BackendWeigh)
     with _known("url"):
-        call.api.node.weigh_backend(wanted.url, wanted.weight)
+        call.api.node.backends.weigh(wanted.url, wanted.weight)
     return await list_backends(call)
 
 
@@ -64,10 +64,10 @@ async def remove_backends(call: Call) -> Reply:
     if (query.url is None) == (not query.all):
         raise malformed("give either url or all=true", "query.url")
     if query.url is None:
-        await call.api.node.clear_backends()
+        await call.api.node.backends.clear()
     else:
         with _known("query.url"):
-            await call.api.node.remove_backend(query.url)
+            await call.api.node.backends.remove(query.url)
     return await list_backends(call)
 
 
@@ -83,13 +83,13 @@ def _known(path: str) -> Iterator[None]:
 async def pause(call: Call) -> Reply:
     """See `Backends.pause`. A client that leaves before the answer undoes it."""
     request = read_body_as(call.body, PauseRequest)
-    return Reply(body=await call.api.node.pause_backends(request.mode, request.timeout_s))
+    return Reply(body=await call.api.node.backends.pause(request.mode, request.timeout_s))
 
 
 async def resume(call: Call) -> Reply:
     """See `Backends.resume`."""
     request = read_body_as(call.body, ResumeRequest)
-    return Reply(body=await call.api.node.resume_backends(request.policy_version))
+    return Reply(body=await call.api.node.backends.resume(request.policy_version))
 
 
 ENDPOINTS: Final = (

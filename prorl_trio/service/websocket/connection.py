@@ -289,15 +289,15 @@ class Connection:
     async def _change(self, frame: BackendFrame) -> None:
         match frame:
             case AddBackend():
-                await self._node.add_backend(frame.url, frame.weight)
+                await self._node.backends.add(frame.url, frame.weight)
             case DrainBackend():
-                self._node.drain_backend(frame.url)
+                self._node.backends.drain(frame.url)
             case WeighBackend():
-                self._node.weigh_backend(frame.url, frame.weight)
+                self._node.backends.weigh(frame.url, frame.weight)
             case RemoveBackend():
-                await self._node.remove_backend(frame.url)
+                await self._node.backends.remove(frame.url)
             case ClearBackends():
-                await self._node.clear_backends()
+                await self._node.backends.clear()
         await trio.lowlevel.checkpoint()
 
 
