@@ -44,6 +44,7 @@ class EngineUnderTest(msgspec.Struct, frozen=True, kw_only=True):
         count_finished: how many completions the engine has sampled to their own end, since it started.
         max_answer_tokens: enough for that answer.
         streams: the client can stream.
+        weights_folder: what it can load the weights from that it has; None: it loads none.
     """
 
     client: EngineClient
@@ -53,6 +54,7 @@ class EngineUnderTest(msgspec.Struct, frozen=True, kw_only=True):
     count_finished: Callable[[], Awaitable[int]]
     max_answer_tokens: int = 256
     streams: bool = True
+    weights_folder: str | None = None
 
 
 class EngineContract:
@@ -176,6 +178,22 @@ class EngineContract:
                 await engine.wait_running(lambda running: running == 0)
                 assert await engine.count_finished() - finished < 4, "all ran to their end"
             assert (await _generate(engine, GREEDY, max_tokens=1)).token_ids
+
+    async def test_weights_are_loaded_from_a_folder_or_not_at_all(self, engine: EngineUnderTest) -> None:
+        """One that does not offer it says so, and goes on; the same weights again sample the same."""
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            before = await _generate(engine, GREEDY, max_tokens=4)
+            if engine.weights_folder is not None:
+                assert await engine.client.pause("wait", timeout_s=CALL_TIMEOUT_S)
+            folder = engine.weights_folder or "/no/such/folder"
+            loaded = await engine.client.load_weights(folder, timeout_s=CALL_TIMEOUT_S)
+            assert loaded == (engine.weights_folder is not None)
+            if loaded:
+                await engine.client.resume(timeout_s=CALL_TIMEOUT_S)
+            after = await _generate(engine, GREEDY, max_tokens=4)
+            assert after.token_ids == before.token_ids
+            assert _distance(after.logprobs, before.logprobs) < LOGPROB_TOLERANCE
 
     async def test_a_stream_is_the_same_completion(self, engine: EngineUnderTest) -> None:
         with trio.fail_after(TEST_TIMEOUT_S):

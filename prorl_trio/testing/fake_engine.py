@@ -52,6 +52,7 @@ MAX_CONNECTIONS = 4096
 class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the server says of itself, and how long it takes: `first_token_s`, then `per_token_s` for each further.
 
+    `development`: it can be paused, given other weights and told what they are called, as vLLM in development mode.
     A stream has `tokens_per_event` in each event: a real engine's has more where its client, or its core, is slow.
     """
 
@@ -64,6 +65,7 @@ class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: float = 0.0
     per_token_s: float = 0.0
     tokens_per_event: int = 1
+    development: bool = False
 
 
 class FakeEngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,11 +84,24 @@ _Fake = TypeVar("_Fake", bound="FakeEngine")
 
 
 class FakeEngine:
-    """The running server. Made by `open_fake_engine`."""
+    """The running server. Made by `open_fake_engine`.
+
+    Attributes:
+        paused: the mode of the pause in force, or None. It holds what comes while it is paused; with `abort` it answers
+            what runs with what it has.
+        weights: the folder of those it has now; empty after one failed to load.
+        bad_folders: what fails to load.
+        weight_version: what it was told last that they are called.
+    """
+
+    paused: str | None = None
+    weight_version: str = ""
 
     def __init__(self, url: str, config: FakeEngineConfig, script: Script | None) -> None:
         self.url = url
         self.config = config
+        self.weights = config.model
+        self.bad_folders: set[str] = set()
         self.requests: deque[FakeRequest] = deque(maxlen=1000)
         """The latest completion requests, oldest first."""
         self.request_ids: deque[str] = deque(maxlen=1000)
@@ -133,6 +148,18 @@ class FakeEngine:
         """End `hold`."""
         self._gate.set()
 
+    def pause(self, mode: str) -> None:
+        """As its API does."""
+        self.paused = mode
+        if mode == "abort":
+            self.abort_all()
+        self.hold()
+
+    def resume(self) -> None:
+        """As its API does."""
+        self.paused = None
+        self.release()
+
     def abort_all(self) -> None:
         """End all running completions now, with what they have, and finish reason `abort`."""
         self._abort_rounds += 1
@@ -167,19 +194,44 @@ class FakeEngine:
         if call.path == "/inference/v1/generate":  # as vLLM without --enable-scale-out
             return error_answer(403, "Scale-out endpoints are disabled.")
         config = self.config
-        card = {"id": config.model, "object": "model", "max_model_len": config.max_model_len}
+        card = {"id": config.model, "object": "model", "root": config.model, "max_model_len": config.max_model_len}
         bodies: dict[tuple[str, str], Any] = {
             ("GET", "/health"): {},
             ("GET", "/version"): {"version": config.version},
             ("GET", "/v1/models"): {"object": "list", "data": [card]},
-            ("GET", "/weight_info"): {"weight_version": config.policy_version},
+            ("GET", "/weight_info"): {"weight_version": self.weight_version or config.policy_version},
         }
+        if config.development:
+            bodies["GET", "/is_paused"] = {"is_paused": self.paused is not None}
         if (call.method, call.path) in bodies:
             return Answer(200, msgspec.json.encode(bodies[call.method, call.path]))
         if (call.method, call.path) == ("GET", "/metrics"):
             metrics = f'vllm:num_requests_running{{engine="0"}} {self._running}.0\nvllm:num_requests_waiting 0.0\n'
             return Answer(200, metrics.encode(), "text/plain")
+        if config.development and call.method == "POST":
+            return self._develop(*call.path.partition("?mode=")[::2], call.body)
         return error_answer(404, "Not Found")
+
+    def _develop(self, path: str, mode: str, body: bytes) -> Answer:
+        """What only a server in development mode offers. A pause does not wait for what runs."""
+        told = msgspec.json.decode(body) if body else {}
+        match path:
+            case "/pause":
+                self.pause(mode)
+            case "/resume":
+                self.resume()
+            case "/update_weight_version":
+                self.weight_version = told["new_version"]
+            case "/collective_rpc":
+                folder = told["kwargs"]["weights_path"]
+                self.weights = "" if folder in self.bad_folders else folder
+                if not self.weights:
+                    return error_answer(500, f"no weights could be loaded from {folder}")
+            case "/reset_prefix_cache":
+                pass
+            case _:
+                return error_answer(404, "Not Found")
+        return Answer(200, b"{}")
 
     async def _complete(self, call: HttpCall) -> Answer:
         await trio.lowlevel.checkpoint()

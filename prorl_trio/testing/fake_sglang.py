@@ -32,15 +32,12 @@ class FakeSglang(FakeEngine):
     """The running server. What is sampled, held, aborted and counted is the fake engine's.
 
     Attributes:
-        paused: the mode of the pause in force, or None. As the real one, it holds what comes while it is paused; with
-            `abort` it answers what runs with what it has.
         weight_version: what `/update_weight_version` said last. Each answer and event tells it.
         incremental: events have the new tokens only, as with `--incremental-streaming-output`; else all so far. `ids`:
             only the ids are new ones, as with the older `--stream-output`.
     """
 
     incremental: bool | Literal["ids"] = False
-    paused: str | None = None
     weight_version: str = "default"
 
     async def _answer(self, call: HttpCall) -> Answer:
@@ -63,13 +60,9 @@ class FakeSglang(FakeEngine):
 
     def _control(self, call: HttpCall) -> dict[str, Any] | None:
         if call.path == "/pause_generation":
-            self.paused = msgspec.json.decode(call.body)["mode"]
-            if self.paused == "abort":
-                self.abort_all()
-            self.hold()
+            self.pause(msgspec.json.decode(call.body)["mode"])
         elif call.path == "/continue_generation":
-            self.paused = None
-            self.release()
+            self.resume()
         elif call.path == "/update_weight_version":
             self.weight_version = msgspec.json.decode(call.body)["new_version"]
         else:

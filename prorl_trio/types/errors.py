@@ -41,6 +41,7 @@ __all__ = [
     "Unauthorized",
     "UnknownHandler",
     "UnknownJob",
+    "UpdateRefused",
 ]
 
 FailureCause = Literal[
@@ -168,6 +169,13 @@ class PauseTimeout(ServiceError):
     """The backends could not be paused in time. The pause is undone; the message says what still runs."""
 
     code = "pause_timeout"
+
+
+class UpdateRefused(ServiceError):
+    """A step of a policy update cannot come now: weights without a pause, or a version over weights that some engine
+    failed to load."""
+
+    code = "update_refused"
 
 
 # ---------------------------------------------------------------- recorded on the job, with its cause

@@ -24,7 +24,7 @@ from prorl_trio.testing.fake_trainer_engine import open_fake_trainer_engine  # n
 POLL_S = 0.05
 
 
-def of_fake(fake, client, *, streams=True):
+def of_fake(fake, client, *, streams=True, weights_folder=None):
     """What the contract needs to know of a fake engine."""
 
     async def count_finished() -> int:
@@ -38,6 +38,7 @@ def of_fake(fake, client, *, streams=True):
         wait_running=lambda condition: fake.wait_until(lambda stats: condition(stats.running)),
         count_finished=count_finished,
         streams=streams,
+        weights_folder=weights_folder,
     )
 
 
@@ -47,6 +48,15 @@ class TestFakeEngine(EngineContract):
         async with open_fake_engine(config=FakeEngineConfig(per_token_s=0.002)) as fake:
             client = VllmClient(fake.url)
             yield of_fake(fake, client)
+            await client.aclose()
+
+
+class TestFakeEngineInDevelopmentMode(EngineContract):
+    @pytest.fixture
+    async def engine(self):
+        async with open_fake_engine(config=FakeEngineConfig(per_token_s=0.002, development=True)) as fake:
+            client = VllmClient(fake.url)
+            yield of_fake(fake, client, weights_folder="/weights")
             await client.aclose()
 
 

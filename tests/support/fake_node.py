@@ -86,6 +86,7 @@ class PretendedEngine(PausableEngine):
             engine="fake",
             policy_version=self.label,
             label=self.label,
+            weights=self.weights if self.label == "0" else "",
         )
 
 

@@ -38,6 +38,7 @@ class PausableEngine(EngineClient):
     def __init__(self, url: str) -> None:
         self.url = url
         self.label = "0"
+        self.weights = "first"
         self.max_model_len = 99
         self.running = trio.Event()
         self.running.set()
@@ -61,6 +62,7 @@ class PausableEngine(EngineClient):
             engine="fake",
             policy_version=self.label,
             label=self.label,
+            weights=self.weights if self.label == "0" else "",
         )
 
     async def generate(
@@ -111,6 +113,19 @@ class PausableEngine(EngineClient):
         """See `EngineClient.label_weights`."""
         await self._reach("label", timeout_s)
         self.label = policy_version
+        return True
+
+    async def load_weights(self, folder: str, *, timeout_s: float) -> bool:
+        """See `EngineClient.load_weights`. Takes `call_s`; a failure leaves none."""
+        self.told.append(f"load {folder}")
+        former, self.weights = self.weights, ""
+        if "no weights" in self.broken:
+            self.weights = former
+            return False
+        await trio.sleep(self.call_s)
+        await self._reach("load", timeout_s)
+        await self._reach(f"load {folder}", timeout_s)
+        self.weights = folder
         return True
 
     async def resume(self, *, timeout_s: float) -> None:

@@ -14,7 +14,7 @@ from prorl_trio.config import LoadConfig
 from prorl_trio.inference.engines.engine import EnginePaused
 from prorl_trio.inference.engines.engine_load import EngineLoad
 from prorl_trio.inference.pool.partial import PartialCompletion
-from prorl_trio.types.errors import BackendError, PauseTimeout
+from prorl_trio.types.errors import BackendError, PauseTimeout, UpdateRefused
 from prorl_trio.types.models import SamplingParams
 from support.cancel_sweep import cancel_sweep
 from support.pausable_engine import HEALTH, A, B, C, complete, open_pool, versions
@@ -314,3 +314,104 @@ async def test_the_time_that_a_call_stood_still_is_not_what_calls_take(autojump_
         await trio.sleep(2)
         (after,) = pool.backends.statistics()["backends"]
         assert after.wait_s == before.wait_s == pytest.approx(0.5)
+
+
+# ---------------------------------------------------------------- weights from a folder
+
+
+def loaded(report):
+    return {each.url: each.engine for each in report.backends}
+
+
+async def test_new_weights_are_on_trial_until_a_resume_announces_them(autojump_clock):
+    async with open_pool(A, B) as pool, pool.backends.lease("t") as lease:
+        await pool.backends.pause("keep", 5)
+        assert loaded(await pool.backends.load_weights("/w/1", 5)) == {A: "loaded", B: "loaded"}
+        report = await pool.backends.resume("1")
+        assert loaded(report) == {A: "resumed", B: "resumed"}
+        assert versions(await complete(lease)) == [("1", 0, 1)]
+        assert {engine.weights for engine in pool.engines.values() if engine.url != C} == {"/w/1"}
+        assert pool.engines[A].told == ["keep", "load /w/1", "resume"]
+
+
+async def test_one_that_fails_to_load_leaves_the_old_version_everywhere(autojump_clock):
+    """Also where it had loaded: the first time it is what the engine was started with, then what was loaded before."""
+    async with open_pool(A, B) as pool, pool.backends.lease("t") as lease:
+        for version, folder, broken in (("0", "first", "/w/x"), ("1", "/w/1", "/w/y")):
+            if version != "0":
+                await pool.backends.pause("keep", 5)
+                await pool.backends.load_weights(folder, 5)
+                await pool.backends.resume(version)
+            await pool.backends.pause("keep", 5)
+            pool.engines[B].broken.add(f"load {broken}")
+            report = await pool.backends.load_weights(broken, 5)
+            assert loaded(report) == {A: "loaded", B: "failed"}
+            assert report.backends[1].error == f"{B}: out of order"
+            with pytest.raises(UpdateRefused, match=B):
+                await pool.backends.resume("next")
+            assert pool.backends.gate.closed
+            report = await pool.backends.resume()
+            assert loaded(report) == {A: "resumed", B: "resumed"}
+            assert {each.policy_version for each in report.backends} == {version}
+            assert versions(await complete(lease)) == [(version, 0, 1)]
+            assert (pool.engines[A].weights, pool.engines[B].weights) == (folder, folder)
+
+
+async def test_one_that_does_not_get_its_former_weights_back_takes_no_tasks_until_it_has_them(autojump_clock):
+    async with open_pool(A, B) as pool:
+        await pool.backends.pause("keep", 5)
+        await pool.backends.load_weights("/w/1", 5)
+        pool.engines[A].broken.add("load first")
+        assert loaded(await pool.backends.resume()) == {A: "failed", B: "resumed"}
+        await trio.sleep(100)
+        assert (pool.out(), pool.engines[A].weights) == ({A}, "")
+        pool.engines[A].broken.clear()
+        await trio.sleep(40)
+        assert (pool.out(), pool.engines[A].weights) == (set(), "first")
+
+
+async def test_weights_that_somebody_else_moved_cannot_be_taken_back_and_that_is_said(autojump_clock):
+    async with open_pool(A) as pool:
+        await pool.backends.resume("1")
+        await pool.backends.pause("keep", 5)
+        await pool.backends.load_weights("/w/2", 5)
+        (report,) = (await pool.backends.resume()).backends
+        assert report.engine == "failed"
+        assert f"{A}: it may have the weights in /w/2, and where those of version 1 are is not known" in report.error
+        assert pool.out() == {A}
+        pool.engines[A].running.set()  # as one that was started again
+        await pool.backends.add(A)
+        await trio.sleep(40)
+        assert pool.out() == set()
+
+
+async def test_one_that_loads_nothing_says_so_and_is_left_alone(autojump_clock):
+    async with open_pool(A, B) as pool:
+        pool.engines[B].broken.add("no weights")
+        await pool.backends.pause("keep", 5)
+        assert loaded(await pool.backends.load_weights("/w/1", 5)) == {A: "loaded", B: "not_offered"}
+        await pool.backends.resume()
+        assert pool.engines[B].told == ["keep", "load /w/1", "resume"]
+
+
+async def test_weights_are_loaded_in_a_pause_only(autojump_clock):
+    async with open_pool(A) as pool:
+        with pytest.raises(UpdateRefused, match="pause the backends first"):
+            await pool.backends.load_weights("/w/1", 5)
+        assert pool.engines[A].told == []
+
+
+async def test_a_load_cancelled_at_any_step_is_taken_back_by_the_resume(autojump_clock):
+    async with open_pool(A, B) as pool:
+
+        async def load():
+            with trio.CancelScope(shield=True):
+                await pool.backends.pause("keep", 5)
+            await pool.backends.load_weights("/w/1", 5)
+
+        async def check_taken_back(run):
+            await pool.backends.resume()
+            assert {engine.weights for engine in pool.engines.values()} == {"first"}
+            assert all(engine.running.is_set() for engine in pool.engines.values())
+
+        assert await cancel_sweep(load, check_taken_back) > 3

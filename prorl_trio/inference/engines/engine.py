@@ -80,6 +80,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         api: the path that completions are asked for at.
         pausable: it can be paused, and told the version of its weights.
         prefix_caching: it reuses prefixes; None where it does not say.
+        weights: what it can load them from again (see `EngineClient.load_weights`); empty: it does not say.
     """
 
     url: str
@@ -92,6 +93,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     api: str = ""
     pausable: bool = False
     prefix_caching: bool | None = None
+    weights: str = ""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +187,17 @@ class EngineClient(abc.ABC):
 
         Raises:
             BackendError: it can be told, and failed.
+        """
+        await trio.lowlevel.checkpoint()
+        return False
+
+    async def load_weights(self, folder: str, *, timeout_s: float) -> bool:
+        """Have it replace its weights by those in `folder`, a path as the engine sees it, while it is paused.
+
+        What it remembers of prompts goes with them. False, and nothing happened, where it does not offer that.
+
+        Raises:
+            BackendError: it offers it and failed, or gave no answer: which weights it has is not known.
         """
         await trio.lowlevel.checkpoint()
         return False

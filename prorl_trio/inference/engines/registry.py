@@ -121,6 +121,10 @@ class AutoClient(EngineClient):
         """See `EngineClient.label_weights`."""
         return await self._chosen.label_weights(policy_version, timeout_s=timeout_s)
 
+    async def load_weights(self, folder: str, *, timeout_s: float) -> bool:
+        """See `EngineClient.load_weights`."""
+        return await self._chosen.load_weights(folder, timeout_s=timeout_s)
+
     async def resume(self, *, timeout_s: float) -> None:
         """See `EngineClient.resume`."""
         await self._chosen.resume(timeout_s=timeout_s)

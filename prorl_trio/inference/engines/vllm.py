@@ -56,6 +56,20 @@ class VllmClient(HttpEngineClient):
             return False
         return await self._control("/update_weight_version", timeout_s, {"new_version": policy_version})
 
+    async def load_weights(self, folder: str, *, timeout_s: float) -> bool:
+        """See `EngineClient.load_weights`. Only in development mode.
+
+        From then on `folder` is also what vLLM takes for the place of its model, whether or not that went well.
+        """
+        started_s = trio.current_time()
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        if not await self._control("/collective_rpc", timeout_s, reload):
+            return False
+        # What a pause with `keep` left in the cache stays as long as it is in use; prompts of a later version miss it.
+        left_s = max(0.0, started_s + timeout_s - trio.current_time())
+        await self._control("/reset_prefix_cache", left_s)
+        return True
+
     async def resume(self, *, timeout_s: float) -> None:
         """See `EngineClient.resume`."""
         await self._control("/resume", timeout_s)
@@ -74,6 +88,8 @@ class VllmClient(HttpEngineClient):
         weights = await self._get_json("/weight_info", WeightInfo, timeout_s)
         metrics = await self._get("/metrics", timeout_s)
         label = label_of(weights.weight_version if weights else None)
+        # What was loaded since the start has a name, and nobody says where it came from.
+        origin = card.root or "" if label == UNNAMED else ""
         info = EngineInfo(
             url=self.url,
             model=card.id,
@@ -84,6 +100,7 @@ class VllmClient(HttpEngineClient):
             api=GENERATE,
             pausable=weights is not None,
             prefix_caching=None if metrics is None else prefix_caching(metrics),
+            weights=origin,
         )
         # Only a request that is valid tells: routers refuse others themselves, and pass this on to servers without it.
         # Servers of other versions have it in another form.

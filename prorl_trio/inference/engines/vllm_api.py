@@ -150,9 +150,11 @@ class AnswerPart(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """A served model. `max_model_len` is vLLM's own addition to the OpenAI format."""
+    """A served model. `max_model_len`, and `root`, the folder or name it was started with, are vLLM's own additions to
+    the OpenAI format."""
 
     id: str
+    root: str | None = None
     max_model_len: int | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 import trio
@@ -28,6 +28,7 @@ __all__ = [
     "RegisteredEngine",
     "Told",
     "close_engines",
+    "load_engine",
     "tell_engine",
 ]
 
@@ -37,9 +38,18 @@ UNPAUSE_GRACE_S = 4.0
 """For an engine that is to go on before its client is closed."""
 
 
+class WeightsOnTrial(NamedTuple):
+    """Weights that an engine was told to load in a pause. `loaded`: it said that it has them."""
+
+    folder: str
+    timeout_s: float
+    loaded: bool
+
+
 class RegisteredEngine:
     """What a registered backend is called with. `paused`: by its own API, or it may be: no answer came. `held`: it is
-    paused, and not by us. `why`: it is given no tasks."""
+    paused, and not by us. `why`: it is given no tasks. `weights`: what those of its version can be loaded from again,
+    if that is known; `trial`: the ones it may have instead, until a resume announces them or takes them back."""
 
     def __init__(
         self, client: EngineClient, info: EngineInfo, health: HealthConfig, note_version: Callable[[str], None]
@@ -48,6 +58,8 @@ class RegisteredEngine:
         self._note_version = note_version
         self.client = client
         self.info = info
+        self.weights = info.weights
+        self.trial: WeightsOnTrial | None = None
         self.paused = False
         self.held = False
         self.why = ""
@@ -70,6 +82,7 @@ class RegisteredEngine:
             self.info = msgspec.structs.replace(known, label=label)
         elif label not in (known.label, UNNAMED):
             self.info = msgspec.structs.replace(known, label=label, policy_version=label)
+            self.weights = ""
             self._note_version(label)
 
     def probed(self, found: EngineInfo, since: EngineInfo) -> None:
@@ -89,13 +102,41 @@ class RegisteredEngine:
             self.paused = True
             self.paused = await self.client.pause(mode, timeout_s=timeout_s)
 
+    async def load_weights(self, folder: str, timeout_s: float) -> bool:
+        """Have it load weights on trial; False if it does not offer that. From then on it counts as paused.
+
+        Raises:
+            BackendError: it failed; they stay on trial, as it may have them all the same.
+        """
+        async with self._control:
+            before = self.paused, self.trial
+            self.paused, self.trial = True, WeightsOnTrial(folder, timeout_s, loaded=False)
+            if await self.client.load_weights(folder, timeout_s=timeout_s):
+                self.trial = self.trial._replace(loaded=True)
+                return True
+            self.paused, self.trial = before
+            return False
+
+    def announce(self, policy_version: str) -> None:
+        """Record what it samples next under this version: its weights on trial are the policy's now."""
+        if self.trial is not None:
+            self.weights = self.trial.folder
+        elif policy_version != self.info.policy_version:  # somebody else has moved them
+            self.weights = ""
+        self.trial = None
+        self.info = msgspec.structs.replace(self.info, policy_version=policy_version)
+
     async def unpause(self, timeout_s: float) -> None:
-        """Resume it if it was paused here, also if it is just being told to pause: then after that.
+        """Resume it if it was paused here, also if it is just being told to pause: then after that. One that has
+        weights on trial gets its former ones first, in the time that it had for those.
 
         Raises:
             BackendError: it failed, and counts as paused.
         """
         async with self._control:
+            if self.trial is not None:
+                await self._take_back(self.trial)
+                self.trial = None
             if self.paused:
                 await self.client.resume(timeout_s=timeout_s)
                 self.paused = False
@@ -111,17 +152,29 @@ class RegisteredEngine:
         self.info = msgspec.structs.replace(self.info, label=label)
         return error
 
+    async def _take_back(self, trial: WeightsOnTrial) -> None:
+        url, version = self.client.url, self.info.policy_version
+        if not self.weights:
+            raise BackendError(
+                f"{url}: it may have the weights in {trial.folder}, and where those of version {version} are is not "
+                "known here: move them there and resume with that version, or remove it",
+                retryable=False,
+            )
+        if not await self.client.load_weights(self.weights, timeout_s=trial.timeout_s):
+            raise BackendError(f"{url}: it does not load weights any more, which it did", retryable=False)
 
-EngineAnswer = Literal["paused", "resumed", "not_offered", "failed"]
+
+EngineAnswer = Literal["paused", "loaded", "resumed", "not_offered", "failed"]
 Told = tuple[EngineAnswer, str]
 
 
 class GatedBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pause or a resume did to one backend.
+    """What a pause, new weights or a resume did to one backend.
 
     Attributes:
         in_flight: completions that run there now; after `pause`, only those that were kept.
-        engine: `paused` or `resumed` by its own API, `not_offered` (it has none: only the node's gate holds), `failed`.
+        engine: `paused`, `loaded` or `resumed` by its own API, `not_offered` (it has none: only the node's gate holds),
+            `failed`.
         error: why, if it failed.
         policy_version: what its next completions are recorded under.
     """
@@ -134,7 +187,7 @@ class GatedBackend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool after a pause or a resume. `waiting`: completions that wait for the resume."""
+    """The pool after a pause, new weights or a resume. `waiting`: completions that wait for the resume."""
 
     paused: bool
     waiting: int
@@ -162,6 +215,16 @@ async def tell_engine(
             await engine.unpause(timeout_s)
             answer = "resumed"
         told[engine] = ("failed", error) if error else (answer, "")
+    except BackendError as exc:
+        told[engine] = ("failed", str(exc))
+
+
+async def load_engine(
+    engine: RegisteredEngine, folder: str, timeout_s: float, told: dict[RegisteredEngine, Told]
+) -> None:
+    """Have it load weights on trial. How it took that is entered in `told`; a failure is not raised."""
+    try:
+        told[engine] = ("loaded" if await engine.load_weights(folder, timeout_s) else "not_offered", "")
     except BackendError as exc:
         told[engine] = ("failed", str(exc))
 

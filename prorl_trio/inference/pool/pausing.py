@@ -5,14 +5,13 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.inference.pool.gate import CompletionGate
-from prorl_trio.inference.pool.gated import GatedBackend, GateReport, RegisteredEngine, tell_engine
+from prorl_trio.inference.pool.gated import GatedBackend, GateReport, RegisteredEngine, load_engine, tell_engine
 from prorl_trio.inference.pool.versions import VersionOrder
-from prorl_trio.types.errors import BackendsBusy, PauseTimeout
+from prorl_trio.types.errors import BackendsBusy, PauseTimeout, UpdateRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -72,14 +71,26 @@ class PolicyUpdates:
                     self.gate.open()
                 raise
 
+    async def load_weights(self, folder: str, timeout_s: float) -> GateReport:
+        """See `Backends.load_weights`."""
+        with self._change():
+            if not self.gate.closed:
+                raise UpdateRefused("weights are loaded in a pause only: pause the backends first")
+            told: dict[RegisteredEngine, Told] = {}
+            async with open_single_nursery() as nursery:
+                for engine in self._engines.values():
+                    nursery.start_soon(load_engine, engine, folder, timeout_s, told)
+            return self._report(told)
+
     async def resume(self, policy_version: str | None) -> GateReport:
         """See `Backends.resume`."""
         with self._change():
             if policy_version is not None:
+                self._check_loaded(policy_version)
                 self.policy_version = policy_version
                 self.versions.note(policy_version)
                 for engine in self._engines.values():
-                    engine.info = msgspec.structs.replace(engine.info, policy_version=policy_version)
+                    engine.announce(policy_version)
             told: dict[RegisteredEngine, Told] = {}
             await self._tell_engines(told, None, UNPAUSE_TIMEOUT_S, policy_version)
             self.gate.open()
@@ -94,6 +105,19 @@ class PolicyUpdates:
             yield
         finally:
             self._changing = False
+
+    def _check_loaded(self, policy_version: str) -> None:
+        failed = [
+            backend.url
+            for backend, engine in self._engines.items()
+            if backend.state != "removed" and engine.trial is not None and not engine.trial.loaded
+        ]
+        if failed:
+            raise UpdateRefused(
+                f"{', '.join(failed)}: it did not load its new weights, so the pool stays paused at version "
+                f"{self.policy_version}: load them again or remove it, or resume without {policy_version}, which gives "
+                "all of them their former weights back"
+            )
 
     async def _abort_calls(self, told: dict[RegisteredEngine, Told]) -> None:
         """Return when nothing is in flight. Engines that paused answer with what they have, if they have the call."""

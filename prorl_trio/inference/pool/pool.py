@@ -314,13 +314,28 @@ class Backends:
         """
         return await self._updates.pause(mode, timeout_s)
 
+    async def load_weights(self, folder: str, timeout_s: float) -> GateReport:
+        """Have every engine that can load the weights in `folder`, a path as the engines see it, in a pause.
+
+        They are on trial until `resume` announces their version, or takes them back. A failure is reported, not raised.
+        After a cancel, each engine may have them or not.
+
+        Raises:
+            UpdateRefused: the pool is not paused.
+            BackendsBusy: another step is under way.
+        """
+        return await self._updates.load_weights(folder, timeout_s)
+
     async def resume(self, policy_version: str | None = None) -> GateReport:
         """Let completions begin again, recorded under `policy_version` if that is given. A pool need not be paused.
+
+        Without a version, engines with weights on trial get their former ones back before.
 
         Engines are told the version, and those that were paused are resumed, before; one that fails to is reported, not
         raised, and takes no tasks until `watch` has resumed it. If this is cancelled, the pool stays paused.
 
         Raises:
+            UpdateRefused: an engine failed to load the weights that the version is to be of; it stays paused.
             BackendsBusy: another pause or resume is under way.
         """
         before = self.policy_version
@@ -439,6 +454,9 @@ class Backends:
             info = msgspec.structs.replace(info, policy_version=self._updates.policy_version)
         elif info.label == engine.info.label:  # added again, with the weights that it had
             info = msgspec.structs.replace(info, policy_version=engine.info.policy_version)
+        if info.label in (UNNAMED, "") or info.label != engine.info.label:  # with what it was started with, at best
+            engine.weights = info.weights if self.policy_version == UNKNOWN_VERSION else ""
+        engine.trial = None
         engine.info = info
         self.versions.note(info.policy_version)
         self._expected.forget(url)

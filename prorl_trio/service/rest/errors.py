@@ -30,6 +30,7 @@ STATUS_OF_CODE: Final[dict[str, int]] = {
     "undelivered": 409,
     "unknown_handler": 422,
     "unknown_job": 404,
+    "update_refused": 409,
 }
 _T = TypeVar("_T")
 
