@@ -1,4 +1,5 @@
-"""Durable jobs and outcomes: nothing accepted or finished is lost.
+"""Jobs and outcomes: nothing accepted or finished is lost. In memory as long as the process lives (`MemoryLedger`);
+on a disk for good:
 
     async with open_ledger(folder) as ledger:
         await ledger.open_session("trainer", first_cursor=0)
@@ -14,20 +15,21 @@ SQLite keeps them, with a write-ahead log and a sync for each group of calls (`d
 from __future__ import annotations
 
 from prorl_trio.ledger.disk import Disk
+from prorl_trio.ledger.disk_ledger import open_ledger
 from prorl_trio.ledger.errors import LedgerCorrupt, LedgerError, LedgerFailed, LedgerFull, StaleAttempt
 from prorl_trio.ledger.ledger import (
     KnownJob,
     Ledger,
+    LedgerStatistics,
     Recovered,
     RecoveredSession,
     Ref,
     UndeliveredOutcome,
     UnfinishedJob,
-    open_ledger,
 )
 from prorl_trio.ledger.limits import LedgerLimits
+from prorl_trio.ledger.memory_ledger import MemoryLedger
 from prorl_trio.ledger.operations import NewJob
-from prorl_trio.ledger.store import LedgerStatistics
 
 __all__ = [
     "Disk",
@@ -39,6 +41,7 @@ __all__ = [
     "LedgerFull",
     "LedgerLimits",
     "LedgerStatistics",
+    "MemoryLedger",
     "NewJob",
     "Recovered",
     "RecoveredSession",

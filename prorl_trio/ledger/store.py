@@ -20,6 +20,7 @@ import msgspec
 from prorl_trio.ledger.database import PAGE_BYTES, UNREADABLE, Job, Mark, connect, is_damage, log_of, open_database
 from prorl_trio.ledger.errors import LedgerCorrupt, LedgerFailed, LedgerFull
 from prorl_trio.ledger.folder import LedgerFolder
+from prorl_trio.ledger.ledger import LedgerStatistics
 from prorl_trio.ledger.operations import LAZY, Accept, Finish, OpenSession, Operation, size_of
 from prorl_trio.ledger.tables import Changed, SessionRow, Tables
 from prorl_trio.types.errors import ConfigError, ProrlError, UnknownJob
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from prorl_trio.ledger.disk import Disk
     from prorl_trio.ledger.limits import LedgerLimits
 
-__all__ = ["WAIT_FOR_ROOM", "Answer", "LedgerStatistics", "Store", "WaitForRoom"]
+__all__ = ["WAIT_FOR_ROOM", "Answer", "Store", "WaitForRoom"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,35 +55,6 @@ WAIT_FOR_ROOM: Final = WaitForRoom()
 
 Answer = ProrlError | WaitForRoom | None
 """None: done."""
-
-
-class LedgerStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Live state.
-
-    Attributes:
-        disk_bytes: of the database, its write-ahead log and the reserve.
-        live_bytes: of payloads that are still wanted.
-        log_bytes: of the write-ahead log.
-        jobs: unfinished, or finished and not acknowledged.
-        commits: groups written and synced.
-        operations: stored in them.
-        largest_group: most operations in one.
-        fsync_p50_s, fsync_p99_s: of the last commits, from the last row to the end of the sync.
-        full: why nothing new is taken; empty when it is.
-        waiting: operations for which there is no room.
-    """
-
-    disk_bytes: int = 0
-    live_bytes: int = 0
-    log_bytes: int = 0
-    jobs: int = 0
-    commits: int = 0
-    operations: int = 0
-    largest_group: int = 0
-    fsync_p50_s: float = 0.0
-    fsync_p99_s: float = 0.0
-    full: str = ""
-    waiting: int = 0
 
 
 class Store:

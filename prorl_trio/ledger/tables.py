@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 import msgspec
 
 from prorl_trio.ledger.database import PAGE_BYTES, Job, crc_of
-from prorl_trio.ledger.errors import LedgerFull, StaleAttempt
 from prorl_trio.ledger.operations import (
     Accept,
     Acknowledge,
@@ -19,7 +18,7 @@ from prorl_trio.ledger.operations import (
     OpenSession,
     Operation,
 )
-from prorl_trio.types.errors import DuplicateJob, ProtocolError, UnknownJob
+from prorl_trio.ledger.rules import check_accept, check_acknowledge, check_begin, check_finish
 
 if TYPE_CHECKING:
     import sqlite3
@@ -105,12 +104,9 @@ class Tables:
             case Finish():
                 self._finish(operation)
             case BeginAttempt(job_id, attempt):
-                job = self.job(job_id)
-                if job is None or job.cursor is not None or attempt <= job.attempt:
-                    raise StaleAttempt(f"attempt {attempt} of job {job_id!r} cannot begin: {_state(job)}")
-                self._change(job._replace(attempt=attempt))
-            case Acknowledge(session_id, cursor):
-                self._acknowledge(session_id, cursor, age_s)
+                self._change(check_begin(operation, self.job(job_id))._replace(attempt=attempt))
+            case Acknowledge():
+                self._acknowledge(operation, age_s)
             case Forget(session_id, job_ids):
                 jobs = [job for job_id in job_ids if (job := self.job(job_id)) and job.session_id == session_id]
                 self._drop(jobs)
@@ -126,16 +122,8 @@ class Tables:
     def _accept(self, operation: Accept) -> None:
         if not operation.jobs:
             return
-        self._require_session(operation.session_id)
-        job_ids = {job.job_id for job in operation.jobs}
-        if len(job_ids) < len(operation.jobs):
-            raise DuplicateJob("two jobs of the batch have the same id")
-        for job_id in job_ids:
-            if (known := self.job(job_id)) is not None:
-                raise DuplicateJob(f"job {job_id!r} is here already, in session {known.session_id!r}")
-        stored, limit = self.counts.jobs, self._limits.max_jobs
-        if stored + len(operation.jobs) > limit:
-            raise LedgerFull(f"{stored} jobs are stored; {len(operation.jobs)} more would exceed max_jobs ({limit})")
+        session = self.session(operation.session_id)
+        check_accept(operation, session, self.job, self.counts.jobs, self._limits.max_jobs)
         rows, payloads = [], []
         for number, job in enumerate(operation.jobs, self._last_number("jobs") + 1):
             row = (number, job.job_id, operation.session_id, job.fingerprint, 0, None, len(job.spec))
@@ -148,17 +136,12 @@ class Tables:
 
     def _finish(self, operation: Finish) -> None:
         session_id, job_id, attempt, cursor, outcome = operation
-        session = self._require_session(session_id)
-        job = self.job(job_id)
-        if job is None or job.session_id != session_id:
-            raise UnknownJob(f"job {job_id!r} has no place in session {session_id!r}: {_state(job)}")
-        if job.cursor is not None or attempt < job.attempt:
-            raise StaleAttempt(f"outcome of attempt {attempt} of job {job_id!r} refused: {_state(job)}")
-        taken = self._db.execute("SELECT 1 FROM jobs WHERE session_id = ? AND cursor = ?", (session_id, cursor))
-        if cursor <= session.acked or taken.fetchone() is not None:
-            raise ProtocolError(
-                f"cursor {cursor} of session {session_id!r} is taken, or acknowledged; {session.last} is the last one"
-            )
+
+        def is_taken() -> bool:
+            wanted = "SELECT 1 FROM jobs WHERE session_id = ? AND cursor = ?"
+            return self._db.execute(wanted, (session_id, cursor)).fetchone() is not None
+
+        session, job = check_finish(operation, self.session(session_id), self.job(job_id), is_taken)
         payload = outcome[0] if len(outcome) == 1 else b"".join(outcome)
         length = payload.nbytes if isinstance(payload, memoryview) else len(payload)
         self._db.execute("DELETE FROM payloads WHERE number = ?", (job.number,))
@@ -167,14 +150,11 @@ class Tables:
         self._change(job._replace(attempt=attempt, cursor=cursor, length=length, payload_crc=zlib.crc32(payload)))
         self._change_session(session._replace(last=max(session.last, cursor)))
 
-    def _acknowledge(self, session_id: str, cursor: int, age_s: float) -> None:
-        session = self.session(session_id)
-        if session is None or cursor <= session.acked:
+    def _acknowledge(self, operation: Acknowledge, age_s: float) -> None:
+        session_id, cursor = operation
+        session = check_acknowledge(operation, self.session(session_id))
+        if session is None:
             return
-        if cursor > session.last:
-            raise ProtocolError(
-                f"cursor {cursor} acknowledged, but {session.last} is the last one of session {session_id!r}"
-            )
         jobs = self._jobs_where("session_id = ? AND cursor <= ?", session_id, cursor)
         self._drop(jobs)
         self._change_session(session._replace(acked=cursor))
@@ -232,12 +212,6 @@ class Tables:
             (session.acked, session.last, session.crc, session.number),
         )
 
-    def _require_session(self, session_id: str) -> SessionRow:
-        session = self.session(session_id)
-        if session is None:
-            raise ProtocolError(f"session {session_id!r} is not open in the ledger")
-        return session
-
     def _count(self, jobs: int = 0, live_bytes: int = 0, tombstones: int = 0, freed: int = 0) -> None:
         now = self.counts
         self.counts = Counts(
@@ -249,11 +223,3 @@ def _whole(row: RowT) -> RowT:
     if crc_of(*row[:-1]) != row[-1]:
         raise Changed(f"row {row.number} of session {row.session_id!r} has changed")
     return row
-
-
-def _state(job: Job | None) -> str:
-    if job is None:
-        return "it is not in the ledger, or acknowledged, or forgotten"
-    if job.cursor is not None:
-        return f"attempt {job.attempt} has ended it with cursor {job.cursor} of session {job.session_id!r}"
-    return f"it is at attempt {job.attempt}, in session {job.session_id!r}"

@@ -14,7 +14,7 @@ from prorl_trio.handlers.math import MathHandler
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.inference.pool.expected import ExpectedBackends
 from prorl_trio.inference.pool.watch import PoolWatch
-from prorl_trio.ledger.ledger import Ledger
+from prorl_trio.ledger.disk_ledger import DiskLedger
 from prorl_trio.node import node as node_module
 from prorl_trio.node.monitoring import Monitoring
 from prorl_trio.node.node import serve_node
@@ -123,7 +123,7 @@ SERVICE_TASKS = {
     "backend health": (PoolWatch, "watch_health"),
     "backend load": (PoolWatch, "watch_load"),
     "backends that are down": (ExpectedBackends, "run"),
-    "ledger .*": (Ledger, "_commit_groups"),
+    "ledger .*": (DiskLedger, "_commit_groups"),
     "group deadlines": (Pipeline, "_watch_groups"),
     "stuck jobs": (pipeline_module, "watch_jobs"),
     "warm sandboxes": (SandboxHost, "_follow_pool"),

@@ -1,5 +1,5 @@
-"""What the ledger promises while it runs and when it is opened again, whatever keeps it. What a kill, a loss of power
-and a bad disk leave of it: tests/faults/test_ledger_*.py."""
+"""What ledgers promise: those in memory and on a disk while they run, and the latter when it is opened again. What a kill,
+a loss of power and a bad disk leave of it: tests/faults/test_ledger_*.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import asynccontextmanager, closing
 
 import pytest
 import trio
@@ -19,6 +19,7 @@ from prorl_trio.ledger import (
     LedgerFailed,
     LedgerFull,
     LedgerLimits,
+    MemoryLedger,
     NewJob,
     RecoveredSession,
     Ref,
@@ -36,6 +37,27 @@ LONG_LOG = LedgerLimits(log_bytes=KIB * KIB, reserve_bytes=64 * KIB, max_bytes=1
 """Not copied into the database during a test, which takes syncs, too."""
 
 
+class Keeper:
+    """Opens ledgers of one kind. `lasts`: what one has is there when the next is opened."""
+
+    def __init__(self, kind, path):
+        self.lasts = kind == "disk"
+        self._path = path
+
+    @asynccontextmanager
+    async def open(self, limits=SMALL):
+        if not self.lasts:
+            yield MemoryLedger(limits)
+            return
+        async with open_ledger(self._path, limits) as ledger:
+            yield ledger
+
+
+@pytest.fixture(params=["memory", "disk"])
+def keeper(request, memory_path):
+    return Keeper(request.param, memory_path / "new" / "ledger")
+
+
 def job(job_id, spec=b"spec"):
     return NewJob(job_id=job_id, fingerprint=job_id.encode(), spec=spec)
 
@@ -48,9 +70,9 @@ def undelivered(ledger):
     return [(job.session_id, job.cursor, job.job_id, job.attempt) for job in ledger.recovered.undelivered]
 
 
-async def test_what_was_stored_is_there_after_a_restart(memory_path):
+async def test_what_was_stored_is_there_after_a_restart(keeper):
     with trio.fail_after(10):
-        async with open_ledger(memory_path / "new" / "ledger", SMALL) as ledger:
+        async with keeper.open() as ledger:
             assert ledger.recovered.sessions == []
             await ledger.open_session("s", 7)
             await ledger.open_session("idle", 0)
@@ -62,8 +84,8 @@ async def test_what_was_stored_is_there_after_a_restart(memory_path):
             ref = await ledger.finish("s", "a", 1, 8, [b"out", memoryview(b"come"), b""])
             assert ref.size_bytes == 7
             assert await ledger.read(ref) == b"outcome"
-        for _ in range(2):
-            async with open_ledger(memory_path / "new" / "ledger", SMALL) as ledger:
+        for _ in range(2 if keeper.lasts else 0):
+            async with keeper.open() as ledger:
                 assert ledger.recovered.sessions == [
                     RecoveredSession(session_id="idle", acked=0, last=0),
                     RecoveredSession(session_id="s", acked=7, last=8),
@@ -80,9 +102,9 @@ async def test_what_was_stored_is_there_after_a_restart(memory_path):
                 assert ledger.recovered.damage == []
 
 
-async def test_a_job_has_one_outcome_and_no_late_one(memory_path):
+async def test_a_job_has_one_outcome_and_no_late_one(keeper):
     with trio.fail_after(10):
-        async with open_ledger(memory_path, SMALL) as ledger:
+        async with keeper.open() as ledger:
             await ledger.open_session("s", 0)
             await ledger.open_session("other", 0)
             await ledger.accept("s", [job("a"), job("b")])
@@ -109,8 +131,7 @@ async def test_a_job_has_one_outcome_and_no_late_one(memory_path):
                 await ledger.read(Ref("a", None, 4))
 
 
-async def test_of_outcomes_at_the_same_time_one_counts(memory_path):
-    disk = FaultyDisk()
+async def test_of_outcomes_at_the_same_time_one_counts(keeper):
     results = []
 
     async def finish(ledger, number):
@@ -120,7 +141,7 @@ async def test_of_outcomes_at_the_same_time_one_counts(memory_path):
             results.append(exc)
 
     with trio.fail_after(10):
-        async with open_ledger(memory_path, SMALL, disk=disk) as ledger:
+        async with keeper.open() as ledger:
             await ledger.open_session("s", 0)
             await ledger.accept("s", [job("a"), job("b"), job("c")])
             async with trio.open_nursery() as nursery:
@@ -141,14 +162,17 @@ async def test_of_outcomes_at_the_same_time_one_counts(memory_path):
 
                     nursery.start_soon(claim)
             assert len(refused) == 1
-        async with open_ledger(memory_path, SMALL) as ledger:
-            assert len(ledger.recovered.undelivered) == 2
-            assert [job.job_id for job in ledger.recovered.unfinished] == refused
+            known = await ledger.lookup(["a", "b", "c"])
+            assert [job_id for job_id, found in known.items() if found.state == "unfinished"] == refused
+        for _ in range(keeper.lasts):
+            async with keeper.open() as ledger:
+                assert len(ledger.recovered.undelivered) == 2
+                assert [job.job_id for job in ledger.recovered.unfinished] == refused
 
 
-async def test_a_batch_is_accepted_whole_or_not_at_all(memory_path):
+async def test_a_batch_is_accepted_whole_or_not_at_all(keeper):
     with trio.fail_after(10):
-        async with open_ledger(memory_path, SMALL) as ledger:
+        async with keeper.open() as ledger:
             await ledger.open_session("s", 0)
             await ledger.open_session("other", 0)
             await ledger.accept("s", [job("a")])
@@ -162,10 +186,10 @@ async def test_a_batch_is_accepted_whole_or_not_at_all(memory_path):
             assert set(await ledger.lookup(["a", "b", "c", "d"])) == {"a"}
 
 
-async def test_the_number_of_jobs_is_limited(memory_path):
+async def test_the_number_of_jobs_is_limited(keeper):
     limits = LedgerLimits(log_bytes=64 * KIB, reserve_bytes=64 * KIB, max_bytes=1024 * KIB, max_jobs=3)
     with trio.fail_after(10):
-        async with open_ledger(memory_path, limits) as ledger:
+        async with keeper.open(limits) as ledger:
             await ledger.open_session("s", 0)
             await ledger.accept("s", [job("a"), job("b")])
             with pytest.raises(LedgerFull, match=r"2 jobs are stored; 2 more would exceed max_jobs \(3\)"):
@@ -175,10 +199,25 @@ async def test_the_number_of_jobs_is_limited(memory_path):
             await ledger.accept("s", [job("c"), job("d")])
 
 
-async def test_acknowledged_jobs_are_known_for_a_while(memory_path):
+async def check_known(ledger):
+    known = await ledger.lookup(list("abcdex"))
+    assert {name: found.state for name, found in known.items()} == {
+        "b": "acknowledged",
+        "c": "acknowledged",
+        "e": "unfinished",
+    }
+    assert known["b"].fingerprint == b"b"
+
+
+async def check_accepted_again(ledger):
+    await ledger.accept("s", [job("b")])
+    assert (await ledger.lookup(["b"]))["b"].state == "unfinished"
+
+
+async def test_acknowledged_jobs_are_known_for_a_while(keeper):
     limits = LedgerLimits(log_bytes=64 * KIB, reserve_bytes=64 * KIB, max_bytes=1024 * KIB, max_tombstones=2)
     with trio.fail_after(10):
-        async with open_ledger(memory_path, limits) as ledger:
+        async with keeper.open(limits) as ledger:
             await ledger.open_session("s", 0)
             await ledger.accept("s", [job(name) for name in "abcde"])
             for cursor, name in enumerate("abc", 1):
@@ -195,25 +234,22 @@ async def test_acknowledged_jobs_are_known_for_a_while(memory_path):
             await ledger.acknowledge("closed", 1)
             await ledger.forget("s", ["d", "unknown"])
             await ledger.forget("other", ["e"])
-        for _ in range(2):
-            async with open_ledger(memory_path, limits) as ledger:
-                known = await ledger.lookup(list("abcdex"))
-                assert {name: found.state for name, found in known.items()} == {
-                    "b": "acknowledged",
-                    "c": "acknowledged",
-                    "e": "unfinished",
-                }
-                assert known["b"].fingerprint == b"b"
+            await check_known(ledger)
+            if not keeper.lasts:
+                await check_accepted_again(ledger)
+        for _ in range(2 if keeper.lasts else 0):
+            async with keeper.open(limits) as ledger:
+                await check_known(ledger)
                 assert ledger.recovered.sessions == [RecoveredSession(session_id="s", acked=3, last=3)]
-        async with open_ledger(memory_path, limits) as ledger:
-            await ledger.accept("s", [job("b")])
-            assert (await ledger.lookup(["b"]))["b"].state == "unfinished"
+        for _ in range(keeper.lasts):
+            async with keeper.open(limits) as ledger:
+                await check_accepted_again(ledger)
 
 
-async def test_fingerprints_expire(memory_path):
+async def test_fingerprints_expire(keeper):
     limits = LedgerLimits(log_bytes=64 * KIB, reserve_bytes=64 * KIB, max_bytes=1024 * KIB, tombstone_s=0.0)
     with trio.fail_after(10):
-        async with open_ledger(memory_path, limits) as ledger:
+        async with keeper.open(limits) as ledger:
             await ledger.open_session("s", 0)
             await ledger.accept("s", [job("a")])
             await ledger.finish("s", "a", 1, 1, [b""])
@@ -221,9 +257,9 @@ async def test_fingerprints_expire(memory_path):
             assert await ledger.lookup(["a"]) == {}
 
 
-async def test_a_closed_session_leaves_nothing(memory_path):
+async def test_a_closed_session_leaves_nothing(keeper):
     with trio.fail_after(10):
-        async with open_ledger(memory_path, SMALL) as ledger:
+        async with keeper.open() as ledger:
             await ledger.open_session("s", 0)
             await ledger.accept("s", [job("a"), job("b")])
             ref = await ledger.finish("s", "a", 1, 1, [b"x"])
@@ -232,7 +268,7 @@ async def test_a_closed_session_leaves_nothing(memory_path):
             with pytest.raises(UnknownJob):
                 await ledger.read(ref)
             assert ledger.statistics().jobs == 0
-        async with open_ledger(memory_path, SMALL) as ledger:
+        async with keeper.open() as ledger:
             assert (ledger.recovered.sessions, unfinished(ledger), undelivered(ledger)) == ([], [], [])
 
 
@@ -288,11 +324,11 @@ async def test_a_call_cancelled_before_its_group_is_not_made(memory_path):
             assert set(await ledger.lookup(["a", "b"])) == {"a"}
 
 
-async def test_cancelled_anywhere_the_state_is_consistent(memory_path):
+async def test_cancelled_anywhere_the_state_is_consistent(keeper):
     numbers = iter(range(1, 10_000))
     tried = []
     with trio.fail_after(30):
-        async with open_ledger(memory_path, SMALL) as ledger:
+        async with keeper.open() as ledger:
             await ledger.open_session("s", 0)
 
             async def work():
@@ -313,9 +349,11 @@ async def test_cancelled_anywhere_the_state_is_consistent(memory_path):
 
             await cancel_sweep(work, check)
             known = await ledger.lookup([str(number) for number in tried])
-        async with open_ledger(memory_path, SMALL) as ledger:
-            found = {job.job_id for job in (*ledger.recovered.unfinished, *ledger.recovered.undelivered)}
-            assert found == set(known)
+            assert ledger.statistics().jobs == len(known)
+        for _ in range(keeper.lasts):
+            async with keeper.open() as ledger:
+                found = {job.job_id for job in (*ledger.recovered.unfinished, *ledger.recovered.undelivered)}
+                assert found == set(known)
 
 
 async def test_leaving_answers_who_still_waits(memory_path):

@@ -56,7 +56,9 @@ def _main() -> bool:
     config, kind, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     if kind == "loop":
         return run_node(config, [DyingLoop(last)])
-    with patch("prorl_trio.ledger.ledger.Disk", partial(DyingDisk, last)):  # a node has no other way to be given one
+    with patch(
+        "prorl_trio.ledger.disk_ledger.Disk", partial(DyingDisk, last)
+    ):  # a node has no other way to be given one
         return run_node(config)
 
 

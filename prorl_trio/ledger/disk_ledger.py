@@ -1,0 +1,282 @@
+"""A ledger on a disk: calls are gathered, and a thread commits what came together."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+import trio
+
+from ipc.nursery import open_single_nursery
+from prorl_trio.ledger.database import Job
+from prorl_trio.ledger.disk import Disk
+from prorl_trio.ledger.errors import LedgerFailed
+from prorl_trio.ledger.ledger import (
+    KnownJob,
+    Ledger,
+    LedgerStatistics,
+    Recovered,
+    RecoveredSession,
+    Ref,
+    UndeliveredOutcome,
+    UnfinishedJob,
+)
+from prorl_trio.ledger.limits import LedgerLimits
+from prorl_trio.ledger.operations import (
+    LAZY,
+    Accept,
+    Acknowledge,
+    BeginAttempt,
+    CloseSession,
+    Finish,
+    Forget,
+    NewJob,
+    OpenSession,
+    Operation,
+    size_of,
+)
+from prorl_trio.ledger.store import Answer, Store, WaitForRoom
+from prorl_trio.supervision import service_task
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+
+__all__ = ["DiskLedger", "open_ledger"]
+
+CLOSE_TIMEOUT_S: Final = 60.0
+
+
+class _Call:
+    """A task that waits for its operation."""
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        self.answer: Answer = None
+        self.done = trio.Event()
+        self.abandoned = False
+        self.size_bytes = size_of(operation)
+
+
+class DiskLedger(Ledger):
+    """Jobs and outcomes that outlive the process. Made by `open_ledger`.
+
+    A call is stored together with what others asked for at the same time. On a disk that has no room even for them,
+    the calls that need not outlive a loss of power return all the same, and are stored when there is. At no time are
+    there more waiting operations than tasks that wait for them.
+
+    When the disk is full or `max_bytes` is reached, outcomes get the space of the reserve; when that is full, too,
+    `finish` waits: a later one of the session, however small, waits behind it. So memory is bounded by what the jobs
+    that run can produce; nothing new is accepted during that time.
+    """
+
+    def __init__(self, store: Store, recovered: Recovered, limits: LedgerLimits, writing: trio.CapacityLimiter) -> None:
+        self._store = store
+        self._limits = limits
+        self._writing = writing
+        self._reading = trio.CapacityLimiter(limits.max_reads)
+        self._calls: deque[_Call] = deque()
+        self._waiting: deque[_Call] = deque()
+        """What has no room, in order."""
+        self._arrived = trio.Event()
+        self._closed = False
+        self.recovered = recovered
+
+    def __repr__(self) -> str:
+        statistics = self.statistics()
+        return f"<DiskLedger {statistics.jobs} jobs, {statistics.disk_bytes} bytes, {statistics.full or 'open'}>"
+
+    async def open_session(self, session_id: str, first_cursor: int) -> None:
+        await self._call(OpenSession(session_id, first_cursor))
+
+    async def close_session(self, session_id: str) -> None:
+        await self._call(CloseSession(session_id))
+
+    async def accept(self, session_id: str, jobs: Sequence[NewJob]) -> None:
+        await self._call(Accept(session_id, jobs))
+
+    async def begin_attempt(self, job_id: str, attempt: int) -> None:
+        await self._call(BeginAttempt(job_id, attempt))
+
+    async def finish(
+        self, session_id: str, job_id: str, attempt: int, cursor: int, outcome: Sequence[bytes | memoryview]
+    ) -> Ref:
+        operation = Finish(session_id, job_id, attempt, cursor, outcome)
+        await self._call(operation)
+        return Ref(job_id, cursor, size_of(operation))
+
+    async def acknowledge(self, session_id: str, cursor: int) -> None:
+        await self._call(Acknowledge(session_id, cursor))
+
+    async def forget(self, session_id: str, job_ids: Sequence[str]) -> None:
+        await self._call(Forget(session_id, job_ids))
+
+    async def read(self, ref: Ref) -> bytes:
+        return await trio.to_thread.run_sync(self._store.read, ref.job_id, ref.cursor, limiter=self._reading)
+
+    async def lookup(self, job_ids: Sequence[str]) -> dict[str, KnownJob]:
+        found = await trio.to_thread.run_sync(self._store.lookup, job_ids, limiter=self._reading)
+        known = {}
+        for job_id, job in found.items():
+            if isinstance(job, Job):
+                state: Literal["unfinished", "undelivered"] = "unfinished" if job.cursor is None else "undelivered"
+                known[job_id] = KnownJob(session_id=job.session_id, fingerprint=job.fingerprint, state=state)
+            else:
+                known[job_id] = KnownJob(session_id=job[0], fingerprint=job[1], state="acknowledged")
+        return known
+
+    def statistics(self) -> LedgerStatistics:
+        return msgspec.structs.replace(self._store.statistics(), waiting=len(self._waiting))
+
+    # ------------------------------------------------------------ groups
+
+    async def _call(self, operation: Operation) -> None:
+        if self._closed:
+            await trio.lowlevel.checkpoint()
+            raise LedgerFailed("the ledger is closed")
+        call = _Call(operation)
+        self._calls.append(call)
+        self._arrived.set()
+        try:
+            await call.done.wait()
+        finally:
+            call.abandoned = True
+        if isinstance(call.answer, Exception):
+            raise call.answer
+
+    async def _commit_groups(self) -> None:
+        """One group after the other, until cancelled; what was handed to the thread is still answered."""
+        retry_at = trio.current_time()
+        while True:
+            if not self._calls and not self._store.cleaning_due:
+                await self._wait_for_work(retry_at)
+            group = self._take_group(retry=trio.current_time() >= retry_at)
+            freed = self._store.freed
+            try:
+                operations = [call.operation for call in group]
+                answers = await trio.to_thread.run_sync(self._store.commit, operations, limiter=self._writing)
+            except BaseException:
+                self._calls.extendleft(reversed(group))
+                raise
+            no_room = []
+            for call, answer in zip(group, answers, strict=True):
+                if not isinstance(answer, WaitForRoom):
+                    call.answer = answer
+                    call.done.set()
+                    continue
+                no_room.append(call)
+                if isinstance(call.operation, LAZY):
+                    call.done.set()  # it is made up for; a start that comes before that sees more than is left
+            self._waiting.extendleft(reversed(no_room))
+            if self._store.freed > freed:
+                retry_at = trio.current_time()
+            elif no_room:
+                retry_at = trio.current_time() + self._limits.retry_interval_s
+
+    async def _wait_for_work(self, retry_at: float) -> None:
+        self._arrived = trio.Event()
+        if self._waiting:
+            with trio.move_on_at(retry_at):  # nobody says when somebody else makes room on a disk
+                await self._arrived.wait()
+        else:
+            await self._arrived.wait()
+
+    def _take_group(self, *, retry: bool) -> list[_Call]:
+        """The next calls within the limits of a group: as they came, but no outcome before one of its session that has
+        no room."""
+        group: list[_Call] = []
+        size_bytes = 0
+        sources = (self._waiting, self._calls) if retry else (self._calls,)
+        for source in sources:
+            held_back = {call.operation.session_id for call in self._waiting if isinstance(call.operation, Finish)}
+            while source and len(group) < self._limits.max_group_operations:
+                call = source[0]
+                if call.abandoned and not isinstance(call.operation, LAZY):
+                    source.popleft()
+                elif (
+                    source is self._calls
+                    and isinstance(call.operation, Finish)
+                    and call.operation.session_id in held_back
+                ):
+                    self._waiting.append(source.popleft())
+                elif group and size_bytes + call.size_bytes > self._limits.max_group_bytes:
+                    return group
+                else:
+                    group.append(source.popleft())
+                    size_bytes += call.size_bytes
+        return group
+
+    def _close(self) -> None:
+        self._closed = True
+        for call in (*self._calls, *self._waiting):
+            call.answer = LedgerFailed("the ledger was closed")
+            call.done.set()
+        self._calls.clear()
+        self._waiting.clear()
+
+
+@asynccontextmanager
+async def open_ledger(
+    folder: Path, limits: LedgerLimits | None = None, *, disk: Disk | None = None
+) -> AsyncIterator[DiskLedger]:
+    """Open the ledger in `folder`, which is made if it does not exist, and is this process's alone.
+
+    What a former process left is in `recovered`. On leaving, calls still waiting get `LedgerFailed`, and everything
+    is made durable, shielded, within `CLOSE_TIMEOUT_S`. `disk` is for fault injection.
+
+    Raises:
+        ConfigError: another process has the folder (it is named), or it cannot be used, is on a network file system, or
+            of an older format.
+        OSError: the disk failed.
+    """
+    limits = limits or LedgerLimits()
+    writing = trio.CapacityLimiter(1)
+    store, recovered = await trio.to_thread.run_sync(_open, folder, limits, disk or Disk(), limiter=writing)
+    ledger = DiskLedger(store, recovered, limits, writing)
+    try:
+        async with open_single_nursery() as nursery:
+            nursery.start_soon(service_task(ledger._commit_groups, f"ledger {folder}"))
+            yield ledger
+            nursery.cancel_scope.cancel(reason="the ledger is closed")
+    finally:
+        ledger._close()
+        with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+            await trio.to_thread.run_sync(store.close, limiter=writing)
+
+
+def _open(folder: Path, limits: LedgerLimits, disk: Disk) -> tuple[Store, Recovered]:
+    store = Store(folder, limits, disk)
+    jobs = store.jobs()
+    return store, Recovered(
+        sessions=[
+            RecoveredSession(session_id=session.session_id, acked=session.acked, last=session.last)
+            for session in store.sessions()
+        ],
+        unfinished=[
+            UnfinishedJob(
+                session_id=job.session_id,
+                job_id=job.job_id,
+                fingerprint=job.fingerprint,
+                last_attempt=job.attempt,
+                spec=Ref(job.job_id, None, job.length),
+            )
+            for job in jobs
+            if job.cursor is None
+        ],
+        undelivered=[_undelivered(job, job.cursor) for job in jobs if job.cursor is not None],
+        damage=store.damage,
+    )
+
+
+def _undelivered(job: Job, cursor: int) -> UndeliveredOutcome:
+    return UndeliveredOutcome(
+        session_id=job.session_id,
+        job_id=job.job_id,
+        fingerprint=job.fingerprint,
+        attempt=job.attempt,
+        cursor=cursor,
+        outcome=Ref(job.job_id, cursor, job.length),
+    )

@@ -1,0 +1,175 @@
+"""A ledger that ends with its process: the same rules, and nothing to wait for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import trio
+
+from prorl_trio.ledger.ledger import KnownJob, Ledger, LedgerStatistics, Recovered, Ref
+from prorl_trio.ledger.limits import LedgerLimits
+from prorl_trio.ledger.operations import Accept, Acknowledge, BeginAttempt, Finish
+from prorl_trio.ledger.rules import check_accept, check_acknowledge, check_begin, check_finish
+from prorl_trio.types.errors import UnknownJob
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from prorl_trio.ledger.operations import NewJob
+
+__all__ = ["MemoryLedger"]
+
+
+class _Session(msgspec.Struct):
+    acked: int
+    last: int
+    jobs: set[str] = msgspec.field(default_factory=set)
+    cursors: dict[int, str] = msgspec.field(default_factory=dict)
+    """Of the outcomes that are not acknowledged."""
+
+
+class _Job(msgspec.Struct):
+    session_id: str
+    fingerprint: bytes
+    payload: bytes
+    attempt: int = 0
+    cursor: int | None = None
+
+
+class _Tombstone(NamedTuple):
+    session_id: str
+    fingerprint: bytes
+    at_s: float
+
+
+class MemoryLedger(Ledger):
+    """Of `limits` those that bound a disk do not count: outcomes here are as many as admission lets in, and each is
+    the very bytes that the session has. Every call is carried out at once, and then a checkpoint."""
+
+    def __init__(self, limits: LedgerLimits | None = None) -> None:
+        self.recovered = Recovered()
+        self._limits = limits or LedgerLimits()
+        self._sessions: dict[str, _Session] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()
+        """By job id, in the order of their age."""
+        self._live_bytes = 0
+        self._operations = 0
+
+    def __repr__(self) -> str:
+        return f"<MemoryLedger {len(self._jobs)} jobs, {self._live_bytes} bytes>"
+
+    async def open_session(self, session_id: str, first_cursor: int) -> None:
+        if session_id not in self._sessions:
+            self._sessions[session_id] = _Session(first_cursor, first_cursor)
+        await self._done()
+
+    async def close_session(self, session_id: str) -> None:
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            for job_id in session.jobs:
+                self._live_bytes -= len(self._jobs.pop(job_id).payload)
+        await self._done()
+
+    async def accept(self, session_id: str, jobs: Sequence[NewJob]) -> None:
+        session = self._sessions.get(session_id)
+        operation = Accept(session_id, jobs)
+        if jobs:
+            check_accept(operation, session, self._jobs.get, len(self._jobs), self._limits.max_jobs)
+        for job in jobs:
+            self._jobs[job.job_id] = _Job(session_id, job.fingerprint, job.spec)
+            self._sessions[session_id].jobs.add(job.job_id)
+            self._live_bytes += len(job.spec)
+            self._tombstones.pop(job.job_id, None)
+        await self._done()
+
+    async def begin_attempt(self, job_id: str, attempt: int) -> None:
+        job = check_begin(BeginAttempt(job_id, attempt), self._jobs.get(job_id))
+        job.attempt = attempt
+        await self._done()
+
+    async def finish(
+        self, session_id: str, job_id: str, attempt: int, cursor: int, outcome: Sequence[bytes | memoryview]
+    ) -> Ref:
+        session, job = check_finish(
+            Finish(session_id, job_id, attempt, cursor, outcome),
+            self._sessions.get(session_id),
+            self._jobs.get(job_id),
+            lambda: cursor in self._sessions[session_id].cursors,
+        )
+        payload = outcome[0] if len(outcome) == 1 and isinstance(outcome[0], bytes) else b"".join(outcome)
+        self._live_bytes += len(payload) - len(job.payload)
+        job.attempt, job.cursor, job.payload = attempt, cursor, payload
+        session.last = max(session.last, cursor)
+        session.cursors[cursor] = job_id
+        await self._done()
+        return Ref(job_id, cursor, len(payload))
+
+    async def acknowledge(self, session_id: str, cursor: int) -> None:
+        session = check_acknowledge(Acknowledge(session_id, cursor), self._sessions.get(session_id))
+        if session is not None:
+            job_ids = [
+                session.cursors[given] for given in range(session.acked + 1, cursor + 1) if given in session.cursors
+            ]
+            session.acked = cursor
+            now_s = trio.current_time()
+            for job_id in job_ids:
+                self._tombstones.pop(job_id, None)
+                self._tombstones[job_id] = _Tombstone(session_id, self._jobs[job_id].fingerprint, now_s)
+            self._drop(session, job_ids)
+            self._forget_old(now_s)
+        await self._done()
+
+    async def forget(self, session_id: str, job_ids: Sequence[str]) -> None:
+        session = self._sessions.get(session_id)
+        if session is not None:
+            self._drop(session, session.jobs.intersection(job_ids))
+        await self._done()
+
+    async def read(self, ref: Ref) -> bytes:
+        await trio.lowlevel.checkpoint()
+        job = self._jobs.get(ref.job_id)
+        if job is None or job.cursor != ref.cursor:
+            raise UnknownJob(f"the payload of job {ref.job_id!r} is acknowledged, forgotten, or was replaced")
+        return job.payload
+
+    async def lookup(self, job_ids: Sequence[str]) -> dict[str, KnownJob]:
+        await trio.lowlevel.checkpoint()
+        self._forget_old(trio.current_time())
+        known = {}
+        for job_id in job_ids:
+            if (job := self._jobs.get(job_id)) is not None:
+                known[job_id] = KnownJob(
+                    session_id=job.session_id,
+                    fingerprint=job.fingerprint,
+                    state="unfinished" if job.cursor is None else "undelivered",
+                )
+            elif (stone := self._tombstones.get(job_id)) is not None:
+                known[job_id] = KnownJob(
+                    session_id=stone.session_id, fingerprint=stone.fingerprint, state="acknowledged"
+                )
+        return known
+
+    def statistics(self) -> LedgerStatistics:
+        return LedgerStatistics(live_bytes=self._live_bytes, jobs=len(self._jobs), operations=self._operations)
+
+    async def _done(self) -> None:
+        self._operations += 1
+        await trio.lowlevel.checkpoint()
+
+    def _drop(self, session: _Session, job_ids: Iterable[str]) -> None:
+        for job_id in job_ids:
+            job = self._jobs.pop(job_id)
+            self._live_bytes -= len(job.payload)
+            session.jobs.remove(job_id)
+            if job.cursor is not None:
+                del session.cursors[job.cursor]
+
+    def _forget_old(self, now_s: float) -> None:
+        limit_s = now_s - self._limits.tombstone_s
+        while self._tombstones and (
+            len(self._tombstones) > self._limits.max_tombstones or next(iter(self._tombstones.values())).at_s <= limit_s
+        ):
+            self._tombstones.popitem(last=False)
