@@ -1,5 +1,7 @@
-"""What ledgers promise: those in memory and on a disk while they run, and the latter when it is opened again. What a kill,
-a loss of power and a bad disk leave of it: tests/faults/test_ledger_*.py."""
+"""Promises of every ledger, in memory or on a disk, while it runs; and of those on a disk when they are opened again.
+
+What a kill, a loss of power and a bad disk leave of one: tests/faults/test_ledger_*.py.
+"""
 
 from __future__ import annotations
 

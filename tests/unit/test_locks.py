@@ -10,9 +10,9 @@ from packaging.requirements import Requirement
 
 from launch import engine_env, locks
 from launch.locks import lock_path, locked_pip, requirements_key, serves
-from launch.relock import resolve
 from launch.paths import checkout_dir
 from launch.progress import SetupError
+from launch.relock import resolve
 
 CHECKOUT = checkout_dir()
 REQUIREMENTS = {
