@@ -107,7 +107,7 @@ class Service:
 
 
 @asynccontextmanager
-async def open_service(tmp_path, *, arena=None, max_model_len=8_000, tokens=TOKENS, first_id=97, workers=8):
+async def open_service(tmp_path, *, arena=None, max_model_len=8_000, tokens=TOKENS, first_id=97, workers=8, slice_tokens=256):
     tiny = make_tiny_model(tmp_path / "model")
 
     def script(prompt):
@@ -122,7 +122,7 @@ async def open_service(tmp_path, *, arena=None, max_model_len=8_000, tokens=TOKE
         config = NodeConfig(
             model=ModelConfig(path=str(tmp_path / "model")),
             listen=ListenConfig(port=0, token=TOKEN, endpoint_file=str(tmp_path / "endpoint.json")),
-            backends=BackendConfig(urls=[engine.url]),
+            backends=BackendConfig(urls=[engine.url], slice_tokens=slice_tokens),
             sandbox=SandboxConfig(provider="process"),
             stages=StagesConfig(run_workers=workers, ready_queue=workers),
             arena=arena or ArenaConfig(size_bytes=64 * 1024 * 1024),
@@ -338,7 +338,9 @@ async def test_a_killed_trainers_pins_end_and_the_next_one_gets_its_outcomes(tmp
 
 async def test_a_trainer_process_reads_outcomes_without_memory_for_their_tokens(tmp_path):
     tokens = 100_000
-    async with open_service(tmp_path, max_model_len=120_000, tokens=tokens, first_id=10_000) as service:
+    # In one piece: no completion is streamed token by token to show the engine's pace.
+    sizes = {"max_model_len": 120_000, "tokens": tokens, "slice_tokens": 0}
+    async with open_service(tmp_path, first_id=10_000, **sizes) as service:
         async with open_trainer(service, tmp_path, [job(n, tokens=tokens) for n in range(3)]) as trainer:
             for _ in range(3):
                 _, total, length = await trainer.next_line()
