@@ -196,14 +196,15 @@ async def test_connections_are_limited(node):
     async with open_rest(node, max_connections=2) as rest:
         held = [await trio.open_tcp_stream(rest.host, rest.port) for _ in range(2)]
         for stream in held:
-            await stream.send_all(b"GET /heal")
-        await trio.testing.wait_all_tasks_blocked(0.05)
-        async with await trio.open_tcp_stream(rest.host, rest.port) as stream:
-            assert await stream.receive_some(1000) == b""
+            await rest.send(stream, "GET", "/v1/backends")
+            assert (await stream.receive_some(1000)).startswith(b"HTTP/1.1 200")
+        refused = await rest.call("GET", "/v1/backends")
+        assert (refused.status, refused.json()["error"]["code"]) == (429, "admission")
+        assert (await rest.call("GET", "/healthz")).status == 200, "which needs no token"
         for stream in held:
             await stream.aclose()
         await trio.testing.wait_all_tasks_blocked(0.05)
-        assert (await rest.call("GET", "/healthz")).status == 200
+        assert (await rest.call("GET", "/v1/backends")).status == 200
 
 
 async def test_client_that_does_not_read_is_let_go(node):

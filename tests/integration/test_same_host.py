@@ -107,7 +107,9 @@ class Service:
 
 
 @asynccontextmanager
-async def open_service(tmp_path, *, arena=None, max_model_len=8_000, tokens=TOKENS, first_id=97, workers=8, slice_tokens=256):
+async def open_service(
+    tmp_path, *, arena=None, max_model_len=8_000, tokens=TOKENS, first_id=97, workers=8, slice_tokens=256
+):
     tiny = make_tiny_model(tmp_path / "model")
 
     def script(prompt):
