@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -14,14 +13,16 @@ import trio
 import trio.testing
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.types.errors import BackendError
+from prorl_trio.inference.engines.engine import CompletionRequest
+from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_trio.config import Strategy
-    from prorl_trio.inference.pool.pool import BackendLease, Backends
+    from prorl_trio.inference.pool.lease import BackendLease
+    from prorl_trio.inference.pool.pool import Backends
 
 __all__ = ["HEAVY", "LIGHT", "REASONING", "TOKENS", "Batch", "Turn", "Work", "draw_batch"]
 
@@ -218,22 +219,15 @@ class Batch:
             self._note(lease.url, -1)
 
     async def _sample(self, number: int, prompt_token_ids: list[int], turn: Turn, lease: BackendLease) -> None:
-        """As the agent's loop: a backend that fails is left for another one."""
-        call = partial(
-            lease.generate,
-            prompt_token_ids,
-            SAMPLING,
+        home = lease.url
+        asked = CompletionRequest(
+            prompt_token_ids=prompt_token_ids,
+            sampling=SAMPLING,
             max_tokens=turn.completion_tokens,
             request_id=f"{lease.task_id}-t{number}",
             timeout_s=CALL_TIMEOUT_S,
         )
-        home = lease.url
-        try:
-            await call()
-        except BackendError:
-            if not lease.repin():
-                raise
-            await call()
+        await lease.complete(PartialCompletion(asked))
         if lease.url != home:
             self.moved += 1
             self._note(home, -1)

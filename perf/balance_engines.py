@@ -18,6 +18,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from perf.children import raise_file_limit, say_ready
+from prorl_trio.inference.engines.engine import CompletionRequest
 from prorl_trio.simulation.config import EngineModel
 from prorl_trio.simulation.engine import SimulatedEngine
 from prorl_trio.testing.fake_http import Answer, HttpCall, serve_http
@@ -92,11 +93,13 @@ async def _answer(engine: SimulatedEngine, call: HttpCall) -> Answer:
 
 async def _complete(engine: SimulatedEngine, wanted: CompletionCall) -> Answer:
     completion = await engine.generate(
-        wanted.prompt,
-        SAMPLING,
-        max_tokens=wanted.max_tokens,
-        request_id=f"{wanted.prompt[0]}-t",
-        timeout_s=CALL_TIMEOUT_S,
+        CompletionRequest(
+            prompt_token_ids=wanted.prompt,
+            sampling=SAMPLING,
+            max_tokens=wanted.max_tokens,
+            request_id=f"{wanted.prompt[0]}-t",
+            timeout_s=CALL_TIMEOUT_S,
+        )
     )
     choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": completion.token_ids, "logprobs": None}
     usage = {"prompt_tokens": len(wanted.prompt), "completion_tokens": len(completion.token_ids)}

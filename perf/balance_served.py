@@ -23,7 +23,7 @@ from perf.children import open_child
 from perf.peers.environments import PEERS
 from perf.peers.server import free_port, open_peer_server
 from prorl_trio.config import Strategy
-from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo
+from prorl_trio.inference.engines.engine import Completion, CompletionRequest, EngineClient, EngineInfo, made_by
 from prorl_trio.inference.engines.http import HttpClient, HttpError, HttpLimits
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.simulation.config import Distribution
@@ -32,8 +32,6 @@ from prorl_trio.types.errors import BackendError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from prorl_trio.inference.engines.engine import TokenSink
-    from prorl_trio.types.models import SamplingParams
 
 __all__ = ["OURS", "ROUTED", "Placement", "ServedRun", "run_served"]
 
@@ -123,22 +121,14 @@ class ServedEngine(EngineClient):
             url=self.url, model="simulated", max_model_len=MODEL.kv_tokens, engine="simulated", policy_version="0"
         )
 
-    async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        request_id: str,
-        timeout_s: float,
-        cache_salt: str = "",
-        sink: TokenSink | None = None,
-    ) -> Completion:
+    async def generate(self, request: CompletionRequest) -> Completion:
         """See `EngineClient.generate`. Samples nothing, and retries nothing."""
-        del sampling, cache_salt, sink
-        call = CompletionCall(model="simulated", prompt=prompt_token_ids, max_tokens=max_tokens)
-        headers = [("Content-Type", "application/json"), ("X-Session-ID", request_id.rpartition("-t")[0])]
-        await self._ask("POST", "/v1/completions", headers, msgspec.json.encode(call), min(timeout_s, CALL_TIMEOUT_S))
+        max_tokens = request.max_tokens
+        call = CompletionCall(model="simulated", prompt=list(request.prompt_token_ids), max_tokens=max_tokens)
+        session = ("X-Session-ID", request.request_id.rpartition("-t")[0])
+        headers = [("Content-Type", "application/json"), session]
+        timeout_s = min(request.timeout_s, CALL_TIMEOUT_S)
+        await self._ask("POST", "/v1/completions", headers, msgspec.json.encode(call), timeout_s)
         return Completion(
             token_ids=[0] * max_tokens,
             logprobs=[0.0] * max_tokens,
@@ -186,7 +176,7 @@ async def run_served(placement: Placement, seed: int, *, work: Work = WORK) -> S
         urls = engines.urls
         if placement.policy:
             urls = [await stack.enter_async_context(_open_router(placement.policy, engines.urls))]
-        backends = Backends(ServedEngine, strategy=placement.strategy, random=Random(f"{seed} ties"))
+        backends = Backends(made_by(ServedEngine), strategy=placement.strategy, random=Random(f"{seed} ties"))
         stack.push_async_callback(backends.aclose)
         for url in urls:
             await backends.add(url)

@@ -29,6 +29,7 @@ from launch.paths import engine_python, model_dir
 from launch.vllm import open_vllm
 from perf.balance_batch import Batch, Work
 from perf.harness import Options, Report, run_benchmark, tell
+from prorl_trio.inference.engines.engine import made_by
 from prorl_trio.inference.engines.http import HttpClient
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
@@ -148,7 +149,7 @@ async def compare(urls: list[str], work: Work, seeds: int = 1) -> Report:
 
 
 async def _run(work: Work, seed: int, strategy: Strategy, urls: list[str], *, first_token_id: int) -> RealRun:
-    backends = Backends(partial(VllmClient, max_connections=WORKERS), strategy=strategy, random=Random(seed))
+    backends = Backends(made_by(partial(VllmClient, max_connections=WORKERS)), strategy=strategy, random=Random(seed))
     try:
         for url in urls:
             await backends.add(url)

@@ -17,14 +17,14 @@ import trio.testing
 from ipc.nursery import open_single_nursery
 from perf.balance_batch import TOKENS, Batch, Work
 from prorl_trio.config import Strategy
+from prorl_trio.inference.engines.engine import made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.simulation.config import Distribution, EngineModel
 from prorl_trio.simulation.engine import SimulatedEngine
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
-    from prorl_trio.inference.engines.engine import Completion, TokenSink
-    from prorl_trio.types.models import SamplingParams
+    from prorl_trio.inference.engines.engine import Completion, CompletionRequest
 
 __all__ = ["ENGINE", "ROOMY_KV_TOKENS", "Event", "Run", "Scenario", "simulate"]
 
@@ -107,27 +107,14 @@ class MortalEngine(SimulatedEngine):
         for scope in self._calls:
             scope.cancel()
 
-    async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        request_id: str,
-        timeout_s: float,
-        cache_salt: str = "",
-        sink: TokenSink | None = None,
-    ) -> Completion:
+    async def generate(self, request: CompletionRequest) -> Completion:
         """See `SimulatedEngine.generate`."""
-        del cache_salt, sink
         with trio.CancelScope() as scope:
             self._calls.add(scope)
             try:
                 if self._dead:
                     scope.cancel()
-                return await super().generate(
-                    prompt_token_ids, sampling, max_tokens=max_tokens, request_id=request_id, timeout_s=timeout_s
-                )
+                return await super().generate(request)
             finally:
                 self._calls.discard(scope)
         raise BackendError(f"{self.url}: killed", retryable=True)
@@ -138,7 +125,9 @@ async def _run(scenario: Scenario) -> Run:
     numbers = sorted({*range(scenario.backends), *(event.backend for event in scenario.events)})
     model = msgspec.structs.replace(ENGINE, kv_tokens=scenario.kv_tokens)
     engines = {f"sim://{n}": MortalEngine(f"sim://{n}", model, seed=f"{scenario.seed} {n}") for n in numbers}
-    backends = Backends(engines.__getitem__, strategy=scenario.strategy, random=Random(f"{scenario.seed} ties"))
+    backends = Backends(
+        made_by(engines.__getitem__), strategy=scenario.strategy, random=Random(f"{scenario.seed} ties")
+    )
     batch = Batch(scenario.work, scenario.seed, backends=backends, urls=list(engines), strategy=scenario.strategy)
     async with AsyncExitStack() as stack:
         for engine in engines.values():

@@ -29,6 +29,7 @@ from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.config import ModelConfig, NodeConfig
+from prorl_trio.inference.engines.engine import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -51,7 +52,7 @@ class JobProcesses(msgspec.Struct, frozen=True):
 async def _roll_out(world: World, number: int, turns: int) -> Trajectory:
     handler = StampedHandler()
     async with AsyncExitStack() as stack:
-        backends = Backends(VllmClient)
+        backends = Backends(made_by(VllmClient))
         stack.push_async_callback(backends.aclose)
         await backends.add(world.quick_engine)
         model = ModelConfig(path=world.model)

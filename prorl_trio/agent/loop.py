@@ -15,6 +15,7 @@ import trio
 from ipc.nursery import only_cancelled
 from prorl_trio.agent.budget import AgentBudget
 from prorl_trio.chat.conversation import Conversation
+from prorl_trio.inference.engines.engine import CompletionRequest
 from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.tools.base import Observation
 from prorl_trio.tools.fitting import fit_texts
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.inference.engines.engine import Completion
-    from prorl_trio.inference.pool.pool import BackendLease
+    from prorl_trio.inference.pool.lease import BackendLease
     from prorl_trio.tools import ToolSet
     from prorl_trio.types.models import FinishReason, SegmentReason, StopReason, ToolCall
 
@@ -45,8 +46,6 @@ __all__ = [
 
 MAX_PAUSE_S = 3600.0
 """A pause of the backends is charged to no budget, up to this."""
-ATTEMPTS = ("first", "repinned", "repinned-2", "repinned-3")
-"""At one completion, in which nothing came, each on another backend."""
 MIN_TURN_TOKENS = 16
 """A turn with less room than this in the context is not begun."""
 MAX_FITTINGS = 4
@@ -275,10 +274,10 @@ class _Agent:
 
     async def _take_turn(self, turn: int, *, is_last: bool) -> _Taken:
         """Sample, do what was asked for, and say what came of it; recorded also where that is cut short."""
-        started_s, so_far = trio.current_time(), self._completion()
+        started_s, so_far = trio.current_time(), self._completion(turn)
         heard, self.said = self.said, ()
         try:
-            completion = await self._sample(turn, so_far)
+            completion = await self._sample(so_far)
         except BaseException as exc:
             if only_cancelled(exc) and self.budget.used_up and len(so_far):
                 cut = so_far.whole("abort")
@@ -378,47 +377,36 @@ class _Agent:
             self.dialogue,
         )
 
-    def _completion(self) -> PartialCompletion:
+    def _completion(self, turn: int) -> PartialCompletion:
         """The completion that is to follow, of which nothing is sampled yet."""
-        asked, config = self.context.spec.sampling, self.context.resources.config
-        stops = [*asked.stop_token_ids, *self.context.resources.chat_format.stop_token_ids]
+        spec, config = self.context.spec, self.context.resources.config
+        stops = [*spec.sampling.stop_token_ids, *self.context.resources.chat_format.stop_token_ids]
+        who = f"{spec.job_id}-s{self.dialogue}" if self.dialogue else spec.job_id
         return PartialCompletion(
-            self.conversation.prompt_array(),
-            msgspec.structs.replace(asked, stop_token_ids=stops),
-            min(asked.max_output_tokens, self.room),
+            CompletionRequest(
+                prompt_token_ids=self.conversation.prompt_array(),
+                sampling=msgspec.structs.replace(spec.sampling, stop_token_ids=stops),
+                max_tokens=min(spec.sampling.max_output_tokens, self.room),
+                request_id=f"{who}-t{turn}",
+                timeout_s=config.backends.request_timeout_s,
+            ),
             stop=self.conversation.ends_with_tool_call if config.agent.stop_at_tool_call else None,
             stream=config.backends.stream,
             slice_tokens=config.backends.slice_tokens,
             admit=self._check_staleness,
         )
 
-    async def _sample(self, turn: int, so_far: PartialCompletion) -> Completion:
-        """One completion; when its backend fails for good, another one goes on, and so on, each but once. Where there
-        is no other, one may go on itself that failed in the middle of an answer, or was too slow for one in one piece.
-        Nothing received is sampled again."""
-        context, config = self.context, self.context.resources.config
-        who = f"{context.spec.job_id}-s{self.dialogue}" if self.dialogue else context.spec.job_id
-        failed = 0
-        while failed < len(ATTEMPTS):
-            before = len(so_far), so_far.stream
-            try:
-                with context.waiting(f"backend {self.lease.url}: completion", "inference"):
-                    completion = await self.lease.complete(
-                        so_far,
-                        request_id=f"{who}-t{turn}-{ATTEMPTS[failed]}",
-                        timeout_s=config.backends.request_timeout_s,
-                        waiting=partial(context.standing_in_line, charge="inference", at_most_s=MAX_PAUSE_S),
-                        produced=self.budget.produced,
-                    )
-            except BackendError as exc:
-                went_on = (len(so_far), so_far.stream) > before  # it has more tokens, or will have them streamed now
-                failed = 0 if went_on else failed + 1
-                if failed == len(ATTEMPTS) or not exc.retryable or not (self.lease.repin() or went_on):
-                    raise
-            else:
-                context.activity.progress()
-                return completion
-        raise AssertionError("unreachable")
+    async def _sample(self, so_far: PartialCompletion) -> Completion:
+        """One completion; nobody is charged for a pause."""
+        context = self.context
+        completion = await self.lease.complete(
+            so_far,
+            waiting=partial(context.standing_in_line, charge="inference", at_most_s=MAX_PAUSE_S),
+            calling=partial(context.waiting, charge="inference"),
+            produced=self.budget.produced,
+        )
+        context.activity.progress()
+        return completion
 
     def _check_staleness(self, newest: str, sampled_under: Sequence[str] = ()) -> None:
         """Raise StaleTrajectory if tokens of version `newest` do not go with those that were sampled before, or any of

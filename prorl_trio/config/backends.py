@@ -88,7 +88,8 @@ class BackendConfig(Table, frozen=True):
         weights: shares of the rollouts, by URL: a backend of weight 2 gets twice as many as one of 1, which others
             have.
         engine: what the servers are: `vllm`, `sglang` (tested against a look-alike only), `prorl` (a trainer's own, as
-            the ProRL Agent server knows it: `POST /generate` with `prompt_ids`), or `auto`, which asks each.
+            the ProRL Agent server knows it: `POST /generate` with `prompt_ids`), a kind that an installed package
+            offers under the entry-point group `prorl_trio.engines`, or `auto`: each is asked as it is registered.
         max_model_len: the longest context, in tokens, of engines that do not say, which is `prorl` alone; 0: what the
             model's config.json has as `max_position_embeddings`.
         stream: have all completions sent token by token: nothing is lost then when one is cut, also where the engine
@@ -112,7 +113,7 @@ class BackendConfig(Table, frozen=True):
 
     urls: list[str] = msgspec.field(default_factory=list)
     weights: dict[str, float] = msgspec.field(default_factory=dict)
-    engine: Literal["auto", "vllm", "sglang", "prorl"] = "auto"
+    engine: str = "auto"
     max_model_len: Amount = 0
     stream: bool = False
     slice_tokens: Amount = 256

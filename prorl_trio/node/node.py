@@ -31,7 +31,7 @@ from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.ledger import LedgerLimits, open_ledger
 from prorl_trio.node.drain import drain, open_end_signals, until_started
 from prorl_trio.node.monitoring import open_monitoring
-from prorl_trio.node.parts import engine_clients, open_backends, open_node_arena, open_node_sandboxes, warn_of_image
+from prorl_trio.node.parts import engine_finder, open_backends, open_node_arena, open_node_sandboxes, warn_of_image
 from prorl_trio.node.reload import serve_reloads
 from prorl_trio.pipeline.admission import Load
 from prorl_trio.pipeline.pipeline import Job, open_pipeline
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from prorl_trio.chat.messages import ToolSchema
     from prorl_trio.config import NodeConfig
     from prorl_trio.handlers.base import AgentHandler
-    from prorl_trio.inference.engines.vllm import OnCall
+    from prorl_trio.inference.engines.http_engine import OnCall
     from prorl_trio.inference.pool.pool import Backends
     from prorl_trio.node.monitoring import Monitoring
     from prorl_trio.pipeline.observer import Observer
@@ -291,8 +291,8 @@ async def open_node(
         await trio.to_thread.run_sync(warn_of_image, config.sandbox)
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_single_nursery())
-        clients = engine_clients(config.backends, on_backend_call, max_positions=chat_format.max_positions)
-        backends = await stack.enter_async_context(open_backends(config.backends, clients))
+        find_client = engine_finder(config.backends, on_backend_call, max_positions=chat_format.max_positions)
+        backends = await stack.enter_async_context(open_backends(config.backends, find_client))
         scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers, config.scoring))
         sandboxes = await stack.enter_async_context(open_node_sandboxes(provider, config.sandbox, on_sandbox_open))
         resources = Resources(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ipc.arena import open_arena
 from ipc.nursery import open_single_nursery
 from prorl_trio.inference.engines.http import split_origin
-from prorl_trio.inference.engines.registry import engine_client
+from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images import locate_image
@@ -18,30 +18,28 @@ from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import BackendError, ConfigError, SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from contextlib import AbstractAsyncContextManager, AsyncExitStack
     from random import Random
 
     from ipc.arena import Arena
     from prorl_trio.config import ArenaConfig, BackendConfig, SandboxConfig
-    from prorl_trio.inference.engines.engine import EngineClient
-    from prorl_trio.inference.engines.vllm import OnCall
+    from prorl_trio.inference.engines.engine import ClientFinder
+    from prorl_trio.inference.engines.http_engine import OnCall
     from prorl_trio.sandbox.host import OnOpen, SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
 
-__all__ = ["engine_clients", "open_backends", "open_node_arena", "open_node_sandboxes", "warn_of_image"]
+__all__ = ["engine_finder", "open_backends", "open_node_arena", "open_node_sandboxes", "warn_of_image"]
 
 logger = logging.getLogger(__name__)
 
 
-def engine_clients(
-    config: BackendConfig, on_call: OnCall | None, *, max_positions: int = 0
-) -> Callable[[str], EngineClient]:
-    """Makes the client of a URL, for engines as they are configured. `on_call` is told of every call.
+def engine_finder(config: BackendConfig, on_call: OnCall | None, *, max_positions: int = 0) -> ClientFinder:
+    """Return what makes the client of a URL, for engines as they are configured. `on_call` is told of every call.
     `max_positions` is the model's own longest context, 0 where it is not known.
 
     Raises:
-        ConfigError: a configured URL can be none of an engine, or comes twice.
+        ConfigError: there is no such kind of engine, or a configured URL can be none of an engine, or comes twice.
     """
     known = set[str]()
     for url in config.urls:
@@ -54,30 +52,26 @@ def engine_clients(
             raise ConfigError(f"backends.urls: {url} is there twice; for more rollouts, give it a weight in [backends]")
         known.add(origin)
 
-    def make(url: str) -> EngineClient:
-        return engine_client(
-            config.engine,
-            url,
-            context_tokens=config.max_model_len or max_positions,
-            max_connections=config.max_connections_per_backend,
-            on_call=on_call,
-        )
-
-    return make
+    return EngineRegistry.from_entry_points().finder(
+        config.engine,
+        context_tokens=config.max_model_len or max_positions,
+        max_connections=config.max_connections_per_backend,
+        on_call=on_call,
+    )
 
 
 @asynccontextmanager
 async def open_backends(
-    config: BackendConfig, client_factory: Callable[[str], EngineClient], *, random: Random | None = None
+    config: BackendConfig, find_client: ClientFinder, *, random: Random | None = None
 ) -> AsyncIterator[Backends]:
     """The pool, watched, with the configured backends in it: all are probed at once, and those that fail are `down`
-    until they are well. `client_factory` and `random` are those of `Backends`. On leaving, calls in flight fail.
+    until they are well. `find_client` and `random` are those of `Backends`. On leaving, calls in flight fail.
 
     Raises:
         BackendError: one that is `required` is not fit.
     """
     backends = Backends(
-        client_factory,
+        find_client,
         probe_timeout_s=config.probe_timeout_s,
         max_tasks_per_backend=config.max_tasks_per_backend,
         strategy=config.strategy,

@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo
+from prorl_trio.inference.engines.engine import Completion, CompletionRequest, EngineClient, EngineInfo
 from prorl_trio.inference.engines.engine_load import EngineLoad
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from prorl_trio.inference.engines.engine import TokenSink
     from prorl_trio.simulation.config import EngineModel
-    from prorl_trio.types.models import SamplingParams
 
 __all__ = ["SimulatedEngine"]
 
@@ -161,28 +159,22 @@ class SimulatedEngine(EngineClient):
             url=self.url, model="simulated", max_model_len=self.model.kv_tokens, engine="simulated", policy_version="0"
         )
 
-    async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        request_id: str,
-        timeout_s: float,
-        cache_salt: str = "",
-        sink: TokenSink | None = None,
-    ) -> Completion:
-        """See `EngineClient.generate`. Samples exactly `max_tokens`, all of them 0; `request_id` is `JOB-tTURN`."""
-        del sampling, cache_salt, sink
-        random = Random(f"{self._seed} {request_id}")
+    async def generate(self, request: CompletionRequest) -> Completion:
+        """See `EngineClient.generate`. Samples exactly `max_tokens`, all of them 0.
+
+        The request's id is `JOB-tTURN`, or begins so and goes on with the name of an attempt: what a turn draws here is
+        the same at each.
+        """
+        job_id, _, rest = request.request_id.rpartition("-t")
+        random, max_tokens = Random(f"{self._seed} {job_id}-t{rest.partition('-')[0]}"), request.max_tokens
         if random.random() < self._failure_rate:
             await trio.lowlevel.checkpoint()
-            raise BackendError(f"{self.url}: simulated failure of {request_id}", retryable=True)
+            raise BackendError(f"{self.url}: simulated failure of {request.request_id}", retryable=True)
         tokens_per_s = self._speed * max(1e-3, self.model.tokens_per_s.draw(random))
-        with trio.move_on_after(timeout_s) as patience:
-            await self._complete(request_id.rpartition("-t")[0], len(prompt_token_ids), max_tokens, tokens_per_s)
+        with trio.move_on_after(request.timeout_s) as patience:
+            await self._complete(job_id, len(request.prompt_token_ids), max_tokens, tokens_per_s)
         if patience.cancelled_caught:
-            raise BackendError(f"{self.url}: no completion within {timeout_s:g} s", retryable=True)
+            raise BackendError(f"{self.url}: no completion within {request.timeout_s:g} s", retryable=True)
         self.completions += 1
         self.tokens_sampled += max_tokens
         return Completion(

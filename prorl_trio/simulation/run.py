@@ -26,6 +26,7 @@ from prorl_trio.agent.context import Resources
 from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import ModelConfig, NodeConfig
+from prorl_trio.inference.engines.engine import made_by
 from prorl_trio.node.parts import open_backends, open_node_sandboxes
 from prorl_trio.pipeline.pipeline import Job, Pipeline, open_pipeline
 from prorl_trio.simulation.engine import SimulatedEngine
@@ -158,7 +159,7 @@ async def _simulate(config: SimulationConfig, chat_format: ChatFormat) -> Simula
         for engine in engines.values():
             await stack.enter_async_context(engine.open())
         backends = await stack.enter_async_context(
-            open_backends(pool, engines.__getitem__, random=Random(f"{config.seed} backends"))
+            open_backends(pool, made_by(engines.__getitem__), random=Random(f"{config.seed} backends"))
         )
         trainer = _Trainer(config.jobs)
         resources = Resources(

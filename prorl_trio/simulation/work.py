@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -11,16 +12,18 @@ import trio
 
 from prorl_trio.agent.loop import lease_backend
 from prorl_trio.handlers.base import AgentHandler, Evaluation
+from prorl_trio.inference.engines.engine import CompletionRequest
+from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec
 from prorl_trio.testing.fake_sandbox import FakeSandbox
-from prorl_trio.types.errors import BackendError, EvaluationError, SandboxLost, SandboxUnavailable
+from prorl_trio.types.errors import EvaluationError, SandboxLost, SandboxUnavailable
 from prorl_trio.types.models import Turn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from prorl_trio.agent.context import RolloutContext
-    from prorl_trio.inference.pool.pool import BackendLease
+    from prorl_trio.inference.pool.lease import BackendLease
     from prorl_trio.simulation.config import SimulationConfig
 
 __all__ = ["SimulatedHandler", "SimulatedProvider"]
@@ -128,25 +131,15 @@ class SimulatedHandler(AgentHandler):
     async def _sample(
         self, context: RolloutContext, lease: BackendLease, turn: int, prompt_tokens: int, sampled: int
     ) -> None:
-        """As the agent's loop: a backend that fails is left for another one."""
         attempt = self._draws[context.spec.job_id, "run"]
-
-        async def call() -> None:
-            with context.waiting(f"backend {lease.url}: completion", "inference"):
-                await lease.generate(
-                    [0] * prompt_tokens,
-                    context.spec.sampling,
-                    max_tokens=sampled,
-                    request_id=f"{context.spec.job_id}.{attempt}-t{turn}",
-                    timeout_s=context.resources.config.backends.request_timeout_s,
-                )
-
-        try:
-            await call()
-        except BackendError:
-            if not lease.repin():
-                raise
-            await call()
+        asked = CompletionRequest(
+            prompt_token_ids=[0] * prompt_tokens,
+            sampling=context.spec.sampling,
+            max_tokens=sampled,
+            request_id=f"{context.spec.job_id}.{attempt}-t{turn}",
+            timeout_s=context.resources.config.backends.request_timeout_s,
+        )
+        await lease.complete(PartialCompletion(asked), calling=partial(context.waiting, charge="inference"))
 
     async def _act(self, context: RolloutContext, random: Random) -> None:
         """One tool call, in the sandbox."""

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import trio
 
-from prorl_trio.inference.engines.engine import Completion, EngineClient, TokenSink
+from prorl_trio.inference.engines.engine import Completion, CompletionRequest, EngineClient, TokenSink
 from prorl_trio.types.errors import ContextLengthExceeded
 from prorl_trio.types.models import SamplingParams
 
@@ -275,12 +275,14 @@ async def _generate(
     sink: TokenSink | None = None,
 ) -> Completion:
     return await engine.client.generate(
-        prompt or engine.prompt_token_ids,
-        sampling,
-        max_tokens=max_tokens,
-        request_id=request_id,
-        timeout_s=CALL_TIMEOUT_S,
-        sink=sink,
+        CompletionRequest(
+            prompt_token_ids=prompt or engine.prompt_token_ids,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            request_id=request_id,
+            timeout_s=CALL_TIMEOUT_S,
+            sink=sink,
+        )
     )
 
 

@@ -12,7 +12,9 @@ from prorl_trio.agent.context import Resources
 from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import AgentConfig, ModelConfig, NodeConfig
-from prorl_trio.inference.engines.vllm import RetryPolicy, VllmClient
+from prorl_trio.inference.engines.engine import made_by
+from prorl_trio.inference.engines.retries import RetryPolicy
+from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.pipeline.pipeline import open_pipeline
 from prorl_trio.sandbox.host import open_sandbox_host
@@ -21,6 +23,8 @@ from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 from support.fake_node import FakeNode
+
+FAST_RETRY = RetryPolicy(max_attempts=2, first_delay_s=0.01)
 
 
 class Observer:
@@ -75,7 +79,7 @@ class Rig:
         )
         async with AsyncExitStack() as stack:
             self.engine = await stack.enter_async_context(open_fake_engine(script=self.script, config=engine_config))
-            backends = Backends(lambda url: VllmClient(url, retry=RetryPolicy(max_attempts=2, first_delay_s=0.01)))
+            backends = Backends(made_by(lambda url: VllmClient(url, retry=FAST_RETRY)))
             stack.push_async_callback(backends.aclose)
             await backends.add(self.engine.url)
             self.resources = Resources(

@@ -15,11 +15,12 @@ import trio.testing
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
+from prorl_trio.inference.engines.engine import made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.simulation.config import Distribution, EngineModel
 from prorl_trio.simulation.engine import SimulatedEngine
 from prorl_trio.types.errors import BackendError
-from prorl_trio.types.models import SamplingParams
+from support.completions import asked, begun
 
 MODEL = EngineModel(
     max_batch=8, kv_tokens=10**9, prefill_tokens_per_s=20_000, tokens_per_s=Distribution(value=50), max_tokens_per_s=400
@@ -32,11 +33,11 @@ class MortalEngine(SimulatedEngine):
 
     dead = False
 
-    async def generate(self, prompt_token_ids, sampling, **more):
+    async def generate(self, request):
         if self.dead:
             await trio.lowlevel.checkpoint()
             raise BackendError(f"{self.url}: dead", retryable=True)
-        return await super().generate(prompt_token_ids, sampling, **more)
+        return await super().generate(request)
 
     async def load(self, *, timeout_s):
         if self.dead:
@@ -57,24 +58,14 @@ async def simulate(*, tasks, load, third="absent", kill_at_s=None):
     """`tasks` rollouts at once on two backends, the `third` one `added` or `well` from the start; one dies."""
     engines = {url: MortalEngine(url, MODEL, failure_rate=0, seed=url) for url in ("sim://0", "sim://1", "sim://2")}
     run = Run(0.0, 0, {}, [])
-    backends = Backends(engines.__getitem__, health=HealthConfig(interval_s=5), load=load, random=Random(0))
+    backends = Backends(made_by(engines.__getitem__), health=HealthConfig(interval_s=5), load=load, random=Random(0))
 
     async def rollout(task_id):
         async with backends.lease(task_id) as lease:
             context = PROMPT_TOKENS
             for turn in range(TURNS):
-                for _ in range(3):
-                    try:
-                        await lease.generate(
-                            [0] * context,
-                            SamplingParams(),
-                            max_tokens=TURN_TOKENS,
-                            request_id=f"{task_id}-t{turn}",
-                            timeout_s=1e6,
-                        )
-                        break
-                    except BackendError:
-                        assert lease.repin()
+                request = asked([0] * context, TURN_TOKENS, request_id=f"{task_id}-t{turn}", timeout_s=1e6)
+                await lease.complete(begun(request))
                 context += TURN_TOKENS
                 await trio.sleep(TOOL_S)
         run.done += 1

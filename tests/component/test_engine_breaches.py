@@ -13,7 +13,7 @@ from prorl_trio.inference.engines.completion_stream import EventLines
 from prorl_trio.inference.engines.engine import EnginePaused, RequestRefused
 from prorl_trio.inference.engines.engine_load import EngineLoad, LoadReader, read_load
 from prorl_trio.inference.engines.http import HttpClient, HttpLimits
-from prorl_trio.inference.engines.registry import AutoClient
+from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.engines.retries import RetryPolicy
 from prorl_trio.inference.engines.sglang import SglangClient
 from prorl_trio.inference.engines.vllm import VllmClient
@@ -21,7 +21,7 @@ from prorl_trio.testing.fake_engine import FakeEngine, open_fake_engine, open_lo
 from prorl_trio.testing.fake_http import Answer, serve_http
 from prorl_trio.testing.fake_sglang import FakeSglang, open_fake_sglang
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded
-from prorl_trio.types.models import SamplingParams
+from support.completions import asked
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -38,9 +38,7 @@ def never_enough(_ids, _logprobs):
 
 
 async def ask(client, sink=never_enough, max_tokens=20):
-    return await client.generate(
-        PROMPT, SamplingParams(), max_tokens=max_tokens, request_id="r", timeout_s=5, sink=sink
-    )
+    return await client.generate(asked(PROMPT, max_tokens, timeout_s=5, sink=sink))
 
 
 @asynccontextmanager
@@ -252,7 +250,7 @@ async def test_a_gateway_that_forbids_what_is_optional_hides_no_engine():
     forbidden = Answer(403, b'{"error": {"message": "no such route"}}')
     paths = ["version", "weight_info", "metrics", "is_paused", "model_info", "get_model_info", "pause?mode=abort"]
     async with open_odd(**dict.fromkeys(paths, forbidden)) as engine:
-        client = AutoClient(engine.url)
+        client = await EngineRegistry().finder("auto")(engine.url, 5)
         info = await client.probe(timeout_s=5)
         assert (info.engine, info.pausable, info.prefix_caching) == ("vllm", False, None)
         assert await client.load(timeout_s=5) is None
@@ -295,9 +293,9 @@ async def test_one_that_is_paused_says_so_instead_of_holding_the_probe():
         await client.aclose()
 
 
-async def test_a_probe_that_fails_leaves_the_client_that_was_found_before():
+async def test_a_probe_that_fails_leaves_the_engine_what_it_was_found_to_be():
     """An SGLang that is starting may not have its own endpoints yet: it does not become a vLLM by that."""
-    async with open_odd(OddSglang) as engine, probed(AutoClient(engine.url)) as client:
+    async with open_odd(OddSglang) as engine, probed(await EngineRegistry().finder("auto")(engine.url, 5)) as client:
         engine.own = dict.fromkeys(["/model_info", "/get_model_info"], Answer(404, b"{}"))
         with pytest.raises(BackendError):
             await client.probe(timeout_s=5)

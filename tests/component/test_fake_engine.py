@@ -11,7 +11,8 @@ import trio
 import trio.testing
 
 from prorl_trio.inference.engines.http import HttpClient
-from prorl_trio.inference.engines.vllm import RetryPolicy, VllmClient
+from prorl_trio.inference.engines.retries import RetryPolicy
+from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.testing.fake_engine import (
     FakeEngineConfig,
     open_fake_engine,
@@ -19,6 +20,7 @@ from prorl_trio.testing.fake_engine import (
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded
 from prorl_trio.types.models import SamplingParams
 from support.cancel_sweep import cancel_sweep
+from support.completions import asked
 
 PROMPT = [40, 41, 42]
 NO_RETRY = RetryPolicy(max_attempts=1)
@@ -32,9 +34,8 @@ async def open_client(engine, retry=NO_RETRY):
 
 
 async def generate(client, prompt=PROMPT, max_tokens=8, timeout_s=5.0, request_id="job-1", sink=None, **sampling):
-    return await client.generate(
-        prompt, SamplingParams(**sampling), max_tokens=max_tokens, request_id=request_id, timeout_s=timeout_s, sink=sink
-    )
+    how = {"sampling": SamplingParams(**sampling), "request_id": request_id, "timeout_s": timeout_s, "sink": sink}
+    return await client.generate(asked(prompt, max_tokens, **how))
 
 
 # ---------------------------------------------------------------- what is sent and received

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 
 import msgspec
@@ -12,15 +13,15 @@ import trio
 from prorl_trio.agent.context import RolloutContext
 from prorl_trio.config import BackendConfig
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.inference.engines.engine import CompletionTimedOut
-from prorl_trio.inference.engines.vllm import RetryPolicy, VllmClient
+from prorl_trio.inference.engines.engine import CompletionTimedOut, made_by
+from prorl_trio.inference.engines.retries import RetryPolicy
+from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pace import MAX_FIRST_SCOUTS, PACE_VALID_S, Pace
-from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig, open_look_alike
 from prorl_trio.types.errors import BackendError
-from prorl_trio.types.models import SamplingParams
+from support.completions import asked, begun
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -38,7 +39,7 @@ def story(prompt):
 @asynccontextmanager
 async def open_pool(config, kind=FakeEngine, script=story):
     async with open_look_alike(kind, script, config, 0) as engine:
-        backends = Backends(lambda url: VllmClient(url, retry=RetryPolicy(max_attempts=2, first_delay_s=0.01)))
+        backends = Backends(made_by(partial(VllmClient, retry=RetryPolicy(max_attempts=2, first_delay_s=0.01))))
         await backends.add(engine.url)
         engine.requests.clear()
         try:
@@ -48,9 +49,9 @@ async def open_pool(config, kind=FakeEngine, script=story):
 
 
 async def complete(backends, *, max_tokens=60, timeout_s=10.0, slice_tokens=SLICE):
-    partial = PartialCompletion(PROMPT, SamplingParams(), max_tokens, slice_tokens=slice_tokens)
+    so_far = begun(asked(PROMPT, max_tokens, timeout_s=timeout_s), slice_tokens=slice_tokens)
     async with backends.lease("task") as lease:
-        return await lease.complete(partial, request_id="r", timeout_s=timeout_s)
+        return await lease.attempt(so_far)
 
 
 def sampled_again(engine):
@@ -76,11 +77,11 @@ async def test_the_first_completion_that_is_slow_in_one_piece_is_streamed_afterw
         await complete(backends)
         engine.config = msgspec.structs.replace(engine.config, per_token_s=0.02)
         engine.requests.clear()
-        partial = PartialCompletion(PROMPT, SamplingParams(), 60, slice_tokens=SLICE)
+        so_far = begun(asked(PROMPT, 60, timeout_s=0.5), slice_tokens=SLICE)
         async with backends.lease("other") as lease:
             with pytest.raises(CompletionTimedOut):
-                await lease.complete(partial, request_id="r", timeout_s=0.5)
-            completion = await lease.complete(partial, request_id="r", timeout_s=0.5)
+                await lease.attempt(so_far)
+            completion = await lease.attempt(so_far)
         assert completion.token_ids == WHOLE
         assert [request.stream for request in engine.requests][:2] == [False, True]
         assert sampled_again(engine) == [len(PROMPT)], "but for the one that nobody had heard of"

@@ -10,16 +10,17 @@ import trio
 
 from prorl_trio.inference.engines.answers import ContractBroken, Prompt, Wanted, logprob_kind
 from prorl_trio.inference.engines.completion_stream import MAX_EVENT_BYTES, CompletionStream
-from prorl_trio.inference.engines.engine import Completion, EngineInfo
-from prorl_trio.inference.engines.registry import AutoClient, engine_client
+from prorl_trio.inference.engines.engine import Completion, EngineInfo, made_by
+from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.engines.sglang import SglangClient
 from prorl_trio.inference.engines.vllm_api import read_event
-from prorl_trio.inference.pool.partial import PartialCompletion, version_name
+from prorl_trio.inference.pool.partial import version_name
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_sglang import open_fake_sglang
 from prorl_trio.types.errors import BackendError
 from prorl_trio.types.models import SamplingParams
+from support.completions import asked, begun
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -43,7 +44,7 @@ async def open_pool(config=SLOW):
         return list(range(100 + said, 160)), [-1.0 - index / 100 for index in range(said, 60)], "stop"
 
     async with open_fake_sglang(script=script, config=config) as engine:
-        backends = Backends(SglangClient)
+        backends = Backends(made_by(SglangClient))
         await backends.add(engine.url)
         yield backends, engine
         await backends.aclose()
@@ -55,8 +56,8 @@ async def test_an_aborted_completion_goes_on_from_what_the_engine_had_sampled():
 
         async def sample():
             async with backends.lease("task") as lease:
-                partial = PartialCompletion(PROMPT, SamplingParams(), 60)
-                got.append(await lease.complete(partial, request_id="r", timeout_s=10))
+                partial = begun(asked(PROMPT, 60))
+                got.append(await lease.attempt(partial))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(sample)
@@ -83,7 +84,7 @@ async def test_a_pause_that_changes_nothing_leaves_one_span():
 
         async def sample():
             async with backends.lease("task") as lease:
-                got.append(await lease.generate(PROMPT, SamplingParams(), max_tokens=60, request_id="r", timeout_s=10))
+                got.append(await lease.attempt(begun(asked(PROMPT, 60))))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(sample)
@@ -95,18 +96,17 @@ async def test_a_pause_that_changes_nothing_leaves_one_span():
 
 
 async def test_tokens_streamed_before_a_failure_are_not_sampled_again():
-    partial = PartialCompletion(PROMPT, SamplingParams(), 9, stream=True)
+    partial = begun(asked(PROMPT, 9), stream=True)
     assert partial.begin_attempt(under("v1")) is None
-    assert partial.sink is not None
-    partial.sink([11, 12], [-0.5, -0.25])
+    partial.receive([11, 12], [-0.5, -0.25])
     partial.cut()
-    assert (partial.prompt_token_ids, partial.room) == ([*PROMPT, 11, 12], 7)
+    assert (list(partial.prompt_token_ids), partial.room) == ([*PROMPT, 11, 12], 7)
     async with open_fake_engine() as engine:
-        backends = Backends(AutoClient)
+        backends = Backends(EngineRegistry().finder("auto"))
         await backends.add(engine.url)
         await backends.resume("v2")
         async with backends.lease("task") as lease:
-            completion = await lease.complete(partial, request_id="r", timeout_s=10)
+            completion = await lease.attempt(partial)
         await backends.aclose()
         assert engine.requests[-1].prompt == [*PROMPT, 11, 12]
     assert completion.token_ids[:2] == [11, 12]
@@ -116,9 +116,9 @@ async def test_tokens_streamed_before_a_failure_are_not_sampled_again():
 
 @pytest.mark.parametrize(("last", "max_tokens", "reason"), [(2, 9, "stop"), (12, 2, "length")])
 def test_nothing_is_asked_for_where_the_cut_came_after_the_end(last, max_tokens, reason):
-    partial = PartialCompletion(PROMPT, SamplingParams(stop_token_ids=[2]), max_tokens, stream=True)
+    partial = begun(asked(PROMPT, max_tokens, sampling=SamplingParams(stop_token_ids=[2])), stream=True)
     assert partial.begin_attempt(under("v1")) is None
-    partial.sink([11, last], [-0.5, -0.25])
+    partial.receive([11, last], [-0.5, -0.25])
     partial.cut()
     whole = partial.begin_attempt(under("v1"))
     assert (whole.token_ids, whole.finish_reason) == ([11, last], reason)
@@ -126,23 +126,23 @@ def test_nothing_is_asked_for_where_the_cut_came_after_the_end(last, max_tokens,
 
 def test_tokens_streamed_over_a_resume_are_of_the_version_that_was_in_force_when_they_came():
     info = [under("v1")()]
-    partial = PartialCompletion(PROMPT, SamplingParams(), 9, stream=True)
+    partial = begun(asked(PROMPT, 9), stream=True)
     assert partial.begin_attempt(lambda: info[0]) is None
-    partial.sink([11, 12], [-0.5, -0.5])
+    partial.receive([11, 12], [-0.5, -0.5])
     info[0] = under("v2")()
-    partial.sink([13], [-0.5])
+    partial.receive([13], [-0.5])
     partial.cut()
     assert partial.begin_attempt(lambda: info[0]) is None
-    partial.sink([14], [-0.5])
+    partial.receive([14], [-0.5])
     said = Completion(token_ids=[14], logprobs=[-0.5], finish_reason="stop", policy_version="", engine="e")
     completion = partial.add(said)
     assert [(span.start, span.end, span.policy_version) for span in completion.spans] == [(0, 2, "v1"), (2, 4, "v2")]
 
 
 def test_a_call_that_was_complete_when_its_stream_was_cut_is_not_sampled_further():
-    partial = PartialCompletion(PROMPT, SamplingParams(), 9, stop=lambda ids: ids[-1] == 12)
+    partial = begun(asked(PROMPT, 9), stop=lambda ids: ids[-1] == 12)
     assert partial.begin_attempt(under("v1")) is None
-    assert partial.sink([11, 12, 13], [-0.5, -0.5, -0.5]) == 2
+    assert partial.receive([11, 12, 13], [-0.5, -0.5, -0.5]) == 2
     partial.cut()
     whole = partial.begin_attempt(under("v1"))
     assert (whole.token_ids, whole.finish_reason) == ([11, 12], "tool_call")
@@ -182,7 +182,7 @@ def event(ids, logprobs=None, **choice):
 
 
 def open_stream(sink):
-    return CompletionStream(WANTED, sink, lambda data, _: read_event(data, WANTED))
+    return CompletionStream(msgspec.structs.replace(WANTED, sink=sink), read_event)
 
 
 def counted(ids, count):
@@ -247,7 +247,7 @@ def test_a_stream_that_drops_something_is_not_believed(body, error, says):
 async def test_auto_finds_out_which_engine_answers():
     async with open_fake_sglang() as sglang, open_fake_engine() as vllm:
         for server, name, api in ((sglang, "sglang", "/generate"), (vllm, "vllm", "/v1/completions")):
-            client = engine_client("auto", server.url)
+            client = await EngineRegistry().finder("auto")(server.url, 5)
             info = await client.probe(timeout_s=5)
             assert (info.engine, info.api) == (f"{name} 0.0.fake", api)
             await client.aclose()
@@ -273,13 +273,10 @@ async def test_an_sglang_streams_all_so_far_or_what_is_new(incremental, tokens_p
         engine.incremental = incremental
         client = SglangClient(engine.url)
         await client.probe(timeout_s=5)
-        asked = {"max_tokens": 20, "request_id": "r", "timeout_s": 5}
-        completion = await client.generate(PROMPT, SamplingParams(), sink=lambda ids, _: got.extend(ids), **asked)
+        completion = await client.generate(asked(PROMPT, 20, sink=lambda ids, _: got.extend(ids)))
         assert got == completion.token_ids == [*range(10, 18)]
         assert (completion.finish_reason, completion.dropped_tokens) == ("stop", 0)
-        stopped = await client.generate(
-            PROMPT, SamplingParams(), sink=lambda ids, _: ids.index(13) + 1 if 13 in ids else None, **asked
-        )
+        stopped = await client.generate(asked(PROMPT, 20, sink=lambda ids, _: ids.index(13) + 1 if 13 in ids else None))
         assert (stopped.token_ids, stopped.finish_reason) == ([10, 11, 12, 13], "tool_call")
         assert stopped.dropped_tokens == -4 % tokens_per_event
         await client.aclose()
@@ -294,9 +291,7 @@ async def test_a_stream_of_an_sglang_that_drops_something_is_refused(fault):
         await client.probe(timeout_s=5)
         engine.inject(fault)
         with pytest.raises(BackendError, match="not fit for token-exact rollouts") as caught:
-            await client.generate(
-                PROMPT, SamplingParams(), max_tokens=8, request_id="r", timeout_s=5, sink=lambda _ids, _logprobs: None
-            )
+            await client.generate(asked(PROMPT, sink=lambda _ids, _logprobs: None))
         assert not caught.value.retryable
         await client.aclose()
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 import trio
 import trio.testing
 
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.inference.engines.vllm import RetryPolicy, VllmClient
+from prorl_trio.inference.engines.engine import made_by
+from prorl_trio.inference.engines.retries import RetryPolicy
+from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.testing.fake_engine import open_fake_engine
 from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout
-from prorl_trio.types.models import Budgets, SamplingParams
+from prorl_trio.types.models import Budgets
+from support.completions import asked, begun
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -22,7 +26,7 @@ pytestmark = pytest.mark.timeout(20)
 @asynccontextmanager
 async def open_pool():
     async with open_fake_engine() as engine:
-        backends = Backends(lambda url: VllmClient(url, retry=RetryPolicy(max_attempts=1)))
+        backends = Backends(made_by(partial(VllmClient, retry=RetryPolicy(max_attempts=1))))
         await backends.add(engine.url)
         try:
             yield backends, engine
@@ -32,7 +36,7 @@ async def open_pool():
 
 async def sample(backends, into, task="task"):
     async with backends.lease(task) as lease:
-        completion = await lease.generate([5, 6, 7], SamplingParams(), max_tokens=8, request_id=task, timeout_s=10)
+        completion = await lease.attempt(begun(asked([5, 6, 7], request_id=task)))
         into.append(completion)
 
 
@@ -162,7 +166,7 @@ async def test_engine_that_can_pause_is_paused_after_the_gate_and_resumed_before
         return clients[-1]
 
     async with open_fake_engine() as engine:
-        backends = Backends(client)
+        backends = Backends(made_by(client))
         await backends.add(engine.url)
         assert (await backends.pause("abort", 5)).backends[0].engine == "paused"
         assert (await backends.resume()).backends[0].engine == "resumed"
@@ -186,7 +190,7 @@ async def test_engine_that_did_not_answer_the_pause_is_named_and_told_to_go_on()
         return clients[-1]
 
     async with open_fake_engine() as engine:
-        backends = Backends(client)
+        backends = Backends(made_by(client))
         await backends.add(engine.url)
         with pytest.raises(PauseTimeout, match=f"not paused by then: {engine.url}"):
             await backends.pause("keep", 0.05)
@@ -206,7 +210,7 @@ class FailingClient(PausableClient):
 async def test_engine_that_fails_to_pause_is_reported_and_the_others_are_paused():
     kinds = iter((FailingClient, PausableClient))
     async with open_fake_engine() as one, open_fake_engine() as other:
-        backends = Backends(lambda url: next(kinds)(url))
+        backends = Backends(made_by(lambda url: next(kinds)(url)))
         await backends.add(one.url)
         await backends.add(other.url)
         report = await backends.pause("wait", 5)

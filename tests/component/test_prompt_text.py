@@ -10,9 +10,8 @@ import trio
 
 from prorl_trio.inference.engines.answers import ContractBroken, Prompt
 from prorl_trio.inference.engines.engine import EngineInfo
-from prorl_trio.inference.engines.registry import AutoClient
-from prorl_trio.inference.pool.partial import PartialCompletion
-from prorl_trio.types.models import SamplingParams
+from prorl_trio.inference.engines.vllm import VllmClient
+from support.completions import asked, begun
 
 TOKENS = 5_003
 DEADLINE_S = 20
@@ -38,8 +37,8 @@ async def test_a_call_in_flight_holds_no_list_of_its_prompt():
         async with trio.open_nursery() as nursery:
             (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
             nursery.start_soon(trio.serve_listeners, swallow, [listener])
-            client = AutoClient(f"http://127.0.0.1:{listener.socket.getsockname()[1]}")
-            client._vllm._info = EngineInfo(
+            client = VllmClient(f"http://127.0.0.1:{listener.socket.getsockname()[1]}")
+            client._info = EngineInfo(
                 url=client.url,
                 model="m",
                 max_model_len=TOKENS + 9,
@@ -47,17 +46,15 @@ async def test_a_call_in_flight_holds_no_list_of_its_prompt():
                 policy_version="0",
                 api="/v1/completions",
             )
-            partial = PartialCompletion(list(range(TOKENS)), SamplingParams(), 9)
+            partial = begun(asked(list(range(TOKENS)), 9, timeout_s=DEADLINE_S))
 
             async def call() -> None:
-                await client.generate(
-                    partial.prompt_token_ids, partial.sampling, max_tokens=9, request_id="r", timeout_s=DEADLINE_S
-                )
+                await client.generate(partial.request)
 
             nursery.start_soon(call)
             await arrived.wait()
             assert lists_of_prompt() == 0
-            assert partial.prompt_token_ids == list(range(TOKENS))
+            assert list(partial.prompt_token_ids) == list(range(TOKENS))
             nursery.cancel_scope.cancel()
         await client.aclose()
 

@@ -14,7 +14,7 @@ import trio
 pytest.register_assert_rewrite("prorl_trio.testing.engine_contract")
 
 from prorl_trio.inference.engines.http import HttpClient  # noqa: E402
-from prorl_trio.inference.engines.registry import AutoClient  # noqa: E402
+from prorl_trio.inference.engines.registry import EngineRegistry  # noqa: E402
 from prorl_trio.inference.engines.vllm import VllmClient  # noqa: E402
 from prorl_trio.testing.engine_contract import EngineContract, EngineUnderTest  # noqa: E402
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine  # noqa: E402
@@ -64,7 +64,7 @@ class TestFakeSglang(EngineContract):
     @pytest.fixture
     async def engine(self):
         async with open_fake_sglang(config=FakeEngineConfig(per_token_s=0.002)) as fake:
-            client = AutoClient(fake.url)
+            client = await EngineRegistry().finder("auto")(fake.url, 5)
             yield of_fake(fake, client)
             await client.aclose()
 
@@ -73,7 +73,7 @@ class TestFakeTrainerEngine(EngineContract):
     @pytest.fixture
     async def engine(self):
         async with open_fake_trainer_engine(config=FakeEngineConfig(per_token_s=0.002)) as fake:
-            client = AutoClient(fake.url, context_tokens=fake.config.max_model_len)
+            client = await EngineRegistry().finder("auto", context_tokens=fake.config.max_model_len)(fake.url, 5)
             yield of_fake(fake, client, streams=False)
             await client.aclose()
 

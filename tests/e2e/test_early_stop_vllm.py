@@ -14,11 +14,12 @@ import trio
 from launch.paths import model_dir
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
+from prorl_trio.inference.engines.engine import made_by
 from prorl_trio.inference.engines.http import HttpClient
 from prorl_trio.inference.engines.vllm import VllmClient
-from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.inference.pool.pool import Backends
-from prorl_trio.types.models import ChatMessage, SamplingParams
+from prorl_trio.types.models import ChatMessage
+from support.completions import asked, begun
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ STORY = [ChatMessage(role="user", content="Tell me a long story about a fox and 
 async def test_an_engine_that_is_stopped_samples_little_more(vllm_url):
     chat = await trio.to_thread.run_sync(ChatFormat.load, model_dir())
     prompt = Conversation(chat, STORY).prompt_token_ids()
-    http, backends, got = HttpClient(vllm_url), Backends(VllmClient), []
+    http, backends, got = HttpClient(vllm_url), Backends(made_by(VllmClient)), []
 
     async def metric(name):
         response = await http.request("GET", "/metrics", timeout_s=CALL_S)
@@ -43,8 +44,8 @@ async def test_an_engine_that_is_stopped_samples_little_more(vllm_url):
 
     async def sample(index):
         async with backends.lease(f"task-{index}") as lease:
-            partial = PartialCompletion(prompt, SamplingParams(), MAX_TOKENS, stop=lambda ids: len(ids) >= ENOUGH)
-            got.append(await lease.complete(partial, request_id=f"stop-{index}", timeout_s=CALL_S))
+            request = asked(prompt, MAX_TOKENS, request_id=f"stop-{index}", timeout_s=CALL_S)
+            got.append(await lease.attempt(begun(request, stop=lambda ids: len(ids) >= ENOUGH)))
 
     with trio.fail_after(2 * CALL_S):
         await backends.add(vllm_url)

@@ -25,10 +25,11 @@ from launch.paths import engine_python, model_dir
 from perf.tokens_drift import Sampled, drift_of
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
+from prorl_trio.inference.engines.engine import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
-from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.models import ChatMessage, SamplingParams, Segment
+from support.completions import asked, begun
 
 LOGGER = logging.getLogger(__name__)
 """How far it is: `--log-cli-level=INFO` shows it."""
@@ -68,7 +69,7 @@ class Recorded(NamedTuple):
 async def sample(url, count):
     """Dialogues of `TURNS` turns, `AT_ONCE` at a time."""
     chat = await trio.to_thread.run_sync(ChatFormat.load, model_dir())
-    backends = Backends(VllmClient)
+    backends = Backends(made_by(VllmClient))
     info = await backends.add(url)
     assert info.logprob_kind == "raw"
     recorded, room = [], trio.CapacityLimiter(AT_ONCE)
@@ -83,11 +84,8 @@ async def sample(url, count):
                 if turns:
                     turns[-1] = Sampled(turns[-1].prompt_ids, turns[-1].completion_ids, prompt_ids)
                 sampling = SamplingParams(temperature=1.0, stop_token_ids=chat.stop_token_ids)
-                completion = await lease.complete(
-                    PartialCompletion(prompt_ids, sampling, TURN_TOKENS),
-                    request_id=f"{number}-{turn}",
-                    timeout_s=CALL_S,
-                )
+                how = {"sampling": sampling, "request_id": f"{number}-{turn}", "timeout_s": CALL_S}
+                completion = await lease.complete(begun(asked(prompt_ids, TURN_TOKENS, **how)))
                 turns.append(Sampled(prompt_ids, completion.token_ids, []))
                 logprobs += completion.logprobs
                 conversation.add_completion(completion.token_ids, completion.logprobs, engine=completion.engine)

@@ -17,11 +17,12 @@ from launch.paths import engine_python, model_dir
 from launch.vllm import open_vllm
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
+from prorl_trio.inference.engines.engine import made_by
 from prorl_trio.inference.engines.http import HttpClient
 from prorl_trio.inference.engines.vllm import VllmClient
-from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.inference.pool.pool import Backends
-from prorl_trio.types.models import ChatMessage, SamplingParams
+from prorl_trio.types.models import ChatMessage
+from support.completions import asked, begun
 from support.skips import because
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
@@ -65,11 +66,11 @@ class Fleet:
                 enough.set()
             return False
 
-        partial = PartialCompletion(prompt, SamplingParams(), TOKENS, stop=look)
+        partial = begun(asked(prompt, TOKENS, request_id=mode, timeout_s=CALL_S), stop=look)
 
         async def sample():
             async with self.backends.lease(mode) as lease:
-                got.append(await lease.complete(partial, request_id=mode, timeout_s=CALL_S))
+                got.append(await lease.attempt(partial))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(sample)
@@ -97,7 +98,7 @@ async def test_two_versions_in_one_completion_and_logprobs_of_the_weights_that_s
         async with open_vllm(
             engine_python(), old, log_file=tmp_path / "vllm.log", dtype="float32", extra_args=["--enable-scale-out"]
         ) as server:
-            backends = Backends(VllmClient)
+            backends = Backends(made_by(VllmClient))
             info = await backends.add(server.url)
             assert (info.api, info.pausable, info.prefix_caching) == ("/inference/v1/generate", True, True)
             assert info.logprob_kind == "raw"

@@ -10,11 +10,12 @@ import trio
 import trustme
 
 from prorl_trio.client import connect
-from prorl_trio.inference.engines.vllm import RetryPolicy, VllmClient
+from prorl_trio.inference.engines.retries import RetryPolicy
+from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.testing.fake_engine import open_fake_engine
 from prorl_trio.types.errors import BackendError, ServiceError
-from prorl_trio.types.models import SamplingParams
+from support.completions import asked
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
 from support.faulty_proxy import FaultyProxy
@@ -195,9 +196,7 @@ async def test_corruption_without_tls_ends_neither_the_node_nor_another_session(
 
 
 async def generate(client, n, timeout_s=2.0):
-    return await client.generate(
-        [5, 6, 7, n], SamplingParams(), max_tokens=200, request_id=f"r-{n}", timeout_s=timeout_s
-    )
+    return await client.generate(asked([5, 6, 7, n], 200, request_id=f"r-{n}", timeout_s=timeout_s))
 
 
 @asynccontextmanager

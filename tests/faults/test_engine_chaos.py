@@ -10,15 +10,15 @@ import pytest
 import trio
 
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.inference.engines.registry import AutoClient
+from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.engines.retries import RetryPolicy
-from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_sampling import default_script
 from prorl_trio.testing.fake_sglang import open_fake_sglang
 from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout
 from prorl_trio.types.models import SamplingParams
+from support.completions import asked, begun
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -32,6 +32,9 @@ def in_peace(prompt):
     """What the fake "model" says: it depends on the ids before, and on nothing else."""
     ids, logprobs, _ = default_script(CONFIG.vocab_size, CONFIG.end_of_turn_id)(prompt)
     return ids[:MAX_TOKENS], logprobs[:MAX_TOKENS], "stop" if len(ids) <= MAX_TOKENS else "length"
+
+
+STOPPING = SamplingParams(stop_token_ids=[2])
 
 
 class Chaos:
@@ -48,7 +51,8 @@ class Chaos:
         async with self.backends.lease(task) as lease:
             prompt = [3 + self.random.randrange(900) for _ in range(5)]
             while self.disturbances < DISTURBANCES:
-                partial = PartialCompletion(prompt, SamplingParams(stop_token_ids=[2]), MAX_TOKENS, stream=stream)
+                request = asked(prompt, MAX_TOKENS, sampling=STOPPING, request_id=task, timeout_s=20)
+                partial = begun(request, stream=stream)
                 completion = await self.complete(lease, partial, task)
                 assert (completion.token_ids, completion.logprobs, completion.finish_reason) == in_peace(prompt)
                 assert [span.start for span in completion.spans] == [0, *(span.end for span in completion.spans[:-1])]
@@ -59,7 +63,7 @@ class Chaos:
     async def complete(self, lease, partial, request_id):
         for _ in range(MAX_ATTEMPTS):
             try:
-                return await lease.complete(partial, request_id=request_id, timeout_s=20)
+                return await lease.complete(partial)
             except BackendError as exc:
                 if not exc.retryable:
                     raise
@@ -98,7 +102,7 @@ async def test_no_disturbance_changes_a_token(seed):
                 for open_engine in (open_fake_engine, open_fake_engine, open_fake_sglang)
             ]
             backends = Backends(
-                lambda url: AutoClient(url, retry=RetryPolicy(max_attempts=2, first_delay_s=0.01)),
+                EngineRegistry().finder("auto", retry=RetryPolicy(max_attempts=2, first_delay_s=0.01)),
                 health=HealthConfig(interval_s=0.05, open_after_failures=3, close_after_successes=1),
                 load=LoadConfig(interval_s=0.1),
                 random=Random(seed),

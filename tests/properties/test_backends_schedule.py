@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, PauseMode
+from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, PauseMode, made_by
 from prorl_trio.inference.engines.engine_load import EngineLoad
 from prorl_trio.inference.pool.line import MAX_PASSED_OVER
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout
-from prorl_trio.types.models import SamplingParams
+from support.completions import asked, begun
 
 URLS = [f"http://host{index}:8000" for index in range(4)]
 PRIORITIES = 3
@@ -77,13 +77,13 @@ class WildClient(EngineClient):
         if self.ill:
             raise BackendError(f"{self.url}: down", retryable=True)
 
-    async def generate(self, prompt_token_ids, sampling, *, max_tokens, request_id, timeout_s, **more):
+    async def generate(self, request):
         assert not self.closed
-        self.calls.append((trio.current_time(), request_id, self.url))
+        self.calls.append((trio.current_time(), request.request_id, self.url))
         if self.breaks:
             raise BackendError(f"{self.url}: it drops logprobs", retryable=False)
         await trio.sleep(1)
-        with trio.move_on_after(timeout_s):
+        with trio.move_on_after(request.timeout_s):
             await self.goes_on.wait()
         if self.ill or not self.goes_on.is_set():
             raise BackendError(f"{self.url}: down", retryable=True)
@@ -102,7 +102,7 @@ class World:
         self.ill = set()
         self.breaking = set()
         self.backends = Backends(
-            self.client,
+            made_by(self.client),
             max_tasks_per_backend=limit,
             health=HealthConfig(interval_s=3, open_after_failures=1, close_after_successes=1),
             load=LoadConfig(interval_s=REPORT_S, skew_margin_s=0.5, skew_ratio=1, min_tasks=1, decrease_factor=0.5),
@@ -136,9 +136,7 @@ class World:
                     try:
                         while not self.ends[task_id].is_set():
                             try:
-                                await lease.generate(
-                                    [1] * 10, SamplingParams(), max_tokens=1, request_id=task_id, timeout_s=9
-                                )
+                                await lease.attempt(begun(asked([1] * 10, 1, request_id=task_id, timeout_s=9)))
                             except BackendError as exc:
                                 if not exc.retryable:
                                     return

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo
+from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.health import MAX_DOUBLINGS
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError
-from prorl_trio.types.models import SamplingParams
+from support.completions import asked, begun
 
 HEALTH = HealthConfig(interval_s=10, open_after_failures=3, close_after_successes=2)
 
@@ -31,7 +31,7 @@ class Client(EngineClient):
         await trio.lowlevel.checkpoint()
         return EngineInfo(url=self.url, model="m", max_model_len=9, engine="fake", policy_version="0")
 
-    async def generate(self, prompt_token_ids, sampling, *, max_tokens, request_id, timeout_s, **more):
+    async def generate(self, request):
         if self.breaks:
             await trio.lowlevel.checkpoint()
             raise BackendError(f"{self.url}: it drops logprobs", retryable=False)
@@ -63,7 +63,9 @@ def most_harmed(seconds):
 def test_a_bounded_number_of_tasks_is_harmed(others, tasks, calls, gap_s, seed):
     async def run():
         clients = {f"http://host{index}:1": Client(f"http://host{index}:1") for index in range(others + 1)}
-        backends = Backends(clients.__getitem__, health=HEALTH, load=LoadConfig(interval_s=0), random=Random(seed))
+        backends = Backends(
+            made_by(clients.__getitem__), health=HEALTH, load=LoadConfig(interval_s=0), random=Random(seed)
+        )
         for url in clients:
             await backends.add(url)
         hole = clients["http://host0:1"]
@@ -75,7 +77,7 @@ def test_a_bounded_number_of_tasks_is_harmed(others, tasks, calls, gap_s, seed):
             async with backends.lease(name) as lease:
                 try:
                     for _ in range(calls):
-                        await lease.generate([1], SamplingParams(), max_tokens=1, request_id=name, timeout_s=9)
+                        await lease.complete(begun(asked([1], 1, request_id=name, timeout_s=9)))
                 except BackendError:
                     harmed += 1
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import trio
 
-from prorl_trio.inference.engines.engine import EngineInfo
+from prorl_trio.inference.engines.engine import EngineInfo, made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.pipeline.observer import JobView
 from prorl_trio.types.errors import BackendError, Draining, DuplicateJob, UnknownHandler, UnknownJob
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prorl_trio.chat.messages import ToolSchema
-    from prorl_trio.inference.pool.pool import BackendStatistics
+    from prorl_trio.inference.pool.placement import BackendStatistics
     from prorl_trio.pipeline.observer import Observer
     from prorl_trio.pipeline.pipeline import JobSink
     from prorl_trio.types.models import Status
@@ -110,7 +110,7 @@ class FakeNode:
         self.node_id = "fake-node"
         self.submitted: list[JobSpec] = []
         self.live: dict[str, JobSpec] = {}
-        self.backends = Backends(self._engine)
+        self.backends = Backends(made_by(self._engine))
         self.engines: dict[str, PretendedEngine] = {}
         self.unfit_backends: set[str] = set()
         self.down_backends: set[str] = set()

@@ -10,17 +10,19 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo
+from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError
-from prorl_trio.types.models import PolicySpan, SamplingParams
+from prorl_trio.types.models import PolicySpan
+from support.completions import asked, begun
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from prorl_trio.inference.engines.engine import PauseMode, TokenSink
+    from prorl_trio.inference.engines.engine import CompletionRequest, PauseMode
     from prorl_trio.inference.engines.engine_load import EngineLoad
-    from prorl_trio.inference.pool.pool import BackendLease, BackendStatistics
+    from prorl_trio.inference.pool.lease import BackendLease
+    from prorl_trio.inference.pool.placement import BackendStatistics
     from prorl_trio.types.models import FinishReason
 
 __all__ = ["HEALTH", "A", "B", "C", "PausableEngine", "Pool", "complete", "open_pool", "versions"]
@@ -65,24 +67,13 @@ class PausableEngine(EngineClient):
             weights=self.weights if self.label == "0" else "",
         )
 
-    async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        request_id: str,
-        timeout_s: float,
-        cache_salt: str = "",
-        sink: TokenSink | None = None,
-    ) -> Completion:
+    async def generate(self, request: CompletionRequest) -> Completion:
         """See `EngineClient.generate`. Takes `call_s`."""
-        del sampling, max_tokens, request_id, cache_salt, sink
-        await self._reach("generate", timeout_s)
-        self.prompts.append(prompt_token_ids)
+        await self._reach("generate", request.timeout_s)
+        self.prompts.append(list(request.prompt_token_ids))
         label = self.label
         await trio.sleep(self.call_s)
-        await self._sample(timeout_s)
+        await self._sample(request.timeout_s)
         ids, reason = self.says.pop(0) if self.says else ([7], "stop")
         spans = [PolicySpan(start=0, end=len(ids), policy_version=label, engine="fake")] if ids else []
         return Completion(
@@ -159,7 +150,7 @@ class Pool:
     def __init__(self, **options: Any) -> None:
         self.engines = {url: PausableEngine(url) for url in (A, B, C)}
         options = {"health": HEALTH, "load": LoadConfig(interval_s=0), "random": Random(0), **options}
-        self.backends = Backends(self.engines.__getitem__, probe_timeout_s=5, **options)
+        self.backends = Backends(made_by(self.engines.__getitem__), probe_timeout_s=5, **options)
 
     def out(self) -> set[str]:
         """URLs of those that are suspended."""
@@ -184,7 +175,7 @@ async def open_pool(*urls: str, **options: Any) -> AsyncIterator[Pool]:
 
 async def complete(lease: BackendLease, tokens: int = 8) -> Completion:
     """A completion of a prompt of three tokens."""
-    return await lease.generate([1, 2, 3], SamplingParams(), max_tokens=tokens, request_id="r-t0", timeout_s=30)
+    return await lease.attempt(begun(asked(max_tokens=tokens, timeout_s=30)))
 
 
 def versions(completion: Completion) -> list[tuple[str, int, int]]:

@@ -12,7 +12,7 @@ import trio.testing
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import BackendConfig
-from prorl_trio.inference.engines.engine import EngineClient, EngineInfo
+from prorl_trio.inference.engines.engine import EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.gate import unseen
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError
@@ -39,7 +39,7 @@ class LateClient(EngineClient):
             raise BackendError(f"{self.url}: connection refused", retryable=True)
         return EngineInfo(url=self.url, model="m", max_model_len=9, engine="fake", policy_version="0")
 
-    async def generate(self, prompt_token_ids, sampling, *, max_tokens, request_id, timeout_s, **more):
+    async def generate(self, request):
         raise NotImplementedError
 
     async def aclose(self):
@@ -72,7 +72,7 @@ class NamingClient(LateClient):
 
 @asynccontextmanager
 async def open_backends(client=LateClient):
-    backends = Backends(client, random=Random(0))
+    backends = Backends(made_by(client), random=Random(0))
     with trio.fail_after(10_000):
         async with open_single_nursery() as nursery:
             nursery.start_soon(backends.watch)
@@ -129,7 +129,7 @@ async def test_one_that_is_not_known_to_have_the_policys_weights_does_not_join_b
 
 async def test_expected_before_it_is_watched_and_after(autojump_clock):
     LateClient.up_at_s = 5.0
-    backends = Backends(LateClient, random=Random(0))
+    backends = Backends(made_by(LateClient), random=Random(0))
     backends.expect(A)
     async with open_single_nursery() as nursery:
         nursery.start_soon(backends.watch)
@@ -180,7 +180,7 @@ async def test_one_that_is_down_can_be_weighed(probing_s, autojump_clock):
 
 async def test_one_that_is_drained_while_it_is_down_joins_when_it_is_added(autojump_clock):
     LateClient.probe_s = 5.0
-    backends = Backends(LateClient, random=Random(0))
+    backends = Backends(made_by(LateClient), random=Random(0))
     backends.expect(B)
     backends.drain(B)
     async with open_single_nursery() as nursery:
@@ -224,7 +224,7 @@ async def test_who_waits_is_told_what_is_missing_as_it_changes(autojump_clock):
         yield
 
     LateClient.up_at_s = 50.0
-    backends = Backends(LateClient, max_tasks_per_backend=1, random=Random(0))
+    backends = Backends(made_by(LateClient), max_tasks_per_backend=1, random=Random(0))
 
     async def task(name):
         async with backends.lease(name, waiting=waiting if name == "t" else unseen):

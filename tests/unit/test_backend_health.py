@@ -12,11 +12,11 @@ import trio.testing
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, RequestRefused
+from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, RequestRefused, made_by
 from prorl_trio.inference.pool.health import Breaker
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError
-from prorl_trio.types.models import SamplingParams
+from support.completions import asked, begun
 
 A, B = "http://a:1", "http://b:1"
 POLICY = HealthConfig(interval_s=10, open_after_failures=2, close_after_successes=2)
@@ -111,7 +111,7 @@ class IllClient(EngineClient):
         self._check()
         return EngineInfo(url=self.url, model=self.model, max_model_len=9, engine="fake", policy_version="0")
 
-    async def generate(self, prompt_token_ids, sampling, *, max_tokens, request_id, timeout_s, **more):
+    async def generate(self, request):
         await trio.lowlevel.checkpoint()
         self.calls += 1
         self._check()
@@ -132,7 +132,7 @@ class Pool:
 
     def __init__(self, health):
         self.clients = {url: IllClient(url) for url in (A, B)}
-        self.backends = Backends(self.clients.__getitem__, health=health, random=Random(0))
+        self.backends = Backends(made_by(self.clients.__getitem__), health=health, random=Random(0))
 
     def accepting(self):
         return {each.url for each in self.backends.statistics()["backends"] if not each.suspended}
@@ -151,7 +151,7 @@ async def open_pool(health=POLICY):
 
 
 async def complete(lease):
-    return await lease.generate([1], SamplingParams(), max_tokens=1, request_id="r-t0", timeout_s=5)
+    return await lease.attempt(begun(asked([1], 1, timeout_s=5)))
 
 
 async def test_out_after_failed_probes_and_back_after_good_ones(autojump_clock):

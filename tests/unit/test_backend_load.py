@@ -10,13 +10,12 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo
+from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, made_by
 from prorl_trio.inference.engines.engine_load import EngineLoad, read_load
 from prorl_trio.inference.pool.load import AdaptiveLimit, LoadEstimate
-from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError
-from prorl_trio.types.models import SamplingParams
+from support.completions import asked, begun
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 POLICY = LoadConfig(interval_s=1, skew_margin_s=2, skew_ratio=1.5)
@@ -188,7 +187,7 @@ class LoadClient(EngineClient):
             raise self.says
         return self.says
 
-    async def generate(self, prompt_token_ids, sampling, *, max_tokens, request_id, timeout_s, **more):
+    async def generate(self, request):
         self.calls += 1
         await trio.sleep(self.call_s)
         return Completion(token_ids=[1], logprobs=[0.0], finish_reason="stop", policy_version="0", engine="fake")
@@ -203,7 +202,7 @@ class Pool:
     def __init__(self, urls, **options):
         self.clients = {url: LoadClient(url) for url in urls}
         options = {"load": POLICY, "health": HealthConfig(interval_s=0), "random": Random(0), **options}
-        self.backends = Backends(self.clients.__getitem__, **options)
+        self.backends = Backends(made_by(self.clients.__getitem__), **options)
 
     def of(self, url):
         return next(each for each in self.backends.statistics()["backends"] if each.url == url)
@@ -226,7 +225,7 @@ async def open_pool(*urls, **options):
 
 
 async def complete(lease, tokens=1000):
-    await lease.generate([1] * tokens, SamplingParams(), max_tokens=1, request_id="r-t0", timeout_s=500)
+    await lease.attempt(begun(asked([1] * tokens, 1, timeout_s=500)))
 
 
 async def test_a_task_moves_when_reading_its_prefix_elsewhere_is_cheaper_than_waiting(autojump_clock):
@@ -275,12 +274,12 @@ async def test_at_most_once_a_turn_and_not_in_the_middle_of_one(autojump_clock):
         await complete(lease)
         for client in pool.clients.values():
             client.says = load_of(tokens=10_000, seconds=1)
-        turn = PartialCompletion([1, 2], SamplingParams(), 1)
+        turn = begun(asked([1, 2], 1, timeout_s=500))
         with trio.move_on_after(5):  # cut off in its first attempt
-            await lease.complete(turn, request_id="r-t1", timeout_s=500)
+            await lease.attempt(turn)
         pool.clients[home].says = load_of(waiting=80, tokens=10_000, seconds=1)
         await trio.sleep(2)
-        await lease.complete(turn, request_id="r-t1", timeout_s=500)
+        await lease.attempt(turn)
         assert lease.url == home
         await complete(lease)
         assert lease.url != home

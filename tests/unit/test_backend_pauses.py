@@ -13,10 +13,9 @@ import trio.testing
 from prorl_trio.config import LoadConfig
 from prorl_trio.inference.engines.engine import EnginePaused
 from prorl_trio.inference.engines.engine_load import EngineLoad
-from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.types.errors import BackendError, PauseTimeout, UpdateRefused
-from prorl_trio.types.models import SamplingParams
 from support.cancel_sweep import cancel_sweep
+from support.completions import asked, begun
 from support.pausable_engine import HEALTH, A, B, C, complete, open_pool, versions
 
 # ------------------------------------------------------------ pauses and probes
@@ -263,15 +262,15 @@ async def test_a_turn_stays_where_it_is_whatever_a_sub_agent_begins(autojump_clo
             )
         await trio.sleep(2)
         await complete(lease)
-        turn = PartialCompletion([1, 2], SamplingParams(), 8)
+        turn = begun(asked([1, 2], timeout_s=30))
         with trio.move_on_after(0.5):
-            await lease.complete(turn, request_id="r-t1", timeout_s=30)
+            await lease.attempt(turn)
         await complete(lease)  # the sub-agent's
         pool.engines[home].load_report = EngineLoad(
             running=2, waiting=90, prefill_tokens_total=1e6, prefill_s_total=1.0
         )
         await trio.sleep(2)
-        await lease.complete(turn, request_id="r-t1", timeout_s=30)
+        await lease.attempt(turn)
         assert lease.url == home
         await complete(lease)
         assert lease.url == other

@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.inference.engines.engine import EngineClient, EngineInfo
+from prorl_trio.inference.engines.engine import EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError
 from support.cancel_sweep import cancel_sweep
@@ -37,7 +37,7 @@ class FakeClient(EngineClient):
             raise self.error
         return EngineInfo(url=self.url, model=f"m{self.probes}", max_model_len=9, engine="fake", policy_version="0")
 
-    async def generate(self, prompt_token_ids, sampling, *, max_tokens, request_id, timeout_s):
+    async def generate(self, request):
         raise NotImplementedError
 
     async def aclose(self):
@@ -60,7 +60,7 @@ def clients():
 
 @pytest.fixture
 def backends(clients):
-    return Backends(clients, random=Random(0))
+    return Backends(made_by(clients), random=Random(0))
 
 
 async def test_added_listed_leased_removed(backends, clients, autojump_clock):
@@ -118,11 +118,11 @@ async def test_a_failed_or_cancelled_probe_changes_nothing_and_closes_its_client
         client.ready = trio.Event()
         return client
 
-    backends = Backends(failing)
+    backends = Backends(made_by(failing))
     with pytest.raises(BackendError, match="drops token ids"):
         await backends.add(A)
     assert (backends.list(), clients[A].closed) == ((), 1)
-    backends = Backends(hanging)
+    backends = Backends(made_by(hanging))
     with trio.move_on_after(1) as scope:
         await backends.add(A)
     assert scope.cancelled_caught
@@ -150,7 +150,7 @@ async def test_added_twice_at_once_it_is_one_backend(clients, autojump_clock):
         made.append(client)
         return client
 
-    backends = Backends(slow)
+    backends = Backends(made_by(slow))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(backends.add, A)
         nursery.start_soon(backends.add, A)
@@ -178,7 +178,7 @@ async def test_removed_while_probed_again_it_stays_removed(backends, clients, au
 
 
 async def test_unknown_urls_and_too_many(clients):
-    backends = Backends(clients, max_backends=2)
+    backends = Backends(made_by(clients), max_backends=2)
     await backends.add(A)
     await backends.add(B)
     with pytest.raises(BackendError, match="2 backends are registered"):
@@ -255,7 +255,7 @@ async def test_repin_away_from_a_removed_backend_closes_it_in_the_end(backends, 
 
 
 async def test_cancelled_at_any_step_no_lease_and_no_client_is_left(clients):
-    backends = Backends(clients, random=Random(0))
+    backends = Backends(made_by(clients), random=Random(0))
 
     async def use():
         await backends.add(A)
@@ -321,7 +321,7 @@ async def test_tasks_beyond_the_limit_wait_by_priority_and_nobody_overtakes():
             await gate.wait()
 
     gate = trio.Event()
-    backends = Backends(FakeClient, max_tasks_per_backend=1)
+    backends = Backends(made_by(FakeClient), max_tasks_per_backend=1)
     with trio.fail_after(10):
         await backends.add("http://a")
         async with trio.open_nursery() as nursery:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from prorl_trio.inference.engines.engine import Completion, EngineInfo
+from prorl_trio.inference.engines.engine import Completion, EngineInfo, TokenSink
 from prorl_trio.types.models import PolicySpan, SamplingParams
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Prompt(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> Prompt:
         """The same ids."""
-        return cls(msgspec.Raw(msgspec.json.encode(token_ids)), len(token_ids))
+        return cls(msgspec.Raw(msgspec.json.encode(list(token_ids))), len(token_ids))
 
     def check(self, read: msgspec.Raw) -> None:
         """`read` is the JSON of the prompt that an engine says it has read; nothing, or null, if it does not say.
@@ -116,12 +116,20 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for, to hold the answer against."""
+    """A request as it goes to the engine that `info` is known of, to hold the answer against. See `CompletionRequest`.
+
+    `probing`: sample past the end of turn, and send nothing a second time.
+    """
 
     prompt: Prompt
     sampling: SamplingParams
     max_tokens: int
     info: EngineInfo
+    request_id: str = "prorl-probe"
+    timeout_s: float = 60.0
+    cache_salt: str = ""
+    sink: TokenSink | None = None
+    probing: bool = False
 
 
 def checked_completion(

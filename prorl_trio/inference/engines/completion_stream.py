@@ -10,7 +10,7 @@ from prorl_trio.types.errors import BackendError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from prorl_trio.inference.engines.engine import Completion, TokenSink
+    from prorl_trio.inference.engines.engine import Completion
 
 __all__ = ["CompletionStream", "EventLines", "StreamPart"]
 
@@ -68,10 +68,11 @@ class EventLines:
 class CompletionStream:
     """Collects one streamed completion. `feed` is what `HttpClient.request` calls with each piece of the body."""
 
-    def __init__(self, wanted: Wanted, sink: TokenSink, read: Callable[[bytes, int], StreamPart]) -> None:
-        """`sink` gets the tokens of each event; `read` decodes an event, given how many tokens came before it."""
+    def __init__(self, wanted: Wanted, read: Callable[[bytes, Wanted, int], StreamPart]) -> None:
+        """`read` decodes an event, given how many tokens came before it; the sink gets the tokens of each."""
+        assert wanted.sink is not None, "nobody to stream to"
         self._wanted = wanted
-        self._sink = sink
+        self._sink = wanted.sink
         self._read = read
         self._lines = EventLines()
         self._token_ids: list[int] = []
@@ -130,7 +131,7 @@ class CompletionStream:
             raise BackendError(
                 f"{self._wanted.info.url}: the engine failed in the middle of an answer: {words}", retryable=True
             )
-        part = self._read(data, len(self._token_ids))
+        part = self._read(data, self._wanted, len(self._token_ids))
         token_ids, logprobs = part.token_ids, part.logprobs
         if len(token_ids) != len(logprobs):
             raise ContractBroken(

@@ -1,9 +1,9 @@
-"""What every LLM engine client is: token ids in, token ids and log-probabilities out, counts checked."""
+"""The protocol of an LLM engine's client: token ids in, token ids and log-probabilities out, counts checked."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CannotStream",
+    "ClientFinder",
     "Completion",
+    "CompletionRequest",
     "CompletionTimedOut",
     "EngineClient",
     "EngineInfo",
@@ -25,6 +27,7 @@ __all__ = [
     "PauseMode",
     "RequestRefused",
     "TokenSink",
+    "made_by",
 ]
 
 PauseMode = Literal["wait", "abort", "keep"]
@@ -96,6 +99,27 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""
 
 
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion as an engine is asked for it.
+
+    Attributes:
+        prompt_token_ids: what it is to follow. Thousands wait at once: an `array` is a seventh of a list.
+        sampling, max_tokens: how to sample, and how many tokens at most.
+        request_id: for logs; need not be unique.
+        timeout_s: for the answer, with all that is sent again.
+        cache_salt: prefixes are shared only among requests of the same one.
+        sink: is given the tokens as they come, and may end the completion. A client that cannot stream never calls it.
+    """
+
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    max_tokens: int
+    request_id: str
+    timeout_s: float
+    cache_salt: str = ""
+    sink: TokenSink | None = None
+
+
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """One sampled continuation of N tokens.
 
@@ -126,6 +150,18 @@ class EngineClient(abc.ABC):
 
     url: str
 
+    async def is_there(self, *, timeout_s: float) -> bool:
+        """Return whether a server of this kind, fit or not, answers at `url`: what the kind `auto` goes by.
+
+        A client that does not say is never found by `auto`.
+
+        Raises:
+            BackendError: no server can be reached there.
+        """
+        del timeout_s
+        await trio.lowlevel.checkpoint()
+        return False
+
     @abc.abstractmethod
     async def probe(self, *, timeout_s: float) -> EngineInfo:
         """Ask for model and limits, and sample two tokens to see that ids and logprobs come and agree in number.
@@ -136,25 +172,14 @@ class EngineClient(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        request_id: str,
-        timeout_s: float,
-        cache_salt: str = "",
-        sink: TokenSink | None = None,
-    ) -> Completion:
-        """Sample up to `max_tokens` tokens after `prompt_token_ids`.
+    async def generate(self, request: CompletionRequest) -> Completion:
+        """Sample what `request` asks for.
 
-        Prefixes are shared only among requests of one `cache_salt`. With a `sink`, tokens are streamed to it, and it
-        may end the completion: the engine is left, upon which it aborts, and the finish reason is `tool_call`, unless
-        the engine had ended it by itself at the same time. A client that cannot stream never calls it.
+        A sink that has enough ends the completion: the engine is left, upon which it aborts, and the finish reason is
+        `tool_call`, unless the engine had ended it by itself at the same time.
 
         Cancellation closes the connection, upon which the engine aborts the request. Connection errors and 5xx before
-        the first byte of an answer are retried with backoff inside `timeout_s`; never after tokens were received.
+        the first byte of an answer are retried with backoff inside its `timeout_s`; never after tokens were received.
 
         Raises:
             BackendError: after the retries, or at once when counts of ids, logprobs and usage differ.
@@ -213,3 +238,18 @@ class EngineClient(abc.ABC):
     @abc.abstractmethod
     async def aclose(self) -> None:
         """Close every connection. Calls in flight fail."""
+
+
+ClientFinder = Callable[[str, float], Awaitable[EngineClient]]
+"""Makes the client of the engine at a URL, once it is known which kind it is, within so many seconds. Raises
+BackendError: nobody answers there. The client is the caller's to close."""
+
+
+def made_by(make: Callable[[str], EngineClient]) -> ClientFinder:
+    """Return a finder for engines of one kind: nothing is asked, and `make` is called with the URL."""
+
+    async def find(url: str, _timeout_s: float) -> EngineClient:
+        await trio.lowlevel.checkpoint()
+        return make(url)
+
+    return find

@@ -20,15 +20,16 @@ from prorl_trio.inference.engines.answers import (
     error_message,
     logprob_kind,
 )
+from prorl_trio.inference.engines.completion_stream import CompletionStream, StreamPart
 from prorl_trio.inference.engines.engine import (
     CannotStream,
     Completion,
+    CompletionRequest,
     CompletionTimedOut,
     EngineClient,
     EngineInfo,
     EnginePaused,
     RequestRefused,
-    TokenSink,
 )
 from prorl_trio.inference.engines.engine_load import EngineLoad, LoadReader
 from prorl_trio.inference.engines.http import (
@@ -80,6 +81,7 @@ class HttpEngineClient(EngineClient):
         url: str,
         *,
         max_connections: int = 512,
+        context_tokens: int = 0,
         retry: RetryPolicy | None = None,
         random: Random | None = None,
         on_call: OnCall | None = None,
@@ -89,6 +91,7 @@ class HttpEngineClient(EngineClient):
         Args:
             url: the server's origin, as `http://127.0.0.1:8000`, without a path.
             max_connections: calls that run at once; more wait, first come first served.
+            context_tokens: the longest prompt with completion, of an engine that does not say; 0: nobody knows.
             retry: when and how often.
             random: draws the jitter of the retries.
             on_call: told of every `generate` that ended.
@@ -101,6 +104,7 @@ class HttpEngineClient(EngineClient):
         except ValueError as exc:
             raise BackendError(f"backend URL: {exc}", retryable=False) from exc
         self.url = self._http.origin
+        self._context_tokens = context_tokens
         self._retry = retry or RetryPolicy()
         self._random = random or Random()
         self._on_call = on_call
@@ -119,17 +123,8 @@ class HttpEngineClient(EngineClient):
         """What the server says of itself."""
 
     @abc.abstractmethod
-    async def _complete(
-        self,
-        wanted: Wanted,
-        *,
-        request_id: str,
-        timeout_s: float,
-        cache_salt: str,
-        sink: TokenSink | None,
-        probing: bool = False,
-    ) -> Completion:
-        """Ask and read the answer. `probing`: past the end of turn, and not a second time.
+    async def _complete(self, wanted: Wanted) -> Completion:
+        """Ask and read the answer.
 
         Raises:
             ContractBroken: the answer cannot be trusted.
@@ -146,17 +141,7 @@ class HttpEngineClient(EngineClient):
             return self._info
         raise BackendError(f"{self.url}: the probe took more than {timeout_s:g} s", retryable=True)
 
-    async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        request_id: str,
-        timeout_s: float,
-        cache_salt: str = "",
-        sink: TokenSink | None = None,
-    ) -> Completion:
+    async def generate(self, request: CompletionRequest) -> Completion:
         """See `EngineClient.generate`. `max_tokens` is cut to what the context has left; the reason is then `length`.
 
         Raises:
@@ -166,19 +151,26 @@ class HttpEngineClient(EngineClient):
         info = self._info
         if info is None:
             raise RuntimeError(f"{self.url}: probe() must succeed before generate()")
-        if not prompt_token_ids or max_tokens < 1:
-            raise ValueError(f"need a prompt and max_tokens >= 1, got {len(prompt_token_ids)} ids and {max_tokens}")
-        prompt = Prompt.of(prompt_token_ids)
-        del prompt_token_ids  # nobody needs the list any more, see `Prompt`
+        if not request.prompt_token_ids or request.max_tokens < 1:
+            asked = f"{len(request.prompt_token_ids)} ids and {request.max_tokens}"
+            raise ValueError(f"need a prompt and max_tokens >= 1, got {asked}")
+        prompt = Prompt.of(request.prompt_token_ids)
         room = info.max_model_len - prompt.tokens
         if room < 1:
             raise ContextLengthExceeded(prompt.tokens, info.max_model_len)
-        wanted = Wanted(prompt=prompt, sampling=sampling, max_tokens=min(max_tokens, room), info=info)
+        wanted = Wanted(
+            prompt=prompt,
+            sampling=request.sampling,
+            max_tokens=min(request.max_tokens, room),
+            info=info,
+            request_id=request.request_id,
+            timeout_s=request.timeout_s,
+            cache_salt=request.cache_salt,
+            sink=request.sink,
+        )
         started_s, result = trio.current_time(), "cancelled"
         try:
-            completion = await self._complete(
-                wanted, request_id=request_id, timeout_s=timeout_s, cache_salt=cache_salt, sink=sink
-            )
+            completion = await self._complete(wanted)
             result = "completed"
         except NotStreamed as exc:
             result = "failed"
@@ -207,15 +199,35 @@ class HttpEngineClient(EngineClient):
 
     # ------------------------------------------------------------ for subclasses
 
+    async def _ask(
+        self,
+        path: str,
+        body: bytes,
+        wanted: Wanted,
+        read_answer: Callable[[bytes, Wanted], Completion],
+        read_event: Callable[[bytes, Wanted, int], StreamPart],
+    ) -> Completion:
+        """Post `body` and read the answer whole, or, where there is a sink, event by event. Errors as `_complete`."""
+        if wanted.sink is None:
+            return read_answer((await self._post(path, body, wanted)).body, wanted)
+        stream = CompletionStream(wanted, read_event)
+        await self._post(path, body, wanted, stream.feed)
+        return stream.completion()
+
     async def _sample_probe(
         self, info: EngineInfo, timeout_s: float, sampling: SamplingParams = _PROBE_SAMPLING
     ) -> Completion:
         """`PROBE_TOKENS` tokens. Raises BackendError: it is not fit."""
-        wanted = Wanted(prompt=Prompt.of(PROBE_PROMPT), sampling=sampling, max_tokens=PROBE_TOKENS, info=info)
+        wanted = Wanted(
+            prompt=Prompt.of(PROBE_PROMPT),
+            sampling=sampling,
+            max_tokens=PROBE_TOKENS,
+            info=info,
+            timeout_s=timeout_s,
+            probing=True,
+        )
         try:
-            completion = await self._complete(
-                wanted, request_id="prorl-probe", timeout_s=timeout_s, cache_salt="", sink=None, probing=True
-            )
+            completion = await self._complete(wanted)
         except ContractBroken as exc:
             raise self._unfit(str(exc)) from exc
         if completion.finish_reason == "abort":
@@ -225,26 +237,18 @@ class HttpEngineClient(EngineClient):
         return completion
 
     async def _post(
-        self,
-        path: str,
-        body: bytes,
-        *,
-        request_id: str,
-        timeout_s: float,
-        prompt_tokens: int,
-        on_data: Callable[[bytes], bool] | None = None,
-        once: bool = False,
+        self, path: str, body: bytes, wanted: Wanted, on_data: Callable[[bytes], bool] | None = None
     ) -> Response:
-        """Send, and, unless `once`, send again after a delay, until an answer of status 200 comes.
+        """Send, and, unless it is a probe, send again after a delay, until an answer of status 200 comes.
 
         A request is never repeated once a byte of its answer came.
         """
-        started_s = trio.current_time()
+        started_s, timeout_s, once = trio.current_time(), wanted.timeout_s, wanted.probing
         max_attempts = 1 if once else self._retry.max_attempts
         for attempt in range(1, max_attempts + 1):
             left_s = max(0.0, started_s + timeout_s - trio.current_time())
             # Job ids are the submitter's and may hold anything; a header may not.
-            header = quote(f"{request_id}.{attempt}", safe="/:+@ ")[-MAX_REQUEST_ID_CHARS:]
+            header = quote(f"{wanted.request_id}.{attempt}", safe="/:+@ ")[-MAX_REQUEST_ID_CHARS:]
             headers = [JSON_CONTENT, ("X-Request-Id", header)]
             try:
                 response = await self._http.request(
@@ -253,7 +257,7 @@ class HttpEngineClient(EngineClient):
                 if response.status == 200:
                     return response
                 if once or response.status not in RETRYABLE_STATUSES:
-                    self._refused("POST", path, response, prompt_tokens)
+                    self._refused("POST", path, response, wanted.prompt.tokens)
                 failure = f"status {response.status}: {error_message(response.body)}"
             except (ConnectFailed, ConnectionLost) as exc:
                 if once or (isinstance(exc, ConnectionLost) and exc.received_bytes):

@@ -1,136 +1,131 @@
-"""The client for a backend: of the engine that the configuration names, or that answers."""
+"""Engines by kind: those that are built in, and those that installed packages offer.
+
+A package offers one under the entry-point group `prorl_trio.engines`:
+
+    [project.entry-points."prorl_trio.engines"]
+    mine = "my_package.engine:MyEngineClient"
+
+and `backends.engine = "mine"` has it used. The object is a subclass of `EngineClient`, called with the URL and the
+keywords of `ClientOptions`; a subclass of `HttpEngineClient` has that for nothing. With an `is_there` of its own, the
+kind `auto` finds it too. `prorl_trio.testing.engine_contract` is what it must pass.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict
+from contextlib import AsyncExitStack
+from functools import partial
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import trio
 
-from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, TokenSink
+from prorl_trio.inference.engines.engine import ClientFinder, EngineClient, made_by
 from prorl_trio.inference.engines.sglang import SglangClient
 from prorl_trio.inference.engines.trainer_engine import TrainerEngineClient
 from prorl_trio.inference.engines.vllm import VllmClient
-from prorl_trio.types.errors import BackendError
+from prorl_trio.types.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
     from random import Random
     from typing import Unpack
 
-    from prorl_trio.inference.engines.engine import PauseMode
-    from prorl_trio.inference.engines.engine_load import EngineLoad
-    from prorl_trio.inference.engines.http_engine import HttpEngineClient, OnCall
+    from prorl_trio.inference.engines.http_engine import OnCall
     from prorl_trio.inference.engines.retries import RetryPolicy
-    from prorl_trio.types.models import SamplingParams
 
-__all__ = ["AutoClient", "EngineKind", "engine_client"]
+__all__ = ["AUTO", "ClientOptions", "EngineRegistry"]
 
-EngineKind = Literal["auto", "vllm", "sglang", "prorl"]
+GROUP: Final = "prorl_trio.engines"
+AUTO: Final = "auto"
+"""The kind of whoever answers."""
+BUILT_IN: Final[dict[str, Callable[..., EngineClient]]] = {
+    "sglang": SglangClient,
+    "vllm": VllmClient,
+    "prorl": TrainerEngineClient,
+}
+"""In the order in which `auto` asks for them."""
+CLOSE_GRACE_S: Final = 1.0
 
 
 class ClientOptions(TypedDict, total=False):
-    """See `HttpEngineClient`."""
+    """Keywords that a client is made with: see `HttpEngineClient`."""
 
     max_connections: int
+    context_tokens: int
     retry: RetryPolicy | None
     random: Random | None
     on_call: OnCall | None
 
 
-def engine_client(
-    kind: EngineKind, url: str, *, context_tokens: int = 0, **options: Unpack[ClientOptions]
-) -> EngineClient:
-    """A client that has sent nothing yet. `context_tokens`: of an engine that does not say how long a context may be.
+class EngineRegistry:
+    """Kinds of engines. Immutable after the node's start."""
 
-    Raises:
-        BackendError: `url` is not an origin.
-    """
-    match kind:
-        case "auto":
-            return AutoClient(url, context_tokens=context_tokens, **options)
-        case "prorl":
-            return TrainerEngineClient(url, context_tokens=context_tokens, **options)
-        case "sglang":
-            return SglangClient(url, **options)
-        case "vllm":
-            return VllmClient(url, **options)
+    def __init__(self, installed: Mapping[str, Callable[..., EngineClient]] | None = None) -> None:
+        """Raise ConfigError if an `installed` kind has the name of one that is built in."""
+        self._installed = dict(installed or {})
+        for name in self._installed:
+            if name in BUILT_IN or name == AUTO:
+                raise ConfigError(f"an installed package offers an engine called {name!r}, as a built-in one is")
 
+    @classmethod
+    def from_entry_points(cls) -> EngineRegistry:
+        """Load every class that an installed package declares.
 
-class AutoClient(EngineClient):
-    """An SGLang or a vLLM server, or a trainer's own engine: each probe finds out which."""
-
-    def __init__(self, url: str, *, context_tokens: int = 0, **options: Unpack[ClientOptions]) -> None:
-        """As `engine_client`."""
-        self._sglang = SglangClient(url, **options)
-        self._vllm = VllmClient(url, **options)
-        self._trainers = TrainerEngineClient(url, context_tokens=context_tokens, **options)
-        self._chosen: HttpEngineClient = self._vllm
-        self.url = self._vllm.url
-
-    def __repr__(self) -> str:
-        return f"<AutoClient: {self._chosen!r}>"
-
-    async def probe(self, *, timeout_s: float) -> EngineInfo:
-        """See `EngineClient.probe`. A server that is none of them is taken for a vLLM that is not fit.
-
-        Until one succeeds, calls go to what the last one that did found.
+        Raises:
+            ConfigError: an entry point cannot be imported, is no `EngineClient`, or has a name that is taken.
         """
-        with trio.move_on_after(timeout_s):
-            there: HttpEngineClient = self._vllm
-            if await self._sglang.is_there(timeout_s):
-                there = self._sglang
-            elif not await self._vllm.is_there(timeout_s) and await self._trainers.is_there(timeout_s):
-                there = self._trainers
-            info = await there.probe(timeout_s=timeout_s)
-            self._chosen = there
-            return info
-        raise BackendError(f"{self.url}: the probe took more than {timeout_s:g} s", retryable=True)
+        installed: dict[str, Callable[..., EngineClient]] = {}
+        for entry in entry_points(group=GROUP):
+            try:
+                kind = entry.load()
+            except (ImportError, AttributeError) as exc:
+                raise ConfigError(f"engine {entry.name!r} ({entry.value}) cannot be loaded: {exc}") from exc
+            if not (isinstance(kind, type) and issubclass(kind, EngineClient)):
+                raise ConfigError(f"engine {entry.name!r} ({entry.value}) is not a subclass of EngineClient")
+            if installed.setdefault(entry.name, kind) is not kind:
+                raise ConfigError(f"two installed packages offer an engine called {entry.name!r}: remove one")
+        return cls(installed)
 
-    async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        request_id: str,
-        timeout_s: float,
-        cache_salt: str = "",
-        sink: TokenSink | None = None,
-    ) -> Completion:
-        """See `HttpEngineClient.generate`."""
-        call = self._chosen.generate(
-            prompt_token_ids,
-            sampling,
-            max_tokens=max_tokens,
-            request_id=request_id,
-            timeout_s=timeout_s,
-            cache_salt=cache_salt,
-            sink=sink,
-        )
-        del prompt_token_ids  # see `HttpEngineClient.generate`
-        return await call
+    @property
+    def names(self) -> list[str]:
+        """Kinds that `backends.engine` may name, sorted; those that are installed after those that are built in."""
+        return [AUTO, *sorted(BUILT_IN), *sorted(self._installed)]
 
-    async def load(self, *, timeout_s: float) -> EngineLoad | None:
-        """See `EngineClient.load`."""
-        return await self._chosen.load(timeout_s=timeout_s)
+    def finder(self, kind: str, **options: Unpack[ClientOptions]) -> ClientFinder:
+        """Return what makes the clients of engines of this kind.
 
-    async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
-        """See `EngineClient.pause`."""
-        return await self._chosen.pause(mode, timeout_s=timeout_s)
+        For `auto` each server is asked which it is, installed kinds first. One that is none of them is taken for a
+        vLLM, whose probe then says what it lacks.
 
-    async def label_weights(self, policy_version: str, *, timeout_s: float) -> bool:
-        """See `EngineClient.label_weights`."""
-        return await self._chosen.label_weights(policy_version, timeout_s=timeout_s)
+        Raises:
+            ConfigError: there is no such kind; the message lists those there are.
+        """
+        if kind == AUTO:
+            kinds = [partial(each, **options) for each in (*self._installed.values(), *BUILT_IN.values())]
+            return partial(_find, kinds, partial(VllmClient, **options))
+        known = self._installed.get(kind) or BUILT_IN.get(kind)
+        if known is None:
+            raise ConfigError(f"no engine is called {kind!r}; this node has: {', '.join(self.names)}")
+        return made_by(partial(known, **options))
 
-    async def load_weights(self, folder: str, *, timeout_s: float) -> bool:
-        """See `EngineClient.load_weights`."""
-        return await self._chosen.load_weights(folder, timeout_s=timeout_s)
 
-    async def resume(self, *, timeout_s: float) -> None:
-        """See `EngineClient.resume`."""
-        await self._chosen.resume(timeout_s=timeout_s)
+async def _find(
+    kinds: Sequence[Callable[[str], EngineClient]], otherwise: Callable[[str], EngineClient], url: str, timeout_s: float
+) -> EngineClient:
+    """Return a client of the first of the `kinds` whose server answers at `url`."""
+    with trio.move_on_after(timeout_s):
+        await trio.lowlevel.checkpoint()
+        for make in kinds:
+            async with AsyncExitStack() as stack:
+                client = make(url)
+                stack.push_async_callback(_close, client)
+                if await client.is_there(timeout_s=timeout_s):
+                    stack.pop_all()
+                    return client
+        return otherwise(url)
+    raise BackendError(f"{url}: no answer within {timeout_s:g} s to which engine it is", retryable=True)
 
-    async def aclose(self) -> None:
-        """Close the connections of all. Idempotent."""
-        await self._sglang.aclose()
-        await self._vllm.aclose()
-        await self._trainers.aclose()
+
+async def _close(client: EngineClient) -> None:
+    with trio.move_on_after(CLOSE_GRACE_S, shield=True):
+        await client.aclose()

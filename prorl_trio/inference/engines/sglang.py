@@ -5,7 +5,6 @@ Written against SGLang's documented API, and tested against `prorl_trio.testing.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgspec
@@ -20,8 +19,8 @@ from prorl_trio.inference.engines.answers import (
     context_limit,
     label_of,
 )
-from prorl_trio.inference.engines.completion_stream import CompletionStream, StreamPart
-from prorl_trio.inference.engines.engine import Completion, EngineInfo, RequestRefused, TokenSink
+from prorl_trio.inference.engines.completion_stream import StreamPart
+from prorl_trio.inference.engines.engine import Completion, EngineInfo, RequestRefused
 from prorl_trio.inference.engines.http_engine import PROBE_PROMPT, PROBE_TOKENS, REFUSED_STATUSES, HttpEngineClient
 from prorl_trio.inference.engines.retries import RETRYABLE_STATUSES
 from prorl_trio.inference.engines.vllm_api import ModelList, VersionRun, runs_of, served_model
@@ -122,8 +121,8 @@ class SglangClient(HttpEngineClient):
 
     may_scale_logprobs: ClassVar[bool] = True
 
-    async def is_there(self, timeout_s: float) -> bool:
-        """Whether the server has SGLang's own endpoints. Errors as `probe`."""
+    async def is_there(self, *, timeout_s: float) -> bool:
+        """See `EngineClient.is_there`. By SGLang's own endpoints."""
         return await self._first(MODEL_INFO, ModelInfo, timeout_s) is not None
 
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
@@ -168,30 +167,11 @@ class SglangClient(HttpEngineClient):
                 return answer
         return None
 
-    async def _complete(
-        self,
-        wanted: Wanted,
-        *,
-        request_id: str,
-        timeout_s: float,
-        cache_salt: str,
-        sink: TokenSink | None,
-        probing: bool = False,
-    ) -> Completion:
-        stream = None if sink is None else CompletionStream(wanted, sink, partial(_event, wanted))
-        response = await self._post(
-            GENERATE,
-            _request(wanted, cache_salt, stream=stream is not None, ignore_eos=probing),
-            request_id=request_id,
-            timeout_s=timeout_s,
-            prompt_tokens=wanted.prompt.tokens,
-            on_data=None if stream is None else stream.feed,
-            once=probing,
-        )
-        return stream.completion() if stream is not None else _completion(response.body, wanted)
+    async def _complete(self, wanted: Wanted) -> Completion:
+        return await self._ask(GENERATE, _request(wanted), wanted, _completion, _event)
 
 
-def _request(wanted: Wanted, cache_salt: str, *, stream: bool, ignore_eos: bool) -> bytes:
+def _request(wanted: Wanted) -> bytes:
     sampling = wanted.sampling
     return msgspec.json.encode(
         GenerateRequest(
@@ -202,10 +182,10 @@ def _request(wanted: Wanted, cache_salt: str, *, stream: bool, ignore_eos: bool)
                 top_p=sampling.top_p,
                 top_k=sampling.top_k or -1,
                 stop_token_ids=sampling.stop_token_ids,
-                ignore_eos=ignore_eos,
+                ignore_eos=wanted.probing,
             ),
-            stream=stream,
-            extra_key=cache_salt or msgspec.UNSET,
+            stream=wanted.sink is not None,
+            extra_key=wanted.cache_salt or msgspec.UNSET,
         )
     )
 
@@ -224,7 +204,7 @@ def _completion(body: bytes, wanted: Wanted) -> Completion:
     )
 
 
-def _event(wanted: Wanted, data: bytes, before: int) -> StreamPart:
+def _event(data: bytes, wanted: Wanted, before: int) -> StreamPart:
     answer = _decode(data, wanted)
     meta, (token_ids, logprobs) = answer.meta_info, _tokens(answer, before)
     reason = meta.finish_reason.type if meta.finish_reason else None

@@ -6,7 +6,7 @@ answers is checked, and what it cannot say comes from the node's configuration.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import msgspec
 
@@ -19,7 +19,7 @@ from prorl_trio.inference.engines.answers import (
     Wanted,
     checked_completion,
 )
-from prorl_trio.inference.engines.engine import Completion, EngineInfo, TokenSink
+from prorl_trio.inference.engines.engine import Completion, EngineInfo
 from prorl_trio.inference.engines.http import HttpError
 from prorl_trio.inference.engines.http_engine import JSON_CONTENT, PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient
 
@@ -57,17 +57,12 @@ class _SampledIds(msgspec.Struct, frozen=True):
 
 
 class TrainerEngineClient(HttpEngineClient):
-    """One server. `context_tokens` is its longest prompt with completion; 0: nobody said, and no probe succeeds."""
+    """One server. It does not say how long a context may be: without `context_tokens` no probe succeeds."""
 
     may_scale_logprobs: ClassVar[bool] = True
 
-    def __init__(self, url: str, *, context_tokens: int = 0, **options: Any) -> None:
-        """As `HttpEngineClient`."""
-        super().__init__(url, **options)
-        self._context_tokens = context_tokens
-
-    async def is_there(self, timeout_s: float) -> bool:
-        """Whether it answers as such an engine does, fit or not. Raises BackendError: it cannot be reached."""
+    async def is_there(self, *, timeout_s: float) -> bool:
+        """See `EngineClient.is_there`. It answers a request for two tokens."""
         request = GenerateRequest(prompt_ids=Prompt.of(PROBE_PROMPT).text, max_tokens=PROBE_TOKENS)
         try:
             response = await self._http.request(
@@ -86,25 +81,17 @@ class TrainerEngineClient(HttpEngineClient):
             raise self._unfit(
                 "it does not say how long a context may be; set backends.max_model_len to what it was started with"
             )
-        return self._described(self._context_tokens)
-
-    def _described(self, context_tokens: int) -> EngineInfo:
         return EngineInfo(
-            url=self.url, model=NAME, max_model_len=context_tokens, engine=NAME, policy_version=UNNAMED, api=GENERATE
+            url=self.url,
+            model=NAME,
+            max_model_len=self._context_tokens,
+            engine=NAME,
+            policy_version=UNNAMED,
+            api=GENERATE,
         )
 
-    async def _complete(
-        self,
-        wanted: Wanted,
-        *,
-        request_id: str,
-        timeout_s: float,
-        cache_salt: str,
-        sink: TokenSink | None,
-        probing: bool = False,
-    ) -> Completion:
-        del cache_salt, sink  # it knows no salt, and cannot stream
-        sampling = wanted.sampling
+    async def _complete(self, wanted: Wanted) -> Completion:
+        sampling = wanted.sampling  # it knows no salt, and cannot stream
         request = GenerateRequest(
             prompt_ids=wanted.prompt.text,
             max_tokens=wanted.max_tokens,
@@ -112,16 +99,9 @@ class TrainerEngineClient(HttpEngineClient):
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stop_token_ids=sampling.stop_token_ids,
-            ignore_eos=probing,
+            ignore_eos=wanted.probing,
         )
-        response = await self._post(
-            GENERATE,
-            msgspec.json.encode(request),
-            request_id=request_id,
-            timeout_s=timeout_s,
-            prompt_tokens=wanted.prompt.tokens,
-            once=probing,
-        )
+        response = await self._post(GENERATE, msgspec.json.encode(request), wanted)
         return _completion(response.body, wanted)
 
 

@@ -8,10 +8,8 @@ import msgspec
 import trio
 
 from prorl_trio.inference.engines.answers import UNNAMED, label_of
-from prorl_trio.inference.engines.completion_stream import CompletionStream
-from prorl_trio.inference.engines.engine import Completion, EngineInfo, EnginePaused, TokenSink
-from prorl_trio.inference.engines.http_engine import PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient, OnCall
-from prorl_trio.inference.engines.retries import RetryPolicy
+from prorl_trio.inference.engines.engine import Completion, EngineInfo, EnginePaused
+from prorl_trio.inference.engines.http_engine import PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient
 from prorl_trio.inference.engines.vllm_api import (
     COMPLETIONS,
     GENERATE,
@@ -22,7 +20,6 @@ from prorl_trio.inference.engines.vllm_api import (
     completion_of,
     completion_request,
     prefix_caching,
-    read_answer,
     read_event,
     served_model,
 )
@@ -32,14 +29,14 @@ if TYPE_CHECKING:
     from prorl_trio.inference.engines.answers import Wanted
     from prorl_trio.inference.engines.engine import PauseMode
 
-__all__ = ["OnCall", "RetryPolicy", "VllmClient"]
+__all__ = ["VllmClient"]
 
 
 class VllmClient(HttpEngineClient):
     """One vLLM server. Completions come from `/inference/v1/generate` where it has that, or `/v1/completions`."""
 
-    async def is_there(self, timeout_s: float) -> bool:
-        """Whether the server lists a model as vLLM does. Errors as `probe`."""
+    async def is_there(self, *, timeout_s: float) -> bool:
+        """See `EngineClient.is_there`. By a list of models as vLLM has it."""
         return served_model(await self._get_json("/v1/models", ModelList, timeout_s)) is not None
 
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
@@ -112,25 +109,5 @@ class VllmClient(HttpEngineClient):
             return msgspec.structs.replace(info, api=COMPLETIONS)  # which tells why, if that is not fit either
         return msgspec.structs.replace(info, label=told or label, policy_version=told or label or UNNAMED)
 
-    async def _complete(
-        self,
-        wanted: Wanted,
-        *,
-        request_id: str,
-        timeout_s: float,
-        cache_salt: str,
-        sink: TokenSink | None,
-        probing: bool = False,
-    ) -> Completion:
-        path = wanted.info.api
-        stream = None if sink is None else CompletionStream(wanted, sink, lambda data, _: read_event(data, wanted))
-        response = await self._post(
-            path,
-            completion_request(wanted, path=path, cache_salt=cache_salt, stream=stream is not None, ignore_eos=probing),
-            request_id=request_id,
-            timeout_s=timeout_s,
-            prompt_tokens=wanted.prompt.tokens,
-            on_data=None if stream is None else stream.feed,
-            once=probing,
-        )
-        return stream.completion() if stream is not None else completion_of(read_answer(response.body, wanted), wanted)
+    async def _complete(self, wanted: Wanted) -> Completion:
+        return await self._ask(wanted.info.api, completion_request(wanted), wanted, completion_of, read_event)

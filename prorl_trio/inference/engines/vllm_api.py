@@ -18,8 +18,8 @@ __all__ = [
     "COMPLETIONS",
     "GENERATE",
     "AnswerPart",
-    "CompletionRequest",
-    "GenerateRequest",
+    "CompletionsBody",
+    "GenerateBody",
     "ModelList",
     "PauseInfo",
     "Version",
@@ -73,7 +73,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = True
 
 
-class CompletionRequest(_Sampling, frozen=True, kw_only=True):
+class CompletionsBody(_Sampling, frozen=True, kw_only=True):
     """`POST /v1/completions`. See `_Sampling` for what is sent although it is neutral."""
 
     model: str
@@ -90,7 +90,7 @@ class GenerateSampling(_Sampling, frozen=True, kw_only=True):
     detokenize: bool = False
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /inference/v1/generate`."""
 
     model: str
@@ -188,10 +188,8 @@ class WeightInfo(msgspec.Struct, frozen=True):
     weight_version: str | None = None
 
 
-def completion_request(
-    wanted: Wanted, *, path: str, cache_salt: str = "", stream: bool = False, ignore_eos: bool = False
-) -> bytes:
-    """The JSON body that asks for one continuation at `path`."""
+def completion_request(wanted: Wanted) -> bytes:
+    """Return the JSON body that asks for one continuation at the path that the engine has for it."""
     model, prompt, sampling = wanted.info.model, wanted.prompt.text, wanted.sampling
     how: dict[str, Any] = {
         "max_tokens": wanted.max_tokens,
@@ -199,19 +197,19 @@ def completion_request(
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "stop_token_ids": sampling.stop_token_ids,
-        "ignore_eos": ignore_eos,
+        "ignore_eos": wanted.probing,
     }
-    rest: dict[str, Any] = {"stream": stream}
-    if stream:
+    rest: dict[str, Any] = {"stream": wanted.sink is not None}
+    if wanted.sink is not None:
         rest["stream_options"] = StreamOptions()
-    if cache_salt:
-        rest["cache_salt"] = cache_salt
-    request: CompletionRequest | GenerateRequest
-    if path == GENERATE:
-        request = GenerateRequest(model=model, token_ids=prompt, sampling_params=GenerateSampling(**how), **rest)
+    if wanted.cache_salt:
+        rest["cache_salt"] = wanted.cache_salt
+    body: CompletionsBody | GenerateBody
+    if wanted.info.api == GENERATE:
+        body = GenerateBody(model=model, token_ids=prompt, sampling_params=GenerateSampling(**how), **rest)
     else:
-        request = CompletionRequest(model=model, prompt=prompt, **how, **rest)
-    return msgspec.json.encode(request)
+        body = CompletionsBody(model=model, prompt=prompt, **how, **rest)
+    return msgspec.json.encode(body)
 
 
 def read_answer(body: bytes, wanted: Wanted) -> AnswerPart:
@@ -232,8 +230,8 @@ def read_answer(body: bytes, wanted: Wanted) -> AnswerPart:
     return part
 
 
-def read_event(data: bytes, wanted: Wanted) -> StreamPart:
-    """Decode one event of a streamed answer.
+def read_event(data: bytes, wanted: Wanted, _before: int) -> StreamPart:
+    """Decode one event of a streamed answer, which has what is new only.
 
     Raises:
         ContractBroken: as `read_answer` and `tokens_of`.
@@ -245,7 +243,7 @@ def read_event(data: bytes, wanted: Wanted) -> StreamPart:
     choice = part.choices[0]
     # The event that only says why it ended has neither.
     token_ids, logprobs = tokens_of(choice) if choice.token_ids else ([], [])
-    return StreamPart(token_ids, logprobs, choice.finish_reason, sampled, _runs(choice))
+    return StreamPart(token_ids, logprobs, choice.finish_reason, sampled, runs_of(choice.weight_versions))
 
 
 def tokens_of(choice: Choice) -> tuple[list[int], list[float]]:
@@ -266,12 +264,13 @@ def tokens_of(choice: Choice) -> tuple[list[int], list[float]]:
     return token_ids, [entry.logprob for entry in logprobs.content]
 
 
-def completion_of(part: AnswerPart, wanted: Wanted) -> Completion:
-    """The completion that a whole answer holds.
+def completion_of(body: bytes, wanted: Wanted) -> Completion:
+    """Decode a whole answer.
 
     Raises:
-        ContractBroken: counts or log-probabilities are not what was asked for.
+        ContractBroken: as `read_answer`, or counts or log-probabilities are not what was asked for.
     """
+    part = read_answer(body, wanted)
     if len(part.choices) != 1 or part.usage is None:
         raise ContractBroken(f"asked for 1 continuation and its usage, got {len(part.choices)} continuations")
     choice = part.choices[0]
@@ -282,12 +281,8 @@ def completion_of(part: AnswerPart, wanted: Wanted) -> Completion:
         logprobs=logprobs,
         sampled=part.usage.completion_tokens,
         finish_reason=choice.finish_reason,
-        versions=_runs(choice),
+        versions=runs_of(choice.weight_versions),
     )
-
-
-def _runs(choice: Choice) -> list[tuple[str, int, int]]:
-    return runs_of(choice.weight_versions)
 
 
 def runs_of(told: list[VersionRun] | None) -> list[tuple[str, int, int]]:

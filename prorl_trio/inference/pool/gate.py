@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Awaitable, Iterator
 
     from prorl_trio.inference.engines.engine import Completion
 
-__all__ = ["PAUSED", "CompletionGate", "unseen"]
+__all__ = ["PAUSED", "CompletionGate", "Waiting", "unseen"]
 
 PAUSED = "backends paused"
 """What a job that stands before a closed gate is shown to wait for."""
+
+Waiting = Callable[[str], AbstractContextManager[None]]
+"""Entered for as long as somebody waits, with what it is that is waited for."""
 
 
 @contextmanager
@@ -92,7 +95,7 @@ class CompletionGate:
         self,
         place: Callable[[], str],
         call: Callable[[], Awaitable[Completion | None]],
-        waiting: Callable[[str], AbstractContextManager[None]] = unseen,
+        waiting: Waiting = unseen,
     ) -> Completion:
         """`call`, as soon as the gate is open; and again, if a pause aborted it, or its engine, whoever asked for that,
         or if it returned None, as there is more to come.

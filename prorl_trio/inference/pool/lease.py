@@ -7,23 +7,24 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from prorl_trio.inference.engines.engine import CannotStream, CompletionTimedOut, RequestRefused
+from prorl_trio.inference.engines.engine import CannotStream, CompletionRequest, CompletionTimedOut, RequestRefused
 from prorl_trio.inference.pool.gate import unseen
-from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.inference.pool.production import Production
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo
+    from prorl_trio.inference.pool.gate import Waiting
+    from prorl_trio.inference.pool.partial import PartialCompletion
     from prorl_trio.inference.pool.placement import Backend, Lease
     from prorl_trio.inference.pool.pool import Backends
-    from prorl_trio.types.models import SamplingParams
 
 __all__ = ["BackendLease"]
 
+ATTEMPTS = ("first", "repinned", "repinned-2", "repinned-3")
+"""At one completion, in which nothing came, each on another backend."""
 MAX_EMPTY_ABORTS = 3
 """Of one completion, by an engine that nobody had asked for them here."""
 
@@ -64,39 +65,58 @@ class BackendLease:
         """What the last probe of the backend held now found."""
         return self._backends.engine_of(self._lease).info
 
-    async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        request_id: str,
-        timeout_s: float,
-        waiting: Callable[[str], AbstractContextManager[None]] = unseen,
-    ) -> Completion:
-        """`complete` of a fresh `PartialCompletion`."""
-        partial = PartialCompletion(prompt_token_ids, sampling, max_tokens)
-        return await self.complete(partial, request_id=request_id, timeout_s=timeout_s, waiting=waiting)
-
     async def complete(
         self,
         partial: PartialCompletion,
         *,
-        request_id: str,
-        timeout_s: float,
-        waiting: Callable[[str], AbstractContextManager[None]] = unseen,
+        waiting: Waiting = unseen,
+        calling: Waiting = unseen,
+        produced: Callable[[float], None] = unused,
+    ) -> Completion:
+        """The completion; where a backend fails for good, another one goes on, and so on, each but once.
+
+        Where there is no other, one may go on itself that failed in the middle of an answer, or was too slow for one in
+        one piece. Nothing received is sampled again: it stays in `partial`, also if this raises or is cancelled.
+
+        Args:
+            partial: what is asked for, and what there is of it.
+            waiting: entered while the pool is paused: see `CompletionGate.run`.
+            calling: entered for each attempt, with the backend that it begins on.
+            produced: told, as tokens come, since when the engine worked on them: see `Production`.
+
+        Raises:
+            BackendError: the last one's. Otherwise as `EngineClient.generate`.
+        """
+        failed = 0
+        while True:
+            before = len(partial), partial.stream
+            try:
+                with calling(f"backend {self.url}: completion"):
+                    return await self.attempt(partial, ATTEMPTS[failed], waiting=waiting, produced=produced)
+            except BackendError as exc:
+                went_on = (len(partial), partial.stream) > before  # it has more tokens, or will have them streamed now
+                failed = 0 if went_on else failed + 1
+                if failed == len(ATTEMPTS) or not exc.retryable or not (self.repin() or went_on):
+                    raise
+            await trio.lowlevel.checkpoint()
+
+    async def attempt(
+        self,
+        partial: PartialCompletion,
+        name: str = ATTEMPTS[0],
+        *,
+        waiting: Waiting = unseen,
         produced: Callable[[float], None] = unused,
     ) -> Completion:
         """The rest of a completion from the backend held now, once the pool is not paused; see `EngineClient.generate`.
 
         A pause that aborts has it continued after the resume, from the tokens received: those the engine answered the
-        abort with, or those streamed before. They stay in `partial` if this raises or is cancelled, for another
-        backend to continue. So it is with an abort that somebody else asked the engine for, at once. `timeout_s` is for
-        one attempt, and goes on in a pause that keeps it; the wait for a resume is not counted. `waiting` is entered
-        while it lasts (see `CompletionGate.run`). `produced` is told, as tokens come, since when the engine worked on
-        them (see `Production`). The spans say which tokens were sampled under which policy version.
+        abort with, or those streamed before. So it is with an abort that somebody else asked the engine for, at once.
+        The time-out is for one call of the engine, and goes on in a pause that keeps it; the wait for a resume is not
+        counted. The spans say which tokens were sampled under which policy version. `name` ends the request's id.
         """
         empty_aborts, in_one_piece = 0, False
+        request_id, timeout_s = f"{partial.request.request_id}-{name}", partial.request.timeout_s
 
         def place() -> str:
             self._backends.place(self._lease, None if partial.begun else partial)
@@ -118,19 +138,21 @@ class BackendLease:
 
             def receive(token_ids: list[int], logprobs: list[float]) -> int | None:
                 production.piece(len(token_ids), trio.current_time(), gate.opening)
-                return partial.sink(token_ids, logprobs)
+                return partial.receive(token_ids, logprobs)
 
             with self._backends.judged(self._lease.backend):
                 try:
                     with engine.pace.scout() if streams else nullcontext():
                         completion = await engine.client.generate(
-                            partial.prompt_token_ids,
-                            partial.sampling,
-                            max_tokens=wanted,
-                            request_id=request_id,
-                            timeout_s=timeout_s,
-                            cache_salt=known.policy_version,
-                            sink=receive if streams else None,
+                            CompletionRequest(
+                                prompt_token_ids=partial.prompt_token_ids,
+                                sampling=partial.request.sampling,
+                                max_tokens=wanted,
+                                request_id=request_id,
+                                timeout_s=timeout_s,
+                                cache_salt=known.policy_version,
+                                sink=receive if streams else None,
+                            )
                         )
                 except CompletionTimedOut:
                     partial.stream = engine.pace.streams

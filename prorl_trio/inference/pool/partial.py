@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from prorl_trio.inference.engines.engine import Completion, TokenSink
+from prorl_trio.inference.engines.engine import Completion
 from prorl_trio.types.models import PolicySpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from prorl_trio.inference.engines.engine import EngineInfo
-    from prorl_trio.types.models import FinishReason, SamplingParams
+    from prorl_trio.inference.engines.engine import CompletionRequest, EngineInfo
+    from prorl_trio.types.models import FinishReason
 
 __all__ = ["PartialCompletion", "version_name"]
 
@@ -27,7 +27,7 @@ class PartialCompletion:
     """What was sampled after one prompt so far. Belongs to one task; survives the attempts, and a change of backend.
 
     Attributes:
-        sampling, max_tokens: of all attempts together.
+        request: what all attempts together are to answer.
         stop: asked, after each token that came, with all ids so far, whether it is enough; None: never stop early.
         stream: have tokens sent as they are sampled, so that those of an attempt that fails are kept.
         slice_tokens: have it answered in slices where it is not streamed, the first of so many tokens, each further one
@@ -38,23 +38,20 @@ class PartialCompletion:
 
     def __init__(
         self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        max_tokens: int,
+        request: CompletionRequest,
         *,
         stop: Callable[[list[int]], bool] | None = None,
         stream: bool = False,
         admit: Callable[[str, Sequence[str]], None] | None = None,
         slice_tokens: int = 0,
     ) -> None:
+        self._prompt = array("i", request.prompt_token_ids)
+        self.request = msgspec.structs.replace(request, prompt_token_ids=self._prompt)
         self.slice_tokens = slice_tokens
-        self.sampling = sampling
-        self.max_tokens = max_tokens
         self.stop = stop
         self.stream = stream or stop is not None
         self.admit = admit
-        self._prompt = array("i", prompt_token_ids)
-        self._token_ids: list[int] = []
+        self._token_ids = array("i")
         self._logprobs: list[float] = []
         self._spans: list[PolicySpan] = []
         self._so_far: list[int] = []
@@ -75,9 +72,9 @@ class PartialCompletion:
         return self._info is not None
 
     @property
-    def prompt_token_ids(self) -> list[int]:
+    def prompt_token_ids(self) -> Sequence[int]:
         """What the next attempt continues."""
-        return self._prompt.tolist() + self._token_ids
+        return self._prompt + self._token_ids if self._token_ids else self._prompt
 
     @property
     def prompt_tokens(self) -> int:
@@ -87,17 +84,12 @@ class PartialCompletion:
     @property
     def room(self) -> int:
         """Tokens that may still be sampled."""
-        return self.max_tokens - len(self)
+        return self.request.max_tokens - len(self)
 
     @property
     def next_tokens(self) -> int:
         """What the next attempt is to be asked for where it is answered in one piece."""
         return min(self.room, max(self.slice_tokens, len(self))) if self.slice_tokens else self.room
-
-    @property
-    def sink(self) -> TokenSink:
-        """What an attempt may be streamed to."""
-        return self._receive
 
     def begin_attempt(self, info: Callable[[], EngineInfo]) -> Completion | None:
         """The completion, if what was sampled before is all of it already. Otherwise an attempt may begin.
@@ -108,11 +100,11 @@ class PartialCompletion:
         Raises:
             Whatever `admit` does.
         """
-        self._so_far, self._streamed_logprobs, self._streamed_under = list(self._token_ids), [], []
+        self._so_far, self._streamed_logprobs, self._streamed_under = self._token_ids.tolist(), [], []
         self._info, self._before = info, info()
-        if self._token_ids and self._token_ids[-1] in self.sampling.stop_token_ids:
+        if self._token_ids and self._token_ids[-1] in self.request.sampling.stop_token_ids:
             return self.whole("stop")
-        if self._token_ids and self.stop is not None and self.stop(self._token_ids):
+        if self._token_ids and self.stop is not None and self.stop(self._token_ids.tolist()):
             return self.whole("tool_call")
         if self.room < 1 or (self._token_ids and self.prompt_tokens >= self._before.max_model_len):
             return self.whole("length")
@@ -154,7 +146,8 @@ class PartialCompletion:
         assert self._info is not None, "begin_attempt comes first"
         return self._info()
 
-    def _receive(self, token_ids: list[int], logprobs: list[float]) -> int | None:
+    def receive(self, token_ids: list[int], logprobs: list[float]) -> int | None:
+        """Take tokens that an attempt is streamed: see `TokenSink`."""
         version = self._engine().policy_version
         if not self._streamed_under or self._streamed_under[-1][1] != version:
             self._streamed_under.append((len(self._streamed_logprobs), version))
@@ -174,7 +167,7 @@ class PartialCompletion:
         ]
 
     def _span(self, start: int, end: int, version: str) -> PolicySpan:
-        info, sampling = self._engine(), self.sampling
+        info, sampling = self._engine(), self.request.sampling
         return PolicySpan(
             start=start,
             end=end,
@@ -188,7 +181,7 @@ class PartialCompletion:
 
     def _append(self, token_ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[PolicySpan]) -> None:
         offset = len(self)
-        self._token_ids += token_ids
+        self._token_ids.extend(token_ids)
         self._logprobs += logprobs
         for span in spans:
             if span.start < span.end:
@@ -203,7 +196,7 @@ class PartialCompletion:
         """What was sampled so far, as a completion that ended so."""
         last = self._spans[-1] if self._spans else None
         return Completion(
-            token_ids=list(self._token_ids),
+            token_ids=self._token_ids.tolist(),
             logprobs=list(self._logprobs),
             finish_reason=finish_reason,
             policy_version=last.policy_version if last else "",

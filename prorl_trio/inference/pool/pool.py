@@ -26,10 +26,9 @@ from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterator
-    from contextlib import AbstractContextManager
 
-    from prorl_trio.inference.engines.engine import EngineClient, EngineInfo, PauseMode
-    from prorl_trio.inference.pool.gate import CompletionGate
+    from prorl_trio.inference.engines.engine import ClientFinder, EngineClient, EngineInfo, PauseMode
+    from prorl_trio.inference.pool.gate import CompletionGate, Waiting
     from prorl_trio.inference.pool.partial import PartialCompletion
     from prorl_trio.inference.pool.placement import MoveReason
     from prorl_trio.inference.pool.versions import VersionOrder
@@ -54,7 +53,7 @@ class Backends:
 
     def __init__(
         self,
-        client_factory: Callable[[str], EngineClient],
+        find_client: ClientFinder,
         *,
         probe_timeout_s: float = 60.0,
         max_backends: int = 1024,
@@ -67,8 +66,8 @@ class Backends:
         """Nothing is contacted yet.
 
         Args:
-            client_factory: makes the client of a URL. The client is closed here, when its backend is gone.
-            probe_timeout_s: for one probe.
+            find_client: makes the client of a URL that is registered. It is closed here, when its backend is gone.
+            probe_timeout_s: for one probe, and for finding out which engine it is.
             max_backends: registered at once.
             max_tasks_per_backend: leases of one backend at once, 0 for no limit; more wait.
             strategy: which backend is next; see `placement.Strategy`.
@@ -78,7 +77,7 @@ class Backends:
             random: breaks ties between equally loaded backends.
         """
         random = random or Random()
-        self._client_factory = client_factory
+        self._find_client = find_client
         self._probe_timeout_s = probe_timeout_s
         self._max_backends = max_backends
         self._pool = BackendPool(random, max_tasks_per_backend, strategy=strategy)
@@ -106,7 +105,8 @@ class Backends:
     async def add(self, url: str, weight: float | None = None) -> EngineInfo:
         """Probe the server at `url` and, if it is fit, give it tasks from now on.
 
-        A URL that is registered already is probed again, and takes tasks again if it was draining. If the probe fails,
+        Which kind of engine it is, is found out now, if that is not configured, and holds until it is removed. A URL
+        that is registered already is probed again, and takes tasks again if it was draining. If the probe fails,
         nothing changes. Cancellation before the probe's end changes nothing either. `weight` is its share of the tasks
         beside others: 1 for a new one, and what it was, where it is not given.
 
@@ -195,7 +195,7 @@ class Backends:
         self,
         task_id: str,
         priority: int = 0,
-        waiting: Callable[[str], AbstractContextManager[None]] = unseen,
+        waiting: Waiting = unseen,
     ) -> AsyncIterator[BackendLease]:
         """The least loaded backend, for as long as the block lasts, and given back however the block ends.
 
@@ -409,7 +409,8 @@ class Backends:
         """See `add`. What `check` raises of what was found comes out here."""
         url = url.rstrip("/")
         _check_weight(url, weight)
-        client = self._engines[known].client if (known := self._pool.get(url)) else self._client_factory(url)
+        known = self._pool.get(url)
+        client = self._engines[known].client if known else await self._find_client(url, self._probe_timeout_s)
         try:
             info = await client.probe(timeout_s=self._probe_timeout_s)
             if check is not None:
@@ -469,9 +470,7 @@ class Backends:
             raise BackendError(f"{url}: no such backend; registered: {there}", retryable=False)
         return url
 
-    async def _acquire(
-        self, task_id: str, priority: int, waiting: Callable[[str], AbstractContextManager[None]]
-    ) -> Lease:
+    async def _acquire(self, task_id: str, priority: int, waiting: Waiting) -> Lease:
         if task_id in self._line:
             raise ValueError(f"task {task_id!r} waits for a backend already")
         self._pool.check_free(task_id)
