@@ -29,13 +29,14 @@ from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.garbage import rare_garbage_collection
 from prorl_trio.node.node import serve_node
 from prorl_trio.sandbox.client import DaemonSandbox
-from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec
+from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
 from prorl_trio.service.endpoints import endpoint_url
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from prorl_trio.agent.context import Resources, RolloutContext
+    from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import Outcome
 
 __all__ = ["ENDED_AT", "TOKEN_VARIABLE", "Served", "StampedHandler", "StandInProvider"]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from prorl_trio.chat.format import ChatFormat
     from prorl_trio.config import NodeConfig
     from prorl_trio.inference.pool.pool import Backends
-    from prorl_trio.sandbox.provider import Sandbox
+    from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import JobSpec, Segment, StopReason, Turn
 
 __all__ = ["MAX_EVALUATION_LOG_CHARS", "Resources", "RolloutContext"]

@@ -11,7 +11,7 @@ import msgspec
 from ipc.errors import CallFailed
 from ipc.nursery import leaves
 from prorl_trio.handlers.base import Evaluation
-from prorl_trio.sandbox.provider import ShellBusy
+from prorl_trio.sandbox.sandbox import ShellBusy
 from prorl_trio.types.errors import (
     AgentFault,
     BudgetExceeded,

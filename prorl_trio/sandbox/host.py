@@ -8,26 +8,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import msgspec
 import trio
 
 from ipc.nursery import single_exception
-from prorl_trio.sandbox.provider import DEFAULT_TRANSFER, Sandbox, SandboxSpec
+from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.run_dir import remains_count
+from prorl_trio.sandbox.sandbox import Sandbox
 from prorl_trio.sandbox.start_gates import StartGates
 from prorl_trio.sandbox.warm_pool import WarmLimits, WarmPool
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import AsyncIterator
 
-    from ipc.file_calls import EditFile, FileEdited
-    from ipc.sandbox_calls import BashResult, CellResult, ExecResult, Pong
-    from prorl_trio.sandbox.provider import SandboxProvider, TransferOptions, TransferReport
+    from ipc.sandbox_calls import SandboxCall
+    from prorl_trio.sandbox.provider import SandboxProvider
 
 __all__ = ["HostedSandbox", "OnOpen", "SandboxHost", "Start", "open_sandbox_host"]
 
@@ -50,11 +49,14 @@ HEALTH_TIMEOUT_S: Final = 0.5
 """How long a warm sandbox may take to answer before it is handed out. Later, and it is thrown away."""
 
 
+T = TypeVar("T", bound=msgspec.Struct)
+
+
 class HostedSandbox(Sandbox):
     """A live sandbox whose owner is a task of the host. Any task may use it; whoever is done with it calls `aclose`."""
 
     def __init__(self, sandbox: Sandbox, on_overdue: Callable[[], None]) -> None:
-        self.sandbox_id = sandbox.sandbox_id
+        super().__init__(sandbox.sandbox_id)
         self._sandbox = sandbox
         self._on_overdue = on_overdue
         self._closing = trio.Event()
@@ -64,100 +66,11 @@ class HostedSandbox(Sandbox):
         state = "gone" if self._gone.is_set() else "closing" if self._closing.is_set() else "live"
         return f"<HostedSandbox {self.sandbox_id}: {state}>"
 
-    async def bash(
-        self,
-        command: str,
-        *,
-        timeout_s: float,
-        quiet_timeout_s: float | None = None,
-        max_output_bytes: int = 64 * 1024,
-        raw: bool = False,
-    ) -> BashResult:
-        return await self._sandbox.bash(
-            command,
-            timeout_s=timeout_s,
-            quiet_timeout_s=quiet_timeout_s,
-            max_output_bytes=max_output_bytes,
-            raw=raw,
-        )
-
-    async def bash_input(
-        self,
-        keys: bytes,
-        *,
-        timeout_s: float,
-        quiet_timeout_s: float | None = None,
-        max_output_bytes: int = 64 * 1024,
-        raw: bool = False,
-    ) -> BashResult:
-        return await self._sandbox.bash_input(
-            keys,
-            timeout_s=timeout_s,
-            quiet_timeout_s=quiet_timeout_s,
-            max_output_bytes=max_output_bytes,
-            raw=raw,
-        )
-
-    async def restart_bash(self) -> None:
-        await self._sandbox.restart_bash()
-
-    async def ipython(
-        self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024, kernel: str = ""
-    ) -> CellResult:
-        return await self._sandbox.ipython(code, timeout_s=timeout_s, max_output_bytes=max_output_bytes, kernel=kernel)
-
-    async def restart_ipython(self, *, kernel: str = "") -> None:
-        await self._sandbox.restart_ipython(kernel=kernel)
-
-    async def ping(self) -> Pong:
-        return await self._sandbox.ping()
+    async def call(self, request: SandboxCall, reply_type: type[T], timeout_s: float) -> T:
+        return await self._sandbox.call(request, reply_type, timeout_s)
 
     async def wait_lost(self) -> None:
         await self._sandbox.wait_lost()
-
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout_s: float,
-        cwd: str = "",
-        env: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
-        max_output_bytes: int = 1024 * 1024,
-        user: str = "",
-    ) -> ExecResult:
-        return await self._sandbox.exec(
-            argv, timeout_s=timeout_s, cwd=cwd, env=env, stdin=stdin, max_output_bytes=max_output_bytes, user=user
-        )
-
-    async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
-        return await self._sandbox.read_file(path, max_bytes=max_bytes)
-
-    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        await self._sandbox.write_file(path, data, mode=mode)
-
-    async def edit_file(self, edit: EditFile) -> FileEdited:
-        return await self._sandbox.edit_file(edit)
-
-    async def upload(
-        self,
-        local: Path,
-        remote: str,
-        *,
-        options: TransferOptions = DEFAULT_TRANSFER,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> TransferReport:
-        return await self._sandbox.upload(local, remote, options=options, on_progress=on_progress)
-
-    async def download(
-        self,
-        remote: str,
-        local: Path,
-        *,
-        options: TransferOptions = DEFAULT_TRANSFER,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> TransferReport:
-        return await self._sandbox.download(remote, local, options=options, on_progress=on_progress)
 
     @property
     def gone(self) -> bool:

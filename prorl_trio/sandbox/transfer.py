@@ -26,7 +26,6 @@ from ipc.file_calls import (
 from ipc.tree import TreeLimits, TreeRefused
 from ipc.tree_reader import TreeReader
 from ipc.tree_writer import TreeWriter
-from prorl_trio.sandbox.provider import TransferReport
 from prorl_trio.sandbox.threads import run_blocking
 
 if TYPE_CHECKING:
@@ -35,9 +34,8 @@ if TYPE_CHECKING:
 
     from ipc.sandbox_calls import SandboxCall
     from ipc.tree import TreeCounts
-    from prorl_trio.sandbox.provider import TransferOptions
 
-__all__ = ["download_tree", "upload_tree"]
+__all__ = ["DEFAULT_TRANSFER", "TransferOptions", "TransferReport", "download_tree", "upload_tree"]
 
 STEP_TIMEOUT_S: Final = 60.0
 """For the sandbox's end to read or write one piece."""
@@ -47,6 +45,38 @@ END_TIMEOUT_S: Final = 30.0
 T = TypeVar("T")
 R = TypeVar("R", bound=msgspec.Struct)
 Tree = TypeVar("Tree", TreeReader, TreeWriter)
+
+
+class TransferOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How files and folders travel in and out.
+
+    Attributes:
+        overwrite: what has the name already is replaced, as a whole. Otherwise it is an error.
+        max_bytes: of all files together.
+        max_entries: files, folders and links.
+        remote_roots: where inside a transfer may go to or come from, links resolved; `~` is the home directory.
+    """
+
+    overwrite: bool = False
+    max_bytes: int = 4 * 1024**3
+    max_entries: int = 200_000
+    remote_roots: tuple[str, ...] = ("~", "/tmp", "/workspace", "/testbed")
+
+
+DEFAULT_TRANSFER: Final = TransferOptions()
+
+
+class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was transferred.
+
+    `left_out` names the first 100 of what was not, `left_out_total` counts all of it: links that lead out of the
+    folder, devices, pipes, sockets, and what vanished meanwhile.
+    """
+
+    entries: int
+    size_bytes: int
+    left_out: tuple[str, ...] = ()
+    left_out_total: int = 0
 
 
 class Call(Protocol):

@@ -14,7 +14,7 @@ from prorl_trio.agent.loop import lease_backend
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.inference.engines.engine import CompletionRequest
 from prorl_trio.inference.pool.partial import PartialCompletion
-from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec
+from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
 from prorl_trio.testing.fake_sandbox import FakeSandbox
 from prorl_trio.types.errors import EvaluationError, SandboxLost, SandboxUnavailable
 from prorl_trio.types.models import Turn
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.inference.pool.lease import BackendLease
+    from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.simulation.config import SimulationConfig
 
 __all__ = ["SimulatedHandler", "SimulatedProvider"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ipc.sandbox_calls import BashResult
-    from prorl_trio.sandbox.provider import Sandbox
+    from prorl_trio.sandbox.sandbox import Sandbox
 
 __all__ = ["PORTABLE", "SESSIONS", "ProgramMissing", "Session", "Step", "check_session", "check_sessions"]
 

@@ -11,7 +11,7 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["HOME", "FakeShell"]
+__all__ = ["HOME", "FakeShell", "cap_bytes"]
 
 HOME: Final = "/home/agent"
 INTERRUPTED: Final = 130
@@ -134,3 +134,12 @@ class FakeShell:
         for name, value in {"?": str(self.exit_code), **self._env, **self._variables}.items():
             text = text.replace(f"${name}", value)
         return text
+
+
+def cap_bytes(raw: bytes, max_bytes: int) -> tuple[bytes, int]:
+    """Return the head and the tail of an output that is too long, and how much was left out."""
+    if len(raw) <= max_bytes:
+        return raw, 0
+    head, tail = raw[: max_bytes // 2], raw[len(raw) - max_bytes // 2 :]
+    dropped = len(raw) - len(head) - len(tail)
+    return head + f"\n[... {dropped} bytes left out ...]\n".encode() + tail, dropped

@@ -16,7 +16,8 @@ from prorl_trio.sandbox.reaper import descendants
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Iterator
 
-    from prorl_trio.sandbox.provider import Sandbox, SandboxProvider
+    from prorl_trio.sandbox.provider import SandboxProvider
+    from prorl_trio.sandbox.sandbox import Sandbox
 
 __all__ = [
     "ACTION_TIMEOUT_S",

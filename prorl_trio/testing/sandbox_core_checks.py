@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from ipc.file_calls import EditFile
-from prorl_trio.sandbox.provider import SandboxSpec, ShellBusy, ShellIdle, TransferOptions
+from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import descendants
+from prorl_trio.sandbox.sandbox import ShellBusy, ShellIdle
+from prorl_trio.sandbox.transfer import TransferOptions
 from prorl_trio.testing.sandbox_check import (
     ACTION_TIMEOUT_S,
     CHECK_TIMEOUT_S,
@@ -30,7 +32,7 @@ from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from prorl_trio.sandbox.provider import Sandbox
+    from prorl_trio.sandbox.sandbox import Sandbox
 
 __all__ = [
     "CORE_CHECKS",

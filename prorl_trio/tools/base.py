@@ -15,7 +15,7 @@ from prorl_trio.types.models import ToolOutcome, ToolResult
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from prorl_trio.sandbox.provider import Sandbox
+    from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import ToolCall
 
 __all__ = ["Observation", "Tool", "ToolSet", "refused"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from prorl_trio.sandbox.provider import ShellBusy, ShellIdle
+from prorl_trio.sandbox.sandbox import ShellBusy, ShellIdle
 from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.tools.base import Observation, Tool, refused
 from prorl_trio.types.errors import HandlerError
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ipc.sandbox_calls import BashResult, CellResult
-    from prorl_trio.sandbox.provider import Sandbox
+    from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import ToolOutcome
 
 __all__ = ["BashTool", "FinishTool", "IpythonTool", "render_bash", "render_cell"]

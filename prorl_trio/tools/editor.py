@@ -16,7 +16,7 @@ from prorl_trio.types.field_errors import field_error
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from prorl_trio.sandbox.provider import Sandbox
+    from prorl_trio.sandbox.sandbox import Sandbox
 
 __all__ = ["EditorTool"]
 

@@ -14,7 +14,7 @@ import trio
 
 from prorl_trio.cli import main
 from prorl_trio.config import NodeConfig, load_config
-from prorl_trio.sandbox.provider import Sandbox
+from prorl_trio.sandbox.sandbox import Sandbox
 from prorl_trio.types.models import JobSpec, TaskInstance
 from support.fake_node import FakeNode, make_outcome
 from support.fake_service import TOKEN, open_service

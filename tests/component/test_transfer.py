@@ -13,8 +13,9 @@ import trio.testing
 from ipc.file_calls import TransferAborted, TransferBegun, TreeContent, TreeEntry, TreeParts
 from ipc.rpc import open_rpc_client, serve_rpc
 from prorl_trio.sandbox.client import DaemonSandbox
-from prorl_trio.sandbox.provider import SandboxSpec, TransferOptions
+from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.process import ProcessProvider
+from prorl_trio.sandbox.transfer import TransferOptions
 
 MIB = 1024 * 1024
 BLOCKS = 200

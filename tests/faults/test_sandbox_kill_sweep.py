@@ -19,10 +19,11 @@ import trio
 
 from prorl_trio.sandbox import threads
 from prorl_trio.sandbox.host import open_sandbox_host
-from prorl_trio.sandbox.provider import SandboxSpec, TransferOptions
+from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import descendants, is_alive, kill
 from prorl_trio.sandbox.run_dir import open_run_dir
+from prorl_trio.sandbox.transfer import TransferOptions
 from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 from support.cancel_sweep import cancel_sweep

@@ -147,23 +147,16 @@ async def test_one_that_dies_in_use_is_its_users(autojump_clock):
         assert host.statistics()["live"] == 0
 
 
-async def keep_busy(sandbox):
-    async with sandbox._turn:
-        await trio.sleep_forever()
-
-
 async def test_one_that_does_not_answer_in_time_is_dead(autojump_clock):
     provider = FakeProvider(start_s=START_S)
-    async with open_sandbox_host(provider, warm=WARM) as host, trio.open_nursery() as nursery:
+    async with open_sandbox_host(provider, warm=WARM) as host:
         await (await host.open(SPEC)).aclose()
         await stocked(host)
         for sandbox in provider.live:
-            nursery.start_soon(keep_busy, sandbox)
-        await trio.testing.wait_all_tasks_blocked()
+            sandbox.call_gate = trio.Event()
         hung = host.statistics()["warm"]
         await host.open(SPEC)
         assert host.statistics()["warm_dead_total"] == hung
-        nursery.cancel_scope.cancel()
 
 
 async def test_specs_do_not_mix(autojump_clock):

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractAsyncContextManager
 
-    from prorl_trio.sandbox.provider import Sandbox, SandboxSpec
+    from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
+    from prorl_trio.sandbox.sandbox import Sandbox
 
 __all__ = ["ApptainerProvider", "find_apptainer"]
 

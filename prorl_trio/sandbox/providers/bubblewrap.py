@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
-    from prorl_trio.sandbox.provider import Sandbox, SandboxSpec
+    from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
+    from prorl_trio.sandbox.sandbox import Sandbox
 
 __all__ = ["BubblewrapProvider", "find_bubblewrap"]
 

@@ -1,0 +1,340 @@
+"""A sandbox as its users know it: verbs, all of them over one call to what is inside."""
+
+from __future__ import annotations
+
+import abc
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+import trio
+
+from ipc.file_calls import EditFile, FileData, FileEdited, FileRead, FileWrite, FileWritten
+from ipc.nursery import open_single_nursery
+from ipc.sandbox_calls import (
+    BashInput,
+    BashRestart,
+    BashRestarted,
+    BashResult,
+    BashRun,
+    CellResult,
+    Exec,
+    ExecInput,
+    ExecInputTaken,
+    ExecResult,
+    IpythonRestart,
+    IpythonRestarted,
+    IpythonRun,
+    Ping,
+    Pong,
+    SandboxCall,
+)
+from prorl_trio.sandbox.transfer import DEFAULT_TRANSFER, download_tree, upload_tree
+from prorl_trio.types.errors import HandlerError, SandboxLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from prorl_trio.sandbox.transfer import TransferOptions, TransferReport
+
+__all__ = ["FILE_PIECE_BYTES", "MAX_OUTPUT_BYTES", "MAX_STDIN_BYTES", "Sandbox", "ShellBusy", "ShellIdle"]
+
+FILE_PIECE_BYTES: Final = 4 * 1024 * 1024
+"""Files, and programs' input, travel in pieces of this size: well below the largest frame."""
+
+MAX_STDIN_BYTES: Final = 1024**3
+"""Largest input of a program. It is in the node's memory all the while; a file need not be."""
+
+MAX_OUTPUT_BYTES: Final = 2 * 1024 * 1024
+"""Largest `max_output_bytes` of an action: the result must fit into a frame, even if each byte becomes three."""
+
+ACTION_MARGIN_S: Final = 15.0
+"""What the daemon may take beyond an action's own timeout: to interrupt, to kill, to start a new shell."""
+
+FILE_TIMEOUT_S: Final = 60.0
+"""For one piece of a file, or one edit."""
+
+KERNEL_START_S: Final = 75.0
+"""What a Jupyter kernel, of any language, may take to start, and then `ACTION_MARGIN_S`."""
+
+RESTART_TIMEOUT_S: Final = 30.0
+PING_TIMEOUT_S: Final = 5.0
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class ShellBusy(HandlerError):
+    """A command that was left running has not ended; the new one was not started."""
+
+
+class ShellIdle(HandlerError):
+    """There is no command to type keys for, or to wait for."""
+
+
+class Sandbox(abc.ABC):
+    """A live sandbox. One action at a time; a second concurrent one waits for the first.
+
+    Every method raises `SandboxLost` when the sandbox died or its channel broke, and then for ever after. A cancelled
+    call cancels the action inside: the command's process group is killed before the call returns, or the sandbox is
+    closed. No action is ever sent twice.
+
+    Whoever makes another kind of sandbox writes `call` and `wait_lost`.
+    """
+
+    def __init__(self, sandbox_id: str) -> None:
+        self.sandbox_id = sandbox_id
+        self._turn = trio.Lock()
+        self._transfer_ids = count(1)
+        self._input_ids = count(1)
+
+    @abc.abstractmethod
+    async def call(self, request: SandboxCall, reply_type: type[T], timeout_s: float) -> T:
+        """Have `request` carried out inside, and return its answer, a `reply_type`.
+
+        The verbs below make one call after the other, but for the input of a program, which is sent while it runs.
+
+        Raises:
+            SandboxLost: it is gone, or has not answered within `timeout_s`, which is the end of it.
+            SandboxCallFailed, SandboxUnavailable, ShellBusy, ShellIdle, OSError, ValueError: it lives, and has not done
+                what was asked, for the reasons that the verbs name.
+        """
+
+    @abc.abstractmethod
+    async def wait_lost(self) -> None:
+        """Return when the sandbox is known to be lost, or is closed, whether or not anybody acts on it."""
+
+    async def bash(
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        quiet_timeout_s: float | None = None,
+        max_output_bytes: int = 64 * 1024,
+        raw: bool = False,
+    ) -> BashResult:
+        """Run `command` in the persistent shell (started on first use). A non-zero exit is a result, not an error.
+
+        After `timeout_s` it is stopped. If no output comes for `quiet_timeout_s`, the result says `running` and the
+        command goes on; `bash_input` follows it up, and until its end is known no other command can be run.
+        The output is plain text (no escape sequences, progress bars in their last state) unless `raw`.
+
+        Raises:
+            ShellBusy: a command is still running; this one was not started.
+        """
+        _check_limits(timeout_s, max_output_bytes)
+        call = BashRun(
+            command=command,
+            timeout_s=timeout_s,
+            quiet_timeout_s=quiet_timeout_s,
+            max_output_bytes=max_output_bytes,
+            raw=raw,
+        )
+        return await self._act(call, BashResult, timeout_s + ACTION_MARGIN_S)
+
+    async def bash_input(
+        self,
+        keys: bytes,
+        *,
+        timeout_s: float,
+        quiet_timeout_s: float | None = None,
+        max_output_bytes: int = 64 * 1024,
+        raw: bool = False,
+    ) -> BashResult:
+        """Type `keys` for the command that is still running, and wait for it as `bash` does.
+
+        `b"\\x03"` is C-c, `b"\\x04"` C-d, `b"\\x1a"` C-z; nothing only waits. Keys never reach the shell itself.
+
+        Raises:
+            ShellIdle: no command was left running, or its end has been told.
+        """
+        _check_limits(timeout_s, max_output_bytes)
+        call = BashInput(
+            keys=keys,
+            timeout_s=timeout_s,
+            quiet_timeout_s=quiet_timeout_s,
+            max_output_bytes=max_output_bytes,
+            raw=raw,
+        )
+        return await self._act(call, BashResult, timeout_s + ACTION_MARGIN_S)
+
+    async def restart_bash(self) -> None:
+        """End the shell with everything that runs in it, and start a new one."""
+        await self._act(BashRestart(), BashRestarted, RESTART_TIMEOUT_S)
+
+    async def ipython(
+        self, code: str, *, timeout_s: float, max_output_bytes: int = 64 * 1024, kernel: str = ""
+    ) -> CellResult:
+        """Run one cell in a persistent shell (started on first use). An exception in it is a result.
+
+        Args:
+            kernel: empty for the IPython that every sandbox has, or the name of a Jupyter kernelspec installed in it.
+                Each has a shell of its own.
+
+        Raises:
+            SandboxUnavailable: there is no such kernel, or it cannot be started. The sandbox itself lives on.
+        """
+        _check_limits(timeout_s, max_output_bytes)
+        call = IpythonRun(code=code, timeout_s=timeout_s, max_output_bytes=max_output_bytes, kernel=kernel)
+        return await self._act(call, CellResult, timeout_s + (KERNEL_START_S if kernel else ACTION_MARGIN_S))
+
+    async def restart_ipython(self, *, kernel: str = "") -> None:
+        """Throw the state of a kernel's shell away. `kernel` and errors as in `ipython`."""
+        await self._act(
+            IpythonRestart(kernel=kernel), IpythonRestarted, KERNEL_START_S if kernel else RESTART_TIMEOUT_S
+        )
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        max_output_bytes: int = 1024 * 1024,
+        user: str = "",
+    ) -> ExecResult:
+        """Run a program once, without a shell, in a fresh session: for evaluators. Nothing of it is left afterwards.
+
+        That goes for what became a daemon too. What is to stay is started from `bash`.
+
+        Args:
+            argv: program (looked up in PATH unless it is a path) and arguments.
+            timeout_s: after it the program is killed with all it started; then `exit_code` is None.
+            cwd: empty takes the directory where shells start.
+            env: added to the tools' environment.
+            stdin: the program's whole input, 1 GiB at most (`MAX_STDIN_BYTES`). It travels in pieces, as the
+                program reads it.
+            max_output_bytes: of stdout and of stderr each; beyond it the first and the last half are kept.
+            user: whom it runs as, a name or a number that the image knows; empty is whom everything runs as here. A
+                sandbox has one user, and another is refused, but for Apptainer with `sandbox.fakeroot`, where tools are
+                root and may become any user, if the node's own has a range of them (/etc/subuid).
+
+        Raises:
+            FileNotFoundError, PermissionError: the program, `cwd` or `user`, as seen inside. It did not run.
+            ValueError: an argument or a limit that cannot be, or a `user` whom the image does not know.
+        """
+        _check_limits(timeout_s, max_output_bytes)
+        if len(stdin) > MAX_STDIN_BYTES:
+            size = len(stdin)
+            raise ValueError(f"stdin has {size} bytes; the limit is {MAX_STDIN_BYTES}: upload a file for it to read")
+        call = Exec(
+            argv=list(argv),
+            timeout_s=timeout_s,
+            cwd=cwd,
+            env=dict(env or {}),
+            stdin=stdin[:FILE_PIECE_BYTES],
+            max_output_bytes=max_output_bytes,
+            user=user,
+            input_id=next(self._input_ids) if len(stdin) > FILE_PIECE_BYTES else 0,
+        )
+        if not call.input_id:
+            return await self._act(call, ExecResult, timeout_s + ACTION_MARGIN_S)
+        async with self._turn, open_single_nursery() as nursery:
+            nursery.start_soon(self._send_input, call.input_id, stdin, timeout_s + ACTION_MARGIN_S)
+            result = await self.call(call, ExecResult, timeout_s + ACTION_MARGIN_S)
+            nursery.cancel_scope.cancel()
+        return result
+
+    async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
+        """The whole file at the absolute `path` inside.
+
+        Raises:
+            FileNotFoundError, IsADirectoryError, PermissionError: as seen inside.
+            ValueError: it is larger than `max_bytes`.
+        """
+        content = bytearray()
+        async with self._turn:
+            while True:
+                call = FileRead(path=path, offset=len(content), max_bytes=FILE_PIECE_BYTES)
+                piece = await self.call(call, FileData, FILE_TIMEOUT_S)
+                content += piece.data
+                if max(len(content), piece.size_bytes) > max_bytes:
+                    size = max(len(content), piece.size_bytes)
+                    raise ValueError(f"{path} has {size} bytes; the limit is {max_bytes}")
+                if piece.eof or not piece.data:
+                    return bytes(content)
+
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Replace the file at the absolute `path` inside; parents are made. Errors as `read_file`.
+
+        A file that may not be written (mode 0444, say) is a `PermissionError`, and stays as it is.
+        """
+        async with self._turn:
+            for start in range(0, max(1, len(data)), FILE_PIECE_BYTES):
+                piece = data[start : start + FILE_PIECE_BYTES]
+                call = FileWrite(path=path, data=piece, append=start > 0, mode=mode)
+                await self.call(call, FileWritten, FILE_TIMEOUT_S)
+
+    async def edit_file(self, edit: EditFile) -> FileEdited:
+        """View or edit a text file inside, in the way agents know; what is wrong with the call is in the result."""
+        return await self._act(edit, FileEdited, FILE_TIMEOUT_S)
+
+    async def upload(
+        self,
+        local: Path,
+        remote: str,
+        *,
+        options: TransferOptions = DEFAULT_TRANSFER,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> TransferReport:
+        """Copy the file or folder `local` to the absolute path `remote` inside. It appears there whole or not at all.
+
+        Missing parents are made. Permission bits travel (not set-user-id), and so do symbolic links, as links, if they
+        stay in the folder; second names of a file stay second names. One piece of about 1 MiB is in memory at a time.
+        A cancelled or failed transfer leaves nothing on either side. No other action goes on meanwhile.
+
+        Args:
+            on_progress: called with the number of entries and of bytes so far, after each piece.
+
+        Raises:
+            FileExistsError: something is there, and `options.overwrite` is not set.
+            FileNotFoundError, PermissionError, OSError: as seen here or inside; also outside of `remote_roots`.
+            ValueError: a limit is exceeded; `remote` is not absolute; `local` is neither a file nor a folder.
+        """
+        async with self._turn:
+            return await upload_tree(self.call, next(self._transfer_ids), local, remote, options, on_progress)
+
+    async def download(
+        self,
+        remote: str,
+        local: Path,
+        *,
+        options: TransferOptions = DEFAULT_TRANSFER,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> TransferReport:
+        """Copy the file or folder `remote` inside to `local`. As `upload`, the other way.
+
+        Whatever code inside does meanwhile, nothing outside of `local` is written or read, and no link in it leads out.
+
+        Raises:
+            ValueError: besides the above: what came out of the sandbox is not a tree of files.
+        """
+        async with self._turn:
+            return await download_tree(self.call, next(self._transfer_ids), remote, local, options, on_progress)
+
+    async def ping(self) -> Pong:
+        """Return when the sandbox answers, after the action that is going on. It is no action itself."""
+        return await self._act(Ping(), Pong, PING_TIMEOUT_S)
+
+    async def _act(self, request: SandboxCall, reply_type: type[T], timeout_s: float) -> T:
+        async with self._turn:
+            return await self.call(request, reply_type, timeout_s)
+
+    async def _send_input(self, input_id: int, stdin: bytes, timeout_s: float) -> None:
+        """Send what the `Exec` itself does not hold, as fast as it is read, until the program wants no more."""
+        with suppress(SandboxLost):  # whoever waits for the result learns it
+            for start in range(FILE_PIECE_BYTES, len(stdin), FILE_PIECE_BYTES):
+                end = start + FILE_PIECE_BYTES
+                piece = ExecInput(input_id=input_id, data=stdin[start:end], last=end >= len(stdin))
+                if not (await self.call(piece, ExecInputTaken, timeout_s)).wanted:
+                    return
+
+
+def _check_limits(timeout_s: float, max_output_bytes: int) -> None:
+    if not 0 < timeout_s < float("inf"):
+        raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
+    if not 0 < max_output_bytes <= MAX_OUTPUT_BYTES:
+        raise ValueError(f"max_output_bytes must be in 1 to {MAX_OUTPUT_BYTES}, got {max_output_bytes}")
