@@ -7,7 +7,7 @@ ENGINE ?= cpu
 WORKERS ?= 2
 export PRORL_ENGINE := $(ENGINE)
 VENV := .venv/bin
-PACKAGES := prorl_trio sandbox_daemon ipc launch perf
+PACKAGES := prorl_trio sandbox_daemon ipc launch perf examples
 
 # The first Python that is new enough makes every environment; `make PYTHON=/path/to/python3.12 setup` overrules.
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \

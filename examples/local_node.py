@@ -1,0 +1,100 @@
+"""A whole node with a policy that you write as a function: to try a trainer or a handler without a GPU or a model.
+
+    python examples/local_node.py            # says what to export; then, in another terminal:
+    python examples/trainer_loop.py
+
+The engine is a vLLM look-alike, the model has one token a byte; node, sandboxes and delivery are the real ones.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import secrets
+import sys
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import trio
+
+from prorl_trio.config import NodeConfig
+from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.node.node import serve_node
+from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+from prorl_trio.testing.tiny_model import make_tiny_model
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from prorl_trio.types.models import FinishReason
+
+VOCABULARY = 259
+CONTEXT_TOKENS = 16_000
+
+
+class LocalNode(NamedTuple):
+    """Where a node listens, and its token."""
+
+    url: str
+    rest_url: str
+    token: str
+
+
+@asynccontextmanager
+async def open_local_node(
+    policy: Callable[[str], str], handlers: HandlerRegistry, *, provider: str = "auto"
+) -> AsyncIterator[LocalNode]:
+    """Run a node in this process while the block runs, or until SIGTERM or Ctrl-C.
+
+    `policy` gets the prompt as text, control tokens included, and returns what the model says.
+    """
+    with tempfile.TemporaryDirectory(prefix="prorl-") as folder:
+        tiny = make_tiny_model(Path(folder) / "model")
+
+        def sample(prompt: list[int]) -> tuple[list[int], list[float], FinishReason]:
+            ids = tiny.turn(policy(tiny.decode(prompt)))
+            return ids, [-0.5] * len(ids), "stop"
+
+        says = FakeEngineConfig(vocab_size=VOCABULARY, end_of_turn_id=tiny.end_of_turn_id, max_model_len=CONTEXT_TOKENS)
+        async with open_fake_engine(script=sample, config=says) as engine, trio.open_nursery() as nursery:
+            node_toml = {
+                "model": {"path": f"{folder}/model"},
+                "listen": {"port": 0, "token": secrets.token_hex(8), "endpoint_file": f"{folder}/endpoint.json"},
+                "rest": {"enabled": True, "port": 0},
+                "backends": {"urls": [engine.url]},
+                "sandbox": {"provider": provider},
+            }
+            config = msgspec.convert(node_toml, NodeConfig)
+
+            async def serve(*, task_status: trio.TaskStatus[tuple[str, int]]) -> None:  # noqa: ASYNC128 - serve_node does
+                await serve_node(config, handlers, task_status=task_status)
+                nursery.cancel_scope.cancel()
+
+            await nursery.start(serve)
+            endpoints = msgspec.json.decode(await trio.Path(config.listen.endpoint_file).read_bytes())
+            yield LocalNode(endpoints["url"], endpoints["rest_url"], config.listen.token)
+            nursery.cancel_scope.cancel()
+
+
+def guess(prompt: str) -> str:
+    """Multiply, and be right three times out of four."""
+    factors = re.findall(r"(\d+) \* (\d+)", prompt)
+    right = int(factors[-1][0]) * int(factors[-1][1]) if factors else 0
+    return rf"I think it is \boxed{{{right + (random.random() < 0.25)}}}."
+
+
+async def main(provider: str) -> None:
+    """Serve the installed handlers until SIGTERM or Ctrl-C."""
+    async with open_local_node(guess, HandlerRegistry.from_entry_points(), provider=provider) as node:
+        sys.stdout.write(
+            f"export PRORL_URL={node.url} PRORL_REST={node.rest_url} PRORL_TOKEN={node.token}\n",
+        )
+        sys.stdout.flush()
+        await trio.sleep_forever()
+
+
+if __name__ == "__main__":
+    trio.run(main, (sys.argv[1:] or ["auto"])[0])

@@ -1,0 +1,94 @@
+"""A sandbox provider of your own, and the proof that it keeps the contract: `python examples/provider.py [CHECK ...]`.
+
+`unshare` of util-linux gives each sandbox processes, System V memory and a network of its own. The files are this
+machine's: it isolates less than bubblewrap, and says so (`isolated = False`).
+
+To use it on a node, declare it in your package under the entry-point group `prorl_trio.providers`
+(`unshare = "my_package:UnshareProvider"`) and name it in node.toml: `[sandbox] provider = "unshare"`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import trio
+
+from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec
+from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
+from prorl_trio.sandbox.run_dir import RunDir, SandboxDir, open_shared_run_dir
+from prorl_trio.sandbox.runtime.runtime import process_runtime
+from prorl_trio.testing.sandbox_contract import CORE_CHECKS, PROCESS_CHECKS, Contract
+from prorl_trio.types.errors import SandboxUnavailable
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+NAMESPACES = ("--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--uts")
+
+
+class UnshareProvider(SandboxProvider):
+    """Sandboxes in namespaces of their own, over this machine's files."""
+
+    name: ClassVar[str] = "unshare"
+    isolated: ClassVar[bool] = False
+
+    def __init__(self, runtime_dir: Path | None = None) -> None:
+        self._runtime_dir = runtime_dir
+
+    async def probe(self) -> ProviderReport:
+        """Start the smallest thing of this kind. What is missing is reported, never raised."""
+        if shutil.which("unshare") is None:
+            return ProviderReport(name=self.name, usable=False, problem="no unshare", remedy="install util-linux")
+        tried = await trio.run_process(["unshare", *NAMESPACES, "true"], check=False, capture_stderr=True)
+        if tried.returncode:
+            return ProviderReport(
+                name=self.name,
+                usable=False,
+                problem=tried.stderr.decode(errors="replace").strip(),
+                remedy="allow user namespaces to this user",
+            )
+        return ProviderReport(name=self.name, usable=True)
+
+    def open_shared(self) -> AbstractAsyncContextManager[None]:
+        return open_shared_run_dir(self._runtime_dir)
+
+    def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
+        """Start the daemon inside. `open_daemon_sandbox` does the rest: its folder, handshake, limits and end."""
+        return open_daemon_sandbox(spec, self._runtime_dir, lambda run_dir, folder: plan(spec, run_dir, folder))
+
+
+def plan(spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
+    """Say how one sandbox is started: a command in front of the daemon's, and the variables of daemon and tools."""
+    if spec.image != "host":
+        raise SandboxUnavailable(f"image {spec.image}: the provider `unshare` has no images; use `host`")
+    runtime = process_runtime(str(run_dir.lib))
+    tool_env = {**runtime.tool_env, "HOME": str(folder.home)}
+    network = () if spec.network else ("--net",)
+    return Launch(
+        argv=("unshare", *NAMESPACES, *network, "--", *runtime.daemon_argv()),
+        env={**runtime.env, **tool_env},
+        tool_env=tool_env,
+        cwd=str(folder.home),
+        isolated=False,
+    )
+
+
+async def prove(names: list[str]) -> None:
+    """Run the checks of the contract that every provider keeps; the first that fails raises."""
+    report = await UnshareProvider().probe()
+    if not report.usable:
+        sys.exit(f"unshare cannot be used here: {report.problem}; {report.remedy}")
+    for check in (*CORE_CHECKS, *PROCESS_CHECKS):
+        name = check.__name__.removeprefix("check_")
+        if not names or name in names:
+            with tempfile.TemporaryDirectory(prefix="unshare-") as folder:
+                await check(Contract(UnshareProvider(Path(folder)), Path(folder)))
+            sys.stdout.write(f"ok {name}\n")
+
+
+if __name__ == "__main__":
+    trio.run(prove, sys.argv[1:])
