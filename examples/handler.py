@@ -40,7 +40,7 @@ class RepairTask(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Style:
-    """How turns without a tool call are read: as talk, which is answered by a reminder."""
+    """A reader of turns without a tool call: they are talk, which is answered by a reminder."""
 
     def implied_calls(self, parsed: Any) -> list[Any]:
         return []

@@ -36,7 +36,7 @@ CONTEXT_TOKENS = 16_000
 
 
 class LocalNode(NamedTuple):
-    """Where a node listens, and its token."""
+    """The addresses of a node, and its token."""
 
     url: str
     rest_url: str

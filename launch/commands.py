@@ -1,4 +1,4 @@
-"""What `launch` adds to the `prorl-trio` command, through the entry-point group `prorl_trio.commands`."""
+"""`prorl-trio doctor`: what is installed, and what is missing."""
 
 from __future__ import annotations
 

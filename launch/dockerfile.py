@@ -39,7 +39,7 @@ _DIRECTIVE: Final = re.compile(r"#\s*escape\s*=\s*`", re.IGNORECASE)
 
 
 class Instruction(NamedTuple):
-    """One instruction, its continuation lines joined. `line` is the number of its first."""
+    """An instruction, its continuation lines joined. `line` is the number of its first."""
 
     line: int
     name: str
@@ -52,7 +52,7 @@ class Instruction(NamedTuple):
 
 
 def is_dockerfile(text: str) -> bool:
-    """Whether `text` begins as a Dockerfile does, and not as a definition file."""
+    """Return whether `text` begins as a Dockerfile does, and not as a definition file."""
     lines = (line.strip() for line in text.splitlines())
     first = next((line for line in lines if line and not line.startswith("#")), "")
     return first.split(" ")[0].upper() in ("FROM", "ARG")
@@ -128,7 +128,7 @@ def plain_instructions(text: str, folder: Path) -> list[Instruction]:
 
 
 def _start(entrypoint: Instruction | None, cmd: Instruction | None) -> Iterator[Instruction]:
-    """What the image runs when it is run itself, as the one instruction that spython does not read as JSON."""
+    """Return what the image runs when it is run itself, as the one instruction that spython does not read as JSON."""
     takes_cmd = entrypoint is None or _json_words(entrypoint.rest) is not None
     parts = [it for it in (entrypoint, cmd if takes_cmd else None) if it is not None]
     if parts:

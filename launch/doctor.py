@@ -1,4 +1,4 @@
-"""What this machine has of what a rollout needs: one function per thing, each with what to do where it is missing."""
+"""An examination of this machine for what a rollout needs: a function per thing, with what to do about it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _DELEGATE = (
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the report.
+    """A line of the report.
 
     `missing`: something that a rollout here needs; `warning`: it runs, but something is lost, as `detail` says.
     `remedy` says what to do, and is empty when `state` is `ok`.
@@ -105,7 +105,7 @@ def _user_namespaces() -> Check:
 
 
 def _sandboxes(reports: list[ProviderReport]) -> list[Check]:
-    """One line each. A provider that does not work is a fault only if none does."""
+    """Examine each provider. One that does not work is a fault only if none does."""
     state: Literal["warning", "missing"] = "warning" if any(report.usable for report in reports) else "missing"
     return [
         Check(name=report.name, state="ok", detail=f"{report.version}: started a sandbox")
@@ -133,7 +133,7 @@ def _fuse(device: Path = Path("/dev/fuse")) -> Check:
 
 
 def _fakeroot(etc: Path = Path("/etc")) -> Check:
-    """What sandboxes with `sandbox.fakeroot` need beyond Apptainer, for files of other users than root inside."""
+    """Examine what `sandbox.fakeroot` needs beyond Apptainer, for files of other users than root inside."""
     user = _user_name()
     lacking = [name for name in ("subuid", "subgid") if not _has_range(etc / name, user)]
     missing = [name for name in ("newuidmap", "newgidmap") if shutil.which(name) is None]
@@ -156,7 +156,7 @@ def _user_name() -> str:
 
 
 def _has_range(table: Path, user: str) -> bool:
-    """Whether a file like /etc/subuid gives this user, by name or number, ids."""
+    """Return whether a file like /etc/subuid gives this user, by name or number, ids."""
     try:
         lines = table.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -213,7 +213,7 @@ def _shared_memory(folder: Path = Path("/dev/shm")) -> Check:
 
 
 def _cgroups(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Check:
-    """Whether the kernel can keep the limits of each sandbox as a whole."""
+    """Examine whether the kernel can keep the limits of each sandbox as a whole."""
     site = find_site(mount, own)
     if site.path is not None:
         detail = f"{site.path}: {_BY_KERNEL}"
@@ -222,7 +222,7 @@ def _cgroups(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
 
 
 def _process_limit() -> Check:
-    """Whether the kernel stops a fork bomb in a sandbox. A cgroup would; else its PID namespace may."""
+    """Examine whether the kernel stops a fork bomb in a sandbox. A cgroup would; else its PID namespace may."""
     if find_site().path is not None:
         return Check(name="process limit", state="ok", detail="kept by the kernel in each sandbox's cgroup")
     problem = pid_limit_problem()

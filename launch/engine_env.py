@@ -86,7 +86,7 @@ def engine_key(kind: EngineKind, checkout: Path) -> str:
 
 
 def install_steps(kind: EngineKind, checkout: Path) -> list[tuple[str, list[str]]]:
-    """What to run, in order, with the new environment's Python: pairs of a title and the arguments after `python`.
+    """Return the steps, in order, for the new environment's Python: pairs of a title and arguments.
 
     torch's CPU build goes first, because it is what a machine most likely cannot find; the last step imports what was
     installed, so that an engine that cannot start here is noticed by set-up. Wheels only.

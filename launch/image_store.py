@@ -165,7 +165,7 @@ def references_in(tasks: Path) -> list[str]:
 
 
 async def check_image(image: StoredImage, provider: SandboxProvider) -> str:
-    """What is wrong with a stored image, or nothing: its checksum differs, or no sandbox of it runs `true`.
+    """Return what is wrong with a stored image, or nothing: its checksum differs, or no sandbox of it runs `true`.
 
     Reads every byte of its .sif file. Cancellable.
     """

@@ -29,7 +29,7 @@ _CONTEXT_TOKENS = 8192
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether `folder` holds a whole model made by this recipe. Looks at names and sizes only, so it costs nothing."""
+    """Return whether `folder` holds a whole model made by this recipe, by names and sizes only: it costs nothing."""
     files = _manifest_files(folder)
     return bool(files) and all(
         (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"] for name, entry in files.items()

@@ -1,4 +1,4 @@
-"""One node in a process of its own, as `prorl-trio serve` runs it, that never outlives us."""
+"""A node in a process of its own, as `prorl-trio serve` runs it, that never outlives us."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where set-up puts things, and where everything else finds them. Standard library only: read before `.venv` exists."""
+"""The places where set-up puts things and others find them. Standard library only: read before `.venv` exists."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class SetupError(Exception):
 
 
 def say(message: str) -> None:
-    """One line for the user, at once, also when the output is a pipe."""
+    """Tell the user one line, at once, also when the output is a pipe."""
     print(f"setup: {message}", flush=True)  # noqa: T201  its whole purpose
 
 

@@ -48,7 +48,7 @@ def convert_recipe(path: Path) -> Recipe:
 
 
 def definition_of(path: Path) -> str | None:
-    """What `apptainer build` takes for the Dockerfile at `path`, run from anywhere; None for what is none.
+    """Return what `apptainer build` takes for the Dockerfile at `path`, run from anywhere; None for what is none.
 
     Raises:
         SetupError: as `convert_recipe`.

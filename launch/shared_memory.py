@@ -1,4 +1,4 @@
-"""What a tree of processes makes in /dev/shm, so that it can be removed when the tree was killed.
+"""The files that a tree of processes makes in /dev/shm, so that it can be removed when the tree was killed.
 
 Shared memory and named semaphores outlive their makers unless these unlink them, which a killed process does not; an
 engine leaves hundreds of MB each time. Nothing is told by its name. A file belongs to a tree if it is ours, was not
@@ -92,8 +92,10 @@ def _files() -> dict[_FileId, str]:
 
 
 def _held(pids: Iterable[int], devices: set[int]) -> set[_FileId]:
-    """What these processes have open or mapped on these devices. Descriptors first: who maps a file and closes it
-    between the two looks is seen by the second."""
+    """Return what these processes have open or mapped on these devices.
+
+    Descriptors first: who maps a file and closes it between the two looks is seen by the second.
+    """
     held: set[_FileId] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -107,7 +109,7 @@ def _held(pids: Iterable[int], devices: set[int]) -> set[_FileId]:
 
 
 def _mapped(pid: int, devices: set[int]) -> Iterator[_FileId]:
-    """Of /proc/PID/maps: `address perms offset major:minor inode path`, the device in hexadecimal."""
+    """Parse /proc/PID/maps: `address perms offset major:minor inode path`, the device in hexadecimal."""
     names = {f"{os.major(device):02x}:{os.minor(device):02x}".encode(): device for device in devices}
     with open(f"/proc/{pid}/maps", "rb") as maps:
         for line in maps:

@@ -1,4 +1,4 @@
-"""Where the root file system is inside a .sif file: enough of the Singularity Image Format to unpack one."""
+"""The place of the root file system in a .sif file: enough of the Singularity Image Format to unpack one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_DESCRIPTORS: Final = 1024
 
 
 def squashfs_offset_bytes(path: Path) -> int:
-    """Where the squashfs of the image at `path` begins: a .sif file, or a plain squashfs. Blocks.
+    """Return where the squashfs of the image at `path` begins: a .sif file, or a plain squashfs. Blocks.
 
     Raises:
         ValueError: it is neither, or its root file system is no squashfs (an encrypted one is not).

@@ -31,7 +31,7 @@ _PIP_TIMEOUT_S = 60.0
 
 
 def is_complete(folder: Path, key: str) -> bool:
-    """Whether `folder` is a finished environment made for `key`."""
+    """Return whether `folder` is a finished environment made for `key`."""
     try:
         return (folder / _COMPLETE).read_text() == key
     except OSError:

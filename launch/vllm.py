@@ -1,4 +1,4 @@
-"""One local vLLM server as a child process that never outlives us."""
+"""A local vLLM server as a child process that never outlives us."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def _said(one: Sized) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What fails because it was told to is no news."""
+    """Log no failures: the simulation was told to have them."""
     logging.disable(logging.WARNING)
     try:
         yield

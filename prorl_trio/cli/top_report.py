@@ -46,7 +46,7 @@ class Rates:
         self._last_s = 0.0
 
     def update(self, report: Mapping[str, Any]) -> dict[str, float]:
-        """What the totals of `report` are more than those of the one before, per second."""
+        """Return the growth of the totals since the report before, per second."""
         totals, now_s = _part(report, "totals"), float(report.get("uptime_s", 0.0))
         if now_s < self._last_s:  # another node answers now
             self._last, self._last_s = {}, 0.0

@@ -47,7 +47,7 @@ class ListenConfig(Table, frozen=True):
     heartbeat_timeout_s: Seconds = 30.0
 
     def unix_path(self) -> Path | None:
-        """Where the Unix socket goes; None: nowhere."""
+        """Return the path of the Unix socket, or None if there is none."""
         if self.unix_socket != "auto":
             return Path(self.unix_socket) if self.unix_socket else None
         if not self.endpoint_file:

@@ -71,7 +71,7 @@ class AdmissionConfig(Table, frozen=True):
                 )
 
     def weight_of(self, session_id: str) -> float:
-        """Of a session's jobs, against those of the others."""
+        """Return the weight of a session's jobs against those of the others."""
         return self.session_weights.get(session_id, 1.0)
 
 

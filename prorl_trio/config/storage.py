@@ -45,7 +45,7 @@ class LedgerConfig(Table, frozen=True):
     hot_outcome_bytes: Amount = 256 * 1024 * 1024
 
     def folder(self, node_id: str, environ: Mapping[str, str]) -> Path | None:
-        """Where the ledger goes; None: nowhere."""
+        """Return the folder of the ledger, or None if there is none."""
         if self.dir != "auto":
             return Path(self.dir) if self.dir else None
         if not node_id:

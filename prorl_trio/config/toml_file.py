@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["read_toml"]
 
 _T = TypeVar("_T", bound=msgspec.Struct)
-_REPLACED: Final = {"segment_bytes": "log_bytes"}
-"""What fields of the same meaning are called now."""
 
 
 def read_toml(path: Path, table: type[_T]) -> _T:
-    """The file as a `table`. Blocks on the disk.
+    """Return the file as a `table`. Blocks on the disk.
 
     Raises:
         ConfigError: the file is missing, is not TOML, or has an unknown or wrong field (named by its path).
@@ -39,12 +37,11 @@ def read_toml(path: Path, table: type[_T]) -> _T:
 
 
 def _advice(error: FieldError, table: Any) -> str:
-    """For a field that does not exist: those that do."""
+    """Name the fields that there are, for one that is unknown."""
     if not error.unknown:
         return ""
     for name in error.path.split(".")[1:]:
         table = next(field.type for field in msgspec.structs.fields(table) if field.name == name)
     names = [field.name for field in msgspec.structs.fields(table)]
-    meant = _REPLACED.get(error.unknown)
-    close = get_close_matches(error.unknown, names, n=1) if meant is None else [meant]
+    close = get_close_matches(error.unknown, names, n=1)
     return f"; did you mean `{close[0]}`?" if close else f"; there are: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""What a simulation is told: how the node is set up, and how long things take and how often they fail there.
+"""The settings of a simulation: the node, how long things take in it, and how often they fail.
 
 A `sim.toml` has the tables `[stages]`, `[sandbox]`, `[budgets]`, `[backends]` and `[agent]` of a node.toml beside
 `[engine]`, `[work]` and `[failures]`. Times and counts are distributions, given in one of three ways:
@@ -30,7 +30,7 @@ Z95: Final = 1.6448536269514722
 
 
 class Distribution(Table, frozen=True):
-    """Of a duration in seconds, a rate or a count; never negative. See the module for its three forms."""
+    """The distribution of a duration in seconds, a rate or a count; never negative. The module has its three forms."""
 
     value: float | None = None
     p50: float | None = None
@@ -49,7 +49,7 @@ class Distribution(Table, frozen=True):
             _check_percentiles(self.percentiles)
 
     def draw(self, random: Random) -> float:
-        """One sample."""
+        """Draw a sample."""
         if self.value is not None:
             return self.value
         if self.p50 is not None and self.p95 is not None:
@@ -60,7 +60,7 @@ class Distribution(Table, frozen=True):
         return before[1] + share * (after[1] - before[1])
 
     def draw_count(self, random: Random, *, least: int = 1) -> int:
-        """One sample as a whole number."""
+        """Draw a sample as a whole number."""
         return max(least, round(self.draw(random)))
 
 
@@ -101,12 +101,12 @@ class EngineModel(Table, frozen=True):
             raise ValueError(f"speeds must be > 0, got {list(self.speeds)}")
 
     def speed_of(self, number: int) -> float:
-        """Of one of them, counted from 0."""
+        """Return the speed of one of them, counted from 0."""
         return self.speeds[number] if number < len(self.speeds) else 1.0
 
 
 class WorkModel(Table, frozen=True):
-    """What one rollout does. Tokens are per prompt, completion and observation; `tool_s` is per turn but the last."""
+    """The work of a rollout. Tokens are per prompt, completion and observation; `tool_s` is per turn but the last."""
 
     turns: Distribution = Distribution(p50=8, p95=20)
     prompt_tokens: Distribution = Distribution(p50=1500, p95=4000)
@@ -135,7 +135,7 @@ class FailureRates(Table, frozen=True):
 
 
 class SimulationConfig(Table, frozen=True):
-    """One simulated run: `jobs` rollouts, all submitted at the beginning, or `arrivals_per_s` of them (Poisson) if that
+    """A simulated run: `jobs` rollouts, all submitted at the beginning, or `arrivals_per_s` of them (Poisson) if that
     is not 0. The same seed gives the same figures."""
 
     seed: int = 0

@@ -90,7 +90,7 @@ class _Decoder:
 
 
 class SimulatedEngine(EngineClient):
-    """One backend. Ask its attributes for what goes on; use it within `open`.
+    """A simulated backend. Ask its attributes for what goes on; use it within `open`.
 
     Attributes:
         running: completions in the batch. `waiting`: those that wait to be.

@@ -60,7 +60,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out.
+    """The results of a simulated run.
 
     Attributes:
         makespan_s: from the first submission to the last outcome.

@@ -30,7 +30,7 @@ GOOD_ENOUGH: Final = 0.95
 
 
 class Sized(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting and what came out."""
+    """A setting, and the report of its run."""
 
     setting: dict[str, Any]
     report: SimulationReport

@@ -1,4 +1,4 @@
-"""How much of each resource is in use, integrated over simulated time."""
+"""The use of each resource, integrated over simulated time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMITS: Final = 0.85
 
 
 class ResourceUse(msgspec.Struct, frozen=True, kw_only=True):
-    """One resource over the steady part of a run.
+    """The use of a resource over the steady part of a run.
 
     Attributes:
         capacity: how much there is.
@@ -36,7 +36,7 @@ class ResourceUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UseSource:
-    """Where the figures of one resource come from: `used` does work; `taken`, where it differs, is not free either."""
+    """The source of a resource's figures: `used` does work; `taken`, where it differs, is not free either."""
 
     def __init__(
         self,

@@ -143,7 +143,7 @@ class SimulatedHandler(AgentHandler):
         await lease.complete(PartialCompletion(asked), calling=partial(context.waiting, charge="inference"))
 
     async def _act(self, context: RolloutContext, random: Random) -> None:
-        """One tool call, in the sandbox."""
+        """Make a tool call in the sandbox."""
         assert context.sandbox is not None
         fails = random.random() < self._config.failures.tool_call
         tool_s = self._config.work.tool_s.draw(random)
@@ -153,7 +153,10 @@ class SimulatedHandler(AgentHandler):
             raise SandboxLost("simulated loss of the sandbox")
 
     def _random(self, context: RolloutContext, stage: str) -> Random:
-        """Of one job's stage: whatever else goes on, a job draws the same. An attempt after a failure draws anew."""
+        """Return the random numbers of one stage of a job, which are the same whatever else goes on.
+
+        An attempt after a failure draws anew.
+        """
         self._draws[context.spec.job_id, stage] += 1
         return Random(f"{self._config.seed} {context.spec.job_id} {stage} {self._draws[context.spec.job_id, stage]}")
 
