@@ -39,6 +39,7 @@ __all__ = [
     "TokenDrift",
     "TooManyDialogues",
     "Unauthorized",
+    "UnknownBackend",
     "UnknownHandler",
     "UnknownJob",
     "UpdateRefused",
@@ -197,6 +198,13 @@ class BackendError(RolloutError):
         super().__init__(message)
         self.retryable = retryable
         self.error_code = "backend_unreachable" if retryable else "backend_refused"
+
+
+class UnknownBackend(BackendError):
+    """No backend of that URL is in the pool."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=False)
 
 
 class ContextLengthExceeded(RolloutError):

@@ -22,7 +22,7 @@ from prorl_trio.inference.pool.pausing import UNKNOWN_VERSION, PolicyUpdates
 from prorl_trio.inference.pool.placement import Backend, BackendPool, BackendState, BackendStatistics, Lease
 from prorl_trio.inference.pool.watch import PoolWatch
 from prorl_trio.supervision import service_task
-from prorl_trio.types.errors import BackendError
+from prorl_trio.types.errors import BackendError, UnknownBackend
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterator
@@ -467,7 +467,7 @@ class Backends:
         url = url.rstrip("/")
         if self._pool.get(url) is None:
             there = ", ".join(self.urls()) or "none"
-            raise BackendError(f"{url}: no such backend; registered: {there}", retryable=False)
+            raise UnknownBackend(f"{url}: no such backend; registered: {there}")
         return url
 
     async def _acquire(self, task_id: str, priority: int, waiting: Waiting) -> Lease:

@@ -22,10 +22,11 @@ from prorl_trio.service.prorl_compat.request import (
     wants_tokens,
 )
 from prorl_trio.service.prorl_compat.result import Asked, make_result
+from prorl_trio.service.requests import ErrorDetail, error_of
 from prorl_trio.service.rest.call import Endpoint
-from prorl_trio.service.rest.errors import ApiError, decode_body, error_of, status_of
+from prorl_trio.service.rest.errors import ApiError, decode_body, status_of
 from prorl_trio.service.rest.rollouts import cancel_jobs
-from prorl_trio.service.rest.schema import ErrorBody, ErrorDetail, NoQuery
+from prorl_trio.service.rest.schema import ErrorBody, NoQuery
 from prorl_trio.types.errors import BackendError, DuplicateJob, ServiceError
 
 if TYPE_CHECKING:

@@ -14,13 +14,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ipc.nursery import open_single_nursery
+from prorl_trio.service.requests import ErrorDetail, error_of
 from prorl_trio.service.rest import backends, pages, results, rollouts
 from prorl_trio.service.rest.call import Api, Call, Endpoint, Reply
 from prorl_trio.service.rest.encoding import JSON, MSGPACK, encode_reply
-from prorl_trio.service.rest.errors import ApiError, decode_query, error_of, status_of
+from prorl_trio.service.rest.errors import ApiError, decode_query, status_of
 from prorl_trio.service.rest.guard import Guard, read_body
 from prorl_trio.service.rest.openapi import describe
-from prorl_trio.service.rest.schema import ErrorBody, ErrorDetail, NoQuery
+from prorl_trio.service.rest.schema import ErrorBody, NoQuery
 from prorl_trio.types.errors import BackendError, ServiceError
 
 if TYPE_CHECKING:

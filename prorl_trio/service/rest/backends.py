@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import trio
 
 from prorl_trio.inference.pool.pool import GateReport
 from prorl_trio.service.rest.call import Call, Endpoint, Reply
-from prorl_trio.service.rest.errors import ApiError, malformed, read_body_as
+from prorl_trio.service.rest.errors import malformed, read_body_as
 from prorl_trio.service.rest.schema import (
     BackendAdd,
     BackendDrain,
     BackendQuery,
     BackendsReply,
     BackendWeigh,
-    ErrorDetail,
     NoQuery,
     PauseRequest,
     ResumeRequest,
 )
-from prorl_trio.types.errors import BackendError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["ENDPOINTS"]
 
@@ -45,16 +39,14 @@ async def add_backend(call: Call) -> Reply:
 
 async def drain_backend(call: Call) -> Reply:
     """Give one no new rollouts; it stays listed."""
-    with _known("url"):
-        call.api.node.backends.drain(read_body_as(call.body, BackendDrain).url)
+    call.api.node.backends.drain(read_body_as(call.body, BackendDrain).url)
     return await list_backends(call)
 
 
 async def weigh_backend(call: Call) -> Reply:
     """Change the share of one."""
     wanted = read_body_as(call.body, BackendWeigh)
-    with _known("url"):
-        call.api.node.backends.weigh(wanted.url, wanted.weight)
+    call.api.node.backends.weigh(wanted.url, wanted.weight)
     return await list_backends(call)
 
 
@@ -66,18 +58,8 @@ async def remove_backends(call: Call) -> Reply:
     if query.url is None:
         await call.api.node.backends.clear()
     else:
-        with _known("query.url"):
-            await call.api.node.backends.remove(query.url)
+        await call.api.node.backends.remove(query.url)
     return await list_backends(call)
-
-
-@contextmanager
-def _known(path: str) -> Iterator[None]:
-    """Answer 404 for a URL that is not in the pool."""
-    try:
-        yield
-    except BackendError as exc:
-        raise ApiError(404, ErrorDetail(code="unknown_backend", message=str(exc), path=path)) from None
 
 
 async def pause(call: Call) -> Reply:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from prorl_trio.config import RestConfig
     from prorl_trio.service.node_api import NodeApi
+    from prorl_trio.service.requests import ErrorDetail
     from prorl_trio.service.rest.events import EventFeed
-    from prorl_trio.service.rest.schema import ErrorDetail
     from prorl_trio.service.sessions.session import Session
     from prorl_trio.service.sessions.session_table import SessionTable
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from prorl_trio.service.rest.schema import ErrorDetail
-from prorl_trio.types.errors import AdmissionRejected, BackendError, MalformedJob, ServiceError
-from prorl_trio.types.field_errors import field_error, malformed_job
+from prorl_trio.service.requests import ErrorDetail, read
+from prorl_trio.types.field_errors import field_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ApiError", "decode_body", "decode_query", "error_of", "read_body_as", "status_of"]
-
-BACKEND_RETRY_AFTER_S: Final = 5.0
+__all__ = ["ApiError", "decode_body", "decode_query", "read_body_as", "status_of"]
 
 STATUS_OF_CODE: Final[dict[str, int]] = {
     "admission": 429,
@@ -28,6 +26,7 @@ STATUS_OF_CODE: Final[dict[str, int]] = {
     "protocol": 422,
     "token": 401,
     "undelivered": 409,
+    "unknown_backend": 404,
     "unknown_handler": 422,
     "unknown_job": 404,
     "update_refused": 409,
@@ -44,19 +43,6 @@ class ApiError(Exception):
         self.detail = detail
 
 
-def error_of(exc: ServiceError | BackendError) -> ErrorDetail:
-    """The answer's words for an error of the node."""
-    if isinstance(exc, BackendError):
-        code, retry = ("backend_down", BACKEND_RETRY_AFTER_S) if exc.retryable else ("backend_unfit", None)
-        return ErrorDetail(code=code, message=str(exc), retry_after_s=retry)
-    return ErrorDetail(
-        code=exc.code,
-        message=str(exc),
-        path=exc.path if isinstance(exc, MalformedJob) else "",
-        retry_after_s=exc.retry_after_s if isinstance(exc, AdmissionRejected) else None,
-    )
-
-
 def status_of(detail: ErrorDetail) -> int:
     """The HTTP status that goes with an error."""
     return STATUS_OF_CODE.get(detail.code, 422)
@@ -71,12 +57,10 @@ def decode_body(body: bytes | msgspec.Raw, kind: type[_T], *, prefix: str = "$")
     """Decode JSON into `kind`.
 
     Raises:
-        MalformedJob: it is not that; `path` is the offending field, its `$` replaced by `prefix`.
+        MalformedJob: see `read`.
     """
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise malformed_job(exc, prefix=prefix) from None
+    decoded: _T = read(partial(msgspec.json.decode, type=kind), body, prefix=prefix)
+    return decoded
 
 
 def read_body_as(body: bytes, kind: type[_T]) -> _T:

@@ -11,8 +11,9 @@ import trio
 from ipc.nursery import open_single_nursery
 from prorl_trio.service.auth import token_matches
 from prorl_trio.service.limits import RETRY_AFTER_S
+from prorl_trio.service.requests import ErrorDetail
 from prorl_trio.service.rest.errors import ApiError
-from prorl_trio.service.rest.schema import ErrorBody, ErrorDetail
+from prorl_trio.service.rest.schema import ErrorBody
 from prorl_trio.service.rest.visitors import VISITOR
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.utils import parse_socket_addr
 
+from prorl_trio.service.requests import ErrorDetail
 from prorl_trio.service.rest.guard import DISCARD_TIMEOUT_S
-from prorl_trio.service.rest.schema import ErrorBody, ErrorDetail
+from prorl_trio.service.rest.schema import ErrorBody
 
 if TYPE_CHECKING:
     from hypercorn.config import Config

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from prorl_trio.service.rest.schema import ErrorDetail, SubmitReply
+from prorl_trio.service.requests import ErrorDetail
+from prorl_trio.service.rest.schema import SubmitReply
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,12 +8,12 @@ from typing import Final
 import trio
 from starlette.responses import Response
 
+from prorl_trio.service.requests import ErrorDetail
 from prorl_trio.service.rest.call import Call, Endpoint, Reply
 from prorl_trio.service.rest.docs_page import DOCS_PAGE
 from prorl_trio.service.rest.errors import ApiError
 from prorl_trio.service.rest.events import EventStream
 from prorl_trio.service.rest.schema import (
-    ErrorDetail,
     EventsQuery,
     Health,
     NoQuery,

@@ -9,14 +9,15 @@ import msgspec
 import trio
 
 from prorl_trio.pipeline.observer import JobView
+from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
+from prorl_trio.service.requests import ErrorDetail, JobId, error_of, job_id_of
 from prorl_trio.service.rest.call import Call, Endpoint, Reply
-from prorl_trio.service.rest.errors import decode_body, error_of, malformed, status_of
+from prorl_trio.service.rest.errors import decode_body, malformed, status_of
 from prorl_trio.service.rest.schema import (
     Acknowledged,
     ArraysQuery,
     CancelQuery,
     CancelReply,
-    ErrorDetail,
     JobQuery,
     JobReply,
     JobsQuery,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ENDPOINTS", "cancel_jobs"]
 
-JOBS_PER_CHECKPOINT: Final = 50
 CANCEL_WAIT_S: Final = 10.0
 """So long an answer to a cancel waits for the outcome to be stored; nothing of the job is left by then."""
 CANCEL_REASON: Final = "cancelled through REST"
@@ -56,8 +56,7 @@ class _Shape(msgspec.Struct):
     jobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-class _OnlyId(msgspec.Struct):
-    job_id: str
+_decode_id = msgspec.json.Decoder(JobId).decode
 
 
 # ---------------------------------------------------------------- submit
@@ -101,7 +100,9 @@ async def _take(session: Session, api: Api, raws: list[msgspec.Raw], *, batch: b
         detail = error_of(error)
         if isinstance(error, MalformedJob) and not error.path.startswith(prefix):
             detail = msgspec.structs.replace(detail, path=prefix + error.path.removeprefix("$"))
-        answers[index] = SubmittedJob(index=index, job_id=_job_id(raws[index]), accepted=False, error=detail)
+        answers[index] = SubmittedJob(
+            index=index, job_id=job_id_of(_decode_id, raws[index]), accepted=False, error=detail
+        )
 
     def answer(place: int, error: ServiceError | None) -> None:
         index = positions[place]
@@ -120,13 +121,6 @@ async def _take(session: Session, api: Api, raws: list[msgspec.Raw], *, batch: b
             await trio.lowlevel.checkpoint()
     await session.submit_all(specs, api.node, answer)
     return [answers[index] for index in range(len(raws))]
-
-
-def _job_id(raw: msgspec.Raw) -> str | None:
-    try:
-        return msgspec.json.decode(raw, type=_OnlyId).job_id
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 async def _standing(

@@ -8,6 +8,7 @@ import msgspec
 
 from prorl_trio.inference.engines.engine import PauseMode
 from prorl_trio.pipeline.observer import JobView
+from prorl_trio.service.requests import ErrorDetail
 from prorl_trio.types.models import JobSpec, Outcome, Status
 
 __all__ = [
@@ -21,7 +22,6 @@ __all__ = [
     "CancelQuery",
     "CancelReply",
     "ErrorBody",
-    "ErrorDetail",
     "EventsQuery",
     "Health",
     "JobQuery",
@@ -57,15 +57,6 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 # ---------------------------------------------------------------- errors
-
-
-class ErrorDetail(_Body, frozen=True):
-    """What went wrong. `code` is for programs, `path` the offending field, `retry_after_s` when to come again."""
-
-    code: str
-    message: str
-    path: str = ""
-    retry_after_s: float | None = None
 
 
 class ErrorBody(_Body, frozen=True):

@@ -34,15 +34,10 @@ from ipc.session import (
     WeighBackend,
 )
 from ipc.websocket import CloseCode, LinkClosed, WebSocketLink
+from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
+from prorl_trio.service.requests import JobId, error_of, job_id_of, read
 from prorl_trio.service.sessions.cancelling import LiveJobs, cancel_live, cancel_on_node
-from prorl_trio.types.errors import (
-    AdmissionRejected,
-    BackendError,
-    MalformedJob,
-    ProtocolError,
-    ServiceError,
-)
-from prorl_trio.types.field_errors import malformed_job
+from prorl_trio.types.errors import BackendError, ProtocolError, ServiceError
 from prorl_trio.types.models import JobSpec
 
 if TYPE_CHECKING:
@@ -62,7 +57,6 @@ MAX_OPERATIONS: Final = 64
 """Cancels and backend changes in progress on one connection. More end it."""
 EVENT_MARK_FRAMES: Final = 200
 """Job events are dropped while more frames than this wait to be sent."""
-JOBS_PER_CHECKPOINT: Final = 50
 JOBS_PER_COMMIT: Final = 1_000
 """Of one frame, so many are stored together, and their answers are sent before the next ones are taken."""
 JOBS_PER_LIST: Final = 200
@@ -71,10 +65,7 @@ JOBS_PER_LIST: Final = 200
 RefusalCode = Literal["version", "token", "protocol", "draining", "replaced", "admission"]
 
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
-
-
-class _OnlyId(msgspec.Struct):
-    job_id: str
+_decode_id = msgspec.msgpack.Decoder(JobId).decode
 
 
 class Connection:
@@ -200,7 +191,7 @@ class Connection:
         decoded: list[JobSpec | ServiceError] = []
         for raw in raws:
             try:
-                decoded.append(_decode(raw))
+                decoded.append(read(_decode_spec, raw))
             except ServiceError as exc:
                 decoded.append(exc)
             if len(decoded) % JOBS_PER_CHECKPOINT == 0:
@@ -212,7 +203,7 @@ class Connection:
             item, raw, index = decoded[position], raws[position], start + position
             position += 1
             if error is not None:
-                job_id = item.job_id if isinstance(item, JobSpec) else _job_id(raw)
+                job_id = item.job_id if isinstance(item, JobSpec) else job_id_of(_decode_id, raw)
                 self._link.post(_rejected(request_id, index, job_id, error))
             elif isinstance(item, JobSpec):
                 cursor = self._session.log.find(item.job_id) or 0
@@ -308,26 +299,13 @@ def refuse(link: WebSocketLink[ClientFrame], code: RefusalCode, message: str) ->
 
 
 def _rejected(request_id: int, index: int, job_id: str | None, error: ServiceError) -> Rejected:
+    detail = error_of(error)
     return Rejected(
         request_id=request_id,
         index=index,
         job_id=job_id,
-        code=error.code,
-        message=str(error),
-        path=error.path if isinstance(error, MalformedJob) else "",
-        retry_after_s=error.retry_after_s if isinstance(error, AdmissionRejected) else None,
+        code=detail.code,
+        message=detail.message,
+        path=detail.path,
+        retry_after_s=detail.retry_after_s,
     )
-
-
-def _decode(raw: msgspec.Raw) -> JobSpec:
-    try:
-        return _decode_spec(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise malformed_job(exc) from None
-
-
-def _job_id(raw: msgspec.Raw) -> str | None:
-    try:
-        return msgspec.msgpack.decode(raw, type=_OnlyId).job_id
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
