@@ -6,7 +6,8 @@ from prorl_trio.client.blocking import BlockingClient
 from prorl_trio.client.client import RolloutClient, connect
 from prorl_trio.client.errors import ConnectionLost, SessionLost, SessionReplaced
 from prorl_trio.client.observed import Observed
-from prorl_trio.client.streams import EventStream, ObservedStream, ResultStream
+from prorl_trio.client.results import ResultStream
+from prorl_trio.client.streams import EventStream, ObservedStream
 
 __all__ = [
     "BlockingClient",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from ipc.errors import IpcError, StaleReference
 from ipc.nursery import single_exception
 from ipc.session import (
     MAX_MESSAGE_BYTES,
@@ -19,8 +18,6 @@ from ipc.session import (
     CancelledJobs,
     CancelledOnNode,
     CancelOnNode,
-    OutcomeFrame,
-    OutcomeRefFrame,
     Rejected,
     SessionHello,
     StatusReport,
@@ -31,17 +28,18 @@ from ipc.websocket import LinkLimits
 from prorl_trio.client.address import Address, EndpointFile
 from prorl_trio.client.backend_calls import BackendCalls
 from prorl_trio.client.requests import AnswerT, Call, RequestFrame, SubmitCall
+from prorl_trio.client.results import ResultCalls
 from prorl_trio.client.state import ClientState
-from prorl_trio.client.streams import EventStream, ObservedStream, ResultStream
+from prorl_trio.client.streams import EventStream, ObservedStream
 from prorl_trio.client.transport import Patience, Transport
-from prorl_trio.types.errors import AdmissionRejected, ConfigError, ProtocolError
-from prorl_trio.types.models import JobSpec, Outcome
-from prorl_trio.types.outcome_refs import join_outcome
+from prorl_trio.types.errors import AdmissionRejected, ConfigError
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
     from os import PathLike
+
+    from prorl_trio.types.models import JobSpec
 
 __all__ = ["RolloutClient", "connect"]
 
@@ -56,10 +54,8 @@ MIN_RETRY_S: Final = 0.02
 MAX_CALLS: Final = 32
 """Requests of one client in flight; more wait for their turn."""
 
-_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
-
-class RolloutClient(BackendCalls):
+class RolloutClient(ResultCalls, BackendCalls):
     """A trainer's session on one node. Made by `connect`; all methods belong to the trio loop it was made in.
 
     A lost connection is made again behind the scenes; calls in flight wait for it and are sent again. When that fails
@@ -68,11 +64,9 @@ class RolloutClient(BackendCalls):
     """
 
     def __init__(self, state: ClientState, max_message_bytes: int) -> None:
-        self._state = state
+        super().__init__(state)
         self._max_message_bytes = max_message_bytes
         self._turns = trio.Semaphore(MAX_CALLS)
-        self._yielded = state.inbox.settled
-        self._asked_again_for = 0
 
     def __repr__(self) -> str:
         state = self._state
@@ -85,11 +79,6 @@ class RolloutClient(BackendCalls):
         return self._state.session_id
 
     @property
-    def cursor(self) -> int:
-        """Of the result yielded last. Kept beside a checkpoint, it is the `resume_after` to come back with."""
-        return self._yielded
-
-    @property
     def node_id(self) -> str:
         """The node this session is on."""
         assert self._state.welcome is not None
@@ -100,11 +89,6 @@ class RolloutClient(BackendCalls):
         """The node knew the session when this client first connected."""
         assert self._state.welcome is not None
         return self._state.welcome.resumed
-
-    @property
-    def outstanding(self) -> bool:
-        """A result is still to come; see `results`."""
-        return len(self._state.inbox) > 0 or self._state.outstanding
 
     async def submit(
         self, specs: Sequence[JobSpec], *, patience_s: float = ADMISSION_PATIENCE_S
@@ -149,24 +133,6 @@ class RolloutClient(BackendCalls):
                 return [answers[p] for p in sorted(answers)]
             soonest_s = min(wait_s for wait_s in waits_s.values() if wait_s is not None)
             await trio.sleep(min(left_s, max(MIN_RETRY_S, soonest_s)))
-
-    def results(self, count: int | None = None, *, follow: bool = False) -> ResultStream:
-        """The outcomes, in the order in which the jobs ended: `async for outcome in client.results()`.
-
-        Ends when nothing is outstanding, or after `count` if that is earlier. Outstanding are the jobs of this session
-        that the node accepted and whose outcome was not yielded, those of an earlier client of the session among them,
-        and whatever a `submit` in progress may add; a job that was rejected is not. So where one task submits bit by
-        bit while another one takes results, say `follow`: then it ends after `count` only, or never.
-
-        Asking for the next outcome acknowledges the ones before, and the node forgets them; so does leaving `connect`
-        without an exception. What was not acknowledged comes again after a crash, to a client with the same
-        `session_id`. Within this client's life each outcome comes once, whatever happens to connections, and however
-        often `results` is called. Meant for one consumer: for several, give the outcomes out from one loop.
-
-        Raises:
-            ServiceError: the session is over, and everything that had arrived has been yielded.
-        """
-        return ResultStream(self, count, follow=follow)
 
     def events(self) -> EventStream:
         """Jobs changing their stage, for people and progress bars. Lossy: the node drops some under pressure, and
@@ -263,61 +229,6 @@ class RolloutClient(BackendCalls):
         """
         report = await self._ask(StatusReport, lambda i: StatusRequest(request_id=i))
         return msgspec.msgpack.decode(report.statistics, type=dict[str, Any])
-
-    async def next_after(self, cursor: int) -> tuple[int, Outcome]:
-        """Acknowledge everything up to `cursor`; returns the first outcome after it, with its own cursor.
-
-        What `results` is made of. Asked with the same cursor again, it returns the same outcome again: nothing is lost
-        when the caller is interrupted. A checkpoint.
-
-        Raises:
-            ServiceError: the session is over, and there is none.
-        """
-        await trio.lowlevel.checkpoint()
-        while (arrived := self.peek_after(cursor)) is None:
-            await self._state.wait_changed()
-        return arrived
-
-    async def next_outstanding(self, cursor: int) -> tuple[int, Outcome] | None:
-        """As `next_after`, but None when nothing is outstanding; see `results`."""
-        await trio.lowlevel.checkpoint()
-        while (arrived := self.peek_after(cursor)) is None and self._state.outstanding:
-            await self._state.wait_changed()
-        return arrived
-
-    def peek_after(self, cursor: int) -> tuple[int, Outcome] | None:
-        """As `next_after`, but None where that would wait."""
-        self.acknowledge(cursor)
-        frame = self._state.inbox.first()
-        if frame is None:
-            if self._state.failure is not None:
-                self._state.raise_failure()
-            return None
-        try:
-            outcome = self._read(frame)
-        except StaleReference as exc:
-            # The node took its tokens back when an earlier connection of ours broke: it has them otherwise. Once.
-            if frame.cursor == self._asked_again_for:
-                raise _unreadable(frame, exc) from None
-            self._asked_again_for = frame.cursor
-            self._state.ask_again(str(exc))
-            return None
-        self._yielded = max(self._yielded, frame.cursor)
-        return frame.cursor, outcome
-
-    def acknowledge(self, cursor: int) -> None:
-        """The outcomes up to `cursor` are taken care of: the node may forget them. `results` does this by itself."""
-        self._state.settle(cursor)
-
-    def _read(self, frame: OutcomeFrame | OutcomeRefFrame) -> Outcome:
-        try:
-            if isinstance(frame, OutcomeFrame):
-                return _decode_outcome(frame.outcome)
-            return join_outcome(frame, self._state.arenas)
-        except StaleReference:
-            raise
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IpcError) as exc:
-            raise _unreadable(frame, exc) from None
 
     def _batches(self, specs: Sequence[JobSpec]) -> Iterator[list[tuple[str, msgspec.Raw]] | Rejected]:
         """Cut into frames; a spec that cannot travel is rejected here, and the others go on."""
@@ -471,10 +382,6 @@ def _tls_context(ca_file: str | PathLike[str] | None) -> ssl.SSLContext:
         return client_context(ca_file)
     except OSError as exc:  # an SSLError is one
         raise ConfigError(f"tls_ca: {ca_file} cannot be used: {exc}") from exc
-
-
-def _unreadable(frame: OutcomeFrame | OutcomeRefFrame, exc: Exception) -> ProtocolError:
-    return ProtocolError(f"outcome {frame.cursor} of job {frame.job_id!r} cannot be read: {exc}")
 
 
 def _retry_after_s(answer: Accepted | Rejected) -> float | None:

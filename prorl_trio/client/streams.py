@@ -1,4 +1,4 @@
-"""What a client gives out one by one. Made by the methods of `RolloutClient`."""
+"""Job events and what comes of other sessions, one by one. Made by the methods of `RolloutClient`."""
 
 from __future__ import annotations
 
@@ -14,41 +14,11 @@ from prorl_trio.types.models import Outcome
 
 if TYPE_CHECKING:
     from ipc.session import JobEvent
-    from prorl_trio.client.client import RolloutClient
     from prorl_trio.client.state import ClientState
 
-__all__ = ["EventStream", "ObservedStream", "ResultStream"]
+__all__ = ["EventStream", "ObservedStream"]
 
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
-
-
-class ResultStream:
-    """An async iterator over outcomes. See `RolloutClient.results`."""
-
-    def __init__(self, client: RolloutClient, count: int | None, *, follow: bool) -> None:
-        self._client = client
-        self._left = count
-        self._follow = follow
-
-    def __aiter__(self) -> ResultStream:
-        return self
-
-    async def __anext__(self) -> Outcome:
-        client = self._client
-        if self._left == 0:
-            await trio.lowlevel.checkpoint()
-            client.acknowledge(client.cursor)
-            raise StopAsyncIteration
-        if self._follow:
-            arrived: tuple[int, Outcome] | None = await client.next_after(client.cursor)
-        else:
-            arrived = await client.next_outstanding(client.cursor)
-        if arrived is None:
-            self._left = 0  # an iterator that has ended stays so
-            raise StopAsyncIteration
-        if self._left is not None:
-            self._left -= 1
-        return arrived[1]
 
 
 class EventStream:

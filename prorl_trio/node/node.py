@@ -39,6 +39,7 @@ from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.service.auth import load_token
 from prorl_trio.service.endpoints import announce, endpoint_url, rest_url
 from prorl_trio.service.limits import SessionLimits
+from prorl_trio.service.prorl_compat import configured_endpoints
 from prorl_trio.service.rest.edge import serve_rest
 from prorl_trio.service.rest.events import EventFeed
 from prorl_trio.service.sessions.journal import open_journal
@@ -443,7 +444,7 @@ async def _open_rest(
         tls=tls,
         metrics=monitoring.metrics.render,
         listener=listener,
-        sandbox_network=node.config.sandbox.network,
+        more=configured_endpoints(rest, sandbox_network=node.config.sandbox.network),
     )
     url = rest_url(await accept.start(service_task(serve, "REST")), secure=tls is not None)
     logger.info("REST at %s", url)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 
 import trio
 
 from prorl_trio.types.errors import ConfigError
 
-__all__ = ["open_tcp_listener"]
+__all__ = ["is_loopback", "open_tcp_listener"]
 
 
 async def open_tcp_listener(table: str, host: str, port: int) -> trio.SocketListener:
@@ -31,3 +32,11 @@ async def open_tcp_listener(table: str, host: str, port: int) -> trio.SocketList
     for other in others:
         await other.aclose()
     return first
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this host's own processes can connect to what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

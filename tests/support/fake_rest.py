@@ -13,6 +13,7 @@ import trio
 from ipc.nursery import open_single_nursery
 from ipc.tls import open_tls
 from prorl_trio.config import RestConfig
+from prorl_trio.service.prorl_compat import configured_endpoints
 from prorl_trio.service.rest.edge import serve_rest
 from prorl_trio.service.rest.events import EventFeed
 from prorl_trio.service.sessions.session_table import SessionTable
@@ -152,9 +153,9 @@ async def open_rest(
     sandbox_network: bool = False,
     **rest: Any,
 ) -> AsyncIterator[RestService]:
-    """Serve `node`; `rest` are fields of `RestConfig`, `sandbox_network` see `serve_rest`. Leaving cancels the server.
+    """Serve `node`; `rest` are fields of `RestConfig`. Leaving cancels the server.
 
-    With TLS, `certificate` is the server's context and `trust` its clients'.
+    `sandbox_network`: see `configured_endpoints`. With TLS, `certificate` is the server's context and `trust` its clients'.
     """
     config = RestConfig(enabled=True, port=0, **rest)
     table = SessionTable() if sessions is None else sessions
@@ -168,7 +169,7 @@ async def open_rest(
         sessions=table,
         feed=feed,
         tls=certificate,
-        sandbox_network=sandbox_network,
+        more=configured_endpoints(config, sandbox_network=sandbox_network),
     )
     try:
         async with open_single_nursery() as nursery:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from prorl_trio.service.prorl_compat.endpoints import compat_endpoints
+from prorl_trio.service.prorl_compat.endpoints import compat_endpoints, configured_endpoints
 
-__all__ = ["compat_endpoints"]
+__all__ = ["compat_endpoints", "configured_endpoints"]

@@ -27,17 +27,19 @@ from prorl_trio.service.rest.call import Endpoint
 from prorl_trio.service.rest.errors import ApiError, decode_body, status_of
 from prorl_trio.service.rest.rollouts import cancel_jobs
 from prorl_trio.service.rest.schema import ErrorBody, NoQuery
-from prorl_trio.types.errors import BackendError, DuplicateJob, ServiceError
+from prorl_trio.service.tcp import is_loopback
+from prorl_trio.types.errors import BackendError, ConfigError, DuplicateJob, ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from prorl_trio.config import RestConfig
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.rest.call import Api, Call
     from prorl_trio.service.sessions.session import Session
     from prorl_trio.types.models import JobSpec, Outcome
 
-__all__ = ["SESSION", "compat_endpoints"]
+__all__ = ["SESSION", "compat_endpoints", "configured_endpoints"]
 
 OPENAI_PATH: Final = "/v1"
 """What that server's users put at the end of an engine's address."""
@@ -87,6 +89,17 @@ def compat_endpoints(*, free: bool) -> list[Endpoint]:
         )
         for method, path, handler, summary, bodies, errors in table
     ]
+
+
+def configured_endpoints(config: RestConfig, *, sandbox_network: bool) -> list[Endpoint]:
+    """Return the endpoints, or none where `config` has them off. `sandbox_network`: code in sandboxes can reach this
+    host's loopback addresses.
+
+    Raises:
+        ConfigError: they are to ask for no token where anyone could come.
+    """
+    asks_token = _asks_token(config, sandbox_network)
+    return compat_endpoints(free=not asks_token) if config.prorl_compat else []
 
 
 class _Server:
@@ -227,3 +240,15 @@ def _say(words: str) -> Response:
 
 def _json(body: object, status: int = HTTPStatus.OK) -> Response:
     return Response(msgspec.json.encode(body), int(status), media_type="application/json")
+
+
+def _asks_token(config: RestConfig, sandbox_network: bool) -> bool:
+    """Tell whether they ask for the token. Raises ConfigError where they must and are not to."""
+    strangers = ""
+    if not is_loopback(config.host):
+        strangers = f"is for a loopback rest.host only, not {config.host!r}: anyone could come"
+    elif sandbox_network:
+        strangers = "is for sandboxes without a network: what the policy runs could come (sandbox.network)"
+    if config.prorl_compat_token is False and strangers:
+        raise ConfigError(f"rest.prorl_compat_token = false {strangers}")
+    return bool(strangers) if config.prorl_compat_token == "auto" else config.prorl_compat_token

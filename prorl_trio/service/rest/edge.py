@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from typing import TYPE_CHECKING, Final
 
 import trio
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.service.prorl_compat import compat_endpoints
 from prorl_trio.service.rest.app import make_app
 from prorl_trio.service.rest.call import Api
 from prorl_trio.service.rest.server import serve_http
+from prorl_trio.service.tcp import is_loopback
 from prorl_trio.supervision import service_task
-from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from prorl_trio.config import RestConfig
     from prorl_trio.service.node_api import NodeApi
+    from prorl_trio.service.rest.call import Endpoint
     from prorl_trio.service.rest.events import EventFeed
     from prorl_trio.service.sessions.session_table import SessionTable
 
@@ -42,23 +41,21 @@ async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
     tls: ssl.SSLContext | None = None,
     metrics: Callable[[], tuple[str, bytes]] | None = None,
     listener: trio.SocketListener | None = None,
-    sandbox_network: bool = False,
+    more: Sequence[Endpoint] = (),
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve `node` over HTTP, or over HTTPS with `tls`, until cancelled. Reports the bound (host, port).
 
     `sessions` are the node's, shared with the WebSocket; `feed` is one of the node's observers. On cancel, requests
     that wait answer with what there is, within `server.GOODBYE_TIMEOUT_S`. Jobs are not touched: they are the node's.
-    `listener`: bound already, instead of the address that is configured. `sandbox_network`: code in sandboxes can reach
-    this host's loopback addresses.
+    `listener`: bound already, instead of the address that is configured. `more`: endpoints beside those of its own.
 
     Raises:
-        ConfigError: the address cannot be bound, or the configuration contradicts itself.
+        ConfigError: the address cannot be bound.
     """
-    asks_token = _compat_asks_token(config, sandbox_network)
     api = Api(node=node, sessions=sessions, config=config, feed=feed, closing=trio.Event(), metrics=metrics)
-    app = make_app(api, token, compat_endpoints(free=not asks_token) if config.prorl_compat else ())
-    if tls is None and not _is_loopback(config.host):
+    app = make_app(api, token, more)
+    if tls is None and not is_loopback(config.host):
         logger.warning(
             "REST on %s WITHOUT TLS: the token and everything else can be read on the network; "
             "set listen.tls_cert and listen.tls_key (and rest.tls), or rest.host to 127.0.0.1",
@@ -76,22 +73,3 @@ async def _expire(sessions: SessionTable, retention_s: float) -> None:
         for session in sessions.all():
             if count := session.expire():
                 logger.warning("%r: %d outcomes dropped, not taken for %g s", session, count, retention_s)
-
-
-def _compat_asks_token(config: RestConfig, sandbox_network: bool) -> bool:
-    """Whether the ProRL server's endpoints ask for the token. Raises ConfigError where they must and are not to."""
-    strangers = ""
-    if not _is_loopback(config.host):
-        strangers = f"is for a loopback rest.host only, not {config.host!r}: anyone could come"
-    elif sandbox_network:
-        strangers = "is for sandboxes without a network: what the policy runs could come (sandbox.network)"
-    if config.prorl_compat_token is False and strangers:
-        raise ConfigError(f"rest.prorl_compat_token = false {strangers}")
-    return bool(strangers) if config.prorl_compat_token == "auto" else config.prorl_compat_token
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,7 +21,7 @@ from prorl_trio.service.containment import contain_errors
 from prorl_trio.service.limits import RETRY_AFTER_S, SessionLimits
 from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.service.strangers import MAX_STRANGERS, Stranger, Strangers, peer_of
-from prorl_trio.service.tcp import open_tcp_listener
+from prorl_trio.service.tcp import is_loopback, open_tcp_listener
 from prorl_trio.service.tls import load_tls
 from prorl_trio.service.websocket.connection import Connection, refuse
 from prorl_trio.supervision import service_task
@@ -83,7 +82,7 @@ async def serve_websocket(
         sessions = SessionTable(limits)
     listener = listener or await open_tcp_listener("listen", config.host, config.port)
     host, port = listener.socket.getsockname()[:2]
-    if tls is None and not ipaddress.ip_address(host).is_loopback:
+    if tls is None and not is_loopback(host):
         logger.warning(
             "listening on %s WITHOUT TLS: the token and everything else can be read on the network; "
             "set listen.tls_cert and listen.tls_key, or listen on 127.0.0.1",
