@@ -1,11 +1,20 @@
-"""What the documents show works as it is printed, and what they name exists."""
+"""The documents: what they show works as it is printed, and what they name exists."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import os
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
+import tomllib
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import msgspec
@@ -15,17 +24,56 @@ import trio
 from prorl_trio.cli import main
 from prorl_trio.config import NodeConfig, load_config
 from prorl_trio.sandbox.sandbox import Sandbox
+from prorl_trio.service.prorl_compat import compat_endpoints
+from prorl_trio.service.rest.app import ENDPOINTS
 from prorl_trio.types.models import JobSpec, TaskInstance
 from support.fake_node import FakeNode, make_outcome
 from support.fake_service import TOKEN, open_service
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
-README = (ROOT / "README.md").read_text()
+DOCUMENTS = [
+    *("README.md", "ARCHITECTURE.md", "GUARANTEES.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
+]
+TEXTS = {name: (ROOT / name).read_text() for name in DOCUMENTS}
+README = TEXTS["README.md"]
+PACKAGES = ("prorl_trio", "sandbox_daemon", "ipc", "launch", "perf", "tests")
+SOURCES = ("Makefile", "pyproject.toml", "ipc/PROTOCOL.md")
+WITHOUT_SYNTAX = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+class Block(NamedTuple):
+    """A fenced block, `number` of its language in `document`."""
+
+    document: str
+    number: int
+    text: str
+
+    @property
+    def file_name(self) -> str:
+        """Of the file that the block is to be saved as, which its first line says; else nothing."""
+        found = re.match(r"# ([\w/]+\.\w+)\n", self.text)
+        return found[1] if found else ""
+
+    def __str__(self) -> str:
+        return f"{self.document}-{self.number}"
+
+
+def blocks(language, *documents):
+    """The blocks in `language` of some documents, or of all."""
+    for document in documents or DOCUMENTS:
+        texts = re.findall(rf"```{language}\n(.*?)```", TEXTS[document], re.DOTALL)
+        yield from (Block(document, number, text) for number, text in enumerate(texts, 1))
+
+
+@cache
+def sources():
+    """The text of all code, in one piece."""
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path != Path(__file__)]
+    return "\n".join(path.read_text() for path in (*files, *(ROOT / name for name in SOURCES)))
+
+
+# ---------------------------------------------------------------- Python
 
 
 class Node(FakeNode):
@@ -46,22 +94,67 @@ class Node(FakeNode):
         pass
 
 
-@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.splitlines()[0])
-async def test_examples_for_trainers_run_and_end_by_themselves(code, capsys):
-    assert "ws://127.0.0.1:8700" in code
+URL = "ws://127.0.0.1:8700"
+PYTHON = list(blocks("python"))
+TRAINERS = [block for block in PYTHON if URL in block.text]
+PRINTED = {
+    "README.md-1": "0 16.0 (16, 8) float32 128\n1 16.0 (16, 8) float32 128\n2 16.0 (16, 8) float32 128\n",
+    "docs/trainer.md-1": "q1-3 failed sandbox no disk\n",
+}
+"""What those programs print that print anything."""
+
+
+@pytest.mark.parametrize("block", TRAINERS, ids=str)
+async def test_programs_of_trainers_run_and_end_by_themselves(block, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PRORL_TOKEN", TOKEN)
+    monkeypatch.chdir(tmp_path)
     instance = TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})
     names = {"token": TOKEN, "specs": [JobSpec(job_id=f"job-{n}", instance=instance) for n in range(4)]}
     with trio.fail_after(30):
         async with open_service(Node(fails="q1-3")) as service:
-            code = code.replace("ws://127.0.0.1:8700", service.url)
-            if "async with" in code:
-                imports, _, body = code.partition("\n\n")
-                exec(f"{imports}\nasync def example():\n{textwrap.indent(body, '    ')}", names)
-                await names["example"]()
-                assert capsys.readouterr().out == "q1-3 failed sandbox no disk\n"
+            code = compile(block.text.replace(URL, service.url), str(block), "exec", WITHOUT_SYNTAX)
+            if code.co_flags & inspect.CO_COROUTINE:
+                await eval(code, names)
             else:
                 await trio.to_thread.run_sync(exec, code, names)
+    assert capsys.readouterr().out == PRINTED.get(str(block), "")
 
+
+def test_trainers_find_programs():
+    assert set(PRINTED) <= {str(block) for block in TRAINERS}
+
+
+@pytest.mark.parametrize("document", sorted({block.document for block in PYTHON if block.file_name}))
+def test_files_of_a_guide_pass_their_own_tests(document, tmp_path):
+    files = [block for block in PYTHON if block.document == document and block.file_name]
+    for block in files:
+        path = tmp_path / block.file_name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text)
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntrio_mode = true\npythonpath = .\nfilterwarnings = error\n")
+    tests = [block.file_name for block in files if Path(block.file_name).name.startswith("test_")]
+    assert tests, "a guide's files are tried by a test that it shows"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60", *tests]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_compiles_and_what_it_imports_exists(block):
+    tree = ast.parse(block.text)
+    compile(block.text, str(block), "exec", WITHOUT_SYNTAX)
+    shown = {Path(other.file_name).stem for other in PYTHON if other.file_name}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                importlib.import_module(alias.name)
+        elif isinstance(node, ast.ImportFrom) and node.module not in shown:
+            module = importlib.import_module(node.module)
+            missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+            assert not missing, node.module
+
+
+# ---------------------------------------------------------------- what is missing
 
 LIMITS = README.partition("## Limits of this version")[2]
 NOT_THERE_YET = {
@@ -98,47 +191,44 @@ def test_the_limits_are_named_where_the_claim_is_made():
     assert "(#limits-of-this-version)" in claim
 
 
-def test_the_examples_are_there():
-    assert len(blocks("python")) == 2
-    assert len(blocks("toml")) == 1
+def test_readme_is_short():
+    assert len(README.splitlines()) < 150
 
 
-def test_the_configuration_can_be_read(tmp_path):
-    (tmp_path / "node.toml").write_text(blocks("toml")[0])
-    config = load_config(tmp_path / "node.toml")
-    assert config.backends.urls == ["http://gpu1:8000", "http://gpu2:8000"]
+# ---------------------------------------------------------------- configuration
+
+TOML = [block for block in blocks("toml") if "[project" not in block.text]
+PROJECTS = [block for block in blocks("toml") if "[project" in block.text]
+
+
+@pytest.mark.parametrize("block", TOML, ids=str)
+def test_configurations_can_be_read(block, tmp_path):
+    tables = tomllib.loads(block.text)
+    assert msgspec.convert({"model": {"path": "/m"}, **tables}, NodeConfig).model.path
+    if "model" in tables:
+        (tmp_path / "node.toml").write_text(block.text)
+        assert load_config(tmp_path / "node.toml").model.path
+
+
+@pytest.mark.parametrize("block", PROJECTS, ids=str)
+def test_entry_points_are_of_groups_that_are_read(block):
+    groups = tomllib.loads(block.text)["project"]["entry-points"]
+    assert groups
+    for group in groups:
+        assert f'"{group}"' in sources()
+
+
+def test_the_example_of_serve_can_be_read(tmp_path):
     example = main.get_command(click.Context(main), "serve").help.partition("A minimal node.toml:")[2]
     (tmp_path / "minimal.toml").write_text(textwrap.dedent(example))
     assert load_config(tmp_path / "minimal.toml").model.path == "/models/Qwen3-8B"
 
 
-def commands_shown():
-    """Each `prorl-trio ...` of the README's shell sessions and of its text."""
-    text = [line for block in blocks("sh") for line in block.splitlines()]
-    text += re.findall(r"`(prorl-trio [^`]+)`", README.replace("\n", " "))
-    for line in text:
-        command = line.partition("#")[0].strip().rstrip("&").strip()
-        if command.startswith("prorl-trio "):
-            yield command
-
-
-@pytest.mark.parametrize("command", sorted(set(commands_shown())))
-def test_commands_and_their_options_exist(command):
-    found = main
-    arguments = shlex.split(command)[1:]
-    while arguments and isinstance(found, click.Group):
-        name = arguments.pop(0)
-        found = found.get_command(click.Context(found), name)
-        assert found is not None, name
-    options = {option for parameter in found.params for option in parameter.opts}
-    assert {argument for argument in arguments if argument.startswith("--")} <= options
-
-
 def settings_named():
     """Each `table.field` that a document names of node.toml. What handlers call is `sandbox.NAME`, too."""
     tables = "|".join(field.name for field in msgspec.structs.fields(NodeConfig))
-    for name in DOCUMENTS:
-        for path in re.findall(rf"`((?:{tables})(?:\.[a-z_]+)+)(?: = [^`]*)?`", (ROOT / name).read_text()):
+    for name, text in TEXTS.items():
+        for path in re.findall(rf"`((?:{tables})(?:\.[a-z_]+)+)(?: = [^`]*)?`", text):
             if not path.endswith(".py") and not hasattr(Sandbox, path.removeprefix("sandbox.")):
                 yield name, path
 
@@ -152,18 +242,118 @@ def test_settings_exist(document, path):
         table = fields[name]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_what_is_linked_or_named_as_a_file_is_there(document):
-    text = (ROOT / document).read_text()
-    linked = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
-    named = re.findall(r"`((?:tests|prorl_trio|launch|ipc|perf|sandbox_daemon)/[\w/.]+)`", text)
-    inside = [f"prorl_trio/{path}" for path in re.findall(r"`((?:service|inference|sandbox|ledger)/\w+\.py)`", text)]
-    missing = [path for path in (*linked, *named, *inside) if not (ROOT / path).exists()]
-    assert not missing
+# ---------------------------------------------------------------- commands
+
+
+def commands_shown():
+    """Each `prorl-trio ...` of the documents' shell sessions and of their text."""
+    lines = [line for block in blocks("sh") for line in block.text.splitlines()]
+    for text in TEXTS.values():
+        lines += re.findall(r"`(prorl-trio [^`]+)`", text.replace("\n", " "))
+    for line in lines:
+        command = line.partition("#")[0].strip().rstrip("&").strip()
+        if command.startswith("prorl-trio "):
+            yield command
+
+
+@pytest.mark.parametrize("command", sorted(set(commands_shown())))
+def test_commands_and_their_options_exist(command):
+    found = main
+    arguments = shlex.split(command)[1:]
+    while arguments and isinstance(found, click.Group):
+        name = arguments.pop(0)
+        if name.startswith("--"):  # an option of the group, with its value
+            assert name in {option for parameter in found.params for option in parameter.opts}
+            del arguments[:1]
+            continue
+        found = found.get_command(click.Context(found), name)
+        assert found is not None, name
+    options = {option for parameter in found.params for option in parameter.opts}
+    assert {argument for argument in arguments if argument.startswith("--")} <= options | {"--help"}
+
+
+def test_targets_of_make_exist():
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    lines = [line for block in blocks("sh") for line in block.text.splitlines() if line.startswith("make ")]
+    for text in TEXTS.values():
+        lines += re.findall(r"`(make [^`]+)`", text.replace("\n", " "))
+    named = {word for line in lines for word in line.partition("#")[0].split()[1:] if "=" not in word}
+    assert named <= targets
 
 
 def test_modules_named_as_commands_exist():
-    for document in DOCUMENTS:
-        for module in re.findall(r"python -m (perf(?:\.\w+)?)", (ROOT / document).read_text()):
+    for document, text in TEXTS.items():
+        for module in re.findall(r"python -m (perf(?:\.\w+)?)", text):
             path = ROOT / module.replace(".", "/")
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), (document, module)
+
+
+def test_variables_of_the_environment_are_read_somewhere():
+    scripts = "".join(path.read_text() for path in ROOT.glob("launch/*.sh"))
+    named = {name for text in TEXTS.values() for name in re.findall(r"\bPRORL_[A-Z_]+\b", text)}
+    shown = {name for block in blocks("sh") for name in re.findall(r"\b(PRORL_[A-Z_]+)=", block.text)}
+    assert not {name for name in named - shown - {"PRORL_REST"} if name not in sources() + scripts}
+
+
+# ---------------------------------------------------------------- names and links
+
+
+def test_endpoints_exist():
+    there = {(endpoint.method, endpoint.path) for endpoint in (*ENDPOINTS, *compat_endpoints(free=True))}
+    named = {pair for text in TEXTS.values() for pair in re.findall(r"`(GET|POST|DELETE|PUT) (/[\w/{}.]+)", text)}
+    engines = {("POST", "/generate")}  # of engines, not ours
+    assert named - engines <= there
+
+
+def anchors(path):
+    """The anchors that GitHub makes of a document's headings."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_is_linked_or_named_as_a_file_is_there(document):
+    text, folder = TEXTS[document], (ROOT / document).parent
+    rooms = "|".join(sorted(path.name for path in (ROOT / "prorl_trio").iterdir() if path.is_dir()))
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = folder / name if name else ROOT / document
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            missing.append(target)
+    named = re.findall(r"`((?:tests|prorl_trio|launch|ipc|perf|sandbox_daemon|docs|examples)/[\w/.-]+)`", text)
+    inside = [f"prorl_trio/{path}" for path in re.findall(rf"`((?:{rooms})/[\w/]+\.py)`", text)]
+    missing += [path for path in (*named, *inside) if not (ROOT / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
+def test_names_of_code_are_names_of_the_code(document):
+    """CamelCase, snake_case and dotted names in backquotes: what was renamed must not live on in a document."""
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXTS[document], flags=re.DOTALL))
+    names = {name for code in inline if "/" not in code for name in re.findall(r"[A-Za-z]\w*", code)}
+    names = {name for name in names if re.search(r"[a-z][A-Z]|[a-z]_[a-z]", name)}
+    assert not {name for name in names if name not in sources() and not name.startswith(("prorl_", "my_"))}
+
+
+def test_architecture_names_each_room():
+    rooms = {path.parent.name for path in (ROOT / "prorl_trio").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `(\w+)/` \|", TEXTS["ARCHITECTURE.md"], re.MULTILINE)) >= rooms
+
+
+def test_metrics_that_are_named_exist():
+    named = {name for text in TEXTS.values() for name in re.findall(r"`prorl_((?!trio)\w+)", text)}
+    for name in named:
+        bare = re.sub(r"(_total|_seconds)$", "", name)
+        part = bare.partition("_")[2]
+        assert f'"{bare}"' in sources() or f"prorl_{name}" in sources() or (part and part in sources()), name
+
+
+def test_shell_sessions_are_shell(tmp_path):
+    for block in blocks("sh"):
+        script = tmp_path / "block.sh"
+        script.write_text(block.text)
+        done = subprocess.run(["sh", "-n", script], capture_output=True, text=True, check=False, env=os.environ)
+        assert done.returncode == 0, (str(block), done.stderr)

@@ -1,4 +1,4 @@
-"""The README's curl session works as it is printed."""
+"""The curl session of the trainer's guide works as it is printed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import TOKEN, open_rest
 from support.skips import because
 
-README = Path(__file__).parents[2] / "README.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "trainer.md"
 SESSION = re.compile(r"```sh\n((?:(?!```).)*?\bcurl\b.*?)```", re.DOTALL)
 
 
-async def test_curl_session_of_the_readme():
-    sessions = SESSION.findall(README.read_text())
-    assert sessions, "the README has no curl session"
+async def test_curl_sessions_of_the_guide():
+    sessions = SESSION.findall(GUIDE.read_text())
+    assert sessions, "the guide has no curl session"
     if shutil.which("curl") is None:
         pytest.skip(because("there is no curl", "apt-get install curl"))
     node = FakeNode(lambda spec: make_outcome(spec))
@@ -32,7 +32,7 @@ async def test_curl_session_of_the_readme():
     node.submit = submit_whatever_handler
     with trio.fail_after(60):
         async with open_rest(node) as rest:
-            script = "set -eu\n" + sessions[0].replace("curl ", "curl --fail --max-time 20 ")
+            script = "set -eu\n" + "".join(sessions).replace("curl ", "curl --fail --max-time 20 ")
             env = {**os.environ, "PRORL_TOKEN": TOKEN, "PRORL_REST": rest.url}
             done = await trio.run_process(
                 ["bash", "-c", script], env=env, capture_stdout=True, capture_stderr=True, check=False

@@ -1,4 +1,4 @@
-"""The handler that CONTRIBUTING.md shows, as it is printed: with a real sandbox, from the trainer and back."""
+"""The handler of the guide, as it is printed: with real programs, from the trainer and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, TaskInstance
 
-CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "handlers.md"
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"%s": "%s"}}\n</tool_call>'
 MAKE = "echo 42 > %s; touch ~/planted; alias grep=true"
 
@@ -28,10 +28,14 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def handler():
-    (code,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)
-    names = {"__name__": "my_package"}
+    (code,) = re.findall(r"```python\n(# shell_handler.py\n.*?)```", GUIDE.read_text(), re.DOTALL)
+    names = {"__name__": "shell_handler"}
     exec(code, names)
     return names["ShellHandler"]()
+
+
+def fresh_with(path):
+    return ["sh", "-c", f"! ls ~/planted && grep -q 42 {path}"]
 
 
 def job(job_id, **payload):
@@ -62,11 +66,9 @@ async def test_the_handler_of_the_example(tmp_path):
             async with connect(f"ws://{host}:{port}", "t") as client:
                 good, bad, other = (str(tmp_path / name) for name in ("good", "bad", "other"))
                 jobs = [
-                    job(
-                        "good", request=f"please make {good}", result=good, check=f"! ls ~/planted && grep -q 42 {good}"
-                    ),
-                    job("bad", request=f"please make {bad}", result=bad, check="echo no >&2; exit 3"),
-                    job("missing", request=f"please make {other}", result=f"{other}.x", check=f"test -e {other}.x"),
+                    job("good", request=f"please make {good}", result=good, check=fresh_with(good)),
+                    job("bad", request=f"please make {bad}", result=bad, check=["sh", "-c", "echo no >&2; exit 3"]),
+                    job("missing", request=f"please make {other}", result=f"{other}.x", check=["true"]),
                     job("wrong", request="please make it", result="/tmp/it"),
                 ]
                 answers = await client.submit(jobs)
@@ -76,5 +78,6 @@ async def test_the_handler_of_the_example(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
     assert (outcomes["good"].reward, outcomes["good"].trajectory.stop_reason) == (1.0, "finished")
     assert (outcomes["missing"].status, outcomes["missing"].reward) == ("completed", 0.0)
-    assert (outcomes["bad"].reward, outcomes["bad"].details) == (0.0, {"stderr": "no\n"})
+    assert outcomes["missing"].details == {"made": False}
+    assert (outcomes["bad"].reward, outcomes["bad"].evaluation_log) == (0.0, "no\n")
     assert [len(turn.tool_calls) for turn in outcomes["good"].trajectory.turns] == [1, 1]
