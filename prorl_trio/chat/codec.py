@@ -27,7 +27,7 @@ MARK = "\ue000"
 """Breaks up look-alikes inside marked text. A MARK that the text had already is doubled, so marking is reversible."""
 
 MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"})
-"""What most families write reasoning and calls with."""
+"""The tags around reasoning and calls in most families."""
 
 _HTML_TAG = re.compile(
     "</?(?:a|b|blockquote|body|caption|code|div|em|footer|h[1-6]|html|i|iframe|img|li|span|strong|sub|sup|table|tbody|td"
@@ -36,7 +36,7 @@ _HTML_TAG = re.compile(
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MARKS = re.compile(f"{MARK}({MARK}?)")
 _SPACE = r"[^\S\x1c-\x1f]*"
-"""What an added token with `lstrip` or `rstrip` swallows: white space as Unicode, not Python, has it."""
+"""White space that an added token with `lstrip` or `rstrip` swallows: as Unicode has it, not as Python does."""
 
 
 class _AddedToken(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class _AddedToken(msgspec.Struct, frozen=True):
 
 
 class _TokenizerFile(msgspec.Struct, frozen=True):
-    """What we read of tokenizer.json besides handing it to the library."""
+    """The part of tokenizer.json that is read here, besides handing the file to the library."""
 
     model: dict[str, Any]
     added_tokens: list[_AddedToken] = []

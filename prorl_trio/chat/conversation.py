@@ -1,4 +1,4 @@
-"""One dialogue as token ids: the prompt, what the policy samples, what comes back, turn by turn.
+"""A dialogue as token ids: the prompt, what the policy samples, what comes back, turn by turn.
 
 Token ids are what a conversation is; text is rendered once and never encoded again. The next prompt is always the
 previous prompt, plus the sampled ids bit for bit, plus the template's own text for what came between.
@@ -40,7 +40,7 @@ _TAIL_TOKENS = 8
 
 
 class ParsedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """What one completion says.
+    """The content of one completion.
 
     Attributes:
         content: the text outside reasoning, tool calls and special tokens.
@@ -129,7 +129,7 @@ class Conversation:
 
     @property
     def segment(self) -> int:
-        """Which of the segments is growing: the last one."""
+        """Return the index of the segment that is growing, which is the last one."""
         return len(self._closed)
 
     def keep_in(self, tokens: RolloutTokens) -> None:
@@ -149,7 +149,7 @@ class Conversation:
         return self.prompt_array().tolist()
 
     def prompt_array(self) -> array[int]:
-        """As `prompt_token_ids`, in a copy of the memory that they are in: int32, some 10 us for 100,000 of them."""
+        """Return `prompt_token_ids` as int32, in a copy of their memory: some 10 us for 100,000 of them."""
         self._expect(awaits_completion=True)
         self._prove_prefix()
         return array("i", self._current.token_ids.tobytes())
@@ -264,7 +264,7 @@ class Conversation:
         self._awaits_completion = True
 
     def ends_with_tool_call(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last of these sampled ids completes a tool call that is understood as it is whatever follows.
+        """Return whether the last of these sampled ids completes a tool call whose reading nothing can change any more.
 
         Cheap unless the last id completes what closes a call. Families that do not mark a call's end never say so.
         """
@@ -308,7 +308,10 @@ class Conversation:
 
     @property
     def _keeps_texts(self) -> bool:
-        """Whether what messages say must be kept: not where a delta does not need it and no rewrite is looked for."""
+        """Return whether the texts of messages must be kept.
+
+        Not so where a delta does not need them and no rewrite is looked for.
+        """
         return self._on_break != "keep" or self._format.capabilities.recall.history == "whole"
 
     def _expect(self, *, awaits_completion: bool) -> None:
@@ -343,8 +346,9 @@ class Conversation:
         return delta[1:] if closed else delta
 
     def _rewritten(self, dialogue: Sequence[Message], new: int) -> array[int] | None:
-        """Return the template's own rendering of `dialogue` if its text does not begin with what was said before the
-        last `new` messages.
+        """Return the template's own rendering of `dialogue` if that rewrites earlier turns, else None.
+
+        The last `new` messages of `dialogue` come after the turn that was sampled last.
 
         An assistant's turn that is rendered from its parts may be written otherwise than it was sampled, from its first
         rendering on. There a rewrite is what alters that rendering later.
@@ -428,8 +432,10 @@ class Conversation:
         return [*made, *self._calls(asked)]
 
     def _answered(self, calls: Sequence[Message]) -> Message:
-        """Return the last turn as the dialogue has it, now that results of `calls` have come back: these are its calls,
-        be it that it did not write them in the family's syntax. Of text beside a reasoned call, templates know nothing.
+        """Return the last turn as the dialogue has it, now that results of `calls` have come back.
+
+        These are its calls, even if it did not write them in the family's syntax. Of text beside a reasoned call,
+        templates know nothing.
         """
         if not self._format.capabilities.needs_calls:
             return self._answer
@@ -465,7 +471,7 @@ class Conversation:
         )
 
     def _opens_thinking(self) -> bool:
-        """Whether the prompt of the turn that is being sampled, or was last, ends inside reasoning."""
+        """Return whether the prompt of the turn that is being sampled, or was last, ends inside reasoning."""
         end = len(self) if self._awaits_completion else self.completion_ranges[-1].start
         tail = self._format.decode(self._current.token_ids[max(0, end - _TAIL_TOKENS) : end].tolist())
         return tail.rstrip().endswith(tuple(self._format.family.syntax.thoughts))

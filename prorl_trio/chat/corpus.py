@@ -15,14 +15,14 @@ MAX_ROUNDS: Final = 4
 MAX_PIECES: Final = 12
 LONG_OUTPUT_CHARACTERS: Final = 20_000
 LONG_OUTPUT_SHARE: Final = 0.01
-"""Of tool results."""
+"""Share of the tool results that are long."""
 WORD_SHARE: Final = 0.25
-"""Of the pieces of texts: words that the template itself has."""
+"""Share of the pieces of a text that are words of the template itself."""
 MAX_WORD_CHARACTERS: Final = 60
 LONG_ROUNDS, MAX_LONG_ROUNDS = 160, 1_000
 MAX_LONG_CHARACTERS: Final = 200_000
 LONG_TEXT_ROUND, LONG_ANSWER_ROUND = 8, 10
-"""Of a long dialogue: when a long text comes back, and when one is said."""
+"""Rounds of a long dialogue in which a long text comes back, and in which one is said."""
 
 _PIECES: Final = (
     "the sum", " of 12", "\n\n", "\n", "  ", "42", "<x>", "{}", "é", "e\u0301", "數", "😀", "👩\u200d💻", "\t", ".",
@@ -32,12 +32,12 @@ _PIECES: Final = (
 )  # fmt: skip
 _LONG: Final = "line 數 of output\n\n" * (LONG_OUTPUT_CHARACTERS // 18)
 _WORD: Final = re.compile(rf"[^<>|｜\[\]{{}}]{{1,{MAX_WORD_CHARACTERS}}}")
-"""Of a template, that no control token can come of."""
+"""A piece of a template that no control token can come of."""
 _WORDS: Final = ("the sum", " of 12", " is", " 42", ".", " é", " 數", " 😀", "\n", "\n\n", " `x`", " < 3", ", then")
 
 
 class Round(NamedTuple):
-    """What the assistant says and what comes back.
+    """An assistant's turn and what comes back.
 
     Attributes:
         content: of the assistant's turn; begins with a word and does not end in space.
@@ -55,7 +55,7 @@ class Round(NamedTuple):
 
 
 class Dialogue(NamedTuple):
-    """One dialogue. `hostile` ones have control tokens in what users, tools and schemas say."""
+    """A made-up dialogue. `hostile` ones have control tokens in the words of users, tools and schemas."""
 
     system: str | None
     question: str

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["ChatFormat", "OnBreak"]
 
 OnBreak = Literal["keep", "segment", "fail"]
-"""What to do where the template would render an earlier turn otherwise than it was sampled (Qwen3 drops old reasoning
-at a new user message), so that its next prompt would not begin with the tokens so far: keep them as they were sampled,
-append-only; begin a new segment with the template's own rendering; or raise TokenDrift."""
+"""The treatment of a template that would render an earlier turn otherwise than it was sampled (Qwen3 drops old
+reasoning at a new user message), so that its next prompt would not begin with the tokens so far: keep them as they were
+sampled, append-only; begin a new segment with the template's own rendering; or raise TokenDrift."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatFormat:
-    """How one model speaks: its tokenizer and its chat template. Immutable, to be shared; its calls use the CPU only.
+    """A model's tokenizer and chat template. Immutable, to be shared; its calls use the CPU only.
 
     Attributes:
         model_dir: the folder it was loaded from.
@@ -112,7 +112,7 @@ class ChatFormat:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the template was found to do."""
+        """Return what the template was found to do."""
         return self.template.capabilities
 
     def dated(self) -> ChatFormat:
@@ -134,7 +134,7 @@ class ChatFormat:
         return self.codec.vocab_size
 
     def closes_alike(self, sampled_id: int, closing_id: int) -> bool:
-        """Whether a turn whose last sampled id is `sampled_id` needs no `closing_id` of the template's any more."""
+        """Return whether a turn that ends with `sampled_id` needs no `closing_id` of the template's any more."""
         return sampled_id == closing_id or bool(self.family.ends and sampled_id in self.end_of_turn_ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
@@ -143,7 +143,7 @@ class ChatFormat:
 
     @property
     def call_syntaxes(self) -> tuple[CallSyntax, ...]:
-        """How the policy may write its calls."""
+        """Return the syntaxes in which the policy may write its calls."""
         own = self.family.syntax
         return (own,) if self.capabilities.renders_tools or own is HERMES else (HERMES, own)
 

@@ -1,4 +1,4 @@
-"""How much of a dialogue decides what its chat template writes next: no more than that is rendered, or kept."""
+"""The part of a dialogue that decides what its chat template writes next. No more is rendered, or kept."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 __all__ = ["RECALLS", "STAND_IN", "History", "Recall", "remembered", "shape"]
 
 History = Literal["none", "kinds", "shape", "whole"]
-"""What of the messages before an assistant turn decides what follows it: nothing; which kinds there have been, and what
-came last; the roles and calls of all of them; or what they say."""
+"""The part of the messages before an assistant turn that decides what follows it: nothing; which kinds there have been,
+and what came last; the roles and calls of all of them; or what they say."""
 
 STAND_IN: Final[tuple[Message, ...]] = ({"role": "user", "content": "probe-user"},)
 """A history that is as good as any other, where none is needed."""
 
 
 class Recall(msgspec.Struct, frozen=True):
-    """What has to be remembered of a dialogue for what comes next; the default is always enough.
+    """The part of a dialogue that has to be remembered for what comes next. The default is always enough.
 
     Attributes:
         history: of its messages.

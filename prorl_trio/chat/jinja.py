@@ -19,7 +19,7 @@ __all__ = ["TEMPLATE_FAULTS", "template_environment", "template_literals"]
 TEMPLATE_FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError
 )  # fmt: skip
-"""What rendering a template may raise that is the template's or the messages' fault."""
+"""Exceptions that rendering may raise through a fault of the template or of the messages."""
 
 
 class _GenerationTag(Extension):

@@ -1,4 +1,4 @@
-"""How a model speaks, as its folder says: tokenizer, chat template, special tokens, end-of-sequence ids."""
+"""A model's folder: its tokenizer, chat template, special tokens and end-of-sequence ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read.
+    """The content of a model's folder that is used here.
 
     Attributes:
         tokenizer_file: `tokenizer.json`, whose content is `tokenizer_json`.
@@ -37,8 +37,10 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_model_folder(model_dir: Path) -> ModelFolder:
-    """Read `model_dir`. The chat template may be in `chat_template.jinja`, `tokenizer_config.json` or
-    `chat_template.json`, looked for in this order.
+    """Read `model_dir`.
+
+    The chat template may be in `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json`, looked for in
+    this order.
 
     Raises:
         ConfigError: a file that is needed is missing or broken; the message names it.

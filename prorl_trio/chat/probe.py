@@ -104,7 +104,7 @@ def _renders_role(template: ChatTemplate) -> bool:
 
 
 def _needs_calls(template: ChatTemplate) -> bool:
-    """Whether results of calls are written otherwise after a call than after an assistant's text."""
+    """Return whether results are written differently after a call than after an assistant's text."""
     capabilities = template.capabilities
     if not (capabilities.renders_calls and capabilities.renders_tool_role):
         return False
@@ -180,7 +180,10 @@ def _differs(
     new: Sequence[Message],
     tools: Sequence[ToolSchema],
 ) -> bool:
-    """Whether the whole dialogue is rendered otherwise than turn by turn. False where it is refused."""
+    """Return whether the whole dialogue is rendered differently than turn by turn.
+
+    False where the template refuses it.
+    """
     answer = {"role": "assistant", "content": said}
     if template.capabilities.needs_calls and new[0]["role"] == "tool":
         answer = assistant_message([template.as_wanted(call) for call in _calls_for(new)], said)

@@ -42,7 +42,8 @@ MIN_PROOF_DIALOGUES: Final = 10
 MIN_RENDERED_DIALOGUES: Final = 5
 """A template that refuses more of them has not been seen enough."""
 FIRST_ROUNDS: Final = 4
-"""Of a long dialogue. One that the template rewrites by then, it may rewrite later on."""
+"""Rounds after which a long dialogue is compared for the first time. One that the template rewrites by then may be
+rewritten later on, too."""
 
 
 class Unexplained(Exception):
@@ -50,7 +51,7 @@ class Unexplained(Exception):
 
 
 class Oracle(Protocol):
-    """What renders and encodes in one piece."""
+    """A reference that renders a dialogue and encodes its text, each in one piece."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], open_turn: bool) -> str:
         """Return the dialogue as text. Raises HandlerError where the template refuses it."""
@@ -62,9 +63,11 @@ class Oracle(Protocol):
 
 
 class Proof(NamedTuple):
-    """How many dialogues were seen: of the `exact` each prompt extends the one before; of the `rewritten` the template
-    itself altered earlier turns, and each segment is exact; the `refused` it does not render. `turns` are those of the
-    first two."""
+    """Counts of the dialogues that were tried.
+
+    Of the `exact` ones each prompt extends the one before. Of the `rewritten` ones the template itself altered earlier
+    turns, and each segment is exact. The `refused` ones it does not render. `turns` are those of the first two.
+    """
 
     exact: int
     rewritten: int
@@ -92,7 +95,7 @@ def load_chat_format(model: ModelConfig, *, proven: bool = True) -> ChatFormat:
 
 
 _PROVEN: Final[dict[bytes, Recall]] = {}
-"""What this process has proven: the same model, loaded again, is the same."""
+"""Results by model, so that the same model, loaded again in this process, is not proven again."""
 
 
 def _proven_recall(chat: ChatFormat) -> Recall:
@@ -198,7 +201,7 @@ def prove_long_dialogue(chat: ChatFormat, oracle: Oracle, dialogue: Dialogue) ->
 
 
 class _Prover:
-    """One dialogue as it grows, ours and the oracle's."""
+    """A dialogue that grows in two forms: as our conversation, and as the oracle's messages."""
 
     def __init__(self, chat: ChatFormat, oracle: Oracle, dialogue: Dialogue, *, long: bool = False) -> None:
         self._chat, self._oracle, self._dialogue = chat, oracle, dialogue
@@ -219,7 +222,7 @@ class _Prover:
         return "rewritten" if self._conversation.prefix_breaks else "exact"
 
     def grow(self, each: Round) -> None:
-        """As a turn, but unseen: what the assistant says is what it would say after a plain question."""
+        """Add a turn without comparing it: the assistant says what it would say after a plain question."""
         alone: list[Message] = [{"role": "user", "content": "x"}]
         said, end, answer = self._spoken(each, alone, self._whole(alone))
         _ids, new, _turn = self._exchange(each, said, end, answer)
@@ -278,7 +281,10 @@ class _Prover:
             raise Unexplained(f"the calls in {said!r}, as the template writes them, are read as {turn.tool_calls}")
 
     def _check_append_only(self, ids: Sequence[int], new: Sequence[ChatMessage]) -> None:
-        """Where new segments hide it: what follows a turn must not depend on more than is remembered."""
+        """Check that what follows a turn depends on no more than is remembered.
+
+        Conversations that begin new segments would hide such a dependence, so these are append-only.
+        """
         prompts: list[list[int] | None] = []
         for each in self._append_only:
             try:
@@ -303,8 +309,9 @@ class _Prover:
         return self._oracle.render(adapted, tools if self._renders_tools else [], True)
 
     def _spoken(self, each: Round, messages: Sequence[Message], prompt: str) -> tuple[str, int | None, Message]:
-        """Return what the assistant says after `prompt`, which is the rendering of `messages`, the token it ends with,
-        if it says one, and the oracle's message.
+        """Return what the assistant says after `prompt`, the token it ends with, if any, and the oracle's message.
+
+        `prompt` is the rendering of `messages`.
 
         Where the template writes calls itself, it says exactly what the template would write.
         """
@@ -399,5 +406,5 @@ def _first_difference(text: str, expected: str) -> str:
 
 
 def _normal(text: str) -> str:
-    """What tokenizers may do to text on the way: NFC, and one character that some write a space as."""
+    """Normalise `text` as tokenizers may: to NFC, and with a plain space for the one that some write."""
     return unicodedata.normalize("NFC", text).replace("\u2581", " ")

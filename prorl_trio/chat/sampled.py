@@ -1,4 +1,4 @@
-"""What an engine may return as sampled tokens: ids and log-probabilities, as many of the one as of the other."""
+"""Checks of sampled tokens: ids and log-probabilities are valid, and as many of the one as of the other."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ SENTINEL = f"\u0298{MARK}\u0298"
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a template does, found by rendering probes with it when it is loaded.
+    """Abilities of a template, found by rendering probes with it when it is loaded.
 
     Attributes:
         renders_system: it takes a system message; else its text becomes the beginning of the first user message.
@@ -203,8 +203,10 @@ class ChatTemplate:
         return after[closing.start() :]
 
     def sentinel_calls(self, calls: Sequence[Message]) -> list[Message]:
-        """Return the names and ids of `calls`, without their arguments; the sentinel is that of the first, which also
-        templates for one call at a time write."""
+        """Return the names and ids of `calls`, without their arguments, and with the sentinel in the first one.
+
+        Templates that write one call at a time write the first one, too.
+        """
         ids = [(call["function"]["name"], call["id"]) for call in calls] or [("none", call_id(0))]
         bare = [_call(name, identity, {}) for name, identity in ids]
         bare[0] = _call(*ids[0], {"s": SENTINEL})

@@ -1,4 +1,4 @@
-"""Where the tokens of rollouts are while they are recorded: in the node's arena, or in private memory.
+"""The memory that the tokens of rollouts are recorded in: the node's arena, or private memory.
 
 A rollout reserves room for the longest trajectory it can have before it starts, so that it never waits for room once it
 runs. One that gets none, or outgrows it while the arena is full, goes on in private memory, and is counted.
@@ -28,7 +28,7 @@ FIRST_PRIVATE_TOKENS: Final = 1024
 
 
 class PrivateTokens:
-    """As `ipc.arena.TokenBuffer`, in memory that is this process's alone and ends with its last view."""
+    """A `ipc.arena.TokenBuffer` in memory that is this process's alone and ends with its last view."""
 
     def __init__(self) -> None:
         self._length = 0
@@ -119,15 +119,19 @@ class SegmentTokens:
             self._shared.seal()
 
     def release(self) -> None:
-        """The tokens are not needed here any more: those in the arena live on as long as somebody pins them.
-        Idempotent."""
+        """Release the tokens. Idempotent.
+
+        Those in the arena live on as long as somebody pins them.
+        """
         if self._shared is not None:
             self._shared.release()
 
 
 class RolloutTokens:
-    """All tokens of one attempt at a rollout. Made by `TokenMemory.reserve`, or `RolloutTokens()` for private memory
-    only. Whoever asked for it calls `release`."""
+    """All tokens of one attempt at a rollout.
+
+    Made by `TokenMemory.reserve`, or `RolloutTokens()` for private memory only. Whoever asked for it calls `release`.
+    """
 
     def __init__(self, memory: TokenMemory | None = None, reserved: TokenBuffer | None = None) -> None:
         self._memory = memory
@@ -198,13 +202,16 @@ class TokenMemory:
         return buffer
 
     def tokens_of(self, buffer: TokenBuffer) -> int:
-        """What `buffer` has room for."""
+        """Return the number of tokens that `buffer` has room for."""
         assert self.arena is not None
         return buffer.blocks * self.arena.memory.block_tokens
 
     def statistics(self) -> dict[str, int]:
-        """Live figures: the arena's, if there is one; rollouts `waiting` for room; and of all so far those that got
-        none (`private_total`), and segments that outgrew theirs while the arena was full (`spilled_total`)."""
+        """Return live figures: the arena's, if there is one, and those of rollouts.
+
+        `waiting` rollouts wait for room. Of all so far, `private_total` got none, and `spilled_total` segments outgrew
+        theirs while the arena was full.
+        """
         own = {"waiting": self._waiting, "private_total": self._private_total, "spilled_total": self.spilled_total}
         if self.arena is None:
             return own

@@ -1,4 +1,4 @@
-"""What an assistant's text says: reasoning, content and tool calls. Total functions: no input makes them raise.
+"""Reading an assistant's text: reasoning, content and tool calls. Total functions: no input makes them raise.
 
 How calls are written differs between families (see `families`); without another syntax it is the one ChatML models are
 trained on: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times. A call that cannot be
@@ -76,7 +76,7 @@ def parse_turn(
 
 
 class _TurnReader:
-    """Where in a turn's text we are, and what was found on the way."""
+    """A position in a turn's text, with the content and the reasoning found before it."""
 
     def __init__(self, text: str, syntax: CallSyntax) -> None:
         self.text = text

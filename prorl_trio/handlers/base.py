@@ -18,20 +18,25 @@ if TYPE_CHECKING:
 __all__ = ["AfterRun", "AgentHandler", "Evaluation"]
 
 AfterRun = Literal["release", "keep", "refresh"]
-"""What becomes of the sandbox between RUN and EVAL: ended at once; kept for the evaluator; or replaced by a fresh one
-of the same kind, in which the agent has left nothing, and which is started while RUN goes on."""
+"""The fate of the sandbox between RUN and EVAL: ended at once; kept for the evaluator; or replaced by a fresh one of
+the same kind, in which the agent has left nothing, and which is started while RUN goes on."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """A score. `reward` is finite; `details` is JSON-like and reaches the trainer in `Outcome.details`. What the
-    evaluator printed belongs into `RolloutContext.log_evaluation`."""
+    """A score.
+
+    `reward` is finite. `details` is JSON-like and reaches the trainer in `Outcome.details`. Text that the evaluator
+    printed belongs into `RolloutContext.log_evaluation`.
+    """
 
     reward: float
     details: dict[str, Any]
 
 
 class AgentHandler(abc.ABC):
-    """One kind of task. One instance serves every job of a node: keep a job's state in its context, not in `self`.
+    """A kind of task.
+
+    One instance serves every job of a node: keep a job's state in its context, not in `self`.
 
     A job passes `init`, `run` and `eval` in this order, each under its own budget and in its own worker pool. Errors
     fly; the pipeline turns them into the job's outcome. Raise a `RolloutError` to name the cause yourself; any other
@@ -39,7 +44,7 @@ class AgentHandler(abc.ABC):
     """
 
     name: ClassVar[str]
-    """What `TaskInstance.handler` says."""
+    """The name by which `TaskInstance.handler` asks for it."""
     after_run: ClassVar[AfterRun] = "release"
 
     async def prepare(self, resources: Resources) -> None:  # noqa: B027 - a hook, not an obligation

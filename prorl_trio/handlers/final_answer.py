@@ -86,7 +86,7 @@ _LETTERS: Final = re.compile(r"[A-Za-z]+")
 
 
 class FinalAnswer(NamedTuple):
-    """What math-verify is to read, in LaTeX, and the unit beside it, if it is known."""
+    """An answer in LaTeX for math-verify, and the unit beside it, if it is known."""
 
     text: str
     unit: str = ""
@@ -118,7 +118,7 @@ def find_final_answer(text: str) -> str:
 
 
 def is_words(text: str) -> bool:
-    """Whether an answer is words (`even`, `no solution`), a letter to choose (`A`, `(a)`) included, and no formula."""
+    """Return whether an answer is words (`even`, `no solution`) or a letter to choose (`A`, `(a)`), and no formula."""
     bare = _spoken(text)
     return bool(re.fullmatch(r"\([A-Za-z]\)|[A-Z]|[Nn]o|[A-Za-z][A-Za-z' -]+[A-Za-z]", bare)) and not (
         _FUNCTIONS.fullmatch(bare) or _INFINITE.fullmatch(bare)
@@ -136,13 +136,14 @@ def _spoken(text: str) -> str:
 
 
 def read_final_answer(text: str, *, k_is_thousand: bool = True) -> FinalAnswer | None:
-    """What `text`, an answer without most of its prose, means; None where it means nothing, or not one thing.
+    """Return the meaning of an answer without most of its prose; None if it has none, or more than one.
 
     Markdown, currency, units, thousands separators and what LaTeX has for display are taken off. A comma separates
     thousands only where digits stand in such groups: `1,234` is a number, `1, 2` and `1,2` are two. A number among
     words counts if no word beside it changes it, and there is no other. Raises nothing.
 
     Args:
+        text: the answer.
         k_is_thousand: `2k` is 2000; otherwise it is twice a `k`.
     """
     text = _undress(text)
@@ -170,13 +171,15 @@ def _undress(text: str) -> str:
 
 
 def _is_price(text: str, at: int) -> bool:
-    """Whether a dollar sign is a price's, not one of a pair around a formula."""
+    """Return whether a dollar sign is a price's, not one of a pair around a formula."""
     return text.count("$") % 2 == 1 and re.match(r"\s*-?[\d.]", text[at:]) is not None
 
 
 def _number_with_words(text: str) -> FinalAnswer | None:
-    """The one number among words, currency and units; with empty text where those make another of it, or there are
-    several. None: it is no such text."""
+    """Return the one number among words, currency and units; None if this is no such text.
+
+    Its text is empty where the words make another number of it, or there are several.
+    """
     sign = ""
     if (negative := _NEGATIVE.match(text)) is not None:
         sign, text = "-", text[negative.end() :].strip()
@@ -242,13 +245,13 @@ def _unit_of(text: str) -> str:
 
 
 def _is_prose(text: str) -> bool:
-    """Whether there are words in it that are no function, command or product of letters."""
+    """Return whether it has words that are no function, command or product of letters."""
     rest = _INFINITE.sub(" ", _FUNCTIONS.sub(" ", _COMMAND.sub(" ", text)))
     return any(len(letters) > 2 and letters.casefold() not in _SEPARATING for letters in _LETTERS.findall(rest))
 
 
 def _harmless(words: str) -> bool:
-    """Whether words beside a number leave it what it is, and are no second answer."""
+    """Return whether words beside a number leave it as it is, and are no second answer."""
     return not (set(re.findall(r"[a-z'-]+", words.casefold())) & _CHANGES or re.search(r"\d", words))
 
 

@@ -128,7 +128,7 @@ class MathHandler(AgentHandler):
 
 
 async def _compare(context: RolloutContext, answer: str, gold: str) -> dict[str, Any]:
-    """What the scorer says of an answer beside one gold one."""
+    """Return the scorer's comparison of an answer with one gold answer."""
     try:
         return await context.resources.scorers.score(
             SCORER,

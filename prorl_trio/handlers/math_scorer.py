@@ -16,7 +16,7 @@ __all__ = ["score"]
 
 MAX_ANSWER_CHARS: Final = 2_000
 MAX_SHOWN_CHARS: Final = 500
-"""Of a parsed answer, in the result."""
+"""Characters of a parsed answer that a result shows."""
 _DECIMAL: Final = re.compile(r"-?(?:\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})")
 _NAMES: Final = re.compile(r"\\(?:begin|end)\s*\{[a-z]+\*?\}|\\[A-Za-z]+|sqrt")
 _HALF: Final = re.compile(r"\s*(?:[<>]|\\(?:[lg]eq?|ne|neq)\b)")
@@ -51,7 +51,7 @@ def score(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(gold: FinalAnswer, parsed_gold: list[Any], answer: FinalAnswer) -> tuple[bool, str]:
-    """Whether they are equal, and the answer as it was understood."""
+    """Return whether both are equal, and the answer as it was understood."""
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return False, f"{answer.text} {answer.unit}"[:MAX_SHOWN_CHARS]
     if _DECIMAL.fullmatch(gold.text) and _DECIMAL.fullmatch(answer.text) and Decimal(gold.text) == Decimal(answer.text):
@@ -64,8 +64,11 @@ def _compare(gold: FinalAnswer, parsed_gold: list[Any], answer: FinalAnswer) -> 
 
 
 def _could_be(gold: str, answer: str) -> bool:
-    """Whether `answer` is a formula of the kind of `gold`: no prose, which would be read as a product of its letters,
-    no list where one thing is asked for, and no half of a comparison."""
+    """Return whether `answer` may be a formula of the kind of `gold`.
+
+    It is none if it is prose, which would be read as a product of its letters, a list where one thing is asked for, or
+    half of a comparison.
+    """
     if _HALF.match(answer):
         return False
     letters = set(_NAMES.sub(" ", gold))
@@ -76,7 +79,7 @@ def _could_be(gold: str, answer: str) -> bool:
 
 
 def _is_list(text: str) -> bool:
-    """Whether there is a separator outside of brackets, or it is the set of something."""
+    """Return whether `text` has a separator outside of brackets, or is the set of something."""
     before = ""
     while before != text:
         before, text = text, _BRACKETS.sub("", text)

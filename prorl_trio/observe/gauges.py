@@ -22,7 +22,7 @@ __all__ = ["FateCollector", "Gauges", "Read", "StallCollector"]
 Read = Callable[[], Mapping[str, Any]]
 
 MAX_SERIES: Final = 10_000
-"""What one watched part may show; more is cut off."""
+"""The most series that one watched part may show; more are cut off."""
 BOUNDS_PER_BUCKET: Final = 4
 """Prometheus gets one bucket for so many of `LoopStalls`."""
 

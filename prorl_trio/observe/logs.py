@@ -206,7 +206,7 @@ class _QueueHandler(logging.Handler):
 
 
 class _Text(logging.Formatter):
-    """One line, with the job in brackets if the message does not name it."""
+    """A formatter of lines, with the job in brackets if the message does not name it."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -218,7 +218,10 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """One JSON object: time (UTC), level, logger, message, then what is known of the job and the event's own fields."""
+    """A formatter of JSON objects, one a line.
+
+    Time (UTC), level, logger and message, then what is known of the job and the event's own fields.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         time_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

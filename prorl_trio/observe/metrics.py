@@ -1,4 +1,4 @@
-"""What Prometheus reads of a node. Counters are fed by events, gauges are read when somebody asks.
+"""The metrics of a node for Prometheus. Events feed counters; gauges are read when somebody asks.
 
 Labels come from the configuration, the registries and closed enums, never from jobs: their number is bounded, and past
 `MAX_LABEL_VALUES` of one metric further ones are counted as `other`. An event costs some microseconds; a scrape
@@ -34,7 +34,7 @@ STAGE_BUCKETS_S: Final = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 15, 30, 60, 120, 300,
 CALL_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600)
 
 _NO_TOOL: Final[frozenset[ToolOutcome]] = frozenset({"unknown", "malformed", "not_run"})
-"""Where the name of the tool is the policy's invention, or stands for nothing: it is not a label."""
+"""Results of calls whose tool has no name, or one that the policy made up: it is not a label."""
 
 _MetricT = TypeVar("_MetricT", bound="MetricWrapperBase")
 
@@ -138,7 +138,7 @@ class Metrics:
         return {"jobs_ended": self._ended_total, "turns": self._turns_total, "tokens_sampled": self._tokens_total}
 
     def backend_called(self, url: str, result: str, used_s: float) -> None:
-        """One call of the backend ended after `used_s`; `result` is of a closed set (completed, failed, ...)."""
+        """Count a call of a backend that took `used_s`; `result` is of a closed set (completed, failed, ...)."""
         self._calls(url, result).inc()
         self._call(url).observe(used_s)
 

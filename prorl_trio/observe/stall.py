@@ -1,4 +1,4 @@
-"""How long the event loop was away: a trio instrument that measures each pass, and names the task that held it up.
+"""Loop stalls: a trio instrument that measures each pass of the event loop, and names the task that held it up.
 
 While tasks run, the loop answers nobody: no socket, no deadline, no cancel. One pass is the time between two looks at
 the outside world, so it is what every other task and every peer waits. Measured on the monotonic clock, in about 0.6 us
@@ -40,7 +40,7 @@ WORST_FROM_S: Final = 0.001
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
-    """One long pass.
+    """A long pass.
 
     Attributes:
         pass_s: how long the loop was away.
@@ -58,7 +58,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StallReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the loop since the beginning. Percentiles are over passes, and exact to a bucket (33 %).
+    """A summary of the loop's passes since the beginning. Percentiles are exact to a bucket (33 %).
 
     The `cpu_` figures are of the CPU that passes took: what the node's own work alone would make of them.
     """
@@ -140,7 +140,7 @@ class LoopStalls(trio.abc.Instrument):
 
     @property
     def sum_s(self) -> float:
-        """Of all passes."""
+        """Return the seconds of all passes."""
         return self._passes.sum_s
 
     # ------------------------------------------------------------ called by trio, for every pass and every step
@@ -172,7 +172,10 @@ class LoopStalls(trio.abc.Instrument):
     # ------------------------------------------------------------ for people
 
     def away_s(self) -> float:
-        """How long the present pass has lasted; 0 while the loop waits for the outside. Safe from any thread."""
+        """Return how long the present pass has lasted; 0 while the loop waits for the outside.
+
+        Safe from any thread.
+        """
         return self._clock() - self._began_s if self._running else 0.0
 
     def report(self) -> StallReport:

@@ -1,4 +1,4 @@
-"""Whether a node takes another job, pure: what it holds against its limits, and when to ask again if it does not."""
+"""Admission of jobs, pure: a node's load against its limits, and when to ask again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ENDS_KEPT: Final = 128
 MIN_RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 60.0
 UNMEASURED_RETRY_S: Final = 2.0
-"""What a submitter is told while no two jobs have ended yet."""
+"""The wait that a submitter is told while no two jobs have ended yet."""
 
 
 class Load(NamedTuple):
-    """What a node holds when a job is submitted.
+    """The load of a node when a job is submitted.
 
     `queued` wait for INIT, `live` have no outcome yet; `queued_of_session` and `live_of_session` are those of the
     session that submits. `undelivered` outcomes are not acknowledged, of all sessions, and have `undelivered_bytes`.
@@ -36,7 +36,7 @@ class Load(NamedTuple):
 
 
 class EndRate:
-    """How fast jobs end, measured over the last of them, and over the time since then if that is longer."""
+    """The rate at which jobs end, over the last of them, or over the time since then if that is longer."""
 
     def __init__(self) -> None:
         self._ends_s: deque[float] = deque(maxlen=ENDS_KEPT)

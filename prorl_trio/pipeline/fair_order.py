@@ -14,9 +14,10 @@ T = TypeVar("T")
 
 
 class FairOrder(Generic[T]):
-    """Lower `priority` first. Among the sessions of a priority each has its share of the turns, however many items it
-    has waiting: twice the weight, twice the turns (stride scheduling). Items are told apart by identity; each may be in
-    here once.
+    """A queue in which sessions share the turns by their weights (stride scheduling).
+
+    Lower `priority` goes first. Among the sessions of a priority each has its share of the turns, however many items it
+    has waiting: twice the weight, twice the turns. Items are told apart by identity; each may be in here once.
 
     A session that has an item waiting is served after, of each other session, as many items as that one's weight is
     times its own, and one more. Of equal weights, one each in turn. Nothing is gained by leaving and coming back.
@@ -54,8 +55,10 @@ class FairOrder(Generic[T]):
         return item
 
     def pop_ready(self, ready: Callable[[T], bool]) -> T | None:
-        """Take the next item of which `ready` says that it may go; None if there is none. Of a session and a priority
-        nobody overtakes one that may not."""
+        """Take the next item of which `ready` says that it may go; None if there is none.
+
+        Within a session and a priority no item overtakes one that may not go.
+        """
         for priority in sorted(self._classes):
             of = self._classes[priority]
             able = [(line.turn, session) for session, line in of.lines.items() if ready(line.first)]
@@ -92,7 +95,7 @@ class FairOrder(Generic[T]):
 
 
 class _Line(Generic[T]):
-    """What one session has waiting, and when its turn is. Not empty, but while it is changed."""
+    """A session's waiting items, and the time of its next turn. Empty only while it is changed."""
 
     __slots__ = ("items", "turn")
 
@@ -102,7 +105,7 @@ class _Line(Generic[T]):
 
     @property
     def first(self) -> T:
-        """Who came first."""
+        """Return the item that came first."""
         return next(iter(self.items.values()))
 
 

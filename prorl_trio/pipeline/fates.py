@@ -1,4 +1,4 @@
-"""How long the rollouts were, in seconds and in tokens, of which something came, and of which nothing did. Pure.
+"""Lengths of rollouts, in seconds and in tokens, by whether anything came of them. Pure.
 
 A trainer that learns from what is delivered learns from the policy only where both are distributed alike: if those that
 are dropped are the long ones, it learns to be short.
@@ -28,13 +28,13 @@ class Distribution:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """One more."""
+        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """Return the number of values."""
         return sum(self.counts)
 
     def quantile(self, share: float) -> float:

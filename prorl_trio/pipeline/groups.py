@@ -27,7 +27,7 @@ class _Group(Generic[J]):
         self.policy = policy
         self._used_s = 0.0
         self._since_s: float | None = None
-        """When the clock began to run; None while it stands."""
+        """The time at which the clock began to run; None while it stands."""
         self._queued: set[J] = set()
         self.live: list[J] = []
         self.seen = 0
@@ -43,7 +43,7 @@ class _Group(Generic[J]):
         self._since_s = now_s if self.live and not self._queued else None
 
     def due_s(self) -> float | None:
-        """When its deadline comes if nothing changes; None: never."""
+        """Return the time of its deadline if nothing changes; None: never."""
         if self.stopped or self._since_s is None or self.policy.deadline_s is None:
             return None
         return self._since_s + self.policy.deadline_s - self._used_s
@@ -58,7 +58,7 @@ class GroupTable(Generic[J]):
     def __init__(self, max_idle: int = MAX_IDLE_GROUPS) -> None:
         self._groups: dict[Hashable, _Group[J]] = {}
         self._idle: dict[Hashable, None] = {}
-        """Those with nobody live, oldest first."""
+        """Groups without a live rollout, oldest first."""
         self._max_idle = max_idle
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class GroupTable(Generic[J]):
         return stopped
 
     def next_deadline_s(self) -> float | None:
-        """When the next group is due, if any will be."""
+        """Return the time at which the next group is due, if any will be."""
         return min((due_s for g in self._groups.values() if (due_s := g.due_s()) is not None), default=None)
 
     def _forget(self, key: Hashable) -> None:

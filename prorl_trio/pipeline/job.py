@@ -1,4 +1,4 @@
-"""One live rollout: its spec, where it is, what it owns, and who is told about it."""
+"""A live rollout: its spec, its status, the sandboxes that it owns, and the sinks that are told of it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 __all__ = ["Job", "JobSink"]
 
 _QUEUE: Final[dict[Status, str]] = {"queued": "init worker", "ready": "run worker", "ran": "eval worker"}
-"""What a job waits for that stands in line."""
+"""Names of the workers that a job in line waits for."""
 
 
 class JobSink(Protocol):
-    """Where a job's outcome goes. Synchronous, never blocks, never raises; called in the node's loop."""
+    """The receiver of a job's outcome.
+
+    Synchronous, never blocks, never raises; called in the node's loop.
+    """
 
     session_id: str
-    """Whose jobs these are: fairness is between sessions."""
+    """The session whose jobs these are: fairness is between sessions."""
 
     def deliver(self, outcome: Outcome) -> None:
         """The job's one terminal outcome. Never called again for this job.
@@ -42,7 +45,7 @@ class JobSink(Protocol):
 
 
 class Job:
-    """One live rollout. Owned by the pipeline from `submit` until its outcome is delivered.
+    """A live rollout. Owned by the pipeline from `submit` until its outcome is delivered.
 
     `sandbox` is what the job owns now, `fresh_sandbox` what it will have for its evaluation. `scope` is there while the
     job can be interrupted: in a stage, or waiting to get into a queue. `used_s` is what `total_s` is charged with.
@@ -88,8 +91,11 @@ class Job:
             self.cancel_reason, self.cancel_code = reason, code
 
     async def release(self, timeout_s: float) -> list[str]:
-        """End the sandboxes the job owns; return the ids of those that did not close within `timeout_s`: these are no
-        longer the job's, and the sandbox host goes on with them. Shielded."""
+        """End the sandboxes that the job owns, shielded.
+
+        Return the ids of those that did not close within `timeout_s`: they are no longer the job's, and the sandbox
+        host goes on with them.
+        """
         owned = [sandbox for sandbox in (self.sandbox, self.fresh_sandbox) if sandbox is not None]
         for sandbox in owned:
             sandbox.close_soon()
@@ -132,7 +138,7 @@ class Job:
         self.finished.set()
 
     def view(self) -> JobView:
-        """What the job is now."""
+        """Return a snapshot of the job."""
         now_s = trio.current_time()
         spec, status, activity = self.spec, self.lifecycle.status, self.context.activity
         idle_s = activity.idle_s(now_s)

@@ -1,8 +1,8 @@
 """A job's state machine, pure: which status may follow which, and how much time was spent in each.
 
-    queued -> init -> ready -> run -> ran -> eval -> completed
-       \\        \\       \\       \\      \\       \\
-        `--------`-------`-------`------`-------`--> failed | cancelled | timed_out
+queued -> init -> ready -> run -> ran -> eval -> completed
+   |       |       |        |      |       |
+   `-------`-------`--------`------`-------`--> failed | cancelled | timed_out
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Lifecycle:
 
     @property
     def status(self) -> Status:
-        """Where the job is."""
+        """Return the job's status."""
         return self._status
 
     @property
     def terminal(self) -> bool:
-        """Whether the job is over. A terminal status never changes."""
+        """Return whether the job is over. A terminal status never changes."""
         return self._status in TERMINAL
 
     def age_s(self, now_s: float) -> float:
@@ -64,7 +64,7 @@ class Lifecycle:
         return self.age_s(now_s) if self._status == "run" else self._spent_s.get("run_s")
 
     def may_move(self, to: Status) -> bool:
-        """Whether `to` may follow the present status: the next one in line, or a terminal one other than success."""
+        """Return whether `to` may follow the status: the next one, or a terminal one other than success."""
         if self.terminal:
             return False
         return to == _NEXT[self._status] or (to in TERMINAL and to != "completed")

@@ -1,4 +1,4 @@
-"""Who watches a node's jobs (metrics, logs, event streams, `top`), and what a job says of itself meanwhile."""
+"""Observers of a node's jobs (metrics, logs, event streams, `top`), and the view of a job that they get."""
 
 from __future__ import annotations
 

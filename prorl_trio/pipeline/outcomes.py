@@ -1,4 +1,4 @@
-"""How a job's end becomes its outcome: the one place where a failure is turned into data."""
+"""Making a job's end its outcome: the one place where a failure is turned into data."""
 
 from __future__ import annotations
 
@@ -99,7 +99,10 @@ def blame(failure: BaseException, *, has_acted: bool) -> BaseException:
 
 
 def _reward(job: Job, error: RolloutError) -> float | None:
-    """What a job that was not completed gets: nothing, unless the policy ended it, by a fault or by its spending."""
+    """Return the reward of a job that was not completed.
+
+    None, unless the policy ended the job, by a fault or by its spending.
+    """
     if isinstance(error, AgentFault):
         return error.reward
     return 0.0 if error.cause == "agent_budget" and job.context.turns else None
@@ -122,7 +125,7 @@ def finalise(job: Job, draft: Outcome) -> Outcome:
 
 
 def check_evaluation(job: Job, evaluation: Any) -> Evaluation:
-    """What the handler's `eval` returned, if it is a score.
+    """Return `evaluation`, which the handler's `eval` returned, if it is a score.
 
     Raises:
         EvaluationError: it is none (`evaluator_malformed`).
@@ -144,7 +147,10 @@ def check_evaluation(job: Job, evaluation: Any) -> Evaluation:
 
 
 def retry_after(job: Job, draft: Outcome) -> tuple[AttemptRecord, float] | None:
-    """Whether a job that ended with `draft` is run again: the record of this attempt, and the seconds to wait."""
+    """Return the record of this attempt and the seconds to wait, if a job that ended with `draft` is run again.
+
+    None if it is not.
+    """
     policy = job.spec.retry
     if (
         draft.status not in ("failed", "timed_out")

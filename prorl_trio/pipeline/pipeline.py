@@ -65,7 +65,7 @@ class Pipeline:
         self._groups: GroupTable[Job] = GroupTable()
         self._groups_changed = trio.Event()
         self._retries: trio.Nursery | None = None
-        """Where jobs wait for their next attempt; None when there will be none any more."""
+        """The nursery in which jobs wait for their next attempt; None when there will be none any more."""
         self._idle = trio.Event()
         self._idle.set()
         self._outcomes: dict[TerminalStatus, int] = {"completed": 0, "failed": 0, "cancelled": 0, "timed_out": 0}
@@ -167,7 +167,7 @@ class Pipeline:
         await job.finished.wait()
 
     def cancel_soon(self, job: Job, reason: str, code: ErrorCode = "cancelled") -> None:
-        """As `cancel`, but do not wait."""
+        """Cancel a job as `cancel` does, without waiting."""
         if job.finished.is_set():
             return
         job.note_cancel(reason, code)
@@ -441,8 +441,9 @@ class Pipeline:
 
 
 async def _work(stage: WorkStage, job: Job) -> Exception | None:
-    """Do the stage's work; returns what went wrong with it. A cancel flies on; what a handler's nursery raises beside
-    it is logged, for the cancel decides how the job ends.
+    """Do the stage's work; return what went wrong with it.
+
+    A cancel flies on. What a handler's nursery raises beside it is logged, for the cancel decides how the job ends.
 
     Raises:
         InternalError: the work raised it, alone or beside something else.

@@ -17,8 +17,10 @@ T = TypeVar("T")
 
 
 class StageQueue(Generic[T]):
-    """Bounded, cancel-safe, with removal. Nothing is lost: `get` takes as its last step, and a task that was woken is
-    past the point where it can be cancelled, so no wake-up is swallowed.
+    """A bounded, fair, cancel-safe queue with removal.
+
+    Nothing is lost: `get` takes as its last step, and a task that was woken is past the point where it can be
+    cancelled, so no wake-up is swallowed.
 
     `put` waits while `capacity` items are queued; `put_nowait` raises `trio.WouldBlock` instead. `remove` takes a
     queued item out, wherever it is. `weight_of` says what share of the turns a session has, see `FairOrder`. `ready`

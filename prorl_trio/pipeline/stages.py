@@ -21,7 +21,7 @@ __all__ = ["StageBudget", "WorkStage"]
 
 
 class StageBudget:
-    """What a job may use in a stage it is about to enter: the stage's own budget, or what is left of the job's."""
+    """The seconds that a job may use in its next stage: those of the stage, or the rest of its total if less."""
 
     def __init__(self, stage: Stage, stage_s: float, total_s: float, used_s: float) -> None:
         self.stage = stage
@@ -38,7 +38,7 @@ class StageBudget:
 
 
 class WorkStage:
-    """What one stage does to a job (`work`), and how many jobs it does it to at once.
+    """A queue of jobs, and workers that each do `work` to one job at a time.
 
     `resize` may be called at any time: new workers start at once; of those that are too many the idle ones end at once,
     the busy ones after their job.

@@ -1,4 +1,4 @@
-"""Which rollouts may begin so that none of them is too stale when its trainer takes it. Pure."""
+"""Holding rollouts back that would be too stale when their trainer takes them. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BeginLimit:
         return f"<BeginLimit {self._running.total()} running, {self._waiting.total()} to be taken>"
 
     def may_begin(self, session: str, max_staleness: int, per_update: int) -> bool:
-        """Whether one more may; `per_update` is `B`, 0 for no limit."""
+        """Return whether one more rollout may begin; `per_update` is `B`, 0 for no limit."""
         ahead = self._running[session] + self._waiting[session]
         return not per_update or ahead < (max_staleness + 1) * per_update
 
@@ -37,7 +37,7 @@ class BeginLimit:
         self._running[session] += priority == "train"
 
     def ended(self, session: str, priority: str = "train", *, delivered: bool) -> None:
-        """One that ran is over; `delivered`: its trainer will take it."""
+        """Note the end of a rollout that ran; `delivered`: its trainer will take it."""
         self._running[session] -= priority == "train"
         self._waiting[session] += delivered and priority == "train"
 
@@ -49,7 +49,7 @@ class BeginLimit:
 
 
 def may_begin(limit: BeginLimit, job: Job) -> bool:
-    """Whether the job can keep its bound on staleness, as far as one knows before it begins."""
+    """Return whether the job can keep its bound on staleness, as far as is known before it begins."""
     agent, backends = job.resources.config.agent, job.resources.backends
     bound = agent.staleness_bound(job.spec)
     if bound is None:

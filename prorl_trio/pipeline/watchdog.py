@@ -1,5 +1,8 @@
-"""Says loudly which jobs are stuck. trio ends a task only where it waits: code that blocks, or shields itself for ever,
-cannot be ended from outside, so it is named, with its job, as what holds a worker up."""
+"""Naming jobs that are stuck, loudly.
+
+trio ends a task only where it waits: code that blocks, or shields itself for ever, cannot be ended from outside, so it
+is named, with its job, as what holds a worker up.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ __all__ = ["WATCH_INTERVAL_S", "watch_jobs"]
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S: Final = 5.0
-"""How often to look: also how long a job may take to answer a cancel, or the end of a budget, before it is named."""
+"""Time between two looks, and so the time that a job may take to answer a cancel, or the end of a budget, before it is
+named."""
 
 
 async def watch_jobs(jobs: Callable[[], Iterable[Job]], interval_s: float = WATCH_INTERVAL_S) -> None:

@@ -1,4 +1,4 @@
-"""How a policy's arguments are read: one rule for all tools, by the schema that the policy sees."""
+"""Reading a policy's arguments: one rule for all tools, by the schema that the policy sees."""
 
 from __future__ import annotations
 

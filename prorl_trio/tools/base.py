@@ -48,7 +48,7 @@ def refused(why: str, outcome: ToolOutcome = "error") -> Observation:
 
 
 class Tool(abc.ABC):
-    """One tool bound to nothing; the sandbox comes with each call. Stateless, shared by all tasks."""
+    """A tool of the policy. Stateless and shared by all tasks; the sandbox comes with each call."""
 
     name: ClassVar[str]
     description: ClassVar[str]
@@ -84,12 +84,15 @@ class ToolSet:
         return frozenset(self._tools)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """What the chat template shows to the policy, in the order the tools were given."""
+        """Return the schemas that the chat template shows to the policy, in the order of the tools."""
         return [tool.schema() for tool in self._tools.values()]
 
     async def call(self, call: ToolCall, sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
-        """Carry out one call of the policy. A malformed call, an unknown tool, and what the sandbox refuses, or cannot
-        do any more, are observations, not errors."""
+        """Carry out one call of the policy.
+
+        A malformed call, an unknown tool, and what the sandbox refuses, or cannot do any more, are observations, not
+        errors.
+        """
         if call.error:
             return refused(call.error, "malformed")
         tool = self._tools.get(call.name)

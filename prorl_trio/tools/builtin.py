@@ -40,7 +40,7 @@ def _need(sandbox: Sandbox | None, tool: str) -> Sandbox:
 
 
 def render_cell(result: CellResult, timeout_s: float) -> str:
-    """What the policy reads after a cell: output, the last value, images by name, the traceback, and what was lost."""
+    """Return the text of a cell's result: output, last value, images by name, traceback, and what was lost."""
     parts = [part.rstrip("\n") for part in (result.stdout, result.stderr) if part.strip()]
     if result.result is not None:
         parts.append(result.result)
@@ -60,7 +60,7 @@ def render_cell(result: CellResult, timeout_s: float) -> str:
 
 
 def render_bash(result: BashResult, timeout_s: float) -> str:
-    """What the policy reads after a command: output, how it stands with it, and whether state was lost."""
+    """Return the text of a command's result: output, whether it still runs, and whether state was lost."""
     parts = [result.output.rstrip("\n")] if result.output.strip() else []
     if result.breach_text:
         parts.append(f"[{result.breach_text}]")
@@ -196,7 +196,7 @@ def _is_positive_number(value: object) -> bool:
 
 
 def _keys(text: str) -> bytes:
-    """What to type for `text`: a control key by its name, or a line."""
+    """Return the keys to type for `text`: a control key by its name, or a line."""
     if text in CONTROL_KEYS:
         return CONTROL_KEYS[text]
     return text.encode(errors="replace") if not text or text.endswith("\n") else f"{text}\n".encode(errors="replace")

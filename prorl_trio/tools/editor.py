@@ -32,7 +32,7 @@ Long output is clipped and marked with `<response clipped>`. Files keep their st
 
 
 class EditorTool(Tool):
-    """One command of the editor on one path."""
+    """A tool that views or edits one file by one command of the editor."""
 
     name = "str_replace_editor"
     description = DESCRIPTION

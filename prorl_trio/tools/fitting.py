@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Codec", "fit_texts", "fitting_share"]
 
 REPLACED = "\ufffd"
-"""What half a character is decoded to."""
+"""The character that half a character is decoded to."""
 
 
 class Codec(Protocol):

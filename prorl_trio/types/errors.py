@@ -72,7 +72,7 @@ ErrorCode = Literal[
     "shutdown",  # the node ended before the job did
     "node",  # none of the above
 ]
-"""What exactly went wrong, finer than the cause. Closed."""
+"""The exact failure, finer than the cause. Closed."""
 
 
 class ProrlError(Exception):
@@ -173,8 +173,10 @@ class PauseTimeout(ServiceError):
 
 
 class UpdateRefused(ServiceError):
-    """A step of a policy update cannot come now: weights without a pause, or a version over weights that some engine
-    failed to load."""
+    """A step of a policy update cannot come now.
+
+    That is: weights without a pause, or a version over weights that some engine failed to load.
+    """
 
     code = "update_refused"
 
@@ -269,7 +271,7 @@ class HostileAnswer(AgentFault):
 _BUSY: Final = frozenset(
     {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETXTBSY}
 )
-"""What the system says of a lack that passes."""
+"""Error numbers of a lack that passes."""
 
 
 class SandboxUnavailable(RolloutError):
@@ -304,8 +306,11 @@ class SandboxLost(RolloutError):
 
 
 class SandboxCallFailed(RolloutError):
-    """A sandbox lives, but could not carry out a call: no shell starts in it any more, it has no thread or descriptor
-    left, or its daemon met an error of its own. The next call may succeed."""
+    """A sandbox lives, but could not carry out a call.
+
+    No shell starts in it any more, it has no thread or descriptor left, or its daemon met an error of its own. The next
+    call may succeed.
+    """
 
     cause = "sandbox"
     error_code = "sandbox_failed"

@@ -1,5 +1,6 @@
-"""The domain: what is submitted and what is returned; what is recorded is in `trajectory`, and named here as well.
-Frozen msgspec Structs, wire-ready.
+"""The domain: jobs that are submitted and outcomes that are returned. Frozen Structs, wire-ready.
+
+The record of a rollout is in `trajectory`, and named here as well.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class SamplingParams(_Model, frozen=True):
-    """How the policy is sampled. Defaults sample the raw distribution, which policy-gradient training needs.
+    """The way of sampling. Defaults sample the raw distribution, which policy-gradient training needs.
 
     `max_output_tokens` limits one turn. `stop_token_ids` end a turn besides the family's end-of-turn token.
     """
@@ -87,8 +88,9 @@ class SamplingParams(_Model, frozen=True):
 
 
 class Budgets(_Model, frozen=True):
-    """Seconds a job may spend in each stage, and in all of them together. Time in queues is not charged. None takes the
-    node's default.
+    """Seconds that a job may spend in each stage, and in all of them together.
+
+    Time in queues is not charged. None takes the node's default.
 
     `init_s`, `run_s`, `eval_s` and `total_s` guard the infrastructure: where one is used up, the job has `timed_out`,
     with a cause that says where the time went, and no reward. `agent_s` is the policy's: when it is used up, the
@@ -116,7 +118,9 @@ class Budgets(_Model, frozen=True):
 
 
 class GroupPolicy(_Model, frozen=True):
-    """When the rest of a group is cancelled, so that a straggler does not hold it up. All its rollouts say the same.
+    """The rule by which the rest of a group is cancelled, so that a straggler does not hold it up.
+
+    All rollouts of a group say the same.
 
     Attributes:
         size: rollouts of the group.
@@ -145,7 +149,7 @@ class GroupPolicy(_Model, frozen=True):
 
 
 class RetryPolicy(_Model, frozen=True):
-    """Whether a rollout that failed is run again as a whole: from a fresh sandbox, with an empty conversation.
+    """The rule by which a rollout that failed is run again, from a fresh sandbox and an empty conversation.
 
     `max_attempts` counts the first one. `causes` are those that are retried, none of the policy's own. Before attempt n
     + 1 the job waits `backoff_s` * 2 ** (n - 1), at most 60 s.
@@ -167,7 +171,7 @@ class RetryPolicy(_Model, frozen=True):
 
 
 class TaskInstance(_Model, frozen=True):
-    """One task of a task set. `handler` names who can do it; `payload` is that handler's own, validated by it."""
+    """A task of a task set. `handler` names who can do it; `payload` is that handler's own, validated by it."""
 
     instance_id: str
     handler: str
@@ -175,7 +179,9 @@ class TaskInstance(_Model, frozen=True):
 
 
 class JobSpec(_Model, frozen=True):
-    """One rollout to do. `job_id` is the submitter's and idempotent; rollouts of one instance share `group_id`.
+    """A rollout to do.
+
+    `job_id` is the submitter's and idempotent; rollouts of one instance share `group_id`.
 
     `keep_partial`: an outcome other than `completed` carries what was recorded until then. `group` needs a `group_id`.
 
@@ -221,7 +227,7 @@ class JobSpec(_Model, frozen=True):
 
 
 class Timing(_Model, frozen=True):
-    """Where a job's time went, in seconds on the monotonic clock. `queued_*_s` are waits, not charged to budgets."""
+    """Seconds of a job by stage, on the monotonic clock. `queued_*_s` are waits, not charged to budgets."""
 
     queued_init_s: float = 0.0
     init_s: float = 0.0

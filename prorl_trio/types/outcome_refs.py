@@ -27,7 +27,7 @@ _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class Mapped(Protocol):
-    """What to look into: `ipc.arena_socket.MappedArena`, or the node's own `ipc.arena_memory.ArenaMemory`."""
+    """A mapped arena: `ipc.arena_socket.MappedArena`, or the node's own `ipc.arena_memory.ArenaMemory`."""
 
     def view(self, ref: ArenaRef) -> TokenArrays:
         """The tokens of `ref`."""

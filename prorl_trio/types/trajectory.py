@@ -1,4 +1,4 @@
-"""What a rollout recorded: token-exact segments, turns and the trajectory of both. Frozen msgspec Structs, wire-ready.
+"""The record of a rollout: token-exact segments, turns, and the trajectory of both. Frozen Structs, wire-ready.
 
 Token arrays are raw little-endian bytes on the wire (`token_ids` int32, `logprobs` float32, `loss_mask` uint8: 9 bytes
 a token) and read-only numpy views in Python, without a copy.
@@ -49,7 +49,7 @@ FinishReason = Literal["stop", "length", "abort", "tool_call"]
 a tool call was complete."""
 
 LogprobKind = Literal["raw", "processed", "unknown"]
-"""Of which distribution an engine's log-probabilities are: the model's own (temperature 1, nothing cut off), or what
+"""The distribution that an engine's log-probabilities are of: the model's own (temperature 1, nothing cut off), or what
 temperature, `top_p` and `top_k` made of it."""
 
 SegmentReason = Literal["template_rewrite", "compaction", "sub_agent", "retry"]
@@ -65,10 +65,10 @@ ToolOutcome = Literal[
     "malformed",  # the call could not be parsed
     "not_run",  # the episode had ended
 ]
-"""How a tool call went."""
+"""The result of a tool call, as a closed set."""
 
 OUT_OF_BAND_PROTOCOL = 5
-"""Of pickles that may carry buffers beside themselves (PEP 574)."""
+"""The first pickle protocol that may carry buffers beside the pickle (PEP 574)."""
 
 
 class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,7 +76,9 @@ class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class ToolCall(_Model, frozen=True):
-    """One call the policy made. `error` is set when its text could not be parsed: then `arguments` is empty.
+    """A tool call that the policy made.
+
+    `error` is set when its text could not be parsed: then `arguments` is empty.
 
     `id` is the one it was sampled with; most families write none.
     """
@@ -89,7 +91,7 @@ class ToolCall(_Model, frozen=True):
 
 
 class ToolResult(_Model, frozen=True, omit_defaults=True):
-    """How one call went, beside what the policy was shown of it. `exit_code` is the command's, where it has one."""
+    """The result of a call, beside what the policy was shown of it. `exit_code` is the command's, where it has one."""
 
     outcome: ToolOutcome = "ok"
     exit_code: int | None = None
@@ -239,8 +241,10 @@ class Segment(_Model, frozen=True):
         return len(self.loss_mask_le)
 
     def check(self) -> None:
-        """Raise StaleReference if the arrays are a node's memory that it has taken back; whatever was read since then
-        may be wrong. Does nothing where they are anything else."""
+        """Raise StaleReference if the arrays are a node's memory that it has taken back.
+
+        Whatever was read since then may be wrong. Does nothing where they are anything else.
+        """
         check = getattr(self.token_ids_le.obj, "check", None)
         if check is not None:
             check()
@@ -272,7 +276,7 @@ def _segment(
     parent: int | None = None,
     reason: SegmentReason | None = None,
 ) -> Segment:
-    """What a pickle calls; the arrays come as any bytes-like object."""
+    """Make a segment from a pickle; the arrays come as any bytes-like object."""
     return Segment(
         token_ids_le=token_ids,
         logprobs_le=logprobs,
@@ -292,7 +296,7 @@ def _flat(buffer: Any) -> memoryview:
 
 
 class Turn(_Model, frozen=True, omit_defaults=True):
-    """One action of the policy and what came back. Token positions index the segment.
+    """An action of the policy and what came back. Token positions index the segment.
 
     `observations` answer `tool_calls` one by one; there are fewer where the rollout was cut short in the middle.
     `tool_results` say of each of them how it went.
@@ -320,7 +324,9 @@ class Turn(_Model, frozen=True, omit_defaults=True):
 
 
 class Trajectory(_Model, frozen=True):
-    """What the policy did, token-exact. `prefix_breaks` counts segments begun because a prompt lost its prefix.
+    """The whole record of a rollout, token-exact.
+
+    `prefix_breaks` counts segments begun because a prompt lost its prefix.
 
     `drift_tokens` are recorded ones that were found to differ from what was sent and sampled: 0, or the job has failed.
     `segments` are those of the task's own agent in their order, then those of each agent that it asked.
@@ -336,8 +342,11 @@ class Trajectory(_Model, frozen=True):
 
     @property
     def policy_versions(self) -> list[str]:
-        """Every version it was sampled under, each once: the oldest first where all are integers; otherwise the task's
-        own agent's in the order of first use, and then those that only others used."""
+        """Return every version it was sampled under, each once.
+
+        The oldest comes first where all are integers. Otherwise the task's own agent's come in the order of first use,
+        and then those that only others used.
+        """
         versions = dict.fromkeys(span.policy_version for segment in self.segments for span in segment.spans)
         return sorted(versions, key=int) if all(map(str.isdecimal, versions)) else list(versions)
 

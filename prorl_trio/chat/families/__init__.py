@@ -1,1 +1,1 @@
-"""What differs between model families: how their tool calls and reasoning are written, and how they are told apart."""
+"""The model families: how each writes tool calls and reasoning, and how it is told from its template."""

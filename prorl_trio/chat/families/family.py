@@ -18,7 +18,7 @@ __all__ = ["FAMILIES", "Family", "choose_family"]
 
 
 class Family(NamedTuple):
-    """What has to be known of a family beside its template.
+    """The facts about a family that its template does not say.
 
     Attributes:
         name: as `[model] family` of node.toml has it.

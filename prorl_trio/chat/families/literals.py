@@ -15,7 +15,7 @@ _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": Fal
 
 
 class Notation(NamedTuple):
-    """How strings and keys are written. `string` has the content in its one group that matched."""
+    """A way of writing strings and keys. `string` has the content in its one group that matched."""
 
     string: re.Pattern[str]
     bare_key: re.Pattern[str]

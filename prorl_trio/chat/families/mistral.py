@@ -13,7 +13,7 @@ __all__ = ["MISTRAL"]
 _OPEN = "[TOOL_CALLS]"
 _HEAD = re.compile(r"\s*([^\s\[{]{1,200})\s*(?:\[CALL_ID\]\s*([^\s\[{]{1,200})\s*)?(?:\[ARGS\])?\s*(?=\{)")
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
-"""What its templates accept; a call with another id gets a new one."""
+"""Call ids that its templates accept; a call with another id gets a new one."""
 _EXPECTED = f'{_OPEN}tool[ARGS]{{...}} or {_OPEN}[{{"name": "tool", "arguments": {{...}}}}]'
 
 

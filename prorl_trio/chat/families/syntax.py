@@ -1,4 +1,4 @@
-"""What a way of writing tool calls consists of, and the one most models are trained on."""
+"""The parts of a syntax of tool calls, and the syntax that most models are trained on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THINK = {"<think>": "</think>"}
 
 
 class SpokenTurn(NamedTuple):
-    """One assistant turn taken apart. `reasoning` was inside `<think>`; `content` is what is left of the text."""
+    """An assistant turn taken apart. `reasoning` was inside `<think>`; `content` is the rest of the text."""
 
     content: str
     reasoning: str
@@ -25,7 +25,7 @@ class SpokenTurn(NamedTuple):
 
 
 class CallSyntax(NamedTuple):
-    """How a family writes its calls and its reasoning.
+    """A family's syntax of calls and reasoning.
 
     Attributes:
         opening: matches where a call, or a bracket around calls, begins.

@@ -21,7 +21,7 @@ __all__ = ["GLM_XML", "QWEN_XML", "read_dsml"]
 
 
 class _Tags(NamedTuple):
-    """One dialect. `key` and `close` consume the space after them; `value_end` is what ends a value.
+    """A dialect of XML-like calls. `key` and `close` consume the space after them; `value_end` ends a value.
 
     A value may contain anything, its own end tag included: it ends at the first one that something sensible follows.
     `call_end` may be a group of several tags; `stray` is where reading goes on after a broken call.
