@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import trio
 
-from prorl_trio.sandbox.provider import ProviderReport, Sandbox, SandboxProvider, SandboxSpec
+from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.run_dir import RunDir, SandboxDir, open_shared_run_dir
 from prorl_trio.sandbox.runtime.runtime import process_runtime
@@ -26,6 +26,8 @@ from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
+
+    from prorl_trio.sandbox.sandbox import Sandbox
 
 NAMESPACES = ("--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--uts")
 

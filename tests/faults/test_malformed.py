@@ -29,8 +29,8 @@ from ipc.session import (
 )
 from prorl_trio.client import connect
 from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.rest.app import ENDPOINTS
 from prorl_trio.service.requests import ErrorDetail
+from prorl_trio.service.rest.app import ENDPOINTS
 from prorl_trio.service.sessions.session_table import SessionTable
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import open_rest

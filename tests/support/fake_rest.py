@@ -155,7 +155,8 @@ async def open_rest(
 ) -> AsyncIterator[RestService]:
     """Serve `node`; `rest` are fields of `RestConfig`. Leaving cancels the server.
 
-    `sandbox_network`: see `configured_endpoints`. With TLS, `certificate` is the server's context and `trust` its clients'.
+    `sandbox_network`: see `configured_endpoints`. With TLS, `certificate` is the context of the server, `trust` of its
+    clients.
     """
     config = RestConfig(enabled=True, port=0, **rest)
     table = SessionTable() if sessions is None else sessions
