@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_trio.config import Strategy
-    from prorl_trio.inference.pool.lease import BackendLease
+    from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.inference.pool.pool import Backends
 
 __all__ = ["HEAVY", "LIGHT", "REASONING", "TOKENS", "Batch", "Turn", "Work", "draw_batch"]
@@ -153,7 +153,7 @@ class Batch:
         self._work, self._turns = work, draw_batch(work, seed)
         self._backends, self._urls, self._strategy, self._ended = backends, urls, strategy, ended
         self._waiting: deque[tuple[int, int]] = deque()
-        self._bound: dict[tuple[int, int], BackendLease] = {}
+        self._bound: dict[tuple[int, int], Lease] = {}
         self._count: Counter[str] = Counter()
         self._ratio_s = self._saturated_s = self._since_s = 0.0
 
@@ -201,7 +201,7 @@ class Batch:
             async with self._backends.lease(_task_id(*name)) as lease:
                 await self._rollout(*name, lease)
 
-    async def _rollout(self, instance: int, rollout: int, lease: BackendLease) -> None:
+    async def _rollout(self, instance: int, rollout: int, lease: Lease) -> None:
         turns = self._turns[instance][rollout]
         token_id = self._first_token_id + instance * self._work.rollouts + rollout
         context = self._work.prompt_tokens
@@ -218,7 +218,7 @@ class Batch:
         finally:
             self._note(lease.url, -1)
 
-    async def _sample(self, number: int, prompt_token_ids: list[int], turn: Turn, lease: BackendLease) -> None:
+    async def _sample(self, number: int, prompt_token_ids: list[int], turn: Turn, lease: Lease) -> None:
         home = lease.url
         asked = CompletionRequest(
             prompt_token_ids=prompt_token_ids,

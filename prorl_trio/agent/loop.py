@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.inference.engines.engine import Completion
-    from prorl_trio.inference.pool.lease import BackendLease
+    from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.tools import ToolSet
     from prorl_trio.types.models import FinishReason, SegmentReason, StopReason, ToolCall
 
@@ -172,7 +172,7 @@ _at_work: ContextVar[_Agent | None] = ContextVar("_at_work", default=None)
 """The innermost agent, for whom it calls."""
 
 
-async def lease_backend(context: RolloutContext, stack: AsyncExitStack) -> BackendLease:
+async def lease_backend(context: RolloutContext, stack: AsyncExitStack) -> Lease:
     """A backend for the whole task, given back when `stack` is closed. The wait for it is charged to no budget.
 
     Raises:
@@ -202,7 +202,7 @@ class _Agent:
     besides what its tools returned."""
 
     context: RolloutContext
-    lease: BackendLease
+    lease: Lease
     budget: AgentBudget
     conversation: Conversation
     tools: ToolSet

@@ -481,7 +481,7 @@ async def open_pipeline(
     """
     pipeline = Pipeline(resources, sandboxes, service, observers)
     if resources.backends is not None:  # in tests of the pipeline alone there are none
-        resources.backends.on_change = pipeline.backends_changed
+        resources.backends.subscribe(pipeline.backends_changed)
     try:
         async with open_single_nursery() as eval_nursery:
             async with open_single_nursery() as run_nursery:

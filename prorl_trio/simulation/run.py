@@ -66,7 +66,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
         makespan_s: from the first submission to the last outcome.
         jobs_per_h: in the steady part. `tokens_per_s` (sampled) and `turns_per_s`: over the whole.
         completed: jobs. `failures`: the others, by cause. `retried`: attempts that were followed by another.
-        moves: rollouts that changed their backend, by reason: see `inference.placement.MoveReason`.
+        moves: rollouts that changed their backend, by reason: see `inference.pool.placement.MoveReason`.
         waits: `queued_init`, `init`, `queued_run`, ... as in `models.Timing`.
         use: of every resource, the first that jobs meet first.
         bottleneck: name of the resource that limits throughput.

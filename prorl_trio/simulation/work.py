@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from prorl_trio.agent.context import RolloutContext
-    from prorl_trio.inference.pool.lease import BackendLease
+    from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.simulation.config import SimulationConfig
 
@@ -121,7 +121,7 @@ class SimulatedHandler(AgentHandler):
             raise EvaluationError("simulated failure of the evaluation")
         return Evaluation(reward=1.0, details={})
 
-    async def _lease(self, context: RolloutContext, stack: AsyncExitStack, random: Random) -> BackendLease:
+    async def _lease(self, context: RolloutContext, stack: AsyncExitStack, random: Random) -> Lease:
         """See `STAGGER_S`. Who did not wait goes on at once."""
         asked_s = trio.current_time()
         lease = await lease_backend(context, stack)
@@ -129,9 +129,7 @@ class SimulatedHandler(AgentHandler):
             await trio.sleep(random.random() * STAGGER_S)
         return lease
 
-    async def _sample(
-        self, context: RolloutContext, lease: BackendLease, turn: int, prompt_tokens: int, sampled: int
-    ) -> None:
+    async def _sample(self, context: RolloutContext, lease: Lease, turn: int, prompt_tokens: int, sampled: int) -> None:
         attempt = self._draws[context.spec.job_id, "run"]
         asked = CompletionRequest(
             prompt_token_ids=[0] * prompt_tokens,

@@ -56,7 +56,7 @@ async def slow_lease(rig, submit):
 async def pause_before_a_completion(rig, submit):
     await rig.resources.backends.pause("wait", 5)
     await submit()
-    while not rig.resources.backends.gate.waiting:
+    while not rig.resources.backends.admission.waiting:
         await trio.lowlevel.checkpoint()
     await trio.sleep(LONGER_S)
     await rig.resources.backends.resume("1")

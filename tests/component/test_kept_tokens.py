@@ -117,7 +117,7 @@ async def test_a_pause_waits_for_a_slice_only():
             done.append(await complete(backends, slice_tokens=8))
 
         async def release_when_closed():
-            while not backends.gate.closed:
+            while not backends.admission.closed:
                 await trio.lowlevel.checkpoint()
             engine.release()
 
@@ -170,8 +170,8 @@ async def test_a_rollout_outlives_a_time_out_of_its_only_engine(rig):
     async with rig.open():
         context = RolloutContext(spec=rig.spec(), resources=rig.resources)
         async with rig.provider.open_sandbox(SandboxSpec()) as context.sandbox:
-            (engine,) = rig.resources.backends._engines.values()
-            engine.pace.measured(100, 0.001, trio.current_time())
+            (backend,) = rig.resources.backends._placement.backends()
+            backend.pace.measured(100, 0.001, trio.current_time())
             rig.engine.config = msgspec.structs.replace(rig.engine.config, first_token_s=3600.0)
 
             def quick_again(prompt):

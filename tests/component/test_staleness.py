@@ -154,8 +154,8 @@ async def test_a_job_waits_where_every_backend_has_weights_that_are_too_old(rig)
         async with rig.open_pipeline():
             backends = rig.resources.backends
             await backends.resume("5")
-            (engine,) = backends._engines.values()
-            engine.info = msgspec.structs.replace(engine.info, policy_version="3", label="3")
+            (backend,) = backends._placement.backends()
+            backend.engine.info = msgspec.structs.replace(backend.info, policy_version="3", label="3")
             rig.pipeline.submit(Job(rig.spec("first", max_staleness=1), Updated(), rig.resources, rig.observer))
             rig.pipeline.submit(Job(rig.spec("second", max_staleness=2), Updated(), rig.resources, rig.observer))
             await trio.testing.wait_all_tasks_blocked()
@@ -208,9 +208,8 @@ async def test_a_job_goes_to_the_backend_with_weights_that_are_new_enough(rig):
             backends = rig.resources.backends
             await backends.add(other.url, weight=100)
             await backends.resume("5")
-            for backend, engine in backends._engines.items():
-                if backend.url == other.url:
-                    engine.info = msgspec.structs.replace(engine.info, policy_version="3", label="3")
+            late = backends._placement.get(other.url)
+            late.engine.info = msgspec.structs.replace(late.info, policy_version="3", label="3")
             other.requests.clear()
             rig.pipeline.submit(Job(rig.spec(max_staleness=1), Updated(), rig.resources, rig.observer))
             await rig.pipeline.wait_idle()

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from prorl_trio.config import Strategy
-from prorl_trio.inference.pool.placement import MAX_RANKS_PER_BACKEND, BackendPool, MoveReason
+from prorl_trio.inference.pool.placement import MAX_RANKS_PER_BACKEND, MoveReason, Placement
+from support.placed import add
 
 URLS = st.sampled_from([f"http://host{index}:8000" for index in range(5)])
 
@@ -23,7 +24,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 1000), strategy=st.sampled_from(get_args(Strategy)))
     def start(self, seed, strategy):
-        self.pool = BackendPool(Random(seed), strategy=strategy)
+        self.pool = Placement(Random(seed), strategy=strategy)
         self.states: dict[str, str] = {}
         self.suspended: set[str] = set()
         self.limits: dict[str, int] = {}
@@ -48,7 +49,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(url=URLS, weight=st.sampled_from([None, 0.5, 1.0, 3.0]))
     def add(self, url, weight):
-        backend = self.pool.add(url, weight=weight)
+        backend = add(self.pool, url, weight)
         assert self.pool.get(url) is backend
         self.states[url] = "active"
         self.limits.setdefault(url, 0)

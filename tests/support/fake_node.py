@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prorl_trio.chat.messages import ToolSchema
-    from prorl_trio.inference.pool.placement import BackendStatistics
+    from prorl_trio.inference.pool.backend import BackendStatistics
     from prorl_trio.pipeline.observer import Observer
     from prorl_trio.pipeline.pipeline import JobSink
     from prorl_trio.types.models import Status

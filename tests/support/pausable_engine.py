@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from prorl_trio.inference.engines.engine import CompletionRequest, PauseMode
     from prorl_trio.inference.engines.engine_load import EngineLoad
-    from prorl_trio.inference.pool.lease import BackendLease
-    from prorl_trio.inference.pool.placement import BackendStatistics
+    from prorl_trio.inference.pool.backend import BackendStatistics
+    from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.types.models import FinishReason
 
 __all__ = ["HEALTH", "A", "B", "C", "PausableEngine", "Pool", "complete", "open_pool", "versions"]
@@ -173,7 +173,7 @@ async def open_pool(*urls: str, **options: Any) -> AsyncIterator[Pool]:
                 await pool.backends.aclose()
 
 
-async def complete(lease: BackendLease, tokens: int = 8) -> Completion:
+async def complete(lease: Lease, tokens: int = 8) -> Completion:
     """A completion of a prompt of three tokens."""
     return await lease.attempt(begun(asked(max_tokens=tokens, timeout_s=30)))
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from prorl_trio.agent.clock import AgentClock
 from prorl_trio.config import BudgetConfig
-from prorl_trio.inference.pool.pace import Pace
-from prorl_trio.inference.pool.production import STALL_S, Production
+from prorl_trio.inference.pool.pace import STALL_S, Pace, Production
 from prorl_trio.types.models import Budgets
 
 

@@ -13,7 +13,7 @@ import trio.testing
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, RequestRefused, made_by
-from prorl_trio.inference.pool.health import Breaker
+from prorl_trio.inference.pool.circuit_breaker import CircuitBreaker
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError
 from support.completions import asked, begun
@@ -32,18 +32,18 @@ def states(breaker, steps):
 
 
 def test_failures_in_a_row_open_it():
-    assert states(Breaker(POLICY), "cCcC") == ["closed"] * 4
-    assert states(Breaker(POLICY), "pPpCpc") == ["closed"] * 5 + ["open"]
+    assert states(CircuitBreaker(POLICY), "cCcC") == ["closed"] * 4
+    assert states(CircuitBreaker(POLICY), "pPpCpc") == ["closed"] * 5 + ["open"]
 
 
 def test_good_probes_do_not_make_up_for_failed_calls():
     """Of an engine that answers probes and nothing else, and is called seldom."""
-    assert states(Breaker(POLICY), "cPPPc") == ["closed"] * 4 + ["open"]
-    assert states(Breaker(POLICY), "cPp") == ["closed"] * 2 + ["open"]
+    assert states(CircuitBreaker(POLICY), "cPPPc") == ["closed"] * 4 + ["open"]
+    assert states(CircuitBreaker(POLICY), "cPp") == ["closed"] * 2 + ["open"]
 
 
 def test_the_first_call_after_a_recovery_decides_and_each_that_fails_doubles_the_time():
-    breaker = Breaker(POLICY)
+    breaker = CircuitBreaker(POLICY)
     states(breaker, "cc")
     needed = []
     for _ in range(6):
@@ -58,7 +58,7 @@ def test_the_first_call_after_a_recovery_decides_and_each_that_fails_doubles_the
 
 
 def test_a_call_from_before_it_opened_does_not_count():
-    breaker = Breaker(POLICY)
+    breaker = CircuitBreaker(POLICY)
     began = breaker.openings
     states(breaker, "cc" + "PP")
     breaker.call_ended(ok=False, began=began)
@@ -68,7 +68,7 @@ def test_a_call_from_before_it_opened_does_not_count():
 
 
 def test_probes_in_a_row_close_it_and_late_calls_do_not_count():
-    breaker = Breaker(POLICY)
+    breaker = CircuitBreaker(POLICY)
     assert states(breaker, "ppCpPpPcCP") == ["closed"] + ["open"] * 3 + [
         "half_open",
         "open",
@@ -81,7 +81,7 @@ def test_probes_in_a_row_close_it_and_late_calls_do_not_count():
 
 
 def test_added_again_it_begins_anew():
-    breaker = Breaker(POLICY)
+    breaker = CircuitBreaker(POLICY)
     states(breaker, "pp")
     breaker.reset()
     assert states(breaker, "p") == ["closed"]

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorl_trio.inference.pool.line import MAX_PASSED_OVER, WaitingLine
-from prorl_trio.inference.pool.placement import Backend, Lease
+from prorl_trio.inference.pool.placement import Assignment
+from support.placed import make_backend
 
-BACKEND = Backend("http://a", 1.0, 0)
+BACKEND = make_backend("http://a")
 
 
 def serve(line, rooms):
@@ -20,7 +21,7 @@ def serve(line, rooms):
         if len(served) == rooms:
             return None
         served.append(task_id)
-        return Lease(task_id, BACKEND)
+        return Assignment(task_id, BACKEND)
 
     line.serve(assign)
     return served
@@ -40,7 +41,7 @@ def test_who_leaves_is_not_served_and_leaving_twice_is_nothing():
     line.leave(first)
     line.leave(first)
     assert serve(line, 2) == ["b"]
-    assert (first.lease, second.lease.task_id, second.woken.is_set()) == (None, "b", True)
+    assert (first.assignment, second.assignment.task_id, second.woken.is_set()) == (None, "b", True)
 
 
 def test_one_who_comes_again_is_not_who_left():
@@ -50,7 +51,7 @@ def test_one_who_comes_again_is_not_who_left():
     again = line.join("a", 0)
     line.leave(gone)
     assert serve(line, 1) == ["a"]
-    assert again.lease is not None
+    assert again.assignment is not None
 
 
 @pytest.mark.parametrize("classes", [2, 3])

@@ -12,7 +12,8 @@ from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, made_by
 from prorl_trio.inference.engines.engine_load import EngineLoad, read_load
-from prorl_trio.inference.pool.load import AdaptiveLimit, LoadEstimate
+from prorl_trio.inference.pool.concurrency_limit import ConcurrencyLimit
+from prorl_trio.inference.pool.load import LoadEstimate
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError
 from support.completions import asked, begun
@@ -132,7 +133,7 @@ def test_pressure_is_a_full_cache_or_a_preemption():
 
 
 def test_the_limit_falls_by_a_factor_and_rises_one_by_one_where_it_binds():
-    policy, limit, seen = LoadConfig(min_tasks=4, decrease_factor=0.5), AdaptiveLimit(), []
+    policy, limit, seen = LoadConfig(min_tasks=4, decrease_factor=0.5), ConcurrencyLimit(), []
     for pressed, in_flight in [
         (False, 100),  # no pressure yet, no limit
         (True, 100),
@@ -148,7 +149,7 @@ def test_the_limit_falls_by_a_factor_and_rises_one_by_one_where_it_binds():
         seen.append(limit.tasks)
     assert seen == [0, 50, 50, 25, 25, 26, 27, 4, 4]
     assert (limit.within(0), limit.within(3), limit.within(9)) == (4, 3, 4)
-    assert (AdaptiveLimit().within(0), AdaptiveLimit().within(7)) == (0, 7)
+    assert (ConcurrencyLimit().within(0), ConcurrencyLimit().within(7)) == (0, 7)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ async def test_cancelled_at_any_step_a_pause_is_undone_and_a_resume_leaves_it(mo
             await backends.pause(mode, 5)
 
         async def check_undone(run):
-            assert backends.gate.closed == run.completed
+            assert backends.admission.closed == run.completed
             assert all(engine.running.is_set() != run.completed for engine in pool.engines.values() if engine.told)
             await backends.resume("1")
             await trio.sleep(0.3)
@@ -213,7 +213,7 @@ async def test_cancelled_at_any_step_a_pause_is_undone_and_a_resume_leaves_it(mo
             await backends.resume("2")
 
         async def check_closed(run):
-            assert backends.gate.closed != run.completed
+            assert backends.admission.closed != run.completed
             before = completions
             await trio.sleep(3)
             if not run.completed and mode != "keep":
@@ -348,7 +348,7 @@ async def test_one_that_fails_to_load_leaves_the_old_version_everywhere(autojump
             assert report.backends[1].error == f"{B}: out of order"
             with pytest.raises(UpdateRefused, match=B):
                 await pool.backends.resume("next")
-            assert pool.backends.gate.closed
+            assert pool.backends.admission.closed
             report = await pool.backends.resume()
             assert loaded(report) == {A: "resumed", B: "resumed"}
             assert {each.policy_version for each in report.backends} == {version}

@@ -7,15 +7,16 @@ from random import Random
 
 import pytest
 
-from prorl_trio.inference.pool.placement import BackendPool
+from prorl_trio.inference.pool.placement import Placement
+from support.placed import add
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
 
 def pool_of(*urls, seed=0):
-    pool = BackendPool(Random(seed))
+    pool = Placement(Random(seed))
     for url in urls:
-        pool.add(url)
+        add(pool, url)
     return pool
 
 
@@ -60,9 +61,9 @@ def test_ties_are_broken_evenly_also_one_task_at_a_time():
 
 
 def test_no_backend_no_lease():
-    pool = BackendPool(Random(0))
+    pool = Placement(Random(0))
     assert pool.assign("t") is None
-    pool.add(A)
+    add(pool, A)
     pool.drain(A)
     assert pool.assign("t") is None
     assert pool.open_leases == 0
@@ -75,7 +76,7 @@ def test_a_drained_backend_keeps_its_tasks_and_can_come_back():
     pool.drain(A)
     assert pool.statistics()[0].state == "draining"
     assert in_flight(pool) == {A: 1}
-    pool.add(A)
+    add(pool, A)
     assert pool.assign("u").backend is lease.backend
 
 
@@ -95,7 +96,7 @@ def test_the_url_of_a_removed_backend_may_be_added_again():
     pool = pool_of(A)
     old = pool.assign("t")
     pool.remove(A)
-    new = pool.add(A)
+    new = add(pool, A)
     assert new is not old.backend
     assert pool.assign("u").backend is new
     pool.release(old)
@@ -141,21 +142,21 @@ def test_misuse_is_an_error_and_changes_nothing():
 
 def test_weights_share_the_tasks_and_change_while_they_run():
     pool = pool_of(A)
-    pool.add(B, weight=3)
+    add(pool, B, weight=3)
     for index in range(40):
         pool.assign(f"t{index}")
     assert in_flight(pool) == {A: 10, B: 30}
-    pool.add(A, weight=3)
+    add(pool, A, weight=3)
     assert Counter(pool.assign(f"u{index}").backend.url for index in range(20)) == {A: 20}
     with pytest.raises(ValueError, match="a weight must be > 0, got 0"):
-        pool.add(A, weight=0)
+        add(pool, A, weight=0)
 
 
 def test_one_of_little_weight_gets_nothing_while_another_has_less_to_do_for_its_own():
     """Not even one task while it is idle: that would be the one that all wait for in the end."""
-    pool = BackendPool(Random(0))
-    pool.add(A, weight=0.001)
-    pool.add(B, weight=1000)
+    pool = Placement(Random(0))
+    add(pool, A, weight=0.001)
+    add(pool, B, weight=1000)
     for index in range(500):
         pool.assign(f"t{index}")
     assert in_flight(pool) == {A: 0, B: 500}
@@ -189,11 +190,11 @@ def test_one_added_late_takes_its_share_and_is_not_flooded():
     """A and B have 20 tasks each. As they end, one after the other, their successors go to C until it has as many."""
     flooded = {}
     for strategy in ("least_in_flight", "assignments_ever"):
-        pool = BackendPool(Random(0), strategy=strategy)
+        pool = Placement(Random(0), strategy=strategy)
         for url in (A, B):
-            pool.add(url)
+            add(pool, url)
         running = [pool.assign(f"t{index}") for index in range(40)]
-        pool.add(C)
+        add(pool, C)
         for index in range(200):
             pool.release(running.pop(0))
             running.append(pool.assign(f"u{index}"))
@@ -205,21 +206,21 @@ def test_one_added_late_takes_its_share_and_is_not_flooded():
 
 
 def test_the_strategies_to_compare_with():
-    pool = BackendPool(Random(0), strategy="round_robin")
+    pool = Placement(Random(0), strategy="round_robin")
     for url in (A, B, C):
-        pool.add(url)
+        add(pool, url)
     turns = [pool.assign(f"t{index}").backend.url for index in range(9)]
     assert turns == turns[:3] * 3
     assert set(turns) == {A, B, C}
-    split = BackendPool(Random(0), 1, strategy="static_split")
+    split = Placement(Random(0), 1, strategy="static_split")
     for url in (A, B):
-        split.add(url)
+        add(split, url)
     assert [split.assign(f"t{index}").backend.url for index in range(4)] == [A, B, A, B]
-    ever = BackendPool(Random(0), strategy="assignments_ever")
-    ever.add(A)
+    ever = Placement(Random(0), strategy="assignments_ever")
+    add(ever, A)
     for index in range(5):
         ever.release(ever.assign(f"t{index}"))
-    ever.add(B)
+    add(ever, B)
     assert [ever.assign(f"u{index}").backend.url for index in range(5)] == [B] * 5
     with pytest.raises(ValueError, match="no strategy 'best'; there are least_in_flight"):
-        BackendPool(Random(0), strategy="best")
+        Placement(Random(0), strategy="best")

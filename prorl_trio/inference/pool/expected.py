@@ -9,7 +9,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.inference.engines.retries import RetryPolicy
-from prorl_trio.inference.pool.placement import BackendStatistics
+from prorl_trio.inference.pool.backend import BackendStatistics
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from prorl_trio.inference.pool.placement import Lease
+    from prorl_trio.inference.pool.placement import Assignment
 
 __all__ = ["MAX_PASSED_OVER", "Waiter", "WaitingLine"]
 
@@ -22,18 +22,18 @@ MAX_PASSED_OVER = 8
 
 
 class Waiter:
-    """One task in line. `lease` is set when its turn has come; `woken` then, and whenever there is news for it."""
+    """One task in line. `assignment` is set when its turn has come; `woken` then, and whenever there is news for it."""
 
-    __slots__ = ("lease", "priority", "task_id", "woken")
+    __slots__ = ("assignment", "priority", "task_id", "woken")
 
     def __init__(self, task_id: str, priority: int) -> None:
         self.task_id = task_id
         self.priority = priority
-        self.lease: Lease | None = None
+        self.assignment: Assignment | None = None
         self.woken = trio.Event()
 
     def __repr__(self) -> str:
-        return f"<Waiter {self.task_id}, priority {self.priority}{', served' if self.lease else ''}>"
+        return f"<Waiter {self.task_id}, priority {self.priority}{', served' if self.assignment else ''}>"
 
 
 class WaitingLine:
@@ -66,19 +66,19 @@ class WaitingLine:
             if not waiting:
                 del self._classes[waiter.priority], self._passed_over[waiter.priority]
 
-    def serve(self, assign: Callable[[str], Lease | None]) -> None:
-        """Give leases to those whose turn it is, for as long as `assign` has any."""
+    def serve(self, assign: Callable[[str], Assignment | None]) -> None:
+        """Give places to those whose turn it is, for as long as `assign` has any."""
         while self._classes:
             priority = self._next_class()
             waiter = next(iter(self._classes[priority].values()))
-            lease = assign(waiter.task_id)
-            if lease is None:
+            assignment = assign(waiter.task_id)
+            if assignment is None:
                 return
             for later in self._classes:
                 self._passed_over[later] += later > priority
             self._passed_over[priority] = 0
             self.leave(waiter)
-            waiter.lease = lease
+            waiter.assignment = assignment
             waiter.woken.set()
 
     def tell_news(self) -> None:

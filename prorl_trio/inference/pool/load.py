@@ -1,5 +1,4 @@
-"""What is made of an engine's load: how long a call would wait there, what a prefix costs to read again, how many tasks
-it can hold. Pure state, one of each for a backend.
+"""An estimate from an engine's load: how long a call would wait there, and what a prefix costs to read again. Pure.
 
 A call waits `waiting * service_s / running` seconds: by Little's law, `running` calls that take `service_s` each leave
 at the rate `running / service_s`, and `waiting` are ahead. What is measured is how long calls take from being sent to
@@ -14,13 +13,12 @@ and the margin and the ratio keep it from moving back and forth over small or sh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prorl_trio.config import LoadConfig
     from prorl_trio.inference.engines.engine_load import EngineLoad
 
-__all__ = ["AdaptiveLimit", "LoadEstimate"]
+__all__ = ["LoadEstimate"]
 
 CALL_WEIGHT = 0.1
 """Of the latest call in the moving average of how long calls take."""
@@ -102,36 +100,11 @@ class LoadEstimate:
             return 0.0
         return None if service_s is None else waiting * service_s / max(1, load.running)
 
-    def figures(self) -> dict[str, float | None]:
-        """For `BackendStatistics`."""
-        figures: dict[str, float | None] = {
-            "wait_s": self.wait_s,
-            "prefill_tokens_per_s": self.prefill_tokens_per_s,
-        }
+    def figures(self) -> dict[str, Any]:
+        """Return what `BackendStatistics` has of it."""
+        figures: dict[str, Any] = {"wait_s": self.wait_s, "prefill_tokens_per_s": self.prefill_tokens_per_s}
         if self.load is not None:
             figures["engine_running"] = self.load.running
             figures["engine_waiting"] = self.load.waiting
             figures["kv_usage"] = self.load.kv_usage
         return figures
-
-
-class AdaptiveLimit:
-    """How many tasks a backend may have: fewer by a factor when its KV cache is too full, more one by one when not.
-
-    `tasks` is 0, for no limit, until the cache was too full for the first time.
-    """
-
-    def __init__(self) -> None:
-        self.tasks = 0
-
-    def adapt(self, policy: LoadConfig, *, pressed: bool, in_flight: int) -> None:
-        """After a report. A decrease is given the time to work: tasks beyond the limit stay till they end, and until it
-        is kept there is no other. A limit that nobody runs into is not raised."""
-        if pressed and (not self.tasks or in_flight <= self.tasks):
-            self.tasks = max(policy.min_tasks, int(in_flight * policy.decrease_factor))
-        elif not pressed and self.tasks and in_flight >= self.tasks:
-            self.tasks += policy.increase_tasks
-
-    def within(self, max_tasks: int) -> int:
-        """The limit in force, where `max_tasks` is the configured one (0 for none)."""
-        return min(self.tasks or max_tasks, max_tasks or self.tasks)

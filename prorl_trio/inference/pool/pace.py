@@ -1,4 +1,5 @@
-"""How fast an engine samples, as streamed completions show, and which ones are streamed for that. Pure."""
+"""The pace of an engine, as streamed completions show it: which ones are streamed for that, and in which time it was
+really at work on the tokens that came. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["Pace"]
+__all__ = ["STALL_S", "Pace", "Production"]
 
 MAX_FIRST_SCOUTS: Final = 8
 """Completions streamed at once to learn the pace of an engine."""
@@ -19,6 +20,9 @@ SAFE_SHARE: Final = 0.5
 """Of the time-out: what is expected to take longer is streamed, lest its tokens be lost."""
 NEW_SHARE: Final = 0.5
 """Of a new measurement in the estimate."""
+
+STALL_S: Final = 5.0
+"""Between two pieces of a stream. More is a stall: the engine worked on something else, or on nothing."""
 
 
 class Pace:
@@ -46,6 +50,10 @@ class Pace:
             return True
         return not self._scouts and now_s - self._measured_s > PACE_VALID_S
 
+    def cannot_stream(self) -> None:
+        """The engine has shown that it answers in one piece whatever it is asked."""
+        self.streams = False
+
     @contextmanager
     def scout(self) -> Iterator[None]:
         """A streamed call is under way in the block."""
@@ -65,3 +73,43 @@ class Pace:
     def production_s(self, tokens: int, at_most_s: float) -> float:
         """Seconds that the engine worked on so many tokens, which it sent in one piece after `at_most_s`."""
         return at_most_s if self._token_s is None else min(at_most_s, self._token_s * tokens)
+
+
+class Production:
+    """Tells `produced` from when on an engine worked on tokens that just came. For one attempt at a completion.
+
+    Of a stream that is the time since the piece before. The time before its first piece is not told, as nobody knows
+    how much of it the request waited; nor are stalls, nor pieces that came in a pause of the pool, or after one. Of an
+    answer in one piece it is what the engine's pace says that so many tokens take, but no more than has passed.
+    """
+
+    def __init__(self, produced: Callable[[float], None], pace: Pace, sent_s: float, opening: int | None) -> None:
+        """`sent_s`: when the request was sent; `opening`: which one of the pool's gate it was in, None while closed."""
+        self._produced = produced
+        self._pace = pace
+        self._last_s = sent_s
+        self._opening = opening
+        self._streams = False
+        self._worked_s, self._tokens = 0.0, 0
+
+    def piece(self, tokens: int, now_s: float, opening: int | None) -> None:
+        """So many tokens of a stream came."""
+        if self._streams and opening is not None and opening == self._opening and now_s - self._last_s <= STALL_S:
+            self._worked_s += now_s - self._last_s
+            self._tokens += tokens
+            self._produced(self._last_s)
+        self._streams, self._last_s, self._opening = True, now_s, opening
+
+    @property
+    def streamed(self) -> bool:
+        """A piece came."""
+        return self._streams
+
+    def ended(self, now_s: float) -> None:
+        """Nothing more comes: what the stream has shown of the engine's pace counts."""
+        self._pace.measured(self._tokens, self._worked_s, now_s)
+
+    def answered(self, tokens: int, now_s: float, opening: int | None) -> None:
+        """The answer is there."""
+        if not self._streams and opening is not None and opening == self._opening:
+            self._produced(now_s - self._pace.production_s(tokens, now_s - self._last_s))

@@ -1,13 +1,16 @@
-"""How far apart two versions of the policy are, pure."""
+"""The versions of a policy: their order, how far apart two are, and which is in force. Pure."""
 
 from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["MAX_VERSIONS_KEPT", "VersionOrder", "updates_between"]
+__all__ = ["MAX_VERSIONS_KEPT", "UNKNOWN_VERSION", "VersionOrder", "updates_between"]
 
 MAX_VERSIONS_KEPT: Final = 10_000
 """Of those that are no integers; of the oldest the place is forgotten."""
+
+UNKNOWN_VERSION: Final = "0"
+"""The version that a probe gives to weights whose engine does not tell it."""
 
 
 def updates_between(older: str, newer: str) -> int | None:
@@ -18,12 +21,26 @@ def updates_between(older: str, newer: str) -> int | None:
 
 
 class VersionOrder:
-    """The versions of a policy in the order in which they came into force: what counts where they are no integers."""
+    """The versions of a policy in the order in which they came into force: what counts where they are no integers.
 
-    def __init__(self, first: str) -> None:
+    Attributes:
+        current: the one that was announced last: what the trainer has.
+    """
+
+    def __init__(self, first: str = UNKNOWN_VERSION) -> None:
+        self.current = first
         self._places: dict[str, int] = {}
         self._next = 0
         self.note(first)
+
+    def announce(self, version: str) -> None:
+        """The trainer has `version` from now on."""
+        self.current = version
+        self.note(version)
+
+    def behind(self, version: str) -> int:
+        """Policy updates that `version` lies behind what the trainer has."""
+        return self.updates(version, self.current)
 
     def note(self, version: str) -> None:
         """`version` is in force from now on. One that was so before comes back under its old place."""

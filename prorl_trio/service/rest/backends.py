@@ -6,7 +6,7 @@ from typing import Final
 
 import trio
 
-from prorl_trio.inference.pool.pool import GateReport
+from prorl_trio.inference.pool.policy_update import GateReport
 from prorl_trio.service.rest.call import Call, Endpoint, Reply
 from prorl_trio.service.rest.errors import malformed, read_body_as
 from prorl_trio.service.rest.schema import (

@@ -1,4 +1,4 @@
-"""What a policy update pauses: whether completions may begin, and which are in flight. No I/O of its own."""
+"""Admission of completions: whether they may begin, and which are in flight. No I/O of its own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from prorl_trio.inference.engines.engine import Completion
 
-__all__ = ["PAUSED", "CompletionGate", "Waiting", "unseen"]
+__all__ = ["PAUSED", "Admission", "Waiting", "unseen"]
 
 PAUSED = "backends paused"
-"""What a job that stands before a closed gate is shown to wait for."""
+"""Shown as what a job waits for that is not admitted."""
 
 Waiting = Callable[[str], AbstractContextManager[None]]
 """Entered for as long as somebody waits, with what it is that is waited for."""
@@ -29,8 +29,8 @@ def unseen(_what: str) -> Iterator[None]:
     yield
 
 
-class CompletionGate:
-    """Every completion of a pool goes through here."""
+class Admission:
+    """Every completion of a pool is admitted here; a policy update closes it."""
 
     def __init__(self) -> None:
         self._closed = False
@@ -41,7 +41,7 @@ class CompletionGate:
         self._idle = trio.lowlevel.ParkingLot()
 
     def __repr__(self) -> str:
-        return f"<CompletionGate {'closed' if self._closed else 'open'}, {len(self._calls)} in flight>"
+        return f"<Admission {'closed' if self._closed else 'open'}, {len(self._calls)} in flight>"
 
     @property
     def closed(self) -> bool:
@@ -55,7 +55,7 @@ class CompletionGate:
 
     @property
     def waiting(self) -> int:
-        """Completions that wait for the gate to open."""
+        """Completions that wait to be admitted."""
         return len(self._opened)
 
     def in_flight(self) -> Counter[str]:
@@ -77,7 +77,7 @@ class CompletionGate:
         self._opened.unpark_all()
 
     def abort(self, spared: frozenset[str] = frozenset()) -> None:
-        """Cancel the calls in flight, upon which their engines abort; they are made again once the gate is open.
+        """Cancel the calls in flight, upon which their engines abort; they are made again once it is open.
 
         Those of the `spared` urls are left alone.
         """
@@ -86,7 +86,7 @@ class CompletionGate:
                 scope.cancel()
 
     async def wait_idle(self) -> None:
-        """Return when no completion is in flight. Only of use while the gate is closed."""
+        """Return when no completion is in flight. Only of use while it is closed."""
         await trio.lowlevel.checkpoint()
         while self._calls:
             await self._idle.park()
@@ -97,11 +97,11 @@ class CompletionGate:
         call: Callable[[], Awaitable[Completion | None]],
         waiting: Waiting = unseen,
     ) -> Completion:
-        """`call`, as soon as the gate is open; and again, if a pause aborted it, or its engine, whoever asked for that,
+        """`call`, as soon as it is admitted; and again, if a pause aborted it, or its engine, whoever asked for that,
         or if it returned None, as there is more to come.
 
-        `place` is asked before each, with the gate open, for the url of the backend that it will be on.
-        `waiting(PAUSED)` is entered while the gate is closed. Raises what `call` raises; a cancel passes as ever.
+        `place` is asked before each, once it is admitted, for the url of the backend that it will be on.
+        `waiting(PAUSED)` is entered while it waits for that. Raises what `call` raises; a cancel passes as ever.
         """
         while True:
             if self._closed:

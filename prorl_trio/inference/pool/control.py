@@ -1,36 +1,23 @@
-"""Registered engines, and how each takes a pause and a resume of the pool."""
+"""Control of one engine: pauses, weights from a folder, and what the weights are called."""
 
 from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import trio
 
 from prorl_trio.inference.engines.answers import UNNAMED
-from prorl_trio.inference.pool.health import Breaker
-from prorl_trio.inference.pool.load import AdaptiveLimit, LoadEstimate
-from prorl_trio.inference.pool.pace import Pace
+from prorl_trio.inference.pool.versions import UNKNOWN_VERSION
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from prorl_trio.config import HealthConfig
     from prorl_trio.inference.engines.engine import EngineClient, EngineInfo, PauseMode
+    from prorl_trio.inference.pool.versions import VersionOrder
 
-__all__ = [
-    "EngineAnswer",
-    "GateReport",
-    "GatedBackend",
-    "RegisteredEngine",
-    "Told",
-    "close_engines",
-    "load_engine",
-    "tell_engine",
-]
+__all__ = ["EngineControl", "WeightsOnTrial"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,28 +33,38 @@ class WeightsOnTrial(NamedTuple):
     loaded: bool
 
 
-class RegisteredEngine:
-    """What a registered backend is called with. `paused`: by its own API, or it may be: no answer came. `held`: it is
-    paused, and not by us. `why`: it is given no tasks. `weights`: what those of its version can be loaded from again,
-    if that is known; `trial`: the ones it may have instead, until a resume announces them or takes them back."""
+class EngineControl:
+    """The engine of one backend, as it is told to stand still, which weights to have, and what these are called.
 
-    def __init__(
-        self, client: EngineClient, info: EngineInfo, health: HealthConfig, note_version: Callable[[str], None]
-    ) -> None:
-        """`note_version` is told of each version that is in force here and that no resume announced."""
-        self._note_version = note_version
+    Attributes:
+        info: what is known of it.
+        paused: by its own API, or it may be: no answer came.
+        weights: what those of its version can be loaded from again, if that is known.
+        trial: the ones it may have instead, until a resume announces them or takes them back.
+    """
+
+    def __init__(self, client: EngineClient, info: EngineInfo, versions: VersionOrder) -> None:
+        """Versions that are in force here and that no resume announced are noted in `versions`."""
         self.client = client
         self.info = info
         self.weights = info.weights
         self.trial: WeightsOnTrial | None = None
         self.paused = False
-        self.held = False
-        self.why = ""
-        self._control = trio.Lock()
-        self.breaker = Breaker(health)
-        self.load = LoadEstimate()
-        self.limit = AdaptiveLimit()
-        self.pace = Pace()
+        self._versions = versions
+        self._lock = trio.Lock()
+
+    def added(self, info: EngineInfo) -> None:
+        """Whoever added it just found it to be `info`; what it has are weights of a version of the policy."""
+        known, versions = self.info, self._versions
+        if info.policy_version == UNKNOWN_VERSION:
+            info = msgspec.structs.replace(info, policy_version=versions.current)
+        elif info.label == known.label:  # added again, with the weights that it had
+            info = msgspec.structs.replace(info, policy_version=known.policy_version)
+        if info.label in (UNNAMED, "") or info.label != known.label:  # with what it was started with, at best
+            self.weights = info.weights if versions.current == UNKNOWN_VERSION else ""
+        self.trial = None
+        self.info = info
+        versions.note(info.policy_version)
 
     def heard(self, label: str, since: EngineInfo) -> None:
         """It said what its weights are called, in answer to a call that was made when `since` was known of it.
@@ -83,7 +80,7 @@ class RegisteredEngine:
         elif label not in (known.label, UNNAMED):
             self.info = msgspec.structs.replace(known, label=label, policy_version=label)
             self.weights = ""
-            self._note_version(label)
+            self._versions.note(label)
 
     def probed(self, found: EngineInfo, since: EngineInfo) -> None:
         """A probe found it fit, begun when `since` was known. What the pool calls its weights stays."""
@@ -92,13 +89,13 @@ class RegisteredEngine:
         self.info = msgspec.structs.replace(found, label=known.label, policy_version=known.policy_version)
 
     def lost_weights(self, found: EngineInfo, since: EngineInfo) -> bool:
-        """Whether a probe, begun when `since` was known, shows that it was started again: its weights had a name, and
-        have none now, so they are not those that tokens would be recorded under."""
+        """Return whether a probe, begun when `since` was known, shows that it was started again: its weights had a
+        name, and have none now, so they are not those that tokens would be recorded under."""
         return found.label == UNNAMED and self.info.label == since.label and since.label not in ("", UNNAMED)
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Have it stop sampling, if it offers that. Raises BackendError: it failed, and counts as paused."""
-        async with self._control:
+        async with self._lock:
             self.paused = True
             self.paused = await self.client.pause(mode, timeout_s=timeout_s)
 
@@ -108,7 +105,7 @@ class RegisteredEngine:
         Raises:
             BackendError: it failed; they stay on trial, as it may have them all the same.
         """
-        async with self._control:
+        async with self._lock:
             before = self.paused, self.trial
             self.paused, self.trial = True, WeightsOnTrial(folder, timeout_s, loaded=False)
             if await self.client.load_weights(folder, timeout_s=timeout_s):
@@ -133,7 +130,7 @@ class RegisteredEngine:
         Raises:
             BackendError: it failed, and counts as paused.
         """
-        async with self._control:
+        async with self._lock:
             if self.trial is not None:
                 await self._take_back(self.trial)
                 self.trial = None
@@ -163,82 +160,10 @@ class RegisteredEngine:
         if not await self.client.load_weights(self.weights, timeout_s=trial.timeout_s):
             raise BackendError(f"{url}: it does not load weights any more, which it did", retryable=False)
 
-
-EngineAnswer = Literal["paused", "loaded", "resumed", "not_offered", "failed"]
-Told = tuple[EngineAnswer, str]
-
-
-class GatedBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pause, new weights or a resume did to one backend.
-
-    Attributes:
-        in_flight: completions that run there now; after `pause`, only those that were kept.
-        engine: `paused`, `loaded` or `resumed` by its own API, `not_offered` (it has none: only the node's gate holds),
-            `failed`.
-        error: why, if it failed.
-        policy_version: what its next completions are recorded under.
-    """
-
-    url: str
-    in_flight: int
-    engine: EngineAnswer
-    error: str
-    policy_version: str
-
-
-class GateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool after a pause, new weights or a resume. `waiting`: completions that wait for the resume."""
-
-    paused: bool
-    waiting: int
-    backends: list[GatedBackend]
-
-
-async def tell_engine(
-    engine: RegisteredEngine,
-    mode: PauseMode | None,
-    timeout_s: float,
-    told: dict[RegisteredEngine, Told],
-    policy_version: str | None,
-) -> None:
-    """Pause it in `mode`, or (None) tell it the version, if there is one, and resume it if it was paused.
-
-    How it took that is entered in `told`; a failure is not raised.
-    """
-    error = "" if policy_version is None else await engine.label(policy_version, timeout_s)
-    try:
-        answer: EngineAnswer = "not_offered"
-        if mode is not None:
-            await engine.pause(mode, timeout_s)
-            answer = "paused" if engine.paused else "not_offered"
-        elif engine.paused:
-            await engine.unpause(timeout_s)
-            answer = "resumed"
-        told[engine] = ("failed", error) if error else (answer, "")
-    except BackendError as exc:
-        told[engine] = ("failed", str(exc))
-
-
-async def load_engine(
-    engine: RegisteredEngine, folder: str, timeout_s: float, told: dict[RegisteredEngine, Told]
-) -> None:
-    """Have it load weights on trial. How it took that is entered in `told`; a failure is not raised."""
-    try:
-        told[engine] = ("loaded" if await engine.load_weights(folder, timeout_s) else "not_offered", "")
-    except BackendError as exc:
-        told[engine] = ("failed", str(exc))
-
-
-async def close_engines(engines: Iterable[RegisteredEngine]) -> None:
-    """Close their clients, all at once; before, those that were paused here are told to go on."""
-    async with trio.open_nursery() as nursery:
-        for engine in engines:
-            nursery.start_soon(_close, engine)
-
-
-async def _close(engine: RegisteredEngine) -> None:
-    with trio.move_on_after(UNPAUSE_GRACE_S), suppress(BackendError):
-        await engine.unpause(UNPAUSE_GRACE_S)
-    if engine.paused:
-        logger.warning("backend %s did not answer its resume, and is left as it is", engine.client.url)
-    await engine.client.aclose()
+    async def aclose(self) -> None:
+        """Close the client. An engine that was paused here is told to go on before, as nobody else would."""
+        with trio.move_on_after(UNPAUSE_GRACE_S), suppress(BackendError):
+            await self.unpause(UNPAUSE_GRACE_S)
+        if self.paused:
+            logger.warning("backend %s did not answer its resume, and is left as it is", self.client.url)
+        await self.client.aclose()

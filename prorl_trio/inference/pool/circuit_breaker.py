@@ -1,4 +1,4 @@
-"""Whether a backend is fit to be given tasks: a circuit breaker for each, pure state, told of probes and of calls."""
+"""A circuit breaker for one backend: whether it is fit to be given tasks. Pure state, told of probes and of calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     from prorl_trio.config import HealthConfig
 
-__all__ = ["Breaker", "BreakerState"]
+__all__ = ["BreakerState", "CircuitBreaker"]
 
 MAX_DOUBLINGS: Final = 3
 """Of the probes that close it, while the first call after each recovery fails."""
@@ -17,7 +17,7 @@ BreakerState = Literal["closed", "open", "half_open"]
 enough to be given tasks."""
 
 
-class Breaker:
+class CircuitBreaker:
     """Of one backend. What a call finds counts only while closed: those that end late say nothing of a recovery.
 
     A good probe makes up for bad ones, not for failed calls: there are engines that answer the one and not the other.
@@ -44,12 +44,16 @@ class Breaker:
         """In a row."""
 
     def __repr__(self) -> str:
-        return f"<Breaker {self.state}, {self._failed_calls + self._failed_probes} failures>"
+        return f"<CircuitBreaker {self.state}, {self._failed_calls + self._failed_probes} failures>"
 
     @property
     def closed(self) -> bool:
         """The backend may be given tasks."""
         return self.state == "closed"
+
+    def adopt(self, policy: HealthConfig) -> None:
+        """Go by another policy from the next call or probe on."""
+        self.policy = policy
 
     def call_ended(self, *, ok: bool, began: int | None = None) -> None:
         """A completion was answered, or given up. `began`: the `openings` as it was sent; it does not count if there

@@ -1,0 +1,203 @@
+"""A registered backend: its engine, its state, its health, its load, and how many tasks it may have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from prorl_trio.inference.pool.circuit_breaker import CircuitBreaker
+from prorl_trio.inference.pool.concurrency_limit import ConcurrencyLimit
+from prorl_trio.inference.pool.control import EngineControl
+from prorl_trio.inference.pool.load import LoadEstimate
+from prorl_trio.inference.pool.pace import Pace
+
+if TYPE_CHECKING:
+    from prorl_trio.config import HealthConfig
+    from prorl_trio.inference.engines.engine import EngineClient, EngineInfo
+    from prorl_trio.inference.pool.versions import VersionOrder
+
+__all__ = ["Backend", "BackendState", "BackendStatistics"]
+
+BackendState = Literal["active", "draining", "removed", "down"]
+"""`active` takes tasks. `draining` takes none and stays listed. `removed` takes none and goes with its last lease.
+`down`: expected, and not registered before it passes its probe."""
+
+
+class BackendStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of one backend. `assigned_total`: tasks it ever took. `max_tasks`: its limit now, 0 for none.
+    `error`: why it is `down` or suspended."""
+
+    url: str
+    state: BackendState
+    in_flight: int
+    assigned_total: int
+    suspended: bool = False
+    weight: float = 1.0
+    max_tasks: int = 0
+    error: str = ""
+    engine_running: int | None = None
+    engine_waiting: int | None = None
+    kv_usage: float | None = None
+    wait_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+
+
+class Backend:
+    """One registration of a backend, with identity: adding the URL of a removed one makes another `Backend`.
+
+    Its fields are changed by its own methods alone. Those that change what its rank among the others is made of are for
+    `Placement` to call, which ranks it anew.
+
+    Attributes:
+        url, client: its name, and what it is called by.
+        engine: what is known of it, and control of it.
+        state, weight, max_tasks: as `Placement` has it; `max_tasks` 0 for no limit.
+        in_flight, assigned_total: tasks that it has, and ever had.
+        suspended: out of health: it takes no tasks, whatever its state; `why`.
+        breaker, load, limit, pace: what its calls, probes and reports show.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        info: EngineInfo,
+        health: HealthConfig,
+        versions: VersionOrder,
+        *,
+        weight: float = 1.0,
+        max_tasks: int = 0,
+    ) -> None:
+        """A probe found it to be `info`. See `EngineControl` for `versions`. Raises ValueError: a bad weight."""
+        _check_weight(client.url, weight)
+        self.url = client.url
+        self.client = client
+        self.engine = EngineControl(client, info, versions)
+        self.state: BackendState = "active"
+        self.weight = weight
+        self.max_tasks = max_tasks
+        self.in_flight = 0
+        self.assigned_total = 0
+        self.suspended = False
+        self.why = ""
+        self.breaker = CircuitBreaker(health)
+        self.load = LoadEstimate()
+        self.limit = ConcurrencyLimit()
+        self.pace = Pace()
+        self._held = False
+        """It is paused, and not by us."""
+
+    def __repr__(self) -> str:
+        suspended = ", suspended" if self.suspended else ""
+        return f"<Backend {self.url}: {self.state}{suspended}, {self.in_flight} in flight>"
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is known of its engine."""
+        return self.engine.info
+
+    @property
+    def accepting(self) -> bool:
+        """It may be given tasks, if there is room."""
+        return self.state == "active" and not self.suspended
+
+    @property
+    def full(self) -> bool:
+        """It has as many tasks as it may."""
+        return self.in_flight >= self.max_tasks > 0
+
+    def statistics(self) -> BackendStatistics:
+        """A snapshot."""
+        return BackendStatistics(
+            url=self.url,
+            state=self.state,
+            in_flight=self.in_flight,
+            assigned_total=self.assigned_total,
+            suspended=self.suspended,
+            weight=self.weight,
+            max_tasks=self.max_tasks,
+            error=self.why,
+            **self.load.figures(),
+        )
+
+    # ------------------------------------------------------------ for `Placement`
+
+    def activate(self, weight: float | None) -> None:
+        """It takes tasks, also if it was suspended, with another weight if one is given."""
+        if weight is not None:
+            self.weigh(weight)
+        self.state, self.suspended = "active", False
+
+    def retire(self, state: Literal["draining", "removed"]) -> None:
+        """It takes no tasks any more."""
+        self.state = state
+
+    def weigh(self, weight: float) -> None:
+        """Its share of the tasks beside others is another. Raises ValueError: it is not above 0."""
+        _check_weight(self.url, weight)
+        self.weight = weight
+
+    def limit_tasks(self, max_tasks: int) -> None:
+        """It may have so many."""
+        self.max_tasks = max_tasks
+
+    def suspend(self, *, suspended: bool) -> None:
+        """It is out of health, or well again."""
+        self.suspended = suspended
+
+    def count(self, change: Literal[-1, 1]) -> None:
+        """A task came or went."""
+        self.in_flight += change
+        self.assigned_total += change > 0
+
+    # ------------------------------------------------------------ health and load
+
+    @property
+    def well(self) -> bool:
+        """It is fit to be given tasks, as its calls and probes say."""
+        return self.breaker.closed and not self._held
+
+    def added(self, info: EngineInfo) -> None:
+        """Whoever added it found it fit: what was wrong before does not count."""
+        self.breaker.reset()
+        self._held, self.why = False, ""
+        self.engine.added(info)
+
+    def blame(self, why: str) -> None:
+        """Say why it is not well, where it is not."""
+        self.why = "" if self.well else why or self.why
+
+    def probe_answered(self, found: EngineInfo, since: EngineInfo) -> str:
+        """A probe that began when `since` was known was answered. Returns what is wrong, or nothing."""
+        self._held, why = False, ""
+        if found.model != since.model:
+            why = f"{self.url}: serves {found.model}, not {since.model}, now"
+        elif self.engine.lost_weights(found, since):
+            why = (
+                f"{self.url}: has lost weights {since.label}: it was started again, or has others, of no name; "
+                "move the weights there and resume, or add it again"
+            )
+            self.breaker.trip()
+        else:
+            self.engine.probed(found, since)
+        self.breaker.probed(ok=not why)
+        return why
+
+    def probe_failed(self, *, held: bool) -> None:
+        """A probe was not answered as it must be; `held`: as somebody else has paused it, which is no fault of its."""
+        self._held = held
+        if not held:
+            self.breaker.probed(ok=False)
+
+    def forget_load(self) -> None:
+        """No reports are asked for any more."""
+        self.load = LoadEstimate()
+
+    def forget_limit(self) -> None:
+        """Its cache limits it no more."""
+        self.limit = ConcurrencyLimit()
+
+
+def _check_weight(url: str, weight: float) -> None:
+    if not 0 < weight < float("inf"):
+        raise ValueError(f"{url}: a weight must be > 0, got {weight}")

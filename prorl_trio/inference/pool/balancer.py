@@ -1,0 +1,221 @@
+"""Load balancing: a task gets a backend when its turn has come, and moves for a stated reason."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from prorl_trio.inference.engines.engine import RequestRefused
+from prorl_trio.inference.pool.line import WaitingLine
+from prorl_trio.types.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from prorl_trio.config import LoadConfig
+    from prorl_trio.inference.pool.admission import Admission, Waiting
+    from prorl_trio.inference.pool.backend import Backend
+    from prorl_trio.inference.pool.partial import PartialCompletion
+    from prorl_trio.inference.pool.placement import Assignment, MoveReason, Placement
+    from prorl_trio.inference.pool.versions import VersionOrder
+
+__all__ = ["LoadBalancer"]
+
+logger = logging.getLogger(__name__)
+
+
+class LoadBalancer:
+    """Which task is on which backend, who waits for one, and who moves.
+
+    Attributes:
+        load: when a task moves, and how many tasks a backend may have.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        admission: Admission,
+        versions: VersionOrder,
+        load: LoadConfig,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change` is called when a backend came, went, or changed its state."""
+        self.load = load
+        self._placement = placement
+        self._admission = admission
+        self._versions = versions
+        self._on_change = on_change
+        self._line = WaitingLine()
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Tasks that wait for a backend."""
+        return len(self._line)
+
+    @property
+    def closed(self) -> bool:
+        """No task gets a backend any more."""
+        return self._closed
+
+    def adopt(self, load: LoadConfig) -> None:
+        """Go by another policy from now on."""
+        self.load = load
+
+    def close(self) -> None:
+        """Let those who wait fail. Idempotent."""
+        self._closed = True
+        self._line.tell_news()
+
+    def tell_news(self) -> None:
+        """Have those who wait see for themselves what they wait for."""
+        self._line.tell_news()
+
+    # ------------------------------------------------------------ tasks
+
+    async def acquire(self, task_id: str, priority: int, waiting: Waiting, shortage: Callable[[], str]) -> Assignment:
+        """Place a task, once it is its turn: see `Backends.lease`. `shortage` says what it waits for."""
+        if task_id in self._line:
+            raise ValueError(f"task {task_id!r} waits for a backend already")
+        self._placement.check_free(task_id)
+        await trio.lowlevel.checkpoint()
+        waiter = self._line.join(task_id, priority)
+        taken = False
+        try:
+            self.serve()
+            while waiter.assignment is None:
+                if self._closed:
+                    raise BackendError(f"task {task_id}: no backend any more: the node is closing", retryable=False)
+                with waiting(shortage()):
+                    await waiter.woken.wait()
+                if waiter.assignment is None:
+                    waiter.woken = trio.Event()
+            taken = True
+            return waiter.assignment
+        finally:
+            self._line.leave(waiter)
+            if waiter.assignment is not None and not taken:
+                self._placement.release(waiter.assignment)
+            if not taken:
+                self.serve()
+
+    def release(self, assignment: Assignment) -> None:
+        """The task is done. Its room is given to who waits."""
+        self._placement.release(assignment)
+        self.serve()
+
+    def serve(self) -> None:
+        """Give what room there is to who waits."""
+        if not self._closed:
+            self._line.serve(self._placement.assign)
+
+    def changed(self) -> None:
+        """A backend came, went, or changed its state: there may be room, and those who still wait see why."""
+        self.serve()
+        self._line.tell_news()
+        self._on_change()
+
+    # ------------------------------------------------------------ moves
+
+    def move(
+        self, assignment: Assignment, reason: MoveReason, to: Backend | None = None, besides: Collection[Backend] = ()
+    ) -> bool:
+        """See `Placement.move`. The room it leaves is given to who waits."""
+        left = assignment.backend
+        moved = self._placement.move(assignment, reason, to, besides)
+        if moved:
+            left.load.task_moved(-1)
+            assignment.backend.load.task_moved(1)
+            self.serve()
+        return moved
+
+    def place(self, assignment: Assignment, turn: PartialCompletion | None) -> None:
+        """Before a completion. A task whose backend takes none any more moves, if it can; and so does one that is at
+        the beginning of a `turn` and better off elsewhere."""
+        backend = assignment.backend
+        if not backend.accepting:
+            self.move(assignment, "failure" if backend.suspended else "drain")
+        elif turn is not None and (better := self._better(backend, turn)) is not None:
+            self.move(assignment, "skew", better)
+
+    def freshen(self, assignment: Assignment, max_staleness: int) -> None:
+        """Move to a backend whose weights are fresh enough, if this one's are not, and there is one."""
+        if self._versions.behind(assignment.backend.info.policy_version) > max_staleness:
+            fresh = self.fresh(max_staleness)
+            if fresh:
+                self.move(assignment, "stale", min(fresh, key=lambda backend: backend.in_flight))
+
+    def fresh(self, max_staleness: int) -> list[Backend]:
+        """Those that take tasks with weights no more than so many updates behind what the trainer has."""
+        behind = self._versions.behind
+        return [
+            backend
+            for backend in self._placement.backends()
+            if backend.accepting and behind(backend.info.policy_version) <= max_staleness
+        ]
+
+    def _better(self, current: Backend, turn: PartialCompletion) -> Backend | None:
+        """Where a task is better off than on the `current` backend, by the formula of `inference.pool.load`."""
+        here = current.load
+        worth_s = (here.wait_s or 0.0) - self.load.skew_margin_s
+        if worth_s <= 0 or self._placement.strategy != "least_in_flight":
+            return None
+        costs = {
+            backend: cost_s
+            for backend in self._placement.backends()
+            if backend is not current and backend.accepting and not backend.full
+            if (cost_s := backend.load.entry_s(turn.prompt_tokens, here)) is not None
+        }
+        best = min(costs, key=costs.__getitem__, default=None)
+        return best if best is not None and worth_s > self.load.skew_ratio * costs[best] else None
+
+    # ------------------------------------------------------------ health and limits
+
+    @contextmanager
+    def judged(self, backend: Backend) -> Iterator[None]:
+        """Around a completion there: how it ends counts for the backend's health, unless only the request is to blame,
+        or a pause came across, in which it may have stood still too long.
+
+        An answer that breaks the contract counts as a failure: one that fails each call at once has the least to do,
+        and would draw all tasks.
+        """
+        began, closings = backend.breaker.openings, self._admission.closings
+        try:
+            yield
+        except RequestRefused:
+            raise
+        except BackendError as exc:
+            if closings == self._admission.closings:
+                backend.breaker.call_ended(ok=False, began=began)
+                self.judge(backend, str(exc))
+            raise
+        backend.breaker.call_ended(ok=True, began=began)
+
+    def judge(self, backend: Backend, why: str) -> None:
+        """Take it out or in, as it is well or not."""
+        backend.blame(why)
+        if backend.suspended and backend.well:
+            logger.info("backend %s is well again and takes tasks", backend.url)
+        elif not backend.suspended and not backend.well:
+            logger.warning("backend %s is given no more tasks until it is well again: %s", backend.url, why)
+        else:
+            return
+        self._placement.suspend(backend, suspended=not backend.well)
+        self.changed()
+
+    def adapt(self, backend: Backend, *, pressed: bool) -> None:
+        """Decide how many tasks it may have, as the pool's limit and its KV cache allow."""
+        if self.load.max_kv_usage:
+            backend.limit.adapt(self.load, pressed=pressed, in_flight=backend.in_flight)
+        self.apply_limit(backend)
+
+    def apply_limit(self, backend: Backend) -> None:
+        """Have it keep to its limit, and to the pool's."""
+        now = backend.limit.within(self._placement.max_tasks_per_backend)
+        if now != backend.max_tasks:
+            self._placement.limit_one(backend, now)
+            logger.info("backend %s may have %s tasks at once", backend.url, now or "any number of")
+            self.changed()
