@@ -11,7 +11,7 @@ import trio
 
 from prorl_trio.inference.engines.completion_stream import EventLines
 from prorl_trio.inference.engines.engine import EnginePaused, RequestRefused
-from prorl_trio.inference.engines.engine_load import EngineLoad, LoadReader, read_load
+from prorl_trio.inference.engines.engine_load import EngineLoad, LoadReader
 from prorl_trio.inference.engines.http import HttpClient, HttpLimits
 from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.engines.retries import RetryPolicy
@@ -31,6 +31,12 @@ STORY = list(range(10, 18))
 
 def tell(_prompt):
     return STORY, [-0.5] * len(STORY), "stop"
+
+
+def read_load(page):
+    reader = LoadReader()
+    assert not reader.feed(page)
+    return reader.load()
 
 
 def never_enough(_ids, _logprobs):

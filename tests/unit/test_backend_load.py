@@ -11,7 +11,7 @@ import trio
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, made_by
-from prorl_trio.inference.engines.engine_load import EngineLoad, read_load
+from prorl_trio.inference.engines.engine_load import EngineLoad, LoadReader
 from prorl_trio.inference.pool.concurrency_limit import ConcurrencyLimit
 from prorl_trio.inference.pool.load import LoadEstimate
 from prorl_trio.inference.pool.pool import Backends
@@ -50,6 +50,12 @@ sglang:prompt_tokens_total{model_name="m"} 8000
 sglang:cached_tokens_total{model_name="m"} 5000
 sglang:time_to_first_token_seconds_sum{model_name="m"} 10
 """
+
+
+def read_load(page):
+    reader = LoadReader()
+    assert not reader.feed(page)
+    return reader.load()
 
 
 def test_what_each_engine_calls_it():

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["EngineLoad", "LoadReader", "read_load"]
+__all__ = ["EngineLoad", "LoadReader"]
 
 _RUNNING: Final = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
@@ -97,10 +97,3 @@ class LoadReader:
 
     def _total(self, names: tuple[str, ...]) -> float | None:
         return next((sum(self._samples[name]) for name in names if name in self._samples), None)
-
-
-def read_load(page: bytes) -> EngineLoad | None:
-    """See `LoadReader`."""
-    reader = LoadReader()
-    reader.feed(page)
-    return reader.load()

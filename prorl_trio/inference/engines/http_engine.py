@@ -115,7 +115,7 @@ class HttpEngineClient(EngineClient):
 
     @property
     def http(self) -> HttpClient:
-        """The connections, for their `statistics()`."""
+        """The connections."""
         return self._http
 
     @abc.abstractmethod

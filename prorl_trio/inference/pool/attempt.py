@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from prorl_trio.inference.engines.engine import Completion, EngineInfo
-    from prorl_trio.inference.pool.admission import Admission
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.balancer import LoadBalancer
     from prorl_trio.inference.pool.partial import PartialCompletion
@@ -28,8 +27,7 @@ MAX_EMPTY_ABORTS = 3
 
 
 class _Call(NamedTuple):
-    """A call of an engine: on which backend, what was known of it, when it was sent, after how many pauses, for how
-    many tokens, and whether it is streamed for good (`partial.stream`), as a scout, or not at all."""
+    """A call of an engine that is `known` so, after so many `closings`; `scouts`: streamed to learn the pace."""
 
     backend: Backend
     known: EngineInfo
@@ -46,7 +44,6 @@ class Attempt:
     def __init__(
         self,
         balancer: LoadBalancer,
-        admission: Admission,
         assignment: Assignment,
         partial: PartialCompletion,
         request_id: str,
@@ -54,7 +51,7 @@ class Attempt:
     ) -> None:
         """See `Lease.attempt`."""
         self._balancer = balancer
-        self._admission = admission
+        self._admission = balancer.admission
         self._assignment = assignment
         self._partial = partial
         self._request_id = request_id

@@ -189,13 +189,11 @@ class Backend:
         if not held:
             self.breaker.probed(ok=False)
 
-    def forget_load(self) -> None:
-        """No reports are asked for any more."""
-        self.load = LoadEstimate()
-
-    def forget_limit(self) -> None:
-        """Its cache limits it no more."""
+    def forget_reports(self, *, load: bool) -> None:
+        """Forget what its reports were the reason for: its own limit, and with `load` what they say of its load."""
         self.limit = ConcurrencyLimit()
+        if load:
+            self.load = LoadEstimate()
 
 
 def _check_weight(url: str, weight: float) -> None:

@@ -32,6 +32,7 @@ class LoadBalancer:
 
     Attributes:
         load: when a task moves, and how many tasks a backend may have.
+        admission: of the pool.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class LoadBalancer:
     ) -> None:
         """`on_change` is called when a backend came, went, or changed its state."""
         self.load = load
+        self.admission = admission
         self._placement = placement
-        self._admission = admission
         self._versions = versions
         self._on_change = on_change
         self._line = WaitingLine()
@@ -182,13 +183,13 @@ class LoadBalancer:
         An answer that breaks the contract counts as a failure: one that fails each call at once has the least to do,
         and would draw all tasks.
         """
-        began, closings = backend.breaker.openings, self._admission.closings
+        began, closings = backend.breaker.openings, self.admission.closings
         try:
             yield
         except RequestRefused:
             raise
         except BackendError as exc:
-            if closings == self._admission.closings:
+            if closings == self.admission.closings:
                 backend.breaker.call_ended(ok=False, began=began)
                 self.judge(backend, str(exc))
             raise

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo
-    from prorl_trio.inference.pool.admission import Admission, Waiting
+    from prorl_trio.inference.pool.admission import Waiting
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.balancer import LoadBalancer
     from prorl_trio.inference.pool.partial import PartialCompletion
@@ -33,9 +33,8 @@ def unused(_since_s: float) -> None:
 class Lease:
     """A task's hold on one backend, for all its calls. Made by `Backends.lease`."""
 
-    def __init__(self, balancer: LoadBalancer, admission: Admission, assignment: Assignment) -> None:
+    def __init__(self, balancer: LoadBalancer, assignment: Assignment) -> None:
         self._balancer = balancer
-        self._admission = admission
         self._assignment = assignment
         self._failed: list[Backend] = []
         """Those that `repin` left, since a completion succeeded."""
@@ -114,8 +113,8 @@ class Lease:
         counted. The spans say which tokens were sampled under which policy version. `name` ends the request's id.
         """
         request_id = f"{partial.request.request_id}-{name}"
-        attempt = Attempt(self._balancer, self._admission, self._assignment, partial, request_id, produced)
-        completion = await self._admission.run(attempt.place, attempt.call, waiting)
+        attempt = Attempt(self._balancer, self._assignment, partial, request_id, produced)
+        completion = await self._balancer.admission.run(attempt.place, attempt.call, waiting)
         self._failed.clear()
         return completion
 

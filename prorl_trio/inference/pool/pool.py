@@ -79,11 +79,7 @@ class Backends:
         self._updates = PolicyUpdates(self._placement, self.admission, self.versions)
         self._expected = ExpectedBackends(self._join, random)
         self._watch = PoolWatch(
-            self._placement,
-            self._balancer,
-            self.admission,
-            health=health or HealthConfig(),
-            probe_timeout_s=probe_timeout_s,
+            self._placement, self._balancer, health=health or HealthConfig(), probe_timeout_s=probe_timeout_s
         )
 
     def __repr__(self) -> str:
@@ -206,7 +202,7 @@ class Backends:
         """
         assignment = await self._balancer.acquire(task_id, priority, waiting, self.shortage)
         try:
-            yield Lease(self._balancer, self.admission, assignment)
+            yield Lease(self._balancer, assignment)
         finally:
             self._balancer.release(assignment)
             with trio.move_on_after(CLOSE_GRACE_S, shield=True):

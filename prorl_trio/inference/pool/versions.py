@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["MAX_VERSIONS_KEPT", "UNKNOWN_VERSION", "VersionOrder", "updates_between"]
+__all__ = ["MAX_VERSIONS_KEPT", "UNKNOWN_VERSION", "VersionOrder"]
 
 MAX_VERSIONS_KEPT: Final = 10_000
 """Of those that are no integers; of the oldest the place is forgotten."""
 
 UNKNOWN_VERSION: Final = "0"
 """The version that a probe gives to weights whose engine does not tell it."""
-
-
-def updates_between(older: str, newer: str) -> int | None:
-    """Policy updates from `older` to `newer` where both are integers, 0 if it is not newer; otherwise None."""
-    if older.isdecimal() and newer.isdecimal():
-        return max(0, int(newer) - int(older))
-    return None
 
 
 class VersionOrder:
@@ -56,8 +49,9 @@ class VersionOrder:
         Integers by their difference; others by what was noted between them, both included. One that was never noted, as
         only its engine knew of it, counts as the very first if it is `older`, and as the very last if it is `newer`.
         """
-        exact = updates_between(older, newer)
-        if exact is not None or older == newer:
-            return exact or 0
+        if older == newer:
+            return 0
+        if older.isdecimal() and newer.isdecimal():
+            return max(0, int(newer) - int(older))
         first = self._places.get(older, -1)
         return max(0, self._places.get(newer, self._next) - first)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_trio.config import HealthConfig, LoadConfig
-    from prorl_trio.inference.pool.admission import Admission
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.balancer import LoadBalancer
     from prorl_trio.inference.pool.placement import Placement
@@ -42,18 +41,12 @@ class PoolWatch:
     """
 
     def __init__(
-        self,
-        placement: Placement,
-        balancer: LoadBalancer,
-        admission: Admission,
-        *,
-        health: HealthConfig,
-        probe_timeout_s: float,
+        self, placement: Placement, balancer: LoadBalancer, *, health: HealthConfig, probe_timeout_s: float
     ) -> None:
         self.health = health
         self._placement = placement
         self._balancer = balancer
-        self._admission = admission
+        self._admission = balancer.admission
         self._probe_timeout_s = probe_timeout_s
         self._health_rounds = trio.CancelScope()
         self._load_rounds = trio.CancelScope()
@@ -87,10 +80,8 @@ class PoolWatch:
         while True:
             policy = self._balancer.load
             for backend in self._placement.backends():
-                if not policy.interval_s:
-                    backend.forget_load()
                 if not (policy.interval_s and policy.max_kv_usage):
-                    backend.forget_limit()
+                    backend.forget_reports(load=not policy.interval_s)
                     self._balancer.apply_limit(backend)
             with trio.CancelScope() as self._load_rounds:
                 await self._look_again(policy.interval_s, self._ask_load)
