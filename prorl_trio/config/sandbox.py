@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -19,8 +20,8 @@ class SandboxConfig(Table, frozen=True):
     They are started in advance where they are in demand.
 
     Attributes:
-        provider: what isolates tools. `auto` takes apptainer, then bubblewrap, whichever passes its probe first.
-            `process` isolates nothing.
+        provider: what isolates tools: `apptainer`, `bubblewrap`, `process` (which isolates nothing), or one that an
+            installed package offers. `auto` takes apptainer, then bubblewrap, whichever passes its probe first.
         image: for handlers that name none: `host` (this machine's userland, read-only), an unpacked root directory, a
             `.sif` file, or a name of the image store.
         packages: Python packages, installed beside the node, that tools find in the image `host` besides the promised
@@ -37,7 +38,7 @@ class SandboxConfig(Table, frozen=True):
         runtime_dir: node-local folder for control sockets. Empty: a private one below the system's temporary folder.
     """
 
-    provider: Literal["auto", "apptainer", "bubblewrap", "process"] = "auto"
+    provider: str = "auto"
     image: str = "host"
     packages: tuple[str, ...] = ()
     network: bool = False
@@ -50,6 +51,11 @@ class SandboxConfig(Table, frozen=True):
     max_warm_idle_s: SecondsOrZero = 120.0
     limits: SandboxLimits = SandboxLimits()
     runtime_dir: str = ""
+
+    @property
+    def run_path(self) -> Path | None:
+        """The `runtime_dir`, None where it is empty."""
+        return Path(self.runtime_dir) if self.runtime_dir else None
 
 
 class ScoringConfig(Table, frozen=True):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from prorl_trio.handlers.base import AgentHandler
+from prorl_trio.plugins import load_plugins
 from prorl_trio.types.errors import ConfigError, UnknownHandler
 
 if TYPE_CHECKING:
@@ -31,18 +31,9 @@ class HandlerRegistry:
         """Load every declared handler class and make one instance of each.
 
         Raises:
-            ConfigError: an entry point cannot be imported or is no `AgentHandler`; the message names it.
+            ConfigError: see `load_plugins`; or two have one name.
         """
-        handlers: list[AgentHandler] = []
-        for entry in entry_points(group=GROUP):
-            try:
-                factory = entry.load()
-            except (ImportError, AttributeError) as exc:
-                raise ConfigError(f"handler {entry.name!r} ({entry.value}) cannot be loaded: {exc}") from exc
-            if not (isinstance(factory, type) and issubclass(factory, AgentHandler)):
-                raise ConfigError(f"handler {entry.name!r} ({entry.value}) is not a subclass of AgentHandler")
-            handlers.append(factory())
-        return cls(handlers)
+        return cls(handler() for handler in load_plugins(GROUP, AgentHandler).values())
 
     @property
     def names(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import msgspec
 
@@ -13,6 +13,7 @@ from ipc.limits import SandboxLimits
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
+    from prorl_trio.config import SandboxConfig
     from prorl_trio.sandbox.sandbox import Sandbox
 
 __all__ = ["ProviderReport", "SandboxProvider", "SandboxSpec"]
@@ -60,6 +61,14 @@ class SandboxProvider(abc.ABC):
     name: ClassVar[str]
     isolated: ClassVar[bool]
     """False: runs code as the node itself. For tests only, and said so loudly when a node starts with it."""
+    has_fakeroot: ClassVar[bool] = False
+    """Whether its tools may be root inside, as `sandbox.fakeroot` asks for."""
+
+    @classmethod
+    def configured(cls, config: SandboxConfig) -> Self:
+        """Return a provider as the node's configuration wants it. Default: made without arguments."""
+        del config
+        return cls()
 
     @abc.abstractmethod
     async def probe(self) -> ProviderReport:

@@ -20,7 +20,6 @@ def test_defaults_bind_to_loopback(tmp_path):
         ("", "model"),
         ('[model]\npath = "x"\n[listen]\nport = "8700"\n', r"listen\.port"),
         ('[model]\npath = "x"\n[stages]\nrun_worker = 3\n', r"run_worker.*stages"),
-        ('[model]\npath = "x"\n[sandbox]\nprovider = "docker"\n', r"sandbox\.provider"),
         ('[model]\npath = "x"\n[admission.session_weights]\na = 0\n', r"session_weights.*'a'.*0\.01.*admission"),
         ("[model", "not TOML"),
         (b'[model]\npath = "/m\xe9"\n', "not TOML.*utf-8"),

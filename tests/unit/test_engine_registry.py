@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
+from functools import partial
 
 import pytest
 import trio
@@ -16,6 +15,7 @@ from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.node.parts import engine_finder
 from prorl_trio.testing.fake_engine import open_fake_engine
 from prorl_trio.types.errors import BackendError, ConfigError
+from support.plugins import installer
 
 MODULE = """
 from prorl_trio.inference.engines.vllm import VllmClient
@@ -35,19 +35,8 @@ def no_class(url, **options):
 @pytest.fixture
 def install(tmp_path, monkeypatch):
     """Installs a package that offers engines: their names, and the objects that the entry points name."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "own_engines.py").write_text(MODULE)
-
-    def installed(package="own_engines", **kinds):
-        folder = tmp_path / f"{package}-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        lines = [f"{name} = {value}\n" for name, value in kinds.items()]
-        (folder / "entry_points.txt").write_text("[prorl_trio.engines]\n" + "".join(lines))
-        importlib.invalidate_caches()
-
-    yield installed
-    sys.modules.pop("own_engines", None)
+    with installer(tmp_path, monkeypatch, own_engines=MODULE) as install:
+        yield partial(install, "prorl_trio.engines")
 
 
 async def test_an_engine_of_an_installed_package_is_used_by_its_name(install):
@@ -114,9 +103,9 @@ def test_an_unknown_kind_is_refused_with_what_there_is(install):
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("own", "own_engines:Missing", r"engine 'own' \(own_engines:Missing\) cannot be loaded"),
-        ("own", "no_such_package:Engine", r"engine 'own' \(no_such_package:Engine\) cannot be loaded"),
-        ("own", "own_engines:no_class", r"engine 'own' \(own_engines:no_class\) is not a subclass of EngineClient"),
+        ("own", "own_engines:Missing", r"engines: 'own' \(own_engines:Missing\) cannot be loaded"),
+        ("own", "no_such_package:Engine", r"engines: 'own' \(no_such_package:Engine\) cannot be loaded"),
+        ("own", "own_engines:no_class", r"engines: 'own' \(own_engines:no_class\) is not a subclass of EngineClient"),
         ("vllm", "own_engines:OwnEngine", "offers an engine called 'vllm', as a built-in one is"),
         ("auto", "own_engines:OwnEngine", "offers an engine called 'auto', as a built-in one is"),
     ],
@@ -130,7 +119,7 @@ def test_an_entry_point_that_is_no_engine_is_named(install, name, value, says):
 def test_two_packages_with_one_name_are_refused(install):
     install(own="own_engines:OwnEngine")
     install("more_engines", own="own_engines:ShyEngine")
-    with pytest.raises(ConfigError, match="two installed packages offer an engine called 'own'"):
+    with pytest.raises(ConfigError, match=r"engines: 'own' .* two installed packages declare that name"):
         EngineRegistry.from_entry_points()
 
 

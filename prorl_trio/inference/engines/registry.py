@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from functools import partial
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Final, TypedDict
 
 import trio
@@ -23,6 +22,7 @@ from prorl_trio.inference.engines.engine import ClientFinder, EngineClient, made
 from prorl_trio.inference.engines.sglang import SglangClient
 from prorl_trio.inference.engines.trainer_engine import TrainerEngineClient
 from prorl_trio.inference.engines.vllm import VllmClient
+from prorl_trio.plugins import load_plugins
 from prorl_trio.types.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
@@ -72,19 +72,9 @@ class EngineRegistry:
         """Load every class that an installed package declares.
 
         Raises:
-            ConfigError: an entry point cannot be imported, is no `EngineClient`, or has a name that is taken.
+            ConfigError: see `load_plugins`; or a name is that of a built-in one.
         """
-        installed: dict[str, Callable[..., EngineClient]] = {}
-        for entry in entry_points(group=GROUP):
-            try:
-                kind = entry.load()
-            except (ImportError, AttributeError) as exc:
-                raise ConfigError(f"engine {entry.name!r} ({entry.value}) cannot be loaded: {exc}") from exc
-            if not (isinstance(kind, type) and issubclass(kind, EngineClient)):
-                raise ConfigError(f"engine {entry.name!r} ({entry.value}) is not a subclass of EngineClient")
-            if installed.setdefault(entry.name, kind) is not kind:
-                raise ConfigError(f"two installed packages offer an engine called {entry.name!r}: remove one")
-        return cls(installed)
+        return cls(load_plugins(GROUP, EngineClient))
 
     @property
     def names(self) -> list[str]:

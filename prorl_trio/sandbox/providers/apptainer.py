@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from prorl_trio.sandbox.images import locate_image
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractAsyncContextManager
 
+    from prorl_trio.config import SandboxConfig
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
     from prorl_trio.sandbox.sandbox import Sandbox
@@ -61,6 +62,7 @@ class ApptainerProvider(SandboxProvider):
 
     name: ClassVar[str] = "apptainer"
     isolated: ClassVar[bool] = True
+    has_fakeroot: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -76,6 +78,10 @@ class ApptainerProvider(SandboxProvider):
         self._runtime_dir = runtime_dir
         self._fakeroot = fakeroot
         self._executable = executable or find_apptainer()
+
+    @classmethod
+    def configured(cls, config: SandboxConfig) -> Self:
+        return cls(config.run_path, fakeroot=config.fakeroot, packages=config.packages)
 
     async def probe(self) -> ProviderReport:
         if self._executable is None:

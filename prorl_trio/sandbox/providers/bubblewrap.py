@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from prorl_trio.sandbox.images import locate_directory
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
+    from prorl_trio.config import SandboxConfig
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
     from prorl_trio.sandbox.sandbox import Sandbox
@@ -99,6 +100,10 @@ class BubblewrapProvider(SandboxProvider):
         self._runtime_dir = runtime_dir
         self._packages = packages
         self._executable = executable or find_bubblewrap()
+
+    @classmethod
+    def configured(cls, config: SandboxConfig) -> Self:
+        return cls(config.run_path, packages=config.packages)
 
     async def probe(self) -> ProviderReport:
         if self._executable is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
+    from prorl_trio.config import SandboxConfig
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
     from prorl_trio.sandbox.sandbox import Sandbox
@@ -37,6 +38,10 @@ class ProcessProvider(SandboxProvider):
         """`runtime_dir`: see `run_dir.open_run_dir`."""
         self._runtime_dir = runtime_dir
         logger.warning("the sandbox provider `process` isolates NOTHING: agents' code runs as you, with your files")
+
+    @classmethod
+    def configured(cls, config: SandboxConfig) -> Self:
+        return cls(config.run_path)
 
     async def probe(self) -> ProviderReport:
         return ProviderReport(name=self.name, usable=True, version="no isolation")

@@ -1,10 +1,20 @@
-"""Which sandbox provider a node uses."""
+"""Sandbox providers: those that are built in, and those that installed packages offer.
+
+A package offers one under the entry-point group `prorl_trio.providers`:
+
+    [project.entry-points."prorl_trio.providers"]
+    mine = "my_package:MyProvider"
+
+and `sandbox.provider = "mine"` has it used. It is a subclass of `SandboxProvider`, made by `configured`.
+`prorl_trio.testing.sandbox_contract` is what it must pass.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from prorl_trio.plugins import load_plugins
+from prorl_trio.sandbox.provider import SandboxProvider
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
 from prorl_trio.sandbox.providers.process import ProcessProvider
@@ -12,35 +22,34 @@ from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from prorl_trio.config import SandboxConfig
-    from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
+    from prorl_trio.sandbox.provider import ProviderReport
 
 __all__ = ["PROVIDERS", "choose_provider", "probe_providers"]
 
+GROUP: Final = "prorl_trio.providers"
+AUTO: Final = "auto"
 PROVIDERS: Final[Mapping[str, type[ApptainerProvider | BubblewrapProvider | ProcessProvider]]] = {
     provider.name: provider for provider in (ApptainerProvider, BubblewrapProvider, ProcessProvider)
 }
-"""By name. `auto` tries the isolating ones, in this order."""
+"""The built-in ones by name. `auto` tries those that isolate, in this order."""
 
-_reports: dict[tuple[str, Path | None, bool], ProviderReport] = {}
+_reports: dict[tuple[str, str, bool], ProviderReport] = {}
 
 
 async def choose_provider(config: SandboxConfig) -> SandboxProvider:
-    """The provider that `config` names, or the first isolating one that works here, probed once per process.
+    """Return the provider that `config` names, or the first isolating one that works here, probed once per process.
 
     Raises:
-        ConfigError: none works; with what each said and what to do. Or `fakeroot` is asked of one that has none.
+        ConfigError: there is none of that name; none works, with what each said and what to do; `fakeroot` is asked of
+            one that has none; or what an installed package offers cannot be used (see `load_plugins`).
     """
-    runtime_dir = Path(config.runtime_dir) if config.runtime_dir else None
-    isolated = [name for name, provider in PROVIDERS.items() if provider.isolated]
-    names: list[str] = isolated if config.provider == "auto" else [config.provider]
-    if config.fakeroot:
-        names = _with_fakeroot(names)
     refusals = []
-    for name in names:
-        provider = _make(name, runtime_dir, config)
-        key = (name, runtime_dir, config.fakeroot)
+    for name, kind in _candidates(config).items():
+        provider = kind.configured(config)
+        key = (name, config.runtime_dir, config.fakeroot)
         report = _reports.get(key)
         if report is None or not report.usable:
             report = _reports[key] = await provider.probe()
@@ -50,24 +59,29 @@ async def choose_provider(config: SandboxConfig) -> SandboxProvider:
     raise ConfigError("no sandbox can be started here.\n" + "\n".join(f"  {refusal}" for refusal in refusals))
 
 
-def _with_fakeroot(names: list[str]) -> list[str]:
-    able = [name for name in names if name == ApptainerProvider.name]
+def _candidates(config: SandboxConfig) -> Mapping[str, type[SandboxProvider]]:
+    """Whom to try, in order."""
+    installed = load_plugins(GROUP, SandboxProvider)
+    if taken := installed.keys() & {AUTO, *PROVIDERS}:
+        raise ConfigError(f"an installed package offers a provider called {min(taken)!r}, as a built-in one is")
+    known: dict[str, type[SandboxProvider]] = {**PROVIDERS, **installed}
+    if config.provider == AUTO:
+        wanted: dict[str, type[SandboxProvider]] = {name: kind for name, kind in PROVIDERS.items() if kind.isolated}
+    elif config.provider in known:
+        wanted = {config.provider: known[config.provider]}
+    else:
+        there = ", ".join([AUTO, *known])
+        raise ConfigError(f"sandbox.provider: no provider is called {config.provider!r}; this node has: {there}")
+    able = {name: kind for name, kind in wanted.items() if kind.has_fakeroot or not config.fakeroot}
     if not able:
+        others = " or ".join(repr(name) for name, kind in known.items() if kind.has_fakeroot)
         raise ConfigError(
-            f"sandbox.fakeroot: the provider {names[0]!r} has none; set sandbox.provider to "
-            f"{ApptainerProvider.name!r}, or sandbox.fakeroot to false"
+            f"sandbox.fakeroot: the provider {config.provider!r} has none; set sandbox.provider to {others}, or "
+            "sandbox.fakeroot to false"
         )
     return able
 
 
-def _make(name: str, runtime_dir: Path | None, config: SandboxConfig) -> SandboxProvider:
-    if name == ApptainerProvider.name:
-        return ApptainerProvider(runtime_dir, fakeroot=config.fakeroot, packages=config.packages)
-    if name == BubblewrapProvider.name:
-        return BubblewrapProvider(runtime_dir, packages=config.packages)
-    return ProcessProvider(runtime_dir)
-
-
 async def probe_providers(runtime_dir: Path | None = None) -> list[ProviderReport]:
-    """The report of each isolating provider, in order of preference. Nothing is remembered."""
+    """Return the report of each built-in isolating provider, in order of preference. Nothing is remembered."""
     return [await provider(runtime_dir).probe() for provider in PROVIDERS.values() if provider.isolated]

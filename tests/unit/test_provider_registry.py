@@ -1,0 +1,136 @@
+"""Sandbox providers and handlers that installed packages offer by entry point."""
+
+from __future__ import annotations
+
+import pytest
+
+from prorl_trio.config import SandboxConfig
+from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.types.errors import ConfigError
+from support.plugins import installer
+
+PROVIDERS, HANDLERS = "prorl_trio.providers", "prorl_trio.handlers"
+MODULE = """
+from prorl_trio import AgentHandler
+from prorl_trio.sandbox.provider import ProviderReport
+from prorl_trio.testing.fake_sandbox import FakeProvider
+
+class OwnProvider(FakeProvider):
+    image = ""
+
+    @classmethod
+    def configured(cls, config):
+        provider = cls()
+        provider.image = config.image
+        return provider
+
+class PlainProvider(FakeProvider):
+    pass
+
+class BrokenProvider(FakeProvider):
+    async def probe(self):
+        return ProviderReport(name=self.name, usable=False, problem="no daemon", remedy="start it")
+
+class OwnHandler(AgentHandler):
+    name = "own"
+
+    def validate(self, payload): ...
+
+    def sandbox_spec(self, context): ...
+
+    async def run(self, context): ...
+
+    async def eval(self, context): ...
+
+class HalfHandler(AgentHandler):
+    name = "half"
+
+    def validate(self, payload): ...
+
+def no_class():
+    return OwnProvider()
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    with installer(tmp_path, monkeypatch, own_package=MODULE) as install:
+        yield install
+
+
+async def test_a_provider_of_an_installed_package_is_used_by_its_name(install):
+    install(PROVIDERS, own="own_package:OwnProvider", plain="own_package:PlainProvider")
+    provider = await choose_provider(SandboxConfig(provider="own", image="mine"))
+    assert (type(provider).__name__, provider.image) == ("OwnProvider", "mine")
+    plain = await choose_provider(SandboxConfig(provider="plain"))
+    async with plain.open_sandbox(SandboxSpec()) as sandbox:
+        assert (await sandbox.bash("echo hi", timeout_s=1)).output == "hi\n"
+
+
+async def test_one_that_does_not_work_says_why_and_what_to_do(install):
+    install(PROVIDERS, broken="own_package:BrokenProvider")
+    with pytest.raises(ConfigError, match=r"broken: no daemon\. What to do: start it"):
+        await choose_provider(SandboxConfig(provider="broken"))
+
+
+async def test_an_unknown_name_is_refused_with_those_there_are(install):
+    install(PROVIDERS, own="own_package:OwnProvider")
+    there = (
+        r"sandbox\.provider: no provider is called 'docker'; this node has: auto, apptainer, bubblewrap, process, own"
+    )
+    with pytest.raises(ConfigError, match=there):
+        await choose_provider(SandboxConfig(provider="docker"))
+
+
+async def test_one_without_fakeroot_is_not_asked_for_it(install):
+    install(PROVIDERS, own="own_package:OwnProvider")
+    with pytest.raises(ConfigError, match=r"the provider 'own' has none; set sandbox\.provider to 'apptainer'"):
+        await choose_provider(SandboxConfig(provider="own", fakeroot=True))
+
+
+@pytest.mark.parametrize("name", ["auto", "process"])
+async def test_the_name_of_a_built_in_one_is_taken(name, install):
+    install(PROVIDERS, **{name: "own_package:OwnProvider"})
+    with pytest.raises(ConfigError, match=f"offers a provider called '{name}', as a built-in one is"):
+        await choose_provider(SandboxConfig(provider="process"))
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("own_package:Missing", r"'own' \(own_package:Missing\) cannot be loaded: .*Missing"),
+        ("no_such_package:Thing", r"'own' \(no_such_package:Thing\) cannot be loaded: No module"),
+        ("own_package:no_class", r"'own' \(own_package:no_class\) is not a subclass of "),
+    ],
+)
+async def test_what_cannot_be_used_is_named(value, problem, install):
+    install(PROVIDERS, package="one", own=value)
+    install(HANDLERS, package="two", own=value)
+    with pytest.raises(ConfigError, match=rf"prorl_trio\.providers: {problem}"):
+        await choose_provider(SandboxConfig(provider="own"))
+    with pytest.raises(ConfigError, match=rf"prorl_trio\.handlers: {problem}"):
+        HandlerRegistry.from_entry_points()
+
+
+async def test_two_packages_with_one_name_are_refused(install):
+    install(PROVIDERS, package="one", own="own_package:OwnProvider")
+    install(PROVIDERS, package="two", own="own_package:PlainProvider")
+    with pytest.raises(ConfigError, match=r"'own' .* two installed packages declare that name"):
+        await choose_provider(SandboxConfig(provider="own"))
+
+
+def test_what_a_handler_lacks_is_named(install):
+    install(HANDLERS, half="own_package:HalfHandler")
+    with pytest.raises(
+        ConfigError, match=r"'half' \(own_package:HalfHandler\) does not define eval, run, sandbox_spec"
+    ):
+        HandlerRegistry.from_entry_points()
+
+
+def test_a_handler_of_an_installed_package_is_there_by_its_name(install):
+    install(HANDLERS, whatever="own_package:OwnHandler")
+    registry = HandlerRegistry.from_entry_points()
+    assert type(registry.get("own")).__name__ == "OwnHandler"
+    assert "math" in registry.names
