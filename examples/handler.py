@@ -14,17 +14,26 @@ import msgspec
 import trio
 
 from local_node import open_local_node
-from prorl_trio import AgentHandler, Evaluation, JobSpec, TaskInstance, connect
-from prorl_trio.agent.loop import run_agent
+from prorl_trio import (
+    AgentHandler,
+    AgentStyle,
+    BashTool,
+    ChatMessage,
+    Evaluation,
+    FinishTool,
+    JobSpec,
+    SandboxSpec,
+    TaskInstance,
+    ToolSet,
+    connect,
+    run_agent,
+)
 from prorl_trio.handlers.registry import HandlerRegistry
-from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.tools import BashTool, FinishTool, ToolSet
-from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from prorl_trio.agent.context import RolloutContext
+    from prorl_trio import RolloutContext
 
 MODULE = "/tmp/repair/module.py"
 TEST = "/tmp/repair/test.py"
@@ -39,14 +48,8 @@ class RepairTask(msgspec.Struct, forbid_unknown_fields=True):
     test: str
 
 
-class Style:
+class Style(AgentStyle):
     """A reader of turns without a tool call: they are talk, which is answered by a reminder."""
-
-    def implied_calls(self, parsed: Any) -> list[Any]:
-        return []
-
-    def final_answer(self, parsed: Any) -> None:
-        return None
 
     def nudge(self) -> str:
         return "Call bash to go on, or finish when you are done."

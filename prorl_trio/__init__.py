@@ -9,12 +9,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ipc.limits import SandboxLimits
+    from prorl_trio.agent.context import Resources, RolloutContext
+    from prorl_trio.agent.loop import AgentEnd, NewDialogue, run_agent, run_sub_agent
+    from prorl_trio.agent.style import AgentStyle
+    from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.client import BlockingClient, RolloutClient, connect
     from prorl_trio.handlers.base import AgentHandler, Evaluation
+    from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
+    from prorl_trio.sandbox.sandbox import Sandbox
+    from prorl_trio.sandbox.transfer import TransferOptions, TransferReport
+    from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, Observation, Tool, ToolSet
     from prorl_trio.types.batch import PaddedBatch, pad_batch
-    from prorl_trio.types.errors import ProrlError, RolloutError, ServiceError
+    from prorl_trio.types.errors import (
+        AgentFault,
+        EvaluationError,
+        HandlerError,
+        MalformedJob,
+        ProrlError,
+        RolloutError,
+        SandboxCallFailed,
+        SandboxLost,
+        SandboxUnavailable,
+        ServiceError,
+    )
     from prorl_trio.types.models import (
         Budgets,
+        ChatMessage,
         GroupPolicy,
         JobSpec,
         Outcome,
@@ -22,52 +43,86 @@ if TYPE_CHECKING:
         SamplingParams,
         Segment,
         TaskInstance,
+        ToolCall,
+        ToolResult,
         Trajectory,
         Turn,
     )
 
 __all__ = [
+    "AgentEnd",
+    "AgentFault",
     "AgentHandler",
+    "AgentStyle",
+    "BashTool",
     "BlockingClient",
     "Budgets",
+    "ChatMessage",
+    "EditorTool",
     "Evaluation",
+    "EvaluationError",
+    "FinishTool",
     "GroupPolicy",
+    "HandlerError",
+    "IpythonTool",
     "JobSpec",
+    "MalformedJob",
+    "NewDialogue",
+    "Observation",
     "Outcome",
     "PaddedBatch",
+    "ParsedTurn",
     "ProrlError",
+    "ProviderReport",
+    "Resources",
     "RetryPolicy",
     "RolloutClient",
+    "RolloutContext",
     "RolloutError",
     "SamplingParams",
+    "Sandbox",
+    "SandboxCallFailed",
+    "SandboxLimits",
+    "SandboxLost",
+    "SandboxProvider",
+    "SandboxSpec",
+    "SandboxUnavailable",
     "Segment",
     "ServiceError",
     "TaskInstance",
+    "Tool",
+    "ToolCall",
+    "ToolResult",
+    "ToolSet",
     "Trajectory",
+    "TransferOptions",
+    "TransferReport",
     "Turn",
     "connect",
     "pad_batch",
+    "run_agent",
+    "run_sub_agent",
 ]
 
 _HOMES = {
-    "prorl_trio.types.batch": ("PaddedBatch", "pad_batch"),
-    "prorl_trio.client": ("BlockingClient", "RolloutClient", "connect"),
-    "prorl_trio.types.errors": ("ProrlError", "RolloutError", "ServiceError"),
-    "prorl_trio.handlers.base": ("AgentHandler", "Evaluation"),
-    "prorl_trio.types.models": (
-        "Budgets",
-        "GroupPolicy",
-        "JobSpec",
-        "Outcome",
-        "RetryPolicy",
-        "SamplingParams",
-        "Segment",
-        "TaskInstance",
-        "Trajectory",
-        "Turn",
-    ),
+    "ipc.limits": "SandboxLimits",
+    "prorl_trio.agent.context": "Resources RolloutContext",
+    "prorl_trio.agent.loop": "AgentEnd NewDialogue run_agent run_sub_agent",
+    "prorl_trio.agent.style": "AgentStyle",
+    "prorl_trio.chat.conversation": "ParsedTurn",
+    "prorl_trio.client": "BlockingClient RolloutClient connect",
+    "prorl_trio.handlers.base": "AgentHandler Evaluation",
+    "prorl_trio.sandbox.provider": "ProviderReport SandboxProvider SandboxSpec",
+    "prorl_trio.sandbox.sandbox": "Sandbox",
+    "prorl_trio.sandbox.transfer": "TransferOptions TransferReport",
+    "prorl_trio.tools": "BashTool EditorTool FinishTool IpythonTool Observation Tool ToolSet",
+    "prorl_trio.types.batch": "PaddedBatch pad_batch",
+    "prorl_trio.types.errors": "AgentFault EvaluationError HandlerError MalformedJob ProrlError "
+    "RolloutError SandboxCallFailed SandboxLost SandboxUnavailable ServiceError",
+    "prorl_trio.types.models": "Budgets ChatMessage GroupPolicy JobSpec Outcome RetryPolicy SamplingParams "
+    "Segment TaskInstance ToolCall ToolResult Trajectory Turn",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,13 +7,14 @@ from contextlib import AsyncExitStack, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import trio
 
 from ipc.nursery import only_cancelled
 from prorl_trio.agent.budget import AgentBudget
+from prorl_trio.agent.style import PLAIN
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.inference.engines.engine import CompletionRequest
 from prorl_trio.inference.pool.partial import PartialCompletion
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.budget import ToolTime
     from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.agent.style import AgentStyle
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.inference.engines.engine import Completion
     from prorl_trio.inference.pool.lease import Lease
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = [
     "MIN_TURN_TOKENS",
     "AgentEnd",
-    "AgentStyle",
     "BeforeTurn",
     "NewDialogue",
     "lease_backend",
@@ -50,22 +51,6 @@ MIN_TURN_TOKENS = 16
 """A turn with less room than this in the context is not begun."""
 MAX_FITTINGS = 4
 """Of observations to the room that is left, before the loop ends for lack of it."""
-
-
-class AgentStyle(Protocol):
-    """What differs between agents: how a turn without a formal tool call is read, and what reminds the policy."""
-
-    def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
-        """Calls a turn without formal ones still asks for (a fenced code block, say). Usually none."""
-        ...
-
-    def final_answer(self, parsed: ParsedTurn) -> str | None:
-        """The final answer if the turn gives one in its text (`\\boxed{42}`, say), else None."""
-        ...
-
-    def nudge(self) -> str:
-        """The user message after a turn with neither call nor answer."""
-        ...
 
 
 class NewDialogue(NamedTuple):
@@ -97,7 +82,7 @@ async def run_agent(
     context: RolloutContext,
     messages: Sequence[ChatMessage],
     tools: ToolSet,
-    style: AgentStyle,
+    style: AgentStyle = PLAIN,
     *,
     before_turn: BeforeTurn | None = None,
 ) -> None:
@@ -137,7 +122,7 @@ async def run_sub_agent(
     context: RolloutContext,
     messages: Sequence[ChatMessage],
     tools: ToolSet,
-    style: AgentStyle,
+    style: AgentStyle = PLAIN,
     *,
     max_turns: int,
     before_turn: BeforeTurn | None = None,

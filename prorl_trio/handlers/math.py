@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from prorl_trio.agent.loop import run_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.final_answer import extract_boxed
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -141,7 +142,7 @@ async def _compare(context: RolloutContext, answer: str, gold: str) -> dict[str,
         return {"equal": False, "scorer": str(exc)}
 
 
-class _MathStyle:
+class _MathStyle(AgentStyle):
     """Small models often write a fenced block where a tool call belongs: it is run. `\\boxed{}` is the final answer."""
 
     def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import ToolCall
 
-__all__ = ["Observation", "Tool", "ToolSet", "refused"]
+__all__ = ["Observation", "Tool", "ToolSet"]
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +32,11 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     outcome: ToolOutcome = "ok"
     exit_code: int | None = None
 
+    @classmethod
+    def refused(cls, why: str, outcome: ToolOutcome = "error") -> Observation:
+        """Return the observation of a call that could not be carried out."""
+        return cls(text=f"Error: {why}", outcome=outcome)
+
     @property
     def result(self) -> ToolResult:
         """The part of it that is recorded beside the text."""
@@ -40,11 +45,6 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     def with_text(self, text: str) -> Observation:
         """Return the same with another text: a shorter one, say."""
         return msgspec.structs.replace(self, text=text)
-
-
-def refused(why: str, outcome: ToolOutcome = "error") -> Observation:
-    """Return the observation of a call that could not be carried out."""
-    return Observation(text=f"Error: {why}", outcome=outcome)
 
 
 class Tool(abc.ABC):
@@ -64,7 +64,7 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
-        """Do it, and say how it went. What the policy did wrong is an observation (`refused`).
+        """Do it, and say how it went. What the policy did wrong is an observation (`Observation.refused`).
 
         Only infrastructure errors are raised, and what `Sandbox` raises: a call that the sandbox did not take becomes
         an observation in `ToolSet.call`, which has also read `arguments` by the schema (`read_arguments`).
@@ -94,23 +94,23 @@ class ToolSet:
         errors.
         """
         if call.error:
-            return refused(call.error, "malformed")
+            return Observation.refused(call.error, "malformed")
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(sorted(self._tools))
-            return refused(f"there is no tool {call.name!r}. The tools are: {known}.", "unknown")
+            return Observation.refused(f"there is no tool {call.name!r}. The tools are: {known}.", "unknown")
         call = msgspec.structs.replace(call, arguments=read_arguments(call.arguments, tool.parameters))
         missing = [key for key in tool.parameters.get("required", ()) if key not in call.arguments]
         if missing:
-            return refused(f"{tool.name} needs the argument {missing[0]!r}.")
+            return Observation.refused(f"{tool.name} needs the argument {missing[0]!r}.")
         try:
             observation = await tool.call(call.arguments, sandbox, timeout_s=timeout_s)
         except (SandboxCallFailed, TooManyDialogues) as exc:
-            observation = refused(str(exc))
+            observation = Observation.refused(str(exc))
         except (OSError, ValueError) as exc:
             if not isinstance(exc.__cause__, IpcError | UnicodeEncodeError):  # of the tool's own code
                 raise
-            observation = refused(str(exc))
+            observation = Observation.refused(str(exc))
         return observation.with_text(self._shorten(observation.text))
 
     def _shorten(self, text: str) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from prorl_trio.sandbox.sandbox import ShellBusy, ShellIdle
 from prorl_trio.tools.arguments import read_arguments
-from prorl_trio.tools.base import Observation, Tool, refused
+from prorl_trio.tools.base import Observation, Tool
 from prorl_trio.types.errors import HandlerError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class IpythonTool(Tool):
         """Raises SandboxLost when the sandbox is gone, SandboxUnavailable when it has no such kernel."""
         code = _text_argument(arguments, "code")
         if code is None:
-            return refused("the argument 'code' must be a string.")
+            return Observation.refused("the argument 'code' must be a string.")
         result = await _need(sandbox, self.name).ipython(code, timeout_s=timeout_s, kernel=self._kernel)
         outcome: ToolOutcome = "timed_out" if result.timed_out else "ok" if result.error is None else "error"
         return Observation(text=render_cell(result, timeout_s), outcome=outcome)
@@ -155,16 +155,16 @@ class BashTool(Tool):
         wanted_s = arguments.get("timeout")
         for key, value in (("is_input", is_input), ("restart", restart)):
             if not isinstance(value, bool):
-                return refused(f"the argument '{key}' must be true or false.")
+                return Observation.refused(f"the argument '{key}' must be true or false.")
         if restart and command:
-            return refused("nothing was done: give 'restart' without 'command', and the command then.")
+            return Observation.refused("nothing was done: give 'restart' without 'command', and the command then.")
         if restart:
             await _need(sandbox, self.name).restart_bash()
             return Observation(text=RESTARTED)
         if command is None:
-            return refused("the argument 'command' must be a string.")
+            return Observation.refused("the argument 'command' must be a string.")
         if wanted_s is not None and not _is_positive_number(wanted_s):
-            return refused("the argument 'timeout' must be a positive number of seconds.")
+            return Observation.refused("the argument 'timeout' must be a positive number of seconds.")
         quiet_timeout_s = self._quiet_timeout_s if wanted_s is None else None
         timeout_s = timeout_s if wanted_s is None else min(timeout_s, float(wanted_s))
         shell = _need(sandbox, self.name)
@@ -175,11 +175,11 @@ class BashTool(Tool):
             else:
                 result = await shell.bash(command, timeout_s=timeout_s, quiet_timeout_s=quiet_timeout_s)
         except ShellBusy:
-            return refused(f"not run, because the command before is still running. {GO_ON}.")
+            return Observation.refused(f"not run, because the command before is still running. {GO_ON}.")
         except ShellIdle:
-            return refused("no command is running that could take input. Run it without is_input.")
+            return Observation.refused("no command is running that could take input. Run it without is_input.")
         except ValueError as exc:
-            return refused(str(exc))
+            return Observation.refused(str(exc))
         return Observation(text=render_bash(result, timeout_s), outcome=_outcome_of(result), exit_code=result.exit_code)
 
 

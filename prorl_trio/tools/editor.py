@@ -9,7 +9,7 @@ import trio
 
 from ipc.file_calls import EditFile
 from prorl_trio.tools.arguments import read_arguments
-from prorl_trio.tools.base import Observation, Tool, refused
+from prorl_trio.tools.base import Observation, Tool
 from prorl_trio.types.errors import HandlerError
 from prorl_trio.types.field_errors import field_error
 
@@ -74,10 +74,12 @@ class EditorTool(Tool):
             edit = msgspec.convert({**known, "type": "EditFile"}, EditFile)
         except msgspec.ValidationError as exc:
             problem, path, _ = field_error(exc)
-            return refused(f"an argument is of the wrong type: {problem} - at `{path.removeprefix('$.')}`.")
+            return Observation.refused(f"an argument is of the wrong type: {problem} - at `{path.removeprefix('$.')}`.")
         edited = None
         with trio.move_on_after(timeout_s):
             edited = await sandbox.edit_file(edit)
         if edited is None:
-            return refused(f"not done within {timeout_s:g} s. Look at the file before you go on.", "timed_out")
+            return Observation.refused(
+                f"not done within {timeout_s:g} s. Look at the file before you go on.", "timed_out"
+            )
         return Observation(text=edited.output, outcome="ok" if edited.ok else "error")

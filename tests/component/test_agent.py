@@ -8,6 +8,7 @@ import trio
 
 from prorl_trio.agent.context import RolloutContext
 from prorl_trio.agent.loop import run_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.handlers.math import NUDGE, MathHandler
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
@@ -261,15 +262,9 @@ async def test_cancel_aborts_the_call_in_flight(rig):
 
 
 async def test_run_agent_takes_any_style_and_tools(rig):
-    class Quiet:
-        def implied_calls(self, parsed):
-            return []
-
+    class Quiet(AgentStyle):
         def final_answer(self, parsed):
             return parsed.content if parsed.content.startswith("ANSWER") else None
-
-        def nudge(self):
-            return "Go on."
 
     async with rig.open():
         rig.says = ["mumble", "ANSWER 3"]

@@ -230,25 +230,14 @@ class AskTool(Tool):
 
     async def call(self, arguments, sandbox, *, timeout_s):
         tools = ToolSet([FinishTool()], max_observation_chars=99)
-        end = await run_sub_agent(self.context, [ChatMessage(role="user", content="?")], tools, Silent(), max_turns=2)
+        end = await run_sub_agent(self.context, [ChatMessage(role="user", content="?")], tools, max_turns=2)
         return Observation(text=str(end.answer))
-
-
-class Silent:
-    def implied_calls(self, parsed):
-        return []
-
-    def final_answer(self, parsed):
-        return None
-
-    def nudge(self):
-        return "Go on."
 
 
 class Asks(Plain):
     async def run(self, context):
         tools = ToolSet([AskTool(context), FinishTool()], max_observation_chars=99)
-        await run_agent(context, [ChatMessage(role="user", content="?")], tools, Silent())
+        await run_agent(context, [ChatMessage(role="user", content="?")], tools)
 
 
 async def test_what_another_agent_waits_for_is_not_charged_to_the_tool_that_asked_it(rig):

@@ -11,6 +11,7 @@ import trio
 from prorl_trio.agent.context import RolloutContext
 from prorl_trio.agent.dialogues import MAX_DIALOGUES
 from prorl_trio.agent.loop import NewDialogue, run_agent, run_sub_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.tools import FinishTool, Observation, Tool, ToolSet
 from prorl_trio.types.errors import ContextLengthExceeded, HandlerError
@@ -26,15 +27,9 @@ def call(name, **arguments):
     return f'<tool_call>{{"name": "{name}", "arguments": {{{fields}}}}}</tool_call>'
 
 
-class Style:
-    def implied_calls(self, parsed):
-        return []
-
+class Style(AgentStyle):
     def final_answer(self, parsed):
         return parsed.content.removeprefix("ANSWER ") if parsed.content.startswith("ANSWER") else None
-
-    def nudge(self):
-        return "Go on."
 
 
 class Noise(Tool):

@@ -49,22 +49,11 @@ class Updated(MathHandler):
     async def run(self, context):
         self.attempts += 1
         tools = ToolSet([UpdateTool(context.resources.backends, self.versions), FinishTool()], max_observation_chars=99)
-        await run_agent(context, [ChatMessage(role="user", content="?")], tools, Quiet())
+        await run_agent(context, [ChatMessage(role="user", content="?")], tools)
 
     async def eval(self, context):
         await trio.lowlevel.checkpoint()
         return Evaluation(reward=float(context.answer == "42"), details={})
-
-
-class Quiet:
-    def implied_calls(self, parsed):
-        return []
-
-    def final_answer(self, parsed):
-        return None
-
-    def nudge(self):
-        return "Go on."
 
 
 async def outcome_of(rig, handler, says, **fields):

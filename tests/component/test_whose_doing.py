@@ -173,17 +173,6 @@ EITHER = ["a full disk"]
 """As root, Apptainer gives a disk without a size: the watchdog keeps to it, and leaves room."""
 
 
-class Style:
-    def implied_calls(self, parsed):
-        return []
-
-    def final_answer(self, parsed):
-        return None
-
-    def nudge(self):
-        return "Go on."
-
-
 class Tools(AgentHandler):
     """All tools. Evaluates the answer, or what was left in the sandbox."""
 
@@ -203,7 +192,7 @@ class Tools(AgentHandler):
             [BashTool(quiet_timeout_s=1.0), IpythonTool(), EditorTool(), FinishTool()], max_observation_chars=300
         )
         question = context.spec.instance.payload["question"]
-        await run_agent(context, [ChatMessage(role="user", content=question)], kit, Style())
+        await run_agent(context, [ChatMessage(role="user", content=question)], kit)
 
     async def eval(self, context):
         if self.after_run == "keep":

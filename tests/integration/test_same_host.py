@@ -18,6 +18,7 @@ import trio
 
 from ipc.session import Accepted
 from prorl_trio.agent.loop import run_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.client import BlockingClient, connect
 from prorl_trio.config import (
     ArenaConfig,
@@ -44,17 +45,11 @@ TOKENS = 5_000
 pytestmark = pytest.mark.timeout(90)
 
 
-class Plain:
+class Plain(AgentStyle):
     """An agent that says one thing."""
-
-    def implied_calls(self, parsed):
-        return []
 
     def final_answer(self, parsed):
         return parsed.text[:10]
-
-    def nudge(self):
-        return "Go on."
 
 
 class Talk(AgentHandler):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.agent.loop import NewDialogue, run_agent, run_sub_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import AgentConfig, ModelConfig, NodeConfig
 from prorl_trio.inference.engines.engine import Completion, EngineInfo
@@ -85,7 +86,7 @@ class Big(Tool):
         return Observation(text=self.outputs.pop(0) if self.outputs else "")
 
 
-class Calls:
+class Calls(AgentStyle):
     """Every turn is so many calls."""
 
     def __init__(self, *counts):
@@ -94,9 +95,6 @@ class Calls:
     def implied_calls(self, _parsed):
         count = self.counts.pop(0) if self.counts else 0
         return [ToolCall(name="big", arguments={}, raw="big()")] * count
-
-    def final_answer(self, _parsed):
-        return None
 
     def nudge(self):
         return "Go on. " * 20

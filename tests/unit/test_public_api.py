@@ -15,6 +15,11 @@ def test_every_public_name_is_there_and_documented(name):
     assert name in dir(prorl_trio)
 
 
+def test_a_handlers_author_needs_no_other_name():
+    needed = {"AgentHandler", "AgentStyle", "ChatMessage", "Evaluation", "Observation", "RolloutContext", "Sandbox"}
+    assert needed | {"SandboxSpec", "Tool", "ToolSet", "run_agent", "run_sub_agent"} <= {*prorl_trio.__all__}
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(AttributeError, match="no_such_name"):
         prorl_trio.no_such_name  # noqa: B018

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from prorl_trio.agent.context import RolloutContext
-    from prorl_trio.chat.conversation import ParsedTurn
-    from prorl_trio.types.models import ToolCall
 
 __all__ = ["SoakHandler", "run_node"]
 
@@ -49,7 +47,7 @@ class SoakHandler(AgentHandler):
         """Two turns, if the backend lives."""
         limit = context.resources.config.agent.max_observation_chars
         messages = [ChatMessage(role="user", content=f"Compute for {context.spec.job_id}.")]
-        await run_agent(context, messages, ToolSet([BashTool(), FinishTool()], max_observation_chars=limit), _Plain())
+        await run_agent(context, messages, ToolSet([BashTool(), FinishTool()], max_observation_chars=limit))
 
     async def eval(self, context: RolloutContext) -> Evaluation:
         """1.0 for the answer that the backend gives."""
@@ -58,21 +56,6 @@ class SoakHandler(AgentHandler):
         return Evaluation(
             reward=float(context.answer == "42"), details={"filler": "x" * details_bytes} if details_bytes else {}
         )
-
-
-class _Plain:
-    """Formal calls only."""
-
-    def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
-        del parsed
-        return []
-
-    def final_answer(self, parsed: ParsedTurn) -> str | None:
-        del parsed
-        return None
-
-    def nudge(self) -> str:
-        return "Go on."
 
 
 def run_node(config: Path, instruments: Sequence[trio.abc.Instrument] = ()) -> bool:

@@ -1,0 +1,32 @@
+"""What differs between agents that work in the same loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from prorl_trio.chat.conversation import ParsedTurn
+    from prorl_trio.types.models import ToolCall
+
+__all__ = ["PLAIN", "AgentStyle"]
+
+
+class AgentStyle:
+    """How a turn without a formal tool call is read, and what reminds the policy. Override what differs; no I/O."""
+
+    def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
+        """Return the calls that a turn without formal ones still asks for (a fenced block, say). Default: none."""
+        del parsed
+        return []
+
+    def final_answer(self, parsed: ParsedTurn) -> str | None:
+        """Return the final answer if the turn gives one in its text (`\\boxed{42}`, say). Default: None."""
+        del parsed
+        return None
+
+    def nudge(self) -> str:
+        """Return the user message after a turn with neither call nor answer."""
+        return "Go on by calling one of the tools."
+
+
+PLAIN: Final = AgentStyle()
