@@ -27,7 +27,8 @@ class Node(FakeNode):
         self.said = backends
 
     def statistics(self):
-        return {**super().statistics(), **({} if self.said is None else {"backends": {"backends": self.said}})}
+        report = {**super().statistics(), "backends": {"backends": self.said}}
+        return {name: said for name, said in report.items() if name != "backends" or self.said is not None}
 
 
 async def shown(monkeypatch, folder, backends, *job_ids):
