@@ -36,7 +36,12 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         entry = self._own.get(cmd_name) or self._entries().get(cmd_name)
-        command: click.Command | None = None if entry is None else entry.load()
+        if entry is None:
+            return None
+        try:
+            command: click.Command = entry.load()
+        except (ImportError, AttributeError) as exc:
+            raise click.ClickException(f"the command {cmd_name!r} ({entry.value}) cannot be loaded: {exc}") from exc
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

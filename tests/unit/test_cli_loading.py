@@ -69,6 +69,9 @@ def test_a_command_that_cannot_be_imported_does_not_spoil_the_help(monkeypatch):
     done = CliRunner().invoke(main, ["--help"])
     assert done.exit_code == 0
     assert "broken" in done.output
+    done = CliRunner().invoke(main, ["broken"])
+    assert done.exit_code == 1
+    assert "the command 'broken' (no_such_package.commands:broken) cannot be loaded: No module named" in done.stderr
 
 
 def test_a_name_that_is_nearly_right_is_told():
