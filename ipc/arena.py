@@ -83,7 +83,7 @@ class TokenBuffer:
 
     @property
     def ref(self) -> ArenaRef | None:
-        """What names the tokens; None while the buffer is open."""
+        """Return the reference to the tokens; None while the buffer is open."""
         return self._ref
 
     @property
@@ -157,7 +157,7 @@ class TokenBuffer:
 
     @property
     def blocks(self) -> int:
-        """How many it has now."""
+        """Return the number of blocks that it has now."""
         return self._blocks
 
     @property
@@ -166,11 +166,11 @@ class TokenBuffer:
         return bool(self._readers)
 
     def pin(self, reader_id: str) -> None:
-        """As `Arena.pin`."""
+        """Pin the tokens for a reader. See `Arena.pin`."""
         self._readers.add(reader_id)
 
     def unpin(self, reader_id: str) -> None:
-        """As `Arena.unpin`."""
+        """End a reader's pin. See `Arena.unpin`."""
         if reader_id in self._readers:
             self._readers.remove(reader_id)
             self._free_if_unused()
@@ -265,7 +265,7 @@ class Arena:
         return self.memory.arena_id
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks so many tokens take."""
+        """Return the number of blocks that so many tokens take."""
         return max(1, -(-tokens // self.memory.block_tokens))
 
     def open_nowait(self, tokens: int = 1, *, reserve: bool = False) -> TokenBuffer:
@@ -327,7 +327,7 @@ class Arena:
         self._by_block[self.memory.check(ref)].pin(reader_id)
 
     def hold(self, ref: ArenaRef, holder: str) -> None:
-        """As `pin`, for somebody in this process, who `unpin`s it in the end.
+        """Pin tokens for somebody in this process, who calls `unpin` in the end. See `pin`.
 
         Raises:
             StaleReference: the tokens are gone.
@@ -335,7 +335,7 @@ class Arena:
         self._by_block[self.memory.check(ref)].pin(holder)
 
     def ref_of(self, arrays: TokenArrays) -> ArenaRef | None:
-        """What names these arrays, if they are all of a sealed buffer's; None if they are anything else."""
+        """Return the reference to these arrays if they are all of a sealed buffer's, else None."""
         address = arrays.token_ids.__array_interface__["data"][0]
         block, beside = divmod(address - self.memory.address - self.memory.blocks_at, self.memory.block_bytes)
         buffer = self._by_block.get(block) if not beside else None
@@ -357,7 +357,7 @@ class Arena:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole mapping."""
+        """Return the size of the whole mapping, in bytes."""
         return len(self.memory.mapping)
 
     def statistics(self) -> ArenaStatistics:
@@ -431,7 +431,7 @@ class Arena:
 
 
 def _places(arrays: TokenArrays) -> list[tuple[int, int]]:
-    """Where each array begins in memory, and its bytes."""
+    """Return for each array where it begins in memory, and its bytes."""
     each = (arrays.token_ids, arrays.logprobs, arrays.loss_mask)
     return [(array.__array_interface__["data"][0], array.nbytes) for array in each]
 

@@ -1,4 +1,4 @@
-"""Which blocks of an arena are free. Pure state: no memory, no waiting."""
+"""The free blocks of an arena. Pure state: no memory, no waiting."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class ArenaMemory:
 
     @property
     def address(self) -> int:
-        """Of the mapping's first byte, in this process."""
+        """Return the address of the mapping's first byte, in this process."""
         return int(self._table.ctypes.data) - mmap.PAGESIZE
 
     def begin_run(self, block: int) -> int:
@@ -91,7 +91,7 @@ class ArenaMemory:
         self._table[block, 1] = length
 
     def offset_of(self, block: int) -> int:
-        """Where `block` begins, in bytes."""
+        """Return the offset at which `block` begins, in bytes."""
         return self.blocks_at + block * self.block_bytes
 
     def arrays(self, offset: int, capacity: int) -> TokenArrays:

@@ -1,4 +1,4 @@
-"""How the arena gets into another process of the same host: its descriptor, over a Unix socket.
+"""Handing the arena to another process of the same host: its descriptor, over a Unix socket.
 
 The connection is the reader's life. When it ends, whether closed or because the process was killed, every pin of the
 reader ends. Text: PROTOCOL.md.
@@ -76,7 +76,7 @@ async def serve_arena(
 
 
 async def _serve_reader(arena: Arena, token: str, max_readers: int, stream: trio.SocketStream) -> None:
-    """One connection, from the handshake to its end. Failures end the connection, and are logged."""
+    """Serve a connection, from the handshake to its end. Failures end the connection, and are logged."""
     channel = Channel(stream, max_frame_bytes=MAX_FRAME_BYTES)
     reader_id = ""
     try:

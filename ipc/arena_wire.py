@@ -1,4 +1,4 @@
-"""What crosses the arena's socket, and the reference that stands for tokens in the arena. Text: PROTOCOL.md."""
+"""The frames on the arena's socket, and the reference that stands for tokens in the arena. Text: PROTOCOL.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, 
 
 
 class ArenaRef(_Frame, frozen=True):
-    """Where the tokens of one segment are. `offset` in bytes; `capacity` and `length` in tokens."""
+    """A reference to the tokens of one segment. `offset` in bytes; `capacity` and `length` in tokens."""
 
     arena_id: str
     offset: int
@@ -33,8 +33,10 @@ class ArenaHello(_Frame, frozen=True):
 
 
 class ArenaOffer(_Frame, frozen=True):
-    """The arena; its descriptor, read-only, comes with the first byte. The reader is `reader_id` while the
-    connection lasts."""
+    """The arena; its descriptor, read-only, comes with the first byte.
+
+    The reader is `reader_id` while the connection lasts.
+    """
 
     version: int
     arena_id: str
@@ -43,8 +45,10 @@ class ArenaOffer(_Frame, frozen=True):
 
 
 class ArenaRefused(_Frame, frozen=True):
-    """The node refuses the reader and closes the connection. `user`: it runs as another user; `admission`: there are
-    too many."""
+    """The node refuses the reader and closes the connection.
+
+    `user`: it runs as another user; `admission`: there are too many.
+    """
 
     code: Literal["version", "user", "token", "protocol", "admission"]
     message: str

@@ -222,7 +222,10 @@ async def connect_unix(path: str | os.PathLike[str], *, connect_timeout_s: float
 
 
 def _is_connected(stream: trio.SocketStream) -> bool:
-    """Whether it really is: with a full backlog, connecting fails with EAGAIN, which trio takes for "soon"."""
+    """Return whether the stream is connected.
+
+    With a full backlog, connecting fails with EAGAIN, which trio takes for "soon".
+    """
     try:
         stream.socket.getpeername()
     except OSError as exc:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["CANCEL_GRACE_S", "RpcClient", "RpcClientStatistics", "open_rpc_client"]
 
 CANCEL_GRACE_S = 5.0
-"""How long a call that was cancelled, or whose time is up, waits for the peer to say that the action has ended."""
+"""The time that a call that was cancelled, or whose time is up, gives the peer to say that the action has ended."""
 
 MIN_CALL_TIMEOUT_S = 1e-3
 """Least budget put on the wire, for a call whose time ran out while it waited for room to be sent."""
@@ -75,7 +75,10 @@ async def open_rpc_client(
 
 
 class _PendingCall:
-    """What the reader has for one call. The calling task takes it, so that callbacks run, and raise, over there."""
+    """The answers that the reader has for one call.
+
+    The calling task takes them, so that callbacks run, and raise, over there.
+    """
 
     __slots__ = ("answer", "chunks", "news")
 

@@ -11,7 +11,8 @@ from ipc.wire import Envelope
 __all__ = ["UNDECODABLE", "decode_envelope", "encode_body", "encode_envelope", "encode_reply"]
 
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not what they should be: also text that is not UTF-8, and endless nesting."""
+"""Exceptions of msgspec for bytes that are not what they should be: also text that is not UTF-8, and endless
+nesting."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Envelope] = msgspec.msgpack.Decoder(Envelope)
@@ -28,8 +29,9 @@ def encode_body(body: msgspec.Struct) -> msgspec.Raw:
 
 
 def encode_reply(body: msgspec.Struct) -> msgspec.Raw:
-    """As `encode_body`, but text that UTF-8 has no form for is spelled out: a path, an error's text, what the system
-    has bytes for that are no text. Raises TypeError.
+    """Encode a body as `encode_body` does, but spell out text that UTF-8 has no form for. Raises TypeError.
+
+    Such texts are paths and errors: the system has bytes for them that are no text.
     """
     try:
         return encode_body(body)
@@ -43,7 +45,7 @@ def encode_envelope(envelope: Envelope) -> bytes:
 
 
 def decode_envelope(payload: bytes) -> Envelope:
-    """What a frame's payload says.
+    """Decode the payload of a frame.
 
     Raises:
         ProtocolViolation: it is not msgpack, no known envelope, or has a wrong or unknown field (named by its path).

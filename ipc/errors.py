@@ -1,4 +1,4 @@
-"""What can go wrong on a Unix-socket channel and in shared memory.
+"""Errors of Unix-socket channels and of shared memory.
 
 Every message says what, the limit, the actual value, what to do.
 """

@@ -1,4 +1,4 @@
-"""What a sandbox daemon is asked about files: single ones, transfers of whole trees, edits. Text: PROTOCOL.md.
+"""Calls of a sandbox daemon about files: single ones, transfers of whole trees, edits. Text: PROTOCOL.md.
 
 A part of `sandbox_calls.SandboxCall`. Sizes are bytes.
 """
@@ -72,7 +72,7 @@ class FileWritten(_Wire, frozen=True):
 
 
 class TreeEntry(_Wire, frozen=True):
-    """One member of a tree. `path` is relative, `/` between names, empty for the root, which comes first.
+    """A member of a tree. `path` is relative, `/` between names, empty for the root, which comes first.
 
     A folder comes before what is in it. `mode` has permission bits only. `target` is a symbolic link's text, or the
     path of the file in the tree of which a hard link is a second name. A file's content follows it.
@@ -134,7 +134,7 @@ class UploadTaken(_Wire, frozen=True):
 
 
 class UploadEnd(_Wire, frozen=True):
-    """That was all: give the tree its name."""
+    """The tree is complete: give it its name."""
 
     transfer_id: int
 
@@ -176,7 +176,7 @@ class TransferAborted(_Wire, frozen=True):
 
 
 class EditFile(_Wire, frozen=True):
-    """One call of an agent's `str_replace_editor`. Which fields a `command` needs is checked there, and told there.
+    """A call of an agent's `str_replace_editor`. The editor checks, and says, which fields a `command` needs.
 
     `command` is `view` (`view_range`), `create` (`file_text`), `str_replace` (`old_str`, `new_str`), `insert`
     (`insert_line`, `new_str`) or `undo_edit`. Of numbered lines at most `max_output_bytes` are shown.

@@ -1,4 +1,4 @@
-"""Who may speak: the first frame in each direction of an RPC connection."""
+"""The handshake of an RPC connection: the first frame in each direction, which says who may speak."""
 
 from __future__ import annotations
 

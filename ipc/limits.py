@@ -1,4 +1,4 @@
-"""What a sandbox may use. Set by the node, enforced inside the sandbox by its daemon and by the kernel."""
+"""Limits of a sandbox. Set by the node, enforced inside the sandbox by its daemon and by the kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 __all__ = ["Breach", "SandboxLimits"]
 
 Breach = Literal["", "memory", "processes", "cpu", "file_size", "disk", "wall"]
-"""Which limit an action ran into; empty if none."""
+"""The limit that an action ran into; empty if none."""
 
 _MIB = 1024 * 1024
 

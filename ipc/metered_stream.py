@@ -39,7 +39,7 @@ class MeteredStream(trio.abc.Stream):
         self._lifted.set()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        """As `trio.abc.ReceiveStream`."""
+        """See `trio.abc.ReceiveStream`."""
         if self._left_bytes is not None:
             if self._left_bytes == 0:
                 await self._lifted.wait()
@@ -75,11 +75,11 @@ class MeteredStream(trio.abc.Stream):
             self.over.set()
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """As `trio.abc.SendStream`."""
+        """See `trio.abc.SendStream`."""
         await self._stream.send_all(data)
 
     async def wait_send_all_might_not_block(self) -> None:
-        """As `trio.abc.SendStream`."""
+        """See `trio.abc.SendStream`."""
         await self._stream.wait_send_all_might_not_block()
 
     async def aclose(self) -> None:

@@ -1,4 +1,4 @@
-"""What comes out of a nursery: one exception instead of a group, and whether it is a cancel and nothing else."""
+"""Exceptions of nurseries: one in place of a group, and a test for cancels and nothing else."""
 
 from __future__ import annotations
 
@@ -22,12 +22,18 @@ def leaves(exc: BaseException) -> list[BaseException]:
 
 
 def only_cancelled(exc: BaseException) -> bool:
-    """Whether every leaf of `exc` is `Cancelled`. A nursery makes a group even of one, so a group is a cancel, too."""
+    """Return whether every leaf of `exc` is `Cancelled`.
+
+    A nursery makes a group even of one, so a group is a cancel, too.
+    """
     return all(isinstance(leaf, trio.Cancelled) for leaf in leaves(exc))
 
 
 def is_cancelled() -> bool:
-    """Whether a scope around this task is cancelled. A `Cancelled` that flies where none is belongs to nobody."""
+    """Return whether a scope around this task is cancelled.
+
+    A `Cancelled` that flies where none is belongs to nobody.
+    """
     return trio.current_effective_deadline() == -math.inf
 
 

@@ -1,4 +1,4 @@
-"""What a sandbox daemon is asked, and what it answers: bash, IPython, one-shot commands, files. Text: PROTOCOL.md.
+"""Calls of a sandbox daemon and their answers: bash, IPython, one-shot commands, files. Text: PROTOCOL.md.
 
 `SandboxCall` is a tagged union that refuses unknown fields, `SandboxReply` what it is answered with. Both travel as
 bodies in the envelope of `wire`.
@@ -106,7 +106,7 @@ class BashInput(_Wire, frozen=True):
 
 
 class BashResult(_Wire, frozen=True):
-    """What a command did since the call before.
+    """The result of a command since the call before.
 
     `output` is the terminal's (stdout and stderr in order), decoded as UTF-8 with replacement, newlines plain.
     `exit_code` is None if the command was killed by the timeout, took the shell with it and left no code, or is still
@@ -177,7 +177,7 @@ class Display(_Wire, frozen=True):
 
 
 class CellResult(_Wire, frozen=True):
-    """What a cell did. `result` is the `repr` of its last expression, None if there was none.
+    """The result of a cell. `result` is the `repr` of its last expression, None if there was none.
 
     `displays` are in order, results with a rich form and open matplotlib figures among them; `dropped_displays` counts
     those beyond the first 32.
@@ -250,7 +250,7 @@ class ExecInputTaken(_Wire, frozen=True):
 
 
 class ExecResult(_Wire, frozen=True):
-    """What a one-shot command did. `exit_code` is 128 + n after signal n, None if the timeout ended it.
+    """The result of a one-shot command. `exit_code` is 128 + n after signal n, None if the timeout ended it.
 
     Output is as it was written, not decoded. `*_dropped_bytes` were left out in the middle, where a line says so.
     """

@@ -34,7 +34,7 @@ class CallError(Exception):
 
 
 class CallContext:
-    """What a handler knows of its call.
+    """The facts about a call that its handler gets.
 
     Attributes:
         call_id: unique on this connection.
@@ -116,7 +116,7 @@ class _RunningCall:
 
 
 class _Connection:
-    """One client's calls, after the handshake."""
+    """The calls of one client, after the handshake."""
 
     def __init__(self, channel: Channel, handler: Handler, max_concurrent_calls: int) -> None:
         self._channel = channel

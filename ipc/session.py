@@ -94,8 +94,10 @@ class Submit(_Frame, frozen=True):
 
 
 class CancelJobs(_Frame, frozen=True):
-    """Cancel these jobs, and those of this session without an outcome that are of the group `group_id`, or have all
-    `tags`, or all of them (`whole_session`). Answered by `CancelledJobs` when none of them owns anything any more.
+    """Cancel these jobs, and those of this session without an outcome that the other fields select.
+
+    These are the jobs of the group `group_id`, those that have all `tags`, or all (`whole_session`). Answered by
+    `CancelledJobs` when none of them owns anything any more.
 
     `ahead`: an id in `job_ids` that is not known yet is cancelled when it is submitted.
     """
@@ -110,9 +112,10 @@ class CancelJobs(_Frame, frozen=True):
 
 
 class CancelOnNode(_Frame, frozen=True):
-    """Cancel jobs of any session of the node: these, and besides those without an outcome for which everything holds
-    that is given of `group_id`, `session_id` and `tags`, or all of them (`everything`). Answered by `CancelledOnNode`
-    when none of them owns anything any more.
+    """Cancel jobs of any session of the node: these, and those without an outcome that the other fields select.
+
+    These are the jobs for which everything holds that is given of `group_id`, `session_id` and `tags`, or all
+    (`everything`). Answered by `CancelledOnNode` when none of them owns anything any more.
     """
 
     request_id: int
@@ -221,8 +224,11 @@ class SessionWelcome(_Frame, frozen=True):
 
 
 class SessionRefused(_Frame, frozen=True):
-    """The node refuses the connection and closes it. `admission`: it has too many sessions; `replaced`: a newer
-    connection has taken the session over, so do not come back."""
+    """The node refuses the connection and closes it.
+
+    `admission`: it has too many sessions; `replaced`: a newer connection has taken the session over, so do not come
+    back.
+    """
 
     code: Literal["version", "token", "protocol", "draining", "replaced", "admission"]
     message: str
@@ -238,9 +244,11 @@ class Accepted(_Frame, frozen=True, omit_defaults=True):
 
 
 class Rejected(_Frame, frozen=True):
-    """The job at `index` of the batch was not taken. `code`: `malformed`, `unknown_handler`, `duplicate_job`,
-    `already_delivered`, `admission` (then `retry_after_s` is set), `draining`. `path` is the offending field, if it is
-    one field."""
+    """The job at `index` of the batch was not taken.
+
+    `code`: `malformed`, `unknown_handler`, `duplicate_job`, `already_delivered`, `admission` (then `retry_after_s` is
+    set), `draining`. `path` is the offending field, if it is one field.
+    """
 
     request_id: int
     index: int
@@ -252,7 +260,7 @@ class Rejected(_Frame, frozen=True):
 
 
 class OutcomeFrame(_Frame, frozen=True):
-    """One terminal outcome. `cursor` increases by one per session; acknowledge it with `Ack`."""
+    """A terminal outcome. `cursor` increases by one per session; acknowledge it with `Ack`."""
 
     cursor: int
     job_id: str
@@ -260,7 +268,7 @@ class OutcomeFrame(_Frame, frozen=True):
 
 
 class OutcomeRefFrame(_Frame, frozen=True):
-    """As `OutcomeFrame`, for a trainer that has mapped the arena: `outcome` has empty token arrays.
+    """An outcome for a trainer that has mapped the arena: `outcome` has empty token arrays. See `OutcomeFrame`.
 
     `segments` says where they are, one reference for each segment of the trajectory, in order.
     """
@@ -280,7 +288,7 @@ class JobEvent(_Frame, frozen=True):
 
 
 class ObservedEvent(_Frame, frozen=True):
-    """As `JobEvent`, of a job of another session that this one observes."""
+    """A stage of a job of another session that this one observes. See `JobEvent`."""
 
     session_id: str
     job_id: str
@@ -289,8 +297,10 @@ class ObservedEvent(_Frame, frozen=True):
 
 
 class ObservedOutcome(_Frame, frozen=True):
-    """The outcome of a job of another session that this one observes. Without a cursor: sent once at most, and there is
-    nothing to acknowledge."""
+    """The outcome of a job of another session that this one observes.
+
+    Without a cursor: sent once at most, and there is nothing to acknowledge.
+    """
 
     session_id: str
     job_id: str
@@ -312,8 +322,10 @@ class CancelledJobs(_Frame, frozen=True):
 
 
 class CancelledOnNode(_Frame, frozen=True):
-    """Answer to `CancelOnNode`. Of the ids it gave, `ended` had ended before, and nobody on this node knows the
-    `unknown` ones."""
+    """Answer to `CancelOnNode`.
+
+    Of the ids it gave, `ended` had ended before, and nobody on this node knows the `unknown` ones.
+    """
 
     request_id: int
     cancelled: list[str]
@@ -322,8 +334,10 @@ class CancelledOnNode(_Frame, frozen=True):
 
 
 class JobList(_Frame, frozen=True):
-    """Answer to `ListJobs`: the jobs of this session whose outcome was not sent on this connection yet. `more`: another
-    `JobList` follows, with nothing in between."""
+    """Answer to `ListJobs`: the jobs of this session whose outcome was not sent on this connection yet.
+
+    `more`: another `JobList` follows, with nothing in between.
+    """
 
     request_id: int
     job_ids: list[str]
@@ -338,8 +352,10 @@ class StatusReport(_Frame, frozen=True):
 
 
 class BackendChanged(_Frame, frozen=True):
-    """Answer to `AddBackend`, `DrainBackend`, `WeighBackend`, `RemoveBackend`, `ClearBackends`. `error` is empty on
-    success."""
+    """Answer to `AddBackend`, `DrainBackend`, `WeighBackend`, `RemoveBackend`, `ClearBackends`.
+
+    `error` is empty on success.
+    """
 
     request_id: int
     url: str
@@ -383,4 +399,4 @@ ServerFrame = (
 
 ClientMessage = ClientFrame | list[ClientFrame]
 ServerMessage = ServerFrame | list[ServerFrame]
-"""What one WebSocket message holds: a frame, or several that were ready together."""
+"""The content of one WebSocket message: a frame, or several that were ready together."""

@@ -19,7 +19,7 @@ _HUNG_UP = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 
 def server_context(cert_file: str | PathLike[str], key_file: str | PathLike[str]) -> ssl.SSLContext:
-    """What a server shows: its certificate chain and private key, PEM. Reads the disk.
+    """Make a server's context from its certificate chain and private key, PEM. Reads the disk.
 
     Raises:
         OSError: a file cannot be read.
@@ -32,7 +32,7 @@ def server_context(cert_file: str | PathLike[str], key_file: str | PathLike[str]
 
 
 def client_context(ca_file: str | PathLike[str] | None = None) -> ssl.SSLContext:
-    """Whom a client believes: the authorities in `ca_file` (PEM), or the system's. Reads the disk.
+    """Make a client's context that believes the authorities in `ca_file` (PEM), or the system's. Reads the disk.
 
     Raises:
         OSError: the file cannot be read.

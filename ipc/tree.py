@@ -1,4 +1,4 @@
-"""What both ends of a file transfer agree on: limits, and which names and links are safe. Pure, but for one walk.
+"""Rules of both ends of a file transfer: limits, and which names and links are safe. Pure, but for one walk.
 
 A tree is a file, or a folder with what is in it. Whoever receives one trusts nothing of it: a sandbox is as hostile
 as the code that runs in it.
@@ -47,14 +47,14 @@ class TreeRefused(Exception):
 
 
 class TreeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How large a tree may be: bytes of all files together, and number of entries."""
+    """Limits of a tree: bytes of all files together, and number of entries."""
 
     max_bytes: int = 4 * 1024**3
     max_entries: int = 200_000
 
 
 class TreeCounts:
-    """What of a tree has passed, held against its limits."""
+    """A count of the part of a tree that has passed, held against the limits."""
 
     def __init__(self, limits: TreeLimits) -> None:
         self._limits = limits
@@ -91,7 +91,7 @@ def split_path(path: bytes) -> list[bytes]:
 
 
 def link_stays_inside(path: bytes, target: bytes) -> bool:
-    """Whether a symbolic link at `path` with this text cannot lead out of the tree, whatever other links are in it.
+    """Return whether a link at `path` to `target` cannot lead out of the tree, whatever other links are in it.
 
     `..` may stand at the beginning only, and no more often than the link is deep: after a name, which may be another
     link, it could mean anything.
@@ -109,6 +109,8 @@ def open_folder(start_fd: int, names: Sequence[bytes], *, make: bool = False) ->
     """Open the folder `names` below `start_fd`, through real folders only. The caller closes it. Blocks.
 
     Args:
+        start_fd: descriptor of a folder; it stays open.
+        names: of folders, each in the one before.
         make: make those that are missing.
 
     Raises:

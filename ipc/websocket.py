@@ -1,4 +1,4 @@
-"""One WebSocket connection between a trainer and a node, as a link that carries whole frames. The same on both ends.
+"""A WebSocket connection between a trainer and a node, as a link that carries whole frames. The same on both ends.
 
 A link has one reader, which always drains, and one writer, which owns the socket. Nobody else sends, so a cancelled
 caller never leaves half a frame behind. Closing is a request (`end`): it is carried out once, in order, within
@@ -43,7 +43,7 @@ OUTBOX_ROOM_FRAMES: Final = 1_000
 OUTBOX_LIMIT_FRAMES: Final = 50_000
 """A link that has more to send than this ends: somebody posts without waiting for room."""
 STRANGER_BYTES: Final = 64 * 1024
-"""What a peer may send before `trust` was called. Reading stops there."""
+"""The most that a peer may send before `trust` was called. Reading stops there."""
 LINGER_BYTES: Final = 2 * MAX_MESSAGE_BYTES
 CLOSE_REASON_BYTES: Final = 120
 """A WebSocket control frame holds 125 bytes, two of them the code."""
@@ -86,7 +86,7 @@ class LinkClosed(ChannelBroken):
 
 
 class LinkLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one link may use. A longer incoming message ends the link with code 1009."""
+    """Limits of one link. A longer incoming message ends the link with code 1009."""
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
     handshake_timeout_s: float = 10.0
@@ -338,7 +338,7 @@ class WebSocketLink(Generic[FrameT]):
 
 
 def _array_length(message: bytes) -> int:
-    """How many elements the msgpack array has that `message` begins with; 0 if it begins with something else."""
+    """Return the length of the msgpack array that `message` begins with; 0 if it begins with something else."""
     match message[:1]:
         case b"\xdc":
             return int.from_bytes(message[1:3])
@@ -427,7 +427,7 @@ class _LibraryReader:
         self._nursery = nursery
 
     def start_soon(self, afn: Callable[..., Awaitable[None]], *args: object) -> None:
-        """As a nursery's."""
+        """Start a task, as a nursery does."""
         self._nursery.start_soon(self._run, afn, *args)
 
     async def _run(self, afn: Callable[..., Awaitable[None]], *args: object) -> None:

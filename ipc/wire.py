@@ -59,7 +59,7 @@ class Refused(_Wire, frozen=True):
 
 
 class Request(_Wire, frozen=True):
-    """One call. `id` is unique on this connection and never reused; `timeout_s` is what is left of its budget.
+    """A call. `id` is unique on this connection and never reused; `timeout_s` is what is left of its budget.
 
     After `timeout_s` the server cancels the handler and answers `Failure(code="timeout")`.
     """
@@ -70,8 +70,11 @@ class Request(_Wire, frozen=True):
 
 
 class Cancel(_Wire, frozen=True):
-    """Stop call `id`. It is still answered, by `Failure(code="cancelled")` unless its result was already sent.
-    A cancel for an unknown or answered id is ignored."""
+    """Stop call `id`.
+
+    It is still answered, by `Failure(code="cancelled")` unless its result was already sent. A cancel for an unknown or
+    answered id is ignored.
+    """
 
     id: int
 

@@ -34,7 +34,7 @@ INTERRUPT_GRACES_S = (0.05, 0.95)
 """From SIGINT to SIGKILL of a command that ran out of time. In between, a job that the shell was just starting, and
 that may not have got the signal, gets another."""
 MAX_INPUT_BYTES = 4096
-"""Of one `BashInput`: what a terminal holds for a program that does not read it."""
+"""Bytes of one `BashInput`: as many as a terminal holds for a program that does not read it."""
 KILL_ROUNDS = 2
 KILL_GRACE_S = 0.25
 """For the prompt to come back after each step that follows; after so many rounds of them the shell is killed."""
@@ -203,7 +203,7 @@ class BashSession:
         )
 
     def _forget_ended(self) -> bytes:
-        """What the command that was left running has written since, if it has ended."""
+        """Return what the command that was left running has written since, if it has ended, and forget it."""
         if self._left is None:
             return b""
         _, running = self._left

@@ -83,7 +83,7 @@ class Bash(Dialect):
 
 
 def _restore(last: CommandEnd) -> str:
-    """What puts back the traps and the option that were set at the end of the last command; empty if none was."""
+    """Return lines that put back the traps and the option of the last command's end; empty if there were none."""
     if not last.traps and "x" not in last.flags:
         return ""
     traps = "".join(

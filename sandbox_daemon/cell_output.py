@@ -1,4 +1,4 @@
-"""What a kernel's process writes to its standard output and error, cell by cell."""
+"""The standard output and error of a kernel's process, cell by cell."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDLE_OUTPUT_BYTES = 64 * 1024
 
 
 class CellOutput:
-    """What one cell writes to one stream.
+    """The output of one cell on one stream.
 
     Args:
         name: `stdout` or `stderr`.
@@ -86,7 +86,7 @@ class OutputPipe:
         self._cell = None
 
     def recent_text(self) -> str:
-        """What came between cells and has not been handed on."""
+        """Return what came between cells and has not been handed on."""
         return self._idle_output.capped().text
 
     def close(self) -> None:

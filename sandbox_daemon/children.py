@@ -105,10 +105,15 @@ class ChildReaper:
         account: Account | None = None,
         mark: int = 0,
     ) -> Child:
-        """Start a program in a session of its own. `streams` are its input, output and errors; they stay the caller's
-        to close, as those to pass do.
+        """Start a program in a session of its own.
 
         Args:
+            argv: the program and its arguments.
+            streams: descriptors of its input, output and errors; they stay the caller's to close.
+            env: its whole environment.
+            cwd: its folder; None: this process's.
+            pass_fds: descriptors that it inherits by the same numbers; they stay the caller's to close.
+            limiter: of the threads in which programs are started.
             account: whom it runs as, if not as this process.
             mark: what it and all that it starts can be told by, for ever: see `marks`.
 

@@ -87,6 +87,10 @@ async def serve_daemon(
 
     Args:
         socket_path: empty: the socket is inherited, `start.listen_fd`, and its path is the node's.
+        start: the settings from whoever started this process.
+        accept_timeout_s: time for the connection to come.
+        stdin_fd: a descriptor whose end means that nobody will connect any more; None: there is none.
+        prestart_ipython: start the IPython shell now, not with its first cell.
         on_ready: called when clients can connect.
 
     Raises:

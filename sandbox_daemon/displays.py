@@ -1,4 +1,4 @@
-"""What a cell shows beside text: images are carried, other rich forms are named. Pure."""
+"""The rich output of a cell: images are carried, other forms are named. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["CARRIED_TYPES", "MAX_DISPLAYS", "MAX_DISPLAY_BYTES", "NAMED_TYPES", 
 CARRIED_TYPES = ("image/png", "image/jpeg")
 NAMED_TYPES = ("image/svg+xml", "text/html")
 MAX_DISPLAY_BYTES = 4 * 1024 * 1024
-"""Of all images of one cell together. One that does not fit is named only."""
+"""Bytes of all images of one cell together. One that does not fit is named only."""
 MAX_DISPLAYS = 32
-"""Of one cell. Further ones are counted."""
+"""Displays of one cell. Further ones are counted."""
 
 
 class Displays:
@@ -26,7 +26,7 @@ class Displays:
 
     def __init__(self) -> None:
         self.dropped = 0
-        """How many more there were than are kept."""
+        """The number of displays beyond those that are kept."""
         self.kept: list[Display] = []
         self._room_bytes = MAX_DISPLAY_BYTES
 

@@ -36,7 +36,7 @@ MAX_EDIT_BYTES = 10 * 1024 * 1024
 """Largest file the editor reads or writes. Beyond it, shell tools are the right ones."""
 MAX_UNDO_EDITS = 100
 MAX_UNDO_BYTES = 64 * 1024 * 1024
-"""Of earlier contents, all files together. The oldest are forgotten first."""
+"""Bytes of earlier contents, all files together. The oldest are forgotten first."""
 MAX_LISTED_ENTRIES = 1000
 LISTING_DEPTH = 2
 MAX_OUTPUT_BYTES = 1024 * 1024

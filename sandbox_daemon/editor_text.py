@@ -1,4 +1,4 @@
-"""What the editor does to text: decode, number, replace once, insert, cut. Pure.
+"""The editor's work on text: decode, number, replace once, insert, cut. Pure.
 
 The sentences are the ones agents were trained on; their wording, backquotes included, is part of the interface.
 """
@@ -24,7 +24,7 @@ __all__ = [
 SNIPPET_LINES = 4
 """Lines shown before and after an edit."""
 MAX_LISTED_LINES = 100
-"""Of the lines in which a text occurs, so many are named."""
+"""The most lines that are named of those in which a text occurs."""
 CLIPPED = (
     "<response clipped><NOTE>To save on context only part of this file has been shown to you. You should retry this "
     "tool after you have searched inside the file with `grep -n` in order to find the line numbers of what you are "
@@ -45,12 +45,12 @@ class Document(msgspec.Struct, frozen=True):
 
     @property
     def lines(self) -> list[str]:
-        """As `cat -n` counts them: only LF ends a line, and nothing follows the last one."""
+        """Return the lines as `cat -n` counts them: only LF ends a line, and nothing follows the last one."""
         return _lines(self.text)
 
     @property
     def note(self) -> str:
-        """What an agent should know of the file's form; empty for the usual one."""
+        """Return what an agent should know of the file's form; empty for the usual one."""
         notes = ["[not valid UTF-8: read as Latin-1]"] if self.encoding == "latin-1" else []
         if self.crlf:
             notes.append("[lines end in CR LF, which is kept]")
@@ -179,7 +179,10 @@ def snippet(text: str, first_line: int, inserted: str) -> tuple[list[str], int]:
 
 
 def number_lines(lines: list[str], first: int, *, max_bytes: int) -> str:
-    """As `cat -n` prints them. Beyond `max_bytes` (of UTF-8) the rest is left out, where a note says so."""
+    """Number lines as `cat -n` prints them.
+
+    Beyond `max_bytes` (of UTF-8) the rest is left out, where a note says so.
+    """
     shown: list[str] = []
     left_bytes = max_bytes
     for number, line in enumerate(lines, first):

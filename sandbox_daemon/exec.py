@@ -1,4 +1,4 @@
-"""One-shot commands: a program, its input, its exit code, and stdout and stderr apart. No shell, nothing kept."""
+"""Programs run once, with their input, exit code, stdout and stderr apart. No shell, nothing kept."""
 
 from __future__ import annotations
 
@@ -63,6 +63,9 @@ async def run_exec(
     session, and what has left it, or its parent, too (a daemon that forked twice).
 
     Args:
+        request: the program with its arguments and limits.
+        reaper: starts it, and hears of its end.
+        limiter: of the threads in which blocking work is done.
         inputs: where more of its input comes from than `request` holds.
         env: the program's environment, under `request.env`.
         cwd: where it runs unless `request.cwd` says.

@@ -22,7 +22,7 @@ __all__ = ["ExecInputs"]
 
 
 class ExecInputs:
-    """Where the pieces meet the program they are for, by `input_id`. Each waits until the one before was written."""
+    """The pieces of input on their way to programs, by `input_id`. Each waits until the one before was written."""
 
     def __init__(self) -> None:
         self._channels: dict[int, Channel] = {}

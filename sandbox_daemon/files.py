@@ -25,7 +25,7 @@ __all__ = ["file_error", "read_file", "replace_file", "write_file"]
 ReplyT = TypeVar("ReplyT")
 
 FRAME_MARGIN_BYTES = 4096
-"""What a frame needs beside a file's bytes."""
+"""Bytes that a frame needs beside a file's."""
 MAX_MODE = 0o7777
 MAX_READ_BYTES = MAX_FRAME_BYTES - FRAME_MARGIN_BYTES
 
@@ -86,7 +86,7 @@ async def _in_thread(action: Callable[[], ReplyT], path: str, limiter: trio.Capa
 
 
 def file_error(exc: OSError, path: str) -> CallError:
-    """How a caller is told of an error of the file system."""
+    """Return the error that tells a caller of an error of the file system."""
     return CallError(_CODES.get(exc.errno or 0, "io"), f"{path}: {exc.strerror or exc}")
 
 

@@ -38,7 +38,7 @@ class KernelProcess:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the process that asks is another one than the kernel."""
+        """Return whether the process that asks is another one than the kernel."""
         return _getpid() != self._pid
 
     def _become_copy(self) -> None:
@@ -77,7 +77,10 @@ def _ending(error: BaseException | None, traceback: str) -> tuple[int, str]:
 
 
 def is_session_leader() -> bool:
-    """Whether this process is what the daemon started; one that it forked is not, unless it says so itself."""
+    """Return whether this process is the one that the daemon started.
+
+    One that it forked is not, unless it says so itself.
+    """
     return _getpid() == os.getsid(0)
 
 

@@ -156,7 +156,7 @@ class IpythonSession:
 
 
 class _Cell:
-    """One cell on its way. `done` is None after `run` if the kernel was lost with it."""
+    """A cell on its way. `done` is None after `run` if the kernel was lost with it."""
 
     def __init__(self, request: IpythonRun) -> None:
         self.done: CellDone | None = None
@@ -185,7 +185,7 @@ class _Cell:
                     await self._stop(kernel)
 
     async def run_streamed(self, kernel: CellKernel, send_output: Callable[[str, bytes], Awaitable[None]]) -> None:
-        """As `run`, handing output on while it comes, all of it before this returns."""
+        """Run the cell as `run` does, handing output on while it comes, all of it before this returns."""
         send_chunk, receive_chunk = trio.open_memory_channel[tuple[str, bytes]](STREAM_BUFFER_CHUNKS)
         self.stdout.chunks = self.stderr.chunks = send_chunk
 

@@ -29,8 +29,8 @@ __all__ = ["main"]
 
 RECEIVE_BYTES = 64 * 1024
 THREAD_STACK_BYTES = 2 * 1024 * 1024
-"""Of each Python thread. A stack counts as memory as a whole, used or not: at the usual 8 MiB, 256 threads that sleep
-would take the 2 GiB that a process may have."""
+"""Stack of each Python thread. A stack counts as memory as a whole, used or not: at the usual 8 MiB, 256 threads that
+sleep would take the 2 GiB that a process may have."""
 
 
 class ControlSocket:

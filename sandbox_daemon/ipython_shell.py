@@ -82,7 +82,7 @@ class Publisher(DisplayPublisher):
 
 
 class History(HistoryManager):
-    """What `In`, `_i` and `%history` show. In memory."""
+    """The history behind `In`, `_i` and `%history`. In memory."""
 
     _i = _ii = _iii = _i00 = ""  # plain, see `CellShell`
 
@@ -103,7 +103,7 @@ class CellShell(InteractiveShell):
     last_execution_succeeded = True
     last_execution_result = None
     last_error: BaseException | None = None
-    """What the last cell raised."""
+    """The exception that the last cell raised."""
     last_traceback = ""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class CellShell(InteractiveShell):
         )
 
     def ask_exit(self) -> NoReturn:
-        """What `exit` and `quit` call. The shell lives on; the cell ends."""
+        """End the cell, as `exit` and `quit` do. The shell lives on."""
         raise SystemExit
 
     def var_expand(self, cmd: str, depth: int = 0, formatter: Formatter = _FORMATTER) -> str:
@@ -181,7 +181,7 @@ class CellShell(InteractiveShell):
         return str(super().var_expand(cmd, depth + 1, formatter))  # type: ignore[no-untyped-call]
 
     def init_history(self) -> None:
-        """As IPython's own, with our class."""
+        """Make the history, as IPython does, but of our class."""
         self.history_manager = History(shell=self, parent=self)
         self.configurables.append(self.history_manager)  # type: ignore[arg-type]
 
@@ -192,7 +192,10 @@ class CellShell(InteractiveShell):
         """None, for the same reason."""
 
     def should_run_async(self, raw_cell: str, *, transformed_cell: str | None = None, **options: Any) -> bool:
-        """As IPython's own, which compiles the cell once more to find out, without asking it where no word says so."""
+        """Return what IPython's own returns.
+
+        That compiles the cell once more to find out, so it is asked only where a word says so.
+        """
         cell = raw_cell if transformed_cell is None else transformed_cell
         if "await" not in cell and "async" not in cell:
             return False

@@ -1,4 +1,4 @@
-"""One cell in a Jupyter kernel: from the kernel's messages to our answer. Pure, but for the order of output."""
+"""A cell in a Jupyter kernel: from the kernel's messages to our answer. Pure, but for the order of output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONTROL_CODE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x
 
 
 class JupyterCell:
-    """What is known of one cell.
+    """The state of one cell.
 
     Attributes:
         begun: the kernel runs it; an interrupt reaches it.

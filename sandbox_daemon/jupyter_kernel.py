@@ -1,4 +1,4 @@
-"""One Jupyter kernel of any language, seen from the daemon: the same as our own IPython child to whoever runs cells.
+"""A Jupyter kernel of any language, used by the daemon in the same way as its own IPython child.
 
 Imported when a Jupyter kernel is first asked for: it needs jupyter_client.
 """
@@ -40,13 +40,14 @@ HELLO_AGAIN_S = 0.5
 """A kernel that answers on one channel, but was not subscribed to yet on the other, is asked once more after this."""
 KILL_DEADLINE_S = 2.0
 BEGIN_GRACE_S = 0.5
-"""How long an interrupt waits for a kernel that has not begun with its cell yet."""
+"""The time that an interrupt waits for a kernel that has not begun with its cell yet."""
 DRAIN_GRACE_S = 0.2
-"""How long a dead kernel's last messages and output are awaited."""
+"""The time for a dead kernel's last messages and output to come."""
 LAST_MESSAGE_GRACE_S = 2.0
-"""How long the end of a cell's output is awaited after its answer."""
+"""The time for the end of a cell's output to come after its answer."""
 MALFORMED = (BadMessage, KeyError, TypeError, AttributeError)
-"""What reading a message raises that is none of Jupyter's: a cell got hold of its kernel's sockets. It is lost then."""
+"""Errors of reading a message that is none of Jupyter's: a cell got hold of its kernel's sockets. The kernel is lost
+then."""
 
 
 class JupyterKernel:
@@ -147,7 +148,7 @@ class JupyterKernel:
                 published = True
 
     def recent_errors(self) -> str:
-        """What the kernel last said on standard error outside of cells."""
+        """Return what the kernel last said on standard error outside of cells."""
         return self._stderr.recent_text()
 
     async def serve(self) -> None:
@@ -227,6 +228,10 @@ async def open_jupyter_kernel(
     """Start a kernel of this kernelspec and yield it ready for its first cell; on leaving, its session is killed.
 
     Args:
+        spec: the kernelspec, as jupyter_client has it.
+        reaper: starts it, and hears of its end.
+        cwd: the folder that its cells begin in.
+        limiter: of the threads in which blocking work is done.
         env: what the cells and what they start see, besides the kernelspec's own.
         runtime_env: what this daemon's Python needs to start, for a kernel that runs in it.
 

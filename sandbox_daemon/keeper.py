@@ -37,7 +37,7 @@ class Turn:
 
 
 class Kept(Protocol):
-    """What a `Keeper` keeps."""
+    """A process that a `Keeper` keeps."""
 
     async def wait_gone(self) -> None:
         """Returns when the process has ended and cannot be used any more."""
@@ -47,7 +47,7 @@ KeptT = TypeVar("KeptT", bound=Kept)
 
 
 class Keeper(Generic[KeptT]):
-    """One process at a time, opened and closed by one task (`serve`), used by others through `current`.
+    """A keeper of one process at a time, which one task (`serve`) opens and closes, and others use by `current`.
 
     A process that ends is replaced at once if anybody has used it; otherwise, and after a failed start, when it is
     next wanted, so that a process that cannot live is not started in a loop.
@@ -58,7 +58,7 @@ class Keeper(Generic[KeptT]):
 
     def __init__(self, open_process: Callable[[], AbstractAsyncContextManager[KeptT]]) -> None:
         self.generation = 0
-        """How many processes have been started so far."""
+        """The number of processes that have been started so far."""
         self._open_process = open_process
         self._process: KeptT | None = None
         self._failure: StartFailed | None = None

@@ -1,4 +1,4 @@
-"""One IPython child process, seen from the daemon: its control channel and its end."""
+"""An IPython child process, as the daemon sees it: its control channel and its end."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = ["Kernel", "open_kernel"]
 START_TIMEOUT_S = 30.0
 KILL_DEADLINE_S = 2.0
 BEGIN_GRACE_S = 0.25
-"""How long an interrupt waits for a child that has not begun with its cell yet."""
+"""The time that an interrupt waits for a child that has not begun with its cell yet."""
 DRAIN_GRACE_S = 0.1
-"""How long output is awaited after the child ended while something else still holds its pipes."""
+"""The time for output to come after the child ended while something else still holds its pipes."""
 BEGUN_READ_BYTES = 64
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[ChildReady | CellDone] = msgspec.msgpack.Decoder(ChildReady | CellDone)
@@ -112,7 +112,7 @@ class Kernel:
         return isinstance(await self._receive(), ChildReady)
 
     def recent_errors(self) -> str:
-        """What the child last said on standard error outside of cells."""
+        """Return what the child last said on standard error outside of cells."""
         return self._stderr.recent_text()
 
     async def serve(self) -> None:
@@ -164,6 +164,9 @@ async def open_kernel(
     A child that ended by itself has no such end made: what it left in the background lives on.
 
     Args:
+        reaper: starts it, and hears of its end.
+        cwd: the folder that its cells begin in.
+        limiter: of the threads in which blocking work is done.
         env: what the cells and what they start see.
         runtime_env: what this daemon's Python needs to start; nothing the cells start sees it.
 

@@ -1,4 +1,4 @@
-"""Which session a cell belongs to: our own IPython's, or that of a Jupyter kernel."""
+"""The session that a cell belongs to: our own IPython's, or that of a Jupyter kernel."""
 
 from __future__ import annotations
 

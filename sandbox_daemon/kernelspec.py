@@ -20,13 +20,15 @@ __all__ = ["KernelPlan", "find_kernelspec", "plan_kernel"]
 KEY_BYTES = 16
 MAX_LISTED_KERNELS = 20
 INTERPRETER_VARIABLES = ("PYTHONHOME", "LD_LIBRARY_PATH")
-"""Of the daemon's own environment, for kernels that run in the daemon's own Python."""
+"""Variables of the daemon's own environment, for kernels that run in the daemon's own Python."""
 LONGEST_SOCKET_NAME = "/s-5"
-"""What follows the folder in the path of a kernel's socket."""
+"""The longest name that follows the folder in the path of a kernel's socket."""
 
 
 class KernelPlan(NamedTuple):
-    """How one kernel is started. `folder` holds its connection file and its sockets, and is the caller's to remove.
+    """The plan of a kernel's start.
+
+    `folder` holds its connection file and its sockets, and is the caller's to remove.
 
     `connection` is the content of the connection file. `interrupt_by_message`: it wants no SIGINT, but a message.
     """

@@ -25,7 +25,7 @@ BACKSTOP_FACTOR = 2
 BACKSTOP_CPU_S = 10
 """The kernel kills a process so long after the watchdog should have."""
 OOM_SCORE_ADJUSTMENT = 500
-"""When the machine itself runs out of memory, tools go first: 0 is usual, 1000 the most."""
+"""An adjustment by which tools go first when the machine itself runs out of memory: 0 is usual, 1000 the most."""
 
 
 def limit_self(limits: SandboxLimits) -> None:
@@ -72,7 +72,7 @@ def limit_process(pid: int, limits: SandboxLimits, *, isolated: bool) -> None:
 
 
 def limit_this(limits: SandboxLimits, *, isolated: bool) -> None:
-    """As `limit_process`, for this process itself: one that becomes another user is out of its parent's reach."""
+    """Limit this process itself: one that becomes another user is out of its parent's reach. See `limit_process`."""
     for what, limit in _kept(limits, isolated=isolated):
         hard = resource.getrlimit(what)[1]
         resource.setrlimit(what, (_lower(limit, hard), _lower(limit, hard)))

@@ -51,7 +51,7 @@ def born_with(mark: int) -> Iterator[None]:
 
 
 def has_mark(pid: int, mark: int) -> bool:
-    """Whether the process has it. False if there is no such process."""
+    """Return whether the process has the mark. False if there is no such process."""
     try:
         with open(f"/proc/{pid}/limits", "rb") as file:
             found = _LIMIT.search(file.read())

@@ -55,7 +55,7 @@ def make_memory_file(name: str) -> int:
 
 
 def memory_file_bytes() -> int:
-    """What those that this process has open take. Tools that have them too can write to them."""
+    """Return the bytes of those that this process has open. Tools that have them too can write to them."""
     return sum(os.fstat(fd).st_blocks * BLOCK_BYTES for fd in _open_files())
 
 

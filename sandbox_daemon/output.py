@@ -11,14 +11,17 @@ MAX_UTF8_CONTINUATION_BYTES = 3
 
 
 class CappedOutput(msgspec.Struct, frozen=True):
-    """What was kept. `dropped_bytes` were left out in the middle, where a line of `data` says so."""
+    """The part of an output that was kept.
+
+    `dropped_bytes` were left out in the middle, where a line of `data` says so.
+    """
 
     data: bytes
     dropped_bytes: int
 
     @property
     def text(self) -> str:
-        """As UTF-8; what is not becomes U+FFFD."""
+        """Return the data as UTF-8; what is not becomes U+FFFD."""
         return self.data.decode(errors="replace")
 
 
@@ -59,7 +62,7 @@ class OutputBuffer:
             del self._tail[: len(self._tail) - self._tail_limit_bytes]
 
     def capped(self) -> CappedOutput:
-        """What was kept. The cut falls between UTF-8 characters, at the cost of a few bytes."""
+        """Return what was kept. The cut falls between UTF-8 characters, at the cost of a few bytes."""
         if self.total_bytes <= self.max_bytes:
             return CappedOutput(bytes(self._head + self._tail), 0)
         head = _without_cut_character(bytes(self._head))

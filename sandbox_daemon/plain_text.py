@@ -1,4 +1,4 @@
-"""What a terminal would show of a program's output, as plain text. Pure, streaming; property-tested."""
+"""A program's output as a terminal would show it, as plain text. Pure, streaming; property-tested."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sandbox_daemon.output import CappedOutput, OutputBuffer
 __all__ = ["MAX_LINE_CHARS", "CommandOutput", "PlainText"]
 
 MAX_LINE_CHARS: Final = 4096
-"""How much of an unfinished line can still be overwritten; what is before that is passed on."""
+"""Characters of an unfinished line that can still be overwritten; what is before them is passed on."""
 MAX_SEQUENCE_CHARS: Final = 4096
-"""Of an escape sequence that does not end; what follows is text again."""
+"""Characters of an escape sequence that does not end; what follows is text again."""
 
 _RUN: Final = re.compile(r"(?:[^\x00-\x08\x0d-\x1f\x7f]++|\r(?=\n)|\x1b\[[0-9;]{0,64}m)++")
 """Text, the ends of its lines and its colours, as far as they are whole: all that most output consists of."""
@@ -159,7 +159,7 @@ class PlainText:
 
 
 class CommandOutput:
-    """What one call gets of a command's output: UTF-8, plain unless `raw`, its head and tail.
+    """The output of a command for one call: UTF-8, plain unless `raw`, its head and tail.
 
     Bytes that are not UTF-8 become U+FFFD.
     """
@@ -181,7 +181,7 @@ class CommandOutput:
         return self._buffer.capped()
 
     def leave(self) -> tuple[CappedOutput, bytes]:
-        """What there is so far, and the bytes whose meaning depends on what follows: the next call's first.
+        """Return what there is so far, and the bytes whose meaning depends on what follows: the next call's first.
 
         Call it once, last.
         """

@@ -1,4 +1,4 @@
-"""What a sandbox's root may do, where it has one (`fakeroot`): what installing packages takes, and no more.
+"""The powers of a sandbox's root, where it has one (`fakeroot`): those to install packages, and no more.
 
 Its launcher leaves all of a user namespace's capabilities to what it starts, with which one can mount: a disk without a
 size, or the kernel's settings for writing, which user 0 of the machine may then change if that is who the node runs as.

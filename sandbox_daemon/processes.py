@@ -1,4 +1,4 @@
-"""What runs below the daemon, read from /proc, and its end. Processes are chosen by kinship, never by name."""
+"""The processes below the daemon, read from /proc, and their end. Chosen by kinship, never by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_KILLED_AT_ONCE = 256
 
 
 class ProcessEntry(msgspec.Struct, frozen=True):
-    """One process. `start_ticks` tells it from a later one with its pid; a zombie is not `alive`.
+    """A process. `start_ticks` tells it from a later one with its pid; a zombie is not `alive`.
 
     A process whose first thread has ended while others run, which the kernel calls a zombie as well, is alive.
     """
@@ -46,7 +46,7 @@ class ProcessTable:
         return len(self._entries)
 
     def children(self, pid: int) -> set[ProcessEntry]:
-        """Those of which `pid` is the parent now, orphans that it adopted among them."""
+        """Return the processes whose parent is `pid` now, orphans that it adopted among them."""
         return set(self._children.get(pid, ()))
 
     def descendants(self, pid: int) -> set[ProcessEntry]:

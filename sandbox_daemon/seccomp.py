@@ -32,7 +32,7 @@ EINVAL = 22
 
 
 class Instruction(NamedTuple):
-    """One of the program: jumps are counted from the next, and no longer than 255."""
+    """An instruction of the filter: jumps are counted from the next one, and no longer than 255."""
 
     code: int
     value: int
@@ -41,7 +41,9 @@ class Instruction(NamedTuple):
 
 
 def filter_program(architecture: Architecture, chosen: list[Rule]) -> list[Instruction]:
-    """What refuses `chosen`, and allows everything else of this architecture. Other architectures' code is killed.
+    """Return a filter that refuses `chosen`, and allows everything else of this architecture.
+
+    Code of other architectures is killed.
 
     Calls that no rule names cost nothing: since Linux 5.11 the kernel remembers that they are always allowed.
     """
@@ -90,7 +92,7 @@ def _unless(values: tuple[int, ...], refuse: Instruction) -> list[Instruction]:
 
 
 def assemble(program: list[Instruction]) -> bytes:
-    """As the kernel reads it: `struct sock_filter` each."""
+    """Encode a filter for the kernel: each instruction as a `struct sock_filter`."""
     return b"".join(struct.pack("=HBBI", part.code, part.if_true, part.if_false, part.value) for part in program)
 
 

@@ -1,4 +1,4 @@
-"""What the daemon is told by whoever starts it, and the environment of the tools it starts."""
+"""The daemon's settings from whoever starts it, and the environment of the tools that it starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUNTIME_PREFIXES = ("PYTHON", "LD_")
 """Variables the daemon's own interpreter may need and no tool may see."""
 LAUNCHER_PREFIXES = ("APPTAINER", "SINGULARITY", "SING_")
 LAUNCHER_VARIABLES = ("HOME", "OLDPWD", "PROMPT_COMMAND", "PS1", "PWD", "SHLVL", "TERM", "USER", "_")
-"""What a container's launcher sets, rather than its image."""
+"""Variables that a container's launcher sets, rather than its image."""
 LAUNCHER_LIBRARIES = "/.singularity.d/libs"
 LAUNCHER_LOCALE = "C"
 
@@ -108,7 +108,7 @@ def _image_environment() -> dict[str, str]:
 
 
 def runtime_environment() -> dict[str, str]:
-    """What a Python started with the daemon's interpreter needs until it has taken the tools' environment.
+    """Return the variables of a Python started with the daemon's interpreter, until it takes the tools' environment.
 
     One that looks at no variable needs none, and those of the image would only mislead its children.
     """

@@ -1,6 +1,7 @@
-"""A POSIX shell (dash, busybox) in the words of `shell_protocol`. It has no `PROMPT_COMMAND`, and reads no descriptor
-above 9 by number: what it inherits it opens by the paths in /proc/self. (The daemon's own descriptors cannot be opened
-from another process: see `limits.hide_self`.)
+"""A POSIX shell (dash, busybox) in the words of `shell_protocol`.
+
+It has no `PROMPT_COMMAND`, and reads no descriptor above 9 by number: what it inherits it opens by the paths in
+/proc/self. (The daemon's own descriptors cannot be opened from another process: see `limits.hide_self`.)
 
 1. The trigger writes `BEGUN_MARK`, sets `PS1` and sources the command's file.
 2. `PS1` has a command substitution that sources the hook: at each prompt it sends `PROMPT_MARK` and the record, writes

@@ -1,4 +1,4 @@
-"""One shell process on a pseudo-terminal. How it is told commands and heard out: `shell_protocol`."""
+"""A shell process on a pseudo-terminal. Commands and their ends are told as in `shell_protocol`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ __all__ = ["RunningCommand", "Shell", "open_shell"]
 
 START_TIMEOUT_S = 10.0
 DRAIN_GRACE_S = 0.1
-"""How long output is awaited after the shell ended while something else still holds the terminal."""
+"""The time for output to come after the shell ended while something else still holds the terminal."""
 KILL_DEADLINE_S = 2.0
 START_OUTPUT_BYTES = 4096
 BEGIN_GRACE_S = 0.25
-"""How long an interrupt waits for a shell that has not read its command yet."""
+"""The time that an interrupt waits for a shell that has not read its command yet."""
 SETTLE_GRACE_S = 2.0
-"""How long a shell that is ready may take, on a machine that is busy, to show another prompt."""
+"""The time that a shell that is ready may take, on a busy machine, to show another prompt."""
 IDLE_OUTPUT_BYTES = 64 * 1024
 """Kept of what is written between two calls."""
 INTERRUPT_KEYS = b"\x03\x1c"
@@ -46,7 +46,7 @@ INTERRUPT_KEYS = b"\x03\x1c"
 STREAM_BUFFER_CHUNKS = 16
 RECORD_PIPE_BYTES = 64 * 1024
 RECORD_FIELDS = 3
-"""Of a whole record, after its exit code: directory, options, and nothing."""
+"""Fields of a whole record after its exit code: directory, options, and nothing."""
 
 
 class RunningCommand:
@@ -63,16 +63,17 @@ class RunningCommand:
         self.was_interrupted = False
         self.ended = trio.Event()
         self.last_output_s = trio.current_time()
-        """When it wrote last, on trio's clock."""
+        """The time of its last output, on trio's clock."""
         self.splitter = BarrierSplitter(self.nonce.encode())
         self._output = CommandOutput(0)
         self._chunks: trio.MemorySendChannel[bytes] | None = None
         self._unattended: OutputBuffer | None = OutputBuffer(IDLE_OUTPUT_BYTES)
 
     def attend(self, output: CommandOutput, chunks: trio.MemorySendChannel[bytes] | None = None) -> None:
-        """From now on its output is kept in `output`, beginning with what came unattended.
+        """Keep its output in `output` from now on, beginning with what came unattended.
 
         Args:
+            output: of the command that begins.
             chunks: where its output goes as it comes as well, if anywhere; closed at its end.
         """
         assert self._unattended is not None
@@ -83,7 +84,7 @@ class RunningCommand:
             self._close_chunks()
 
     def leave(self) -> CappedOutput:
-        """What it has written since `attend`; it goes on unattended. Call it before its end."""
+        """Return what it has written since `attend`; it goes on unattended. Call it before its end."""
         capped, rest = self._output.leave()
         self._unattended = OutputBuffer(IDLE_OUTPUT_BYTES)
         self._unattended.append(rest)
@@ -118,11 +119,11 @@ class RunningCommand:
         self.ended.set()
 
     def output(self) -> CappedOutput:
-        """What it wrote since `attend`. Call it once, after its end."""
+        """Return what it wrote since `attend`. Call it once, after its end."""
         return self._output.end()
 
     def unattended_output(self) -> bytes:
-        """What it wrote since `leave`, or since the start."""
+        """Return what it wrote since `leave`, or since the start."""
         return b"" if self._unattended is None else self._unattended.capped().data
 
     def _keep(self, data: bytes) -> None:
@@ -145,7 +146,7 @@ class Shell:
         self._files = dialect.files
         self._gate_taken = False
         self.is_unsettled = False
-        """Whether a signal may still be on its way to the shell: call `settle` before the next command."""
+        """A signal may still be on its way to the shell: call `settle` before the next command."""
         self._records = b""
         self._repeated_nonce = b""
         self._nonce_repeated = trio.Event()

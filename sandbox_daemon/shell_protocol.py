@@ -1,4 +1,4 @@
-"""What the daemon and any shell agree on: marks, the files between them, and what differs from shell to shell.
+"""The protocol between the daemon and any shell: marks, files, and what differs from shell to shell.
 
 For each command the daemon lays the command and a nonce ready in two unnamed files, and types one line, the trigger,
 into the shell's terminal. However the command ends, the shell reports it with a record in a pipe, and marks the end of
@@ -34,7 +34,7 @@ GATE_READ_BYTES: Final = 64
 
 
 class CommandEnd(msgspec.Struct, frozen=True):
-    """How a command ended, as the shell tells it.
+    """The end of a command, as the shell tells it.
 
     Attributes:
         exit_code, cwd: the command's, and the shell's afterwards.
@@ -94,11 +94,11 @@ class ShellFiles:
 
 
 class Dialect(abc.ABC):
-    """How one kind of shell is spoken to, over `files`."""
+    """The words in which one kind of shell is spoken to, over `files`."""
 
     options: ClassVar[tuple[str, ...]]
     terminal_fd: ClassVar[int | None] = None
-    """Where the shell gets a descriptor of its own for its terminal."""
+    """The number at which the shell gets a descriptor of its own for its terminal."""
     init_command: ClassVar[str]
     """The first command, before the user's."""
 
@@ -115,7 +115,7 @@ class Dialect(abc.ABC):
 
     @abc.abstractmethod
     def trigger_line(self, last: CommandEnd) -> bytes:
-        """What is typed to run the command that lies ready. It finds the exit code of `last` in `$?`."""
+        """Return the line that runs the command that lies ready. It finds the exit code of `last` in `$?`."""
 
 
 def replace_content(fd: int, text: str) -> None:

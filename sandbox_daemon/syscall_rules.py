@@ -1,7 +1,7 @@
-"""Which system calls no tool needs, and what each is answered instead. Numbers are the kernel's, which never change.
+"""System calls that no tool needs, and their answers. Numbers are the kernel's, which never change.
 
-What a kernel may be built without is answered ENOSYS: programs then do what they did before there was such a call. What
-is an administrator's is answered EPERM, as the kernel itself answers those who are none.
+A call that a kernel may be built without is answered ENOSYS: programs then do as they did before there was such a call.
+An administrator's call is answered EPERM, as the kernel itself answers those who are none.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ __all__ = ["ARCHITECTURES", "Architecture", "Rule", "rules"]
 
 
 class Architecture(NamedTuple):
-    """`audit`: how the kernel calls it in a filter's data. `column`: of the tables below. `foreign_bit`: set in the
-    numbers of another convention of the same architecture (x32), which nobody uses; 0 for none."""
+    """An architecture in seccomp's terms.
+
+    `audit`: the kernel's number for it in a filter's data. `column`: that of the tables below. `foreign_bit`: set in
+    the numbers of another convention of the same architecture (x32), which nobody uses; 0 for none.
+    """
 
     audit: int
     column: int
@@ -40,7 +43,7 @@ class Also(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """One call that is refused with `error`: always, or depending on the lower 32 bits of its argument `argument`.
+    """A call that is refused with `error`: always, or by the lower 32 bits of its argument `argument`.
 
     `flags`: if one of these bits is set. `equal`: if it is this. `unless`: if it is none of these; and for one of them,
     `also.value`, if the argument `also.argument` is none of `also.unless`, with `also.error`.
@@ -119,8 +122,9 @@ SOCKET = (41, 198)
 SOCKETPAIR = (53, 199)
 UNIX, INET, INET6, NETLINK = 1, 2, 10, 16
 NETLINK_ROUTE, NETLINK_SOCK_DIAG = 0, 4
-"""What lists addresses and interfaces, and sockets. Every other family, as that to the hypervisor, is none of a
-namespace's, or not for tools; the errors are those of a kernel that does not have it, which libraries expect."""
+"""The netlink families that list addresses and interfaces, and sockets. Every other family, as that to the hypervisor,
+is none of a namespace's, or not for tools; the errors are those of a kernel that does not have it, which libraries
+expect."""
 
 ON_THE_DAEMON = {
     "ioprio_set": ((251, 30), 1),

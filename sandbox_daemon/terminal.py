@@ -63,7 +63,10 @@ class Terminal:
             return None
 
     def read_nowait(self) -> bytes | None:
-        """What is there, about `READ_BYTES` at most; None if nothing is, `b""` once every process has let go of it."""
+        """Read what is there, about `READ_BYTES` at most.
+
+        None if nothing is there; `b""` once every process has let go of it.
+        """
         pieces: list[bytes] = []
         size_bytes = 0
         while size_bytes < READ_BYTES and not self._closed:

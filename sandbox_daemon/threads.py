@@ -19,6 +19,8 @@ async def run_blocking(function: Callable[[], T], *, limiter: trio.CapacityLimit
     """Run `function` in a thread, to its end even if this is cancelled.
 
     Args:
+        function: takes no arguments; what it raises is raised here.
+        limiter: of the threads that may run.
         or_here: where there is no thread, run it all the same, and block: for a short clean-up.
 
     Raises:

@@ -25,7 +25,7 @@ SEGMENT_PREFIX = b"/SYSV"
 
 
 class Segment(NamedTuple):
-    """One of System V's objects: `kind` is `shm`, `msg` or `sem`. `attached`: processes have it, if it is memory."""
+    """An object of System V: `kind` is `shm`, `msg` or `sem`. `attached`: processes have it, if it is memory."""
 
     kind: str
     number: int
@@ -49,13 +49,15 @@ def read_segments() -> list[Segment]:
 
 
 def held_bytes(segments: Iterable[Segment]) -> int:
-    """What they and the unnamed files take, whether processes have it mapped as well or not."""
+    """Return the bytes of `segments` and of the unnamed files, whether processes have them mapped as well or not."""
     return sum(segment.bytes for segment in segments) + memory_file_bytes()
 
 
 def attached_bytes(pids: Iterable[int], segments: Iterable[Segment]) -> dict[int, int]:
-    """What processes hold by having segments attached beside what they have mapped of them, by pid: a segment's rest
-    is the first one's of those that hold it. Blocks, milliseconds each."""
+    """Return by pid what processes hold by having segments attached beside what they have mapped of them.
+
+    A segment's rest counts for the first of those that hold it. Blocks, milliseconds each.
+    """
     rest = {segment.number: segment.bytes for segment in segments if segment.attached}
     holders: dict[int, int] = {}
     for pid in pids if rest else ():

@@ -1,4 +1,4 @@
-"""What the processes of the tools use of the machine, read from /proc, and what their files use, from statvfs."""
+"""The use of the machine: by the tools' processes, read from /proc, and by their files, from statvfs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ INODE_BYTES = 1024
 
 
 class ProcessUsage(msgspec.Struct, frozen=True):
-    """One process, or a zombie, which uses nothing but its place. `memory_bytes` counts shared pages in full."""
+    """The use of one process, or of a zombie, which uses nothing but its place.
+
+    `memory_bytes` counts shared pages in full.
+    """
 
     pid: int
     start_ticks: int
@@ -32,7 +35,10 @@ class ProcessUsage(msgspec.Struct, frozen=True):
 
 
 class DiskUsage(msgspec.Struct, frozen=True):
-    """One file system. `used_bytes`: by content or by inodes, whichever is more. `full`: nothing more fits in."""
+    """The use of one file system.
+
+    `used_bytes`: by content or by inodes, whichever is more. `full`: nothing more fits in.
+    """
 
     path: str
     used_bytes: int
@@ -40,7 +46,7 @@ class DiskUsage(msgspec.Struct, frozen=True):
 
 
 def measure_processes(pids: Iterable[int]) -> list[ProcessUsage]:
-    """Those of `pids` that still exist. Some ten microseconds each."""
+    """Measure those of `pids` that still exist. Some ten microseconds each."""
     return [usage for pid in pids if (usage := _measure(pid)) is not None]
 
 
@@ -67,7 +73,7 @@ def measure_disks(paths: Iterable[str]) -> list[DiskUsage]:
 
 
 def in_memory(paths: Iterable[str]) -> list[str]:
-    """Those of `paths` that are where a file system of memory is mounted, or a layer over another."""
+    """Return those of `paths` that are in a file system of memory, or in a layer over another."""
     kinds: dict[str, str] = {}
     with suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:

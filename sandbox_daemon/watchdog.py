@@ -200,8 +200,10 @@ class Watchdog:
         return f"all processes were killed: there were more than {self._limits.max_processes} of them"
 
     def _what_else(self, result: BashResult | CellResult | ExecResult, asked_timeout_s: float) -> _Found | None:
-        """What the kernel did, as far as the result shows it: the signal that a limit ends a process with, or the error
-        that Python makes of its refusal."""
+        """Return what the kernel did, as far as the result shows it.
+
+        That is the signal that a limit ends a process with, or the error that Python makes of its refusal.
+        """
         exit_code = None if isinstance(result, CellResult) else result.exit_code
         error = result.error if isinstance(result, CellResult) else None
         if exit_code == _SIGNALLED + signal.SIGXCPU:

@@ -33,14 +33,14 @@ OWN_MEMORY_BYTES: Final = 256 * 1024 * 1024
 """For the daemon, the launcher and the shells before anything is run in them."""
 OWN_TASKS: Final = 64
 FILE_SYSTEMS: Final = 4
-"""Of a sandbox's own, in memory, each of `disk_bytes` at most."""
+"""The file systems of a sandbox's own, in memory, each of `disk_bytes` at most."""
 CLOSE_TIMEOUT_S: Final = 5.0
 
 _ENTER: Final = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
 
 
 class CgroupSite(NamedTuple):
-    """Where sandboxes' cgroups are made. `path` is None where they cannot be, and `problem` says why."""
+    """The place where sandboxes' cgroups are made. `path` is None where they cannot be, and `problem` says why."""
 
     path: Path | None
     problem: str = ""
@@ -90,8 +90,10 @@ class Cgroup:
         return ("/bin/sh", "-c", _ENTER, "sh", str(self.path), *argv)
 
     def next_breach(self) -> tuple[Breach, str]:
-        """The limit that was run into since the last call, and a sentence about it; both empty if none. Blocks, for
-        microseconds."""
+        """Return the limit that was run into since the last call, and a sentence about it; both empty if none.
+
+        Blocks, for microseconds.
+        """
         now: dict[Breach, int] = {
             "memory": _killed_by_limit(self.path / "memory.events"),
             "processes": _count(self.path / "pids.events", "max"),
@@ -145,8 +147,11 @@ def _memory_max(limits: SandboxLimits) -> int:
 
 
 def _killed_by_limit(events: Path) -> int:
-    """Processes that the kernel killed because the group met its own limit. It counts those as well that it killed
-    because the machine was out of memory, which is nobody's doing in there."""
+    """Return the number of processes that the kernel killed because the group met its own limit.
+
+    The kernel counts those as well that it killed because the machine was out of memory, which is nobody's doing in
+    there.
+    """
     return _count(events, "oom_kill") if _count(events, "oom") else 0
 
 

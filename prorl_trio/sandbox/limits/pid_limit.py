@@ -37,7 +37,7 @@ MAX_INOTIFY_INSTANCES: Final = 16
 MAX_INOTIFY_WATCHES: Final = 32_768
 """In one sandbox. The user has `fs.inotify.max_user_instances`, often 128, in all of them and outside."""
 SHARED_LIMITS: Final = (0, MAX_INOTIFY_INSTANCES, MAX_INOTIFY_WATCHES, MAX_PTYS)
-"""As `pid_setter.bound_shared` takes them. No further user namespaces, as bubblewrap has it by itself."""
+"""The arguments of `pid_setter.bound_shared`. No further user namespaces, as bubblewrap has it by itself."""
 PID_MAX_LIMIT: Final = 4 * 1024 * 1024
 ANSWER_TIMEOUT_S: Final = 10.0
 END_TIMEOUT_S: Final = 1.0

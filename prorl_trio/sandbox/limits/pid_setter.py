@@ -181,8 +181,11 @@ def _in_child(act: Callable[[], None]) -> None:
 
 
 def serve(channel: socket.socket) -> None:
-    """Say whether `pid_max` can be set here, then answer requests until the other end closes: that number, with a
-    descriptor of a PID namespace; or those of `bound_shared`, with one of a mount namespace besides."""
+    """Say whether `pid_max` can be set here, then answer requests until the other end closes.
+
+    A request is that number, with a descriptor of a PID namespace; or those of `bound_shared`, with one of a mount
+    namespace besides.
+    """
     give_up_root()
     channel.send(probe().encode()[:MAX_ANSWER_BYTES] or NOTHING)
     while True:

@@ -72,8 +72,10 @@ class ApptainerProvider(SandboxProvider):
         fakeroot: bool = False,
         packages: tuple[str, ...] = (),
     ) -> None:
-        """`executable`: another program than `find_apptainer`'s. `runtime_dir`: see `run_dir.open_run_dir`.
-        `packages`: see `host_python.require_host_python`."""
+        """Take another program than `find_apptainer`'s as `executable`.
+
+        `runtime_dir`: see `run_dir.open_run_dir`. `packages`: see `host_python.require_host_python`.
+        """
         self._packages = packages
         self._runtime_dir = runtime_dir
         self._fakeroot = fakeroot

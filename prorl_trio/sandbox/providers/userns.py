@@ -25,7 +25,10 @@ _ELSEWHERE: Final = (
 
 
 def user_namespace_remedy(sysctls: Path = Path("/proc/sys")) -> str:
-    """What an administrator can do so that user namespaces work here: the settings that forbid them, or else a hint."""
+    """Return what an administrator can do so that user namespaces work here.
+
+    That is to change the settings that forbid them; a hint where none does.
+    """
     remedies = [remedy for name, (value, remedy) in _FORBIDDING.items() if _read(sysctls / name) == value]
     return "as root: " + "; ".join(remedies) if remedies else _ELSEWHERE
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["BUNDLE_DIR", "BUNDLE_PACKAGES", "BUNDLE_PYTHON", "bundle_path", "bundled_distributions", "require_bundle"]
 
 BUNDLE_DIR: Final = "/opt/prorl/runtime"
-"""Where it is inside. Its interpreter names its loader by this path."""
+"""Its folder inside. Its interpreter names its loader by this path."""
 
 BUNDLE_PYTHON: Final = f"{BUNDLE_DIR}/bin/python3"
 BUNDLE_PACKAGES: Final = f"{BUNDLE_DIR}/packages"
@@ -39,7 +39,7 @@ _OPTIONAL: Final = ("jupyter-client",)
 
 @functools.cache
 def bundled_distributions() -> tuple[importlib.metadata.Distribution, ...]:
-    """What the daemon and IPython need, and what that needs, as installed beside this project; by name.
+    """Return what the daemon and IPython need, and what that needs, as installed beside this project; by name.
 
     Jupyter's client too, where it is.
 

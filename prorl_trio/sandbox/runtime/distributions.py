@@ -1,4 +1,4 @@
-"""What is installed beside this project and may be shown to a sandbox: named packages, and what they need."""
+"""Packages installed beside this project that a sandbox may be shown: those named, and what they need."""
 
 from __future__ import annotations
 

@@ -42,11 +42,12 @@ __all__ = [
 ]
 
 HOST_PYTHON_DIR: Final = "/opt/prorl/python"
-"""Where it is inside."""
+"""Its folder inside."""
 
 PROMISED: Final = ("ipython", "numpy", "sympy")
 PROMISED_IF_INSTALLED: Final = ("ipykernel", "jupyter-client", "matplotlib", "pip", "scipy")
-"""What tools find in the image `host`, with what each needs; beside what the daemon itself is made of."""
+"""Packages that tools find in the image `host` if they are installed, with what each needs, besides those of the
+daemon."""
 
 _DAEMON: Final = ("msgspec", "ptyprocess", "trio")
 _RECIPE: Final = 1
@@ -84,7 +85,7 @@ def require_host_python(packages: tuple[str, ...] = ()) -> Path:
 
 
 def has_host_python() -> bool:
-    """Whether the one without further packages has been made."""
+    """Return whether the environment without further packages has been made."""
     return _path(_chosen(())).is_dir()
 
 
@@ -108,7 +109,7 @@ def interpreter_libraries() -> tuple[Path, ...]:
 
 
 def package_folders() -> frozenset[str]:
-    """Where the node's own packages are, whether it looks there or Python would."""
+    """Return the folders of the node's own packages, whether it looks there or Python would."""
     known = (sysconfig.get_path(name) for name in ("purelib", "platlib"))
     named = ("site-packages", "dist-packages")
     seen = (path for path in (*sys.path, *known) if os.path.basename(path.rstrip("/")) in named)

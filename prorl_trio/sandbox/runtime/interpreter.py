@@ -1,4 +1,4 @@
-"""Where this Python is, for those who start it from another directory, or look for it among what is mounted."""
+"""The path of this Python, to start it from another directory, or to look for it among what is mounted."""
 
 from __future__ import annotations
 

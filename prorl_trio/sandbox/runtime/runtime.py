@@ -1,4 +1,4 @@
-"""What makes the daemon run inside a sandbox: a Python, its packages, and the daemon's own code.
+"""The parts that make the daemon run inside a sandbox: a Python, its packages, and the daemon's own code.
 
 In the host's own userland that is an environment with the packages that tools are promised (`host_python`). In any
 other image it is the self-contained runtime (`bundle`). The daemon's code is copied, so that nothing else of a checkout
@@ -34,7 +34,7 @@ HOME: Final = "/home/agent"
 """The home directory, inside."""
 
 LIB_DIR: Final = "/opt/prorl/lib"
-"""Where the daemon's code is, inside."""
+"""The folder of the daemon's code, inside."""
 
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -50,7 +50,7 @@ class Mount(NamedTuple):
 
 
 class Runtime(NamedTuple):
-    """How the daemon runs in one kind of image.
+    """The Python, environment and mounts with which the daemon runs in one kind of image.
 
     Attributes:
         python: its interpreter, inside, and what comes after it on the command line.
@@ -86,7 +86,7 @@ def process_runtime(lib: str) -> Runtime:
 
 
 def _tool_env(python: str) -> dict[str, str]:
-    """What agents run as `python3` has numpy and sympy."""
+    """Return variables by which agents that run `python3` get the one with NumPy and SymPy."""
     return {"PATH": f"{os.path.dirname(python)}:{SYSTEM_PATH}"}
 
 

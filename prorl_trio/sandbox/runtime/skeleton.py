@@ -23,7 +23,7 @@ _EMPTY_FILE: Final = "etc/empty"
 _EMPTY_DIRS: Final = (_EMPTY, "dev", "proc", "sys", "tmp", "var", "run", "mnt", HOME[1:], "usr")
 
 _SOURCES: Final = ("/usr/local/src", "/usr/src")
-"""Of the machine's owner, and in containers often of this very project: no program needs them."""
+"""Folders of the machine's owner, in containers often of this very project: no program needs them."""
 _LOCAL_PACKAGES: Final = ("/usr/local/lib*/python3*/dist-packages", "/usr/local/lib*/python3*/site-packages")
 _NEEDED: Final = ("/usr/bin", "/usr/lib", "/usr/local/bin", "/usr/local/lib", "/usr/share")
 """A folder with one of these in it is userland, whatever else it is."""
@@ -46,8 +46,8 @@ _ETC_DIRS: Final = (
     "pki/tls/certs",
     "ssl/certs",
 )
-"""What programs of the host's /usr expect, and what says nothing about the host's users, names or networks. The files
-are copied; the folders, of hundreds of links, are mounted."""
+"""Files and folders that programs of the host's /usr expect, and that say nothing about the host's users, names or
+networks. The files are copied; the folders, of hundreds of links, are mounted."""
 
 READ_ONLY_PROC: Final = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
 """Below /proc. The kernel lets user 0 of the machine write some of these whatever its namespace or capabilities."""
@@ -58,7 +58,7 @@ HIDDEN_PROC: Final = ("keys", "key-users")
 
 
 def proc_mounts(root: Path) -> tuple[Mount, ...]:
-    """What stands over /proc, as far as this kernel has it. `root`: what `build_skeleton` made."""
+    """Return the mounts over /proc, as far as this kernel has the files. `root`: what `build_skeleton` made."""
     read_only = tuple(Mount(path, path) for name in READ_ONLY_PROC if os.path.exists(path := f"/proc/{name}"))
     empty = str(root / _EMPTY_FILE)
     return (*read_only, *(Mount(empty, path) for name in HIDDEN_PROC if os.path.exists(path := f"/proc/{name}")))
