@@ -43,7 +43,8 @@ _NOT_NEEDED: Final = shutil.ignore_patterns(
     *("ossaudiodev*", "_test*.so", "_xxtest*", "xxlimited*", "_ctypes_test*", "EXTERNALLY-MANAGED"),
 )
 _BY_NAME: Final = ("libnss_files.so.2", "libnss_dns.so.2", "libresolv.so.2", "libgcc_s.so.1")
-"""What glibc opens while it runs: user look-up, DNS, the end of a thread. No list of dependencies has them."""
+"""Libraries that glibc opens while it runs: user look-up, DNS, the end of a thread. No list of dependencies has
+them."""
 
 _SEARCH_PATH: Final = f"""\
 import sys
@@ -143,8 +144,11 @@ def _copy_libraries(root: Path, loader: str) -> None:
 
 
 def _detach(root: Path, patchelf: str, loader: str) -> None:
-    """Let nothing look for anything but here. The interpreter's run path serves all that it loads, and it is of the
-    kind that no LD_LIBRARY_PATH of an image overrules."""
+    """Let nothing look for anything but here.
+
+    The interpreter's run path serves all that it loads, and it is of the kind that no LD_LIBRARY_PATH of an image
+    overrules.
+    """
     strip = shutil.which("strip")
     for path in _elf_files(root):
         if path.name in {loader, "libc.so.6"}:

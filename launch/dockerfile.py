@@ -34,7 +34,7 @@ _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _HEREDOC: Final = re.compile(r"<<-?\s*[\"']?[A-Za-z_]")
 _URL: Final = re.compile(r"[a-z]+://|git@")
 ARCHIVE: Final = re.compile(r"\.(tar|t?gz|t?bz2|t?xz|zst)$")
-"""What ADD unpacks."""
+"""Names of archives, which ADD unpacks."""
 _DIRECTIVE: Final = re.compile(r"#\s*escape\s*=\s*`", re.IGNORECASE)
 
 
@@ -87,9 +87,10 @@ def read_instructions(text: str) -> list[Instruction]:
 
 
 def plain_instructions(text: str, folder: Path) -> list[Instruction]:
-    """The Dockerfile in the words that spython converts faithfully. Each RUN is a shell of its own there, too.
+    """Return the Dockerfile in the words that spython converts faithfully. Each RUN is a shell of its own there, too.
 
     Args:
+        text: the Dockerfile.
         folder: the build context, in which the sources of COPY are.
 
     Raises:

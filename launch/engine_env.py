@@ -36,8 +36,8 @@ _MEDIA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 """vLLM asks for them, a text model does not use them, and builds that do not match torch's break `import vllm`."""
 
 UNLOCKED_CPU = ("torch", "triton", *_MEDIA_PACKAGES)
-"""What the lock of the CPU engine leaves out. torch's CPU build has a step of its own: it comes from wherever the user
-has it, so its version is exact, but its file's hash is not ours to know. triton (1 GB) compiles for GPUs."""
+"""Packages that the lock of the CPU engine leaves out. torch's CPU build has a step of its own: it comes from wherever
+the user has it, so its version is exact, but its file's hash is not ours to know. triton (1 GB) compiles for GPUs."""
 
 TORCH_NEEDS = (
     "filelock",
@@ -48,10 +48,10 @@ TORCH_NEEDS = (
     "sympy>=1.13.3",
     "typing-extensions>=4.10.0",
 )
-"""What torch itself requires, so that the lock has it."""
+"""Requirements of torch itself, so that the lock has them."""
 
 _EDITABLE_BUILD = ["editables~=0.3"]
-"""What hatchling asks for besides itself when it installs a checkout as editable."""
+"""The requirement that hatchling has besides itself when it installs a checkout as editable."""
 
 
 def requirements(kind: str, checkout: Path) -> list[str]:

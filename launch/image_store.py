@@ -88,6 +88,9 @@ def build_image(recipe: Path, name: str, *, fakeroot: bool = False, definition: 
     """Build an Apptainer definition file and store the image as `name`, in the place of one of that name.
 
     Args:
+        recipe: the file; what it copies is looked for beside it.
+        name: what sandboxes call the image.
+        fakeroot: for a normal user: root inside by way of /etc/subuid.
         definition: what to build in place of the text of `recipe`, if that is no definition file.
 
     Raises:

@@ -81,8 +81,10 @@ async def open_node_process(config: dict[str, object], *, folder: Path, log_file
 
 
 async def _stop(process: Supervised, log_file: Path, *, drain: bool) -> None:
-    """SIGTERM; a second one unless the node shall `drain`. A drain that fails is an error, a cancel that fails is the
-    supervisor's to finish."""
+    """Stop the node by SIGTERM, and a second one unless it shall `drain`.
+
+    A drain that fails is an error, a cancel that fails is the supervisor's to finish.
+    """
     with trio.move_on_after(NODE_STOP_TIMEOUT_S if drain else NODE_GRACE_S):
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)

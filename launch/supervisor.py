@@ -96,8 +96,10 @@ class _Tree:
         self._shared_memory = SharedMemory()
 
     def hold(self, child: int, target: int, grace_s: float) -> int:
-        """Until `child` ends, the leash is closed, or a signal asks for it. Then end everything, `child` by SIGTERM
-        to `target` first. Returns the exit code of `child`."""
+        """Wait until `child` ends, the leash is closed, or a signal asks for it; return the exit code of `child`.
+
+        Then everything is ended, `child` by SIGTERM to `target` first.
+        """
         self._wait(lambda: self._has_ended(child) or self._stopped, leash=True)
         self._look()
         if not self._has_ended(child):

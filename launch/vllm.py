@@ -30,7 +30,7 @@ _HEALTH_INTERVAL_S = 0.25
 _HEALTH_TIMEOUT_S = 5.0
 _LOG_TAIL_BYTES = 4096
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
-"""Of a CPU in /proc/cpuinfo: x86's, and Arm's."""
+"""Flags of a CPU in /proc/cpuinfo: x86's, and Arm's."""
 _PASSED_ENV = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "TORCH_COMPILE_DISABLE")
 _PASSED_ENV_PREFIXES = ("CUDA_", "NVIDIA_", "NCCL_", "VLLM_", "OMP_")
 

@@ -28,7 +28,7 @@ NOTES: Final = (
 
 
 def find_benchmarks(folder: Path = FOLDER) -> dict[str, str]:
-    """What each module that starts a benchmark says first of itself, by its name."""
+    """Return the first sentences of each module that starts a benchmark, by its name."""
     found = {}
     for path in sorted(folder.glob("*.py")):
         source = path.read_text()

@@ -1,4 +1,4 @@
-"""What placing tasks by load is worth: the strategies of the backend pool on one training batch over 8 engines.
+"""The worth of placing tasks by load: the strategies of the backend pool on one training batch over 8 engines.
 
     python -m perf.balance [--quick] [--json FILE]
 
@@ -98,7 +98,7 @@ class BalanceReport(Report, frozen=True, kw_only=True):
 
 
 class _Plan:
-    """Which batches are run."""
+    """The batches that are run."""
 
     def __init__(self, *, quick: bool) -> None:
         seeds, other_seeds = range(QUICK_SEEDS if quick else SEEDS), range(OTHER_SEEDS[not quick])
@@ -139,7 +139,7 @@ def _fewer(work: Work, *, quick: bool) -> Work:
 
 
 class _Figures(msgspec.Struct, frozen=True):
-    """What is said of the runs."""
+    """The figures that are said of the runs."""
 
     runs: dict[tuple[str, Strategy, int], Run]
 
@@ -154,7 +154,7 @@ class _Figures(msgspec.Struct, frozen=True):
 
     @property
     def changed(self) -> Run:
-        """Where one backend is killed and one added."""
+        """Return the run in which one backend is killed and one added."""
         return self.of("changed", "least_in_flight")[0]
 
     def added_share(self) -> tuple[float, float]:

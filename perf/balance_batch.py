@@ -1,5 +1,7 @@
-"""A training batch for `perf.balance`: how its rollouts are drawn, and how workers run them through the node's own
-backend pool, on whatever engines and clock there are."""
+"""A training batch for `perf.balance`: how its rollouts are drawn, and how workers run them.
+
+They run through the node's own backend pool, on whatever engines and clock there are.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ TOKENS: Final = 8
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """How the work of a batch is drawn. All are lognormal: `p50` and the standard deviation of the logarithm, `sigma`.
-    Tokens are in units of `TOKENS`.
+    """The distributions that the work of a batch is drawn from.
+
+    All are lognormal: `p50` and the standard deviation of the logarithm, `sigma`. Tokens are in units of `TOKENS`.
 
     Attributes:
         instances, rollouts: the batch has `rollouts` of each of the `instances`.
@@ -80,7 +83,7 @@ REASONING: Final = Work(
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One of a rollout."""
+    """A turn of a rollout."""
 
     completion_tokens: int
     observation_tokens: int
@@ -141,8 +144,10 @@ class Batch:
         """Nothing runs yet.
 
         Args:
-            work, seed: what is drawn.
-            backends: the pool, with what it has so far. `urls`: all backends that there will be.
+            work: the distributions to draw from.
+            seed: of what is drawn.
+            backends: the pool, with what it has so far.
+            urls: all backends that there will be.
             strategy: the pool's.
             first_token_id: of the first rollout's prompts; each has one of its own, which its prompts consist of.
             ended: called with the id of each task that has ended.
@@ -192,7 +197,7 @@ class Batch:
         ]
 
     async def _run_waiting(self) -> None:
-        """One worker: a rollout runs on the backend that it has, or takes one as it starts."""
+        """Work until no rollout waits: each runs on the backend that it has, or takes one as it starts."""
         while self._waiting:
             name = self._waiting.popleft()
             if (bound := self._bound.get(name)) is not None:

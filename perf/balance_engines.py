@@ -31,13 +31,13 @@ CALL_TIMEOUT_S: Final = 3600.0
 
 
 class EngineUrls(msgspec.Struct, frozen=True):
-    """Where they are."""
+    """The URLs of the engines."""
 
     urls: list[str]
 
 
 class EngineTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine did since its start: `GET /totals`."""
+    """The work of one engine since its start: `GET /totals`."""
 
     completions: int
     tokens_sampled: int

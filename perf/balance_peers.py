@@ -1,4 +1,4 @@
-"""What `perf.balance` says of vllm-router: the same batch on engines over HTTP, placed by each of its policies."""
+"""The part of `perf.balance` on vllm-router: the same batch on engines over HTTP, placed by each of its policies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def measure_router(*, quick: bool) -> Report:
 
 
 def router_report(runs: dict[Placement, list[ServedRun]]) -> Report:
-    """Of the runs of each placement by seed; ours comes first."""
+    """Report on the runs of each placement by seed; ours comes first."""
     ours = runs[OURS[0]]
     gains = {placement: _mean_gain(ours, others) for placement, others in runs.items()}
     routed = {placement.name: gain for placement, gain in gains.items() if placement.policy}

@@ -1,4 +1,4 @@
-"""One batch on simulated engines over HTTP: placed by the node's own pool, or by vllm-router in between.
+"""A batch on simulated engines over HTTP: placed by the node's own pool, or by vllm-router in between.
 
 Either way calls are made by the same client from the same pool: to the router as to its only backend. Everything runs
 `SPEED_UP` times as fast as it would.
@@ -57,7 +57,7 @@ CLOSE_TIMEOUT_S: Final = 5.0
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Who places calls, and how.
+    """A way of placing calls: by the node's pool, or by vllm-router.
 
     Attributes:
         name: for tables and metrics.
@@ -86,7 +86,7 @@ ROUTED: Final = (
 
 
 class ServedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it, as if not sped up.
+    """The result of a run, as if not sped up.
 
     Attributes:
         makespan_s: of the batch. `completed`: rollouts. `calls`: completions.
@@ -142,7 +142,7 @@ class ServedEngine(EngineClient):
         await self._ask("POST", f"/finish_session?session_id={quote(task_id)}", [], b"", CALL_TIMEOUT_S)
 
     async def totals(self) -> EngineTotals:
-        """What the engine did; a router does not know."""
+        """Return what the engine did; a router does not know."""
         return msgspec.json.decode(await self._ask("GET", "/totals", [], b"", CALL_TIMEOUT_S), type=EngineTotals)
 
     async def aclose(self) -> None:

@@ -79,7 +79,7 @@ class EngineCounts(msgspec.Struct, frozen=True):
     hits: float
 
     def since(self, before: EngineCounts) -> EngineCounts:
-        """What came since then."""
+        """Return the counts of the time since `before`."""
         return EngineCounts(self.sampled - before.sampled, self.queries - before.queries, self.hits - before.hits)
 
 
@@ -93,7 +93,7 @@ def read_counts(page: str) -> EngineCounts:
 
 
 class RealRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch under one strategy. See `perf.balance_world.Run`."""
+    """A batch under one strategy. See `perf.balance_world.Run`."""
 
     makespan_s: float
     completed: int
@@ -179,7 +179,7 @@ async def _counts(url: str) -> EngineCounts:
 
 
 def _report(runs: dict[Strategy, list[RealRun]], work: Work, servers: int) -> Report:
-    """Of the runs of each strategy, by seed."""
+    """Report on the runs of each strategy, by seed."""
     gains = {
         strategy: [
             other.makespan_s / least.makespan_s for other, least in zip(run, runs["least_in_flight"], strict=True)

@@ -50,7 +50,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch under one strategy.
+    """A batch under one strategy.
 
     Attributes:
         backends: at the start, numbered from 0.
@@ -68,7 +68,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it.
+    """The result of a run.
 
     Attributes:
         makespan_s: of the batch. `completed`: rollouts. `moved`: those that changed their backend.

@@ -99,6 +99,6 @@ def say_ready(ready: Any) -> None:
 
 
 def raise_file_limit() -> None:
-    """As many open files as the system allows."""
+    """Allow this process as many open files as the system allows."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

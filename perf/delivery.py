@@ -1,5 +1,7 @@
-"""What it costs to get finished trajectories to a trainer in another process of this machine: by reference into the
-arena, as frames over a WebSocket, and, the way of the reference, as lists of numbers in JSON over HTTP.
+"""The cost of getting finished trajectories to a trainer in another process of this machine.
+
+They go by reference into the arena, as frames over a WebSocket, and, the way of the reference, as lists of numbers in
+JSON over HTTP.
 
 Timed for each outcome, from asking for it until its tokens lie in an array of the trainer's own.
 
@@ -55,13 +57,13 @@ class Load(msgspec.Struct, frozen=True):
 
     @property
     def megabytes(self) -> float:
-        """Of one outcome: 9 bytes a token, whatever crosses the socket."""
+        """Return the size of one outcome: 9 bytes a token, whatever crosses the socket."""
         return self.tokens * BYTES_PER_TOKEN / 1e6
 
 
 LARGE = Load(tokens=32_768, pass_outcomes=64)
 SMALL = Load(tokens=1_024, pass_outcomes=256)
-"""What each outcome costs beside its tokens shows here. As many as the node sends ahead of acknowledgements."""
+"""A load that shows what each outcome costs beside its tokens. As many as the node sends ahead of acknowledgements."""
 
 
 class Trainer:
@@ -82,7 +84,7 @@ class Trainer:
 
     @property
     def bytes_per_token(self) -> float:
-        """That crossed the socket."""
+        """Return the bytes a token that crossed the socket."""
         return self.wire_bytes / self.tokens
 
 
@@ -100,7 +102,7 @@ class LinkTrainer(Trainer):
         self.outside = 0
 
     def decode(self, message: bytes) -> Any:
-        """As the link wants it; counts the bytes."""
+        """Decode a message for the link; counts the bytes."""
         self.wire_bytes += len(message)
         return self._decode(message)
 
@@ -161,7 +163,7 @@ class JsonTrainer(Trainer):
         self._number = 0
 
     async def receive(self) -> float:
-        """One outcome; returns the seconds. Blocks: there is nothing else to do."""
+        """Receive an outcome; return the seconds. Blocks: there is nothing else to do."""
         started = time.perf_counter()
         self._number += 1
         self._connection.request("GET", f"/outcome/{self._number}")

@@ -1,5 +1,6 @@
-"""The node's side of `perf.delivery`, in a process of its own: the same outcomes by three ways. Ends with its standard
-input.
+"""The node's side of `perf.delivery`, in a process of its own: the same outcomes by three ways.
+
+Ends with its standard input.
 
     python -m perf.delivery_source FOLDER OUTCOMES TOKENS
 """
@@ -48,7 +49,7 @@ END_TIMEOUT_S = 10.0
 
 
 class SourceAddress(msgspec.Struct, frozen=True):
-    """Where the source is. Printed by it as one line of JSON."""
+    """The addresses of the source. Printed by it as one line of JSON."""
 
     port: int
     json_port: int
@@ -100,7 +101,7 @@ async def _main(folder: Path, count: int, tokens: int) -> None:
 
 
 def _store(arena: Arena, number: int, tokens: int) -> tuple[Outcome, TokenBuffer]:
-    """One outcome, whose arrays are in the arena."""
+    """Make an outcome whose arrays are in the arena."""
     random = np.random.default_rng(number)
     buffer = arena.open_nowait()
     ids = random.integers(0, VOCABULARY, tokens, dtype=np.int32)

@@ -51,7 +51,7 @@ class BarePty:
                 return int(done)
 
     def take_output(self) -> str:
-        """What was put out since the last call.
+        """Return the output since the last call.
 
         The pipe has no order with the terminal, so the end of the output may come after the exit code. A shell that
         is to give both must mark the end in the terminal, too. The floor does that here, outside what is timed.

@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, interleaved measuring, percentiles, and the three forms of a report.
+"""The base of all benchmarks: options, interleaved measuring, percentiles, and the three forms of a report.
 
 A benchmark is an async function that returns a `Report`; `run_benchmark` gives it the command line that every benchmark
 has: `--quick` and `--json FILE`.
@@ -54,7 +54,7 @@ async def _measured_elsewhere() -> None:
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to be timed.
+    """A case to be timed.
 
     Attributes:
         name: dotted; the metrics are `NAME.p50_UNIT`, `NAME.p95_UNIT` and `NAME.p99_UNIT`.
@@ -116,7 +116,7 @@ async def measure_interleaved(cases: Sequence[Case], *, rounds: int, warm_up_rou
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a benchmark found out.
+    """The findings of a benchmark.
 
     Attributes:
         title: over the table.

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: figures mean nothing without it."""
+"""The machine that a benchmark ran on: figures mean nothing without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the node itself costs: CPU a turn with thousands of rollouts at once, memory, loop stalls, latencies.
+"""The cost of the node itself: CPU a turn with thousands of rollouts at once, memory, loop stalls, latencies.
 
 The node is a process of its own with everything of `serve_node`; so are the engines (fake, over HTTP) and the one
 stand-in that answers for all sandbox daemons (over the real RPC). Beside it in the same run: a spawned process for each
@@ -41,7 +41,7 @@ PARTS = (delivery.benchmark, ledger_bench.measure_ledger)
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """How much of everything. `engine_s`: what a completion takes, so that all rollouts are there at once."""
+    """The amounts of everything. `engine_s`: the time of a completion, so that all rollouts are there at once."""
 
     turns: int
     engine_s: float

@@ -42,7 +42,7 @@ RESULT_TIMEOUT_S = 300.0
 
 
 class JobProcesses(msgspec.Struct, frozen=True):
-    """One entry for each process: seconds of CPU, and bytes of memory that it shares with no other."""
+    """The cost of each process, an entry for each: seconds of CPU, and bytes of memory that it shares with no other."""
 
     cpu_s: list[float]
     private_bytes: list[int]

@@ -1,4 +1,4 @@
-"""What the trainer does to the node under test: single jobs for latencies, then thousands at once."""
+"""The trainer's load on the node under test: single jobs for latencies, then thousands at once."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def open_node_rig(folder: Path, *, rollouts: int, engine_s: float) -> Asyn
 
 
 async def measure_latencies(rig: NodeRig, jobs: int) -> Latencies:
-    """One job of one turn at a time."""
+    """Measure jobs of one turn, one at a time."""
     latencies = Latencies([], [])
     for number in range(jobs):
         started = time.perf_counter()

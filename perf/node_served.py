@@ -46,7 +46,7 @@ TOKEN_VARIABLE = "DAEMON_TOKEN"
 
 
 class Served(msgspec.Struct, frozen=True):
-    """Where the node is."""
+    """The addresses of the node."""
 
     url: str
 

@@ -1,4 +1,4 @@
-"""What a node works with, in a process of its own: fake engines over HTTP, and one stand-in for all sandbox daemons.
+"""The surroundings of a node, in a process of their own: fake engines over HTTP, and a stand-in for all daemons.
 
     python -m perf.node_world FOLDER ENGINE_S
 
@@ -35,7 +35,7 @@ HANDSHAKE_TIMEOUT_S: Final = 60.0
 
 
 class World(msgspec.Struct, frozen=True):
-    """Where it is. `completion_tokens`: of each."""
+    """The addresses of it. `completion_tokens`: of each."""
 
     model: str
     quick_engine: str
@@ -74,7 +74,7 @@ async def _listen(path: Path) -> trio.SocketListener:
 
 
 async def _serve_daemon(token: str, stream: trio.SocketStream) -> None:
-    """One sandbox's connection."""
+    """Serve a sandbox's connection."""
     try:
         await serve_rpc(stream, _answer, token=token, handshake_timeout_s=HANDSHAKE_TIMEOUT_S)
     except IpcError as exc:

@@ -37,7 +37,7 @@ def build_directory_image(root: Path) -> Path:
 
 
 def _libraries(files: Iterable[Path]) -> set[Path]:
-    """What the dynamic loader would load for `files`, itself included."""
+    """Return the libraries that the dynamic loader would load for `files`, itself included."""
     listed = subprocess.run(["ldd", *map(str, files)], capture_output=True, text=True, check=False).stdout
     words = {word for line in listed.splitlines() if line[:1].isspace() for word in line.split()}
     return {Path(word) for word in words if word.startswith("/") and Path(word).is_file()}

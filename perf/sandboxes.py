@@ -1,5 +1,6 @@
-"""What a sandbox costs: cold and warm starts, ends, and the memory of many live ones, beside `apptainer exec true` and
-`bwrap true` themselves, in one run.
+"""The cost of a sandbox: cold and warm starts, ends, and the memory of many live ones.
+
+Measured beside `apptainer exec true` and `bwrap true` themselves, in one run.
 
     python -m perf.sandboxes [--quick] [--json FILE]
 """
@@ -44,7 +45,7 @@ KIB_PER_MIB = 1024
 
 
 class Size(NamedTuple):
-    """How much is measured."""
+    """The amount that is measured."""
 
     rounds: int
     warm_opens: int
@@ -56,7 +57,7 @@ FULL = Size(rounds=60, warm_opens=200, live=200)
 
 
 class Start(NamedTuple):
-    """One kind of cold start."""
+    """A kind of cold start."""
 
     name: str
     provider: SandboxProvider
@@ -232,7 +233,10 @@ def _command_line(pid: int) -> bytes:
 
 
 def _pss_kib(pid: int) -> int:
-    """Of the daemon, which hides itself, only root sees that: for others its resident memory, shared pages in full."""
+    """Return the memory of a process in KiB, each shared page divided among its users.
+
+    Of the daemon, which hides itself, only root sees that: for others its resident memory, shared pages in full.
+    """
     for file, field in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
         with suppress(OSError):
             for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():

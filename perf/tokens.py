@@ -1,4 +1,4 @@
-"""What tokens cost a turn, however long the context is; and what re-tokenising clients make of sampled tokens.
+"""The cost of a turn's tokens, however long the context is, and of text in between: re-tokenised ids that differ.
 
     python -m perf.peers setup renderers               # once: the peers' environment
     python -m perf.tokens [--quick] [--json FILE]
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 CONTEXTS = (1_000, 4_000, 16_000, 32_000, 64_000, 100_000)
 ROUNDS = 6
-"""Of turns at each length of context, for each set of dialogues."""
+"""Rounds of turns at each length of context, for each set of dialogues."""
 QUICK_DIALOGUES, DIALOGUES = 8, 30
 QUICK_PEER_ROUNDS, PEER_ROUNDS = 3, 10
 DRIFT_DIALOGUES = 20
@@ -171,7 +171,7 @@ def _load_models(small: Path, quick: bool) -> tuple[ChatFormat, list[ChatFormat]
 
 
 def _model_dirs() -> list[Path]:
-    """Those that PRORL_MODEL_DIR names, or else those in the cache folder; Qwen3's first."""
+    """Return the folders that PRORL_MODEL_DIR names, or else those in the cache folder; Qwen3's first."""
     if configured := os.environ.get("PRORL_MODEL_DIR"):
         return [Path(part) for part in configured.split(":")]
     cached = (

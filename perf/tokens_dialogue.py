@@ -30,7 +30,7 @@ __all__ = [
 
 SAID_WORDS, RESULT_WORDS = 30, 150
 TURN_TOKENS = 300
-"""What so many words make, about; three quarters are a tool's result."""
+"""Tokens that so many words make, about; three quarters are a tool's result."""
 WORDS = (
     "the of parser error file return value line test index module class def import self None True raise assert list "
     "dict path open read write 0x7f3a 42 1307 src/lexer.py tests/test_lexer.py :: -> == += [] () {} # TODO "
@@ -53,15 +53,16 @@ TOOLS = (
 
 
 class DialogueTurn(msgspec.Struct, frozen=True):
-    """What the policy says, with a tool call in it, and the tool's result."""
+    """A text of the policy, with a tool call in it, and the tool's result."""
 
     said: str
     result: str
 
 
 class TurnTimes(NamedTuple):
-    """One turn of ours, at a context of `context_tokens` before it, in this thread's own CPU time: that is all it
-    takes, and other programs do not add to it.
+    """The times of a turn of ours, at a context of `context_tokens` before it, in this thread's own CPU time.
+
+    That is all that it takes, and other programs do not add to it.
 
     `prompt_s`: the prompt's ids proven and made a list, for the engine. `record_s`: the completion proven, recorded and
     parsed. `extend_s`: the tool's result rendered, encoded and recorded, what was there proven again.
@@ -85,7 +86,7 @@ def draw_turns(seed: int) -> Iterator[DialogueTurn]:
 
 
 def sampled_ids(chat: ChatFormat, said: str) -> list[int]:
-    """What a policy that says this samples, the end of its turn included."""
+    """Return the ids that a policy that says this samples, the end of its turn included."""
     return [*chat.codec.encode(chat.codec.mark(said, speech=True)), chat.end_of_turn_id]
 
 
@@ -99,7 +100,7 @@ def whole_dialogue(turns: list[DialogueTurn]) -> list[ChatMessage]:
 
 
 class Dialogue:
-    """One that is held with our own code, and grows turn by turn. Blocks."""
+    """A dialogue that is held with our own code, and grows turn by turn. Blocks."""
 
     def __init__(self, chat: ChatFormat, seed: int) -> None:
         self._chat = chat

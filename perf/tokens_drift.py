@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["Drift", "Sampled", "drift_of", "sampled_at_random"]
 
 TURNS = 6
-"""Of a dialogue with the fake engine."""
+"""Turns of a dialogue with the fake engine."""
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """One turn of a trajectory: the prompt that the policy got, the ids it sampled, and the prompt of the turn after
-    it, as recorded; without it the turn was the last."""
+    """A turn of a trajectory: the prompt that the policy got, the ids it sampled, and the prompt of the next turn.
+
+    The next prompt is as recorded; without it the turn was the last.
+    """
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -32,7 +34,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class Drift(msgspec.Struct, frozen=True):
-    """Of `turns` with a turn after them.
+    """Counts of drift, over `turns` with a turn after them.
 
     Attributes:
         turns: that were looked at.
@@ -102,7 +104,7 @@ def _encoded_again(chat: ChatFormat, turn: Sampled) -> list[int]:
 
 
 def _differing_tokens(sampled: Sequence[int], encoded: Sequence[int]) -> int:
-    """How many of `sampled` are not at their place any more: all from the first difference on."""
+    """Return how many of `sampled` are not at their place any more: all from the first difference on."""
     for position, token_id in enumerate(sampled):
         if position >= len(encoded) or encoded[position] != token_id:
             return len(sampled) - position

@@ -1,4 +1,4 @@
-"""One turn of the same dialogue in the peers' process: `renderers`, and transformers' rendering of everything."""
+"""A turn of the same dialogue in the peers' process: `renderers`, and transformers' rendering of everything."""
 
 from __future__ import annotations
 

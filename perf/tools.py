@@ -1,5 +1,6 @@
-"""What the tool path costs: bash and IPython through a Unix socket and the real daemon, beside a bare pty and a bare
-`run_cell`, interleaved in one run.
+"""The cost of the tool path: bash and IPython through a Unix socket and the real daemon.
+
+Measured beside a bare pty and a bare `run_cell`, interleaved in one run.
 
     python -m perf.tools [--quick] [--json FILE]
 """

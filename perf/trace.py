@@ -1,5 +1,6 @@
-"""What the tool path costs on an agent's work: a recorded trace of 200 shell commands over a small project, through
-ours, a bare pty, OpenHands' terminal on tmux and SWE-ReX.
+"""The cost of the tool path on an agent's work: a recorded trace of 200 shell commands over a small project.
+
+The trace runs through ours, a bare pty, OpenHands' terminal on tmux and SWE-ReX.
 
     python -m perf.peers setup                         # once: the peers' environments
     python -m perf.trace [--quick] [--json FILE]
@@ -132,7 +133,7 @@ def report_of(steps: Sequence[Step], figures: dict[str, Figures], failures: dict
 
 
 def series_of(name: str, figures: Figures) -> Series:
-    """One sample a command."""
+    """Return a series with one sample a command."""
     case = Case(
         name=f"trace.{name}",
         floor=None if name == FLOOR else f"trace.{FLOOR}",
@@ -143,7 +144,7 @@ def series_of(name: str, figures: Figures) -> Series:
 
 
 def wrong_notes(steps: Sequence[Step], figures: dict[str, Figures]) -> list[str]:
-    """Which commands a system got wrong, the first few."""
+    """Return a sentence for each system that answered commands wrong, with the first few of them."""
     return [
         f"{TITLES[name]} answered wrong: {', '.join(repr(steps[index].command) for index in one.wrong[:SHOWN_WRONG])}"
         + (", ..." if len(one.wrong) > SHOWN_WRONG else "")
@@ -153,7 +154,7 @@ def wrong_notes(steps: Sequence[Step], figures: dict[str, Figures]) -> list[str]
 
 
 def details_of(figures: dict[str, Figures]) -> dict[str, float]:
-    """What the tables say, for the file."""
+    """Return the figures of the tables, for the file."""
     details: dict[str, float] = {}
     for name, one in figures.items():
         details[f"trace.{name}.total_s"] = round(sum(one.elapsed_s), 4)

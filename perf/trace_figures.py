@@ -20,7 +20,10 @@ CLOCK = re.compile(r"\b\d+\.\d+s\b|\b\d\d:\d\d\b")
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of the recorded trace. `kind` groups commands of one cost; `exit_code` is what it must end with."""
+    """A line of the recorded trace.
+
+    `kind` groups commands of one cost; `exit_code` is what it must end with.
+    """
 
     kind: str
     command: str
@@ -28,7 +31,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """What a system said to one step. `words` is its output as `words_of` has it."""
+    """A system's answer to one step. `words` is its output as `words_of` has it."""
 
     elapsed_s: float
     exit_code: int | None
@@ -36,7 +39,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """One system over all steps that it and the floor answered right.
+    """The figures of a system over all steps that it and the floor answered right.
 
     Attributes:
         steps: their indices, the same for all lists below.
@@ -53,7 +56,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     wrong: list[int]
 
     def among(self, values: Sequence[float], steps: Sequence[int]) -> list[float]:
-        """Those of `values`, one of the lists above, that belong to `steps`."""
+        """Return those of `values`, one of the lists above, that belong to `steps`."""
         wanted = set(steps)
         return [value for step, value in zip(self.steps, values, strict=True) if step in wanted]
 

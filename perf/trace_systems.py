@@ -1,4 +1,4 @@
-"""What the trace runs through: our daemon, a bare pty, and peers, each in a copy of the project of its own."""
+"""The systems that the trace runs through: our daemon, a bare pty, and peers, each in a copy of the project."""
 
 from __future__ import annotations
 

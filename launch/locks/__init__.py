@@ -30,7 +30,7 @@ MACHINE = ("Linux", "x86_64")
 
 
 def lock_path(name: LockName) -> Path:
-    """Where the lock of this environment is."""
+    """Return the path of the lock of this environment."""
     return Path(__file__).with_name(f"{name}.txt")
 
 
@@ -40,7 +40,7 @@ def requirements_key(requirements: Sequence[str]) -> str:
 
 
 def serves(lock: str, version: tuple[int, int], machine: tuple[str, str]) -> bool:
-    """Whether the text of a lock is for this Python on this machine."""
+    """Return whether the text of a lock is for this Python on this machine."""
     return machine == MACHINE and ".".join(map(str, version)) in _header(lock, "python").split()
 
 

@@ -118,7 +118,7 @@ def render(packages: list[dict[str, Any]], requirements: list[str]) -> str:
 
 
 def usable_pythons(wheel: str) -> set[tuple[int, int]]:
-    """Those of `PYTHONS` that can install the wheel of this file name on each machine that we support."""
+    """Return those of `PYTHONS` that can install the wheel of this file name on each machine that we support."""
     tags = parse_wheel_filename(wheel)[3]
     return {version for version in PYTHONS if not tags.isdisjoint(_TAGS[version])}
 
@@ -131,7 +131,7 @@ def _tags(version: tuple[int, int]) -> frozenset[Tag]:
 
 
 def _applies(marker: str, version: tuple[int, int]) -> bool:
-    """Whether a marker holds under this Python on Linux on x86-64."""
+    """Return whether a marker holds under this Python on Linux on x86-64."""
     where = {"python_version": _dotted(version), "python_full_version": f"{_dotted(version)}.0"}
     return not marker or Marker(marker).evaluate(where)
 

@@ -1,4 +1,4 @@
-"""Which peers there are, what each needs, and the virtual environments that `python -m perf.peers setup` makes."""
+"""The peers, what each needs, and the virtual environments that `python -m perf.peers setup` makes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PeerUnavailable(Exception):
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """One peer.
+    """A peer.
 
     Attributes:
         name: of its environment, and of what `worker.py` does in it.

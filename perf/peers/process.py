@@ -30,7 +30,7 @@ ERROR_BYTES = 400
 
 
 class PeerAnswer(msgspec.Struct, frozen=True):
-    """What one command did, and how long the peer's call took. `exit_code` is None if the peer did not tell."""
+    """The result of a command, and how long the peer's call took. `exit_code` is None if the peer did not tell."""
 
     output: str
     exit_code: int | None

@@ -76,7 +76,10 @@ async def _gets_ready(url: str, process: trio.Process) -> bool:
 
 
 def free_port() -> int:
-    """One that is free now. Should another program take it before the peer does, the peer does not get ready."""
+    """Return a port that is free now.
+
+    Should another program take it before the peer does, the peer does not get ready.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -68,7 +68,7 @@ def open_swerex() -> Iterator[Run]:
 
 @contextmanager
 def open_jupyter() -> Iterator[Run]:
-    """ipykernel through jupyter_client's blocking client, over TCP and over IPC: a command is `tcp CODE` or `ipc CODE`.
+    """Use ipykernel through jupyter_client's blocking client: a command is `tcp CODE` or `ipc CODE`.
 
     `execute_interactive` returns when the answer and all output are there, as a tool needs them.
     """

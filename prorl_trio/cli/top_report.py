@@ -24,7 +24,7 @@ BAR_CELLS: Final = 20
 NARROW_COLUMNS: Final = 90
 """A narrower terminal is not shown everything of a job."""
 CHROME_LINES: Final = 3
-"""Of a table: its head and a rule, and the line that says how many rows are left out."""
+"""Lines of a table besides its rows: its head and a rule, and the line that says how many rows are left out."""
 _ORDER: Final = {name: index for index, name in enumerate(("eval", "ran", "run", "ready", "init", "queued"))}
 
 

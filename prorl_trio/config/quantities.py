@@ -14,7 +14,7 @@ __all__ = ["YEAR_S", "Amount", "Count", "Port", "Seconds", "SecondsOrZero"]
 YEAR_S: Final = 366 * 24 * 3600.0
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
-"""Of workers, places, bytes: at least one."""
+"""A number of workers, places or bytes: at least one."""
 Amount = Annotated[int, msgspec.Meta(ge=0)]
 """The same where 0 has a meaning, which the field says."""
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=YEAR_S)]

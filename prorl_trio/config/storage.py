@@ -18,8 +18,10 @@ __all__ = ["ArenaConfig", "LedgerConfig"]
 
 
 class LedgerConfig(Table, frozen=True):
-    """The ledger keeps jobs and outcomes, so that they outlive the node: an accepted job, and an outcome until it is
-    acknowledged. One node at a time uses a folder, which is on a disk of its own machine.
+    """The ledger keeps jobs and outcomes, so that they outlive the node.
+
+    An accepted job is kept until it has an outcome, and an outcome until it is acknowledged. One node at a time uses a
+    folder, which is on a disk of its own machine.
 
     Attributes:
         dir: the folder. `auto`: `prorl-trio/NODE_ID` in $XDG_STATE_HOME (~/.local/state) if `node_id` is set, else

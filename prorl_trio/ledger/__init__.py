@@ -1,5 +1,6 @@
-"""Jobs and outcomes: nothing accepted or finished is lost. In memory as long as the process lives (`MemoryLedger`);
-on a disk for good:
+"""The ledger of jobs and outcomes: nothing accepted or finished is lost.
+
+`MemoryLedger` keeps them as long as the process lives; `open_ledger` opens one on a disk, which keeps them for good:
 
     async with open_ledger(folder) as ledger:
         await ledger.open_session("trainer", first_cursor=0)

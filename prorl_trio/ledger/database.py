@@ -34,9 +34,9 @@ PAGE_BYTES: Final = 8192
 FORMAT: Final = 1
 """The database's `user_version`."""
 CACHE_KIB: Final = 16 * 1024
-"""Of pages, in the writing connection; what a group has beyond goes to the log before its commit."""
+"""Cache of pages, in the writing connection; pages of a group beyond it go to the log before its commit."""
 BUSY_TIMEOUT_S: Final = 10.0
-"""How long the log waits for readers before it is begun anew."""
+"""The time that the log waits for readers before it is begun anew."""
 UNREADABLE: Final = (sqlite3.DatabaseError, UnicodeDecodeError)
 MAX_SENTENCES: Final = 5
 """For each table: one damaged page may mean hundreds."""
@@ -102,12 +102,12 @@ class Mark(NamedTuple):
     age_s: float
 
     def encode(self) -> bytes:
-        """As it stands in its row."""
+        """Encode the mark for its row."""
         return _MARK.pack(*self, zlib.crc32(_MARK.pack(*self, 0)))
 
     @classmethod
     def decode(cls, content: bytes) -> Mark | None:
-        """What `encode` made; None: this is no mark."""
+        """Decode what `encode` made; None: this is no mark."""
         if len(content) != _MARK.size:
             return None
         *fields, crc = _MARK.unpack(content)
@@ -246,7 +246,7 @@ def _find_damage(db: sqlite3.Connection, path: Path) -> list[str]:
 
 
 def _durable(log: Path, salt: bytes) -> int:
-    """What the marks in the log, those behind an unreadable part included, say was on the disk; 0: nothing."""
+    """Return what was on the disk by the marks in the log, those behind an unreadable part included; 0: nothing."""
     durable = 0
     with suppress(FileNotFoundError), log.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:

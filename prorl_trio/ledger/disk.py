@@ -1,4 +1,4 @@
-"""Where the ledger meets its disk. Tests and fault injection put another one in the place of the real one."""
+"""The ledger's use of its disk. Tests and fault injection put another disk in the place of the real one."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class DiskLedger(Ledger):
         self._reading = trio.CapacityLimiter(limits.max_reads)
         self._calls: deque[_Call] = deque()
         self._waiting: deque[_Call] = deque()
-        """What has no room, in order."""
+        """Calls for which there is no room, in order."""
         self._arrived = trio.Event()
         self._closed = False
         self.recovered = recovered
@@ -148,7 +148,10 @@ class DiskLedger(Ledger):
             raise call.answer
 
     async def _commit_groups(self) -> None:
-        """One group after the other, until cancelled; what was handed to the thread is still answered."""
+        """Commit groups, one after the other, until cancelled.
+
+        Calls that were handed to the thread are still answered.
+        """
         retry_at = trio.current_time()
         while True:
             if not self._calls and not self._store.cleaning_due:
@@ -185,8 +188,10 @@ class DiskLedger(Ledger):
             await self._arrived.wait()
 
     def _take_group(self, *, retry: bool) -> list[_Call]:
-        """The next calls within the limits of a group: as they came, but no outcome before one of its session that has
-        no room."""
+        """Take the next calls within the limits of a group, as they came.
+
+        No outcome comes before one of its session that has no room.
+        """
         group: list[_Call] = []
         size_bytes = 0
         sources = (self._waiting, self._calls) if retry else (self._calls,)

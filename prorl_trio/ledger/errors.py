@@ -1,4 +1,4 @@
-"""What the ledger refuses, and how it fails."""
+"""Refusals and failures of the ledger."""
 
 from __future__ import annotations
 

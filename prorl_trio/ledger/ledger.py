@@ -25,8 +25,10 @@ __all__ = [
 
 
 class Ref(msgspec.Struct, frozen=True):
-    """A stored payload: the job's spec if `cursor` is None, else its outcome. Good until it is acknowledged or
-    forgotten, or, for a spec, until the job is finished; and after a restart, too."""
+    """A stored payload: the job's spec if `cursor` is None, else its outcome.
+
+    Good until it is acknowledged or forgotten, or, for a spec, until the job is finished; and after a restart, too.
+    """
 
     job_id: str
     cursor: int | None
@@ -63,7 +65,7 @@ class UndeliveredOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True):
-    """What a former process left.
+    """The contents that a former process left.
 
     Attributes:
         sessions: all that were not closed.
@@ -168,8 +170,10 @@ class Ledger(ABC):
     async def finish(
         self, session_id: str, job_id: str, attempt: int, cursor: int, outcome: Sequence[bytes | memoryview]
     ) -> Ref:
-        """Store a job's one outcome, the parts joined. Its spec is dropped. To be called in the order of the session's
-        cursors: they are stored in that order, and an outcome whose cursor was acknowledged before it is refused.
+        """Store a job's one outcome, the parts joined, and drop its spec.
+
+        To be called in the order of the session's cursors: they are stored in that order, and an outcome whose cursor
+        was acknowledged before it is refused.
 
         The parts must never change: a cancelled call leaves them in use for as long as they are being written. Where a
         disk is full this waits until space returns, and holds the parts meanwhile; `statistics().full` says why.

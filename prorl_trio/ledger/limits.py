@@ -10,7 +10,7 @@ _MIB = 1024 * 1024
 
 
 class LedgerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ledger may use.
+    """Limits of a ledger.
 
     Attributes:
         log_bytes: of SQLite's write-ahead log, before it is copied into the database and begun anew.

@@ -27,7 +27,7 @@ class _Session(msgspec.Struct):
     last: int
     jobs: set[str] = msgspec.field(default_factory=set)
     cursors: dict[int, str] = msgspec.field(default_factory=dict)
-    """Of the outcomes that are not acknowledged."""
+    """Job ids by cursor, of the outcomes that are not acknowledged."""
 
 
 class _Job(msgspec.Struct):
@@ -45,8 +45,11 @@ class _Tombstone(NamedTuple):
 
 
 class MemoryLedger(Ledger):
-    """Of `limits` those that bound a disk do not count: outcomes here are as many as admission lets in, and each is
-    the very bytes that the session has. Every call is carried out at once, and then a checkpoint."""
+    """A ledger in memory. Every call is carried out at once, and then a checkpoint.
+
+    Limits that bound a disk do not count: outcomes here are as many as admission lets in, and each is the very bytes
+    that the session has.
+    """
 
     def __init__(self, limits: LedgerLimits | None = None) -> None:
         self.recovered = Recovered()

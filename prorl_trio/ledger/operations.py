@@ -1,4 +1,4 @@
-"""What callers ask for."""
+"""Operations that callers ask for."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Forget(NamedTuple):
 
 
 LAZY: Final = (CloseSession, BeginAttempt, Acknowledge, Forget)
-"""What is written, but on the disk only with the next operation that is not of these."""
+"""Operations that are written, but on the disk only with the next one that is not of these."""
 
 Operation = OpenSession | CloseSession | Accept | BeginAttempt | Finish | Acknowledge | Forget
 

@@ -1,4 +1,4 @@
-"""What each operation is refused for, whatever keeps the ledger. Pure."""
+"""Rules by which operations are refused, whatever keeps the ledger. Pure."""
 
 from __future__ import annotations
 

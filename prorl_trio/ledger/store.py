@@ -40,8 +40,8 @@ COMMITS_REMEMBERED: Final = 1024
 ROW_BYTES: Final = 512
 """About what a job takes beside its payload, in its table and its indexes."""
 LAST_RESORT_BYTES: Final = 4 * 1024 * 1024
-"""Of the reserve, so much (but no more than a quarter) is not for outcomes: an acknowledgement needs a little space to
-make much."""
+"""The part of the reserve (but no more than a quarter) that is not for outcomes: an acknowledgement needs a little
+space to make much."""
 PROBE_BYTES: Final = 64 * 1024
 CLEAN_STEP_PAGES: Final = 1024
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -117,7 +117,7 @@ class Store:
         return open_database(self._folder, self._disk)
 
     def close(self) -> None:
-        """What was stored lazily is on the disk then, unless that failed."""
+        """Close the database. What was stored lazily is on the disk then, unless that failed."""
         try:
             if not self._failed:
                 while self._readers:
@@ -258,8 +258,11 @@ class Store:
                 logger.error("%s cannot be made, remove the damage by hand: %s", self._folder.suspicion, exc)
 
     def _age_s(self) -> float:
-        """For how long the ledger was open, in all. Nobody can set this clock, and time in which the node did not run
-        is left out: what is remembered is remembered rather longer."""
+        """Return for how long the ledger was open, in all.
+
+        Nobody can set this clock, and time in which the node did not run is left out: what is remembered is remembered
+        rather longer.
+        """
         return self._opened_at_s + time.monotonic() - self._opened_s
 
     # ------------------------------------------------------------ room
@@ -306,8 +309,10 @@ class Store:
             self._reserve_bytes = size_bytes
 
     def _refill_reserve(self) -> None:
-        """Nothing is admitted without a reserve for its outcome, nor before there is room for more than the reserve.
-        Tried again as time passes."""
+        """Refill the reserve when there is room for more than it; tried again as time passes.
+
+        Nothing is admitted without a reserve for its outcome.
+        """
         now_s = time.monotonic()
         if (
             self._failed
@@ -329,8 +334,10 @@ class Store:
         self._reserve_bytes = self._limits.reserve_bytes
 
     def _clean(self) -> bool:
-        """Copy the log into the database when it is long, and give back pages when most are free. Returns whether more
-        of them are to be given back."""
+        """Copy the log into the database when it is long, and give back pages when most are free.
+
+        Return whether more pages are to be given back.
+        """
         try:
             many = self._too_many_free()
             if many:
@@ -357,7 +364,7 @@ class Store:
 
     @contextmanager
     def _reader(self) -> Iterator[sqlite3.Connection]:
-        """One of `max_reads`, which the caller's limiter knows."""
+        """Lend one of the `max_reads` readers; the caller's limiter sees to it that there is one."""
         reader = self._readers.pop()
         try:
             yield reader
@@ -421,7 +428,7 @@ class Store:
     # ------------------------------------------------------------ what is shown
 
     def statistics(self) -> LedgerStatistics:
-        """As after the last group; never blocks."""
+        """Return figures as of the last group; never blocks."""
         commits_s = sorted(self._commits_s)
         if not commits_s:
             return self._statistics

@@ -1,4 +1,4 @@
-"""What each operation checks, and does to the database's tables, inside a transaction that its caller ends."""
+"""Operations on the database's tables, with their checks, inside a transaction that the caller ends."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SessionRow(NamedTuple):
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """Of rows, and bytes of payloads; `freed` counts what was dropped so far."""
+    """Counts of rows, and of bytes of payloads; `freed` counts what was dropped so far."""
 
     jobs: int
     live_bytes: int
@@ -80,7 +80,7 @@ class Tables:
         return _whole(SessionRow._make(row)) if row else None
 
     def used_bytes(self) -> int:
-        """Of the database: what is stored in it, not what is free for more."""
+        """Return the bytes that are stored in the database, without those that are free for more."""
         pages = int(self._db.execute("PRAGMA page_count").fetchone()[0])
         return (pages - self.free_pages()) * PAGE_BYTES
 

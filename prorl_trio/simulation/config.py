@@ -119,8 +119,11 @@ class WorkModel(Table, frozen=True):
 
 
 class FailureRates(Table, frozen=True):
-    """Probabilities: of a sandbox's start, of a tool call (the sandbox is lost), of a completion, an evaluation, and of
-    a rollout (the handler raises)."""
+    """Probabilities of failures.
+
+    They are those of a sandbox's start, of a tool call (the sandbox is lost), of a completion, an evaluation, and of a
+    rollout (the handler raises).
+    """
 
     sandbox_start: float = 0.0
     tool_call: float = 0.0
@@ -135,8 +138,10 @@ class FailureRates(Table, frozen=True):
 
 
 class SimulationConfig(Table, frozen=True):
-    """A simulated run: `jobs` rollouts, all submitted at the beginning, or `arrivals_per_s` of them (Poisson) if that
-    is not 0. The same seed gives the same figures."""
+    """A simulated run. The same seed gives the same figures.
+
+    There are `jobs` rollouts, all submitted at the beginning, or `arrivals_per_s` of them (Poisson) if that is not 0.
+    """
 
     seed: int = 0
     jobs: int = 512

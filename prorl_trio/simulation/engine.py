@@ -113,9 +113,10 @@ class SimulatedEngine(EngineClient):
 
         Args:
             url: its name.
-            model: how it works. `speed`: a factor of all rates in it.
+            model: how it works.
             failure_rate: of completions.
             seed: of what is drawn.
+            speed: a factor of all rates in `model`.
             max_answer_s: probes and reports take up to so long.
         """
         self.url = url

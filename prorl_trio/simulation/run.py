@@ -1,5 +1,7 @@
-"""A node in simulated time: the real pipeline, queues, gates, warm pool and watched backend pool, over engines and
-sandboxes that only take their time. Minutes pass in a second, so that worker counts can be tried out on a laptop.
+"""A node in simulated time: minutes pass in a second, so that worker counts can be tried out on a laptop.
+
+The pipeline, queues, gates, warm pool and watched backend pool are the real ones, over engines and sandboxes that only
+take their time.
 
     report = run_simulation(SimulationConfig(stages=StagesConfig(run_workers=64)))
     print(report.jobs_per_h, report.bottleneck)

@@ -26,7 +26,7 @@ SIZES: Final = {
 """Short names of what is usually swept."""
 MAX_SETTINGS: Final = 1000
 GOOD_ENOUGH: Final = 0.95
-"""Of the best throughput: more workers for the rest are not worth it."""
+"""The share of the best throughput with which a sweep is content: more workers for the rest are not worth it."""
 
 
 class Sized(msgspec.Struct, frozen=True, kw_only=True):

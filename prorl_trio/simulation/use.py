@@ -98,7 +98,9 @@ def _look(source: UseSource) -> tuple[float, float, bool]:
 
 
 def find_bottleneck(uses: Sequence[ResourceUse]) -> str:
-    """The last resource on a job's way that is nearly always full: those before it are full because of it. If there is
-    none, the one most in use."""
+    """Return the last resource on a job's way that is nearly always full; if there is none, the one most in use.
+
+    Resources before it that are full are so because of it.
+    """
     full = [use for use in uses if use.full >= LIMITS]
     return full[-1].name if full else max(uses, key=lambda use: use.mean / use.capacity).name

@@ -13,20 +13,14 @@ OPENING = re.compile(r"(What|Of|One|As|How|Whether|When|Where|Which|Who|Whose|Th
 PRODUCT = ("prorl_trio", "sandbox_daemon", "ipc", "launch", "perf")
 NOT_DONE_YET = (
     "prorl_trio/agent",
-    "prorl_trio/cli",
     "prorl_trio/client",
-    "prorl_trio/config",
     "prorl_trio/inference",
-    "prorl_trio/ledger",
     "prorl_trio/node",
     *sorted(f"prorl_trio/sandbox/{path.name}" for path in (ROOT / "prorl_trio/sandbox").glob("*.py")),
     "prorl_trio/service",
-    "prorl_trio/simulation",
     "prorl_trio/testing",
     "prorl_trio/file_systems.py",
     "prorl_trio/supervision.py",
-    "launch",
-    "perf",
 )
 """Rooms whose docstrings are still to be rewritten."""
 
