@@ -1,4 +1,4 @@
-"""Which file system a folder is on, and whether locks, sockets and syncs can be relied upon there."""
+"""The kind of file system that a folder is on, and whether locks, sockets and syncs can be relied upon there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one job is doing, and whom its time is charged to."""
+"""The activity of a job, and who its time is charged to."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 __all__ = ["Activity", "Charge"]
 
 Charge = Literal["sandbox", "inference", "evaluator", "handler", "agent_budget"]
-"""Who time is charged to: the cause that is named when a budget is used up. What is charged to `agent_budget` is the
-policy's own time, and never the cause."""
+"""The account that time is charged to: the cause that is named when a budget is used up. Time on `agent_budget` is the
+policy's own, and never the cause."""
 
 
 class Activity:
-    """What one job is doing: when something last happened, what it waits for, and where its time went."""
+    """The activity of a job: when something last happened, what it waits for, and where its time went."""
 
     def __init__(self) -> None:
         now_s = trio.current_time()
@@ -48,15 +48,18 @@ class Activity:
         self._own = own
 
     def blame(self) -> Charge:
-        """Where most of the time since `begin_stage` went that was not the policy's own."""
+        """Return the account that most of the time since `begin_stage` went to, the policy's own time aside."""
         self._settle()
         spent_s = {charge: spent_s for charge, spent_s in self._spent_s.items() if charge != "agent_budget"}
         return max(spent_s, key=spent_s.__getitem__, default=self._own)
 
     @contextmanager
     def waiting(self, what: str, charge: Charge = "handler") -> Iterator[None]:
-        """The block waits for `what`. Blocks may be nested, and be in several tasks of the job at once: at any moment
-        the one begun last is shown, and charged."""
+        """Show, while the block runs, that the job waits for `what`, and charge the time.
+
+        Blocks may be nested, and be in several tasks of the job at once: at any moment the one begun last is shown, and
+        charged.
+        """
         key = object()
         self._settle()
         self._waits[key] = (what, charge)

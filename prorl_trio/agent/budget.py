@@ -18,8 +18,10 @@ __all__ = ["AgentBudget", "ToolTime"]
 
 
 class AgentBudget:
-    """What the policy and its tools may take of a RUN stage. The stage's own budget is not charged for it: so nothing
-    that a policy does with its time makes a rollout of it that has `timed_out`.
+    """The time of a RUN stage that the policy and its tools may take.
+
+    The stage's own budget is not charged for it: so nothing that a policy does with its time makes a rollout of it that
+    has `timed_out`.
 
     `scope` is cancelled when it is used up.
     """

@@ -1,4 +1,4 @@
-"""What the policy has used of its own budget, pure: times are passed in, in seconds on one monotonic clock."""
+"""The policy's use of its own budget, pure: times are passed in, in seconds on one monotonic clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AgentClock:
         self._used_s = 0.0
         self._tools = 0
         self._counted_until_s = -math.inf
-        """What lies before is counted, or will never be."""
+        """The time before which everything is counted, or will never be."""
 
     def __repr__(self) -> str:
         return f"<AgentClock {self._used_s:.3g} of {self.budget_s:g} s, {self._tools} tools at work>"
@@ -32,7 +32,7 @@ class AgentClock:
         self._tools += 1
 
     def end(self, now_s: float) -> None:
-        """One that began has ended."""
+        """Note that a tool has ended which began."""
         assert self._tools, "begin comes first"
         self._settle(now_s)
         self._tools -= 1
@@ -53,7 +53,7 @@ class AgentClock:
         return max(0.0, self.budget_s - self._used_s)
 
     def ends_s(self, now_s: float) -> float:
-        """When the budget is used up if nothing changes: never, as long as the clock stands before that."""
+        """Return when the budget is used up if nothing changes: never, as long as the clock stands before that."""
         left_s = self.left_s(now_s)
         return now_s + left_s if self._tools or not left_s else math.inf
 

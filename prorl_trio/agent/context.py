@@ -1,4 +1,4 @@
-"""What one job's handler works with: the instance, the sandbox, the model's side, and what was recorded so far."""
+"""The things that a job's handler works with: the instance, the sandbox, the model's side, and the record so far."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ if TYPE_CHECKING:
 __all__ = ["MAX_EVALUATION_LOG_CHARS", "Resources", "RolloutContext"]
 
 MAX_EVALUATION_LOG_CHARS: Final = 64 * 1024
-"""Of `Outcome.evaluation_log`; of a longer one the middle is left out."""
+"""Characters of `Outcome.evaluation_log`; of a longer one the middle is left out."""
 UNKNOWN_CONTEXT_TOKENS: Final = 32_768
 """Taken for the context of backends while there are none."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Resources:
-    """What all jobs of a node share. Owned and closed by the node, which replaces `config` when it is read again: ask
-    for it each time."""
+    """The resources that all jobs of a node share.
+
+    Owned and closed by the node, which replaces `config` when it is read again: ask for it each time.
+    """
 
     config: NodeConfig
     chat_format: ChatFormat
@@ -49,8 +51,11 @@ class Resources:
     tokens: TokenMemory = field(default_factory=TokenMemory)
 
     def max_trajectory_tokens(self, spec: JobSpec, longest: int | None = None) -> int:
-        """The longest context a rollout may have: its own limit, the node's, or `longest`, that of its engine. While it
-        has none, where there is no limit either, the longest of all engines."""
+        """Return the longest context that a rollout may have, in tokens.
+
+        It is the least of its own limit, the node's, and `longest`, that of its engine. Where there is no limit, it is
+        the longest of all engines, while the rollout has none.
+        """
         limits = list(filter(None, (spec.max_trajectory_tokens, self.config.agent.max_trajectory_tokens, longest)))
         return min(limits) if limits else self._longest_context()
 
@@ -60,7 +65,7 @@ class Resources:
 
 @dataclass(slots=True, kw_only=True)
 class RolloutContext:
-    """One job's working state. Belongs to the stage the job is in; no two tasks touch it at once.
+    """The working state of a job. Belongs to the stage the job is in; no two tasks touch it at once.
 
     `sandbox` is set from INIT until the handler's `after_run` releases it. `conversation`, `dialogues`, `turns` and
     `stop_reason` grow while the agent runs, so that a failure leaves a partial trajectory. `conversation` is the task's
@@ -91,14 +96,19 @@ class RolloutContext:
     _line_deadline_s: float = math.inf
 
     def waiting(self, what: str, charge: Charge = "handler") -> AbstractContextManager[None]:
-        """`with context.waiting("tool bash", "sandbox"): ...`: who watches sees what the job waits for in the block.
-        If a budget is used up, and most of it in such blocks, `charge` is the cause."""
+        """Show to those who watch what the job waits for: `with context.waiting("tool bash", "sandbox"): ...`.
+
+        If a budget is used up, and most of it in such blocks, `charge` is the cause.
+        """
         return self.activity.waiting(what, charge)
 
     @contextmanager
     def standing_in_line(self, what: str, charge: Charge, *, at_most_s: float) -> Iterator[None]:
-        """The block waits for its turn, for `at_most_s` (which the caller sees to): the stage's budget, and that of the
-        whole job, are not charged for it. Blocks may overlap; what they have in common counts once."""
+        """Wait in line, without a charge to the stage's budget or the whole job's.
+
+        The block waits for its turn, for `at_most_s` (which the caller sees to). Blocks may overlap; what they have in
+        common counts once.
+        """
         scope, now_s = self.stage_scope, trio.current_time()
         if not self._lines:
             self._line_since_s, self._line_deadline_s = now_s, math.inf if scope is None else scope.deadline
@@ -117,7 +127,7 @@ class RolloutContext:
                     scope.deadline = self._line_deadline_s + waited_s
 
     def leave_uncharged(self, seconds: float) -> None:
-        """As `standing_in_line`, of so many seconds that are over."""
+        """Leave seconds that are over uncharged, as those of `standing_in_line`."""
         if seconds and not self._lines:
             self.uncharged_s += seconds
             if self.stage_scope is not None:
@@ -157,7 +167,7 @@ class RolloutContext:
         return self._trajectory(Conversation.segments) if self.turns and self.dialogues else None
 
     def sealed_trajectory(self) -> Trajectory | None:
-        """As `trajectory`, without a copy: its arrays are views of `tokens`, valid until those are released.
+        """Return the trajectory without a copy: its arrays are views of `tokens`, valid until those are released.
 
         Nothing can be recorded afterwards.
         """

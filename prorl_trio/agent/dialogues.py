@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_DIALOGUES", "Dialogues"]
 
 MAX_DIALOGUES: Final = 1024
-"""Of one rollout. A policy that asks for more agents than that asks for ever."""
+"""The most dialogues of one rollout. A policy that asks for more agents than that asks for ever."""
 
 
 class _Dialogue(NamedTuple):
@@ -58,12 +58,12 @@ class Dialogues:
 
     @property
     def prefix_breaks(self) -> int:
-        """Of all dialogues."""
+        """Return the sum over all dialogues."""
         return sum(each.conversation.prefix_breaks for each in self._all)
 
     @property
     def drift_tokens(self) -> int:
-        """Of all dialogues."""
+        """Return the sum over all dialogues."""
         return sum(each.conversation.drift_tokens for each in self._all)
 
     def assemble(self, segments_of: Callable[[Conversation], list[Segment]]) -> tuple[list[Segment], list[Turn]]:

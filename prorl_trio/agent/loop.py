@@ -50,11 +50,11 @@ MAX_PAUSE_S = 3600.0
 MIN_TURN_TOKENS = 16
 """A turn with less room than this in the context is not begun."""
 MAX_FITTINGS = 4
-"""Of observations to the room that is left, before the loop ends for lack of it."""
+"""Attempts to fit observations to the room that is left, before the loop ends for lack of it."""
 
 
 class NewDialogue(NamedTuple):
-    """What an agent goes on from in place of its dialogue so far, which stays recorded as it is.
+    """A beginning from which an agent goes on in place of its dialogue so far, which stays recorded as it is.
 
     A new segment begins, whose parent is the one before, with `reason`: `compaction` where `messages` are a shorter
     form of what was said, `template_rewrite` where old reasoning was taken out of them, `retry` where a step is to be
@@ -72,7 +72,7 @@ policy itself, by `run_sub_agent`."""
 
 
 class AgentEnd(NamedTuple):
-    """How an agent's work ended, and its answer, if it gave one."""
+    """The end of an agent's work, and its answer, if it gave one."""
 
     stop_reason: StopReason
     answer: str | None
@@ -183,8 +183,10 @@ class _Taken(NamedTuple):
 
 @dataclass(slots=True)
 class _Agent:
-    """One agent at work, with what it has given as its answer. `said` is what the policy was told since its last turn,
-    besides what its tools returned."""
+    """An agent at work, with what it has given as its answer.
+
+    `said` is what the policy was told since its last turn, besides what its tools returned.
+    """
 
     context: RolloutContext
     lease: Lease
@@ -198,7 +200,7 @@ class _Agent:
     said: Sequence[ChatMessage] = ()
     nudges_left: int = 0
     tool_time: ToolTime | None = None
-    """Of the tool that is at work."""
+    """The time of the tool that is at work."""
 
     @property
     def limit(self) -> int:
@@ -285,8 +287,10 @@ class _Agent:
         return _Taken(calls, completion.finish_reason, fits)
 
     def _reply(self, calls: Sequence[ToolCall], observations: list[Observation]) -> bool:
-        """Say to the policy what came of its turn: results, of which the longest are cut where there is no room for
-        all, with room for another turn; or a reminder. `observations` are then what it was shown.
+        """Say to the policy what came of its turn: results, or a reminder.
+
+        The longest results are cut where there is no room for all, with room for another turn. `observations` are then
+        what the policy was shown.
 
         False: not even that fits, and nothing was said.
         """
@@ -316,7 +320,7 @@ class _Agent:
         return False
 
     def _messages(self, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[ChatMessage]:
-        """What is said to the policy after its turn."""
+        """Return the messages to the policy after its turn."""
         if not calls:
             return [ChatMessage(role="user", content=self.style.nudge())]
         return [ChatMessage(role="tool", content=text, name=call.name) for call, text in zip(calls, texts, strict=True)]
@@ -382,7 +386,7 @@ class _Agent:
         )
 
     async def _sample(self, so_far: PartialCompletion) -> Completion:
-        """One completion; nobody is charged for a pause."""
+        """Sample a completion; nobody is charged for a pause."""
         context = self.context
         completion = await self.lease.complete(
             so_far,
@@ -394,8 +398,10 @@ class _Agent:
         return completion
 
     def _check_staleness(self, newest: str, sampled_under: Sequence[str] = ()) -> None:
-        """Raise StaleTrajectory if tokens of version `newest` do not go with those that were sampled before, or any of
-        them with the weights that the trainer has announced."""
+        """Raise StaleTrajectory if tokens of version `newest` do not go with those that were sampled before.
+
+        Raise it as well if any of them do not go with the weights that the trainer has announced.
+        """
         bound = self.context.resources.config.agent.staleness_bound(self.context.spec)
         if bound is None:
             return

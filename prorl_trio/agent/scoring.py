@@ -34,14 +34,14 @@ HEADER: Final = struct.Struct("<I")
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker answers: a `result`, or an `error` with the scorer's traceback. The first one only says ready."""
+    """A worker's answer: a `result`, or an `error` with the scorer's traceback. The first one only says ready."""
 
     result: dict[str, Any] | None = None
     error: str = ""
 
 
 class _Worker:
-    """One process. After any exception from `ask` it is in an unknown state and must be killed."""
+    """A scoring process. After any exception from `ask` it is in an unknown state and must be killed."""
 
     def __init__(self, process: trio.Process) -> None:
         self._process = process
@@ -144,6 +144,8 @@ class ScorerPool:
         """Call the scorer `module:name` with `payload` and return its dict.
 
         Args:
+            function: `module:name`, importable in a process of this project's Python.
+            payload: its one argument; plain data.
             timeout_s: for the call itself; starting a process is not charged to it. A time-out or a cancel kills the
                 process; the next call gets a fresh one.
             harmless: `payload` with an answer that is known to be sound in place of the policy's: the gold one. It is
@@ -212,8 +214,11 @@ class ScorerPool:
                 await idle.pop().kill()
 
     def resize(self, max_workers: int) -> None:
-        """Have so many processes at most from now on. Calls in flight, also those that wait for their process to start,
-        go on; a process that idles makes room when the next one starts."""
+        """Have at most so many processes from now on.
+
+        Calls in flight, also those that wait for their process to start, go on; a process that idles makes room when
+        the next one starts.
+        """
         self._limiter.total_tokens = max_workers
 
     def statistics(self) -> dict[str, int]:

@@ -58,7 +58,7 @@ def _limit_self(limits: ScoringConfig) -> None:
 
 
 def _tasks_of_user() -> int:
-    """How many processes and threads this user has: those are what the kernel counts."""
+    """Return the number of processes and threads of this user: those are what the kernel counts."""
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Where large things that can be made again are kept. Standard library only: read before `.venv` exists."""
+"""The folder of large things that can be made again. Standard library only: read before `.venv` exists."""
 
 from __future__ import annotations
 

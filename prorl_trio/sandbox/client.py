@@ -92,7 +92,7 @@ class DaemonSandbox(Sandbox):
         return reply
 
     def _error_of(self, failure: CallFailed) -> Exception:
-        """What a caller of `Sandbox` catches for a failure the daemon reported."""
+        """Return the error that a caller of `Sandbox` catches for a failure the daemon reported."""
         message = f"sandbox {self.sandbox_id}: {failure.message}"
         match failure.code:
             case "not_found":

@@ -33,7 +33,7 @@ __all__ = ["HostedSandbox", "OnOpen", "SandboxHost", "Start", "open_sandbox_host
 logger = logging.getLogger(__name__)
 
 Start = Literal["cold", "warm"]
-"""Of a sandbox that is handed out: while somebody waited for it, or in advance."""
+"""The start of a sandbox that is handed out: while somebody waited for it, or in advance."""
 OnOpen = Callable[[str, Start, float], None]
 """Called with the provider's name, how the sandbox was started, and the seconds somebody waited for it, gates included.
 Must not raise."""
@@ -46,7 +46,7 @@ CLOSE_TIMEOUT_S: Final = 20.0
 """Longest `aclose` waits. Above what a provider may take to end a sandbox."""
 
 HEALTH_TIMEOUT_S: Final = 0.5
-"""How long a warm sandbox may take to answer before it is handed out. Later, and it is thrown away."""
+"""The time that a warm sandbox may take to answer before it is handed out. Later, and it is thrown away."""
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -74,11 +74,11 @@ class HostedSandbox(Sandbox):
 
     @property
     def gone(self) -> bool:
-        """Whether nothing of it is left, or nothing that the provider has not taken over."""
+        """Return whether nothing of it is left, or nothing that the provider has not taken over."""
         return self._gone.is_set()
 
     def close_soon(self) -> None:
-        """As `aclose`, without waiting."""
+        """Close it as `aclose` does, without waiting."""
         self._closing.set()
 
     async def aclose(self) -> None:
@@ -187,7 +187,7 @@ class SandboxHost:
         return None
 
     async def _is_well(self, hosted: HostedSandbox) -> bool:
-        """Whether it answers. If not, or if this is cancelled, it ends in the background."""
+        """Return whether it answers. If not, or if this is cancelled, it ends in the background."""
         well = False
         try:
             with trio.move_on_after(HEALTH_TIMEOUT_S):
@@ -243,7 +243,7 @@ class SandboxHost:
     async def _own(
         self, spec: SandboxSpec, max_attempts: int, give_away: Callable[[HostedSandbox, float], None]
     ) -> None:
-        """One sandbox from its start to its end. `give_away(hosted, start_s)` is called when it is live."""
+        """Own a sandbox from its start to its end. `give_away(hosted, start_s)` is called when it is live."""
         hosted: HostedSandbox | None = None
         try:
             async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Which file or folder an image's name stands for, and the store of those that were pulled, built or unpacked.
+"""The file or folder of an image, by its name, and the store of those that were pulled, built or unpacked.
 
 An image is `host`, a path, or the name under which the store has it: the reference it was pulled by
 (`docker://debian:12`), or the name it was built as. The store is one folder per image in the cache folder, whole or
@@ -43,7 +43,7 @@ _REFERENCE: Final = re.compile(r"(docker|library|oras)://\S+")
 
 
 class ImageRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a stored image.
+    """The record of a stored image.
 
     Attributes:
         name: what it is called in a `SandboxSpec`, or for an unpacked file `name_of_file`.
@@ -78,7 +78,7 @@ class StoredImage(NamedTuple):
 
     @property
     def used_at_s(self) -> float:
-        """When a sandbox was last started from it, or when it was made. Unix time."""
+        """Return when a sandbox was last started from it, or when it was made. Unix time."""
         return (self.folder / RECORD_NAME).stat().st_mtime
 
     def touch(self) -> None:
@@ -93,13 +93,13 @@ def images_dir() -> Path:
 
 
 def image_folder(name: str) -> Path:
-    """Where the image of this name is, or would be."""
+    """Return the folder where the image of this name is, or would be."""
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")[-60:]
     return images_dir() / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def is_reference(image: str) -> bool:
-    """Whether it names an image of a registry."""
+    """Return whether it names an image of a registry."""
     return _REFERENCE.fullmatch(image) is not None
 
 
@@ -146,7 +146,7 @@ def locate_image(image: str) -> Path:
 
 
 def locate_directory(image: str) -> Path:
-    """As `locate_image`, for those who cannot mount a .sif: its unpacked root. Blocks.
+    """Return the unpacked root of an image, for those who cannot mount a .sif. Blocks. See `locate_image`.
 
     Raises:
         SandboxUnavailable: also when it is there as a file only.

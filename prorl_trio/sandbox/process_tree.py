@@ -40,19 +40,19 @@ STDERR_TAIL_BYTES: Final = 4096
 READ_BYTES: Final = 4096
 
 LAST_WORDS_TIMEOUT_S: Final = 1.0
-"""How long the stderr and exit status of a tree that failed to start are waited for."""
+"""The wait for the stderr and exit status of a tree that failed to start."""
 
 SIGNALLED: Final = 128
 """The exit code of a launcher whose daemon was ended by signal n: this plus n."""
 
 GRACE_S: Final = 2.5
-"""How long a tree may take to end by itself after its channel and stdin were closed, and again after SIGTERM."""
+"""The time that a tree may take to end by itself after its channel and stdin were closed, and again after SIGTERM."""
 
 EVIDENCE_TIMEOUT_S: Final = 2.0
-"""How long a tree whose daemon is silent may take to end, so that one can see how."""
+"""The time that a tree whose daemon is silent may take to end, so that one can see how."""
 
 KILL_TIMEOUT_S: Final = 2.0
-"""How long a killed process may take to be gone."""
+"""The time that a killed process may take to be gone."""
 
 END_TIMEOUT_S: Final = 15.0
 """The whole of an end. Above the sum of its steps."""
@@ -104,18 +104,18 @@ class ProcessTree:
 
     @property
     def members(self) -> frozenset[ProcessId]:
-        """Who was seen of this tree so far, dead or alive."""
+        """Return the processes that were seen of this tree so far, dead or alive."""
         return frozenset(self._members)
 
     def describe_exit(self) -> str:
-        """How its first process ended, for messages."""
+        """Return how its first process ended, for messages."""
         code = self._exit_code()
         if code is None:
             return "running"
         return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     async def ended_from_inside(self, *, isolated: bool) -> bool:
-        """Whether what runs inside brought it about that the daemon is gone, or silent. Waits a little for the end.
+        """Return whether something inside made the daemon end, or fall silent. Waits a little for the end.
 
         The daemon is the first process of its PID namespace: what runs beside it cannot kill or stop it, only make it
         end by itself, or starve it. And it has no pid for what started the daemon. So a signal that killed either, or a
@@ -131,7 +131,7 @@ class ProcessTree:
         return 0 <= code != SIGNALLED + signal.SIGKILL
 
     def _exit_code(self) -> int | None:
-        """Of its first process: -n after signal n, None while it runs."""
+        """Return the exit code of its first process: -n after signal n, None while it runs."""
         if (code := self._popen.returncode) is not None:
             return code
         # Without reaping it: until it is, its pid and its group's belong to nobody else, and may be signalled.
@@ -262,7 +262,7 @@ class ProcessTree:
 
 
 def _is_stopped_first(pid: int) -> bool:
-    """Whether this is the first process of a PID namespace of its own, and stopped."""
+    """Return whether this is the first process of a PID namespace of its own, and stopped."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             fields = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)

@@ -1,4 +1,4 @@
-"""What every sandbox provider is: a way to start one isolated process tree with a daemon in it, and to end it."""
+"""Sandbox providers: each starts an isolated process tree with a daemon in it, and ends it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ProviderReport", "SandboxProvider", "SandboxSpec"]
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a sandbox is made of.
+    """The description of a sandbox to start.
 
     Attributes:
         image: `host` (the host's own /usr, /bin and /lib* and the project's Python, read-only over an empty root), the
@@ -43,7 +43,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ProviderReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a provider works on this machine, for `doctor` and the automatic choice.
+    """A provider's report on this machine, for `doctor` and the automatic choice.
 
     `problem` says what is missing and `remedy` what to do; both are empty when `usable`.
     """

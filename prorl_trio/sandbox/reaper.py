@@ -47,17 +47,17 @@ RECORD_NAME = "processes"
 CGROUP_RECORD_NAME = "cgroup"
 """File in a sandbox's folder: the path of its cgroup, if it has one."""
 CGROUP_PREFIX = "sandbox-of-"
-"""Of the name of every cgroup that is ours to remove."""
+"""The prefix of the name of every cgroup that is ours to remove."""
 
 ORPHAN_GRACE_S = 1.5
-"""How long the processes of a dead node may take to end by themselves: their control channel has ended."""
+"""The time that the processes of a dead node may take to end by themselves: their control channel has ended."""
 
 KILL_TIMEOUT_S = 2.0
 NO_PIDFD_POLL_S = 0.01
 
 
 class ProcessId(NamedTuple):
-    """One process, for ever: `start_time` is in clock ticks since boot (field 22 of /proc/PID/stat)."""
+    """A process, for ever: `start_time` is in clock ticks since boot (field 22 of /proc/PID/stat)."""
 
     pid: int
     start_time: int
@@ -73,19 +73,22 @@ def _stat_fields(pid: int) -> list[str] | None:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """Who has this pid now; None if nobody, or a zombie."""
+    """Return the process that has this pid now; None if there is none, or a zombie."""
     fields = _stat_fields(pid)
     return None if fields is None or _has_ended(fields) else ProcessId(pid, int(fields[19]))
 
 
 def _has_ended(fields: list[str]) -> bool:
-    """Whether it is a zombie with all its threads. With the first of them alone it may yet be the init of a PID
-    namespace: the kernel ends the processes in there with the last."""
+    """Return whether it is a zombie with all its threads.
+
+    With the first of them alone it may yet be the init of a PID namespace: the kernel ends the processes in there with
+    the last.
+    """
     return fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Whether this very process still runs. A zombie does not."""
+    """Return whether this very process still runs. A zombie does not."""
     return identify(process.pid) == process
 
 
@@ -237,14 +240,16 @@ def _reap_cgroups(run_dir: Path) -> None:
 
 
 def has_remains(folder: Path) -> bool:
-    """Whether a process or the cgroup that the records of this sandbox name is still there."""
+    """Return whether a process or the cgroup that the records of this sandbox name is still there."""
     cgroup = _recorded_cgroup(folder)
     return any(map(is_alive, _read_record(folder / RECORD_NAME))) or (cgroup is not None and cgroup.exists())
 
 
 def reap_sandbox(folder: Path) -> bool:
-    """Kill what the records of one sandbox name, and its descendants. Returns whether all of it is gone. Blocks, for
-    twice `KILL_TIMEOUT_S` at most; may be tried again."""
+    """Kill what the records of one sandbox name, and its descendants; return whether all of it is gone.
+
+    Blocks, for twice `KILL_TIMEOUT_S` at most; may be tried again.
+    """
     family = _read_record(folder / RECORD_NAME)
     for process in tuple(family):
         if is_alive(process):

@@ -265,8 +265,10 @@ async def open_run_dir(base: Path | None) -> AsyncIterator[RunDir]:
 
 @asynccontextmanager
 async def open_shared_run_dir(base: Path | None) -> AsyncIterator[None]:
-    """`open_run_dir`, with its reaper watched, for one who only wants it to stay open. `SandboxProvider.open_shared` of
-    the real providers."""
+    """Keep a run directory open, with its reaper watched, and do nothing else with it.
+
+    It is `SandboxProvider.open_shared` of the real providers. See `open_run_dir`.
+    """
     async with open_run_dir(base) as run_dir, open_single_nursery() as nursery:
         nursery.start_soon(service_task(run_dir.keep_reaper, "reaper"))
         nursery.start_soon(service_task(run_dir.reap_remains, "remains of sandboxes"))

@@ -51,13 +51,13 @@ MAX_OUTPUT_BYTES: Final = 2 * 1024 * 1024
 """Largest `max_output_bytes` of an action: the result must fit into a frame, even if each byte becomes three."""
 
 ACTION_MARGIN_S: Final = 15.0
-"""What the daemon may take beyond an action's own timeout: to interrupt, to kill, to start a new shell."""
+"""The time that the daemon may take beyond an action's own timeout: to interrupt, to kill, to start a new shell."""
 
 FILE_TIMEOUT_S: Final = 60.0
 """For one piece of a file, or one edit."""
 
 KERNEL_START_S: Final = 75.0
-"""What a Jupyter kernel, of any language, may take to start, and then `ACTION_MARGIN_S`."""
+"""The time that a Jupyter kernel, of any language, may take to start, and then `ACTION_MARGIN_S`."""
 
 RESTART_TIMEOUT_S: Final = 30.0
 PING_TIMEOUT_S: Final = 5.0
@@ -169,6 +169,9 @@ class Sandbox(abc.ABC):
         """Run one cell in a persistent shell (started on first use). An exception in it is a result.
 
         Args:
+            code: the cell, as IPython reads it.
+            timeout_s: after it the cell is interrupted, and its kernel killed if that does not help.
+            max_output_bytes: of its text; beyond it the first and the last half are kept.
             kernel: empty for the IPython that every sandbox has, or the name of a Jupyter kernelspec installed in it.
                 Each has a shell of its own.
 
@@ -287,6 +290,9 @@ class Sandbox(abc.ABC):
         A cancelled or failed transfer leaves nothing on either side. No other action goes on meanwhile.
 
         Args:
+            local: a file or a folder of this machine.
+            remote: an absolute path inside, below one of `options.remote_roots`.
+            options: limits, and whether to replace what is there.
             on_progress: called with the number of entries and of bytes so far, after each piece.
 
         Raises:

@@ -26,7 +26,7 @@ class StartGates:
 
     @property
     def starting(self) -> int:
-        """How many are inside."""
+        """Return how many starts are inside."""
         return self._node.borrowed_tokens
 
     @property

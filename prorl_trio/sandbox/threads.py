@@ -1,4 +1,4 @@
-"""Where this package's blocking calls run: a few threads of their own, so that nobody else's work delays a clean-up."""
+"""The threads of this package's blocking calls: a few of their own, so that no other work delays a clean-up."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ Tree = TypeVar("Tree", TreeReader, TreeWriter)
 
 
 class TransferOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How files and folders travel in and out.
+    """The options of a transfer of files and folders, in or out.
 
     Attributes:
         overwrite: what has the name already is replaced, as a whole. Otherwise it is an error.
@@ -67,7 +67,7 @@ DEFAULT_TRANSFER: Final = TransferOptions()
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was transferred.
+    """The report on a transfer.
 
     `left_out` names the first 100 of what was not, `left_out_total` counts all of it: links that lead out of the
     folder, devices, pipes, sockets, and what vanished meanwhile.

@@ -1,4 +1,4 @@
-"""Which sandboxes to keep started in advance: pure state. It starts and ends nothing itself; `host` does.
+"""The plan of sandboxes to keep started in advance: pure state. It starts and ends nothing itself; `host` does.
 
 Stock for each kind of sandbox is sized as a shop sizes its stock for the time of a delivery: what is expected to be
 taken while one start lasts, m = take rate * start time, plus a safety margin of `SAFETY_SIGMAS` * sqrt(m), because m
@@ -19,7 +19,7 @@ RATE_WINDOW_S: Final = 10.0
 """Time constant of the take rate: a take counts 1/e as much after so long."""
 
 FIRST_START_S: Final = 1.0
-"""What a start is taken to last before one of its kind was seen."""
+"""The time that a start is taken to last before one of its kind was seen."""
 
 START_WEIGHT: Final = 0.3
 """Weight of the newest start in the moving average of start times."""
@@ -56,7 +56,7 @@ class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(NamedTuple, Generic[T]):
-    """What is to be done now. All of it is already accounted for.
+    """The starts and ends that are due now. All of them are already accounted for.
 
     Attributes:
         start: a kind for each sandbox to start; each is answered by one `started` or `failed`.
@@ -105,7 +105,7 @@ class _Kind(Generic[T]):
         self.failures_in_a_row += 1
 
     def target(self, now_s: float, max_idle_s: float) -> int:
-        """How many to keep: at least one for as long as anybody may come back."""
+        """Return how many to keep: at least one for as long as anybody may come back."""
         if now_s - self.last_take_s >= max_idle_s:
             return 0
         expected = self.rate_per_s(now_s) * self.start_s
@@ -147,7 +147,7 @@ class WarmPool(Generic[T]):
         return self.take_another(key)
 
     def take_another(self, key: bytes) -> T | None:
-        """As `take`, in place of one that turned out to be dead: the demand is the same."""
+        """Take one in place of one that turned out to be dead: the demand is the same. See `take`."""
         kind = self._kinds.get(key)
         if kind is None or not kind.idle:
             return None
@@ -183,7 +183,7 @@ class WarmPool(Generic[T]):
         return True
 
     def plan(self, now_s: float) -> Plan[T]:
-        """What to start and what to end, so that stock follows demand within the limits.
+        """Return the starts and ends by which stock follows demand within the limits.
 
         Too old ones end. Where the limits leave no room for a kind that is short, the oldest of a kind that has more
         than it needs make room. The largest shortage comes first.
@@ -199,8 +199,10 @@ class WarmPool(Generic[T]):
         return Plan(start, end)
 
     def next_change_s(self, now_s: float) -> float:
-        """When the plan changes although nothing happens: something gets too old, or may be tried again. At most
-        `max_idle_s` away."""
+        """Return when the plan changes although nothing happens, at most `max_idle_s` away.
+
+        Something gets too old then, or may be tried again.
+        """
         max_idle_s = self.limits.max_idle_s
         times = [now_s + max_idle_s]
         for kind in self._kinds.values():

@@ -1,4 +1,4 @@
-"""What the shell of every sandbox must do, as a table: sessions of commands and keys, and what comes of each.
+"""The contract of the shell in every sandbox, as a table: sessions of commands and keys, and what comes of each.
 
 Run all of them with `check_sessions`, or one with `check_session`, against any sandbox. Those for `any_shell` hold for
 an image's `sh` as well.
@@ -28,7 +28,7 @@ UTF8_IN_PIECES: Final = r"for b in '\303' '\251' '\342' '\202' '\254'; do printf
 
 
 class Step(NamedTuple):
-    """One call and what it comes to.
+    """A call and what it comes to.
 
     Attributes:
         send: a command, or, as bytes, keys for the one that is still running.

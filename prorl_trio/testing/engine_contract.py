@@ -1,4 +1,4 @@
-"""What every engine client with its engine must do. Run it over your own:
+"""The contract of engine clients with their engines. Run it over your own.
 
     pytest.register_assert_rewrite("prorl_trio.testing.engine_contract")
 
@@ -180,7 +180,7 @@ class EngineContract:
             assert (await _generate(engine, GREEDY, max_tokens=1)).token_ids
 
     async def test_weights_are_loaded_from_a_folder_or_not_at_all(self, engine: EngineUnderTest) -> None:
-        """One that does not offer it says so, and goes on; the same weights again sample the same."""
+        """Load the same weights again, which sample the same. A client that does not offer it says so, and goes on."""
         with trio.fail_after(TEST_TIMEOUT_S):
             await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
             before = await _generate(engine, GREEDY, max_tokens=4)
@@ -210,7 +210,10 @@ class EngineContract:
                     assert (seen.token_ids, seen.logprobs) == (streamed.token_ids, streamed.logprobs)
 
     async def test_a_sink_that_has_enough_ends_the_completion_at_that_token(self, engine: EngineUnderTest) -> None:
-        """What a complete tool call does. The engine goes on for a moment; nothing of that is in the completion."""
+        """End a completion as a complete tool call does.
+
+        The engine goes on for a moment; nothing of that is in the completion.
+        """
         with trio.fail_after(TEST_TIMEOUT_S):
             await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
             if not engine.streams:

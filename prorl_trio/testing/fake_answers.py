@@ -1,4 +1,4 @@
-"""What a fake engine's answers look like on the wire, whole or streamed, and what may be wrong with them."""
+"""Answers of a fake engine on the wire, whole or streamed, and the faults that they may have."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Fault = Literal[
     "repeated_event",  # of a stream only: its second event comes twice
     "no_done",  # of a stream only: it ends as it should, but before the last event
 ]
-"""What may go wrong with one completion."""
+"""The faults that one completion may have."""
 
 DONE = b"data: [DONE]\n\n"
 

@@ -50,7 +50,7 @@ MAX_CONNECTIONS = 4096
 
 
 class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server says of itself, and how long it takes: `first_token_s`, then `per_token_s` for each further.
+    """The server's description of itself, and its times: `first_token_s`, then `per_token_s` for each further token.
 
     `development`: it can be paused, given other weights and told what they are called, as vLLM in development mode.
     A stream has `tokens_per_event` in each event: a real engine's has more where its client, or its core, is slow.
@@ -69,8 +69,11 @@ class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FakeEngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Completions that run, that ran at most at once, that are over, and of these those whose client left before the
-    answer; faults played; open connections."""
+    """Counts of completions, faults and connections.
+
+    Completions that run, that ran at most at once, that are over, and of these those whose client left before the
+    answer; faults played; open connections.
+    """
 
     running: int
     running_peak: int
@@ -107,7 +110,7 @@ class FakeEngine:
         self.request_ids: deque[str] = deque(maxlen=1000)
         """Their `X-Request-Id` headers."""
         self.script_error: BaseException | None = None
-        """What the script raised; it has ended the server."""
+        """The exception that the script raised; it has ended the server."""
         self._fallback = default_script(config.vocab_size, config.end_of_turn_id)
         self._script = script or self._fallback
         self._faults: deque[Fault] = deque()
@@ -149,14 +152,14 @@ class FakeEngine:
         self._gate.set()
 
     def pause(self, mode: str) -> None:
-        """As its API does."""
+        """Pause, as its API does."""
         self.paused = mode
         if mode == "abort":
             self.abort_all()
         self.hold()
 
     def resume(self) -> None:
-        """As its API does."""
+        """Resume, as its API does."""
         self.paused = None
         self.release()
 
@@ -213,7 +216,7 @@ class FakeEngine:
         return error_answer(404, "Not Found")
 
     def _develop(self, path: str, mode: str, body: bytes) -> Answer:
-        """What only a server in development mode offers. A pause does not wait for what runs."""
+        """Answer calls that only a server in development mode offers. A pause does not wait for what runs."""
         told = msgspec.json.decode(body) if body else {}
         match path:
             case "/pause":
@@ -324,7 +327,10 @@ class FakeEngine:
             raise
 
     async def _take_time(self, sampled: Sampled, *, first: bool = True) -> Sampled:
-        """What is sampled in the time that it takes, or until `abort_all`. `first`: nothing was sampled before it."""
+        """Return what is sampled in the time that it takes, or until `abort_all`.
+
+        `first`: nothing was sampled before it.
+        """
         per_token_s = self.config.per_token_s
         begin_s = self.config.first_token_s if first else per_token_s
         started_s = trio.current_time()
@@ -364,7 +370,7 @@ async def open_fake_engine(
 async def open_look_alike(
     kind: type[_Fake], script: Script | None, config: FakeEngineConfig | None, port: int
 ) -> AsyncIterator[_Fake]:
-    """As `open_fake_engine`, for a server that looks like another one."""
+    """Serve a server that looks like another one. See `open_fake_engine`."""
     listeners = await trio.open_tcp_listeners(port, host="127.0.0.1")
     address = listeners[0].socket.getsockname()
     engine = kind(f"http://127.0.0.1:{address[1]}", config or FakeEngineConfig(), script)

@@ -38,7 +38,7 @@ class HttpCall(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What to send back.
+    """An answer to send back.
 
     Attributes:
         status: the HTTP status.
@@ -101,7 +101,7 @@ async def _receive_call(stream: trio.SocketStream, connection: h11.Connection) -
 async def _unless_left(
     stream: trio.SocketStream, connection: h11.Connection, work: Callable[[], Awaitable[_Result]]
 ) -> _Result | None:
-    """What `work` returns, or None if the client left before it did."""
+    """Return what `work` returns, or None if the client left before it did."""
     result: _Result | None = None
     await trio.lowlevel.checkpoint()
 
@@ -121,7 +121,7 @@ async def _unless_left(
 
 
 async def _send_answer(stream: trio.SocketStream, connection: h11.Connection, answer: Answer) -> bool:
-    """Whether the connection can serve another request."""
+    """Send an answer; return whether the connection can serve another request."""
     if answer.cut == "before_headers":
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
         await trio.lowlevel.checkpoint()
@@ -145,7 +145,7 @@ async def _send_stream(
     answer: Answer,
     write: Callable[[Send], Awaitable[bool]],
 ) -> bool:
-    """As `_send_answer`, in chunks."""
+    """Send an answer in chunks. See `_send_answer`."""
     headers = [("Content-Type", answer.content_type), ("Transfer-Encoding", "chunked")]
     await stream.send_all(connection.send(h11.Response(status_code=answer.status, headers=headers)) or b"")
 

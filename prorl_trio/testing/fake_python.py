@@ -27,7 +27,7 @@ _BINARY: Final[dict[type[ast.operator], Callable[[float, float], float]]] = {
 
 
 class FakePython:
-    """One session: its names, and the number of cells so far."""
+    """A session of Python: its names, and the number of cells so far."""
 
     def __init__(self) -> None:
         self._names: dict[str, float | str | None] = {}

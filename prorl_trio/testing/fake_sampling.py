@@ -1,4 +1,4 @@
-"""What a fake engine samples: a script's tokens, cut as the request asks; by default a deterministic "model"."""
+"""The sampling of a fake engine: a script's tokens, cut as the request asks; by default a deterministic "model"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Script = Callable[[list[int]], tuple[list[int], list[float], FinishReason]]
 
 
 class FakeStreamOptions(msgspec.Struct, frozen=True):
-    """Which parts of a stream have the engine's own count: the last, and each."""
+    """The parts of a stream that have the engine's own count: the last, and each."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -39,7 +39,7 @@ class FakeRequest(msgspec.Struct, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """One continuation of N tokens."""
+    """A continuation of N tokens."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -101,7 +101,7 @@ class FakeProvider(SandboxProvider):
 
 @dataclass(slots=True)
 class _Input:
-    """What a program that runs is sent."""
+    """The input of a program that runs."""
 
     data: bytearray = field(default_factory=bytearray)
     ended: trio.Event = field(default_factory=trio.Event)

@@ -134,6 +134,6 @@ class FakeSglang(FakeEngine):
 async def open_fake_sglang(
     *, script: Script | None = None, config: FakeEngineConfig | None = None
 ) -> AsyncIterator[FakeSglang]:
-    """As `open_look_alike`."""
+    """Serve a fake SGLang. See `open_look_alike`."""
     async with open_look_alike(FakeSglang, script, config, port=0) as engine:
         yield engine

@@ -21,8 +21,10 @@ How = Literal["ended", "quiet", "timed_out"]
 
 
 class FakeShell:
-    """Knows `NAME=VALUE`, `echo WORDS` with `$NAME` and `$?`, `cd DIR`, `pwd`, `true`, `false`, `read NAME`,
-    `sleep SECONDS` and `exit CODE`, one command a line or after `;`.
+    """A shell of a few words.
+
+    It knows `NAME=VALUE`, `echo WORDS` with `$NAME` and `$?`, `cd DIR`, `pwd`, `true`, `false`, `read NAME`, `sleep
+    SECONDS` and `exit CODE`, one command a line or after `;`.
 
     Attributes:
         cwd, exit_code: as the last command left them.
@@ -87,7 +89,7 @@ class FakeShell:
         self._wake_s, self.exit_code = None, exit_code
 
     async def _waited(self, line: str, until_s: float) -> bool:
-        """Whether what `line` waits for has come by then."""
+        """Return whether what `line` waits for has come by then."""
         word, _, rest = line.partition(" ")
         if word == "sleep":
             self._wake_s = self._wake_s or trio.current_time() + float(rest)

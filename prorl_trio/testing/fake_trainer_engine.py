@@ -59,6 +59,6 @@ class FakeTrainerEngine(FakeEngine):
 async def open_fake_trainer_engine(
     *, script: Script | None = None, config: FakeEngineConfig | None = None
 ) -> AsyncIterator[FakeTrainerEngine]:
-    """As `open_look_alike`."""
+    """Serve a fake of a trainer's engine. See `open_look_alike`."""
     async with open_look_alike(FakeTrainerEngine, script, config, port=0) as engine:
         yield engine

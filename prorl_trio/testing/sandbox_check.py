@@ -1,4 +1,4 @@
-"""What the checks of the sandbox contract share: a sandbox of whom to check, and proof that nothing is left of it."""
+"""The base of the sandbox contract's checks: a sandbox to check, and proof that nothing is left of it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ E = TypeVar("E", bound=Exception)
 
 
 class Contract(NamedTuple):
-    """Whom to check. `base` is the provider's `runtime_dir`, empty, and used by nobody else."""
+    """The provider to check. `base` is its `runtime_dir`, empty, and used by nobody else."""
 
     provider: SandboxProvider
     base: Path
@@ -58,7 +58,7 @@ async def checked_sandbox(contract: Contract, spec: SandboxSpec | None = None) -
 
 
 class Traces(NamedTuple):
-    """What there is of sandboxes: below this process, on this machine, in `base`."""
+    """The traces of sandboxes: below this process, on this machine, in `base`."""
 
     processes: frozenset[str]
     mounts: frozenset[str]
@@ -67,7 +67,7 @@ class Traces(NamedTuple):
 
 
 def traces(base: Path) -> Traces:
-    """As of now."""
+    """Return the traces that there are now."""
     return Traces(
         frozenset(f"{process.pid} {command_of(process.pid)}" for process in descendants(os.getpid())),
         frozenset(Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()),

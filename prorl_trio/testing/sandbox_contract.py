@@ -1,4 +1,4 @@
-"""What every sandbox provider promises, as checks anyone can run against theirs.
+"""The contract of sandbox providers, as checks that anyone can run against theirs.
 
 `CORE_CHECKS` hold for any provider, also an in-memory fake; `PROCESS_CHECKS` for those that start processes here;
 `ISOLATION_CHECKS` for those that say `isolated`. A check takes a `Contract` and raises AssertionError. Each has its own

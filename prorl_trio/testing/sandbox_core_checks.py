@@ -1,4 +1,4 @@
-"""What any sandbox provider promises, also an in-memory fake."""
+"""Promises of any sandbox provider, also of an in-memory fake."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 async def check_output_is_capped(contract: Contract) -> None:
-    """Of a long output the first and the last part are kept, and what is missing is counted."""
+    """Keep the first and the last part of a long output, and count what is missing."""
     async with checked_sandbox(contract) as sandbox:
         words = " ".join(f"word{i}" for i in range(2000))
         result = await sandbox.bash(f"echo {words}", timeout_s=ACTION_TIMEOUT_S, max_output_bytes=1000)

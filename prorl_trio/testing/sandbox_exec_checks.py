@@ -1,4 +1,4 @@
-"""What a sandbox provider promises of one-shot programs, their input and their user, and of files written for them."""
+"""Promises of a sandbox provider about one-shot programs, their input and user, and files written for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sandbox provider promises that says `isolated`: nothing of the host is in reach."""
+"""Promises of a sandbox provider that says `isolated`: nothing of the host is in reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sandbox provider promises that starts processes on this machine."""
+"""Promises of a sandbox provider that starts processes on this machine."""
 
 from __future__ import annotations
 

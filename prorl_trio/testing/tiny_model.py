@@ -26,7 +26,7 @@ _CONTROL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 class TinyTokenizer:
-    """What a test needs to script completions for the folder made by `make_tiny_model`."""
+    """A tokenizer to script completions with, for the folder made by `make_tiny_model`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

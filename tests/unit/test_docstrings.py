@@ -12,15 +12,10 @@ ROOT = Path(__file__).parents[2]
 OPENING = re.compile(r"(What|Of|One|As|How|Whether|When|Where|Which|Who|Whose|Those|That)\b")
 PRODUCT = ("prorl_trio", "sandbox_daemon", "ipc", "launch", "perf")
 NOT_DONE_YET = (
-    "prorl_trio/agent",
     "prorl_trio/client",
     "prorl_trio/inference",
     "prorl_trio/node",
-    *sorted(f"prorl_trio/sandbox/{path.name}" for path in (ROOT / "prorl_trio/sandbox").glob("*.py")),
     "prorl_trio/service",
-    "prorl_trio/testing",
-    "prorl_trio/file_systems.py",
-    "prorl_trio/supervision.py",
 )
 """Rooms whose docstrings are still to be rewritten."""
 
