@@ -1,4 +1,4 @@
-"""What every engine's answer must be before it is believed: ids and log-probabilities for training, equal counts."""
+"""The checks of an engine's answer before it is believed: ids and log-probabilities for training, equal counts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_LOGPROB = 1e-3
 """A log-softmax in low precision may round to just above 0."""
 
 CLAMPED_LOGPROB = -9999.0
-"""What vLLM sends for minus infinity: a sampled token of probability 0, so nothing to train on."""
+"""vLLM's word for minus infinity: a sampled token of probability 0, so nothing to train on."""
 
 CERTAIN_LOGPROB = -1e-5
 """A model that is given a nonsense prompt is never surer of its next token than this."""
@@ -61,7 +61,7 @@ _CONTEXT_LIMIT = re.compile(r"(?:maximum (?:context|model) length|context length
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """The server's words."""
+    """The words of a server."""
 
     message: str
 
@@ -94,11 +94,11 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> Prompt:
-        """The same ids."""
+        """Return the same ids as a prompt."""
         return cls(msgspec.Raw(msgspec.json.encode(list(token_ids))), len(token_ids))
 
     def check(self, read: msgspec.Raw) -> None:
-        """`read` is the JSON of the prompt that an engine says it has read; nothing, or null, if it does not say.
+        """Check that the engine has read this prompt: `read` is the JSON of the one it says; nothing, or null, if none.
 
         Raises:
             ContractBroken: it is another one.
@@ -143,9 +143,9 @@ def checked_completion(
     label: str = "",
     dropped: int = 0,
 ) -> Completion:
-    """The completion, if everything about it agrees. `sampled` is the engine's own count; `versions` are its runs of
-    `(version of the weights, start, end)`, if it tells, and `label` the version at the end, if it tells no more than
-    that; `dropped` see `Completion`.
+    """Return the completion, if everything about it agrees. `sampled` is the engine's own count; `versions` are its
+    runs of `(version of the weights, start, end)`, if it tells, and `label` the version at the end, if it tells no more
+    than that; `dropped` see `Completion`.
 
     Raises:
         ContractBroken: it does not.
@@ -193,7 +193,7 @@ def checked_completion(
 
 
 def logprob_kind(plain: Sequence[float], hot: Sequence[float]) -> LogprobKind:
-    """Of which distribution log-probabilities are that were sampled with `top_k` 1 after a nonsense prompt.
+    """Return which distribution log-probabilities are of that were sampled with `top_k` 1 after a nonsense prompt.
 
     Of what `top_k` left there is one token, of log-probability 0: these are `processed`. So are those that change, for
     the same first token, with the temperature: 1 in `plain`, 2 in `hot`.
@@ -204,12 +204,13 @@ def logprob_kind(plain: Sequence[float], hot: Sequence[float]) -> LogprobKind:
 
 
 def label_of(told: str | None) -> str:
-    """What an engine says that its weights are called: nothing if it says nothing, `0` if nobody gave them a name."""
+    """Return what an engine says that its weights are called: nothing if it says nothing, `0` if nobody gave them a
+    name."""
     return UNNAMED if told == "default" else told or ""
 
 
 def error_message(body: bytes) -> str:
-    """The server's own words in an error answer, or the beginning of whatever else it sent."""
+    """Return the server's own words in an error answer, or the beginning of whatever else it sent."""
     try:
         message = msgspec.json.decode(body, type=ErrorBody).error.message
     except msgspec.MsgspecError:
@@ -218,6 +219,7 @@ def error_message(body: bytes) -> str:
 
 
 def context_limit(message: str) -> int | None:
-    """The context length that an error message says was exceeded, in tokens; None if it is about something else."""
+    """Return the context length that an error message says was exceeded, in tokens; None if it is about something
+    else."""
     match = _CONTEXT_LIMIT.search(message)
     return int(match[1]) if match else None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["CompletionStream", "EventLines", "StreamPart"]
 
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
-"""Of one event: an SGLang's has all tokens so far, of up to 40 bytes each."""
+"""For one event: an SGLang's has all tokens so far, of up to 40 bytes each."""
 
 _DONE: Final = b"[DONE]"
 _ERRORS: Final = (b'{"error"', b'{"object":"error"', b'{"object": "error"')
@@ -23,7 +23,7 @@ _ERRORS: Final = (b'{"error"', b'{"object":"error"', b'{"object": "error"')
 
 
 class StreamPart(NamedTuple):
-    """What one event says.
+    """The content of one event.
 
     Attributes:
         token_ids, logprobs: those that are new.
@@ -49,7 +49,7 @@ class EventLines:
         self._begun_bytes = 0
 
     def feed(self, received: bytes) -> list[bytes]:
-        """The data of every event that `received` completes.
+        """Return the data of every event that `received` completes.
 
         Raises:
             ContractBroken: one is larger than `MAX_EVENT_BYTES`.
@@ -69,7 +69,8 @@ class CompletionStream:
     """Collects one streamed completion. `feed` is what `HttpClient.request` calls with each piece of the body."""
 
     def __init__(self, wanted: Wanted, read: Callable[[bytes, Wanted, int], StreamPart]) -> None:
-        """`read` decodes an event, given how many tokens came before it; the sink gets the tokens of each."""
+        """Begin with nothing. `read` decodes an event, given how many tokens came before it; the sink gets the tokens
+        of each."""
         assert wanted.sink is not None, "nobody to stream to"
         self._wanted = wanted
         self._sink = wanted.sink
@@ -97,7 +98,7 @@ class CompletionStream:
         return any(self._event(data) for data in events)
 
     def completion(self) -> Completion:
-        """The whole of it.
+        """Return the whole completion.
 
         Raises:
             ContractBroken: counts differ.
@@ -165,6 +166,6 @@ class CompletionStream:
 
 
 def _first(runs: Sequence[tuple[str, int, int]], count: int) -> Sequence[tuple[str, int, int]]:
-    """The runs of the first `count` tokens; none where not all of these are told."""
+    """Return the runs of the first `count` tokens; none where not all of these are told."""
     kept = [(version, start, min(end, count)) for version, start, end in runs if start < count]
     return kept if kept and kept[-1][2] == count else ()

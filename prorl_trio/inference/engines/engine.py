@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 PauseMode = Literal["wait", "abort", "keep"]
-"""What becomes of completions in flight: `wait` for them, `abort` them (they are continued after the resume, from the
+"""The fate of completions in flight: `wait` for them, `abort` them (they are continued after the resume, from the
 tokens that were received), or `keep` them: they go on, or stand still where the engine can do that."""
 
 TokenSink = Callable[[list[int], list[float]], int | None]
@@ -40,7 +40,7 @@ stop sampling. Must not raise."""
 
 
 class EnginePaused(BackendError):
-    """It is paused, by whomever. Says nothing of its health; retryable."""
+    """The engine is paused, by whomever. Says nothing of its health; retryable."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=True)
@@ -68,7 +68,7 @@ class RequestRefused(BackendError):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the probe found out about a backend.
+    """The findings of a probe of a backend.
 
     Attributes:
         url: its origin.
@@ -121,7 +121,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """One sampled continuation of N tokens.
+    """A sampled continuation of N tokens.
 
     `token_ids` and `logprobs` (natural log, of the sampled token) have N entries each, and N equals the engine's own
     usage count. The end-of-turn token is included when it was sampled.
@@ -146,7 +146,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineClient(abc.ABC):
-    """One backend. Safe for any number of concurrent calls; connections are kept alive and bounded."""
+    """A client of one backend. Safe for any number of concurrent calls; connections are kept alive and bounded."""
 
     url: str
 
@@ -188,7 +188,7 @@ class EngineClient(abc.ABC):
         """
 
     async def load(self, *, timeout_s: float) -> EngineLoad | None:
-        """What it has to do at this moment; None where it does not say.
+        """Return what the engine has to do at this moment; None where it does not say.
 
         Raises:
             BackendError: it failed to answer.

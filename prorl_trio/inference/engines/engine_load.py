@@ -1,4 +1,4 @@
-"""What an engine says of its load on its metrics page, by the names that different versions gave it. No I/O."""
+"""The load of an engine, read from its metrics page by the names that different versions gave it. No I/O."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PREFILL_S: Final = ("vllm:request_prefill_time_seconds_sum", "sglang:time_to_fi
 
 _NAMES: Final = (*_RUNNING, *_WAITING, *_KV_USAGE, *_PREEMPTIONS, *_COMPUTED, *_PROMPT, *_CACHED, *_PREFILL_S)
 MAX_VALUE: Final = 1e15
-"""Of a sample. What is larger, negative or no number is not believed."""
+"""The largest sample that is believed. What is larger, negative or no number is not."""
 MAX_LINE_BYTES: Final = 16 * 1024
 """A longer one is not read."""
 
@@ -31,7 +31,7 @@ _SAMPLE: Final = re.compile(rb"([^{ ]+)(?:\{.*\})? +([-+0-9.eE]+)")
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """At one moment. None: this engine does not say.
+    """The load of an engine at one moment. None: this engine does not say.
 
     Attributes:
         running, waiting: requests in the batch, and those that wait to be.
@@ -49,7 +49,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadReader:
-    """Reads a page in Prometheus' text format as it comes: one of many engines behind one server has megabytes.
+    """A reader of a page in Prometheus' text format as it comes: one of many engines behind one server has megabytes.
 
     Samples of one name (engines behind one server) are added up.
     """
@@ -69,7 +69,7 @@ class LoadReader:
         return False
 
     def load(self) -> EngineLoad | None:
-        """What the page says, once all of it was fed; None where it does not say what runs and what waits."""
+        """Return what the page says, once all of it was fed; None where it does not say what runs and what waits."""
         self.feed(b"\n")
         running, waiting, computed = self._total(_RUNNING), self._total(_WAITING), self._total(_COMPUTED)
         if running is None or waiting is None:

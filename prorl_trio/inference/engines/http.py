@@ -71,7 +71,7 @@ class HttpClient:
     def __init__(
         self, origin: str, *, limits: HttpLimits | None = None, ssl_context: ssl.SSLContext | None = None
     ) -> None:
-        """Nothing is opened yet.
+        """Open nothing yet.
 
         Args:
             origin: `http://host:port` or `https://host:port`, without a path.
@@ -99,7 +99,7 @@ class HttpClient:
         return f"<HttpClient {self.origin}: {state}, waiting {waiting}, at most {self._limits.max_connections}>"
 
     def statistics(self) -> HttpStatistics:
-        """What the pool holds now."""
+        """Return what the pool holds now."""
         return HttpStatistics(
             busy=len(self._busy),
             idle=len(self._idle),
@@ -208,7 +208,7 @@ class HttpClient:
 
 
 def split_origin(origin: str) -> tuple[bool, str, int, str]:
-    """`(secure, host, port, authority)` of an origin. Raises ValueError for anything else."""
+    """Return `(secure, host, port, authority)` of an origin. Raises ValueError for anything else."""
     wrong = f"{origin!r} is not an origin like http://127.0.0.1:8000"
     try:
         parts = urlsplit(origin)

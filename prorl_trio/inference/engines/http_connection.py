@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: h11 over a trio stream, one exchange at a time, and what can go wrong on it."""
+"""An HTTP/1.1 connection: h11 over a trio stream, one exchange at a time, and what can go wrong on it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ResponseTooLarge(HttpError):
 
 
 class ResponseMalformed(HttpError):
-    """What came is not HTTP/1.1. The connection was closed."""
+    """The response is not HTTP/1.1. The connection was closed."""
 
 
 class TooManyWaiting(HttpError):
@@ -127,7 +127,7 @@ async def open_connection(
 
 
 async def _prepare(tcp: trio.SocketStream, host: str, ssl_context: ssl.SSLContext | None) -> trio.abc.Stream:
-    """Socket options, and TLS if asked for. Closes the socket if it raises."""
+    """Set the socket's options, and begin TLS if asked for. Closes the socket if it raises."""
     try:
         tcp.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_KEEPALIVE, 1)
         tcp.setsockopt(trio.socket.IPPROTO_TCP, trio.socket.TCP_KEEPIDLE, _PROBE_AFTER_IDLE_S)
@@ -162,7 +162,8 @@ class HttpConnection:
         self._tcp.socket.close()
 
     def is_reusable(self) -> bool:
-        """Whether another exchange may be tried: the last one was complete, and the peer has not spoken or left since.
+        """Return whether another exchange may be tried: the last one was complete, and the peer has not spoken or left
+        since.
 
         Does not wait.
         """
@@ -256,7 +257,7 @@ class HttpConnection:
 
 
 def _reason(exc: BaseException) -> str:
-    """The innermost explanation: trio wraps the operating system's."""
+    """Return the innermost explanation: trio wraps the operating system's."""
     cause = exc.__cause__
     if isinstance(cause, BaseExceptionGroup):
         return "; ".join(str(leaf) for leaf in cause.exceptions)

@@ -1,4 +1,4 @@
-"""What engine clients over HTTP share: retries within the budget, the probe's calls, how failures are told apart."""
+"""The base of engine clients over HTTP: retries within the budget, the probe's calls, how failures are told apart."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _Answer = TypeVar("_Answer")
 
 
 class HttpEngineClient(EngineClient):
-    """One server. A subclass knows its paths and formats; see `EngineClient` for what the methods promise.
+    """A client of one server. A subclass knows its paths and formats; see `EngineClient` for what the methods promise.
 
     Attributes:
         may_scale_logprobs: the engine may give log-probabilities after the temperature but before `top_k`: the probe
@@ -86,7 +86,7 @@ class HttpEngineClient(EngineClient):
         random: Random | None = None,
         on_call: OnCall | None = None,
     ) -> None:
-        """Nothing is sent yet.
+        """Send nothing yet.
 
         Args:
             url: the server's origin, as `http://127.0.0.1:8000`, without a path.
@@ -120,7 +120,7 @@ class HttpEngineClient(EngineClient):
 
     @abc.abstractmethod
     async def _ask_info(self, timeout_s: float) -> EngineInfo:
-        """What the server says of itself."""
+        """Return what the server says of itself."""
 
     @abc.abstractmethod
     async def _complete(self, wanted: Wanted) -> Completion:
@@ -217,7 +217,7 @@ class HttpEngineClient(EngineClient):
     async def _sample_probe(
         self, info: EngineInfo, timeout_s: float, sampling: SamplingParams = _PROBE_SAMPLING
     ) -> Completion:
-        """`PROBE_TOKENS` tokens. Raises BackendError: it is not fit."""
+        """Sample `PROBE_TOKENS` tokens. Raises BackendError: it is not fit."""
         wanted = Wanted(
             prompt=Prompt.of(PROBE_PROMPT),
             sampling=sampling,
@@ -276,7 +276,8 @@ class HttpEngineClient(EngineClient):
         )
 
     async def _get(self, path: str, timeout_s: float, on_data: Callable[[bytes], bool] | None = None) -> bytes | None:
-        """The body, empty where `on_data` was given it, or None if the server does not know `path`. Not retried."""
+        """Get `path`: its body, empty where `on_data` was given it, or None if the server does not know `path`. Not
+        retried."""
         headers = [("X-Request-Id", "prorl-probe")]
         try:
             response = await self._http.request("GET", path, headers=headers, timeout_s=timeout_s, on_data=on_data)
@@ -287,7 +288,7 @@ class HttpEngineClient(EngineClient):
         return response.body if response.status == 200 else None
 
     async def _get_json(self, path: str, kind: type[_Answer], timeout_s: float) -> _Answer | None:
-        """As `_get`, decoded."""
+        """Get `path` as `_get` does, and decode it."""
         body = await self._get(path, timeout_s)
         if body is None:
             return None
@@ -297,7 +298,7 @@ class HttpEngineClient(EngineClient):
             raise self._unfit(f"{path} is not what was expected: {exc}") from exc
 
     async def _control(self, path: str, timeout_s: float, body: object = msgspec.UNSET) -> bool:
-        """One call, not retried. False where the server does not have it."""
+        """Call once, without retries. False where the server does not have it."""
         payload = b"" if body is msgspec.UNSET else msgspec.json.encode(body)
         headers = [JSON_CONTENT] if payload else []
         try:

@@ -1,4 +1,4 @@
-"""How often, and after what delays, a call that was not answered is sent again."""
+"""A policy of retries, for calls that were not answered."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a call that was not answered is sent again, and after what delay: it doubles, and between half and all
-    of it is waited, at random.
+    """A limit of attempts at a call, and the delay between two: it doubles, and between half and all of it is waited,
+    at random.
 
     With the defaults a dead backend is given up after 9 to 18 s, so that its tasks can move to another one.
     """
@@ -30,6 +30,6 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"max_attempts must be >= 1, got {self.max_attempts}")
 
     def delay_s(self, attempt: int, random: Random) -> float:
-        """Seconds to wait after failed attempt number `attempt`, counted from 1."""
+        """Return the seconds to wait after failed attempt number `attempt`, counted from 1."""
         ceiling_s = min(self.first_delay_s * 2.0 ** (attempt - 1), self.max_delay_s)
         return ceiling_s * random.uniform(0.5, 1.0)

@@ -110,14 +110,14 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """What we need of the answer of `GET /server_info`."""
+    """The part that we need of the answer of `GET /server_info`."""
 
     version: str = ""
     disable_radix_cache: bool | None = None
 
 
 class SglangClient(HttpEngineClient):
-    """One SGLang server."""
+    """A client of one SGLang server."""
 
     may_scale_logprobs: ClassVar[bool] = True
 
@@ -213,7 +213,7 @@ def _event(data: bytes, wanted: Wanted, before: int) -> StreamPart:
 
 
 def _decode(body: bytes, wanted: Wanted) -> GenerateResponse:
-    """Raises BackendError or ContextLengthExceeded where the answer, or event, tells of an error."""
+    """Decode it. Raises BackendError or ContextLengthExceeded where the answer, or event, tells of an error."""
     try:
         answer = msgspec.json.decode(body, type=GenerateResponse)
     except msgspec.MsgspecError as exc:
@@ -231,7 +231,7 @@ def _decode(body: bytes, wanted: Wanted) -> GenerateResponse:
 
 
 def _tokens(answer: GenerateResponse, before: int) -> tuple[list[int], list[float]]:
-    """The ids and log-probabilities in it that are not of the first `before` tokens."""
+    """Return the ids and log-probabilities in it that are not of the first `before` tokens."""
     told, ids, count = answer.meta_info.output_token_logprobs, answer.output_ids, answer.meta_info.completion_tokens
     if told is None:
         raise ContractBroken("it drops log-probabilities (no output_token_logprobs in the answer)")

@@ -27,7 +27,7 @@ __all__ = ["TrainerEngineClient"]
 
 GENERATE: Final = "/generate"
 NAME: Final = "prorl"
-"""What spans call it: it has no name of its own."""
+"""The name in spans: it has none of its own."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -51,13 +51,13 @@ class GenerateAnswer(msgspec.Struct, frozen=True):
 
 
 class _SampledIds(msgspec.Struct, frozen=True):
-    """What tells such an answer from others."""
+    """The part that tells such an answer from others."""
 
     response_ids: list[TokenId]
 
 
 class TrainerEngineClient(HttpEngineClient):
-    """One server. It does not say how long a context may be: without `context_tokens` no probe succeeds."""
+    """A client of one server. It does not say how long a context may be: without `context_tokens` no probe succeeds."""
 
     may_scale_logprobs: ClassVar[bool] = True
 
@@ -106,7 +106,8 @@ class TrainerEngineClient(HttpEngineClient):
 
 
 def _completion(body: bytes, wanted: Wanted) -> Completion:
-    """The completion that an answer holds. It ended by itself if it is shorter than asked for, or ends with a stop.
+    """Return the completion that an answer holds. It ended by itself if it is shorter than asked for, or ends with a
+    stop.
 
     Raises:
         ContractBroken: it cannot be trusted.

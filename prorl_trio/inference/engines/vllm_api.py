@@ -37,13 +37,14 @@ __all__ = [
 
 COMPLETIONS = "/v1/completions"
 GENERATE = "/inference/v1/generate"
-"""Of servers started with `--enable-scale-out`: it says which tokens were sampled by which version of the weights."""
+"""An endpoint of servers started with `--enable-scale-out`: it says which tokens were sampled by which version of the
+weights."""
 
 _PREFIX_CACHING = re.compile(rb'vllm:cache_config_info\{[^}]*enable_prefix_caching="(True|False)"')
 
 
 class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample, as both endpoints name it.
+    """The sampling parameters, as both endpoints name them.
 
     The penalties and `min_p` are sent although neutral: what a request leaves out, vLLM takes from the model's own
     `generation_config.json` (Qwen2.5's has a repetition penalty), and the sampled distribution would silently not be
@@ -85,7 +86,7 @@ class CompletionsBody(_Sampling, frozen=True, kw_only=True):
 
 
 class GenerateSampling(_Sampling, frozen=True, kw_only=True):
-    """As `_Sampling`; without text, which nobody reads."""
+    """The same parameters; without text, which nobody reads."""
 
     detokenize: bool = False
 
@@ -103,7 +104,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogprobEntry(msgspec.Struct, frozen=True):
-    """One sampled token of `/inference/v1/generate`."""
+    """A sampled token of `/inference/v1/generate`."""
 
     token_id: TokenId
     logprob: Logprob
@@ -125,7 +126,7 @@ class VersionRun(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One continuation, or a part of it. The ids are null from an engine that does not know `return_token_ids`."""
+    """A continuation, or a part of it. The ids are null from an engine that does not know `return_token_ids`."""
 
     finish_reason: str | None = None
     token_ids: list[TokenId] | None = None
@@ -165,7 +166,8 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 def served_model(models: ModelList | None) -> ModelCard | None:
-    """The policy: the first that has a length of its own, as adapters, which may be listed before it, have not."""
+    """Return the policy: the first that has a length of its own, as adapters, which may be listed before it, have
+    not."""
     cards = [] if models is None else models.data
     return next(iter([card for card in cards if card.max_model_len is not None] or cards), None)
 
@@ -247,7 +249,7 @@ def read_event(data: bytes, wanted: Wanted, _before: int) -> StreamPart:
 
 
 def tokens_of(choice: Choice) -> tuple[list[int], list[float]]:
-    """Its ids and log-probabilities.
+    """Return its ids and log-probabilities.
 
     Raises:
         ContractBroken: either is missing, or they are of different tokens.
@@ -286,12 +288,12 @@ def completion_of(body: bytes, wanted: Wanted) -> Completion:
 
 
 def runs_of(told: list[VersionRun] | None) -> list[tuple[str, int, int]]:
-    """As `checked_completion` takes them."""
+    """Return the runs as `checked_completion` takes them."""
     return [(label_of(run.version), run.start, run.end) for run in told or ()]
 
 
 def prefix_caching(metrics: bytes) -> bool | None:
-    """Whether the engine's metrics say that it reuses prefixes; None if they do not say."""
+    """Return whether the engine's metrics say that it reuses prefixes; None if they do not say."""
     at = metrics.find(b"\nvllm:cache_config_info{") + 1
     match = _PREFIX_CACHING.match(metrics, at)
     return match[1] == b"True" if match else None

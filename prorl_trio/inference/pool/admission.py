@@ -25,7 +25,7 @@ Waiting = Callable[[str], AbstractContextManager[None]]
 
 @contextmanager
 def unseen(_what: str) -> Iterator[None]:
-    """A wait that nobody is shown."""
+    """Show a wait to nobody."""
     yield
 
 
@@ -35,7 +35,7 @@ class Admission:
     def __init__(self) -> None:
         self._closed = False
         self.closings = 0
-        """How often it was closed so far."""
+        """A count of the times that it was closed."""
         self._calls: dict[trio.CancelScope, str] = {}
         self._opened = trio.lowlevel.ParkingLot()
         self._idle = trio.lowlevel.ParkingLot()
@@ -50,7 +50,7 @@ class Admission:
 
     @property
     def opening(self) -> int | None:
-        """Which one it is, of the times between two pauses; None in a pause."""
+        """The number of this time between two pauses; None in a pause."""
         return None if self._closed else self.closings
 
     @property
@@ -59,11 +59,11 @@ class Admission:
         return len(self._opened)
 
     def in_flight(self) -> Counter[str]:
-        """Running completions by backend url."""
+        """Return how many completions run, by backend url."""
         return Counter(self._calls.values())
 
     def statistics(self) -> dict[str, object]:
-        """Live state, encodable."""
+        """Return the live state, encodable."""
         return {"paused": self._closed, "waiting": self.waiting, "completions_in_flight": len(self._calls)}
 
     def close(self) -> None:
@@ -97,8 +97,8 @@ class Admission:
         call: Callable[[], Awaitable[Completion | None]],
         waiting: Waiting = unseen,
     ) -> Completion:
-        """`call`, as soon as it is admitted; and again, if a pause aborted it, or its engine, whoever asked for that,
-        or if it returned None, as there is more to come.
+        """Call `call` as soon as it is admitted; and again, if a pause aborted it, or its engine, whoever asked for
+        that, or if it returned None, as there is more to come.
 
         `place` is asked before each, once it is admitted, for the url of the backend that it will be on.
         `waiting(PAUSED)` is entered while it waits for that. Raises what `call` raises; a cancel passes as ever.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Attempt"]
 
 MAX_EMPTY_ABORTS = 3
-"""Of one completion, by an engine that nobody had asked for them here."""
+"""The most in one completion, by an engine that nobody had asked for them here."""
 
 
 class _Call(NamedTuple):

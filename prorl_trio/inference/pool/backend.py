@@ -44,7 +44,7 @@ class BackendStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Backend:
-    """One registration of a backend, with identity: adding the URL of a removed one makes another `Backend`.
+    """A registration of a backend, with identity: adding the URL of a removed one makes another `Backend`.
 
     Its fields are changed by its own methods alone. Those that change what its rank among the others is made of are for
     `Placement` to call, which ranks it anew.
@@ -68,7 +68,7 @@ class Backend:
         weight: float = 1.0,
         max_tasks: int = 0,
     ) -> None:
-        """A probe found it to be `info`. See `EngineControl` for `versions`. Raises ValueError: a bad weight."""
+        """Register a backend that a probe found to be `info`. Raises ValueError: the weight is not above 0."""
         _check_weight(client.url, weight)
         self.url = client.url
         self.client = client
@@ -93,7 +93,7 @@ class Backend:
 
     @property
     def info(self) -> EngineInfo:
-        """What is known of its engine."""
+        """The knowledge of its engine."""
         return self.engine.info
 
     @property
@@ -107,7 +107,7 @@ class Backend:
         return self.in_flight >= self.max_tasks > 0
 
     def statistics(self) -> BackendStatistics:
-        """A snapshot."""
+        """Return a snapshot."""
         return BackendStatistics(
             url=self.url,
             state=self.state,
@@ -123,30 +123,30 @@ class Backend:
     # ------------------------------------------------------------ for `Placement`
 
     def activate(self, weight: float | None) -> None:
-        """It takes tasks, also if it was suspended, with another weight if one is given."""
+        """Take tasks from now on, also if it was suspended, with another weight if one is given."""
         if weight is not None:
             self.weigh(weight)
         self.state, self.suspended = "active", False
 
     def retire(self, state: Literal["draining", "removed"]) -> None:
-        """It takes no tasks any more."""
+        """Take no tasks any more."""
         self.state = state
 
     def weigh(self, weight: float) -> None:
-        """Its share of the tasks beside others is another. Raises ValueError: it is not above 0."""
+        """Change its share of the tasks beside others. Raises ValueError: it is not above 0."""
         _check_weight(self.url, weight)
         self.weight = weight
 
     def limit_tasks(self, max_tasks: int) -> None:
-        """It may have so many."""
+        """Change how many tasks it may have."""
         self.max_tasks = max_tasks
 
     def suspend(self, *, suspended: bool) -> None:
-        """It is out of health, or well again."""
+        """Take it out of health, or back in."""
         self.suspended = suspended
 
     def count(self, change: Literal[-1, 1]) -> None:
-        """A task came or went."""
+        """Count a task that came or went."""
         self.in_flight += change
         self.assigned_total += change > 0
 
@@ -158,7 +158,7 @@ class Backend:
         return self.breaker.closed and not self._held
 
     def added(self, info: EngineInfo) -> None:
-        """Whoever added it found it fit: what was wrong before does not count."""
+        """Begin anew, as whoever added it just found it fit: what was wrong before does not count."""
         self.breaker.reset()
         self._held, self.why = False, ""
         self.engine.added(info)
@@ -168,7 +168,7 @@ class Backend:
         self.why = "" if self.well else why or self.why
 
     def probe_answered(self, found: EngineInfo, since: EngineInfo) -> str:
-        """A probe that began when `since` was known was answered. Returns what is wrong, or nothing."""
+        """Take the answer of a probe that began when `since` was known. Returns what is wrong, or nothing."""
         self._held, why = False, ""
         if found.model != since.model:
             why = f"{self.url}: serves {found.model}, not {since.model}, now"
@@ -184,7 +184,7 @@ class Backend:
         return why
 
     def probe_failed(self, *, held: bool) -> None:
-        """A probe was not answered as it must be; `held`: as somebody else has paused it, which is no fault of its."""
+        """Count a probe that was not answered as it must be; `held`: as somebody else has paused the engine."""
         self._held = held
         if not held:
             self.breaker.probed(ok=False)

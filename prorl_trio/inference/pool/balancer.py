@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadBalancer:
-    """Which task is on which backend, who waits for one, and who moves.
+    """A load balancer: it has tasks take backends in turn, and move.
 
     Attributes:
         load: when a task moves, and how many tasks a backend may have.
@@ -104,7 +104,7 @@ class LoadBalancer:
                 self.serve()
 
     def release(self, assignment: Assignment) -> None:
-        """The task is done. Its room is given to who waits."""
+        """Take a task off its backend. Its room is given to who waits."""
         self._placement.release(assignment)
         self.serve()
 
@@ -114,7 +114,8 @@ class LoadBalancer:
             self._line.serve(self._placement.assign)
 
     def changed(self) -> None:
-        """A backend came, went, or changed its state: there may be room, and those who still wait see why."""
+        """Look again, as a backend came, went, or changed its state: there may be room, and who still waits sees
+        why."""
         self.serve()
         self._line.tell_news()
         self._on_change()
@@ -134,8 +135,8 @@ class LoadBalancer:
         return moved
 
     def place(self, assignment: Assignment, turn: PartialCompletion | None) -> None:
-        """Before a completion. A task whose backend takes none any more moves, if it can; and so does one that is at
-        the beginning of a `turn` and better off elsewhere."""
+        """Prepare for a completion. A task whose backend takes none any more moves, if it can; and so does one that is
+        at the beginning of a `turn` and better off elsewhere."""
         backend = assignment.backend
         if not backend.accepting:
             self.move(assignment, "failure" if backend.suspended else "drain")
@@ -150,7 +151,7 @@ class LoadBalancer:
                 self.move(assignment, "stale", min(fresh, key=lambda backend: backend.in_flight))
 
     def fresh(self, max_staleness: int) -> list[Backend]:
-        """Those that take tasks with weights no more than so many updates behind what the trainer has."""
+        """Return those that take tasks with weights no more than so many updates behind what the trainer has."""
         behind = self._versions.behind
         return [
             backend
@@ -159,7 +160,7 @@ class LoadBalancer:
         ]
 
     def _better(self, current: Backend, turn: PartialCompletion) -> Backend | None:
-        """Where a task is better off than on the `current` backend, by the formula of `inference.pool.load`."""
+        """Return where a task is better off than on the `current` backend, by the formula of `inference.pool.load`."""
         here = current.load
         worth_s = (here.wait_s or 0.0) - self.load.skew_margin_s
         if worth_s <= 0 or self._placement.strategy != "least_in_flight":
@@ -177,8 +178,8 @@ class LoadBalancer:
 
     @contextmanager
     def judged(self, backend: Backend) -> Iterator[None]:
-        """Around a completion there: how it ends counts for the backend's health, unless only the request is to blame,
-        or a pause came across, in which it may have stood still too long.
+        """Judge by the completion in the block: how it ends counts for the backend's health, unless only the request is
+        to blame, or a pause came across, in which it may have stood still too long.
 
         An answer that breaks the contract counts as a failure: one that fails each call at once has the least to do,
         and would draw all tasks.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["BreakerState", "CircuitBreaker"]
 
 MAX_DOUBLINGS: Final = 3
-"""Of the probes that close it, while the first call after each recovery fails."""
+"""The most doublings of the probes that close it, while the first call after each recovery fails."""
 
 BreakerState = Literal["closed", "open", "half_open"]
 """`closed`: takes tasks. `open`: failed too often, and takes none. `half_open`: answers probes again, but not yet often
@@ -18,7 +18,8 @@ enough to be given tasks."""
 
 
 class CircuitBreaker:
-    """Of one backend. What a call finds counts only while closed: those that end late say nothing of a recovery.
+    """The circuit breaker of one backend. What a call finds counts only while closed: those that end late say nothing
+    of a recovery.
 
     A good probe makes up for bad ones, not for failed calls: there are engines that answer the one and not the other.
     Each of these would draw all tasks, as it has the least to do. So when the first call after a recovery fails, it
@@ -56,8 +57,8 @@ class CircuitBreaker:
         self.policy = policy
 
     def call_ended(self, *, ok: bool, began: int | None = None) -> None:
-        """A completion was answered, or given up. `began`: the `openings` as it was sent; it does not count if there
-        was another one since."""
+        """Count a completion that was answered, or given up. `began`: the `openings` as it was sent; it does not count
+        if there was another one since."""
         if not self.closed or began not in (None, self.openings):
             return
         if ok:
@@ -69,7 +70,7 @@ class CircuitBreaker:
         self._open_if_due()
 
     def probed(self, *, ok: bool) -> None:
-        """A probe was answered as it must be, or not."""
+        """Count a probe that was answered as it must be, or not."""
         if self.closed:
             self._failed_probes = 0 if ok else self._failed_probes + 1
             self._open_if_due()
@@ -87,7 +88,7 @@ class CircuitBreaker:
         self.state, self._good_probes = "open", 0
 
     def reset(self) -> None:
-        """Closed, as at first: it was just found fit by whoever added it."""
+        """Close it, as at first: it was just found fit by whoever added it."""
         self._failed_trials = 0
         self._close(on_trial=False)
 

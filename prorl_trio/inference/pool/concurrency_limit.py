@@ -20,13 +20,13 @@ class ConcurrencyLimit:
         self.tasks = 0
 
     def adapt(self, policy: LoadConfig, *, pressed: bool, in_flight: int) -> None:
-        """After a report. A decrease is given the time to work: tasks beyond the limit stay till they end, and until it
-        is kept there is no other. A limit that nobody runs into is not raised."""
+        """Adapt to a report. A decrease is given the time to work: tasks beyond the limit stay till they end, and until
+        it is kept there is no other. A limit that nobody runs into is not raised."""
         if pressed and (not self.tasks or in_flight <= self.tasks):
             self.tasks = max(policy.min_tasks, int(in_flight * policy.decrease_factor))
         elif not pressed and self.tasks and in_flight >= self.tasks:
             self.tasks += policy.increase_tasks
 
     def within(self, max_tasks: int) -> int:
-        """The limit in force, where `max_tasks` is the configured one (0 for none)."""
+        """Return the limit in force, where `max_tasks` is the configured one (0 for none)."""
         return min(self.tasks or max_tasks, max_tasks or self.tasks)

@@ -54,7 +54,8 @@ class EngineControl:
         self._lock = trio.Lock()
 
     def added(self, info: EngineInfo) -> None:
-        """Whoever added it just found it to be `info`; what it has are weights of a version of the policy."""
+        """Begin anew, as whoever added it just found it to be `info`; what it has are weights of a version of the
+        policy."""
         known, versions = self.info, self._versions
         if info.policy_version == UNKNOWN_VERSION:
             info = msgspec.structs.replace(info, policy_version=versions.current)
@@ -67,7 +68,8 @@ class EngineControl:
         versions.note(info.policy_version)
 
     def heard(self, label: str, since: EngineInfo) -> None:
-        """It said what its weights are called, in answer to a call that was made when `since` was known of it.
+        """Take what it says that its weights are called, in answer to a call that was made when `since` was known of
+        it.
 
         Weights that got another name without a resume of the pool are recorded under that from now on. One that has no
         name for them any more was started again: that is for the probe to judge, see `lost_weights`.
@@ -83,7 +85,7 @@ class EngineControl:
             self._versions.note(label)
 
     def probed(self, found: EngineInfo, since: EngineInfo) -> None:
-        """A probe found it fit, begun when `since` was known. What the pool calls its weights stays."""
+        """Take what a probe found, begun when `since` was known. What the pool calls its weights stays."""
         self.heard(found.label, since)
         known = self.info
         self.info = msgspec.structs.replace(found, label=known.label, policy_version=known.policy_version)

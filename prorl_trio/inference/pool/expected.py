@@ -25,7 +25,7 @@ JOIN_DELAYS = RetryPolicy(first_delay_s=1.0, max_delay_s=30.0)
 
 
 class _Expected:
-    """One of them: the `weight` it will have, and `why` it is not there."""
+    """A backend that is down: the `weight` it will have, and `why` it is not there."""
 
     def __init__(self, url: str, weight: float | None, why: str) -> None:
         self.url = url
@@ -35,7 +35,7 @@ class _Expected:
 
 
 class ExpectedBackends:
-    """Those that are down. `join` (see `Backends.add`) is called again and again while `run` runs."""
+    """The backends that are down. `join` (see `Backends.add`) is called again and again while `run` runs."""
 
     def __init__(self, join: Callable[[str, float | None], Awaitable[object]], random: Random) -> None:
         self._join = join
@@ -57,14 +57,14 @@ class ExpectedBackends:
             self._nursery.start_soon(self._keep_trying, expected)
 
     def forget(self, url: str) -> bool:
-        """It has joined, or need not any more; a probe under way ends. False: it was not expected."""
+        """Forget one that has joined, or need not any more; a probe under way ends. False: it was not expected."""
         expected = self._expected.pop(url, None)
         if expected is not None:
             expected.scope.cancel()
         return expected is not None
 
     def drain(self, url: str) -> bool:
-        """It stays listed, and does not join by itself any more; a probe under way ends. False: it was not expected."""
+        """Keep it listed, to join no more by itself; a probe under way ends. False: it was not expected."""
         expected = self._expected.get(url)
         if expected is not None:
             expected.scope.cancel()
@@ -72,8 +72,8 @@ class ExpectedBackends:
         return expected is not None
 
     def weigh(self, url: str, weight: float) -> bool:
-        """It will have that weight; a probe under way, which would give it the old one, begins anew. False: it was not
-        expected."""
+        """Change the weight it will have; a probe under way, which would give it the old one, begins anew. False: it
+        was not expected."""
         expected = self._expected.get(url)
         if expected is None:
             return False
@@ -84,15 +84,15 @@ class ExpectedBackends:
         return True
 
     def urls(self) -> list[str]:
-        """In order of arrival."""
+        """Return their URLs, in order of arrival."""
         return list(self._expected)
 
     def reasons(self) -> list[str]:
-        """Why each is not there; the first words are its URL."""
+        """Return why each is not there; the first words are its URL."""
         return [expected.why for expected in self._expected.values()]
 
     def statistics(self) -> list[BackendStatistics]:
-        """As backends that are down."""
+        """Return them as backends that are down."""
         return [
             BackendStatistics(
                 url=expected.url,

@@ -27,7 +27,7 @@ ATTEMPTS = ("first", "repinned", "repinned-2", "repinned-3")
 
 
 def unused(_since_s: float) -> None:
-    """Nobody asks when tokens came."""
+    """Ignore when tokens came."""
 
 
 class Lease:
@@ -37,19 +37,19 @@ class Lease:
         self._balancer = balancer
         self._assignment = assignment
         self._failed: list[Backend] = []
-        """Those that `repin` left, since a completion succeeded."""
+        """The backends that `repin` left, since a completion succeeded."""
 
     def __repr__(self) -> str:
         return f"<Lease of {self.task_id} on {self.url}>"
 
     @property
     def task_id(self) -> str:
-        """Who holds it."""
+        """The task that holds it."""
         return self._assignment.task_id
 
     @property
     def url(self) -> str:
-        """Of the backend held now."""
+        """The URL of the backend held now."""
         return self._assignment.backend.url
 
     @property
@@ -59,7 +59,7 @@ class Lease:
 
     @property
     def info(self) -> EngineInfo:
-        """What the last probe of the backend held now found."""
+        """The findings of the last probe of the backend held now."""
         return self._assignment.backend.info
 
     async def complete(
@@ -70,7 +70,7 @@ class Lease:
         calling: Waiting = unseen,
         produced: Callable[[float], None] = unused,
     ) -> Completion:
-        """The completion; where a backend fails for good, another one goes on, and so on, each but once.
+        """Complete it; where a backend fails for good, another one goes on, and so on, each but once.
 
         Where there is no other, one may go on itself that failed in the middle of an answer, or was too slow for one in
         one piece. Nothing received is sampled again: it stays in `partial`, also if this raises or is cancelled.
@@ -105,7 +105,8 @@ class Lease:
         waiting: Waiting = unseen,
         produced: Callable[[float], None] = unused,
     ) -> Completion:
-        """The rest of a completion from the backend held now, once the pool is not paused; see `EngineClient.generate`.
+        """Ask the backend held now for the rest of a completion, once the pool is not paused; see
+        `EngineClient.generate`.
 
         A pause that aborts has it continued after the resume, from the tokens received: those the engine answered the
         abort with, or those streamed before. So it is with an abort that somebody else asked the engine for, at once.

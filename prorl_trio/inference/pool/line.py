@@ -1,4 +1,4 @@
-"""Who waits for a backend, and whose turn it is. Pure state; each who waits has an event that tells it to look again.
+"""A waiting line for backends, by class. Pure state; each who waits has an event that tells it to look again.
 
 Of several classes the one of the lowest priority number goes first, and within a class who came first. So that nobody
 waits for ever behind a stream of others, a class that was passed over `MAX_PASSED_OVER` times in a row is served next.
@@ -22,7 +22,7 @@ MAX_PASSED_OVER = 8
 
 
 class Waiter:
-    """One task in line. `assignment` is set when its turn has come; `woken` then, and whenever there is news for it."""
+    """A task in line. `assignment` is set when its turn has come; `woken` then, and whenever there is news for it."""
 
     __slots__ = ("assignment", "priority", "task_id", "woken")
 
@@ -37,7 +37,7 @@ class Waiter:
 
 
 class WaitingLine:
-    """Those who wait, by class. The one at place k (from 0) of its class is served after at most
+    """The tasks that wait, by class. The one at place k (from 0) of its class is served after at most
     `(k + 1) * (MAX_PASSED_OVER + classes)` others."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class WaitingLine:
         return waiter
 
     def leave(self, waiter: Waiter) -> None:
-        """Served or not, it does not wait any more. Idempotent."""
+        """Let it wait no more, served or not. Idempotent."""
         waiting = self._classes.get(waiter.priority, {})
         if waiting.get(waiter.task_id) is waiter:
             del waiting[waiter.task_id]

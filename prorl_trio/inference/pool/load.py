@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["LoadEstimate"]
 
 CALL_WEIGHT = 0.1
-"""Of the latest call in the moving average of how long calls take."""
+"""The share of the latest call in the moving average of how long calls take."""
 MIN_PREFILL_TOKENS = 256
 """Fewer than these since the last report tell nothing of the rate."""
 
 
 class LoadEstimate:
-    """Of one backend. Without reports, nothing is estimated.
+    """An estimate for one backend. Without reports, nothing is estimated.
 
     Attributes:
         load: the last report; None: there is none, or it failed.
@@ -45,7 +45,7 @@ class LoadEstimate:
         self._came = 0
 
     def reported(self, load: EngineLoad | None, max_kv_usage: float) -> None:
-        """There is a report, or None: the engine failed to give one, and nothing is known of it now."""
+        """Take a report, or None: the engine failed to give one, and nothing is known of it now."""
         self.load, self._came = load, 0
         if load is None:
             return
@@ -62,7 +62,7 @@ class LoadEstimate:
             self.prefill_tokens_per_s = tokens / seconds
 
     def call_ended(self, used_s: float) -> None:
-        """A completion was answered, so long after it was sent."""
+        """Count a completion that was answered, so long after it was sent."""
         if self.load is None:
             return
         running = max(1, self.load.running)
@@ -71,16 +71,16 @@ class LoadEstimate:
         self.service_s = before_s + CALL_WEIGHT * (service_s - before_s)
 
     def task_moved(self, change: int) -> None:
-        """A task came (1) or went (-1) since the last report: it counts as waiting here, or not any more."""
+        """Count a task that came (1) or went (-1) since the last report: it counts as waiting here, or not any more."""
         self._came += change
 
     @property
     def wait_s(self) -> float | None:
-        """What a call that comes now waits; None: not known."""
+        """The wait of a call that comes now; None: not known."""
         return None if self.load is None else self._wait_s(self.load, self._came, self.service_s)
 
     def entry_s(self, prefix_tokens: int, here: LoadEstimate) -> float | None:
-        """What a call waits that comes from `here`, and whose prefix is not cached there. None: not known.
+        """Return what a call waits that comes from `here`, and whose prefix is not cached there. None: not known.
 
         Until something else is known: it is as fast as `here`, and if nobody waits there, as many can run.
         """

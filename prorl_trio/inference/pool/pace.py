@@ -17,17 +17,18 @@ MAX_FIRST_SCOUTS: Final = 8
 PACE_VALID_S: Final = 30.0
 """A pace that is older is measured again, by one completion."""
 SAFE_SHARE: Final = 0.5
-"""Of the time-out: what is expected to take longer is streamed, lest its tokens be lost."""
+"""The share of the time-out: what is expected to take longer is streamed, lest its tokens be lost."""
 NEW_SHARE: Final = 0.5
-"""Of a new measurement in the estimate."""
+"""The share of a new measurement in the estimate."""
 
 STALL_S: Final = 5.0
 """Between two pieces of a stream. More is a stall: the engine worked on something else, or on nothing."""
 
 
 class Pace:
-    """Of one engine. A stream costs the node, and the engine, some ten times the CPU of an answer in one piece; so most
-    completions are answered in slices, and a few streams, the scouts, tell how long the tokens of these take."""
+    """The pace of one engine. A stream costs the node, and the engine, some ten times the CPU of an answer in one
+    piece; so most completions are answered in slices, and a few streams, the scouts, tell how long the tokens of these
+    take."""
 
     def __init__(self) -> None:
         self._token_s: float | None = None
@@ -41,7 +42,8 @@ class Pace:
         return f"<Pace {known}, {self._scouts} scouts>"
 
     def wants_stream(self, tokens: int, timeout_s: float, now_s: float) -> bool:
-        """Whether a call for so many tokens is to be streamed: to measure the pace, or as it may not end in time."""
+        """Return whether a call for so many tokens is to be streamed: to measure the pace, or as it may not end in
+        time."""
         if not self.streams:
             return False
         if self._token_s is None:
@@ -51,12 +53,12 @@ class Pace:
         return not self._scouts and now_s - self._measured_s > PACE_VALID_S
 
     def cannot_stream(self) -> None:
-        """The engine has shown that it answers in one piece whatever it is asked."""
+        """Stream no more: the engine has shown that it answers in one piece whatever it is asked."""
         self.streams = False
 
     @contextmanager
     def scout(self) -> Iterator[None]:
-        """A streamed call is under way in the block."""
+        """Count the streamed call that is under way in the block."""
         self._scouts += 1
         try:
             yield
@@ -64,14 +66,14 @@ class Pace:
             self._scouts -= 1
 
     def measured(self, tokens: int, seconds: float, now_s: float) -> None:
-        """An engine at work made so many tokens in `seconds`."""
+        """Take a measurement: an engine at work made so many tokens in `seconds`."""
         if tokens > 0:
             new_s, old_s = seconds / tokens, self._token_s
             self._token_s = new_s if old_s is None else NEW_SHARE * new_s + (1 - NEW_SHARE) * old_s
             self._measured_s = now_s
 
     def production_s(self, tokens: int, at_most_s: float) -> float:
-        """Seconds that the engine worked on so many tokens, which it sent in one piece after `at_most_s`."""
+        """Return the seconds that the engine worked on so many tokens, which it sent in one piece after `at_most_s`."""
         return at_most_s if self._token_s is None else min(at_most_s, self._token_s * tokens)
 
 
@@ -84,7 +86,7 @@ class Production:
     """
 
     def __init__(self, produced: Callable[[float], None], pace: Pace, sent_s: float, opening: int | None) -> None:
-        """`sent_s`: when the request was sent; `opening`: which one of the pool's gate it was in, None while closed."""
+        """Begin. `sent_s`: when the request was sent; `opening`: which one of the pool it was in, None in a pause."""
         self._produced = produced
         self._pace = pace
         self._last_s = sent_s
@@ -93,7 +95,7 @@ class Production:
         self._worked_s, self._tokens = 0.0, 0
 
     def piece(self, tokens: int, now_s: float, opening: int | None) -> None:
-        """So many tokens of a stream came."""
+        """Take so many tokens of a stream."""
         if self._streams and opening is not None and opening == self._opening and now_s - self._last_s <= STALL_S:
             self._worked_s += now_s - self._last_s
             self._tokens += tokens
@@ -106,10 +108,10 @@ class Production:
         return self._streams
 
     def ended(self, now_s: float) -> None:
-        """Nothing more comes: what the stream has shown of the engine's pace counts."""
+        """End the stream: what it has shown of the engine's pace counts."""
         self._pace.measured(self._tokens, self._worked_s, now_s)
 
     def answered(self, tokens: int, now_s: float, opening: int | None) -> None:
-        """The answer is there."""
+        """Take the answer."""
         if not self._streams and opening is not None and opening == self._opening:
             self._produced(now_s - self._pace.production_s(tokens, now_s - self._last_s))

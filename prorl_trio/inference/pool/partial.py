@@ -1,4 +1,4 @@
-"""One completion over several attempts: a pause or a failure cuts it, and it is continued from what was sampled.
+"""A completion over several attempts: a pause or a failure cuts it, and it is continued from what was sampled.
 
 Continuing from the sampled tokens draws from the same distribution as going on would have; sampling anew would favour
 short completions, as they are cut less often. So no token that was received is ever sampled again.
@@ -24,7 +24,7 @@ __all__ = ["PartialCompletion", "version_name"]
 
 
 class PartialCompletion:
-    """What was sampled after one prompt so far. Belongs to one task; survives the attempts, and a change of backend.
+    """The tokens sampled after one prompt so far. Belongs to one task; survives the attempts, and a change of backend.
 
     Attributes:
         request: what all attempts together are to answer.
@@ -73,12 +73,12 @@ class PartialCompletion:
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """What the next attempt continues."""
+        """The ids that the next attempt continues."""
         return self._prompt + self._token_ids if self._token_ids else self._prompt
 
     @property
     def prompt_tokens(self) -> int:
-        """How many these are."""
+        """The number of these."""
         return len(self._prompt) + len(self)
 
     @property
@@ -88,11 +88,11 @@ class PartialCompletion:
 
     @property
     def next_tokens(self) -> int:
-        """What the next attempt is to be asked for where it is answered in one piece."""
+        """The number of tokens to ask the next attempt for, where it is answered in one piece."""
         return min(self.room, max(self.slice_tokens, len(self))) if self.slice_tokens else self.room
 
     def begin_attempt(self, info: Callable[[], EngineInfo]) -> Completion | None:
-        """The completion, if what was sampled before is all of it already. Otherwise an attempt may begin.
+        """Return the completion, if what was sampled before is all of it already. Otherwise an attempt may begin.
 
         Args:
             info: what is known of the engine; the version it tells may change while the attempt lasts.
@@ -113,7 +113,7 @@ class PartialCompletion:
         return None
 
     def add(self, completion: Completion) -> Completion:
-        """An attempt ended: the completion with what earlier ones sampled in front.
+        """Add what an attempt ended with, and return the completion, with what earlier ones sampled in front.
 
         Its spans are those that the engine tells, by `version_name`. If it tells none, they are of the version that was
         in force when the attempt began, or each streamed token came; but if it says at the end that its weights have
@@ -137,7 +137,7 @@ class PartialCompletion:
         return self.whole(completion.finish_reason, completion.dropped_tokens)
 
     def cut(self) -> int:
-        """An attempt ended without a completion: keep the tokens that it had streamed. Returns how many these are."""
+        """Keep the tokens that an attempt had streamed that ended without a completion. Returns how many these are."""
         streamed = len(self._streamed_logprobs)
         self._append(self._so_far[len(self) :], self._streamed_logprobs, self._streamed_spans(streamed))
         return streamed
@@ -159,7 +159,8 @@ class PartialCompletion:
         return None
 
     def _streamed_spans(self, count: int) -> list[PolicySpan]:
-        """The first `count` tokens that were streamed, under the version that was in force when they came."""
+        """Return the spans of the first `count` tokens that were streamed, under the version that was in force when
+        they came."""
         ends = [*(start for start, _ in self._streamed_under[1:]), count]
         return [
             self._span(min(start, count), min(end, count), version)
@@ -193,7 +194,7 @@ class PartialCompletion:
                     self._spans.append(moved)
 
     def whole(self, finish_reason: FinishReason, dropped_tokens: int = 0) -> Completion:
-        """What was sampled so far, as a completion that ended so."""
+        """Return what was sampled so far, as a completion that ended so."""
         last = self._spans[-1] if self._spans else None
         return Completion(
             token_ids=self._token_ids.tolist(),
@@ -207,7 +208,7 @@ class PartialCompletion:
 
 
 def version_name(label: str, before: EngineInfo, after: EngineInfo) -> str:
-    """What weights are recorded as that the engine calls `label`.
+    """Return what weights are recorded as that the engine calls `label`.
 
     `before` is what was known of it when the attempt began, and `after` what is when it ended: the label of its
     weights, and the version of the policy that the pool knows them by. A label that is neither's is of weights that

@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 __all__ = ["Assignment", "MoveReason", "Placement", "Strategy"]
 
 MoveReason = Literal["failure", "drain", "skew", "stale"]
-"""Why a task changed its backend: the old one failed it or is out of health, takes no tasks any more, has so much more
+"""The reason of a move: the old one failed it or is out of health, takes no tasks any more, has so much more
 to do that another one is worth its prefix cache, or has weights that are too old for it."""
 
 
 MAX_RANKS_PER_BACKEND = 8
-"""Of the heap: most are empty by then."""
+"""The size of the heap: most are empty by then."""
 
 _Rank = tuple[bool, float]
 """Full ones last, then by what the strategy counts."""
 
 
 class Assignment:
-    """One task's place on a backend. `backend` changes only through `Placement.move`."""
+    """A task's place on a backend. `backend` changes only through `Placement.move`."""
 
     __slots__ = ("backend", "task_id")
 
@@ -47,13 +47,13 @@ class Assignment:
 
 
 class _Place:
-    """Where a backend stands among the accepting ones."""
+    """The place of a backend among the accepting ones."""
 
     __slots__ = ("assigned_turn", "position", "rank")
 
     def __init__(self) -> None:
         self.assigned_turn = 0
-        """Which assignment of all was its latest."""
+        """The number of its latest assignment, among those of all."""
         self.rank: _Rank = (False, 0.0)
         self.position = -1
         """In the bucket of its rank; -1 where it is in none."""
@@ -70,7 +70,8 @@ class Placement:
     def __init__(
         self, random: Random, max_tasks_per_backend: int = 0, *, strategy: Strategy = "least_in_flight"
     ) -> None:
-        """`random` breaks ties. A backend with `max_tasks_per_backend` tasks is given no other; 0 for no limit."""
+        """Begin without any. `random` breaks ties. A backend with `max_tasks_per_backend` tasks is given no other; 0
+        for no limit."""
         if strategy not in get_args(Strategy):
             raise ValueError(f"no strategy {strategy!r}; there are {', '.join(get_args(Strategy))}")
         self.strategy = strategy
@@ -98,14 +99,14 @@ class Placement:
             backend.activate(weight)
 
     def drain(self, url: str) -> Backend:
-        """No new tasks for `url`; its tasks stay. Idempotent. Raises KeyError if there is no such backend."""
+        """Place no new tasks on `url`; its tasks stay. Idempotent. Raises KeyError if there is no such backend."""
         backend = self._backends[url]
         with self._reranked(backend):
             backend.retire("draining")
         return backend
 
     def remove(self, url: str) -> Backend:
-        """As `drain`, and no longer listed once its last task is done. Raises KeyError if there is no such backend."""
+        """Drain it, and list it no longer once its last task is done. Raises KeyError if there is no such backend."""
         backend = self.drain(url)
         del self._backends[url]
         backend.retire("removed")
@@ -142,7 +143,7 @@ class Placement:
             backend.weigh(weight)
 
     def get(self, url: str) -> Backend | None:
-        """The active or draining backend of that URL."""
+        """Return the active or draining backend of that URL."""
         return self._backends.get(url)
 
     def check_free(self, task_id: str) -> None:
@@ -190,7 +191,7 @@ class Placement:
         return True
 
     def other(self, assignment: Assignment, besides: Collection[Backend] = ()) -> Backend | None:
-        """Where `move` would take the task. Another call may find another one, of the same rank."""
+        """Return where `move` would take the task. Another call may find another one, of the same rank."""
         passed_over = dict.fromkeys((assignment.backend, *besides))
         for backend in passed_over:
             self._leave(backend)
@@ -200,7 +201,7 @@ class Placement:
         return other
 
     def release(self, assignment: Assignment) -> None:
-        """The task is done with its backend. Raises ValueError if the assignment is not open."""
+        """Free the backend of a task that is done with it. Raises ValueError if the assignment is not open."""
         self._check_open(assignment)
         del self._leases[assignment.task_id]
         self._count(assignment.backend, -1)
@@ -211,11 +212,11 @@ class Placement:
         return len(self._leases)
 
     def statistics(self) -> list[BackendStatistics]:
-        """Every backend that is listed or still has tasks."""
+        """Return every backend that is listed or still has tasks."""
         return [backend.statistics() for backend in self.backends()]
 
     def backends(self) -> list[Backend]:
-        """Every backend that is listed or still has tasks."""
+        """Return every backend that is listed or still has tasks."""
         return [*self._backends.values(), *(backend for backend in self._removed if backend.in_flight)]
 
     def _check_open(self, assignment: Assignment) -> None:
@@ -231,7 +232,7 @@ class Placement:
 
     @contextmanager
     def _reranked(self, backend: Backend) -> Iterator[None]:
-        """Around any change of what its rank is made of."""
+        """Let what its rank is made of change in the block."""
         self._leave(backend)
         try:
             yield
@@ -285,6 +286,6 @@ class Placement:
         return None
 
     def _share(self) -> Backend | None:
-        """Whose turn it is in order of arrival, whatever it has to do."""
+        """Return whose turn it is in order of arrival, whatever it has to do."""
         accepting = [backend for backend in self._backends.values() if backend.accepting]
         return accepting[self._turn % len(accepting)] if accepting else None

@@ -34,7 +34,7 @@ Told = tuple[EngineAnswer, str]
 
 
 class GatedBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pause, new weights or a resume did to one backend.
+    """The effect of a pause, new weights or a resume on one backend.
 
     Attributes:
         in_flight: completions that run there now; after `pause`, only those that were kept.
@@ -221,5 +221,5 @@ async def _resume(backend: Backend, timeout_s: float, policy_version: str | None
 
 
 def _left_s() -> float:
-    """Until the caller's time is up."""
+    """Return the seconds until the caller's time is up."""
     return max(0.0, trio.current_effective_deadline() - trio.current_time())

@@ -50,7 +50,7 @@ class Backends:
         load: LoadConfig | None = None,
         random: Random | None = None,
     ) -> None:
-        """Nothing is contacted yet.
+        """Contact nobody yet.
 
         Args:
             find_client: makes the client of a URL that is registered. It is closed here, when its backend is gone.
@@ -71,7 +71,7 @@ class Backends:
         self.versions = VersionOrder()
         """Versions that resumes announced or engines came with, in their order."""
         self.admission = Admission()
-        """What every completion goes through."""
+        """The admission of every completion."""
         self._placement = Placement(random, max_tasks_per_backend, strategy=strategy)
         self._balancer = LoadBalancer(
             self._placement, self.admission, self.versions, load or LoadConfig(), lambda: self._tell(updated=False)
@@ -160,7 +160,7 @@ class Backends:
             await self._close_unused()
 
     async def clear(self) -> tuple[str, ...]:
-        """`remove` all there are, those that are down among them, at one stroke. Returns their URLs."""
+        """Remove all there are, those that are down among them, at one stroke. Returns their URLs."""
         urls = self.urls()
         for url in urls:
             if not self._expected.forget(url):
@@ -190,7 +190,7 @@ class Backends:
         priority: int = 0,
         waiting: Waiting = unseen,
     ) -> AsyncIterator[Lease]:
-        """The least loaded backend, for as long as the block lasts, and given back however the block ends.
+        """Lease the least loaded backend for as long as the block lasts; it is given back however that ends.
 
         Waits while no backend accepts tasks and has room: bounded by the caller's own deadline, and with `waiting`
         entered, which is told what is missing. Of those who wait, the lowest `priority` goes first, and of one priority
@@ -280,8 +280,8 @@ class Backends:
             await _close(self._placement.backends())
 
     def statistics(self) -> dict[str, object]:
-        """Leases, tasks `waiting` for a backend, `moves` by reason, the gate, and `backends`: one `BackendStatistics`
-        each. Encodable."""
+        """Return leases, tasks `waiting` for a backend, `moves` by reason, the gate, and `backends`: one
+        `BackendStatistics` each. Encodable."""
         return {
             "open_leases": self._placement.open_leases,
             "waiting": self._balancer.waiting,
@@ -296,7 +296,7 @@ class Backends:
         return any(backend.accepting for backend in self._placement.backends())
 
     def shortage(self) -> str:
-        """What a task that waits for a backend waits for."""
+        """Return what a task that waits for a backend waits for."""
         if self.accepting:
             return "backend room"
         if self._expected:
@@ -305,11 +305,11 @@ class Backends:
         return f"a backend that takes tasks: {'; '.join(listed) or 'none is registered'}"
 
     def list(self) -> tuple[EngineInfo, ...]:
-        """What is known of each registered backend, in order of arrival."""
+        """Return what is known of each registered backend, in order of arrival."""
         return tuple(backend.info for backend in self._listed())
 
     def urls(self) -> tuple[str, ...]:
-        """Of all that are registered, and then of those that are down."""
+        """Return the URLs of all that are registered, and then of those that are down."""
         return (*(backend.url for backend in self._listed()), *self._expected.urls())
 
     # ------------------------------------------------------------ inside

@@ -7,7 +7,7 @@ from typing import Final
 __all__ = ["MAX_VERSIONS_KEPT", "UNKNOWN_VERSION", "VersionOrder"]
 
 MAX_VERSIONS_KEPT: Final = 10_000
-"""Of those that are no integers; of the oldest the place is forgotten."""
+"""The most that are no integers; of the oldest the place is forgotten."""
 
 UNKNOWN_VERSION: Final = "0"
 """The version that a probe gives to weights whose engine does not tell it."""
@@ -27,16 +27,16 @@ class VersionOrder:
         self.note(first)
 
     def announce(self, version: str) -> None:
-        """The trainer has `version` from now on."""
+        """Note that the trainer has `version` from now on."""
         self.current = version
         self.note(version)
 
     def behind(self, version: str) -> int:
-        """Policy updates that `version` lies behind what the trainer has."""
+        """Return the policy updates that `version` lies behind what the trainer has."""
         return self.updates(version, self.current)
 
     def note(self, version: str) -> None:
-        """`version` is in force from now on. One that was so before comes back under its old place."""
+        """Note that `version` is in force from now on. One that was so before comes back under its old place."""
         if version not in self._places:
             self._places[version] = self._next
             self._next += 1
@@ -44,7 +44,7 @@ class VersionOrder:
                 del self._places[next(iter(self._places))]
 
     def updates(self, older: str, newer: str) -> int:
-        """Policy updates from `older` to `newer`, 0 if it is not newer.
+        """Return the policy updates from `older` to `newer`, 0 if it is not newer.
 
         Integers by their difference; others by what was noted between them, both included. One that was never noted, as
         only its engine knew of it, counts as the very first if it is `older`, and as the very last if it is `newer`.

@@ -1,4 +1,4 @@
-"""The look at registered engines from time to time: which are well, and how much they have to do."""
+"""The watch over registered backends, from time to time: which are well, and how much they have to do."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PoolWatch:
                 await self._look_again(policy.interval_s, self._ask_load)
 
     async def _look_again(self, interval_s: float, look: Look) -> None:
-        """At every backend from time to time, for ever; never, where the interval is 0.
+        """Look at every backend from time to time, for ever; never, where the interval is 0.
 
         One whose last look is not over is passed over: a backend that does not answer holds up no other.
         """
@@ -122,7 +122,7 @@ class PoolWatch:
             self._balancer.adapt(backend, pressed=backend.load.pressed)
 
     async def _probe_again(self, backend: Backend) -> None:
-        """A probe that a pause came across says nothing, unless it was answered."""
+        """Probe it. A probe that a pause came across says nothing, unless it was answered."""
         if self._admission.closed:
             await trio.lowlevel.checkpoint()
             return
