@@ -16,7 +16,6 @@ import trio
 from local_node import open_local_node
 from prorl_trio import (
     AgentHandler,
-    AgentStyle,
     BashTool,
     ChatMessage,
     Evaluation,
@@ -28,7 +27,6 @@ from prorl_trio import (
     connect,
     run_agent,
 )
-from prorl_trio.handlers.registry import HandlerRegistry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,13 +44,6 @@ class RepairTask(msgspec.Struct, forbid_unknown_fields=True):
 
     module: str
     test: str
-
-
-class Style(AgentStyle):
-    """A reader of turns without a tool call: they are talk, which is answered by a reminder."""
-
-    def nudge(self) -> str:
-        return "Call bash to go on, or finish when you are done."
 
 
 class RepairHandler(AgentHandler):
@@ -76,7 +67,7 @@ class RepairHandler(AgentHandler):
         assert context.sandbox is not None
         request = f"The module {MODULE} has a fault. Find it, mend it, then finish."
         tools = ToolSet([BashTool(), FinishTool()], max_observation_chars=8_000)
-        await run_agent(context, [ChatMessage(role="user", content=request)], tools, Style())
+        await run_agent(context, [ChatMessage(role="user", content=request)], tools)
         try:
             mended = await context.sandbox.read_file(MODULE, max_bytes=MAX_MODULE_BYTES)
             context.answer = mended.decode()
@@ -108,8 +99,10 @@ async def main(provider: str) -> None:
     """Run one rollout on a local node."""
     payload = {"module": "def add(a, b): return a - b\n", "test": "from module import add; assert add(2, 3) == 5"}
     job = JobSpec(job_id="add-0", instance=TaskInstance(instance_id="add", handler="repair", payload=payload))
-    handlers = HandlerRegistry([RepairHandler()])
-    async with open_local_node(policy, handlers, provider=provider) as node, connect(node.url, node.token) as client:
+    async with (
+        open_local_node(policy, [RepairHandler()], provider=provider) as node,
+        connect(node.url, node.token) as client,
+    ):
         await client.submit([job])
         async for outcome in client.results():
             sys.stdout.write(f"{outcome.job_id} {outcome.status}, reward {outcome.reward}: {outcome.details}\n")

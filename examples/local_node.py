@@ -27,8 +27,9 @@ from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
+    from prorl_trio import AgentHandler
     from prorl_trio.types.models import FinishReason
 
 VOCABULARY = 259
@@ -45,20 +46,23 @@ class LocalNode(NamedTuple):
 
 @asynccontextmanager
 async def open_local_node(
-    policy: Callable[[str], str], handlers: HandlerRegistry, *, provider: str = "auto"
+    policy: Callable[[str], str], handlers: Sequence[AgentHandler] = (), *, provider: str = "auto"
 ) -> AsyncIterator[LocalNode]:
     """Run a node in this process while the block runs, or until SIGTERM or Ctrl-C.
 
-    `policy` gets the prompt as text, control tokens included, and returns what the model says.
+    `policy` gets the prompt as text, control tokens included, and returns what the model says. Without `handlers` it
+    has those of the installed packages.
     """
     with tempfile.TemporaryDirectory(prefix="prorl-") as folder:
         tiny = make_tiny_model(Path(folder) / "model")
 
         def sample(prompt: list[int]) -> tuple[list[int], list[float], FinishReason]:
             ids = tiny.turn(policy(tiny.decode(prompt)))
-            return ids, [-0.5] * len(ids), "stop"
+            return ids, [-random.random() for _ in ids], "stop"
 
-        says = FakeEngineConfig(vocab_size=VOCABULARY, end_of_turn_id=tiny.end_of_turn_id, max_model_len=CONTEXT_TOKENS)
+        says = FakeEngineConfig(
+            vocab_size=VOCABULARY, end_of_turn_id=tiny.end_of_turn_id, max_model_len=CONTEXT_TOKENS, development=True
+        )
         async with open_fake_engine(script=sample, config=says) as engine, trio.open_nursery() as nursery:
             node_toml = {
                 "model": {"path": f"{folder}/model"},
@@ -70,7 +74,7 @@ async def open_local_node(
             config = msgspec.convert(node_toml, NodeConfig)
 
             async def serve(*, task_status: trio.TaskStatus[tuple[str, int]]) -> None:  # noqa: ASYNC128 - serve_node does
-                await serve_node(config, handlers, task_status=task_status)
+                await serve_node(config, HandlerRegistry(handlers) if handlers else None, task_status=task_status)
                 nursery.cancel_scope.cancel()
 
             await nursery.start(serve)
@@ -88,7 +92,7 @@ def guess(prompt: str) -> str:
 
 async def main(provider: str) -> None:
     """Serve the installed handlers until SIGTERM or Ctrl-C."""
-    async with open_local_node(guess, HandlerRegistry.from_entry_points(), provider=provider) as node:
+    async with open_local_node(guess, provider=provider) as node:
         sys.stdout.write(
             f"export PRORL_URL={node.url} PRORL_REST={node.rest_url} PRORL_TOKEN={node.token}\n",
         )

@@ -13,21 +13,21 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import trio
 
-from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
+from prorl_trio import ProviderReport, SandboxProvider, SandboxSpec, SandboxUnavailable
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.run_dir import RunDir, SandboxDir, open_shared_run_dir
 from prorl_trio.sandbox.runtime.runtime import process_runtime
 from prorl_trio.testing.sandbox_contract import CORE_CHECKS, PROCESS_CHECKS, Contract
-from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
-    from prorl_trio.sandbox.sandbox import Sandbox
+    from prorl_trio import Sandbox
+    from prorl_trio.config import SandboxConfig
 
 NAMESPACES = ("--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--uts")
 
@@ -40,6 +40,10 @@ class UnshareProvider(SandboxProvider):
 
     def __init__(self, runtime_dir: Path | None = None) -> None:
         self._runtime_dir = runtime_dir
+
+    @classmethod
+    def configured(cls, config: SandboxConfig) -> Self:
+        return cls(Path(config.runtime_dir) if config.runtime_dir else None)
 
     async def probe(self) -> ProviderReport:
         """Start the smallest thing of this kind. What is missing is reported, never raised."""
