@@ -1,4 +1,4 @@
-"""What installed packages add to a node: classes that they declare under an entry-point group."""
+"""Classes that installed packages add to a node: they declare them under an entry-point group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between agents that work in the same loop."""
+"""The difference between agents that work in the same loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ __all__ = ["PLAIN", "AgentStyle"]
 
 
 class AgentStyle:
-    """How a turn without a formal tool call is read, and what reminds the policy. Override what differs; no I/O."""
+    """The reading of a turn without a formal tool call, and the reminder of the policy.
+
+    Override what differs; no I/O.
+    """
 
     def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
         """Return the calls that a turn without formal ones still asks for (a fenced block, say). Default: none."""

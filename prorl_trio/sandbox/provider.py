@@ -62,7 +62,7 @@ class SandboxProvider(abc.ABC):
     isolated: ClassVar[bool]
     """False: runs code as the node itself. For tests only, and said so loudly when a node starts with it."""
     has_fakeroot: ClassVar[bool] = False
-    """Whether its tools may be root inside, as `sandbox.fakeroot` asks for."""
+    """Tools may be root inside, as `sandbox.fakeroot` asks for."""
 
     @classmethod
     def configured(cls, config: SandboxConfig) -> Self:
