@@ -91,7 +91,7 @@ class Channel:
         """
         frame = encode_frame(payload, max_frame_bytes=self.max_frame_bytes)
         self.raise_if_broken()
-        taken_bytes = 0 if self._unsent else self._write_nowait(frame)
+        taken_bytes = 0 if self._unsent else self._write_nowait(frame)  # nothing overtakes what waits for `flush`
         if taken_bytes < len(frame):
             self._unsent += memoryview(frame)[taken_bytes:]
 
@@ -174,7 +174,7 @@ class Channel:
         whole = False
         try:
             while self._unsent:
-                batch = bytes(self._unsent)
+                batch = bytes(self._unsent)  # a copy: `send_nowait` may append while this waits
                 await self._stream.send_all(batch)
                 del self._unsent[: len(batch)]
             whole = True

@@ -215,7 +215,7 @@ class Shell:
         running.was_interrupted = True
         group = self._terminal.foreground_group()
         if group is not None and group not in already:
-            if _executable(group) != _executable(self.child.pid):
+            if _executable(group) != _executable(self.child.pid):  # else it is the shell, or about to become a program
                 already.add(group)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGINT)
@@ -241,6 +241,7 @@ class Shell:
             await self._wait_mark(PROMPT_MARK, self._files.open_gate)
             self.is_unsettled = False
             await self._nonce_repeated.wait()  # what the terminal has carried before it has been taken
+        # What others in the shell's background wrote meanwhile is kept for the next command.
         if not self._idle_output.capped().data.strip(b"\n"):
             self._idle_output = OutputBuffer(IDLE_OUTPUT_BYTES)
 

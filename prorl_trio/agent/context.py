@@ -110,6 +110,8 @@ class RolloutContext:
         common counts once.
         """
         scope, now_s = self.stage_scope, trio.current_time()
+        # How long the wait will be is not known yet: the deadline is put off by the most that it may be, and is set to
+        # what was left of it when the last of the overlapping waits is over.
         if not self._lines:
             self._line_since_s, self._line_deadline_s = now_s, math.inf if scope is None else scope.deadline
         self._lines += 1

@@ -90,7 +90,7 @@ async def run_agent(
 
     All calls of the task go to one backend, leased for the whole loop and released whatever happens; no budget is
     charged for the wait for one. Sets `context.stop_reason`, and `context.answer` if the agent gave one. When the
-    budget `agent_s` is used up (see `agent_clock`), the loop ends with `agent_budget`: the call in flight is aborted,
+    budget `agent_s` is used up (see `agent.clock`), the loop ends with `agent_budget`: the call in flight is aborted,
     and what was recorded is the agent's work, the tokens of that call included. Cancellation, too, aborts it and leaves
     what was recorded.
 

@@ -80,7 +80,7 @@ class _Worker:
     async def ask(self, payload: Mapping[str, Any]) -> ScoreReply:
         try:
             raw = msgspec.msgpack.encode(payload)
-        except UnicodeEncodeError:
+        except UnicodeEncodeError:  # a lone surrogate of the policy's: UTF-8 has no form for it
             raw = msgspec.msgpack.encode(portable(dict(payload)))
         stdin = self._process.stdin
         assert stdin is not None
@@ -109,6 +109,7 @@ class _Worker:
             chunk = await stdout.receive_some(size - len(data))
             if not chunk:
                 code = await self._process.wait()
+                # The kernel's limit of CPU time, not ours of wall time: an answer that keeps the scorer busy.
                 if code == -signal.SIGXCPU:
                     raise EvaluationError("the scorer used up its CPU time", error_code="evaluator_timeout")
                 raise EvaluationError(f"the scorer's process ended in the middle of a call (exit status {code})")

@@ -198,6 +198,7 @@ class TokenCodec:
 def _tokenizers(tokenizer_json: bytes, added: frozenset[str], origin: Path) -> tuple[Tokenizer, Tokenizer]:
     """Return the tokenizer as it is, and one that has no added tokens, and in whose vocabulary none of `added` is."""
     spec = msgspec.json.decode(tokenizer_json)
+    # Some models have their control tokens in the vocabulary, too: without them, merges cannot make one of plain text.
     bare_vocab = {text: token_id for text, token_id in spec["model"]["vocab"].items() if text not in added}
     spec |= {"added_tokens": [], "post_processor": None, "model": {**spec["model"], "vocab": bare_vocab}}
     try:

@@ -85,7 +85,7 @@ class ChatTemplate:
     """A compiled template. Immutable once probed; may be used from several threads.
 
     Attributes:
-        capabilities: none of them, until `chat_probe.probe` has found them.
+        capabilities: none of them, until `chat.probe.probe` has found them.
         literals: the strings and whole numbers in its expressions.
     """
 

@@ -103,7 +103,7 @@ class SegmentTokens:
         except ArenaFull:
             assert self._shared is not None
             assert self._memory is not None
-            self._memory.make_room()
+            self._memory.make_room()  # outcomes that wait there for a trainer go to it as frames instead
             try:
                 self._buffer.append(token_ids, logprobs)
             except ArenaFull:

@@ -162,6 +162,7 @@ class DiskLedger(Ledger):
                 operations = [call.operation for call in group]
                 answers = await trio.to_thread.run_sync(self._store.commit, operations, limiter=self._writing)
             except BaseException:
+                # Nobody was answered: `_close` tells them that the ledger is gone, whatever has reached the disk.
                 self._calls.extendleft(reversed(group))
                 raise
             no_room = []
@@ -200,7 +201,7 @@ class DiskLedger(Ledger):
             while source and len(group) < self._limits.max_group_operations:
                 call = source[0]
                 if call.abandoned and not isinstance(call.operation, LAZY):
-                    source.popleft()
+                    source.popleft()  # its caller was cancelled before this began: the operation has never been
                 elif (
                     source is self._calls
                     and isinstance(call.operation, Finish)

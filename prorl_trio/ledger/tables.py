@@ -144,6 +144,7 @@ class Tables:
         session, job = check_finish(operation, self.session(session_id), self.job(job_id), is_taken)
         payload = outcome[0] if len(outcome) == 1 else b"".join(outcome)
         length = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+        # The spec is in the job's payload until then: no job needs both.
         self._db.execute("DELETE FROM payloads WHERE number = ?", (job.number,))
         self._db.execute("INSERT INTO payloads VALUES (?, ?)", (job.number, payload))
         self._count(live_bytes=length - job.length)
@@ -169,6 +170,7 @@ class Tables:
         """Tombstones are numbered in the order of their age."""
         limit_s = age_s - self._limits.tombstone_s
         excess = self.counts.tombstones - self._limits.max_tombstones
+        # In order, and read only as far as they are old: usually that is the first row.
         old = self._db.execute("SELECT number, at_s FROM tombstones ORDER BY number")
         last = None
         for count, (number, at_s) in enumerate(old, 1):

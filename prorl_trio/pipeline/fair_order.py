@@ -43,6 +43,7 @@ class FairOrder(Generic[T]):
             raise ValueError(f"{item!r} is queued already")
         self._where[id(item)] = (priority, session)
         of = self._classes.setdefault(priority, _Class())
+        # A session that comes back begins at the present turn: time in which it had nothing waiting earns it nothing.
         if session not in of.lines:
             of.lines[session] = _Line(of.next_turn(self._weight_of(session)))
         of.lines[session].items[id(item)] = item

@@ -69,6 +69,7 @@ class StageQueue(Generic[T]):
     async def put(self, item: T, priority: int, session: str = "") -> None:
         """Queue `item`, waiting for room. Cancelled: the item is not queued."""
         await trio.lowlevel.checkpoint_if_cancelled()
+        # No checkpoint where there is room: nobody can take it between this look and `put_nowait`.
         while len(self) >= self.capacity:
             await self._putters.park()
         self.put_nowait(item, priority, session)
@@ -78,6 +79,7 @@ class StageQueue(Generic[T]):
         await trio.lowlevel.checkpoint()
         while (item := self._order.pop_ready(self._ready)) is None:
             await self._getters.park()
+        # From here on nothing waits: a cancel between taking the item and returning it would lose it.
         self._make_room()
         return item
 

@@ -17,7 +17,7 @@ REPLACED = "\ufffd"
 
 
 class Codec(Protocol):
-    """See `chat_codec.TokenCodec`."""
+    """See `chat.codec.TokenCodec`."""
 
     def mark(self, text: str) -> str:
         """The text without anything that could be a control token."""
