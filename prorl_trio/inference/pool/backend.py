@@ -123,10 +123,10 @@ class Backend:
     # ------------------------------------------------------------ for `Placement`
 
     def activate(self, weight: float | None) -> None:
-        """Take tasks from now on, also if it was suspended, with another weight if one is given."""
+        """Take tasks from now on, with another weight if one is given."""
         if weight is not None:
             self.weigh(weight)
-        self.state, self.suspended = "active", False
+        self.state = "active"
 
     def retire(self, state: Literal["draining", "removed"]) -> None:
         """Take no tasks any more."""

@@ -94,7 +94,7 @@ class Placement:
         self._enter(backend)
 
     def activate(self, backend: Backend, weight: float | None = None) -> None:
-        """Accept tasks for it, also if it was draining or suspended; change its weight if one is given. Idempotent."""
+        """Accept tasks for one that was draining, with another weight if one is given. Idempotent."""
         with self._reranked(backend):
             backend.activate(weight)
 

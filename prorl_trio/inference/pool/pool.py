@@ -362,6 +362,7 @@ class Backends:
         else:
             backend = current
             self._placement.activate(backend, weight)
+            self._placement.suspend(backend, suspended=False)
         backend.added(info)
         self._expected.forget(url)
         self._balancer.changed()
