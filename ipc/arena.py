@@ -98,7 +98,7 @@ class TokenBuffer:
             StaleReference: the buffer was released.
         """
         self._expect_held()
-        return self._whole.first(self._length)
+        return self._whole.first(self._length) if self._ref is None else self._arena.memory.view(self._ref)
 
     def append(
         self,
@@ -334,22 +334,18 @@ class Arena:
         """
         self._by_block[self.memory.check(ref)].pin(holder)
 
-    def ref_of(self, arrays: TokenArrays) -> ArenaRef | None:
-        """Return the reference to these arrays if they are all of a sealed buffer's, else None."""
-        address = arrays.token_ids.__array_interface__["data"][0]
-        block, beside = divmod(address - self.memory.address - self.memory.blocks_at, self.memory.block_bytes)
-        buffer = self._by_block.get(block) if not beside else None
-        if buffer is None or buffer.ref is None:
-            return None
-        return buffer.ref if _places(arrays) == _places(self.memory.view(buffer.ref)) else None
+    def has(self, ref: ArenaRef) -> bool:
+        """Return whether the tokens of `ref` are there."""
+        try:
+            self.memory.check(ref)
+        except StaleReference:
+            return False
+        return True
 
     def unpin(self, ref: ArenaRef, reader_id: str) -> None:
         """The reader has done with `ref`. Idempotent; nothing happens where the tokens or the reader are gone."""
-        try:
-            block = self.memory.check(ref)
-        except StaleReference:
-            return
-        self._by_block[block].unpin(reader_id)
+        if self.has(ref):
+            self._by_block[self.memory.check(ref)].unpin(reader_id)
 
     def open_read_only(self) -> int:
         """A new descriptor of the arena that cannot be written through. The caller closes it."""
@@ -428,12 +424,6 @@ class Arena:
 
     def _full(self, tokens: int) -> ArenaFull:
         return ArenaFull(tokens, self._blocks.largest_free_run * self.memory.block_tokens)
-
-
-def _places(arrays: TokenArrays) -> list[tuple[int, int]]:
-    """Return for each array where it begins in memory, and its bytes."""
-    each = (arrays.token_ids, arrays.logprobs, arrays.loss_mask)
-    return [(array.__array_interface__["data"][0], array.nbytes) for array in each]
 
 
 @contextmanager

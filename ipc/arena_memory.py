@@ -15,7 +15,7 @@ import fcntl
 import mmap
 import os
 import struct
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from ipc.errors import ProtocolViolation, StaleReference
 if TYPE_CHECKING:
     from ipc.arena_wire import ArenaRef
 
-__all__ = ["TOKEN_BYTES", "ArenaMemory", "TokenArrays", "create_memory", "map_memory"]
+__all__ = ["TOKEN_BYTES", "ArenaMemory", "SealedArray", "TokenArrays", "create_memory", "map_memory"]
 
 TOKEN_BYTES: Final = 9
 ARENA_LAYOUT_VERSION: Final = 1
@@ -33,6 +33,7 @@ _MAGIC: Final = b"prorlmem"
 _HEADER: Final = struct.Struct("<8sIIQ32s")
 _TABLE_ENTRY_BYTES: Final = 16
 _ALIGNMENT_TOKENS: Final = 4
+_TOKEN_ID, _LOGPROB, _MASK = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
 _SEALS: Final = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
 
@@ -49,6 +50,20 @@ class TokenArrays(NamedTuple):
         for view in views:
             view.flags.writeable = False
         return views
+
+
+class SealedArray(np.ndarray[Any, np.dtype[Any]]):
+    """One of the arrays of a sealed run, whole. It is what is behind the views of a segment, and so goes with them: who
+    has a segment can tell where its tokens are, and whether they are still there. A slice of it is named by nothing.
+    """
+
+    ref: ArenaRef | None = None
+    memory: ArenaMemory | None = None
+
+    def check(self) -> None:
+        """Raise StaleReference if the tokens are gone: whatever was read since then may be wrong."""
+        if self.memory is not None and self.ref is not None:
+            self.memory.check(self.ref)
 
 
 class ArenaMemory:
@@ -72,11 +87,6 @@ class ArenaMemory:
         self._table = np.frombuffer(buffer, "<u8", 2 * self.total_blocks, mmap.PAGESIZE).reshape(-1, 2)
         self._buffer = buffer
 
-    @property
-    def address(self) -> int:
-        """Return the address of the mapping's first byte, in this process."""
-        return int(self._table.ctypes.data) - mmap.PAGESIZE
-
     def begin_run(self, block: int) -> int:
         """Begin a run at `block`; returns its generation."""
         self._table[block] = (self._table[block, 0] + np.uint64(1), 0)
@@ -97,9 +107,9 @@ class ArenaMemory:
     def arrays(self, offset: int, capacity: int) -> TokenArrays:
         """All of a run of `capacity` tokens at byte `offset`; writable if the mapping is."""
         return TokenArrays(
-            np.frombuffer(self._buffer, "<i4", capacity, offset),
-            np.frombuffer(self._buffer, "<f4", capacity, offset + 4 * capacity),
-            np.frombuffer(self._buffer, "u1", capacity, offset + 8 * capacity),
+            np.frombuffer(self._buffer, _TOKEN_ID, capacity, offset),
+            np.frombuffer(self._buffer, _LOGPROB, capacity, offset + 4 * capacity),
+            np.frombuffer(self._buffer, _MASK, capacity, offset + 8 * capacity),
         )
 
     def check(self, ref: ArenaRef) -> int:
@@ -126,7 +136,18 @@ class ArenaMemory:
     def view(self, ref: ArenaRef) -> TokenArrays:
         """The tokens of `ref`, without a copy. Errors as `check`."""
         self.check(ref)
-        return self.arrays(ref.offset, ref.capacity).first(ref.length)
+        offset, capacity = ref.offset, ref.capacity
+        return TokenArrays(
+            self._sealed(ref, _TOKEN_ID, offset),
+            self._sealed(ref, _LOGPROB, offset + 4 * capacity),
+            self._sealed(ref, _MASK, offset + 8 * capacity),
+        )
+
+    def _sealed(self, ref: ArenaRef, dtype: np.dtype[Any], offset: int) -> SealedArray:
+        array = SealedArray(ref.length, dtype, self._buffer, offset)
+        array.flags.writeable = False
+        array.ref, array.memory = ref, self
+        return array
 
 
 def create_memory(arena_id: str, size_bytes: int, block_tokens: int) -> tuple[int, ArenaMemory]:

@@ -163,18 +163,14 @@ class MappedArena:
         """The tokens of `ref`: read-only arrays of length T, without a copy.
 
         They are the node's memory, and stay what they are until the node frees it: not before the outcome they belong
-        to is acknowledged, as long as this reader's connection lasts. Copy what is to live longer. `check` tells, after
-        the use, whether they were whole all the time.
+        to is acknowledged, as long as this reader's connection lasts. Copy what is to live longer. Their `check` tells,
+        after the use, whether they were whole all the time.
 
         Raises:
             StaleReference: what it stands for is gone.
             ProtocolViolation: it cannot ever have been a reference into this arena.
         """
         return self.memory.view(ref)
-
-    def check(self, ref: ArenaRef) -> None:
-        """Raise as `view` does, and do nothing else."""
-        self.memory.check(ref)
 
     async def wait_closed(self) -> None:
         """Return when the connection has ended, and with it this reader: the node is gone, or it dropped us."""

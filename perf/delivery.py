@@ -149,8 +149,9 @@ class LinkTrainer(Trainer):
         if self._mapped is None or self.last is None or self.last.trajectory is None:
             return
         memory, segment = self._mapped.memory, self.last.trajectory.segments[0]
+        first = np.frombuffer(memory.mapping, "u1", 1).__array_interface__["data"][0]
         for array in (segment.token_ids, segment.logprobs, segment.loss_mask):
-            offset = array.__array_interface__["data"][0] - memory.address
+            offset = array.__array_interface__["data"][0] - first
             self.outside += not 0 <= offset < len(memory.mapping)
 
 

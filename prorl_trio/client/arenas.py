@@ -39,14 +39,7 @@ class MappedArenas:
             StaleReference: what it stands for is gone, or is in none of these arenas.
             ProtocolViolation: it cannot ever have been a reference into its arena.
         """
-        return self._arena_of(ref).view(ref)
-
-    def check(self, ref: ArenaRef) -> None:
-        """Raise as `view` does, and do nothing else."""
-        self._arena_of(ref).check(ref)
-
-    def _arena_of(self, ref: ArenaRef) -> MappedArena:
         for arena in self._arenas:
             if arena.arena_id == ref.arena_id:
-                return arena
+                return arena.view(ref)
         raise StaleReference(f"arena {ref.arena_id} is not mapped")

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-import numpy as np
 
+from ipc.arena_memory import SealedArray
 from ipc.session import OutcomeRefFrame
 from prorl_trio.types.errors import ProtocolError
-from prorl_trio.types.models import Outcome
+from prorl_trio.types.models import Outcome, Segment, Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ipc.arena_memory import TokenArrays
     from ipc.arena_wire import ArenaRef
-    from prorl_trio.types.models import Segment
 
-__all__ = ["Mapped", "join_outcome", "split_outcome"]
+__all__ = ["Mapped", "join_outcome", "refs_of", "split_outcome"]
 
 _NOTHING = memoryview(b"")
 _encode = msgspec.msgpack.Encoder().encode
@@ -33,15 +31,22 @@ class Mapped(Protocol):
         """The tokens of `ref`."""
         ...
 
-    def check(self, ref: ArenaRef) -> object:
-        """Raise StaleReference if they are gone."""
-        ...
+
+def refs_of(outcome: Outcome) -> list[ArenaRef] | None:
+    """Return where the tokens of each segment are in an arena; None if any are not, or there is no trajectory."""
+    if not isinstance(outcome.trajectory, Trajectory):  # a handler may have put anything there
+        return None
+    refs = [_ref_of(segment) for segment in outcome.trajectory.segments]
+    return None if None in refs else [ref for ref in refs if ref is not None]
 
 
-class _MappedIds(np.ndarray[Any, np.dtype[np.int32]]):
-    """Token ids in an arena, which know whether they are still there: `Segment.check` asks them."""
-
-    check: Callable[[], object]
+def _ref_of(segment: object) -> ArenaRef | None:
+    """Return the one name of all three arrays, if they are all of what it names."""
+    if not isinstance(segment, Segment):
+        return None
+    behind = (segment.token_ids_le.obj, segment.logprobs_le.obj, segment.loss_mask_le.obj)
+    ref, *others = [array.ref if isinstance(array, SealedArray) else None for array in behind]
+    return ref if ref is not None and ref.length == len(segment) and others == [ref, ref] else None
 
 
 def split_outcome(cursor: int, outcome: Outcome, refs: Sequence[ArenaRef]) -> OutcomeRefFrame:
@@ -90,9 +95,5 @@ def join_outcome(frame: OutcomeRefFrame, mapped: Mapped) -> Outcome:
 
 
 def _over_arena(segment: Segment, ref: ArenaRef, mapped: Mapped) -> Segment:
-    arrays = mapped.view(ref)
-    token_ids = arrays.token_ids.view(_MappedIds)
-    token_ids.check = partial(mapped.check, ref)
-    return msgspec.structs.replace(
-        segment, token_ids_le=token_ids.data, logprobs_le=arrays.logprobs.data, loss_mask_le=arrays.loss_mask.data
-    )
+    token_ids, logprobs, loss_mask = (array.data for array in mapped.view(ref))
+    return msgspec.structs.replace(segment, token_ids_le=token_ids, logprobs_le=logprobs, loss_mask_le=loss_mask)

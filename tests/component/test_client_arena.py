@@ -29,6 +29,7 @@ from prorl_trio.types.batch import pad_batch
 from prorl_trio.types.errors import ProtocolError
 from prorl_trio.types.models import Segment, Trajectory
 from prorl_trio.types.outcome_refs import split_outcome
+from support.addresses import offset_in
 from support.fake_node import make_outcome, make_spec
 
 TOKEN = "t" * 32
@@ -136,8 +137,7 @@ async def test_outcomes_are_views_of_the_nodes_memory_until_the_next_is_asked_fo
                 assert node.kinds == ["OutcomeRefFrame"] * 2
                 assert is_outcome(first, 0)
                 mapped = client._state.arenas._arenas[0].memory
-                place = first.trajectory.segments[0].token_ids.__array_interface__["data"][0]
-                assert place - mapped.address == node.buffers[0].ref.offset
+                assert offset_in(mapped, first.trajectory.segments[0].token_ids) == node.buffers[0].ref.offset
                 kept, own = copy.deepcopy(first), first.detached()
                 second = await anext(results)
                 while not node.buffers[0].released:

@@ -39,6 +39,7 @@ from prorl_trio.tools import ToolSet
 from prorl_trio.types.batch import pad_batch
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import ChatMessage, JobSpec, RetryPolicy, SamplingParams, TaskInstance
+from support.addresses import offset_in
 
 TOKEN = "a-token-for-tests-0123456789"
 TOKENS = 5_000
@@ -136,10 +137,6 @@ async def open_service(
     assert not service.sockets.exists(), "the sockets are gone, and their folder"
 
 
-def address_of(outcome):
-    return outcome.trajectory.segments[0].token_ids.__array_interface__["data"][0]
-
-
 def is_whole(outcome):
     assert (outcome.status, outcome.reward) == ("completed", 1.0), outcome.error
     (segment,) = outcome.trajectory.segments
@@ -162,7 +159,7 @@ async def test_outcomes_are_views_of_the_nodes_memory_and_it_is_empty_afterwards
             seen = 0
             async for outcome in client.results(20):
                 assert is_whole(outcome)
-                inside = address_of(outcome) - arena.memory.address
+                inside = offset_in(arena.memory, outcome.trajectory.segments[0].token_ids)
                 assert 0 < inside < len(arena.memory.mapping), "no copy was made"
                 batch = pad_batch([outcome], pad_token_id=0)
                 assert (batch.token_ids[0] == outcome.trajectory.segments[0].token_ids).all()

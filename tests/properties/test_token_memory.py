@@ -213,7 +213,7 @@ class Trainer:
         assert outcome.job_id not in self.ended
         self.ended.add(outcome.job_id)
         encoded = msgspec.msgpack.encode(outcome)
-        self.shared.keep("s", outcome, encoded)
+        self.shared.keep("s", outcome)
         self.held[outcome.job_id] = self.shared.frame("s", outcome.job_id, 1, self.reader) or encoded
 
     def report(self, job_id, status, detail):

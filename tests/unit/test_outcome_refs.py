@@ -12,7 +12,7 @@ from ipc.session import OutcomeRefFrame, ServerFrame
 from prorl_trio.types.batch import pad_batch
 from prorl_trio.types.errors import ProtocolError
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, Timing, Trajectory
-from prorl_trio.types.outcome_refs import join_outcome, split_outcome
+from prorl_trio.types.outcome_refs import join_outcome, refs_of, split_outcome
 
 
 @pytest.fixture
@@ -57,6 +57,44 @@ def on_the_wire(frame):
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=ServerFrame)
     assert isinstance(again, OutcomeRefFrame)
     return again
+
+
+def altered(outcome, **fields):
+    (segment,) = outcome.trajectory.segments
+    segments = [msgspec.structs.replace(segment, **fields)]
+    return msgspec.structs.replace(outcome, trajectory=msgspec.structs.replace(outcome.trajectory, segments=segments))
+
+
+def test_segments_know_where_their_tokens_are(arena):
+    outcome, buffers = recorded(arena, 1000, 5)
+    assert refs_of(outcome) == [buffer.ref for buffer in buffers]
+    joined = join_outcome(split_outcome(1, outcome, refs_of(outcome)), arena.memory)
+    assert refs_of(joined) == refs_of(outcome)
+
+
+def test_what_is_not_all_of_a_buffer_is_nowhere(arena):
+    outcome, _ = recorded(arena, 1000)
+    other, _ = recorded(arena, 1000)
+    (segment,), (foreign,) = outcome.trajectory.segments, other.trajectory.segments
+    mask = memoryview(bytes(1000))
+    half = {name: getattr(segment, name)[:size] for name, size in (("token_ids_le", 2000), ("logprobs_le", 2000))}
+    assert refs_of(altered(outcome, parent=0, reason="retry")) == refs_of(outcome) is not None
+    assert refs_of(altered(outcome, loss_mask_le=mask)) is None
+    assert refs_of(altered(outcome, logprobs_le=foreign.logprobs_le)) is None
+    assert refs_of(altered(outcome, **half, loss_mask_le=segment.loss_mask_le[:500])) is None
+    assert refs_of(outcome.detached()) is None
+    assert refs_of(msgspec.structs.replace(outcome, trajectory=None)) is None
+    assert refs_of(msgspec.structs.replace(outcome, trajectory={"segments": []})) is None
+
+
+def test_part_of_a_buffers_arrays_is_named_by_nothing(arena):
+    _, (buffer,) = recorded(arena, 1000)
+    part = Segment.over_arrays(*(array[:10] for array in buffer.arrays()), [])
+    whole = Segment.over_arrays(*buffer.arrays(), [])
+    buffer.release()
+    part.check()
+    with pytest.raises(StaleReference):
+        whole.check()
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (1000,), (5, 0, 700)])

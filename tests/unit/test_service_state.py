@@ -159,7 +159,7 @@ def decoded(encoded: bytes) -> Outcome:
 
 def test_an_outcome_travels_as_it_is():
     outcome = make_outcome(make_spec("a"), tokens=100)
-    assert decoded(encode_outcome(outcome, LIMIT)) == outcome
+    assert decoded(encode_outcome(outcome, LIMIT).data) == outcome
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_an_outcome_travels_as_it_is():
 )
 def test_details_without_a_wire_form_become_a_failure_that_keeps_the_trajectory(details: dict[str, Any]):
     outcome = msgspec.structs.replace(make_outcome(make_spec("a")), details=details)
-    got = decoded(encode_outcome(outcome, LIMIT))
+    got = decoded(encode_outcome(outcome, LIMIT).data)
     assert (got.status, got.reward, got.cause, got.details) == ("failed", None, "handler", {})
     assert "cannot be encoded" in got.error
     assert "left out: details" in got.error
@@ -178,7 +178,7 @@ def test_details_without_a_wire_form_become_a_failure_that_keeps_the_trajectory(
 
 def test_an_outcome_too_large_for_a_message_becomes_a_failure_that_says_how_large():
     outcome = make_outcome(make_spec("a"), tokens=2000)
-    got = decoded(encode_outcome(outcome, 9_000))
+    got = decoded(encode_outcome(outcome, 9_000).data)
     assert (got.status, got.reward, got.trajectory) == ("failed", None, None)
     assert "more than the limit of 6952" in got.error
 
@@ -187,21 +187,21 @@ def test_a_failure_that_cannot_travel_keeps_its_status_cause_and_error():
     outcome = msgspec.structs.replace(
         make_outcome(make_spec("a")), status="timed_out", cause="agent_budget", reward=None, error="too slow \ud800"
     )
-    got = decoded(encode_outcome(msgspec.structs.replace(outcome, details={"x": object()}), LIMIT))
+    got = decoded(encode_outcome(msgspec.structs.replace(outcome, details={"x": object()}), LIMIT).data)
     assert (got.status, got.cause, got.reward) == ("timed_out", "agent_budget", None)
     assert "too slow" in got.error
 
 
 def test_even_an_outcome_whose_every_part_is_hopeless_arrives():
     outcome = msgspec.structs.replace(make_outcome(make_spec("a")), tags={"x": "y" * 9000}, details={"x": object()})
-    got = decoded(encode_outcome(outcome, 4_000))
+    got = decoded(encode_outcome(outcome, 4_000).data)
     assert (got.job_id, got.status, got.tags) == ("a", "failed", {})
 
 
 def test_a_token_costs_nine_bytes_on_the_wire():
     tokens = 32_768
     log = OutcomeLog()
-    log.append("a", encode_outcome(make_outcome(make_spec("a"), tokens=tokens), 2**26))
+    log.append("a", encode_outcome(make_outcome(make_spec("a"), tokens=tokens), 2**26).data)
     assert log.size_bytes / tokens <= 9.1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -11,7 +11,7 @@ from prorl_trio.types.models import JobSpec, Outcome, TaskInstance, Timing
 if TYPE_CHECKING:
     from prorl_trio.types.errors import FailureCause
 
-__all__ = ["encode_outcome", "failed_outcome", "lost_outcome", "unreadable_spec"]
+__all__ = ["Encoded", "encode_outcome", "failed_outcome", "lost_outcome", "unreadable_spec"]
 
 FRAME_OVERHEAD_BYTES: Final = 2048
 """More than a frame adds to its outcome (ids of jobs and sessions have at most 200 characters)."""
@@ -26,7 +26,14 @@ _LEFT_OUT: Final[tuple[dict[str, Any], ...]] = (
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode_outcome(outcome: Outcome, max_message_bytes: int) -> bytes:
+class Encoded(NamedTuple):
+    """An outcome as it is delivered, and its bytes."""
+
+    outcome: Outcome
+    data: bytes
+
+
+def encode_outcome(outcome: Outcome, max_message_bytes: int) -> Encoded:
     """Encode an outcome so that its frame fits a message. Never raises.
 
     An outcome that has no wire form (a handler's own object in `details`, a number beyond 64 bits) or is too large
@@ -41,7 +48,7 @@ def encode_outcome(outcome: Outcome, max_message_bytes: int) -> bytes:
             why = f"cannot be encoded: {exc}"
         else:
             if len(encoded) <= limit_bytes:
-                return encoded
+                return Encoded(attempt, encoded)
             why = f"has {len(encoded)} bytes, more than the limit of {limit_bytes}"
         error = f"the outcome {why}; left out: {', '.join(left_out)}. {outcome.error[:1000]}".strip()
         attempt = msgspec.structs.replace(attempt, **left_out, error=error.encode(errors="replace").decode())
@@ -49,7 +56,7 @@ def encode_outcome(outcome: Outcome, max_message_bytes: int) -> bytes:
             attempt = msgspec.structs.replace(
                 attempt, status="failed", reward=None, cause="handler", error_code="handler_raised"
             )
-    return _encoder.encode(attempt)
+    return Encoded(attempt, _encoder.encode(attempt))
 
 
 def failed_outcome(spec: JobSpec, cause: FailureCause, error: str, attempt: int) -> Outcome:

@@ -256,11 +256,12 @@ class Session:
         if job is None or job.finishing is not None:
             logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, outcome.job_id)
             return
-        job.finishing = encode_outcome(outcome, self._limits.max_message_bytes)
+        encoded = encode_outcome(outcome, self._limits.max_message_bytes)
+        job.finishing = encoded.data
         if self.journal is not None and outcome.error_code == "shutdown" and not self.journal.draining:
             return
         if self.shared is not None and self._listener is not None and self._listener.reader_id:
-            self.shared.keep(self.session_id, outcome, job.finishing)
+            self.shared.keep(self.session_id, encoded.outcome)
         if self.journal is not None:
             self.journal.finish(self, job, job.finishing)
         else:
@@ -332,7 +333,7 @@ class Session:
             if self.log.find(job_id) == cursor and not self.log.in_memory(cursor):
                 logger.error("the outcome of job %s is lost: %s", job_id, exc)
                 lost = lost_outcome(job_id, str(exc), attempt)
-                self.log.replace(cursor, encode_outcome(lost, self._limits.max_message_bytes))
+                self.log.replace(cursor, encode_outcome(lost, self._limits.max_message_bytes).data)
         if self.log.find(job_id) != cursor:
             return None
         return self.log.outcome(cursor) or outcome

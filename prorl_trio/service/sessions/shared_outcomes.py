@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ipc.arena_memory import TOKEN_BYTES, TokenArrays
-from prorl_trio.types.models import Outcome
-from prorl_trio.types.outcome_refs import split_outcome
+from ipc.arena_memory import TOKEN_BYTES
+from prorl_trio.types.outcome_refs import refs_of, split_outcome
 
 if TYPE_CHECKING:
     from ipc.arena import Arena
     from ipc.session import OutcomeRefFrame
-    from prorl_trio.types.models import Segment
+    from prorl_trio.types.models import Outcome
 
 __all__ = ["SharedOutcomes"]
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 @dataclass(slots=True)
@@ -58,22 +56,12 @@ class SharedOutcomes:
         """The tokens of that job's outcome are held: `frame` has it for a reader."""
         return (session_id, job_id) in self._kept
 
-    def keep(self, session_id: str, outcome: Outcome, encoded: bytes) -> None:
-        """Hold the tokens of `outcome`, whose arrays may be views of the arena, if there is room.
-
-        `encoded` is what the session's log has of it: the same, or less where it could not be encoded.
-        """
-        try:
-            delivered = _decode_outcome(encoded)
-        except msgspec.DecodeError:  # a handler's own types: it goes out as it is, for the trainer to tell
+    def keep(self, session_id: str, outcome: Outcome) -> None:
+        """Hold the tokens of `outcome`, as it is delivered, if they are in the arena and there is room."""
+        refs = refs_of(outcome)
+        if refs is None or not all(map(self._arena.has, refs)):
             return
-        if outcome.trajectory is None or delivered.trajectory is None:
-            return
-        found = [self._arena.ref_of(_arrays(segment)) for segment in outcome.trajectory.segments]
-        refs = [ref for ref in found if ref is not None]
-        if len(refs) < len(found):
-            return
-        frame = split_outcome(0, delivered, refs)
+        frame = split_outcome(0, outcome, refs)
         size_bytes = memoryview(frame.outcome).nbytes + sum(ref.capacity for ref in refs) * TOKEN_BYTES
         if self._size_bytes + size_bytes > self._max_bytes:
             self._no_room_total += 1
@@ -138,10 +126,6 @@ class SharedOutcomes:
             "sent_token_bytes_total": self._sent_token_bytes_total,
             "no_room_total": self._no_room_total,
         }
-
-
-def _arrays(segment: Segment) -> TokenArrays:
-    return TokenArrays(segment.token_ids, segment.logprobs, segment.loss_mask)
 
 
 def _holder(session_id: str) -> str:
