@@ -18,18 +18,15 @@ __all__ = [
     "SESSION_PROTOCOL_VERSION",
     "Accepted",
     "Ack",
-    "AddBackend",
     "AttachArena",
-    "BackendChanged",
-    "BackendFrame",
+    "BackendsAnswer",
+    "CallBackends",
     "CancelJobs",
     "CancelOnNode",
     "CancelledJobs",
     "CancelledOnNode",
-    "ClearBackends",
     "ClientFrame",
     "ClientMessage",
-    "DrainBackend",
     "HeartbeatPing",
     "HeartbeatPong",
     "JobEvent",
@@ -41,7 +38,6 @@ __all__ = [
     "OutcomeFrame",
     "OutcomeRefFrame",
     "Rejected",
-    "RemoveBackend",
     "ServerFrame",
     "ServerMessage",
     "SessionHello",
@@ -50,7 +46,7 @@ __all__ = [
     "StatusReport",
     "StatusRequest",
     "Submit",
-    "WeighBackend",
+    "WithdrawCall",
 ]
 
 SESSION_PROTOCOL_VERSION = 1
@@ -145,43 +141,21 @@ class ListJobs(_Frame, frozen=True):
     request_id: int
 
 
-class AddBackend(_Frame, frozen=True):
-    """Register an LLM backend; it is probed first. Answered by `BackendChanged`.
+class CallBackends(_Frame, frozen=True):
+    """Look at, change, pause or resume the node's pool of LLM backends. Answered by `BackendsAnswer`.
 
-    `weight`: its share of the tasks beside others; without, 1 for a new one, and what it was for one that is there.
+    `operation` is the name of one, and `arguments` a map of its request's fields: see `prorl_trio.types.backends`.
     """
 
     request_id: int
-    url: str
-    weight: float | None = None
+    operation: str
+    arguments: msgspec.Raw
 
 
-class DrainBackend(_Frame, frozen=True):
-    """Give a backend no new tasks; it stays listed, and `AddBackend` ends that. Answered by `BackendChanged`."""
-
-    request_id: int
-    url: str
-
-
-class WeighBackend(_Frame, frozen=True):
-    """Change a backend's share of the tasks. Answered by `BackendChanged`."""
+class WithdrawCall(_Frame, frozen=True):
+    """Nobody waits for the answer to this `CallBackends` any more: if it is not over, it is cancelled. Not answered."""
 
     request_id: int
-    url: str
-    weight: float
-
-
-class ClearBackends(_Frame, frozen=True):
-    """`RemoveBackend` for all there are. Answered by `BackendChanged`, with an empty `url`."""
-
-    request_id: int
-
-
-class RemoveBackend(_Frame, frozen=True):
-    """Take a backend out of the pool. Its running calls finish. Answered by `BackendChanged`."""
-
-    request_id: int
-    url: str
 
 
 class AttachArena(_Frame, frozen=True):
@@ -351,19 +325,19 @@ class StatusReport(_Frame, frozen=True):
     statistics: msgspec.Raw
 
 
-class BackendChanged(_Frame, frozen=True):
-    """Answer to `AddBackend`, `DrainBackend`, `WeighBackend`, `RemoveBackend`, `ClearBackends`.
+class BackendsAnswer(_Frame, frozen=True):
+    """Answer to `CallBackends`: the operation's `answer`, or nil and an error.
 
-    `error` is empty on success.
+    `code` and `message` say what went wrong, `path` which field it is about, if it is one.
     """
 
     request_id: int
-    url: str
-    error: str = ""
+    answer: msgspec.Raw = msgspec.Raw(b"\xc0")
+    code: str = ""
+    message: str = ""
+    path: str = ""
 
 
-BackendFrame = AddBackend | DrainBackend | WeighBackend | RemoveBackend | ClearBackends
-"""A change of the node's pool of backends."""
 ClientFrame = (
     SessionHello
     | Submit
@@ -372,7 +346,8 @@ ClientFrame = (
     | Ack
     | StatusRequest
     | ListJobs
-    | BackendFrame
+    | CallBackends
+    | WithdrawCall
     | AttachArena
     | HeartbeatPing
     | HeartbeatPong
@@ -392,7 +367,7 @@ ServerFrame = (
     | CancelledOnNode
     | JobList
     | StatusReport
-    | BackendChanged
+    | BackendsAnswer
     | HeartbeatPing
     | HeartbeatPong
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from prorl_trio.client.blocking import BlockingClient
 from prorl_trio.client.client import RolloutClient, connect
-from prorl_trio.client.errors import ConnectionLost, SessionLost, SessionReplaced
+from prorl_trio.client.errors import ConnectionLost, PolicyUpdateFailed, SessionLost, SessionReplaced
 from prorl_trio.client.observed import Observed
+from prorl_trio.client.policy_update import PolicyUpdate
 from prorl_trio.client.results import ResultStream
 from prorl_trio.client.streams import EventStream, ObservedStream
 
@@ -15,6 +16,8 @@ __all__ = [
     "EventStream",
     "Observed",
     "ObservedStream",
+    "PolicyUpdate",
+    "PolicyUpdateFailed",
     "ResultStream",
     "RolloutClient",
     "SessionLost",

@@ -8,31 +8,45 @@ import time
 import weakref
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 import trio
 from outcome import Error, capture
 
 from ipc.nursery import only_cancelled
-from prorl_trio.client.client import ADMISSION_PATIENCE_S, RolloutClient, connect
+from prorl_trio.client.client import RolloutClient, connect
 from prorl_trio.client.errors import ConnectionLost
+from prorl_trio.client.policy_update import PolicyUpdate
 from prorl_trio.types.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
-    from ipc.session import Accepted, CancelledJobs, CancelledOnNode, Rejected
-    from prorl_trio.types.models import JobSpec, Outcome
+    from prorl_trio.types.backends import PauseMode
+    from prorl_trio.types.models import Outcome
 
-__all__ = ["BlockingClient", "BlockingResults"]
+__all__ = ["BlockingClient", "BlockingPolicyUpdate", "BlockingResults"]
 
 JOIN_TIMEOUT_S: Final = 10.0
 """More than a client takes to say goodbye."""
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _blocking(
+    afn: Callable[Concatenate[RolloutClient, P], Awaitable[T]],
+) -> Callable[Concatenate[BlockingClient, P], T]:
+    """Return a method of `BlockingClient` that is one of `RolloutClient`, which also describes it."""
+
+    @wraps(afn)
+    def method(client: BlockingClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return client._call(partial(afn, client._client, *args, **kwargs))
+
+    return method
 
 
 class BlockingClient:
@@ -75,11 +89,7 @@ class BlockingClient:
         """Of the result given out last. Kept beside a checkpoint, it is the `resume_after` to come back with."""
         return self._cursor
 
-    def submit(
-        self, specs: Sequence[JobSpec], *, patience_s: float = ADMISSION_PATIENCE_S
-    ) -> list[Accepted | Rejected]:
-        """See `RolloutClient.submit`."""
-        return self._call(partial(self._client.submit, specs, patience_s=patience_s))
+    submit = _blocking(RolloutClient.submit)
 
     def results(
         self, count: int | None = None, *, timeout_s: float | None = None, follow: bool = False
@@ -91,59 +101,24 @@ class BlockingClient:
         """
         return BlockingResults(self, count, timeout_s, follow=follow)
 
-    def cancel(
-        self,
-        job_ids: Sequence[str] = (),
-        reason: str = "cancelled by the trainer",
-        *,
-        group_id: str = "",
-        tags: Mapping[str, str] | None = None,
-        whole_session: bool = False,
-        ahead: bool = False,
-    ) -> CancelledJobs:
-        """See `RolloutClient.cancel`."""
-        cancel = partial(self._client.cancel, group_id=group_id, tags=tags, whole_session=whole_session, ahead=ahead)
-        return self._call(cancel, job_ids, reason)
+    cancel = _blocking(RolloutClient.cancel)
+    cancel_on_node = _blocking(RolloutClient.cancel_on_node)
+    status = _blocking(RolloutClient.status)
+    list_backends = _blocking(RolloutClient.list_backends)
+    add_backend = _blocking(RolloutClient.add_backend)
+    drain_backend = _blocking(RolloutClient.drain_backend)
+    weigh_backend = _blocking(RolloutClient.weigh_backend)
+    remove_backend = _blocking(RolloutClient.remove_backend)
+    clear_backends = _blocking(RolloutClient.clear_backends)
+    pause = _blocking(RolloutClient.pause)
+    load_weights = _blocking(RolloutClient.load_weights)
+    resume = _blocking(RolloutClient.resume)
 
-    def cancel_on_node(
-        self,
-        job_ids: Sequence[str] = (),
-        reason: str = "cancelled by an operator",
-        *,
-        group_id: str | None = None,
-        session_id: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        everything: bool = False,
-    ) -> CancelledOnNode:
-        """See `RolloutClient.cancel_on_node`."""
-        cancel = partial(
-            self._client.cancel_on_node, group_id=group_id, session_id=session_id, tags=tags, everything=everything
-        )
-        return self._call(cancel, job_ids, reason)
-
-    def status(self) -> dict[str, Any]:
-        """See `RolloutClient.status`."""
-        return self._call(self._client.status)
-
-    def add_backend(self, url: str, weight: float | None = None) -> None:
-        """See `RolloutClient.add_backend`."""
-        self._call(self._client.add_backend, url, weight)
-
-    def drain_backend(self, url: str) -> None:
-        """See `RolloutClient.drain_backend`."""
-        self._call(self._client.drain_backend, url)
-
-    def weigh_backend(self, url: str, weight: float) -> None:
-        """See `RolloutClient.weigh_backend`."""
-        self._call(self._client.weigh_backend, url, weight)
-
-    def remove_backend(self, url: str) -> None:
-        """See `RolloutClient.remove_backend`."""
-        self._call(self._client.remove_backend, url)
-
-    def clear_backends(self) -> None:
-        """See `RolloutClient.clear_backends`."""
-        self._call(self._client.clear_backends)
+    def policy_update(
+        self, version: str, *, mode: PauseMode = "wait", timeout_s: float = 600.0
+    ) -> BlockingPolicyUpdate:
+        """See `RolloutClient.policy_update`: `with client.policy_update("2") as update: update.load_folder(path)`."""
+        return BlockingPolicyUpdate(self, PolicyUpdate(self._client, version, mode, timeout_s))
 
     def close(self) -> None:
         """Acknowledge what `results` gave out, close the connection, join the thread. Calls in progress raise
@@ -198,6 +173,34 @@ class BlockingClient:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ConnectionLost("this client belongs to the process that made it, not to a fork; make one here")
+
+
+class BlockingPolicyUpdate:
+    """A block in which the backends are paused. See `BlockingClient.policy_update`."""
+
+    def __init__(self, client: BlockingClient, update: PolicyUpdate) -> None:
+        self._client = client
+        self._update = update
+
+    def load_folder(self, folder: str | os.PathLike[str]) -> None:
+        """See `PolicyUpdate.load_folder`."""
+        self._client._call(self._update.load_folder, folder)
+
+    def __enter__(self) -> Self:
+        self._step(self._update.begin)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._step(self._update.finish if exc_type is None else self._update.undo)
+
+    def _step(self, afn: Callable[[], Awaitable[None]]) -> None:
+        try:
+            self._client._call(afn)
+        except BaseException:  # a Ctrl-C has withdrawn the step, or came after it
+            self._client._call(self._update.undo)
+            raise
 
 
 class BlockingResults:

@@ -22,11 +22,13 @@ from ipc.session import (
     SessionHello,
     StatusReport,
     StatusRequest,
+    WithdrawCall,
 )
 from ipc.tls import client_context
 from ipc.websocket import LinkLimits
 from prorl_trio.client.address import Address, EndpointFile
 from prorl_trio.client.backend_calls import BackendCalls
+from prorl_trio.client.policy_update import open_policy_update
 from prorl_trio.client.requests import AnswerT, Call, RequestFrame, SubmitCall
 from prorl_trio.client.results import ResultCalls
 from prorl_trio.client.state import ClientState
@@ -37,8 +39,11 @@ from prorl_trio.types.errors import AdmissionRejected, ConfigError
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
     from os import PathLike
 
+    from prorl_trio.client.policy_update import PolicyUpdate
+    from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.models import JobSpec
 
 __all__ = ["RolloutClient", "connect"]
@@ -221,6 +226,31 @@ class RolloutClient(ResultCalls, BackendCalls):
             ),
         )
 
+    def policy_update(
+        self, version: str, *, mode: PauseMode = "wait", timeout_s: float = 600.0
+    ) -> AbstractAsyncContextManager[PolicyUpdate]:
+        """Give the policy other weights: the backends are paused in the block, and go on after it under `version`.
+
+            async with client.policy_update("2", mode="abort") as update:
+                await update.load_folder("/checkpoints/2")
+
+        In place of `load_folder` the block may move the weights by means of its own. An exception in it, or an engine
+        that fails, leaves the old version everywhere.
+
+        Args:
+            version: what completions are recorded under from the block's end on.
+            mode: what becomes of completions in flight: `wait` for them, `abort` them, to be continued afterwards from
+                the tokens that came, or `keep` them, to go on with the new weights.
+            timeout_s: for the pause, for each load, and for putting everything back.
+
+        Raises:
+            PolicyUpdateFailed: an engine could not be paused, or failed to load.
+            PauseTimeout, BackendsBusy: the pause failed, and nothing has changed.
+            UpdateRefused: the block has passed over a load that failed.
+            ServiceError: the session is over.
+        """
+        return open_policy_update(self, version, mode, timeout_s)
+
     async def status(self) -> dict[str, Any]:
         """Live state of the node, for people and dashboards.
 
@@ -266,6 +296,10 @@ class RolloutClient(ResultCalls, BackendCalls):
                 if state.connected:
                     state.post(call.frame(request_id))
                 await call.answered.wait()
+            except trio.Cancelled:
+                if call.withdrawable:
+                    state.post(WithdrawCall(request_id=request_id))
+                raise
             finally:
                 state.requests.remove(request_id)
             if not call.complete:

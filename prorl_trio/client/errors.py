@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prorl_trio.types.errors import ServiceError
 
-__all__ = ["ConnectionLost", "SessionLost", "SessionReplaced"]
+__all__ = ["ConnectionLost", "PolicyUpdateFailed", "SessionLost", "SessionReplaced"]
 
 
 class ConnectionLost(ServiceError):
@@ -34,3 +34,21 @@ class SessionLost(ServiceError):
     def __init__(self, message: str, job_ids: list[str]) -> None:
         super().__init__(message)
         self.job_ids = job_ids
+
+
+class PolicyUpdateFailed(ServiceError):
+    """Some engine could not be paused or did not load its weights: the old version stays everywhere.
+
+    Attributes:
+        failed: why, by the engine's URL.
+    """
+
+    code = "policy_update_failed"
+
+    def __init__(self, version: str, failed: dict[str, str]) -> None:
+        reasons = "; ".join(why if why.startswith(url) else f"{url}: {why}" for url, why in failed.items())
+        super().__init__(
+            f"the policy is not updated to version {version}, and the old one stays everywhere: {reasons}. Repair what "
+            "failed, or take it out (remove_backend), and update again"
+        )
+        self.failed = failed

@@ -11,8 +11,8 @@ import trio
 
 from ipc.session import (
     Accepted,
-    BackendChanged,
-    BackendFrame,
+    BackendsAnswer,
+    CallBackends,
     CancelJobs,
     CancelledJobs,
     CancelledOnNode,
@@ -31,17 +31,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "AnswerT", "Call", "RequestFrame", "Requests", "SubmitCall"]
 
-Answer = Accepted | Rejected | CancelledJobs | CancelledOnNode | StatusReport | BackendChanged
-RequestFrame = Submit | CancelJobs | CancelOnNode | StatusRequest | BackendFrame
-AnswerT = TypeVar("AnswerT", CancelledJobs, CancelledOnNode, StatusReport, BackendChanged)
+Answer = Accepted | Rejected | CancelledJobs | CancelledOnNode | StatusReport | BackendsAnswer
+RequestFrame = Submit | CancelJobs | CancelOnNode | StatusRequest | CallBackends
+AnswerT = TypeVar("AnswerT", CancelledJobs, CancelledOnNode, StatusReport, BackendsAnswer)
 
 
 class Call(Generic[AnswerT]):
-    """One frame, one answer. `build` makes the frame for a request id."""
+    """One frame, one answer. `build` makes the frame for a request id.
+
+    Attributes:
+        withdrawable: the node can be told that nobody waits for the answer any more.
+    """
 
     def __init__(self, build: Callable[[int], RequestFrame], answer_type: type[AnswerT]) -> None:
         self._build = build
         self._answer_type: type[AnswerT] = answer_type
+        self.withdrawable = answer_type is BackendsAnswer
         self.answer: AnswerT | None = None
         self.answered = trio.Event()
 
@@ -73,6 +78,8 @@ class SubmitCall:
     Attributes:
         answers: by position in `jobs`.
     """
+
+    withdrawable = False
 
     def __init__(self, jobs: Sequence[tuple[str, msgspec.Raw]]) -> None:
         self._jobs = jobs

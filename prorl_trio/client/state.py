@@ -13,7 +13,7 @@ import trio
 from ipc.session import (
     Accepted,
     Ack,
-    BackendChanged,
+    BackendsAnswer,
     CancelledJobs,
     CancelledOnNode,
     JobEvent,
@@ -156,7 +156,7 @@ class ClientState:
                     self._awaited.discard(frame.job_id)
                     self.requests.infer_accepted(frame.job_id)
                     self._notify()
-            case Accepted() | Rejected() | CancelledJobs() | CancelledOnNode() | StatusReport() | BackendChanged():
+            case Accepted() | Rejected() | CancelledJobs() | CancelledOnNode() | StatusReport() | BackendsAnswer():
                 self.requests.take(frame)
                 if isinstance(frame, Accepted) and not 0 < frame.cursor <= self.inbox.received:
                     self._awaited.add(frame.job_id)

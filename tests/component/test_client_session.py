@@ -13,7 +13,7 @@ from ipc.session import Accepted, CancelledJobs, Rejected
 from prorl_trio.client import ConnectionLost, RolloutClient, SessionLost, SessionReplaced, connect
 from prorl_trio.client import client as client_module
 from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.types.errors import AdmissionRejected, BackendError, ProtocolError
+from prorl_trio.types.errors import AdmissionRejected, BackendError, ProtocolError, UnknownBackend
 from prorl_trio.types.models import Outcome
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
@@ -251,10 +251,13 @@ async def test_backends(deadline: None):
         assert (node.listed("http://good").weight, node.listed("http://good").state) == (2, "draining")
         await client.remove_backend("http://good")
         for call in (client.remove_backend("http://good"), client.drain_backend("http://good")):
-            with pytest.raises(BackendError, match="no such backend"):
+            with pytest.raises(UnknownBackend, match="no such backend"):
                 await call
         await client.add_backend("http://heavy", weight=3)
         assert node.listed("http://heavy").weight == 3
+        with pytest.raises(BackendError, match=r"Expected `float` > 0"):
+            await client.weigh_backend("http://heavy", 0)
+        assert (await client.list_backends()).urls == ["http://heavy"]
         await client.clear_backends()
         assert node.backends.urls() == ()
 

@@ -61,8 +61,13 @@ async def test_pause_and_resume(node):
     async with open_rest(node) as rest:
         answer = await rest.call("POST", "/v1/backends/pause", {"mode": "abort", "timeout_s": 5})
         assert (answer.status, answer.json()["paused"], engine.told) == (200, True, ["abort"])
+        answer = await rest.call("POST", "/v1/backends/weights", {"folder": "/w/2"})
+        assert [each["engine"] for each in answer.json()["backends"]] == ["loaded"]
         answer = await rest.call("POST", "/v1/backends/resume", {"policy_version": "v2"})
         assert (answer.json()["paused"], answer.json()["backends"][0]["policy_version"]) == (False, "v2")
+        assert engine.weights == "/w/2"
+        answer = await rest.call("POST", "/v1/backends/weights", {"folder": "/w/3"})
+        assert error(answer)[:2] == (409, "update_refused")
         engine.silent.add("pause")
         answer = await rest.call("POST", "/v1/backends/pause", {"timeout_s": 0.05})
         assert error(answer)[:2] == (504, "pause_timeout")

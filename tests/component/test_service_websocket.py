@@ -10,28 +10,25 @@ from trio_websocket import ConnectionClosed
 from ipc.session import (
     Accepted,
     Ack,
-    AddBackend,
-    BackendChanged,
+    CallBackends,
     CancelJobs,
     CancelledJobs,
-    ClearBackends,
-    DrainBackend,
     HeartbeatPing,
     HeartbeatPong,
     JobEvent,
     OutcomeFrame,
     Rejected,
-    RemoveBackend,
     SessionHello,
     StatusReport,
     StatusRequest,
     Submit,
-    WeighBackend,
+    WithdrawCall,
 )
 from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.service.websocket import connection as connection_module
 from prorl_trio.service.websocket import server as server_module
+from prorl_trio.types.backends import BackendList
 from prorl_trio.types.models import Outcome
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
@@ -250,32 +247,94 @@ async def test_too_many_operations_at_once_end_the_connection_not_the_jobs(
     assert list(node.live) == ["a"]
 
 
+def call(request_id: int, operation: str, **arguments: object) -> CallBackends:
+    return CallBackends(request_id=request_id, operation=operation, arguments=msgspec.Raw(encode(arguments)))
+
+
 async def test_backends_are_added_and_removed_and_errors_are_told(deadline: None, node: FakeNode):
     node.unfit_backends.add("http://bad")
+    node.down_backends.add("http://down")
     async with open_service(node) as service, raw_trainer(service) as trainer:
         await trainer.hello()
-        for request_id, (frame, error) in enumerate(
+        for request_id, (operation, arguments, code, message) in enumerate(
             [
-                (AddBackend(request_id=0, url="http://good"), ""),
-                (AddBackend(request_id=1, url="http://bad"), "backend http://bad drops token ids"),
-                (RemoveBackend(request_id=2, url="http://good"), ""),
-                (RemoveBackend(request_id=3, url="http://good"), "http://good: no such backend; registered: none"),
-                (AddBackend(request_id=4, url="http://heavy", weight=2.0), ""),
-                (WeighBackend(request_id=5, url="http://heavy", weight=3.0), ""),
-                (DrainBackend(request_id=6, url="http://heavy"), ""),
+                ("add", {"url": "http://good"}, "", ""),
+                ("add", {"url": "http://bad"}, "backend_unfit", "backend http://bad drops token ids"),
+                ("add", {"url": "http://down"}, "backend_down", "backend http://down cannot be reached"),
+                ("remove", {"url": "http://good"}, "", ""),
+                ("remove", {"url": "http://good"}, "unknown_backend", "http://good: no such backend; registered: none"),
+                ("add", {"url": "http://heavy", "weight": 2.0}, "", ""),
+                ("weigh", {"url": "http://heavy", "weight": 3.0}, "", ""),
+                ("drain", {"url": "http://heavy"}, "", ""),
                 (
-                    DrainBackend(request_id=7, url="http://good"),
+                    "drain",
+                    {"url": "http://good"},
+                    "unknown_backend",
                     "http://good: no such backend; registered: http://heavy",
                 ),
+                ("load_weights", {"folder": "/w"}, "update_refused", "weights are loaded in a pause only"),
             ]
         ):
-            await trainer.send(frame)
-            assert await trainer.receive() == BackendChanged(request_id=request_id, url=frame.url, error=error)
+            await trainer.send(call(request_id, operation, **arguments))
+            answer = await trainer.receive()
+            assert (answer.request_id, answer.code) == (request_id, code)
+            assert message in answer.message
+            assert (msgspec.msgpack.decode(answer.answer) is None) == bool(code)
         (heavy,) = node.backends.statistics()["backends"]
         assert (heavy.url, heavy.weight, heavy.state) == ("http://heavy", 3.0, "draining")
-        await trainer.send(ClearBackends(request_id=8))
-        assert await trainer.receive() == BackendChanged(request_id=8, url="")
+        await trainer.send(call(20, "remove", all=True))
+        answer = await trainer.receive()
+        assert msgspec.msgpack.decode(answer.answer, type=BackendList).urls == []
         assert node.backends.urls() == ()
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments", "path"),
+    [
+        ("reboot", {}, "$.operation"),
+        ("add", {}, "$.arguments"),
+        ("add", {"url": ""}, "$.arguments.url"),
+        ("weigh", {"url": "http://a", "weight": 0}, "$.arguments.weight"),
+        ("remove", {}, "$.arguments"),
+        ("remove", {"url": "http://a", "all": True}, "$.arguments"),
+        ("pause", {"mode": "soon"}, "$.arguments.mode"),
+        ("resume", {"version": "2"}, "$.arguments"),
+    ],
+)
+async def test_a_call_of_the_backends_that_cannot_be_read_is_answered(
+    operation: str, arguments: dict[str, object], path: str, deadline: None, node: FakeNode
+):
+    async with open_service(node) as service, raw_trainer(service) as trainer:
+        await trainer.hello()
+        await trainer.send(call(1, operation, **arguments))
+        answer = await trainer.receive()
+        assert (answer.code, answer.path) == ("malformed", path)
+        await trainer.send(call(2, "list"))
+        assert (await trainer.receive()).code == ""
+
+
+async def test_a_pause_is_undone_when_its_call_is_withdrawn_or_its_connection_ends(deadline: None, node: FakeNode):
+    await node.backends.add("http://a")
+    engine = node.engines["http://a"]
+    for how in ("withdrawn", "left"):
+        engine.silent.add("pause")
+        async with open_service(node) as service:
+            async with raw_trainer(service) as trainer:
+                await trainer.hello()
+                await trainer.send(call(1, "pause", mode="keep"))
+                while not node.backends.admission.closed:
+                    await trio.sleep(0.01)
+                if how == "withdrawn":
+                    await trainer.send(WithdrawCall(request_id=1))
+                    await trainer.send(WithdrawCall(request_id=7))
+                    while node.backends.admission.closed:
+                        await trio.sleep(0.01)
+                    engine.silent.clear()
+                    await trainer.send(call(2, "pause", mode="keep"))
+                    assert (await trainer.receive()).request_id == 2, "one that is withdrawn is not answered"
+                    await node.backends.resume()
+            while node.backends.admission.closed:
+                await trio.sleep(0.01)
 
 
 async def test_a_second_hello_ends_the_connection(deadline: None, node: FakeNode):

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from ipc.session import (
     Ack,
-    AddBackend,
     AttachArena,
+    CallBackends,
     CancelJobs,
     HeartbeatPing,
     HeartbeatPong,
-    RemoveBackend,
     SessionHello,
     StatusRequest,
     Submit,
+    WithdrawCall,
 )
 from prorl_trio.client import connect
 from prorl_trio.service.limits import SessionLimits
@@ -96,8 +96,10 @@ def messages(n: int) -> list[Any]:
         CancelJobs(request_id=n, job_ids=[f"j{n}-0", "x"], tags={"a": "b"}, ahead=True),
         Ack(cursor=0),
         StatusRequest(request_id=n),
-        AddBackend(request_id=n, url="http://127.0.0.1:9"),
-        RemoveBackend(request_id=n, url="http://127.0.0.1:9"),
+        CallBackends(request_id=n, operation="add", arguments=msgspec.Raw(encode({"url": "http://127.0.0.1:9"}))),
+        CallBackends(request_id=n, operation="pause", arguments=msgspec.Raw(encode({"mode": "keep"}))),
+        CallBackends(request_id=n, operation="resume", arguments=msgspec.Raw(encode({"policy_version": "1"}))),
+        WithdrawCall(request_id=n),
         AttachArena(reader_id="r"),
         HeartbeatPing(nonce=n),
         HeartbeatPong(nonce=n),
@@ -219,8 +221,21 @@ MSGPACK_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=10,
 )
-TYPES = ["SessionHello", "Submit", "CancelJobs", "Ack", "StatusRequest", "AddBackend", "AttachArena", "HeartbeatPong"]
-FIELDS = ["request_id", "jobs", "job_ids", "cursor", "url", "reader_id", "nonce", "session_id", "version", "tags"]
+TYPES = ["SessionHello", "Submit", "CancelJobs", "Ack", "StatusRequest", "CallBackends", "AttachArena", "HeartbeatPong"]
+FIELDS = [
+    "request_id",
+    "operation",
+    "arguments",
+    "jobs",
+    "job_ids",
+    "cursor",
+    "url",
+    "reader_id",
+    "nonce",
+    "session_id",
+    "version",
+    "tags",
+]
 MESSAGES = st.one_of(
     st.binary(max_size=60),
     MSGPACK_VALUES.map(encode),
@@ -254,6 +269,7 @@ BODIES = {
     "/v1/rollouts": lambda n: msgspec.to_builtins(make_spec(f"j{n}")),
     "/v1/backends": lambda n: {"url": f"http://127.0.0.1:{n % 60_000 + 1}"},
     "/v1/backends/pause": lambda _: {"mode": "keep", "timeout_s": 1.0},
+    "/v1/backends/weights": lambda n: {"folder": f"/w/{n}"},
     "/v1/backends/resume": lambda _: {"policy_version": "v1"},
 }
 QUERIES = ["wait", "cursor", "session", "limit", "arrays", "ack", "url", "group", "tag", "reason", "status", "surprise"]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, PauseMode, made_by
+from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, made_by
 from prorl_trio.inference.engines.engine_load import EngineLoad
 from prorl_trio.inference.pool.line import MAX_PASSED_OVER
 from prorl_trio.inference.pool.pool import Backends

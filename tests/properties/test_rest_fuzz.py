@@ -18,6 +18,7 @@ TARGETS = {
     "/v1/backends/drain": {"url": "http://a"},
     "/v1/backends/weight": {"url": "http://a", "weight": 2},
     "/v1/backends/pause": {"mode": "wait", "timeout_s": 1},
+    "/v1/backends/weights": {"folder": "/w", "timeout_s": 1},
     "/v1/backends/resume": {"policy_version": "v"},
     "/process": {"instance": {"data_source": "x", "instance_id": 1}, "sampling_params": {"top_p": 1}, "job_id": "k"},
     "/cancel": {"job_id": "k"},

@@ -19,10 +19,11 @@ from support.completions import asked, begun
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from prorl_trio.inference.engines.engine import CompletionRequest, PauseMode
+    from prorl_trio.inference.engines.engine import CompletionRequest
     from prorl_trio.inference.engines.engine_load import EngineLoad
     from prorl_trio.inference.pool.backend import BackendStatistics
     from prorl_trio.inference.pool.lease import Lease
+    from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.models import FinishReason
 
 __all__ = ["HEALTH", "A", "B", "C", "PausableEngine", "Pool", "complete", "open_pool", "versions"]

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -20,14 +20,17 @@ from ipc.framing import encode_frame
 from ipc.websocket import CloseCode
 from prorl_trio.handlers.math import MathPayload
 from prorl_trio.node import node
+from prorl_trio.service.backend_operations import TABLE
 from prorl_trio.service.sessions import feed, observation
 from prorl_trio.service.websocket import connection
-from prorl_trio.types import errors, trajectory
+from prorl_trio.types import backends, errors, trajectory
 from prorl_trio.types.errors import ErrorCode, FailureCause, ServiceError
 from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, Status, TerminalStatus
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+    from prorl_trio.service.backend_operations import Row
 
 TEXT = (Path(ipc.__file__).parent / "PROTOCOL.md").read_text()
 
@@ -89,6 +92,41 @@ def default(field: shapes.Field) -> str:
     if isinstance(value, msgspec.Struct):
         return " = {}"
     return f" = {'nil' if value is None else json.dumps(value)}"
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.operation.name)
+def test_each_operation_of_the_backends_has_its_row(row: Row[Any, Any]):
+    info = shapes.type_info(row.operation.request)
+    assert isinstance(info, shapes.StructType)
+    fields = ", ".join(f"`{field.name}` {words(field.type)}{default(field)}" for field in info.fields)
+    answer = row.operation.answer.__name__
+    assert (
+        f"| `{row.operation.name}` | `{info.cls.__name__}`: {fields or 'none'} | `{answer}` | "
+        f"`{row.method} /v1/backends{row.path}` |" in TEXT
+    )
+    assert not [code for code in row.codes if f"`{code}`" not in TEXT]
+
+
+def test_the_table_of_the_backends_has_no_row_of_what_is_no_more():
+    rows = re.search(r"^\| operation \|.*\n\|---.*\n((?:\|.*\n)+)", TEXT, re.MULTILINE)
+    assert rows is not None
+    assert len(rows[1].splitlines()) == len(TABLE)
+
+
+@pytest.mark.parametrize("struct", [backends.BackendList, backends.GateReport, backends.GatedBackend])
+def test_every_field_of_what_the_backends_answer_is_described(struct: type[msgspec.Struct]):
+    assert f"`{struct.__name__}`" in TEXT
+    assert not [field for field in struct.__struct_fields__ if f"`{field}`" not in TEXT]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.operation.name)
+def test_each_operation_takes_and_returns_what_its_row_says(row: Row[Any, Any]):
+    hints = inspect.get_annotations(row.call)
+    assert list(hints.values())[1:] == [row.operation.request.__name__, row.operation.answer.__name__]
+
+
+def test_the_answers_of_engines_are_on_the_page():
+    assert not [answer for answer in get_args(backends.EngineAnswer) if f"`{answer}`" not in TEXT]
 
 
 DOMAIN = list(dict.fromkeys(found for root in (JobSpec, Outcome) for found in within(shapes.type_info(root))))

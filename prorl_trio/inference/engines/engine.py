@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 import trio
@@ -14,6 +14,7 @@ from prorl_trio.types.models import FinishReason, LogprobKind, PolicySpan, Sampl
 
 if TYPE_CHECKING:
     from prorl_trio.inference.engines.engine_load import EngineLoad
+    from prorl_trio.types.backends import PauseMode
 
 __all__ = [
     "CannotStream",
@@ -24,15 +25,10 @@ __all__ = [
     "EngineClient",
     "EngineInfo",
     "EnginePaused",
-    "PauseMode",
     "RequestRefused",
     "TokenSink",
     "made_by",
 ]
-
-PauseMode = Literal["wait", "abort", "keep"]
-"""The fate of completions in flight: `wait` for them, `abort` them (they are continued after the resume, from the
-tokens that were received), or `keep` them: they go on, or stand still where the engine can do that."""
 
 TokenSink = Callable[[list[int], list[float]], int | None]
 """Given the ids and log-probabilities that came since the last call. None: go on; n: keep the first n of these, and

@@ -27,7 +27,7 @@ from prorl_trio.inference.engines.vllm_api import ModelList, VersionRun, runs_of
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded
 
 if TYPE_CHECKING:
-    from prorl_trio.inference.engines.engine import PauseMode
+    from prorl_trio.types.backends import PauseMode
 
 __all__ = ["SglangClient"]
 

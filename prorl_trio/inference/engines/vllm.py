@@ -27,7 +27,7 @@ from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
     from prorl_trio.inference.engines.answers import Wanted
-    from prorl_trio.inference.engines.engine import PauseMode
+    from prorl_trio.types.backends import PauseMode
 
 __all__ = ["VllmClient"]
 

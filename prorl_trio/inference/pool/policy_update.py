@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
+from prorl_trio.types.backends import EngineAnswer, GatedBackend, GateReport
 from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout, UpdateRefused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from prorl_trio.inference.engines.engine import PauseMode
     from prorl_trio.inference.pool.admission import Admission
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.placement import Placement
     from prorl_trio.inference.pool.versions import VersionOrder
+    from prorl_trio.types.backends import PauseMode
 
-__all__ = ["GateReport", "GatedBackend", "PolicyUpdates"]
+__all__ = ["PolicyUpdates"]
 
 ABORT_GRACE_S = 5.0
 """For an engine that was told to abort to answer with what it has, or half of the time that the pause has left; then
@@ -29,34 +29,7 @@ its calls are cancelled here."""
 UNPAUSE_TIMEOUT_S = 10.0
 """For telling the engines to go on, where the caller set no other limit."""
 
-EngineAnswer = Literal["paused", "loaded", "resumed", "not_offered", "failed"]
 Told = tuple[EngineAnswer, str]
-
-
-class GatedBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """The effect of a pause, new weights or a resume on one backend.
-
-    Attributes:
-        in_flight: completions that run there now; after `pause`, only those that were kept.
-        engine: `paused`, `loaded` or `resumed` by its own API, `not_offered` (it has none: only the node's gate holds),
-            `failed`.
-        error: why, if it failed.
-        policy_version: what its next completions are recorded under.
-    """
-
-    url: str
-    in_flight: int
-    engine: EngineAnswer
-    error: str
-    policy_version: str
-
-
-class GateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool after a pause, new weights or a resume. `waiting`: completions that wait for the resume."""
-
-    paused: bool
-    waiting: int
-    backends: list[GatedBackend]
 
 
 class PolicyUpdates:

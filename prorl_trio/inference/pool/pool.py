@@ -26,9 +26,9 @@ from prorl_trio.types.errors import BackendError, UnknownBackend
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
-    from prorl_trio.inference.engines.engine import ClientFinder, EngineClient, EngineInfo, PauseMode
+    from prorl_trio.inference.engines.engine import ClientFinder, EngineClient, EngineInfo
     from prorl_trio.inference.pool.admission import Waiting
-    from prorl_trio.inference.pool.policy_update import GateReport
+    from prorl_trio.types.backends import GateReport, PauseMode
 
 __all__ = ["Backends"]
 

@@ -127,7 +127,8 @@ class Endpoint:
     """One method on one path, as the router serves it and the OpenAPI page shows it.
 
     `bodies`: what a request may hold, none for a request without. `free`: no token is asked for. `errors` are the
-    statuses it may answer with beside those every endpoint has, and `error_bodies` what it may say then.
+    statuses it may answer with beside those every endpoint has, and `error_bodies` what it may say then. Its
+    name on the page is `operation_id`, or that of its handler.
     """
 
     method: str
@@ -143,6 +144,7 @@ class Endpoint:
     free: bool = False
     media_type: str = "application/json"
     tags: tuple[str, ...] = field(default=())
+    operation_id: str = ""
 
 
 async def _wait_each(events: list[trio.Event]) -> None:

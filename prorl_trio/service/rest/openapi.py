@@ -34,10 +34,10 @@ def describe(endpoints: Sequence[Endpoint]) -> bytes:
     refs = dict(zip([repr(kind) for kind in kinds], schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     queries = {endpoint.query.__name__ for endpoint in endpoints}
-    handlers = Counter(endpoint.handler.__name__ for endpoint in endpoints)
+    ids = Counter(_operation_id(endpoint) for endpoint in endpoints)
     for endpoint in endpoints:
         operation = _operation(endpoint, refs, components)
-        if handlers[operation["operationId"]] > 1 and endpoint.tags:  # ids are unique in the document
+        if ids[operation["operationId"]] > 1 and endpoint.tags:  # ids are unique in the document
             operation["operationId"] = f"{endpoint.tags[0].lower()}_{operation['operationId']}"
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation
     return msgspec.json.encode(
@@ -54,9 +54,13 @@ def describe(endpoints: Sequence[Endpoint]) -> bytes:
     )
 
 
+def _operation_id(endpoint: Endpoint) -> str:
+    return endpoint.operation_id or endpoint.handler.__name__
+
+
 def _operation(endpoint: Endpoint, refs: dict[str, Any], components: dict[str, Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {
-        "operationId": endpoint.handler.__name__,
+        "operationId": _operation_id(endpoint),
         "summary": endpoint.summary,
         "parameters": [*_path_parameters(endpoint), *_query_parameters(endpoint, components)],
         "responses": _responses(endpoint, refs),

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from prorl_trio.inference.engines.engine import PauseMode
 from prorl_trio.pipeline.observer import JobView
 from prorl_trio.service.requests import ErrorDetail
 from prorl_trio.types.models import JobSpec, Outcome, Status
@@ -14,11 +13,6 @@ from prorl_trio.types.models import JobSpec, Outcome, Status
 __all__ = [
     "Acknowledged",
     "ArraysQuery",
-    "BackendAdd",
-    "BackendDrain",
-    "BackendQuery",
-    "BackendWeigh",
-    "BackendsReply",
     "CancelQuery",
     "CancelReply",
     "ErrorBody",
@@ -29,12 +23,10 @@ __all__ = [
     "JobsQuery",
     "JobsReply",
     "NoQuery",
-    "PauseRequest",
     "Readiness",
     "ResultEntry",
     "ResultsQuery",
     "ResultsReply",
-    "ResumeRequest",
     "StatusReply",
     "SubmitBatch",
     "SubmitQuery",
@@ -199,61 +191,6 @@ class ResultsReply(_Body, frozen=True):
     more: bool
     running: int
     results: list[ResultEntry]
-
-
-# ---------------------------------------------------------------- backends
-
-
-BackendUrl = Annotated[str, msgspec.Meta(min_length=1, max_length=2000)]
-BackendWeight = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
-
-
-class BackendAdd(_Body, frozen=True):
-    """A vLLM server's origin, as `http://127.0.0.1:8000`, and its share of the rollouts beside others: 1 for a new one
-    and what it was, where it is not given."""
-
-    url: BackendUrl
-    weight: BackendWeight | None = None
-
-
-class BackendDrain(_Body, frozen=True):
-    """Which is to be given no new rollouts."""
-
-    url: BackendUrl
-
-
-class BackendWeigh(_Body, frozen=True):
-    """The share of the rollouts that it gets from now on, beside others."""
-
-    url: BackendUrl
-    weight: BackendWeight
-
-
-class BackendQuery(_Query, frozen=True):
-    """Which to take out: one `url`, or `all=true`."""
-
-    url: str | None = None
-    all: bool = False
-
-
-class BackendsReply(_Body, frozen=True):
-    """The pool: urls in order of arrival, and its live state."""
-
-    urls: list[str]
-    pool: Any
-
-
-class PauseRequest(_Body, frozen=True):
-    """`mode` says what becomes of completions in flight; see the page on pausing."""
-
-    mode: PauseMode = "wait"
-    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
-
-
-class ResumeRequest(_Body, frozen=True):
-    """`policy_version` is what completions are recorded under from now on; without, it stays."""
-
-    policy_version: Annotated[str, msgspec.Meta(min_length=1, max_length=200)] | None = None
 
 
 # ---------------------------------------------------------------- the node

@@ -12,38 +12,35 @@ from ipc.errors import ProtocolViolation
 from ipc.session import (
     Accepted,
     Ack,
-    AddBackend,
     AttachArena,
-    BackendChanged,
+    CallBackends,
     CancelJobs,
     CancelledJobs,
     CancelledOnNode,
     CancelOnNode,
-    ClearBackends,
     ClientFrame,
-    DrainBackend,
     JobEvent,
     JobList,
     ListJobs,
     Rejected,
-    RemoveBackend,
     SessionRefused,
     StatusReport,
     StatusRequest,
     Submit,
-    WeighBackend,
+    WithdrawCall,
 )
 from ipc.websocket import CloseCode, LinkClosed, WebSocketLink
+from prorl_trio.service.backend_operations import answer_call
 from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
 from prorl_trio.service.requests import JobId, error_of, job_id_of, read
 from prorl_trio.service.sessions.cancelling import LiveJobs, cancel_live, cancel_on_node
-from prorl_trio.types.errors import BackendError, ProtocolError, ServiceError
+from prorl_trio.types.errors import ProtocolError, ServiceError
 from prorl_trio.types.models import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from ipc.session import BackendFrame, SessionHello
+    from ipc.session import SessionHello
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.sessions.observation import Observation
     from prorl_trio.service.sessions.session import Session
@@ -54,7 +51,7 @@ __all__ = ["Connection", "RefusalCode", "refuse"]
 logger = logging.getLogger(__name__)
 
 MAX_OPERATIONS: Final = 64
-"""Cancels and backend changes in progress on one connection. More end it."""
+"""Cancels and calls of the backends in progress on one connection. More end it."""
 EVENT_MARK_FRAMES: Final = 200
 """Job events are dropped while more frames than this wait to be sent."""
 JOBS_PER_COMMIT: Final = 1_000
@@ -85,6 +82,7 @@ class Connection:
         self._node = node
         self._table = table
         self._operations = 0
+        self._calls: dict[int, trio.CancelScope] = {}
         self._leaving = False
         self.reader_id = ""
         self._feed = session.attach(self, hello.resume_after, hello.max_unacked_outcomes, hello.max_unacked_bytes)
@@ -176,8 +174,11 @@ class Connection:
                 self._link.post(StatusReport(request_id=frame.request_id, statistics=self._statistics()))
             case ListJobs():
                 await self._list_jobs(frame.request_id)
-            case AddBackend() | DrainBackend() | WeighBackend() | RemoveBackend() | ClearBackends() as change:
-                self._start(self._change_backends, change)
+            case CallBackends():
+                self._begin_call(frame)
+            case WithdrawCall():
+                if (scope := self._calls.get(frame.request_id)) is not None:
+                    scope.cancel("the trainer does not wait for it any more")
             case _:
                 raise ProtocolError(f"{type(frame).__name__} is not expected after the handshake")
 
@@ -237,7 +238,7 @@ class Connection:
     def _start(self, operation: Callable[..., Awaitable[None]], *args: object) -> None:
         """Run beside the reader: these may take long, and the reader must go on."""
         if self._operations >= MAX_OPERATIONS:
-            raise ProtocolError(f"more than {MAX_OPERATIONS} cancels and backend changes at once; await some first")
+            raise ProtocolError(f"more than {MAX_OPERATIONS} cancels and calls of backends at once; await some first")
         self._operations += 1
         self._link.start_soon(self._operate, operation, *args)
 
@@ -268,28 +269,17 @@ class Connection:
         )
         self._link.post(answer)
 
-    async def _change_backends(self, frame: BackendFrame) -> None:
-        url = "" if isinstance(frame, ClearBackends) else frame.url
-        error = ""
-        try:
-            await self._change(frame)
-        except (BackendError, ServiceError) as exc:
-            error = str(exc) or type(exc).__name__
-        self._link.post(BackendChanged(request_id=frame.request_id, url=url, error=error))
+    def _begin_call(self, call: CallBackends) -> None:
+        scope = self._calls[call.request_id] = trio.CancelScope()
+        self._start(self._call_backends, call, scope)
 
-    async def _change(self, frame: BackendFrame) -> None:
-        match frame:
-            case AddBackend():
-                await self._node.backends.add(frame.url, frame.weight)
-            case DrainBackend():
-                self._node.backends.drain(frame.url)
-            case WeighBackend():
-                self._node.backends.weigh(frame.url, frame.weight)
-            case RemoveBackend():
-                await self._node.backends.remove(frame.url)
-            case ClearBackends():
-                await self._node.backends.clear()
-        await trio.lowlevel.checkpoint()
+    async def _call_backends(self, call: CallBackends, scope: trio.CancelScope) -> None:
+        try:
+            with scope:
+                self._link.post(await answer_call(self._node.backends, call))
+        finally:
+            if self._calls.get(call.request_id) is scope:
+                del self._calls[call.request_id]
 
 
 def refuse(link: WebSocketLink[ClientFrame], code: RefusalCode, message: str) -> None:

@@ -1,0 +1,183 @@
+"""The one table of what can be done to a node's pool of backends: the WebSocket and REST both serve what is in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple
+
+import msgspec
+import trio
+
+from ipc.session import BackendsAnswer
+from prorl_trio.service.requests import error_of, read
+from prorl_trio.types.backends import (
+    ADD,
+    DRAIN,
+    LIST,
+    LOAD_WEIGHTS,
+    PAUSE,
+    REMOVE,
+    RESUME,
+    WEIGH,
+    AddBackend,
+    BackendList,
+    DrainBackend,
+    GateReport,
+    ListBackends,
+    LoadWeights,
+    Operation,
+    PauseBackends,
+    RemoveBackends,
+    ReplyT,
+    RequestT,
+    ResumeBackends,
+    WeighBackend,
+)
+from prorl_trio.types.errors import BackendError, MalformedJob, ServiceError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from ipc.session import CallBackends
+    from prorl_trio.inference.pool.pool import Backends
+
+__all__ = ["TABLE", "Row", "answer_call"]
+
+
+class Row(NamedTuple, Generic[RequestT, ReplyT]):
+    """One operation, and how the pool carries it out. A caller that is cancelled, or leaves, cancels it.
+
+    Attributes:
+        method, path: where REST has it, behind `/v1/backends`; GET and DELETE take the request as query parameters.
+        codes: of the errors that it may answer with beside those of any request.
+    """
+
+    operation: Operation[RequestT, ReplyT]
+    call: Callable[[Backends, RequestT], Awaitable[ReplyT]]
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    summary: str
+    codes: tuple[str, ...] = ()
+
+
+async def _list(pool: Backends, _wanted: ListBackends) -> BackendList:
+    return await _listed(pool)
+
+
+async def _add(pool: Backends, wanted: AddBackend) -> BackendList:
+    await pool.add(wanted.url, wanted.weight)
+    return await _listed(pool)
+
+
+async def _drain(pool: Backends, wanted: DrainBackend) -> BackendList:
+    pool.drain(wanted.url)
+    return await _listed(pool)
+
+
+async def _weigh(pool: Backends, wanted: WeighBackend) -> BackendList:
+    pool.weigh(wanted.url, wanted.weight)
+    return await _listed(pool)
+
+
+async def _remove(pool: Backends, wanted: RemoveBackends) -> BackendList:
+    if wanted.url is None:
+        await pool.clear()
+    else:
+        await pool.remove(wanted.url)
+    return await _listed(pool)
+
+
+async def _pause(pool: Backends, wanted: PauseBackends) -> GateReport:
+    return await pool.pause(wanted.mode, wanted.timeout_s)
+
+
+async def _load_weights(pool: Backends, wanted: LoadWeights) -> GateReport:
+    return await pool.load_weights(wanted.folder, wanted.timeout_s)
+
+
+async def _resume(pool: Backends, wanted: ResumeBackends) -> GateReport:
+    return await pool.resume(wanted.policy_version)
+
+
+async def _listed(pool: Backends) -> BackendList:
+    await trio.lowlevel.checkpoint()
+    return BackendList(urls=list(pool.urls()), pool=pool.statistics())
+
+
+TABLE: Final = (
+    Row(LIST, _list, "GET", "", "The pool's backends and their load."),
+    Row(
+        ADD,
+        _add,
+        "POST",
+        "",
+        "Probe an LLM backend and add it. 422 if it is down or not fit for token-exact work, with the reason.",
+        ("backend_down", "backend_unfit"),
+    ),
+    Row(
+        DRAIN,
+        _drain,
+        "POST",
+        "/drain",
+        "Give a backend no new rollouts; it stays listed, and POST /v1/backends puts it to use again. Its rollouts "
+        "move with their next completion, if another backend takes them.",
+        ("unknown_backend",),
+    ),
+    Row(
+        WEIGH,
+        _weigh,
+        "POST",
+        "/weight",
+        "Change a backend's share of the rollouts, from the next one on.",
+        ("unknown_backend",),
+    ),
+    Row(
+        REMOVE,
+        _remove,
+        "DELETE",
+        "",
+        "Take out one backend (url), or all of them (all=true). Calls that run there end there.",
+        ("unknown_backend",),
+    ),
+    Row(
+        PAUSE,
+        _pause,
+        "POST",
+        "/pause",
+        "Let no completion begin until the resume. Completions in flight are awaited (wait), aborted and later "
+        "continued from the tokens that came (abort), or left alone (keep). 504: not done in time, and undone.",
+        ("backends_busy", "pause_timeout"),
+    ),
+    Row(
+        LOAD_WEIGHTS,
+        _load_weights,
+        "POST",
+        "/weights",
+        "Have the engines load the policy's new weights from a folder, in a pause. They count from the resume with a "
+        "version on; a resume without one gives each engine its former weights back.",
+        ("backends_busy", "update_refused"),
+    ),
+    Row(
+        RESUME,
+        _resume,
+        "POST",
+        "/resume",
+        "Let completions begin again, recorded under policy_version from now on. 409: an engine failed to load the "
+        "weights of that version.",
+        ("backends_busy", "update_refused"),
+    ),
+)
+_ROWS: Final[dict[str, Row[Any, Any]]] = {row.operation.name: row for row in TABLE}
+
+
+async def answer_call(pool: Backends, call: CallBackends) -> BackendsAnswer:
+    """Carry out what came through the WebSocket. Errors are in the answer."""
+    try:
+        row = _ROWS.get(call.operation)
+        if row is None:
+            raise MalformedJob(f"no operation {call.operation!r}; there are: {', '.join(_ROWS)}", "$.operation")
+        wanted = read(msgspec.msgpack.Decoder(row.operation.request).decode, call.arguments, prefix="$.arguments")
+        answer = await row.call(pool, wanted)
+    except (BackendError, ServiceError) as exc:
+        error = error_of(exc)
+        return BackendsAnswer(request_id=call.request_id, code=error.code, message=error.message, path=error.path)
+    return BackendsAnswer(request_id=call.request_id, answer=msgspec.Raw(msgspec.msgpack.encode(answer, enc_hook=str)))

@@ -1,0 +1,294 @@
+"""A trainer gives the policy other weights over the WebSocket alone: on engines that look like vLLM, and on ones that
+fail, or take their time, as the test says."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from prorl_trio.client import BlockingClient, PolicyUpdateFailed, connect
+from prorl_trio.inference.engines.engine import made_by
+from prorl_trio.inference.engines.vllm import VllmClient
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+from prorl_trio.types.errors import BackendsBusy, PauseTimeout, UpdateRefused
+from support.fake_node import FakeNode
+from support.fake_service import TOKEN, open_service
+from support.faulty_proxy import FaultyProxy
+from support.pausable_engine import A, B, complete, versions
+
+pytestmark = pytest.mark.timeout(60)
+
+DEADLINE_S = 30
+
+
+@asynccontextmanager
+async def open_trainer(node):
+    with trio.fail_after(DEADLINE_S):
+        async with open_service(node) as service, connect(service.url, TOKEN) as client:
+            yield client
+
+
+@asynccontextmanager
+async def open_look_alikes(*, development=(True, True)):
+    """Two servers behind the pool of a node, and a trainer."""
+    one, other = (FakeEngineConfig(development=each) for each in development)
+    async with open_fake_engine(config=one) as first, open_fake_engine(config=other) as second:
+        node = FakeNode()
+        node.backends = Backends(made_by(VllmClient))
+        for engine in (first, second):
+            await node.backends.add(engine.url)
+        try:
+            async with open_trainer(node) as client:
+                yield node, client, (first, second)
+        finally:
+            await node.backends.aclose()
+
+
+async def update_to(client, version, folder, **options):
+    async with client.policy_update(version, **options) as update:
+        await update.load_folder(folder)
+
+
+async def update_and_fail(client, look=None):
+    async with client.policy_update("1") as update:
+        await update.load_folder("/w/1")
+        if look is not None:
+            look()
+        raise ZeroDivisionError
+
+
+async def sampled_as(backends):
+    """The version that a completion is recorded under now."""
+    async with backends.lease("a task") as lease:
+        return versions(await complete(lease))[0][0]
+
+
+@pytest.fixture
+async def pool():
+    """A node with two engines that do as the test says."""
+    node = FakeNode()
+    for url in (A, B):
+        await node.backends.add(url)
+        node.engines[url].call_s = 0.0
+    yield node
+    await node.backends.aclose()
+
+
+def assert_old(node):
+    assert not node.backends.admission.closed
+    assert {each.policy_version for each in node.backends.list()} == {"0"}
+    assert [engine.weights for engine in node.engines.values()] == ["first", "first"]
+    assert all(engine.running.is_set() for engine in node.engines.values())
+
+
+# ---------------------------------------------------------------- engines that look like vLLM
+
+
+async def test_every_engine_gets_the_weights_and_completions_the_version(tmp_path):
+    async with open_look_alikes() as (node, client, engines):
+        for mode, version in (("wait", "1"), ("abort", "2"), ("keep", "3")):
+            async with client.policy_update(version, mode=mode, timeout_s=10) as update:
+                assert [each.engine for each in update.report.backends] == ["paused", "paused"]
+                assert all(engine.paused == mode for engine in engines)
+                await update.load_folder(tmp_path / version)
+            assert [engine.weights for engine in engines] == [str(tmp_path / version)] * 2
+            assert [engine.weight_version for engine in engines] == [version] * 2
+            assert [each.engine for each in update.report.backends] == ["resumed", "resumed"]
+            assert not any(engine.paused for engine in engines)
+            assert await sampled_as(node.backends) == version
+
+
+async def test_one_that_fails_leaves_the_old_version_everywhere_and_is_named():
+    async with open_look_alikes() as (node, client, (good, bad)):
+        bad.bad_folders.add("/w/2")
+        before = {"0": "fake-model", "1": "/w/1"}
+        for version, folder in before.items():
+            if version != "0":
+                await update_to(client, version, folder)
+            with pytest.raises(PolicyUpdateFailed, match=f"{bad.url}: POST /collective_rpc .* from /w/2") as caught:
+                await update_to(client, "2", "/w/2")
+            assert list(caught.value.failed) == [bad.url]
+            assert "remove_backend" in str(caught.value)
+            assert (good.weights, bad.weights) == (folder, folder)
+            assert (good.paused, bad.paused) == (None, None)
+            assert await sampled_as(node.backends) == version
+            assert node.backends.versions.current == version
+
+
+async def test_one_that_is_taken_out_holds_up_no_update():
+    async with open_look_alikes() as (node, client, (good, bad)):
+        bad.bad_folders.add("/w/1")
+        with pytest.raises(PolicyUpdateFailed) as caught:
+            await update_to(client, "1", "/w/1")
+        for url in caught.value.failed:
+            await client.remove_backend(url)
+        await update_to(client, "1", "/w/1")
+        assert (good.weights, await sampled_as(node.backends)) == ("/w/1", "1")
+
+
+async def test_one_that_cannot_load_says_what_to_do():
+    async with open_look_alikes(development=(True, False)) as (node, client, (good, other)):
+        with pytest.raises(PolicyUpdateFailed, match=f"{other.url}: it loads no weights .*VLLM_SERVER_DEV_MODE=1"):
+            await update_to(client, "1", "/w/1")
+        assert (good.weights, await sampled_as(node.backends)) == ("fake-model", "0")
+
+
+async def test_an_exception_in_the_block_leaves_the_old_version_everywhere():
+    async with open_look_alikes() as (node, client, engines):
+        seen = []
+        with pytest.raises(ZeroDivisionError):
+            await update_and_fail(client, lambda: seen.extend(engine.weights for engine in engines))
+        assert seen == ["/w/1", "/w/1"]
+        assert [engine.weights for engine in engines] == ["fake-model", "fake-model"]
+        assert not any(engine.paused for engine in engines)
+        assert await sampled_as(node.backends) == "0"
+
+
+async def test_the_block_may_move_the_weights_by_other_means():
+    async with open_look_alikes(development=(True, False)) as (node, client, _):
+        async with client.policy_update("1"):
+            assert node.backends.admission.closed
+        assert await sampled_as(node.backends) == "1"
+
+
+# ---------------------------------------------------------------- bad moments
+
+
+async def test_a_load_that_failed_cannot_be_passed_over(pool):
+    pool.engines[B].broken.add("load")
+    async with open_trainer(pool) as client:
+
+        async def pass_over():
+            async with client.policy_update("1", timeout_s=5) as update:
+                with pytest.raises(PolicyUpdateFailed):
+                    await update.load_folder("/w/1")
+                pool.engines[B].broken.clear()
+
+        with pytest.raises(UpdateRefused, match=B):
+            await pass_over()
+    assert_old(pool)
+
+
+async def test_one_that_cannot_be_paused_is_named_and_the_others_go_on(pool):
+    pool.engines[B].broken.add("pause")
+    async with open_trainer(pool) as client:
+        with pytest.raises(PolicyUpdateFailed, match=f"{B}: out of order"):
+            await update_to(client, "1", "/w/1")
+    assert pool.engines[A].told == ["wait", "resume"]
+    assert_old(pool)
+
+
+async def test_a_pause_that_takes_too_long_or_comes_across_another_changes_nothing(pool):
+    pool.engines[B].silent.add("pause")
+    async with open_trainer(pool) as client:
+        with pytest.raises(PauseTimeout, match=B):
+            await update_to(client, "1", "/w/1", timeout_s=0.05)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pool.backends.pause, "keep", 20)
+            while not pool.backends.admission.closed:
+                await trio.sleep(0.01)
+            with pytest.raises(BackendsBusy):
+                await update_to(client, "1", "/w/1")
+            assert pool.backends.admission.closed, "whoever pauses goes on with it"
+            nursery.cancel_scope.cancel()
+    assert_old(pool)
+
+
+@pytest.mark.parametrize("where", ["pause", "block", "load", "resume"])
+async def test_cancelled_anywhere_it_is_resumed(where, pool):
+    engine = pool.engines[B]
+    async with open_trainer(pool) as client, trio.open_nursery() as nursery:
+        there = trio.Event()
+
+        async def update():
+            async with client.policy_update("1", timeout_s=10) as update:
+                engine.silent.discard("pause")
+                if where == "block":
+                    there.set()
+                    await trio.sleep_forever()
+                if where == "load":
+                    engine.call_s = 1000.0
+                await update.load_folder("/w/1")
+                if where == "resume":
+                    engine.silent.add("resume")
+
+        if where == "pause":
+            engine.silent.add("pause")
+        nursery.start_soon(update)
+        match where:
+            case "pause":
+                while not pool.backends.admission.closed:
+                    await trio.sleep(0.01)
+            case "block":
+                await there.wait()
+            case "load":
+                while "load /w/1" not in engine.told:
+                    await trio.sleep(0.01)
+            case "resume":
+                while pool.backends.versions.current != "1":
+                    await trio.sleep(0.01)
+        engine.silent.discard("resume")
+        engine.call_s = 0.0
+        nursery.cancel_scope.cancel()
+    if where == "resume":  # it had been announced: the new one is everywhere
+        assert [each.policy_version for each in pool.backends.list()] == ["1", "1"]
+        assert [each.weights for each in pool.engines.values()] == ["/w/1", "/w/1"]
+        assert not pool.backends.admission.closed
+    else:
+        assert_old(pool)
+
+
+async def test_an_engine_that_does_not_get_its_weights_back_is_named_in_the_log(pool, caplog):
+    engine = pool.engines[B]
+    async with open_trainer(pool) as client:
+        with pytest.raises(ZeroDivisionError), caplog.at_level(logging.ERROR):
+            await update_and_fail(client, lambda: engine.broken.add("load first"))
+    assert f"backend {B} is given no tasks until it has its weights again: {B}: out of order" in caplog.text
+    assert pool.listed(B).suspended
+    assert not pool.listed(A).suspended
+
+
+async def test_a_lost_connection_does_not_end_an_update(pool):
+    with trio.fail_after(DEADLINE_S):
+        async with open_service(pool) as service, trio.open_nursery() as nursery:
+            proxy = FaultyProxy(service.host, service.port)
+            port = await nursery.start(proxy.serve)
+            async with (
+                connect(f"ws://127.0.0.1:{port}", TOKEN) as client,
+                client.policy_update("1", timeout_s=10) as update,
+            ):
+                proxy.cut_all()
+                await update.load_folder("/w/1")
+                proxy.cut_all()
+            nursery.cancel_scope.cancel()
+    assert [each.policy_version for each in pool.backends.list()] == ["1", "1"]
+    assert not pool.backends.admission.closed
+
+
+# ---------------------------------------------------------------- without trio
+
+
+async def test_the_same_in_plain_calls(pool):
+    def train(url):
+        with BlockingClient(url, TOKEN) as client:
+            with client.policy_update("1", mode="abort", timeout_s=10) as update:
+                update.load_folder("/w/1")
+            pool.engines[B].broken.add("load /w/2")
+            with pytest.raises(PolicyUpdateFailed, match=B), client.policy_update("2") as update:
+                update.load_folder("/w/2")
+            with pytest.raises(KeyboardInterrupt), client.policy_update("2"):
+                raise KeyboardInterrupt
+            assert client.pause("keep", timeout_s=5).paused
+            assert not client.resume().paused
+            return client.list_backends().urls
+
+    with trio.fail_after(DEADLINE_S):
+        async with open_service(pool) as service:
+            assert await trio.to_thread.run_sync(train, service.url) == [A, B]
+    assert [each.policy_version for each in pool.backends.list()] == ["1", "1"]
+    assert [each.weights for each in pool.engines.values()] == ["/w/1", "/w/1"]
+    assert not pool.backends.admission.closed
