@@ -1,4 +1,5 @@
-"""A policy update in the middle of a completion, on a real vLLM: pause, other weights, resume.
+"""A policy update in the middle of a completion, on a real vLLM: pause, other weights, resume. The trainer has the
+WebSocket alone: its node serves no REST, and nobody else talks to the engine.
 
 In float32, so that what differs is the weights: in bfloat16 the two implementations alone differ by 0.05 to 0.07.
 """
@@ -9,7 +10,6 @@ import json
 import subprocess
 from pathlib import Path
 
-import msgspec
 import pytest
 import trio
 
@@ -17,12 +17,13 @@ from launch.paths import engine_python, model_dir
 from launch.vllm import open_vllm
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.inference.engines.engine import made_by
-from prorl_trio.inference.engines.http import HttpClient
-from prorl_trio.inference.engines.vllm import VllmClient
-from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.client import PolicyUpdateFailed, connect
+from prorl_trio.config import ModelConfig, NodeConfig, SandboxConfig
+from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.node.node import open_node
 from prorl_trio.types.models import ChatMessage
 from support.completions import asked, begun
+from support.fake_service import TOKEN, open_service
 from support.skips import because
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
@@ -43,47 +44,41 @@ async def trainer(*args):
     return done.stdout
 
 
-class Fleet:
-    """One real engine behind a pool, and the weights it may load."""
+async def sample_across(node, client, mode, folder, version, prompt):
+    """One completion that is paused by `mode` after `TOKENS_BEFORE` tokens, and goes on with other weights."""
+    enough, got = trio.Event(), []
 
-    def __init__(self, backends, url):
-        self.backends = backends
-        self._http = HttpClient(url)
+    def look(token_ids):
+        if len(token_ids) >= TOKENS_BEFORE:
+            enough.set()
+        return False
 
-    async def load(self, folder):
-        """As a trainer does between pause and resume."""
-        body = msgspec.json.encode({"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-        headers = [("Content-Type", "application/json")]
-        answer = await self._http.request("POST", "/collective_rpc", body=body, headers=headers, timeout_s=CALL_S)
-        assert answer.status == 200, answer.body
+    partial = begun(asked(prompt, TOKENS, request_id=mode, timeout_s=CALL_S), stop=look)
 
-    async def sample_across(self, mode, folder, version, prompt):
-        """One completion that is paused by `mode` after `TOKENS_BEFORE` tokens, and goes on with other weights."""
-        enough, got = trio.Event(), []
+    async def sample():
+        async with node.backends.lease(mode) as lease:
+            got.append(await lease.attempt(partial))
 
-        def look(token_ids):
-            if len(token_ids) >= TOKENS_BEFORE:
-                enough.set()
-            return False
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(sample)
+        await enough.wait()
+        async with client.policy_update(version, mode=mode, timeout_s=CALL_S) as update:
+            assert [backend.engine for backend in update.report.backends] == ["paused"]
+            await update.load_folder(folder)
+        assert [(backend.engine, backend.error) for backend in update.report.backends] == [("resumed", "")]
+    return got[0]
 
-        partial = begun(asked(prompt, TOKENS, request_id=mode, timeout_s=CALL_S), stop=look)
 
-        async def sample():
-            async with self.backends.lease(mode) as lease:
-                got.append(await lease.attempt(partial))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(sample)
-            await enough.wait()
-            paused = await self.backends.pause(mode, CALL_S)
-            assert [backend.engine for backend in paused.backends] == ["paused"]
-            await self.load(folder)
-            resumed = await self.backends.resume(version)
-            assert [(backend.engine, backend.error) for backend in resumed.backends] == [("resumed", "")]
-        return got[0]
-
-    def close(self):
-        self._http.close()
+async def fail_to_update(node, client, url, prompt):
+    """A completion after an update to weights that are not there."""
+    with pytest.raises(PolicyUpdateFailed, match=f"{url}: POST /collective_rpc") as caught:
+        async with client.policy_update("v3", mode="wait", timeout_s=CALL_S) as update:
+            await update.load_folder("/no/such/weights")
+    assert list(caught.value.failed) == [url]
+    (backend,) = (await client.list_backends()).pool["backends"]
+    assert (backend["url"], backend["suspended"], backend["error"]) == (url, False, "")
+    async with node.backends.lease("after") as lease:
+        return await lease.attempt(begun(asked(prompt, TOKENS_BEFORE, request_id="after", timeout_s=CALL_S)))
 
 
 async def test_two_versions_in_one_completion_and_logprobs_of_the_weights_that_sampled(tmp_path, monkeypatch):
@@ -98,15 +93,21 @@ async def test_two_versions_in_one_completion_and_logprobs_of_the_weights_that_s
         async with open_vllm(
             engine_python(), old, log_file=tmp_path / "vllm.log", dtype="float32", extra_args=["--enable-scale-out"]
         ) as server:
-            backends = Backends(made_by(VllmClient))
-            info = await backends.add(server.url)
-            assert (info.api, info.pausable, info.prefix_caching) == ("/inference/v1/generate", True, True)
-            assert info.logprob_kind == "raw"
-            fleet = Fleet(backends, server.url)
-            aborted = await fleet.sample_across("abort", new, "v1", prompt)
-            kept = await fleet.sample_across("keep", old, "v2", prompt)
-            fleet.close()
-            await backends.aclose()
+            config = NodeConfig(model=ModelConfig(path=str(old)), sandbox=SandboxConfig(provider="process"))
+            assert not config.rest.enabled
+            async with (
+                open_node(config, HandlerRegistry([])) as node,
+                open_service(node) as service,
+                connect(service.url, TOKEN) as client,
+            ):
+                await client.add_backend(server.url)
+                (info,) = node.backends.list()
+                assert (info.api, info.pausable, info.prefix_caching) == ("/inference/v1/generate", True, True)
+                assert (info.logprob_kind, info.weights) == ("raw", str(old))
+                aborted = await sample_across(node, client, "abort", new, "v1", prompt)
+                kept = await sample_across(node, client, "keep", old, "v2", prompt)
+                after = await fail_to_update(node, client, server.url, prompt)
+                assert [span.policy_version for span in after.spans] == ["v2"]
     cases = []
     for completion, versions in ((aborted, ["0", "v1"]), (kept, ["v1", "v2"])):
         assert [span.policy_version for span in completion.spans] == versions
@@ -119,6 +120,7 @@ async def test_two_versions_in_one_completion_and_logprobs_of_the_weights_that_s
     cases.append(case(old, prompt, aborted, 0, switch))
     cases.append(case(new, prompt, aborted, switch, len(aborted.token_ids)))
     cases.append(case(new, prompt, kept, 0, kept.spans[0].end))
+    cases.append(case(old, prompt, after, 0, len(after.token_ids)))
     cases.append(case(old, prompt, aborted, switch, len(aborted.token_ids)))
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     *agreeing, wrong = json.loads(await trainer("compare", tmp_path / "cases.json"))

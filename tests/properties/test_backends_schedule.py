@@ -20,6 +20,7 @@ from prorl_trio.inference.engines.engine import Completion, EngineClient, Engine
 from prorl_trio.inference.engines.engine_load import EngineLoad
 from prorl_trio.inference.pool.line import MAX_PASSED_OVER
 from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.types.backends import PauseMode
 from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout
 from support.completions import asked, begun
 
