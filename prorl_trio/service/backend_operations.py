@@ -44,7 +44,7 @@ __all__ = ["TABLE", "Row", "answer_call"]
 
 
 class Row(NamedTuple, Generic[RequestT, ReplyT]):
-    """One operation, and how the pool carries it out. A caller that is cancelled, or leaves, cancels it.
+    """An operation, and the call of the pool that carries it out. A caller that is cancelled, or leaves, cancels it.
 
     Attributes:
         method, path: where REST has it, behind `/v1/backends`; GET and DELETE take the request as query parameters.

@@ -1,4 +1,4 @@
-"""What both edges share in reading a request and in telling what is wrong with it."""
+"""The reading of requests and the wording of errors, for both edges."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What went wrong. `code` is for programs, `path` the offending field, `retry_after_s` when to come again."""
+    """An error as it is told. `code` is for programs, `path` the offending field, `retry_after_s` when to come again."""
 
     code: str
     message: str

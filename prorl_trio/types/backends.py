@@ -1,4 +1,4 @@
-"""What trainers and operators ask of a node's pool of LLM backends, and what they are answered.
+"""The requests of trainers and operators to a node's pool of LLM backends, and their answers.
 
 One request and one answer for each operation; both travel as they are through REST, and as `msgspec.Raw` through the
 WebSocket (`ipc.session.CallBackends`).
@@ -66,7 +66,7 @@ class AddBackend(_Request, frozen=True):
 
 
 class DrainBackend(_Request, frozen=True):
-    """Which is to be given no new rollouts."""
+    """The backend that is to be given no new rollouts."""
 
     url: _Url
 
@@ -79,7 +79,7 @@ class WeighBackend(_Request, frozen=True):
 
 
 class RemoveBackends(_Request, frozen=True):
-    """Which to take out: one `url`, or `all`."""
+    """The backends to take out: one `url`, or `all`."""
 
     url: _Url | None = None
     all: bool = False
@@ -147,7 +147,7 @@ ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 
 
 class Operation(msgspec.Struct, Generic[RequestT, ReplyT], frozen=True):
-    """What is asked for by `name`, with which request, and how it is answered."""
+    """An operation by its `name`, its request and its answer."""
 
     name: str
     request: type[RequestT]
