@@ -53,8 +53,10 @@ class TokenArrays(NamedTuple):
 
 
 class SealedArray(np.ndarray[Any, np.dtype[Any]]):
-    """One of the arrays of a sealed run, whole. It is what is behind the views of a segment, and so goes with them: who
-    has a segment can tell where its tokens are, and whether they are still there. A slice of it is named by nothing.
+    """One of the arrays of a sealed run, whole.
+
+    It is behind the views of a segment, and so goes with them: who has a segment can tell where its tokens are, and
+    whether they are still there. A slice of it is named by nothing.
     """
 
     ref: ArenaRef | None = None

@@ -15,7 +15,7 @@ import trio
 import trio.testing
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.inference.engines.engine import CompletionRequest
+from prorl_trio.inference.engines.protocol import CompletionRequest
 from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.types.models import SamplingParams
 

@@ -18,7 +18,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from perf.children import raise_file_limit, say_ready
-from prorl_trio.inference.engines.engine import CompletionRequest
+from prorl_trio.inference.engines.protocol import CompletionRequest
 from prorl_trio.simulation.config import EngineModel
 from prorl_trio.simulation.engine import SimulatedEngine
 from prorl_trio.testing.fake_http import Answer, HttpCall, serve_http

@@ -17,14 +17,14 @@ import trio.testing
 from ipc.nursery import open_single_nursery
 from perf.balance_batch import TOKENS, Batch, Work
 from prorl_trio.config import Strategy
-from prorl_trio.inference.engines.engine import made_by
+from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.simulation.config import Distribution, EngineModel
 from prorl_trio.simulation.engine import SimulatedEngine
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
-    from prorl_trio.inference.engines.engine import Completion, CompletionRequest
+    from prorl_trio.inference.engines.protocol import Completion, CompletionRequest
 
 __all__ = ["ENGINE", "ROOMY_KV_TOKENS", "Event", "Run", "Scenario", "simulate"]
 

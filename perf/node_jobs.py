@@ -29,7 +29,7 @@ from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.inference.engines.engine import made_by
+from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.sandbox.provider import SandboxSpec

@@ -16,7 +16,7 @@ from ipc.nursery import only_cancelled
 from prorl_trio.agent.budget import AgentBudget
 from prorl_trio.agent.style import PLAIN
 from prorl_trio.chat.conversation import Conversation
-from prorl_trio.inference.engines.engine import CompletionRequest
+from prorl_trio.inference.engines.protocol import CompletionRequest
 from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.tools.base import Observation
 from prorl_trio.tools.fitting import fit_texts
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.agent.style import AgentStyle
     from prorl_trio.chat.conversation import ParsedTurn
-    from prorl_trio.inference.engines.engine import Completion
+    from prorl_trio.inference.engines.protocol import Completion
     from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.tools import ToolSet
     from prorl_trio.types.models import FinishReason, SegmentReason, StopReason, ToolCall

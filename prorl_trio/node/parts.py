@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from ipc.arena import Arena
     from prorl_trio.config import ArenaConfig, BackendConfig, SandboxConfig
-    from prorl_trio.inference.engines.engine import ClientFinder
     from prorl_trio.inference.engines.http_engine import OnCall
+    from prorl_trio.inference.engines.protocol import ClientFinder
     from prorl_trio.sandbox.host import OnOpen, SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
 

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An error as it is told. `code` is for programs, `path` the offending field, `retry_after_s` when to come again."""
+    """An error. `code` is for programs, `path` the offending field, `retry_after_s` when to come again."""
 
     code: str
     message: str

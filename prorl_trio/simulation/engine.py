@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.inference.engines.engine import Completion, CompletionRequest, EngineClient, EngineInfo
-from prorl_trio.inference.engines.engine_load import EngineLoad
+from prorl_trio.inference.engines.load_report import LoadReport
+from prorl_trio.inference.engines.protocol import Completion, CompletionRequest, EngineClient, EngineInfo
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded
 
 if TYPE_CHECKING:
@@ -186,12 +186,12 @@ class SimulatedEngine(EngineClient):
             engine="simulated",
         )
 
-    async def load(self, *, timeout_s: float) -> EngineLoad:
+    async def load(self, *, timeout_s: float) -> LoadReport:
         """See `EngineClient.load`."""
         del timeout_s
         await self._take_time()
         read = self.prompt_tokens - self.prefix_hits_tokens
-        return EngineLoad(
+        return LoadReport(
             running=self.running,
             waiting=self.waiting,
             kv_usage=self.reserved_tokens / self.model.kv_tokens,

@@ -28,7 +28,7 @@ from prorl_trio.agent.context import Resources
 from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.inference.engines.engine import made_by
+from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.node.parts import open_backends, open_node_sandboxes
 from prorl_trio.pipeline.pipeline import Job, Pipeline, open_pipeline
 from prorl_trio.simulation.engine import SimulatedEngine

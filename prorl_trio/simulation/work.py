@@ -12,7 +12,7 @@ import trio
 
 from prorl_trio.agent.loop import lease_backend
 from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.inference.engines.engine import CompletionRequest
+from prorl_trio.inference.engines.protocol import CompletionRequest
 from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
 from prorl_trio.testing.fake_sandbox import FakeSandbox

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import trio
 
-from prorl_trio.inference.engines.engine import Completion, CompletionRequest, EngineClient, TokenSink
+from prorl_trio.inference.engines.protocol import Completion, CompletionRequest, EngineClient, TokenSink
 from prorl_trio.types.errors import ContextLengthExceeded
 from prorl_trio.types.models import SamplingParams
 

@@ -15,7 +15,7 @@ import trio.testing
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.inference.engines.engine import made_by
+from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.simulation.config import Distribution, EngineModel
 from prorl_trio.simulation.engine import SimulatedEngine

@@ -10,9 +10,9 @@ import pytest
 import trio
 
 from prorl_trio.inference.engines.completion_stream import EventLines
-from prorl_trio.inference.engines.engine import EnginePaused, RequestRefused
-from prorl_trio.inference.engines.engine_load import EngineLoad, LoadReader
 from prorl_trio.inference.engines.http import HttpClient, HttpLimits
+from prorl_trio.inference.engines.load_report import LoadReader, LoadReport
+from prorl_trio.inference.engines.protocol import EnginePaused, RequestRefused
 from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.engines.retries import RetryPolicy
 from prorl_trio.inference.engines.sglang import SglangClient
@@ -324,10 +324,10 @@ async def test_a_page_of_megabytes_is_read_as_it_comes():
     pieces = [page[at : at + 60_000] for at in range(0, len(page), 60_000)]
     reader = LoadReader()
     assert not any(map(reader.feed, pieces))
-    assert reader.load() == read_load(page) == EngineLoad(running=3, waiting=2)
+    assert reader.load() == read_load(page) == LoadReport(running=3, waiting=2)
     async with open_odd(metrics=Answer(200, page, "text/plain")) as engine, probed(VllmClient(engine.url)) as client:
         client._http._limits = HttpLimits(max_response_bytes=100_000)
-        assert await client.load(timeout_s=5) == EngineLoad(running=3, waiting=2)
+        assert await client.load(timeout_s=5) == LoadReport(running=3, waiting=2)
 
 
 @pytest.mark.parametrize("value", ["-1", "1e308", "NaN", "-inf", "1e15"])

@@ -10,7 +10,7 @@ import trio
 
 from prorl_trio.inference.engines.answers import ContractBroken, Prompt, Wanted, logprob_kind
 from prorl_trio.inference.engines.completion_stream import MAX_EVENT_BYTES, CompletionStream
-from prorl_trio.inference.engines.engine import Completion, EngineInfo, made_by
+from prorl_trio.inference.engines.protocol import Completion, EngineInfo, made_by
 from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.engines.sglang import SglangClient
 from prorl_trio.inference.engines.vllm_api import read_event

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from prorl_trio.client import BlockingClient, PolicyUpdateFailed, connect
-from prorl_trio.inference.engines.engine import made_by
+from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from prorl_trio.inference.engines.answers import ContractBroken, Prompt
-from prorl_trio.inference.engines.engine import EngineInfo
+from prorl_trio.inference.engines.protocol import EngineInfo
 from prorl_trio.inference.engines.vllm import VllmClient
 from support.completions import asked, begun
 

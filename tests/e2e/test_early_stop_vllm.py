@@ -14,8 +14,8 @@ import trio
 from launch.paths import model_dir
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.inference.engines.engine import made_by
 from prorl_trio.inference.engines.http import HttpClient
+from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.models import ChatMessage

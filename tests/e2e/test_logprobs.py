@@ -25,7 +25,7 @@ from launch.paths import engine_python, model_dir
 from perf.tokens_drift import Sampled, drift_of
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.inference.engines.engine import made_by
+from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.models import ChatMessage, SamplingParams, Segment

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, made_by
-from prorl_trio.inference.engines.engine_load import EngineLoad
+from prorl_trio.inference.engines.load_report import LoadReport
+from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.line import MAX_PASSED_OVER
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.backends import PauseMode
@@ -34,7 +34,7 @@ class WildClient(EngineClient):
 
     def __init__(self, url):
         self.url = url
-        self.says = EngineLoad(running=0, waiting=0)
+        self.says = LoadReport(running=0, waiting=0)
         self.ill = False
         self.breaks = False
         self.closed = False
@@ -183,7 +183,7 @@ class World:
 def steps():
     url = st.sampled_from(URLS)
     load = st.builds(
-        EngineLoad,
+        LoadReport,
         running=st.integers(0, 8),
         waiting=st.integers(0, 8),
         kv_usage=st.sampled_from([None, 0.5, 0.99]),

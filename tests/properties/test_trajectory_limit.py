@@ -18,7 +18,7 @@ from prorl_trio.agent.loop import NewDialogue, run_agent, run_sub_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import AgentConfig, ModelConfig, NodeConfig
-from prorl_trio.inference.engines.engine import Completion, EngineInfo
+from prorl_trio.inference.engines.protocol import Completion, EngineInfo
 from prorl_trio.inference.pool.versions import VersionOrder
 from prorl_trio.testing.chat_families import ALL_CHAT_FAMILIES, write_family_model
 from prorl_trio.tools import Observation, Tool, ToolSet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from prorl_trio.inference.engines.engine import CompletionRequest
+from prorl_trio.inference.engines.protocol import CompletionRequest
 from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.types.models import SamplingParams
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import trio
 
-from prorl_trio.inference.engines.engine import EngineInfo, made_by
+from prorl_trio.inference.engines.protocol import EngineInfo, made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.pipeline.observer import JobView
 from prorl_trio.types.errors import BackendError, Draining, DuplicateJob, UnknownHandler, UnknownJob

@@ -10,7 +10,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, made_by
+from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError
 from prorl_trio.types.models import PolicySpan
@@ -19,8 +19,8 @@ from support.completions import asked, begun
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from prorl_trio.inference.engines.engine import CompletionRequest
-    from prorl_trio.inference.engines.engine_load import EngineLoad
+    from prorl_trio.inference.engines.load_report import LoadReport
+    from prorl_trio.inference.engines.protocol import CompletionRequest
     from prorl_trio.inference.pool.backend import BackendStatistics
     from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.types.backends import PauseMode
@@ -51,7 +51,7 @@ class PausableEngine(EngineClient):
         self.says: list[tuple[list[int], FinishReason]] = []
         self.prompts: list[list[int]] = []
         self.told: list[str] = []
-        self.load_report: EngineLoad | None = None
+        self.load_report: LoadReport | None = None
         self.call_s = 1.0
 
     async def probe(self, *, timeout_s: float) -> EngineInfo:
@@ -88,7 +88,7 @@ class PausableEngine(EngineClient):
             label=label if self.tells_versions else "",
         )
 
-    async def load(self, *, timeout_s: float) -> EngineLoad | None:
+    async def load(self, *, timeout_s: float) -> LoadReport | None:
         """See `EngineClient.load`."""
         del timeout_s
         await trio.lowlevel.checkpoint()

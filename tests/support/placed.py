@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from prorl_trio.config import HealthConfig
-from prorl_trio.inference.engines.engine import EngineInfo
+from prorl_trio.inference.engines.protocol import EngineInfo
 from prorl_trio.inference.pool.backend import Backend
 from prorl_trio.inference.pool.versions import VersionOrder
 

@@ -12,7 +12,7 @@ import trio.testing
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import BackendConfig
-from prorl_trio.inference.engines.engine import EngineClient, EngineInfo, made_by
+from prorl_trio.inference.engines.protocol import EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.admission import unseen
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError

@@ -10,8 +10,8 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo, made_by
-from prorl_trio.inference.engines.engine_load import EngineLoad, LoadReader
+from prorl_trio.inference.engines.load_report import LoadReader, LoadReport
+from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.concurrency_limit import ConcurrencyLimit
 from prorl_trio.inference.pool.load import LoadEstimate
 from prorl_trio.inference.pool.pool import Backends
@@ -59,11 +59,11 @@ def read_load(page):
 
 
 def test_what_each_engine_calls_it():
-    assert read_load(VLLM) == EngineLoad(
+    assert read_load(VLLM) == LoadReport(
         running=20, waiting=3, kv_usage=0.75, preemptions_total=2, prefill_tokens_total=300_000, prefill_s_total=30
     )
-    assert read_load(OLD_VLLM) == EngineLoad(running=1, waiting=0, kv_usage=0.5, prefill_tokens_total=400)
-    assert read_load(SGLANG) == EngineLoad(
+    assert read_load(OLD_VLLM) == LoadReport(running=1, waiting=0, kv_usage=0.5, prefill_tokens_total=400)
+    assert read_load(SGLANG) == LoadReport(
         running=5, waiting=2, kv_usage=0.28, prefill_tokens_total=3000, prefill_s_total=10
     )
 
@@ -83,7 +83,7 @@ def test_a_page_that_does_not_say(page):
 
 
 def load_of(running=8, waiting=0, *, kv=0.5, preemptions=0, tokens=0, seconds=0.0):
-    return EngineLoad(
+    return LoadReport(
         running=running,
         waiting=waiting,
         kv_usage=kv,
@@ -115,8 +115,8 @@ def test_the_wait_by_littles_law_and_the_prefix_by_the_measured_rate():
 
 def test_an_engine_that_nothing_is_known_of_is_taken_for_one_as_fast_and_as_large():
     here, idle = LoadEstimate(), LoadEstimate()
-    idle.reported(EngineLoad(running=1, waiting=0), 0.95)
-    here.reported(EngineLoad(running=4, waiting=9), 0.95)
+    idle.reported(LoadReport(running=1, waiting=0), 0.95)
+    here.reported(LoadReport(running=4, waiting=9), 0.95)
     here.call_ended(10)
     assert idle.entry_s(500, here) is None
     here.reported(load_of(running=4, waiting=9, tokens=1000, seconds=1), 0.95)

@@ -11,8 +11,8 @@ import trio
 import trio.testing
 
 from prorl_trio.config import LoadConfig
-from prorl_trio.inference.engines.engine import EnginePaused
-from prorl_trio.inference.engines.engine_load import EngineLoad
+from prorl_trio.inference.engines.load_report import LoadReport
+from prorl_trio.inference.engines.protocol import EnginePaused
 from prorl_trio.types.errors import BackendError, PauseTimeout, UpdateRefused
 from support.cancel_sweep import cancel_sweep
 from support.completions import asked, begun
@@ -257,7 +257,7 @@ async def test_a_turn_stays_where_it_is_whatever_a_sub_agent_begins(autojump_clo
     async with open_pool(A, B, load=policy) as pool, pool.backends.lease("t") as lease:
         home, other = lease.url, ({A, B} - {lease.url}).pop()
         for url, waiting in ((home, 0), (other, 0)):
-            pool.engines[url].load_report = EngineLoad(
+            pool.engines[url].load_report = LoadReport(
                 running=2, waiting=waiting, prefill_tokens_total=1e6, prefill_s_total=1.0
             )
         await trio.sleep(2)
@@ -266,7 +266,7 @@ async def test_a_turn_stays_where_it_is_whatever_a_sub_agent_begins(autojump_clo
         with trio.move_on_after(0.5):
             await lease.attempt(turn)
         await complete(lease)  # the sub-agent's
-        pool.engines[home].load_report = EngineLoad(
+        pool.engines[home].load_report = LoadReport(
             running=2, waiting=90, prefill_tokens_total=1e6, prefill_s_total=1.0
         )
         await trio.sleep(2)
@@ -301,7 +301,7 @@ async def test_the_time_that_a_call_stood_still_is_not_what_calls_take(autojump_
     """Or each pause would send rollouts away from where their prefixes are."""
     policy = LoadConfig(interval_s=1)
     async with open_pool(A, load=policy) as pool, pool.backends.lease("t") as lease, trio.open_nursery() as nursery:
-        pool.engines[A].load_report = EngineLoad(running=1, waiting=1)
+        pool.engines[A].load_report = LoadReport(running=1, waiting=1)
         await trio.sleep(2)
         await complete(lease)
         (before,) = pool.backends.statistics()["backends"]

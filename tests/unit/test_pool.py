@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.inference.engines.engine import EngineClient, EngineInfo, made_by
+from prorl_trio.inference.engines.protocol import EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError
 from support.cancel_sweep import cancel_sweep

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from prorl_trio.inference.engines.engine import Completion, EngineInfo, TokenSink
+from prorl_trio.inference.engines.protocol import Completion, EngineInfo, TokenSink
 from prorl_trio.types.models import PolicySpan, SamplingParams
 
 if TYPE_CHECKING:

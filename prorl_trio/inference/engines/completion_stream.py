@@ -10,7 +10,7 @@ from prorl_trio.types.errors import BackendError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from prorl_trio.inference.engines.engine import Completion
+    from prorl_trio.inference.engines.protocol import Completion
 
 __all__ = ["CompletionStream", "EventLines", "StreamPart"]
 

@@ -21,17 +21,6 @@ from prorl_trio.inference.engines.answers import (
     logprob_kind,
 )
 from prorl_trio.inference.engines.completion_stream import CompletionStream, StreamPart
-from prorl_trio.inference.engines.engine import (
-    CannotStream,
-    Completion,
-    CompletionRequest,
-    CompletionTimedOut,
-    EngineClient,
-    EngineInfo,
-    EnginePaused,
-    RequestRefused,
-)
-from prorl_trio.inference.engines.engine_load import EngineLoad, LoadReader
 from prorl_trio.inference.engines.http import (
     ConnectFailed,
     ConnectionLost,
@@ -42,6 +31,17 @@ from prorl_trio.inference.engines.http import (
     Response,
     ResponseMalformed,
     ResponseTooLarge,
+)
+from prorl_trio.inference.engines.load_report import LoadReader, LoadReport
+from prorl_trio.inference.engines.protocol import (
+    CannotStream,
+    Completion,
+    CompletionRequest,
+    CompletionTimedOut,
+    EngineClient,
+    EngineInfo,
+    EnginePaused,
+    RequestRefused,
 )
 from prorl_trio.inference.engines.retries import RETRYABLE_STATUSES, RetryPolicy
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded
@@ -186,7 +186,7 @@ class HttpEngineClient(EngineClient):
                 self._on_call(self.url, result, trio.current_time() - started_s)
         return completion
 
-    async def load(self, *, timeout_s: float) -> EngineLoad | None:
+    async def load(self, *, timeout_s: float) -> LoadReport | None:
         """See `EngineClient.load`. From the server's metrics page."""
         reader = LoadReader()
         found = await self._get("/metrics", timeout_s, on_data=reader.feed)

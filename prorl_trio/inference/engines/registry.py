@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, TypedDict
 
 import trio
 
-from prorl_trio.inference.engines.engine import ClientFinder, EngineClient, made_by
+from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient, made_by
 from prorl_trio.inference.engines.sglang import SglangClient
 from prorl_trio.inference.engines.trainer_engine import TrainerEngineClient
 from prorl_trio.inference.engines.vllm import VllmClient

@@ -20,8 +20,8 @@ from prorl_trio.inference.engines.answers import (
     label_of,
 )
 from prorl_trio.inference.engines.completion_stream import StreamPart
-from prorl_trio.inference.engines.engine import Completion, EngineInfo, RequestRefused
 from prorl_trio.inference.engines.http_engine import PROBE_PROMPT, PROBE_TOKENS, REFUSED_STATUSES, HttpEngineClient
+from prorl_trio.inference.engines.protocol import Completion, EngineInfo, RequestRefused
 from prorl_trio.inference.engines.retries import RETRYABLE_STATUSES
 from prorl_trio.inference.engines.vllm_api import ModelList, VersionRun, runs_of, served_model
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded

@@ -19,9 +19,9 @@ from prorl_trio.inference.engines.answers import (
     Wanted,
     checked_completion,
 )
-from prorl_trio.inference.engines.engine import Completion, EngineInfo
 from prorl_trio.inference.engines.http import HttpError
 from prorl_trio.inference.engines.http_engine import JSON_CONTENT, PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient
+from prorl_trio.inference.engines.protocol import Completion, EngineInfo
 
 __all__ = ["TrainerEngineClient"]
 

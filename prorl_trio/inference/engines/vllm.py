@@ -8,8 +8,8 @@ import msgspec
 import trio
 
 from prorl_trio.inference.engines.answers import UNNAMED, label_of
-from prorl_trio.inference.engines.engine import Completion, EngineInfo, EnginePaused
 from prorl_trio.inference.engines.http_engine import PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient
+from prorl_trio.inference.engines.protocol import Completion, EngineInfo, EnginePaused
 from prorl_trio.inference.engines.vllm_api import (
     COMPLETIONS,
     GENERATE,

@@ -12,7 +12,7 @@ from prorl_trio.inference.engines.answers import ContractBroken, Logprob, TokenI
 from prorl_trio.inference.engines.completion_stream import StreamPart
 
 if TYPE_CHECKING:
-    from prorl_trio.inference.engines.engine import Completion
+    from prorl_trio.inference.engines.protocol import Completion
 
 __all__ = [
     "COMPLETIONS",

@@ -12,7 +12,7 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterator
 
-    from prorl_trio.inference.engines.engine import Completion
+    from prorl_trio.inference.engines.protocol import Completion
 
 __all__ = ["PAUSED", "Admission", "Waiting", "unseen"]
 

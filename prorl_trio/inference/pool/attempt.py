@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from prorl_trio.inference.engines.engine import CannotStream, CompletionRequest, CompletionTimedOut, RequestRefused
+from prorl_trio.inference.engines.protocol import CannotStream, CompletionRequest, CompletionTimedOut, RequestRefused
 from prorl_trio.inference.pool.pace import Production
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from prorl_trio.inference.engines.engine import Completion, EngineInfo
+    from prorl_trio.inference.engines.protocol import Completion, EngineInfo
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.balancer import LoadBalancer
     from prorl_trio.inference.pool.partial import PartialCompletion

@@ -14,7 +14,7 @@ from prorl_trio.inference.pool.pace import Pace
 
 if TYPE_CHECKING:
     from prorl_trio.config import HealthConfig
-    from prorl_trio.inference.engines.engine import EngineClient, EngineInfo
+    from prorl_trio.inference.engines.protocol import EngineClient, EngineInfo
     from prorl_trio.inference.pool.versions import VersionOrder
 
 __all__ = ["Backend", "BackendState", "BackendStatistics"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from prorl_trio.inference.engines.engine import RequestRefused
+from prorl_trio.inference.engines.protocol import RequestRefused
 from prorl_trio.inference.pool.line import WaitingLine
 from prorl_trio.types.errors import BackendError
 

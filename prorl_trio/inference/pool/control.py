@@ -14,7 +14,7 @@ from prorl_trio.inference.pool.versions import UNKNOWN_VERSION
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
-    from prorl_trio.inference.engines.engine import EngineClient, EngineInfo
+    from prorl_trio.inference.engines.protocol import EngineClient, EngineInfo
     from prorl_trio.inference.pool.versions import VersionOrder
     from prorl_trio.types.backends import PauseMode
 

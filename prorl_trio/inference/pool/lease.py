@@ -13,7 +13,7 @@ from prorl_trio.types.errors import BackendError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from prorl_trio.inference.engines.engine import Completion, EngineClient, EngineInfo
+    from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo
     from prorl_trio.inference.pool.admission import Waiting
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.balancer import LoadBalancer

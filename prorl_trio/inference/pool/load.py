@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prorl_trio.inference.engines.engine_load import EngineLoad
+    from prorl_trio.inference.engines.load_report import LoadReport
 
 __all__ = ["LoadEstimate"]
 
@@ -37,14 +37,14 @@ class LoadEstimate:
     """
 
     def __init__(self) -> None:
-        self.load: EngineLoad | None = None
+        self.load: LoadReport | None = None
         self.pressed = False
         self.prefill_tokens_per_s: float | None = None
         self.service_s: float | None = None
-        self._last: EngineLoad | None = None
+        self._last: LoadReport | None = None
         self._came = 0
 
-    def reported(self, load: EngineLoad | None, max_kv_usage: float) -> None:
+    def reported(self, load: LoadReport | None, max_kv_usage: float) -> None:
         """Take a report, or None: the engine failed to give one, and nothing is known of it now."""
         self.load, self._came = load, 0
         if load is None:
@@ -94,7 +94,7 @@ class LoadEstimate:
         return None if wait_s is None else wait_s + prefix_tokens / rate
 
     @staticmethod
-    def _wait_s(load: EngineLoad, came: int, service_s: float | None) -> float | None:
+    def _wait_s(load: LoadReport, came: int, service_s: float | None) -> float | None:
         waiting = load.waiting + came
         if waiting <= 0:
             return 0.0

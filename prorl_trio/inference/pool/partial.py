@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from prorl_trio.inference.engines.engine import Completion
+from prorl_trio.inference.engines.protocol import Completion
 from prorl_trio.types.models import PolicySpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from prorl_trio.inference.engines.engine import CompletionRequest, EngineInfo
+    from prorl_trio.inference.engines.protocol import CompletionRequest, EngineInfo
     from prorl_trio.types.models import FinishReason
 
 __all__ = ["PartialCompletion", "version_name"]

@@ -26,7 +26,7 @@ from prorl_trio.types.errors import BackendError, UnknownBackend
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
-    from prorl_trio.inference.engines.engine import ClientFinder, EngineClient, EngineInfo
+    from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient, EngineInfo
     from prorl_trio.inference.pool.admission import Waiting
     from prorl_trio.types.backends import GateReport, PauseMode
 

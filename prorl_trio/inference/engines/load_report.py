@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["EngineLoad", "LoadReader"]
+__all__ = ["LoadReader", "LoadReport"]
 
 _RUNNING: Final = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
@@ -30,7 +30,7 @@ _STARTS: Final = tuple(f"{name}{end}".encode() for name in _NAMES for end in "{ 
 _SAMPLE: Final = re.compile(rb"([^{ ]+)(?:\{.*\})? +([-+0-9.eE]+)")
 
 
-class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """The load of an engine at one moment. None: this engine does not say.
 
     Attributes:
@@ -68,7 +68,7 @@ class LoadReader:
             self._rest = b"#"  # so that what comes of it is a comment
         return False
 
-    def load(self) -> EngineLoad | None:
+    def load(self) -> LoadReport | None:
         """Return what the page says, once all of it was fed; None where it does not say what runs and what waits."""
         self.feed(b"\n")
         running, waiting, computed = self._total(_RUNNING), self._total(_WAITING), self._total(_COMPUTED)
@@ -76,7 +76,7 @@ class LoadReader:
             return None
         if computed is None and (prompt := self._total(_PROMPT)) is not None:
             computed = max(0.0, prompt - (self._total(_CACHED) or 0.0))
-        return EngineLoad(
+        return LoadReport(
             running=round(running),
             waiting=round(waiting),
             kv_usage=next((max(self._samples[name]) for name in _KV_USAGE if name in self._samples), None),

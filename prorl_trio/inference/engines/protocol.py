@@ -13,7 +13,7 @@ from prorl_trio.types.errors import BackendError
 from prorl_trio.types.models import FinishReason, LogprobKind, PolicySpan, SamplingParams
 
 if TYPE_CHECKING:
-    from prorl_trio.inference.engines.engine_load import EngineLoad
+    from prorl_trio.inference.engines.load_report import LoadReport
     from prorl_trio.types.backends import PauseMode
 
 __all__ = [
@@ -183,7 +183,7 @@ class EngineClient(abc.ABC):
             ContextLengthExceeded: the engine says that the prompt does not fit.
         """
 
-    async def load(self, *, timeout_s: float) -> EngineLoad | None:
+    async def load(self, *, timeout_s: float) -> LoadReport | None:
         """Return what the engine has to do at this moment; None where it does not say.
 
         Raises:
