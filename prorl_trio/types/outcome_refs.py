@@ -41,7 +41,7 @@ def refs_of(outcome: Outcome) -> list[ArenaRef] | None:
 
 
 def _ref_of(segment: object) -> ArenaRef | None:
-    """Return the one name of all three arrays, if they are all of what it names."""
+    """Return the one reference that all three arrays have, if they are all of its tokens."""
     if not isinstance(segment, Segment):
         return None
     behind = (segment.token_ids_le.obj, segment.logprobs_le.obj, segment.loss_mask_le.obj)
