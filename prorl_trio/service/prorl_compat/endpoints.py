@@ -195,8 +195,8 @@ class _Server:
         running = session.running_job(job_id)
         if running is not None:
             await api.wait_all([running.ended], api.config.prorl_compat_timeout_s, api.config.prorl_compat_timeout_s)
-            if running.outcome is not None:  # also when it was forgotten meanwhile, by `/stop`
-                return running.outcome
+            if (outcome := running.outcome) is not None:  # also when it was forgotten meanwhile, by `/stop`
+                return outcome
         elif (held := await session.held_of(job_id)) is not None:
             return held.decode()
         if api.closing.is_set():

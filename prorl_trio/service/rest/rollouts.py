@@ -209,7 +209,7 @@ async def delete_job(call: Call) -> Reply:
     if running is not None:
         await cancel_jobs(call.api, [job_id])
         await call.api.wait_all([running.ended], CANCEL_WAIT_S)
-        status = "cancelled" if running.outcome is None else running.outcome.status
+        status = "cancelled" if (outcome := running.outcome) is None else outcome.status
     else:
         held = await session.held_of(job_id)
         if held is None:  # somebody else was faster
