@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ipc.limits import SandboxLimits
+    from ipc.session import Accepted, Rejected
     from prorl_trio.agent.context import Resources, RolloutContext
     from prorl_trio.agent.loop import AgentEnd, NewDialogue, run_agent, run_sub_agent
     from prorl_trio.agent.style import AgentStyle
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Accepted",
     "AgentEnd",
     "AgentFault",
     "AgentHandler",
@@ -74,6 +76,7 @@ __all__ = [
     "ParsedTurn",
     "ProrlError",
     "ProviderReport",
+    "Rejected",
     "Resources",
     "RetryPolicy",
     "RolloutClient",
@@ -106,6 +109,7 @@ __all__ = [
 
 _HOMES = {
     "ipc.limits": "SandboxLimits",
+    "ipc.session": "Accepted Rejected",
     "prorl_trio.agent.context": "Resources RolloutContext",
     "prorl_trio.agent.loop": "AgentEnd NewDialogue run_agent run_sub_agent",
     "prorl_trio.agent.style": "AgentStyle",

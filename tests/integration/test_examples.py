@@ -82,3 +82,11 @@ def test_a_script_over_rest(provider):
         lines = run("rest.py", **env).splitlines()
     assert len([line for line in lines if " completed, reward " in line and line.endswith(" tokens")]) == 6
     assert lines[-1] == "the node has 0 live rollouts"
+
+
+def test_a_trainers_loop_with_a_weight_update(provider):
+    with local_node(provider) as env:
+        first, second = run("trainer_loop.py", **env).splitlines()
+    assert first.startswith("step 1: 8 rollouts by [")
+    assert "step-1" not in first
+    assert second.startswith("step 2: 8 rollouts by ['step-1'], reward ")
