@@ -110,13 +110,16 @@ async def test_programs_of_trainers_run_and_end_by_themselves(block, capsys, mon
     monkeypatch.chdir(tmp_path)
     instance = TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})
     names = {"token": TOKEN, "specs": [JobSpec(job_id=f"job-{n}", instance=instance) for n in range(4)]}
+    node = Node(fails="q1-3")
     with trio.fail_after(30):
-        async with open_service(Node(fails="q1-3")) as service:
+        await node.backends.add("http://engine:1")  # what updates of the policy are for
+        async with open_service(node) as service:
             code = compile(block.text.replace(URL, service.url), str(block), "exec", WITHOUT_SYNTAX)
             if code.co_flags & inspect.CO_COROUTINE:
                 await eval(code, names)
             else:
                 await trio.to_thread.run_sync(exec, code, names)
+        await node.backends.aclose()
     assert capsys.readouterr().out == PRINTED.get(str(block), "")
 
 
