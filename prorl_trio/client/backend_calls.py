@@ -20,12 +20,12 @@ from prorl_trio.types.backends import (
     AddBackend,
     BackendList,
     DrainBackend,
-    GateReport,
     ListBackends,
     LoadWeights,
     PauseBackends,
     RemoveBackends,
     ResumeBackends,
+    UpdateReport,
     WeighBackend,
 )
 from prorl_trio.types.errors import (
@@ -100,7 +100,7 @@ class BackendCalls(abc.ABC):
         """Take all backends out. Running calls finish; jobs wait for the backends that are added next."""
         await self._operate(REMOVE, RemoveBackends(all=True))
 
-    async def pause(self, mode: PauseMode = "wait", timeout_s: float = 60.0) -> GateReport:
+    async def pause(self, mode: PauseMode = "wait", timeout_s: float = 60.0) -> UpdateReport:
         """Let no completion begin until `resume`; returns when those in flight are dealt with as `mode` says.
 
         See `RolloutClient.policy_update`, which resumes by itself. What an engine failed at is in the report.
@@ -111,7 +111,7 @@ class BackendCalls(abc.ABC):
         """
         return await self._operate(PAUSE, PauseBackends(mode=mode, timeout_s=timeout_s))
 
-    async def load_weights(self, folder: str, timeout_s: float = 600.0) -> GateReport:
+    async def load_weights(self, folder: str, timeout_s: float = 600.0) -> UpdateReport:
         """Have the engines of a paused pool load the weights in `folder`, as they see it. The next `resume` with a
         version is theirs; one without gives the engines their former weights back.
 
@@ -121,7 +121,7 @@ class BackendCalls(abc.ABC):
         """
         return await self._operate(LOAD_WEIGHTS, LoadWeights(folder=folder, timeout_s=timeout_s))
 
-    async def resume(self, policy_version: str | None = None) -> GateReport:
+    async def resume(self, policy_version: str | None = None) -> UpdateReport:
         """Let completions begin again, recorded under `policy_version` if that is given.
 
         Raises:

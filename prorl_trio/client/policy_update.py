@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from prorl_trio.client.backend_calls import BackendCalls
-    from prorl_trio.types.backends import GateReport, PauseMode
+    from prorl_trio.types.backends import PauseMode, UpdateReport
 
 __all__ = ["PolicyUpdate", "open_policy_update"]
 
@@ -60,7 +60,7 @@ class PolicyUpdate:
         self._mode: PauseMode = mode
         self._timeout_s = timeout_s
         self._begun = False
-        self.report: GateReport | None = None
+        self.report: UpdateReport | None = None
 
     async def load_folder(self, folder: str | os.PathLike[str]) -> None:
         """Have every engine replace its weights by those in `folder`, a path on a file system that all of them see.
@@ -107,12 +107,12 @@ class PolicyUpdate:
         for url, why in _failed(report).items():
             logger.error("backend %s is given no tasks until it has its weights again: %s", url, why)
 
-    def _check(self, report: GateReport, others: dict[str, str]) -> None:
+    def _check(self, report: UpdateReport, others: dict[str, str]) -> None:
         self.report = report
         if failed := {**_failed(report), **others}:
             raise PolicyUpdateFailed(self._version, failed)
 
-    async def _resume(self, version: str | None) -> GateReport:
+    async def _resume(self, version: str | None) -> UpdateReport:
         deadline_s = trio.current_time() + self._timeout_s
         while True:
             try:
@@ -128,5 +128,5 @@ def _absolute(folder: str | os.PathLike[str]) -> str:
     return os.path.abspath(folder)
 
 
-def _failed(report: GateReport) -> dict[str, str]:
+def _failed(report: UpdateReport) -> dict[str, str]:
     return {each.url: each.error for each in report.backends if each.engine == "failed"}

@@ -56,7 +56,9 @@ class Monitoring:
             label="backend",
         )
         metrics.watch_fates(node.fates)
-        metrics.watch("backends", lambda: _without_moves(pool()), "The pool of LLM backends, and its gate for pauses.")
+        metrics.watch(
+            "backends", lambda: _without_moves(pool()), "The pool of LLM backends, and its admission of completions."
+        )
         metrics.watch("rollout_moves", lambda: _moves(pool()), "Rollouts moved to another backend.", label="reason")
         metrics.watch("sandbox", lambda: _part(node, "sandboxes"), "Sandboxes now, and what became of their starts.")
         metrics.watch("scorers", lambda: _part(node, "scorers"), "Processes that run reward functions.")

@@ -21,7 +21,6 @@ from prorl_trio.types.backends import (
     AddBackend,
     BackendList,
     DrainBackend,
-    GateReport,
     ListBackends,
     LoadWeights,
     Operation,
@@ -30,6 +29,7 @@ from prorl_trio.types.backends import (
     ReplyT,
     RequestT,
     ResumeBackends,
+    UpdateReport,
     WeighBackend,
 )
 from prorl_trio.types.errors import BackendError, MalformedJob, ServiceError
@@ -86,15 +86,15 @@ async def _remove(pool: Backends, wanted: RemoveBackends) -> BackendList:
     return await _listed(pool)
 
 
-async def _pause(pool: Backends, wanted: PauseBackends) -> GateReport:
+async def _pause(pool: Backends, wanted: PauseBackends) -> UpdateReport:
     return await pool.pause(wanted.mode, wanted.timeout_s)
 
 
-async def _load_weights(pool: Backends, wanted: LoadWeights) -> GateReport:
+async def _load_weights(pool: Backends, wanted: LoadWeights) -> UpdateReport:
     return await pool.load_weights(wanted.folder, wanted.timeout_s)
 
 
-async def _resume(pool: Backends, wanted: ResumeBackends) -> GateReport:
+async def _resume(pool: Backends, wanted: ResumeBackends) -> UpdateReport:
     return await pool.resume(wanted.policy_version)
 
 

@@ -23,8 +23,6 @@ __all__ = [
     "BackendList",
     "DrainBackend",
     "EngineAnswer",
-    "GateReport",
-    "GatedBackend",
     "ListBackends",
     "LoadWeights",
     "Operation",
@@ -32,6 +30,8 @@ __all__ = [
     "PauseMode",
     "RemoveBackends",
     "ResumeBackends",
+    "UpdateReport",
+    "UpdatedBackend",
     "WeighBackend",
 ]
 
@@ -116,13 +116,13 @@ class BackendList(msgspec.Struct, frozen=True, kw_only=True):
     pool: Any
 
 
-class GatedBackend(msgspec.Struct, frozen=True, kw_only=True):
+class UpdatedBackend(msgspec.Struct, frozen=True, kw_only=True):
     """The effect of a pause, new weights or a resume on one backend.
 
     Attributes:
         in_flight: completions that run there now; after `pause`, only those that were kept.
-        engine: `paused`, `loaded` or `resumed` by its own API, `not_offered` (it has none: only the node's gate holds),
-            `failed`.
+        engine: `paused`, `loaded` or `resumed` by its own API, `not_offered` (it has none: the node alone holds
+            completions back), `failed`.
         error: why, if it failed.
         policy_version: what its next completions are recorded under.
     """
@@ -134,12 +134,12 @@ class GatedBackend(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: str
 
 
-class GateReport(msgspec.Struct, frozen=True, kw_only=True):
+class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     """The pool after a pause, new weights or a resume. `waiting`: completions that wait for the resume."""
 
     paused: bool
     waiting: int
-    backends: list[GatedBackend]
+    backends: list[UpdatedBackend]
 
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
@@ -159,6 +159,6 @@ ADD: Final = Operation("add", AddBackend, BackendList)
 DRAIN: Final = Operation("drain", DrainBackend, BackendList)
 WEIGH: Final = Operation("weigh", WeighBackend, BackendList)
 REMOVE: Final = Operation("remove", RemoveBackends, BackendList)
-PAUSE: Final = Operation("pause", PauseBackends, GateReport)
-LOAD_WEIGHTS: Final = Operation("load_weights", LoadWeights, GateReport)
-RESUME: Final = Operation("resume", ResumeBackends, GateReport)
+PAUSE: Final = Operation("pause", PauseBackends, UpdateReport)
+LOAD_WEIGHTS: Final = Operation("load_weights", LoadWeights, UpdateReport)
+RESUME: Final = Operation("resume", ResumeBackends, UpdateReport)

@@ -48,7 +48,7 @@ async def test_paused_pool_begins_nothing_and_resume_stamps_the_new_version():
         assert [(b.url, b.in_flight, b.engine) for b in report.backends] == [(engine.url, 0, "not_offered")]
         probes = engine.stats.completions_total
         nursery.start_soon(sample, backends, got)
-        while not backends.statistics()["gate"]["waiting"]:
+        while not backends.statistics()["admission"]["waiting"]:
             await trio.testing.wait_all_tasks_blocked()
         assert engine.stats.completions_total == probes
         report = await backends.resume("v7")
@@ -97,7 +97,7 @@ async def test_keep_leaves_what_runs_and_holds_what_comes():
         report = await backends.pause("keep", 10)
         assert report.backends[0].in_flight == 1
         nursery.start_soon(sample, backends, got, "second")
-        while not backends.statistics()["gate"]["waiting"]:
+        while not backends.statistics()["admission"]["waiting"]:
             await trio.testing.wait_all_tasks_blocked()
         engine.release()
         await backends.resume("v3")
@@ -112,7 +112,7 @@ async def test_time_out_undoes_the_pause_and_says_what_runs():
         await engine.wait_until(lambda stats: stats.running == 1)
         with pytest.raises(PauseTimeout, match=f"1 on {engine.url}"):
             await backends.pause("wait", 0.05)
-        assert backends.statistics()["gate"]["paused"] is False
+        assert backends.statistics()["admission"]["paused"] is False
         engine.release()
     assert len(got) == 1
 
@@ -125,7 +125,7 @@ async def test_time_out_of_a_second_pause_leaves_the_first():
         await backends.pause("keep", 5)
         with pytest.raises(PauseTimeout):
             await backends.pause("wait", 0.05)
-        assert backends.statistics()["gate"]["paused"] is True
+        assert backends.statistics()["admission"]["paused"] is True
         await backends.resume()
         engine.release()
 
@@ -137,7 +137,7 @@ async def test_cancelled_pause_is_undone():
         await engine.wait_until(lambda stats: stats.running == 1)
         with trio.move_on_after(0.05):
             await backends.pause("wait", 60)
-        assert backends.statistics()["gate"]["paused"] is False
+        assert backends.statistics()["admission"]["paused"] is False
         engine.release()
 
 
@@ -195,7 +195,7 @@ async def test_engine_that_did_not_answer_the_pause_is_named_and_told_to_go_on()
         with pytest.raises(PauseTimeout, match=f"not paused by then: {engine.url}"):
             await backends.pause("keep", 0.05)
         assert clients[0].told == ["keep", "resume"]
-        assert backends.statistics()["gate"]["paused"] is False
+        assert backends.statistics()["admission"]["paused"] is False
         await backends.aclose()
 
 
@@ -237,7 +237,7 @@ async def test_job_on_paused_backends_says_so_and_is_not_charged(rig):
         backends = rig.resources.backends
         await backends.pause("wait", 5)
         rig.pipeline.submit(Job(rig.spec(budgets=Budgets(run_s=0.5)), MathHandler(), rig.resources, rig.observer))
-        while not backends.statistics()["gate"]["waiting"]:
+        while not backends.statistics()["admission"]["waiting"]:
             await trio.sleep(0.01)
         (job,) = rig.pipeline.live_jobs()
         assert job.waiting_on == "backends paused"

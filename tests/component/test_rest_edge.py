@@ -73,7 +73,7 @@ async def test_pause_and_resume(node):
         assert error(answer)[:2] == (504, "pause_timeout")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(rest.call, "POST", "/v1/backends/pause")
-            while not node.backends.statistics()["gate"]["paused"]:
+            while not node.backends.statistics()["admission"]["paused"]:
                 await trio.sleep(0.01)
             assert error(await rest.call("POST", "/v1/backends/pause"))[:2] == (409, "backends_busy")
             nursery.cancel_scope.cancel()

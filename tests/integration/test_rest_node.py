@@ -63,5 +63,5 @@ async def test_a_rollout_through_rest(tmp_path):
             assert len(segment["token_ids"]) == len(segment["logprobs"]) == len(segment["loss_mask"])
             assert [span["policy_version"] for span in segment["spans"]] == ["v2"]
             assert b"prorl" in (await rest.call("GET", "/metrics")).body
-            assert (await rest.call("GET", "/v1/status")).json()["node"]["backends"]["gate"]["paused"] is False
+            assert (await rest.call("GET", "/v1/status")).json()["node"]["backends"]["admission"]["paused"] is False
             os.kill(os.getpid(), signal.SIGTERM)

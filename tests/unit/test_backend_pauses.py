@@ -153,7 +153,7 @@ async def test_a_silent_one_that_is_well_undoes_it_and_all_go_on(autojump_clock)
             await pool.backends.pause("keep", 8)
         assert all(engine.running.is_set() for engine in pool.engines.values())
         assert pool.engines[B].told == ["keep", "resume"]
-        assert pool.backends.statistics()["gate"]["paused"] is False
+        assert pool.backends.statistics()["admission"]["paused"] is False
 
 
 async def test_resumed_twice_under_an_older_version_and_paused_in_a_pause(autojump_clock):

@@ -75,7 +75,7 @@ async def test_added_listed_leased_removed(backends, clients, autojump_clock):
         assert lease.client is clients[A]
         assert clients[A].closed == 0
     assert clients[A].closed == 1
-    assert backends.statistics() == {"open_leases": 0, "waiting": 0, "moves": {}, "gate": OPEN, "backends": []}
+    assert backends.statistics() == {"open_leases": 0, "waiting": 0, "moves": {}, "admission": OPEN, "backends": []}
 
 
 async def test_statistics_can_be_sent(backends):
@@ -84,7 +84,7 @@ async def test_statistics_can_be_sent(backends):
         packed = msgspec.msgpack.decode(msgspec.msgpack.encode(backends.statistics()))
     assert packed == {
         "open_leases": 1,
-        "gate": OPEN,
+        "admission": OPEN,
         "waiting": 0,
         "moves": {},
         "backends": [
@@ -230,7 +230,7 @@ async def test_a_removed_backends_client_is_closed_also_when_the_last_task_is_ca
             scope.cancel()
             await trio.sleep_forever()
     assert clients[A].closed == 1
-    assert backends.statistics() == {"open_leases": 0, "waiting": 0, "moves": {}, "gate": OPEN, "backends": []}
+    assert backends.statistics() == {"open_leases": 0, "waiting": 0, "moves": {}, "admission": OPEN, "backends": []}
 
 
 async def test_repin_moves_to_another_backend(backends, clients):

@@ -113,7 +113,7 @@ def test_the_table_of_the_backends_has_no_row_of_what_is_no_more():
     assert len(rows[1].splitlines()) == len(TABLE)
 
 
-@pytest.mark.parametrize("struct", [backends.BackendList, backends.GateReport, backends.GatedBackend])
+@pytest.mark.parametrize("struct", [backends.BackendList, backends.UpdateReport, backends.UpdatedBackend])
 def test_every_field_of_what_the_backends_answer_is_described(struct: type[msgspec.Struct]):
     assert f"`{struct.__name__}`" in TEXT
     assert not [field for field in struct.__struct_fields__ if f"`{field}`" not in TEXT]

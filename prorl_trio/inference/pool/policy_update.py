@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.types.backends import EngineAnswer, GatedBackend, GateReport
+from prorl_trio.types.backends import EngineAnswer, UpdatedBackend, UpdateReport
 from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout, UpdateRefused
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class PolicyUpdates:
         self._versions = versions
         self._changing = False
 
-    async def pause(self, mode: PauseMode, timeout_s: float) -> GateReport:
+    async def pause(self, mode: PauseMode, timeout_s: float) -> UpdateReport:
         """See `Backends.pause`."""
         with self._change():
             was_closed = self._admission.closed
@@ -70,7 +70,7 @@ class PolicyUpdates:
                     self._admission.open()
                 raise
 
-    async def load_weights(self, folder: str, timeout_s: float) -> GateReport:
+    async def load_weights(self, folder: str, timeout_s: float) -> UpdateReport:
         """See `Backends.load_weights`."""
         with self._change():
             if not self._admission.closed:
@@ -81,7 +81,7 @@ class PolicyUpdates:
                     nursery.start_soon(_note, backend, told, partial(_load, backend, folder, timeout_s))
             return self._report(told)
 
-    async def resume(self, policy_version: str | None) -> GateReport:
+    async def resume(self, policy_version: str | None) -> UpdateReport:
         """See `Backends.resume`."""
         with self._change():
             if policy_version is not None:
@@ -148,14 +148,14 @@ class PolicyUpdates:
                     tell = partial(_pause, backend, each_s, mode)
                 nursery.start_soon(_note, backend, told, tell)
 
-    def _report(self, told: dict[Backend, Told]) -> GateReport:
+    def _report(self, told: dict[Backend, Told]) -> UpdateReport:
         in_flight = self._admission.in_flight()
         backends = []
         for backend in self._placement.backends():
             if backend.state != "removed":
                 answer, error = told.get(backend, ("not_offered", ""))
                 backends.append(
-                    GatedBackend(
+                    UpdatedBackend(
                         url=backend.url,
                         in_flight=in_flight[backend.url],
                         engine=answer,
@@ -163,7 +163,7 @@ class PolicyUpdates:
                         policy_version=backend.info.policy_version,
                     )
                 )
-        return GateReport(paused=self._admission.closed, waiting=self._admission.waiting, backends=backends)
+        return UpdateReport(paused=self._admission.closed, waiting=self._admission.waiting, backends=backends)
 
 
 async def _note(backend: Backend, told: dict[Backend, Told], tell: Callable[[], Awaitable[Told]]) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient, EngineInfo
     from prorl_trio.inference.pool.admission import Waiting
-    from prorl_trio.types.backends import GateReport, PauseMode
+    from prorl_trio.types.backends import PauseMode, UpdateReport
 
 __all__ = ["Backends"]
 
@@ -219,7 +219,7 @@ class Backends:
         """See `LoadBalancer.fresh`."""
         return self._balancer.fresh(max_staleness)
 
-    async def pause(self, mode: PauseMode, timeout_s: float) -> GateReport:
+    async def pause(self, mode: PauseMode, timeout_s: float) -> UpdateReport:
         """Let no completion begin until `resume`; return when those in flight are dealt with as `mode` says.
 
         Jobs go on up to their next completion and wait there. Engines that can be paused are paused too. A paused pool
@@ -232,7 +232,7 @@ class Backends:
         """
         return await self._updates.pause(mode, timeout_s)
 
-    async def load_weights(self, folder: str, timeout_s: float) -> GateReport:
+    async def load_weights(self, folder: str, timeout_s: float) -> UpdateReport:
         """Have every engine that can load the weights in `folder`, a path as the engines see it, in a pause.
 
         They are on trial until `resume` announces their version, or takes them back. A failure is reported, not raised.
@@ -244,7 +244,7 @@ class Backends:
         """
         return await self._updates.load_weights(folder, timeout_s)
 
-    async def resume(self, policy_version: str | None = None) -> GateReport:
+    async def resume(self, policy_version: str | None = None) -> UpdateReport:
         """Let completions begin again, recorded under `policy_version` if that is given. A pool need not be paused.
 
         Without a version, engines with weights on trial get their former ones back before.
@@ -280,13 +280,13 @@ class Backends:
             await _close(self._placement.backends())
 
     def statistics(self) -> dict[str, object]:
-        """Return leases, tasks `waiting` for a backend, `moves` by reason, the gate, and `backends`: one
-        `BackendStatistics` each. Encodable."""
+        """Return leases, tasks `waiting` for a backend, `moves` by reason, the `admission` of completions,
+        and `backends`: one `BackendStatistics` each. Encodable."""
         return {
             "open_leases": self._placement.open_leases,
             "waiting": self._balancer.waiting,
             "moves": dict(self._placement.moves),
-            "gate": self.admission.statistics(),
+            "admission": self.admission.statistics(),
             "backends": [*self._placement.statistics(), *self._expected.statistics()],
         }
 
