@@ -53,7 +53,7 @@ class TokenArrays(NamedTuple):
 
 
 class SealedArray(np.ndarray[Any, np.dtype[Any]]):
-    """One of the arrays of a sealed run, whole, with the reference that names the run.
+    """An array of a sealed run, whole, with the reference that names the run.
 
     It is the object behind the views of a segment, and so travels with them: who has a segment can tell where its
     tokens are, and whether they are still there. A slice of it has no reference.
