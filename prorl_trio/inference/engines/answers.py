@@ -81,8 +81,10 @@ class NotStreamed(ContractBroken):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt's ids as an engine gets them. Thousands wait for their completions at once, and a list of ids is seven
-    times as large, has to be walked through by each search for garbage, and to be made again from what is sent back.
+    """A prompt's ids as an engine gets them.
+
+    Thousands wait for their completions at once, and a list of ids is seven times as large, has to be walked through by
+    each search for garbage, and to be made again from what is sent back.
 
     Attributes:
         text: a JSON list of ids, without spaces.
@@ -143,9 +145,10 @@ def checked_completion(
     label: str = "",
     dropped: int = 0,
 ) -> Completion:
-    """Return the completion, if everything about it agrees. `sampled` is the engine's own count; `versions` are its
-    runs of `(version of the weights, start, end)`, if it tells, and `label` the version at the end, if it tells no more
-    than that; `dropped` see `Completion`.
+    """Return the completion, if everything about it agrees.
+
+    `sampled` is the engine's own count; `versions` are its runs of `(version of the weights, start, end)`, if it tells,
+    and `label` the version at the end, if it tells no more than that; `dropped` see `Completion`.
 
     Raises:
         ContractBroken: it does not.
@@ -204,8 +207,7 @@ def logprob_kind(plain: Sequence[float], hot: Sequence[float]) -> LogprobKind:
 
 
 def label_of(told: str | None) -> str:
-    """Return what an engine says that its weights are called: nothing if it says nothing, `0` if nobody gave them a
-    name."""
+    """Return an engine's name for its weights: nothing if it says nothing, `0` if nobody gave them a name."""
     return UNNAMED if told == "default" else told or ""
 
 
@@ -219,7 +221,6 @@ def error_message(body: bytes) -> str:
 
 
 def context_limit(message: str) -> int | None:
-    """Return the context length that an error message says was exceeded, in tokens; None if it is about something
-    else."""
+    """Return the context length, in tokens, that an error message says was exceeded, else None."""
     match = _CONTEXT_LIMIT.search(message)
     return int(match[1]) if match else None

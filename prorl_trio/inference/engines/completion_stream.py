@@ -69,8 +69,10 @@ class CompletionStream:
     """Collects one streamed completion. `feed` is what `HttpClient.request` calls with each piece of the body."""
 
     def __init__(self, wanted: Wanted, read: Callable[[bytes, Wanted, int], StreamPart]) -> None:
-        """Begin with nothing. `read` decodes an event, given how many tokens came before it; the sink gets the tokens
-        of each."""
+        """Begin with nothing.
+
+        `read` decodes an event, given how many tokens came before it; the sink gets the tokens of each.
+        """
         assert wanted.sink is not None, "nobody to stream to"
         self._wanted = wanted
         self._sink = wanted.sink

@@ -162,8 +162,9 @@ class HttpConnection:
         self._tcp.socket.close()
 
     def is_reusable(self) -> bool:
-        """Return whether another exchange may be tried: the last one was complete, and the peer has not spoken or left
-        since.
+        """Return whether another exchange may be tried.
+
+        It may if the last one was complete, and the peer has not spoken or left since.
 
         Does not wait.
         """

@@ -276,8 +276,10 @@ class HttpEngineClient(EngineClient):
         )
 
     async def _get(self, path: str, timeout_s: float, on_data: Callable[[bytes], bool] | None = None) -> bytes | None:
-        """Get `path`: its body, empty where `on_data` was given it, or None if the server does not know `path`. Not
-        retried."""
+        """Get `path`: its body, empty where `on_data` was given it, or None if the server does not know `path`.
+
+        Not retried.
+        """
         headers = [("X-Request-Id", "prorl-probe")]
         try:
             response = await self._http.request("GET", path, headers=headers, timeout_s=timeout_s, on_data=on_data)

@@ -15,8 +15,9 @@ RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """A limit of attempts at a call, and the delay between two: it doubles, and between half and all of it is waited,
-    at random.
+    """A limit of attempts at a call, and the delay between two.
+
+    The delay doubles; between half and all of it is waited, at random.
 
     With the defaults a dead backend is given up after 9 to 18 s, so that its tasks can move to another one.
     """

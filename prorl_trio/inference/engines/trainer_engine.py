@@ -31,8 +31,10 @@ NAME: Final = "prorl"
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`POST /generate`: the prompt, and what vLLM's `SamplingParams` take. Neutral values are left out, as that
-    server's own client does: other servers may know fewer."""
+    """`POST /generate`: the prompt, and what vLLM's `SamplingParams` take.
+
+    Neutral values are left out, as that server's own client does: other servers may know fewer.
+    """
 
     prompt_ids: msgspec.Raw
     max_tokens: int
@@ -106,8 +108,9 @@ class TrainerEngineClient(HttpEngineClient):
 
 
 def _completion(body: bytes, wanted: Wanted) -> Completion:
-    """Return the completion that an answer holds. It ended by itself if it is shorter than asked for, or ends with a
-    stop.
+    """Return the completion that an answer holds.
+
+    It ended by itself if it is shorter than asked for, or ends with a stop.
 
     Raises:
         ContractBroken: it cannot be trusted.

@@ -33,8 +33,10 @@ __all__ = ["VllmClient"]
 
 
 class VllmClient(HttpEngineClient):
-    """A client of one vLLM server. Completions come from `/inference/v1/generate` where it has that, or
-    `/v1/completions`."""
+    """A client of one vLLM server.
+
+    Completions come from `/inference/v1/generate` where it has that, or `/v1/completions`.
+    """
 
     async def is_there(self, *, timeout_s: float) -> bool:
         """See `EngineClient.is_there`. By a list of models as vLLM has it."""

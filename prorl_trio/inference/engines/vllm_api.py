@@ -1,5 +1,8 @@
-"""The part of vLLM's HTTP API that we use, without I/O: requests are exact, answers lenient to unknown fields and
-strict about every count and number that training relies on."""
+"""The part of vLLM's HTTP API that we use, without I/O.
+
+Requests are exact. Answers are lenient to unknown fields, and strict about every count and number that training relies
+on.
+"""
 
 from __future__ import annotations
 
@@ -142,8 +145,10 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class AnswerPart(msgspec.Struct, frozen=True):
-    """The answer of either endpoint, or one part of a streamed one. Of the parts, the last has only the usage, of all;
-    in others it is of all so far."""
+    """The answer of either endpoint, or one part of a streamed one.
+
+    Of the parts, the last has only the usage, of all; in others it is of all so far.
+    """
 
     choices: list[Choice]
     usage: Usage | None = None
@@ -151,8 +156,10 @@ class AnswerPart(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """A served model. `max_model_len`, and `root`, the folder or name it was started with, are vLLM's own additions to
-    the OpenAI format."""
+    """A served model.
+
+    `max_model_len`, and `root`, the folder or name it was started with, are vLLM's own additions to the OpenAI format.
+    """
 
     id: str
     root: str | None = None
@@ -166,8 +173,10 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 def served_model(models: ModelList | None) -> ModelCard | None:
-    """Return the policy: the first that has a length of its own, as adapters, which may be listed before it, have
-    not."""
+    """Return the policy: the first card that has a length of its own.
+
+    Adapters, which may be listed before it, have none.
+    """
     cards = [] if models is None else models.data
     return next(iter([card for card in cards if card.max_model_len is not None] or cards), None)
 

@@ -97,8 +97,10 @@ class Admission:
         call: Callable[[], Awaitable[Completion | None]],
         waiting: Waiting = unseen,
     ) -> Completion:
-        """Call `call` as soon as it is admitted; and again, if a pause aborted it, or its engine, whoever asked for
-        that, or if it returned None, as there is more to come.
+        """Call `call` as soon as it is admitted, and again where its completion is not whole.
+
+        That is, if a pause aborted it, or its engine, whoever asked for that, or if it returned None, as there is more
+        to come.
 
         `place` is asked before each, once it is admitted, for the url of the backend that it will be on.
         `waiting(PAUSED)` is entered while it waits for that. Raises what `call` raises; a cancel passes as ever.

@@ -25,8 +25,11 @@ BackendState = Literal["active", "draining", "removed", "down"]
 
 
 class BackendStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of one backend. `assigned_total`: tasks it ever took. `max_tasks`: its limit now, 0 for none.
-    `error`: why it is `down` or suspended."""
+    """A snapshot of one backend.
+
+    `assigned_total`: tasks it ever took. `max_tasks`: its limit now, 0 for none. `error`: why it is `down` or
+    suspended.
+    """
 
     url: str
     state: BackendState

@@ -114,8 +114,10 @@ class LoadBalancer:
             self._line.serve(self._placement.assign)
 
     def changed(self) -> None:
-        """Look again, as a backend came, went, or changed its state: there may be room, and who still waits sees
-        why."""
+        """Look again, as a backend came, went, or changed its state.
+
+        There may be room, and who still waits sees why.
+        """
         self.serve()
         self._line.tell_news()
         self._on_change()
@@ -135,8 +137,11 @@ class LoadBalancer:
         return moved
 
     def place(self, assignment: Assignment, turn: PartialCompletion | None) -> None:
-        """Prepare for a completion. A task whose backend takes none any more moves, if it can; and so does one that is
-        at the beginning of a `turn` and better off elsewhere."""
+        """Prepare for a completion.
+
+        A task whose backend takes none any more moves, if it can; and so does one that is at the beginning of a `turn`
+        and better off elsewhere.
+        """
         backend = assignment.backend
         if not backend.accepting:
             self.move(assignment, "failure" if backend.suspended else "drain")
@@ -178,8 +183,10 @@ class LoadBalancer:
 
     @contextmanager
     def judged(self, backend: Backend) -> Iterator[None]:
-        """Judge by the completion in the block: how it ends counts for the backend's health, unless only the request is
-        to blame, or a pause came across, in which it may have stood still too long.
+        """Judge the backend's health by how the completion in the block ends.
+
+        It does not count where only the request is to blame, or a pause came across, in which it may have stood still
+        too long.
 
         An answer that breaks the contract counts as a failure: one that fails each call at once has the least to do,
         and would draw all tasks.

@@ -18,8 +18,9 @@ enough to be given tasks."""
 
 
 class CircuitBreaker:
-    """The circuit breaker of one backend. What a call finds counts only while closed: those that end late say nothing
-    of a recovery.
+    """The circuit breaker of one backend.
+
+    What a call finds counts only while closed: those that end late say nothing of a recovery.
 
     A good probe makes up for bad ones, not for failed calls: there are engines that answer the one and not the other.
     Each of these would draw all tasks, as it has the least to do. So when the first call after a recovery fails, it
@@ -57,8 +58,10 @@ class CircuitBreaker:
         self.policy = policy
 
     def call_ended(self, *, ok: bool, began: int | None = None) -> None:
-        """Count a completion that was answered, or given up. `began`: the `openings` as it was sent; it does not count
-        if there was another one since."""
+        """Count a completion that was answered, or given up.
+
+        `began`: the `openings` as it was sent; it does not count if there was another one since.
+        """
         if not self.closed or began not in (None, self.openings):
             return
         if ok:

@@ -20,8 +20,11 @@ class ConcurrencyLimit:
         self.tasks = 0
 
     def adapt(self, policy: LoadConfig, *, pressed: bool, in_flight: int) -> None:
-        """Adapt to a report. A decrease is given the time to work: tasks beyond the limit stay till they end, and until
-        it is kept there is no other. A limit that nobody runs into is not raised."""
+        """Adapt to a report.
+
+        A decrease is given the time to work: tasks beyond the limit stay till they end, and until it is kept there is
+        no other. A limit that nobody runs into is not raised.
+        """
         if pressed and (not self.tasks or in_flight <= self.tasks):
             self.tasks = max(policy.min_tasks, int(in_flight * policy.decrease_factor))
         elif not pressed and self.tasks and in_flight >= self.tasks:

@@ -55,8 +55,10 @@ class EngineControl:
         self._lock = trio.Lock()
 
     def added(self, info: EngineInfo) -> None:
-        """Begin anew, as whoever added it just found it to be `info`; what it has are weights of a version of the
-        policy."""
+        """Begin anew, as whoever added it just found it to be `info`.
+
+        What it has are weights of a version of the policy.
+        """
         known, versions = self.info, self._versions
         if info.policy_version == UNKNOWN_VERSION:
             info = msgspec.structs.replace(info, policy_version=versions.current)
@@ -69,8 +71,7 @@ class EngineControl:
         versions.note(info.policy_version)
 
     def heard(self, label: str, since: EngineInfo) -> None:
-        """Take what it says that its weights are called, in answer to a call that was made when `since` was known of
-        it.
+        """Take its own name for its weights, from a call that was made when `since` was known of it.
 
         Weights that got another name without a resume of the pool are recorded under that from now on. One that has no
         name for them any more was started again: that is for the probe to judge, see `lost_weights`.
@@ -92,8 +93,10 @@ class EngineControl:
         self.info = msgspec.structs.replace(found, label=known.label, policy_version=known.policy_version)
 
     def lost_weights(self, found: EngineInfo, since: EngineInfo) -> bool:
-        """Return whether a probe, begun when `since` was known, shows that it was started again: its weights had a
-        name, and have none now, so they are not those that tokens would be recorded under."""
+        """Return whether a probe, begun when `since` was known, shows that it was started again.
+
+        Its weights had a name, and have none now, so they are not those that tokens would be recorded under.
+        """
         return found.label == UNNAMED and self.info.label == since.label and since.label not in ("", UNNAMED)
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> None:
@@ -127,8 +130,9 @@ class EngineControl:
         self.info = msgspec.structs.replace(self.info, policy_version=policy_version)
 
     async def unpause(self, timeout_s: float) -> None:
-        """Resume it if it was paused here, also if it is just being told to pause: then after that. One that has
-        weights on trial gets its former ones first, in the time that it had for those.
+        """Resume it if it was paused here, also if it is just being told to pause: then after that.
+
+        One that has weights on trial gets its former ones first, in the time that it had for those.
 
         Raises:
             BackendError: it failed, and counts as paused.

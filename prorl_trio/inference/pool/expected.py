@@ -72,8 +72,10 @@ class ExpectedBackends:
         return expected is not None
 
     def weigh(self, url: str, weight: float) -> bool:
-        """Change the weight it will have; a probe under way, which would give it the old one, begins anew. False: it
-        was not expected."""
+        """Change the weight it will have; a probe under way, which would give it the old one, begins anew.
+
+        False: it was not expected.
+        """
         expected = self._expected.get(url)
         if expected is None:
             return False

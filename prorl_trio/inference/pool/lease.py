@@ -105,8 +105,9 @@ class Lease:
         waiting: Waiting = unseen,
         produced: Callable[[float], None] = unused,
     ) -> Completion:
-        """Ask the backend held now for the rest of a completion, once the pool is not paused; see
-        `EngineClient.generate`.
+        """Ask the backend held now for the rest of a completion, once the pool is not paused.
+
+        See `EngineClient.generate`.
 
         A pause that aborts has it continued after the resume, from the tokens received: those the engine answered the
         abort with, or those streamed before. So it is with an abort that somebody else asked the engine for, at once.

@@ -37,8 +37,10 @@ class Waiter:
 
 
 class WaitingLine:
-    """The tasks that wait, by class. The one at place k (from 0) of its class is served after at most
-    `(k + 1) * (MAX_PASSED_OVER + classes)` others."""
+    """The tasks that wait, by class.
+
+    The one at place k (from 0) of its class is served after at most `(k + 1) * (MAX_PASSED_OVER + classes)` others.
+    """
 
     def __init__(self) -> None:
         self._classes: dict[int, dict[str, Waiter]] = {}

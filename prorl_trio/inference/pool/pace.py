@@ -1,5 +1,8 @@
-"""The pace of an engine, as streamed completions show it: which ones are streamed for that, and in which time it was
-really at work on the tokens that came. Pure."""
+"""The pace of an engine, as streamed completions show it. Pure.
+
+It says which completions are streamed for that, and in which time the engine was really at work on the tokens that
+came.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,11 @@ STALL_S: Final = 5.0
 
 
 class Pace:
-    """The pace of one engine. A stream costs the node, and the engine, some ten times the CPU of an answer in one
-    piece; so most completions are answered in slices, and a few streams, the scouts, tell how long the tokens of these
-    take."""
+    """The pace of one engine.
+
+    A stream costs the node, and the engine, some ten times the CPU of an answer in one piece; so most completions are
+    answered in slices, and a few streams, the scouts, tell how long the tokens of these take.
+    """
 
     def __init__(self) -> None:
         self._token_s: float | None = None
@@ -42,8 +47,10 @@ class Pace:
         return f"<Pace {known}, {self._scouts} scouts>"
 
     def wants_stream(self, tokens: int, timeout_s: float, now_s: float) -> bool:
-        """Return whether a call for so many tokens is to be streamed: to measure the pace, or as it may not end in
-        time."""
+        """Return whether a call for so many tokens is to be streamed.
+
+        That is to measure the pace, or as it may not end in time.
+        """
         if not self.streams:
             return False
         if self._token_s is None:

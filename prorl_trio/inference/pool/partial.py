@@ -159,8 +159,10 @@ class PartialCompletion:
         return None
 
     def _streamed_spans(self, count: int) -> list[PolicySpan]:
-        """Return the spans of the first `count` tokens that were streamed, under the version that was in force when
-        they came."""
+        """Return the spans of the first `count` tokens that were streamed.
+
+        Each is under the version that was in force when its tokens came.
+        """
         ends = [*(start for start, _ in self._streamed_under[1:]), count]
         return [
             self._span(min(start, count), min(end, count), version)

@@ -70,8 +70,10 @@ class Placement:
     def __init__(
         self, random: Random, max_tasks_per_backend: int = 0, *, strategy: Strategy = "least_in_flight"
     ) -> None:
-        """Begin without any. `random` breaks ties. A backend with `max_tasks_per_backend` tasks is given no other; 0
-        for no limit."""
+        """Begin without any.
+
+        `random` breaks ties. A backend with `max_tasks_per_backend` tasks is given no other; 0 for no limit.
+        """
         if strategy not in get_args(Strategy):
             raise ValueError(f"no strategy {strategy!r}; there are {', '.join(get_args(Strategy))}")
         self.strategy = strategy

@@ -89,8 +89,10 @@ class Backends:
         )
 
     def subscribe(self, listener: Callable[[bool], None]) -> None:
-        """Have `listener` called when a backend came, went or changed its state; with True: when a resume brought
-        another version."""
+        """Have `listener` called when a backend came, went or changed its state.
+
+        It is called with True when a resume brought another version.
+        """
         self._listeners.append(listener)
 
     # ------------------------------------------------------------ registration
@@ -125,8 +127,10 @@ class Backends:
             self._balancer.tell_news()
 
     def drain(self, url: str) -> None:
-        """Give `url` no new tasks; it stays listed. Its tasks move with their next completion, as soon as another one
-        accepts tasks. `add` makes it active again. One that is down does not join by itself any more.
+        """Give `url` no new tasks; it stays listed.
+
+        Its tasks move with their next completion, as soon as another one accepts tasks. `add` makes it active again.
+        One that is down does not join by itself any more.
 
         Raises:
             BackendError: it is not registered.
@@ -146,9 +150,10 @@ class Backends:
             self._placement.weigh(self._registered(url), weight)
 
     async def remove(self, url: str) -> None:
-        """Give `url` no new tasks and forget it. Its calls finish there; its tasks move with the next one, or finish
-        there if no other backend accepts tasks. The client is closed when they have ended, and its engine resumed if it
-        was paused here.
+        """Give `url` no new tasks and forget it.
+
+        Its calls finish there; its tasks move with the next one, or finish there if no other backend accepts tasks. The
+        client is closed when they have ended, and its engine resumed if it was paused here.
 
         Raises:
             BackendError: it is not registered.
@@ -273,15 +278,20 @@ class Backends:
             nursery.start_soon(service_task(self._expected.run, "backends that are down"))
 
     async def aclose(self) -> None:
-        """Close every client; calls in flight and whoever waits for a backend fail. Engines that were paused here are
-        resumed, as nobody else would. Idempotent."""
+        """Close every client; calls in flight and whoever waits for a backend fail.
+
+        Engines that were paused here are resumed, as nobody else would. Idempotent.
+        """
         self._balancer.close()
         with trio.move_on_after(CLOSE_GRACE_S, shield=True):
             await _close(self._placement.backends())
 
     def statistics(self) -> dict[str, object]:
-        """Return leases, tasks `waiting` for a backend, `moves` by reason, the `admission` of completions,
-        and `backends`: one `BackendStatistics` each. Encodable."""
+        """Return figures of the pool. Encodable.
+
+        Leases, tasks `waiting` for a backend, `moves` by reason, the `admission` of completions, and `backends`: one
+        `BackendStatistics` each.
+        """
         return {
             "open_leases": self._placement.open_leases,
             "waiting": self._balancer.waiting,

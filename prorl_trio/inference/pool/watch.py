@@ -33,8 +33,9 @@ REPORT_TIMEOUT_S = 5.0
 
 
 class PoolWatch:
-    """The rounds of one pool. While `admission` is closed, backends are not probed: they may stand still, or be busy
-    with their weights.
+    """The rounds of one pool.
+
+    While `admission` is closed, backends are not probed: they may stand still, or be busy with their weights.
 
     Attributes:
         health: when a backend counts as failed.
