@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
 from ipc.session import BackendsAnswer, CallBackends
 from prorl_trio.types.backends import (
-    ADD,
-    DRAIN,
-    LIST,
-    LOAD_WEIGHTS,
-    PAUSE,
-    REMOVE,
-    RESUME,
-    WEIGH,
     AddBackend,
     BackendList,
     DrainBackend,
@@ -41,8 +34,8 @@ from prorl_trio.types.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from prorl_trio.client.requests import AnswerT, RequestFrame
-    from prorl_trio.types.backends import Operation, PauseMode, ReplyT, RequestT
+    from prorl_trio.client.requests import FrameT, RequestFrame
+    from prorl_trio.types.backends import AnswerT, BackendRequest, PauseMode
 
 __all__ = ["BackendCalls"]
 
@@ -54,12 +47,12 @@ class BackendCalls(abc.ABC):
     nothing, unless it had been carried out already."""
 
     @abc.abstractmethod
-    async def _ask(self, answer_type: type[AnswerT], build: Callable[[int], RequestFrame]) -> AnswerT:
+    async def _ask(self, answer_type: type[FrameT], build: Callable[[int], RequestFrame]) -> FrameT:
         """Return the answer to one request."""
 
     async def list_backends(self) -> BackendList:
         """Return the pool as it is."""
-        return await self._operate(LIST, ListBackends())
+        return await self._operate(ListBackends())
 
     async def add_backend(self, url: str, weight: float | None = None) -> None:
         """Register an LLM backend with the node, which probes it first; a drained one takes tasks again.
@@ -69,7 +62,7 @@ class BackendCalls(abc.ABC):
         Raises:
             BackendError: it is not fit; the message says why.
         """
-        await self._operate(ADD, AddBackend(url=url, weight=weight))
+        await self._operate(AddBackend(url=url, weight=weight))
 
     async def drain_backend(self, url: str) -> None:
         """Give a backend no new tasks. Its tasks move with their next completion, if another one takes them.
@@ -77,7 +70,7 @@ class BackendCalls(abc.ABC):
         Raises:
             UnknownBackend: it is not in the pool.
         """
-        await self._operate(DRAIN, DrainBackend(url=url))
+        await self._operate(DrainBackend(url=url))
 
     async def weigh_backend(self, url: str, weight: float) -> None:
         """Change a backend's share of the tasks, from the next one on.
@@ -86,7 +79,7 @@ class BackendCalls(abc.ABC):
             UnknownBackend: it is not in the pool.
             BackendError: `weight` is not above 0.
         """
-        await self._operate(WEIGH, WeighBackend(url=url, weight=weight))
+        await self._operate(WeighBackend(url=url, weight=weight))
 
     async def remove_backend(self, url: str) -> None:
         """Take an LLM backend out of the node's pool. Its running calls finish.
@@ -94,11 +87,11 @@ class BackendCalls(abc.ABC):
         Raises:
             UnknownBackend: it is not in the pool.
         """
-        await self._operate(REMOVE, RemoveBackends(url=url))
+        await self._operate(RemoveBackends(url=url))
 
     async def clear_backends(self) -> None:
         """Take all backends out. Running calls finish; jobs wait for the backends that are added next."""
-        await self._operate(REMOVE, RemoveBackends(all=True))
+        await self._operate(RemoveBackends(all=True))
 
     async def pause(self, mode: PauseMode = "wait", timeout_s: float = 60.0) -> UpdateReport:
         """Let no completion begin until `resume`; returns when those in flight are dealt with as `mode` says.
@@ -109,7 +102,7 @@ class BackendCalls(abc.ABC):
             PauseTimeout: it took longer, and is undone.
             BackendsBusy: another pause or resume is under way; nothing has changed.
         """
-        return await self._operate(PAUSE, PauseBackends(mode=mode, timeout_s=timeout_s))
+        return await self._operate(PauseBackends(mode=mode, timeout_s=timeout_s))
 
     async def load_weights(self, folder: str, timeout_s: float = 600.0) -> UpdateReport:
         """Have the engines of a paused pool load the weights in `folder`, as they see it. The next `resume` with a
@@ -119,7 +112,7 @@ class BackendCalls(abc.ABC):
             UpdateRefused: the pool is not paused.
             BackendsBusy: another step is under way; nothing has changed.
         """
-        return await self._operate(LOAD_WEIGHTS, LoadWeights(folder=folder, timeout_s=timeout_s))
+        return await self._operate(LoadWeights(folder=folder, timeout_s=timeout_s))
 
     async def resume(self, policy_version: str | None = None) -> UpdateReport:
         """Let completions begin again, recorded under `policy_version` if that is given.
@@ -128,19 +121,18 @@ class BackendCalls(abc.ABC):
             UpdateRefused: an engine failed to load the weights of that version; the pool stays paused.
             BackendsBusy: another pause or resume is under way; nothing has changed.
         """
-        return await self._operate(RESUME, ResumeBackends(policy_version=policy_version))
+        return await self._operate(ResumeBackends(policy_version=policy_version))
 
-    async def _operate(self, operation: Operation[RequestT, ReplyT], request: RequestT) -> ReplyT:
+    async def _operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
         arguments = msgspec.Raw(msgspec.msgpack.encode(request))
-        answer = await self._ask(
-            BackendsAnswer, lambda i: CallBackends(request_id=i, operation=operation.name, arguments=arguments)
-        )
+        call = partial(CallBackends, operation=request.operation, arguments=arguments)
+        answer = await self._ask(BackendsAnswer, lambda request_id: call(request_id=request_id))
         if answer.code:
             raise _error_of(answer)
         try:
-            return msgspec.msgpack.decode(answer.answer, type=operation.answer)
+            return cast("AnswerT", msgspec.msgpack.decode(answer.answer, type=request.answer))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-            raise ProtocolError(f"the answer to {operation.name!r} cannot be read: {exc}") from None
+            raise ProtocolError(f"the answer to {request.operation!r} cannot be read: {exc}") from None
 
 
 def _error_of(answer: BackendsAnswer) -> ServiceError | BackendError:

@@ -29,7 +29,7 @@ from ipc.websocket import LinkLimits
 from prorl_trio.client.address import Address, EndpointFile
 from prorl_trio.client.backend_calls import BackendCalls
 from prorl_trio.client.policy_update import open_policy_update
-from prorl_trio.client.requests import AnswerT, Call, RequestFrame, SubmitCall
+from prorl_trio.client.requests import Call, FrameT, RequestFrame, SubmitCall
 from prorl_trio.client.results import ResultCalls
 from prorl_trio.client.state import ClientState
 from prorl_trio.client.streams import EventStream, ObservedStream
@@ -279,7 +279,7 @@ class RolloutClient(ResultCalls, BackendCalls):
         if batch:
             yield batch
 
-    async def _ask(self, answer_type: type[AnswerT], build: Callable[[int], RequestFrame]) -> AnswerT:
+    async def _ask(self, answer_type: type[FrameT], build: Callable[[int], RequestFrame]) -> FrameT:
         call = Call(build, answer_type)
         await self._call(call)
         assert call.answer is not None

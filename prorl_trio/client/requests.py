@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 
     import msgspec
 
-__all__ = ["Answer", "AnswerT", "Call", "RequestFrame", "Requests", "SubmitCall"]
+__all__ = ["Answer", "Call", "FrameT", "RequestFrame", "Requests", "SubmitCall"]
 
 Answer = Accepted | Rejected | CancelledJobs | CancelledOnNode | StatusReport | BackendsAnswer
 RequestFrame = Submit | CancelJobs | CancelOnNode | StatusRequest | CallBackends
-AnswerT = TypeVar("AnswerT", CancelledJobs, CancelledOnNode, StatusReport, BackendsAnswer)
+FrameT = TypeVar("FrameT", CancelledJobs, CancelledOnNode, StatusReport, BackendsAnswer)
 
 
-class Call(Generic[AnswerT]):
+class Call(Generic[FrameT]):
     """One frame, one answer. `build` makes the frame for a request id.
 
     Attributes:
         withdrawable: the node can be told that nobody waits for the answer any more.
     """
 
-    def __init__(self, build: Callable[[int], RequestFrame], answer_type: type[AnswerT]) -> None:
+    def __init__(self, build: Callable[[int], RequestFrame], answer_type: type[FrameT]) -> None:
         self._build = build
-        self._answer_type: type[AnswerT] = answer_type
+        self._answer_type: type[FrameT] = answer_type
         self.withdrawable = answer_type is BackendsAnswer
-        self.answer: AnswerT | None = None
+        self.answer: FrameT | None = None
         self.answered = trio.Event()
 
     @property

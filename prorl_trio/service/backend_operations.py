@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 import trio
@@ -10,24 +10,14 @@ import trio
 from ipc.session import BackendsAnswer
 from prorl_trio.service.requests import error_of, read
 from prorl_trio.types.backends import (
-    ADD,
-    DRAIN,
-    LIST,
-    LOAD_WEIGHTS,
-    PAUSE,
-    REMOVE,
-    RESUME,
-    WEIGH,
     AddBackend,
     BackendList,
+    BackendRequest,
     DrainBackend,
     ListBackends,
     LoadWeights,
-    Operation,
     PauseBackends,
     RemoveBackends,
-    ReplyT,
-    RequestT,
     ResumeBackends,
     UpdateReport,
     WeighBackend,
@@ -42,8 +32,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TABLE", "Row", "answer_call"]
 
+RequestT = TypeVar("RequestT", bound=BackendRequest[Any])
 
-class Row(NamedTuple, Generic[RequestT, ReplyT]):
+
+class Row(NamedTuple, Generic[RequestT]):
     """An operation, and the call of the pool that carries it out. A caller that is cancelled, or leaves, cancels it.
 
     Attributes:
@@ -51,8 +43,8 @@ class Row(NamedTuple, Generic[RequestT, ReplyT]):
         codes: of the errors that it may answer with beside those of any request.
     """
 
-    operation: Operation[RequestT, ReplyT]
-    call: Callable[[Backends, RequestT], Awaitable[ReplyT]]
+    request: type[RequestT]
+    call: Callable[[Backends, RequestT], Awaitable[msgspec.Struct]]
     method: Literal["GET", "POST", "DELETE"]
     path: str
     summary: str
@@ -104,9 +96,9 @@ async def _listed(pool: Backends) -> BackendList:
 
 
 TABLE: Final = (
-    Row(LIST, _list, "GET", "", "The pool's backends and their load."),
+    Row(ListBackends, _list, "GET", "", "The pool's backends and their load."),
     Row(
-        ADD,
+        AddBackend,
         _add,
         "POST",
         "",
@@ -114,7 +106,7 @@ TABLE: Final = (
         ("backend_down", "backend_unfit"),
     ),
     Row(
-        DRAIN,
+        DrainBackend,
         _drain,
         "POST",
         "/drain",
@@ -123,7 +115,7 @@ TABLE: Final = (
         ("unknown_backend",),
     ),
     Row(
-        WEIGH,
+        WeighBackend,
         _weigh,
         "POST",
         "/weight",
@@ -131,7 +123,7 @@ TABLE: Final = (
         ("unknown_backend",),
     ),
     Row(
-        REMOVE,
+        RemoveBackends,
         _remove,
         "DELETE",
         "",
@@ -139,7 +131,7 @@ TABLE: Final = (
         ("unknown_backend",),
     ),
     Row(
-        PAUSE,
+        PauseBackends,
         _pause,
         "POST",
         "/pause",
@@ -148,7 +140,7 @@ TABLE: Final = (
         ("backends_busy", "pause_timeout"),
     ),
     Row(
-        LOAD_WEIGHTS,
+        LoadWeights,
         _load_weights,
         "POST",
         "/weights",
@@ -157,7 +149,7 @@ TABLE: Final = (
         ("backends_busy", "update_refused"),
     ),
     Row(
-        RESUME,
+        ResumeBackends,
         _resume,
         "POST",
         "/resume",
@@ -166,7 +158,7 @@ TABLE: Final = (
         ("backends_busy", "update_refused"),
     ),
 )
-_ROWS: Final[dict[str, Row[Any, Any]]] = {row.operation.name: row for row in TABLE}
+_ROWS: Final[dict[str, Row[Any]]] = {row.request.operation: row for row in TABLE}
 
 
 async def answer_call(pool: Backends, call: CallBackends) -> BackendsAnswer:
@@ -175,7 +167,7 @@ async def answer_call(pool: Backends, call: CallBackends) -> BackendsAnswer:
         row = _ROWS.get(call.operation)
         if row is None:
             raise MalformedJob(f"no operation {call.operation!r}; there are: {', '.join(_ROWS)}", "$.operation")
-        wanted = read(msgspec.msgpack.Decoder(row.operation.request).decode, call.arguments, prefix="$.arguments")
+        wanted = read(msgspec.msgpack.Decoder(row.request).decode, call.arguments, prefix="$.arguments")
         answer = await row.call(pool, wanted)
     except (BackendError, ServiceError) as exc:
         error = error_of(exc)

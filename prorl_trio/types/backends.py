@@ -6,26 +6,19 @@ WebSocket (`ipc.session.CallBackends`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 
 __all__ = [
-    "ADD",
-    "DRAIN",
-    "LIST",
-    "LOAD_WEIGHTS",
-    "PAUSE",
-    "REMOVE",
-    "RESUME",
-    "WEIGH",
     "AddBackend",
+    "AnswerT",
     "BackendList",
+    "BackendRequest",
     "DrainBackend",
     "EngineAnswer",
     "ListBackends",
     "LoadWeights",
-    "Operation",
     "PauseBackends",
     "PauseMode",
     "RemoveBackends",
@@ -45,68 +38,6 @@ _Weight = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 _Timeout = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 _Version = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Folder = Annotated[str, msgspec.Meta(min_length=1, max_length=4000)]
-
-
-class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of requests: an unknown field is an error."""
-
-
-class ListBackends(_Request, frozen=True):
-    """The pool as it is."""
-
-
-class AddBackend(_Request, frozen=True):
-    """The origin of a server, as `http://127.0.0.1:8000`, and its share of the rollouts beside others.
-
-    Without a `weight` that is 1 for a new one, and what it was for one that is there.
-    """
-
-    url: _Url
-    weight: _Weight | None = None
-
-
-class DrainBackend(_Request, frozen=True):
-    """The backend that is to be given no new rollouts."""
-
-    url: _Url
-
-
-class WeighBackend(_Request, frozen=True):
-    """The share of the rollouts that it gets from now on, beside others."""
-
-    url: _Url
-    weight: _Weight
-
-
-class RemoveBackends(_Request, frozen=True):
-    """The backends to take out: one `url`, or `all`."""
-
-    url: _Url | None = None
-    all: bool = False
-
-    def __post_init__(self) -> None:
-        if (self.url is None) == (not self.all):
-            raise ValueError("give either url or all=true")
-
-
-class PauseBackends(_Request, frozen=True):
-    """`mode` says what becomes of completions in flight; `timeout_s` is for all of it."""
-
-    mode: PauseMode = "wait"
-    timeout_s: _Timeout = 60.0
-
-
-class LoadWeights(_Request, frozen=True):
-    """The folder of the policy's new weights, as the engines see it, and the time that each of them has for it."""
-
-    folder: _Folder
-    timeout_s: _Timeout = 600.0
-
-
-class ResumeBackends(_Request, frozen=True):
-    """`policy_version` is what completions are recorded under from now on; without, it stays, and so do its weights."""
-
-    policy_version: _Version | None = None
 
 
 class BackendList(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,23 +73,91 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     backends: list[UpdatedBackend]
 
 
-RequestT = TypeVar("RequestT", bound=msgspec.Struct)
-ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
+AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
 
 
-class Operation(msgspec.Struct, Generic[RequestT, ReplyT], frozen=True):
-    """An operation by its `name`, its request and its answer."""
+class BackendRequest(msgspec.Struct, Generic[AnswerT], frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of requests: an unknown field is an error.
 
-    name: str
-    request: type[RequestT]
-    answer: type[ReplyT]
+    Attributes:
+        operation: the name of what is asked for.
+        answer: the type of its answer.
+    """
+
+    operation: ClassVar[str]
+    answer: ClassVar[type[msgspec.Struct]]
 
 
-LIST: Final = Operation("list", ListBackends, BackendList)
-ADD: Final = Operation("add", AddBackend, BackendList)
-DRAIN: Final = Operation("drain", DrainBackend, BackendList)
-WEIGH: Final = Operation("weigh", WeighBackend, BackendList)
-REMOVE: Final = Operation("remove", RemoveBackends, BackendList)
-PAUSE: Final = Operation("pause", PauseBackends, UpdateReport)
-LOAD_WEIGHTS: Final = Operation("load_weights", LoadWeights, UpdateReport)
-RESUME: Final = Operation("resume", ResumeBackends, UpdateReport)
+class ListBackends(BackendRequest[BackendList], frozen=True):
+    """The pool as it is."""
+
+    operation: ClassVar = "list"
+    answer: ClassVar = BackendList
+
+
+class AddBackend(BackendRequest[BackendList], frozen=True):
+    """The origin of a server, as `http://127.0.0.1:8000`, and its share of the rollouts beside others.
+
+    Without a `weight` that is 1 for a new one, and what it was for one that is there.
+    """
+
+    operation: ClassVar = "add"
+    answer: ClassVar = BackendList
+    url: _Url
+    weight: _Weight | None = None
+
+
+class DrainBackend(BackendRequest[BackendList], frozen=True):
+    """The backend that is to be given no new rollouts."""
+
+    operation: ClassVar = "drain"
+    answer: ClassVar = BackendList
+    url: _Url
+
+
+class WeighBackend(BackendRequest[BackendList], frozen=True):
+    """The share of the rollouts that it gets from now on, beside others."""
+
+    operation: ClassVar = "weigh"
+    answer: ClassVar = BackendList
+    url: _Url
+    weight: _Weight
+
+
+class RemoveBackends(BackendRequest[BackendList], frozen=True):
+    """The backends to take out: one `url`, or `all`."""
+
+    operation: ClassVar = "remove"
+    answer: ClassVar = BackendList
+    url: _Url | None = None
+    all: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.url is None) == (not self.all):
+            raise ValueError("give either url or all=true")
+
+
+class PauseBackends(BackendRequest[UpdateReport], frozen=True):
+    """`mode` says what becomes of completions in flight; `timeout_s` is for all of it."""
+
+    operation: ClassVar = "pause"
+    answer: ClassVar = UpdateReport
+    mode: PauseMode = "wait"
+    timeout_s: _Timeout = 60.0
+
+
+class LoadWeights(BackendRequest[UpdateReport], frozen=True):
+    """The folder of the policy's new weights, as the engines see it, and the time that each of them has for it."""
+
+    operation: ClassVar = "load_weights"
+    answer: ClassVar = UpdateReport
+    folder: _Folder
+    timeout_s: _Timeout = 600.0
+
+
+class ResumeBackends(BackendRequest[UpdateReport], frozen=True):
+    """`policy_version` is what completions are recorded under from now on; without, it stays, and so do its weights."""
+
+    operation: ClassVar = "resume"
+    answer: ClassVar = UpdateReport
+    policy_version: _Version | None = None

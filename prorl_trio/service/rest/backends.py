@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["ENDPOINTS"]
 
 
-def _endpoint(row: Row[Any, Any]) -> Endpoint:
-    request, in_body = row.operation.request, row.method == "POST"
+def _endpoint(row: Row[Any]) -> Endpoint:
+    request, in_body = row.request, row.method == "POST"
 
     async def serve(call: Call) -> Reply:
         wanted = read_body_as(call.body, request) if in_body else call.query
@@ -28,12 +28,12 @@ def _endpoint(row: Row[Any, Any]) -> Endpoint:
         method=row.method,
         path=f"/v1/backends{row.path}",
         handler=serve,
-        operation_id=f"{row.operation.name}_backends",
+        operation_id=f"{request.operation}_backends",
         summary=row.summary,
         query=NoQuery if in_body else request,
         bodies=(request,) if in_body else (),
         body_required=any(field.required for field in msgspec.structs.fields(request)),
-        replies={200: row.operation.answer},
+        replies={200: request.answer},
         errors=tuple({STATUS_OF_CODE[code] for code in row.codes if code in STATUS_OF_CODE}),
     )
 
