@@ -27,7 +27,7 @@ from prorl_trio.config import NodeConfig, load_config
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.garbage import rare_garbage_collection
-from prorl_trio.node.node import serve_node
+from prorl_trio.node.serve import serve_node
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
 from prorl_trio.service.endpoints import endpoint_url

@@ -164,9 +164,9 @@ class TokenMemory:
         make_room: called when there is no room: frees what can be done without, if there is any.
     """
 
-    def __init__(self, arena: Arena | None = None) -> None:
+    def __init__(self, arena: Arena | None = None, make_room: Callable[[], None] = lambda: None) -> None:
         self.arena = arena
-        self.make_room: Callable[[], None] = lambda: None
+        self.make_room = make_room
         self.spilled_total = 0
         self._private_total = 0
         self._waiting = 0

@@ -13,7 +13,7 @@ import trio
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.config import OnHangup, load_config
 from prorl_trio.node.garbage import rare_garbage_collection
-from prorl_trio.node.node import serve_node
+from prorl_trio.node.serve import serve_node
 from prorl_trio.service.endpoints import endpoint_url
 
 if TYPE_CHECKING:

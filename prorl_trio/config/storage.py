@@ -25,7 +25,7 @@ class LedgerConfig(Table, frozen=True):
 
     Attributes:
         dir: the folder. `auto`: `prorl-trio/NODE_ID` in $XDG_STATE_HOME (~/.local/state) if `node_id` is set, else
-            nowhere. Empty: nowhere, and then nothing outlives the node.
+            none. Empty: none. Without one the ledger is in memory, and nothing outlives the node.
         on_restart: what becomes of jobs that were not finished: `retry` runs them again, `fail` ends them.
         max_attempts: a job that is not finished, and of which so many attempts began, is not run again.
         log_bytes: size of the write-ahead log at which it is copied into the database and begun anew.
@@ -34,7 +34,7 @@ class LedgerConfig(Table, frozen=True):
         tombstone_s: a job acknowledged less than that ago is not run again for the session that had it. Of the time in
             which the node runs: no clock that somebody sets makes it shorter.
         hot_outcome_bytes: memory for outcomes that are not acknowledged; those that do not fit are read from the disk
-            when somebody takes them. Without a ledger all of them are in memory, see `admission`.
+            when somebody takes them. Where the ledger is in memory, all of them are: see `admission`.
     """
 
     dir: str = "auto"
@@ -47,7 +47,7 @@ class LedgerConfig(Table, frozen=True):
     hot_outcome_bytes: Amount = 256 * 1024 * 1024
 
     def folder(self, node_id: str, environ: Mapping[str, str]) -> Path | None:
-        """Return the folder of the ledger, or None if there is none."""
+        """Return the folder of the ledger, or None if it is in memory."""
         if self.dir != "auto":
             return Path(self.dir) if self.dir else None
         if not node_id:

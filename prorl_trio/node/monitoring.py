@@ -26,7 +26,7 @@ __all__ = ["Monitoring", "open_monitoring"]
 
 
 class Monitoring:
-    """`observers` are for `open_node`; then `watch` the node that came of it."""
+    """What watches one node: `observers` are for `open_node`; then `watch` the node that came of it."""
 
     def __init__(self, config: NodeConfig, stalls: LoopStalls) -> None:
         self.stalls = stalls
@@ -64,15 +64,16 @@ class Monitoring:
         metrics.watch("scorers", lambda: _part(node, "scorers"), "Processes that run reward functions.")
         metrics.watch("arena", lambda: _part(node, "arena"), "The shared memory that trajectories are recorded in.")
         metrics.watch("outbox", lambda: _outbox(sessions.statistics()), "What all sessions hold together.")
-        if sessions.journal is not None:
-            ledger, cache = partial(_part, node, "ledger"), sessions.journal.cache
-            metrics.watch("ledger", lambda: _ledger(ledger()), "Jobs and outcomes on the disk.")
-            metrics.watch("outcome_cache", cache.statistics, "Outcomes that are in memory besides the disk.")
+        ledger, cache = sessions.journal.ledger, sessions.journal.cache
+        metrics.watch("ledger", lambda: _ledger(_part(node, "ledger")), "Jobs and outcomes, and what they take.")
+        metrics.watch("outcome_cache", cache.statistics, "Outcomes that are in memory, also those that are on a disk.")
         metrics.watch(
             "node", lambda: {"draining": node.draining, "uptime_seconds": node.uptime_s}, "The node as a whole."
         )
         node.describe("loop", lambda: msgspec.structs.asdict(self.stalls.report()))
         node.describe("totals", metrics.totals)
+        node.describe("ledger", lambda: msgspec.structs.asdict(ledger.statistics()))
+        node.describe("outcome_cache", cache.statistics)
         node.describe("sessions", sessions.statistics)
 
 

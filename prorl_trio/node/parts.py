@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 from ipc.arena import open_arena
@@ -18,8 +18,8 @@ from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import BackendError, ConfigError, SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from contextlib import AbstractAsyncContextManager, AsyncExitStack
+    from collections.abc import AsyncIterator, Iterator
+    from contextlib import AbstractAsyncContextManager
     from random import Random
 
     from ipc.arena import Arena
@@ -106,14 +106,17 @@ async def _add(backends: Backends, url: str, weight: float | None, failed: dict[
         failed[url] = exc
 
 
-def open_node_arena(config: ArenaConfig, stack: AsyncExitStack) -> Arena | None:
-    """The arena, closed with `stack`; None where it is turned off. Raises ConfigError: there is no such memory."""
-    if not config.enabled:
-        return None
-    try:
-        return stack.enter_context(open_arena(config.size_bytes or None))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"arena.size_bytes: {exc}; change it, or set arena.enabled to false") from exc
+@contextmanager
+def open_node_arena(config: ArenaConfig) -> Iterator[Arena | None]:
+    """The arena; None where it is turned off. Raises ConfigError: there is no such memory."""
+    with ExitStack() as stack:
+        arena = None
+        if config.enabled:
+            try:
+                arena = stack.enter_context(open_arena(config.size_bytes or None))
+            except (OSError, ValueError) as exc:
+                raise ConfigError(f"arena.size_bytes: {exc}; change it, or set arena.enabled to false") from exc
+        yield arena
 
 
 def warn_of_image(config: SandboxConfig) -> None:

@@ -57,7 +57,7 @@ class Job:
         self.spec = spec
         self.handler = handler
         self.resources = resources
-        self.sinks = [sink]
+        self.sink = sink
         self.session_id = sink.session_id
         self.attempt = attempt
         self.attempts: list[AttemptRecord] = []
@@ -126,10 +126,9 @@ class Job:
         self._tell(to, detail)
 
     def ended(self, outcome: Outcome) -> None:
-        """Hand the outcome to those it is for. Once."""
+        """Hand the outcome to whom it is for. Once."""
         try:
-            for sink in self.sinks:
-                sink.deliver(outcome)
+            self.sink.deliver(outcome)
             if self._observers is not None:
                 self._observers.job_ended(self.view, outcome)
         finally:
@@ -168,8 +167,7 @@ class Job:
 
     def _tell(self, status: Status, detail: str) -> None:
         self.context.activity.progress()
-        for sink in self.sinks:
-            sink.report(self.spec.job_id, status, detail)
+        self.sink.report(self.spec.job_id, status, detail)
         if self._observers is not None:
             self._observers.job_moved(self.view, status, detail)
 

@@ -22,15 +22,12 @@ class NodeApi(Protocol):
     backends: Backends
     """The pool: trainers and operators change it and pause it through either edge."""
 
-    def submit(self, spec: JobSpec, sink: JobSink) -> None:
-        """Take one job, or nothing of it. `sink.deliver` may be called before this returns.
+    def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
+        """Refuse a job that is not to be taken, if so many others were promised a place before it.
 
         Raises:
             ServiceError: `AdmissionRejected`, `DuplicateJob`, `UnknownHandler`, `MalformedJob` or `Draining`.
         """
-
-    def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
-        """Raise what `submit` would, if so many others were submitted before. Nothing is taken."""
 
     def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
         """Take a job that was promised a place, whether there is room or not. Its attempts are counted from `attempt`.

@@ -13,11 +13,11 @@ from trio.testing import wait_all_tasks_blocked
 
 from prorl_trio.cli import main
 from prorl_trio.client import BlockingClient, RolloutClient, connect
-from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.types.models import JobSpec, TaskInstance
 from support.fake_node import FakeNode
 from support.fake_rest import open_rest
 from support.fake_service import TOKEN, Service, open_service
+from support.sessions import sessions_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -98,8 +98,8 @@ FILTERS = [
 @pytest.mark.parametrize(
     ("arguments", "options", "query", "chosen"), FILTERS, ids=lambda v: v if type(v) is str else ""
 )
-async def test_all_edges_choose_the_same_jobs(edge, arguments, options, query, chosen, deadline: None):
-    node, table = FakeNode(), SessionTable()
+async def test_all_edges_choose_the_same_jobs(edge, arguments, options, query, chosen, deadline: None, nursery):
+    node, table = FakeNode(), sessions_in(nursery)
     async with open_rest(node, sessions=table) as rest, open_service(node, sessions=table) as service:
         async with (
             connect(service.url, TOKEN, session_id="one") as one,

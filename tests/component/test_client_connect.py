@@ -11,14 +11,15 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from prorl_trio.client import ConnectionLost, RolloutClient, connect
-from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.types.errors import ProtocolError, Unauthorized
 from support.fake_node import FakeNode, make_spec
 from support.fake_service import TOKEN, Service, open_service
+from support.sessions import sessions_in
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from prorl_trio.service.sessions.session_table import SessionTable
     from prorl_trio.types.models import Outcome
 
 DEADLINE_S = 30
@@ -44,9 +45,9 @@ async def test_wrong_token_wrong_peer_and_no_peer_are_told_apart(deadline: None)
             pass
 
 
-async def test_a_client_finds_its_node_at_another_port_by_the_endpoint_file(deadline: None, tmp_path: Path):
+async def test_a_client_finds_its_node_at_another_port_by_the_endpoint_file(deadline: None, tmp_path: Path, nursery):
     endpoint = tmp_path / "endpoint.json"
-    node, table = FakeNode(), SessionTable()
+    node, table = FakeNode(), sessions_in(nursery)
     async with trio.open_nursery() as nursery:
         first = await nursery.start(serve_until_stopped, node, table)
         nursery.start_soon(write_when_asked, endpoint, first.url)  # the client is there before the file is

@@ -10,11 +10,11 @@ from trio.testing import wait_all_tasks_blocked
 
 from ipc.session import Accepted, CancelledJobs, Rejected
 from prorl_trio.client import SessionLost, connect
-from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.service.websocket import connection as connection_module
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
 from support.faulty_proxy import FaultyProxy
+from support.sessions import ended, sessions_in
 
 if TYPE_CHECKING:
     from prorl_trio.client.streams import ResultStream
@@ -190,9 +190,9 @@ async def test_it_ends_over_connections_that_break(deadline: None):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_job_that_ended_elsewhere_while_the_connection_was_lost_is_not_waited_for(deadline: None):
+async def test_a_job_that_ended_elsewhere_while_the_connection_was_lost_is_not_waited_for(deadline: None, nursery):
     """Its outcome was deleted over REST, or taken by another client of the session."""
-    node, table = FakeNode(), SessionTable()
+    node, table = FakeNode(), sessions_in(nursery)
     async with open_service(node, sessions=table) as service, trio.open_nursery() as nursery:
         proxy = FaultyProxy(service.host, service.port)
         port = await nursery.start(proxy.serve)
@@ -204,15 +204,16 @@ async def test_a_job_that_ended_elsewhere_while_the_connection_was_lost_is_not_w
             while session.connected:
                 await wait_all_tasks_blocked()
             node.finish("a")
+            await ended(session, 1)
             session.forget("a")
             node.finish("b")
             assert await ids(client.results()) == ["b"]
         nursery.cancel_scope.cancel()
 
 
-async def test_outcomes_that_somebody_else_took_are_not_waited_for(deadline: None):
+async def test_outcomes_that_somebody_else_took_are_not_waited_for(deadline: None, nursery):
     """Two consumers of one session: what the other one acknowledged before it was sent here leaves a gap."""
-    node, table = FakeNode(), SessionTable()
+    node, table = FakeNode(), sessions_in(nursery)
     async with open_service(node, sessions=table) as service, connect(service.url, TOKEN, session_id="s") as client:
         await client.submit([make_spec("a"), make_spec("b"), make_spec("c")])
         session = table.get("s")
@@ -221,6 +222,8 @@ async def test_outcomes_that_somebody_else_took_are_not_waited_for(deadline: Non
         node.finish("a")
         assert (await anext(results)).job_id == "a"
         node.finish("b")
+        while session.log.last < 2:
+            await session.wait_arrival()
         session.ack(2)
         node.finish("c")
         assert await ids(results) == ["c"]

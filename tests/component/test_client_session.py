@@ -12,12 +12,12 @@ from trio.testing import wait_all_tasks_blocked
 from ipc.session import Accepted, CancelledJobs, Rejected
 from prorl_trio.client import ConnectionLost, RolloutClient, SessionLost, SessionReplaced, connect
 from prorl_trio.client import client as client_module
-from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.types.errors import AdmissionRejected, BackendError, ProtocolError, UnknownBackend
 from prorl_trio.types.models import Outcome
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
 from support.faulty_proxy import FaultyProxy
+from support.sessions import ended, sessions_in, submit
 
 DEADLINE_S = 30
 
@@ -82,9 +82,9 @@ async def test_batches_fit_the_message_limit(deadline: None):
         assert len(await take(client, 50)) == 50
 
 
-async def test_a_result_is_acknowledged_when_the_next_one_is_asked_for(deadline: None):
+async def test_a_result_is_acknowledged_when_the_next_one_is_asked_for(deadline: None, nursery):
     node = FakeNode(make_outcome)
-    table = SessionTable()
+    table = sessions_in(nursery)
     async with open_service(node, sessions=table) as service, connect(service.url, TOKEN, session_id="s") as client:
         session, _ = table.open("s", 0)
         await client.submit([make_spec("a"), make_spec("b"), make_spec("c")])
@@ -105,14 +105,14 @@ async def test_a_result_is_acknowledged_when_the_next_one_is_asked_for(deadline:
 
 @pytest.mark.parametrize("window", [0, 1])
 async def test_what_the_node_was_told_to_give_up_is_passed_over(
-    deadline: None, caplog: pytest.LogCaptureFixture, window: int
+    deadline: None, caplog: pytest.LogCaptureFixture, window: int, nursery
 ):
     """The others come, also one at a time, and it is told how many do not."""
     node = FakeNode(make_outcome)
-    table = SessionTable()
+    table = sessions_in(nursery)
     session, _ = table.open("s", 0)
-    for number in range(1, 5):
-        session.submit(make_spec(f"job-{number}"), node)
+    await submit(session, node, *(make_spec(f"job-{number}") for number in range(1, 5)))
+    await ended(session, 4)
     session.forget("job-2")
     async with (
         open_service(node, sessions=table) as service,
@@ -145,9 +145,9 @@ async def take_without_asking(client: RolloutClient, n: int) -> list[Outcome]:
     return [await anext(results) for _ in range(n)]
 
 
-async def test_resume_after_skips_and_acknowledges_what_the_trainer_kept(deadline: None):
+async def test_resume_after_skips_and_acknowledges_what_the_trainer_kept(deadline: None, nursery):
     node = FakeNode(make_outcome)
-    table = SessionTable()
+    table = sessions_in(nursery)
     async with open_service(node, sessions=table) as service:
         with pytest.raises(ZeroDivisionError):  # noqa: PT012
             async with connect(service.url, TOKEN, session_id="s") as client:

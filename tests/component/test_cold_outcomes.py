@@ -19,6 +19,7 @@ from prorl_trio.service.sessions.feed import READ_AHEAD_BYTES
 from prorl_trio.service.sessions.journal import open_journal
 from prorl_trio.service.sessions.restore import restore_sessions
 from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.service.sessions.submission import submit_one
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import open_rest
 from support.fake_service import TOKEN, open_service
@@ -42,9 +43,8 @@ async def open_life(folder):
     """One life of a node's process."""
     limits = LedgerLimits(log_bytes=64 * MIB, reserve_bytes=MIB, max_bytes=1024 * MIB)
     async with open_ledger(folder, limits) as ledger, open_journal(ledger, HOT_BYTES) as journal:
-        table, node = SessionTable(), FakeNode()
-        table.journal = journal
-        await restore_sessions(table, journal, node, LedgerConfig())
+        table, node = SessionTable(journal), FakeNode()
+        await restore_sessions(table, node, LedgerConfig())
         yield table, node, journal.cache
 
 
@@ -53,7 +53,7 @@ async def finish_all(session, node):
     for first in range(0, JOBS, AT_ONCE):
         specs = [make_spec(f"job-{n}") for n in range(first, first + AT_ONCE)]
         for spec in specs:
-            await session.submit_one(spec, node)
+            await submit_one(session, spec, node)
         for n, spec in enumerate(specs, first):
             node.finish(spec.job_id, make_outcome(spec, reward=float(n), tokens=TOKENS))
         while len(session.log) < first + AT_ONCE:
@@ -113,7 +113,7 @@ async def test_a_trainer_that_stops_costs_its_share_and_gets_everything_later(tm
                 for n in range(40):
                     for session in (stopped, fast):
                         spec = make_spec(f"{session.session_id}-{n}")
-                        await session.submit_one(spec, node)
+                        await submit_one(session, spec, node)
                         node.finish(spec.job_id, make_outcome(spec, tokens=TOKENS))
                     for session in (stopped, fast):
                         while session.log.last <= n:

@@ -12,11 +12,14 @@ import trio
 
 from prorl_trio.config import LedgerConfig
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerLimits, open_ledger
+from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.sessions.journal import open_journal
 from prorl_trio.service.sessions.restore import restore_sessions
+from prorl_trio.service.sessions.session import Session
 from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, Draining, DuplicateJob, UnknownHandler
 from support.fake_node import FakeNode, make_outcome, make_spec
+from support.sessions import all_held, ended, submit
 
 MIB = 1024 * 1024
 LIMITS = LedgerLimits(log_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB)
@@ -42,26 +45,10 @@ async def open_life(tmp_path, limits=LIMITS, ledger=None, take_error=None, **con
     """One life of a node's process."""
     with trio.fail_after(30):
         async with open_ledger(tmp_path / "ledger", limits) as real, open_journal(ledger or real) as journal:
-            table, node = SessionTable(), Node(take_error)
-            table.journal = journal
+            table, node = SessionTable(journal), Node(take_error)
             if ledger is None:
-                await restore_sessions(table, journal, node, LedgerConfig(**config))
+                await restore_sessions(table, node, LedgerConfig(**config))
             yield table, node, journal
-
-
-async def submit(session, node, *specs):
-    answers = []
-    await session.submit_all(specs, node, lambda _index, error: answers.append(error))
-    return answers
-
-
-async def ended(session, count):
-    while len(session.log) < count:
-        await session.wait_arrival()
-
-
-async def all_held(session):
-    return [await session.held(cursor) for cursor in list(session.log.cursors())]
 
 
 async def test_a_new_start_has_the_outcomes_and_runs_the_rest_as_the_next_attempt(tmp_path):
@@ -172,7 +159,7 @@ async def test_a_batch_stored_when_the_node_has_ended_is_run_by_the_next_start(t
         session, _ = table.open("s", 0)
         session.cancel_ahead(["a"], "not needed")
         assert [type(error) for error in await submit(session, node, make_spec("a"), make_spec("b"))] == [Draining] * 2
-        assert (session.running, journal.accepting) == (0, 0)
+        assert (session.running, journal.promised) == (0, 0)
     async with open_life(tmp_path) as (_table, node, _):
         assert node.attempts == [("a", 1), ("b", 1)]
 
@@ -193,7 +180,7 @@ async def test_an_acknowledged_job_is_not_run_again(tmp_path):
         await ended(session, 2)
         session.ack(2)
         await replay(session, node)  # while the acknowledgement is on its way
-        assert (list(node.live), session.running, journal.accepting) == (["c"], 1, 0)
+        assert (list(node.live), session.running, journal.promised) == (["c"], 1, 0)
         assert journal.ledger.statistics().jobs == 1
     async with open_life(tmp_path) as (table, node, _):  # also over a restart
         await replay(table.get("s"), node)
@@ -241,7 +228,7 @@ async def test_a_full_ledger_rejects_all_or_nothing_and_running_jobs_finish(tmp_
         answers = await submit(session, node, make_spec("b"), make_spec("c"))
         assert all(isinstance(error, AdmissionRejected) and "max_jobs" in str(error) for error in answers)
         assert not session.knows("b")
-        assert journal.accepting == 0
+        assert journal.promised == 0
         node.finish("a")
         await ended(session, 1)
         assert await submit(session, node, make_spec("b")) == [None]
@@ -271,9 +258,9 @@ async def test_a_dropped_session_does_not_come_back(tmp_path):
         session, _ = table.open("s", 0)
         await session.store()
         journal.close_session("s")
-        again = table.restore("s", 7)
+        again = Session("s", 7, SessionLimits(), journal)
         await again.store()  # after the other is gone
-        again.journal.close_session("s")
+        journal.close_session("s")
     async with open_life(tmp_path) as (table, _node, _):
         assert table.get("s") is None
 
@@ -321,7 +308,7 @@ async def test_a_drain_waits_for_what_is_being_stored(tmp_path):
             await trio.testing.wait_all_tasks_blocked()
             nursery.start_soon(drain)
             await trio.testing.wait_all_tasks_blocked()
-            assert (live_then, journal.accepting) == ([], 2)
+            assert (live_then, journal.promised) == ([], 2)
             ledger.accepts.set()
         assert live_then == ["a", "b"]
 
@@ -392,7 +379,8 @@ async def test_only_a_node_that_was_told_to_end_ends_its_jobs(tmp_path, draining
         session, _ = table.open("s", 0)
         specs = [make_spec("a"), make_spec("b"), make_spec("c")]
         await submit(session, node, *specs)
-        journal.draining = draining
+        if draining:
+            journal.drain()
         for spec, code in zip(specs, ("shutdown", "shutdown", "cancelled"), strict=True):
             cut = {"status": "cancelled", "reward": None, "cause": "cancelled", "error_code": code}
             session.deliver(msgspec.structs.replace(make_outcome(spec), **cut))

@@ -19,10 +19,10 @@ from ipc.session import (
 from ipc.websocket import LinkLimits, open_client_link
 from prorl_trio.client import connect
 from prorl_trio.service.sessions import observation
-from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.types.errors import ProtocolError
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
+from support.sessions import sessions_in
 
 MIB = 1024 * 1024
 DEADLINE_S = 30
@@ -36,8 +36,8 @@ async def taken(stream, count):
     return [await anext(stream) for _ in range(count)]
 
 
-async def test_an_observer_sees_others_and_can_do_nothing_to_them(deadline):
-    node, table = FakeNode(), SessionTable()
+async def test_an_observer_sees_others_and_can_do_nothing_to_them(deadline, nursery):
+    node, table = FakeNode(), sessions_in(nursery)
     async with (
         open_service(node, sessions=table) as service,
         connect(service.url, TOKEN, session_id="t") as trainer,
@@ -66,8 +66,8 @@ async def test_an_observer_sees_others_and_can_do_nothing_to_them(deadline):
     assert len(table.observations) == 0
 
 
-async def test_an_observer_may_look_at_one_group_and_finds_it_again_after_a_lost_connection(deadline):
-    node, table = FakeNode(), SessionTable()
+async def test_an_observer_may_look_at_one_group_and_finds_it_again_after_a_lost_connection(deadline, nursery):
+    node, table = FakeNode(), sessions_in(nursery)
     async with (
         open_service(node, sessions=table) as service,
         connect(service.url, TOKEN) as trainer,
@@ -98,9 +98,9 @@ async def open_raw_observer(service):
         yield link
 
 
-async def test_a_slow_observer_stalls_nobody_and_learns_what_it_lost(deadline, monkeypatch):
+async def test_a_slow_observer_stalls_nobody_and_learns_what_it_lost(deadline, monkeypatch, nursery):
     monkeypatch.setattr(observation, "MAX_OBSERVED_BYTES", MIB)
-    node, table = FakeNode(lambda spec: make_outcome(spec, tokens=20_000)), SessionTable()
+    node, table = FakeNode(lambda spec: make_outcome(spec, tokens=20_000)), sessions_in(nursery)
     jobs = 200
     async with (
         open_service(node, sessions=table) as service,
@@ -141,8 +141,8 @@ async def test_a_window_below_nothing_is_refused(deadline):
                 raise AssertionError
 
 
-async def test_no_trainer_gets_more_than_the_nodes_window(deadline):
-    table = SessionTable()
+async def test_no_trainer_gets_more_than_the_nodes_window(deadline, nursery):
+    table = sessions_in(nursery)
     session, _ = table.open("s", 0)
     feed = session.attach(_Nobody(), 0, 10**9, 10**12)
     for n in range(300):

@@ -11,10 +11,10 @@ import trio
 import trio.testing
 
 from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.types.models import Outcome
 from support.fake_node import make_spec
 from support.fake_rest import open_rest
+from support.sessions import ended, sessions_in, submit
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -130,8 +130,8 @@ async def test_same_id_with_another_spec_is_409_and_the_same_spec_joins(node):
         assert len(node.submitted) == 1
 
 
-async def test_full_session_is_429_with_retry_after(node):
-    async with open_rest(node, sessions=SessionTable(SessionLimits(max_undelivered=1))) as rest:
+async def test_full_session_is_429_with_retry_after(node, nursery):
+    async with open_rest(node, sessions=sessions_in(nursery, SessionLimits(max_undelivered=1))) as rest:
         await rest.call("POST", "/v1/rollouts", body("a"))
         answer = await rest.call("POST", "/v1/rollouts", body("b"))
         assert error(answer)[:2] == (429, "admission")
@@ -212,9 +212,10 @@ async def test_delete_cancels_then_forgets_then_knows_nothing(node):
 async def test_delete_drops_no_outcome_that_another_sessions_trainer_has_not_taken(node):
     async with open_rest(node) as rest:
         trainers, _ = rest.sessions.open("a trainer's", 0)
+        await submit(trainers, node, *map(make_spec, "abc"))
         for name in ("a", "b", "c"):
-            trainers.submit(make_spec(name), node)
             node.finish(name)
+        await ended(trainers, 3)
         answer = await rest.call("DELETE", "/v1/rollouts/b")
         assert error(answer)[:2] == (409, "undelivered")
         assert 'session "a trainer\'s"' in answer.json()["error"]["message"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
 
 import msgspec
 import pytest
@@ -11,10 +10,10 @@ import trio
 import trio.testing
 
 from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.types.errors import AdmissionRejected
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import EventReader, open_rest
+from support.sessions import sessions_in, submit
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -115,8 +114,9 @@ async def test_slow_listener_is_told_what_it_missed(node):
             events = EventReader(stream, await rest.send(stream, "GET", "/v1/events"))
             await events.next()
             session = rest.sessions.open("rest", 0)[0]
-            for index in range(5):  # in one step of the loop: the stream cannot keep up
-                session.submit(make_spec(str(index)), node)
+            await submit(
+                session, node, *(make_spec(str(index)) for index in range(5))
+            )  # they are the node's in one step
             got = [await events.next() for _ in range(3)]
             assert [kind for kind, _ in got] == ["job_moved", "job_moved", "dropped"]
             assert got[2][1] == {"count": 3}
@@ -268,8 +268,8 @@ async def test_websocket_on_the_rest_port_is_refused(node):
         assert b" 403" in (await stream.receive_some(1000)).split(b"\r\n")[0]
 
 
-async def test_session_limit_is_429():
-    node, table = FakeNode(), SessionTable(SessionLimits(max_sessions=1))
+async def test_session_limit_is_429(nursery):
+    node, table = FakeNode(), sessions_in(nursery, SessionLimits(max_sessions=1))
     async with open_rest(node, sessions=table) as rest:
         await rest.call("POST", "/v1/rollouts?session=a", body("a"))
         table.get("a")._listener = object()  # a trainer is connected to it
@@ -281,11 +281,11 @@ async def test_session_limit_is_429():
 
 
 async def test_node_that_is_full_is_429(node):
-    node.submit = partial(_full)
+    node.check = _full
     async with open_rest(node) as rest:
         answer = await rest.call("POST", "/v1/rollouts", body("a"))
         assert (error(answer)[:2], answer.headers["retry-after"]) == ((429, "admission"), "3")
 
 
-def _full(spec, sink):
+def _full(spec, sink, ahead):
     raise AdmissionRejected("full", 2.5)

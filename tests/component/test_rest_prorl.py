@@ -231,7 +231,7 @@ async def test_math_instance_becomes_question_and_answer(node, prompt):
         await begin(rest, node)
         sent = request(data_source="mathy", prompt=prompt, reward_model={"ground_truth": 42})
         taken = []
-        node.submit = lambda spec, sink: taken.append(spec)
+        node.check, node.take = (lambda *_: None), (lambda spec, _sink, _attempt: taken.append(spec))
         with trio.move_on_after(0.2):
             await rest.call("POST", "/process", sent)
         assert (taken[0].instance.handler, taken[0].instance.payload) == ("math", {"question": "6*7?", "answer": "42"})
@@ -250,7 +250,7 @@ async def test_a_question_that_only_looks_like_messages_is_one(node):
     async with open_compat(node) as rest:
         await begin(rest, node)
         taken = []
-        node.submit = lambda spec, sink: taken.append(spec)
+        node.check, node.take = (lambda *_: None), (lambda spec, _sink, _attempt: taken.append(spec))
         with trio.move_on_after(0.2):
             await rest.call(
                 "POST",

@@ -24,12 +24,12 @@ async def test_curl_sessions_of_the_guide():
     if shutil.which("curl") is None:
         pytest.skip(because("there is no curl", "apt-get install curl"))
     node = FakeNode(lambda spec: make_outcome(spec))
-    submit = node.submit
+    take = node.take
 
-    def submit_whatever_handler(spec, sink):
-        submit(make_spec(spec.job_id, group_id=spec.group_id), sink)
+    def take_whatever_handler(spec, sink, attempt):
+        take(make_spec(spec.job_id, group_id=spec.group_id), sink, attempt)
 
-    node.submit = submit_whatever_handler
+    node.check, node.take = (lambda _spec, _sink, _ahead: None), take_whatever_handler
     with trio.fail_after(60):
         async with open_rest(node) as rest:
             script = "set -eu\n" + "".join(sessions).replace("curl ", "curl --fail --max-time 20 ")

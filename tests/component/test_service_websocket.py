@@ -25,7 +25,6 @@ from ipc.session import (
     WithdrawCall,
 )
 from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.service.websocket import connection as connection_module
 from prorl_trio.service.websocket import server as server_module
 from prorl_trio.types.backends import BackendList
@@ -33,6 +32,7 @@ from prorl_trio.types.models import Outcome
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
 from support.raw_trainer import encode, raw_trainer
+from support.sessions import sessions_in
 
 DEADLINE_S = 20
 
@@ -78,8 +78,8 @@ async def test_a_malformed_spec_is_rejected_by_itself_with_its_field(deadline: N
     assert [spec.job_id for spec in node.submitted] == ["good", "last"]
 
 
-async def test_admission_and_draining_are_rejections_with_advice(deadline: None, node: FakeNode):
-    sessions = SessionTable(SessionLimits(max_undelivered=1))
+async def test_admission_and_draining_are_rejections_with_advice(deadline: None, node: FakeNode, nursery):
+    sessions = sessions_in(nursery, SessionLimits(max_undelivered=1))
     async with open_service(node, sessions=sessions) as service, raw_trainer(service) as trainer:
         await trainer.hello()
         _, full = await trainer.submit(make_spec("a"), make_spec("b"))

@@ -15,9 +15,9 @@ from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.inference.pool.expected import ExpectedBackends
 from prorl_trio.inference.pool.watch import PoolWatch
 from prorl_trio.ledger.disk_ledger import DiskLedger
-from prorl_trio.node import node as node_module
+from prorl_trio.node import edges, serve
 from prorl_trio.node.monitoring import Monitoring
-from prorl_trio.node.node import serve_node
+from prorl_trio.node.serve import serve_node
 from prorl_trio.pipeline import pipeline as pipeline_module
 from prorl_trio.pipeline.pipeline import Job, Pipeline
 from prorl_trio.sandbox.host import SandboxHost
@@ -115,10 +115,10 @@ async def test_one_connection_ends_alone_whatever_it_raises(caplog):
 # ---------------------------------------------------------------- the node
 
 SERVICE_TASKS = {
-    "WebSocket": (node_module, "serve_websocket"),
-    "REST": (node_module, "serve_rest"),
-    "arena": (node_module, "serve_arena"),
-    "reload": (node_module, "serve_reloads"),
+    "WebSocket": (edges, "serve_websocket"),
+    "REST": (edges, "serve_rest"),
+    "arena": (edges, "serve_arena"),
+    "reload": (serve, "serve_reloads"),
     "expiry of outcomes": (edge, "_expire"),
     "backend health": (PoolWatch, "watch_health"),
     "backend load": (PoolWatch, "watch_load"),
@@ -161,11 +161,11 @@ async def test_a_service_task_of_the_node_that_returns_ends_the_node(tmp_path, m
         "sandbox": {"max_warm": 1},
     }
     config = msgspec.convert(tables, NodeConfig)
-    serve = partial(serve_node, config, HandlerRegistry([Math()]), provider=FakeProvider(), load=lambda: config)
+    whole = partial(serve_node, config, HandlerRegistry([Math()]), provider=FakeProvider(), load=lambda: config)
 
     async def lose_the_task():
         async with trio.open_nursery() as nursery:
-            await nursery.start(serve)
+            await nursery.start(whole)
             await trio.testing.wait_all_tasks_blocked()
             scope.cancel()
 

@@ -12,13 +12,13 @@ import trustme
 from prorl_trio.client import connect
 from prorl_trio.inference.engines.retries import RetryPolicy
 from prorl_trio.inference.engines.vllm import VllmClient
-from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.testing.fake_engine import open_fake_engine
 from prorl_trio.types.errors import BackendError, ServiceError
 from support.completions import asked
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
 from support.faulty_proxy import FaultyProxy
+from support.sessions import sessions_in
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -96,13 +96,13 @@ async def test_a_stall_in_any_direction_is_noticed_by_both_ends_and_costs_nothin
     """Each end has its own deadline: no end of a connection gets through where bytes do not."""
     async with trio.open_nursery() as nursery:
         for ways in (("up",), ("down",), ("up", "down")):
-            nursery.start_soon(stall_ways, *ways)
+            nursery.start_soon(stall_ways, nursery, *ways)
 
 
-async def stall_ways(*ways):
+async def stall_ways(nursery, *ways):
     heartbeats = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 0.4}
     with trio.fail_after(DEADLINE_S):
-        node, sessions = FakeNode(), SessionTable()
+        node, sessions = FakeNode(), sessions_in(nursery)
         async with (
             open_service(node, sessions=sessions, **heartbeats) as service,
             open_proxy(service.host, service.port) as p,

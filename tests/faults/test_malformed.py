@@ -31,10 +31,10 @@ from prorl_trio.client import connect
 from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.requests import ErrorDetail
 from prorl_trio.service.rest.app import ENDPOINTS
-from prorl_trio.service.sessions.session_table import SessionTable
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import open_rest
 from support.fake_service import TOKEN, open_service
+from support.sessions import sessions_in
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -192,11 +192,11 @@ async def bombard(service, payloads) -> None:
 
 
 @pytest.mark.parametrize("number", HOW_MANY)
-async def test_malformed_frames_end_neither_the_node_nor_another_session(number):
+async def test_malformed_frames_end_neither_the_node_nor_another_session(number, nursery):
     rng = random.Random(4)
     before = set(os.listdir("/proc/self/fd"))
     node = FakeNode(make_outcome)
-    table = SessionTable(SessionLimits(max_sessions=number + 100))
+    table = sessions_in(nursery, SessionLimits(max_sessions=number + 100))
     with trio.fail_after(number / 10):
         async with (
             open_service(node, sessions=table, max_sessions=number + 100) as service,

@@ -13,11 +13,11 @@ import trio
 from ipc import websocket as websocket_module
 from ipc.session import Accepted
 from prorl_trio.client import connect
-from prorl_trio.service.sessions.session_table import SessionTable
 from support.cancel_sweep import CancelledRun, cancel_sweep
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
 from support.faulty_proxy import FaultyProxy
+from support.sessions import sessions_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -104,10 +104,10 @@ async def test_trainers_that_die_and_come_back_get_what_they_had_not_acknowledge
     assert seen == [spec.job_id for spec in specs]
 
 
-async def test_a_silent_peer_is_noticed_from_both_ends(deadline: None):
+async def test_a_silent_peer_is_noticed_from_both_ends(deadline: None, nursery):
     """A pulled cable: TCP says nothing for minutes, the heartbeats do."""
     node = FakeNode()
-    table = SessionTable()
+    table = sessions_in(nursery)
     listen = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 0.4}
     async with open_service(node, sessions=table, **listen) as service, trio.open_nursery() as nursery:
         proxy = FaultyProxy(service.host, service.port)
@@ -158,10 +158,10 @@ async def test_the_outbox_has_an_end(deadline: None, monkeypatch: pytest.MonkeyP
         assert client._state.link is not link, "the connection was not dropped"
 
 
-async def test_a_node_restarted_under_its_sessions_goes_on_where_it_was(deadline: None):
+async def test_a_node_restarted_under_its_sessions_goes_on_where_it_was(deadline: None, nursery):
     """The listener goes and comes back, the sessions live on: as they will over a durable store."""
     node = FakeNode()
-    table = SessionTable()
+    table = sessions_in(nursery)
     async with open_service(node, sessions=table) as first, connect(first.url, TOKEN) as client:
         await client.submit([make_spec("a"), make_spec("b")])
         node.finish("a")

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from prorl_trio.config import BackendConfig, HealthConfig, ModelConfig, NodeConfig, SandboxConfig, StagesConfig
-from prorl_trio.node.node import open_node
+from prorl_trio.node.core import open_node
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
@@ -94,18 +94,18 @@ async def test_jobs_go_on_while_backends_join_are_drained_and_cleared(tmp_path):
 
         assert rows() == [(url, "down", 2.0)]
         assert node.unreadiness()
-        node.submit(job("j"), trainer)
+        node.take(job("j"), trainer, 1)
         await wait_job(node, "j", f"a backend that is up: {url}")
         async with engines.open(port) as first:
             await trainer.wait_outcomes(1)
             assert (rows(), node.unreadiness()) == ([(url, "active", 2.0)], "")
             first.hold()
-            node.submit(job("stays"), trainer)
+            node.take(job("stays"), trainer, 1)
             await first.wait_until(lambda stats: stats.running == 1)
             node.backends.drain(url)
             await node.backends.clear()
             assert (rows(), node.backends.urls()) == ([(url, "removed", 2.0)], ())
-            node.submit(job("late"), trainer)
+            node.take(job("late"), trainer, 1)
             await wait_job(node, "late", "a backend that takes tasks: none is registered")
             await node.backends.add(late.url, 0.5)
             await trainer.wait_outcomes(2)

@@ -14,7 +14,8 @@ from ipc.session import Accepted, Rejected
 from prorl_trio.client import connect
 from prorl_trio.config import AdmissionConfig, BackendConfig, ListenConfig, ModelConfig, NodeConfig, SandboxConfig
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.node.node import open_node, serve_node
+from prorl_trio.node.core import open_node
+from prorl_trio.node.serve import serve_node
 from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.service.endpoints import endpoint_url
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine

@@ -9,8 +9,7 @@ import msgspec
 import trio
 
 from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, RestConfig, SandboxConfig
-from prorl_trio.node.node import serve_node
-from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.node.serve import serve_node
 from prorl_trio.testing.fake_engine import FakeEngineConfig
 from prorl_trio.testing.fake_trainer_engine import open_fake_trainer_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
@@ -62,7 +61,7 @@ async def test_a_batch_as_its_trainers_run_one(tmp_path):
             host, _, port = (
                 msgspec.json.decode(endpoint_file.read_bytes())["rest_url"].removeprefix("http://").rpartition(":")
             )
-            server = RestService((host, int(port)), SessionTable(), nursery.cancel_scope)
+            server = RestService((host, int(port)), None, nursery.cancel_scope)
 
             async def call(method, path, body=None):
                 answer = await server.call(method, path, body, headers={"Authorization": ""})

@@ -11,8 +11,7 @@ import trustme
 
 from ipc.tls import client_context
 from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, RestConfig, SandboxConfig
-from prorl_trio.node.node import serve_node
-from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.node.serve import serve_node
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from support.fake_rest import TOKEN, RestService
@@ -51,7 +50,7 @@ async def test_a_rollout_through_rest(tmp_path):
             await nursery.start(lambda *, task_status: serve_node(config, task_status=task_status))
             url = msgspec.json.decode(endpoint_file.read_bytes())["rest_url"]
             host, _, port = url.removeprefix("https://").rpartition(":")
-            rest = RestService((host, int(port)), SessionTable(), nursery.cancel_scope, client_context(str(ca)))
+            rest = RestService((host, int(port)), None, nursery.cancel_scope, client_context(str(ca)))
             assert (await rest.call("GET", "/readyz")).json() == {"ready": True, "reason": ""}
             assert (await rest.call("POST", "/v1/backends/pause", {"timeout_s": 5})).json()["paused"]
             answer = await rest.call("POST", "/v1/rollouts?wait=0.2", JOB)

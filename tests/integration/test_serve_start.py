@@ -14,8 +14,8 @@ from prorl_trio.config import NodeConfig, SandboxConfig
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.ledger import LedgerLimits, open_ledger
-from prorl_trio.node.node import serve_node
 from prorl_trio.node.parts import warn_of_image
+from prorl_trio.node.serve import serve_node
 from prorl_trio.service.sessions.journal import open_journal
 from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.testing.fake_sandbox import FakeProvider
@@ -23,6 +23,7 @@ from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError, Draining
 from prorl_trio.types.models import JobSpec, TaskInstance
 from support.fake_node import FakeNode
+from support.sessions import submit
 
 MIB = 1024 * 1024
 LIMITS = LedgerLimits(log_bytes=MIB, reserve_bytes=MIB, max_bytes=16 * MIB)
@@ -68,10 +69,8 @@ async def stored_jobs(tmp_path):
     instance = TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})
     specs = [JobSpec(job_id=f"job-{n}", instance=instance) for n in range(6)]
     async with open_ledger(tmp_path / "ledger", LIMITS) as ledger, open_journal(ledger) as journal:
-        table = SessionTable()
-        table.journal = journal
-        session, _ = table.open("s", 0)
-        await session.submit_all(specs, Gone(), lambda _index, _error: None)
+        session, _ = SessionTable(journal).open("s", 0)
+        await submit(session, Gone(), *specs)
     return [spec.job_id for spec in specs]
 
 

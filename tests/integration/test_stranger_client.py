@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig
-from prorl_trio.node.node import serve_node
+from prorl_trio.node.serve import serve_node
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model

@@ -16,6 +16,7 @@ from prorl_trio.ledger import LedgerCorrupt, LedgerFailed
 from prorl_trio.service.sessions.feed import READ_AHEAD_BYTES
 from prorl_trio.service.sessions.journal import open_journal
 from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.service.sessions.submission import submit_one
 from prorl_trio.types.models import Outcome
 from support.fake_node import FakeNode, make_outcome, make_spec
 
@@ -180,7 +181,7 @@ class World:
         if what == "finish":
             self.jobs += 1
             spec = make_spec(f"job-{self.jobs}")
-            await session.submit_one(spec, self.node)
+            await submit_one(session, spec, self.node)
             self.node.finish(spec.job_id, make_outcome(spec, tokens=TOKENS[pick % len(TOKENS)]))
             trainer.finished.append(spec.job_id)
         elif what == "store" and self.disk.storing:
@@ -214,8 +215,7 @@ async def run(steps: list[tuple[str, int]]) -> None:
     disk = Disk()
     with trio.fail_after(30):
         async with trio.open_nursery() as tasks, open_journal(disk, HOT_BYTES) as journal:  # type: ignore[arg-type]
-            table = SessionTable()
-            table.journal = journal
+            table = SessionTable(journal)
             world = World(disk, tasks)
             trainers = [Trainer(table.open(f"s{n}", 0)[0], world) for n in range(SESSIONS)]
 
@@ -262,8 +262,7 @@ async def test_a_disk_that_fails_holds_outcomes_back_and_those_before_it_can_be_
     disk = Disk()
     with trio.fail_after(10):
         async with trio.open_nursery() as tasks, open_journal(disk, 0) as journal:  # type: ignore[arg-type]
-            table = SessionTable()
-            table.journal = journal
+            table = SessionTable(journal)
             world = World(disk, tasks)
             trainer = Trainer(table.open("s", 0)[0], world)
             await world.step("finish", 0, [trainer])

@@ -256,8 +256,8 @@ async def storm(seed, chat_format):
         arena=ArenaConfig(room_timeout_s=ROOM_TIMEOUT_S),
     )
     with open_arena(ARENA_BYTES, block_tokens=BLOCK_TOKENS) as arena:
-        shared, memory = SharedOutcomes(arena, arena.size_bytes // 2), TokenMemory(arena)
-        memory.make_room = shared.make_room
+        shared = SharedOutcomes(arena, arena.size_bytes // 2)
+        memory = TokenMemory(arena, shared.make_room)
         trainer = Trainer(rng, arena, shared)
         resources = Resources(config=config, chat_format=chat_format, backends=None, scorers=None, tokens=memory)
         async with (

@@ -121,36 +121,28 @@ class FakeNode:
         self.read_turn: Callable[[Sequence[int], Sequence[ToolSchema]], tuple[str, list[ToolCall]]] = _spelled_out
         self._statuses: dict[str, Status] = {}
         self._on_submit = on_submit
-        self._sinks: dict[str, list[JobSink]] = {}
+        self._sinks: dict[str, JobSink] = {}
         self._changed = trio.Event()
 
-    def submit(self, spec: JobSpec, sink: JobSink) -> None:
-        """See `NodeApi`. Knows the handler `fake` only."""
-        self.check(spec, sink, 0)
-        self.take(spec, sink, 1)
-
     def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
-        """See `NodeApi`."""
+        """See `NodeApi`. Knows the handler `fake` only."""
         if self.draining:
             raise Draining(f"node {self.node_id} is draining")
         if spec.instance.handler != "fake":
             raise UnknownHandler(f"no handler {spec.instance.handler!r}; there is: fake")
-        live = self.live.get(spec.job_id)
-        if live is not None and live != spec:
-            raise DuplicateJob(f"job {spec.job_id!r} is live with another spec")
+        if spec.job_id in self.live:
+            raise DuplicateJob(f"job {spec.job_id!r} is live")
 
     def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
         """See `NodeApi`."""
-        live = self.live.get(spec.job_id)
-        self._sinks.setdefault(spec.job_id, []).append(sink)
-        if live is None:
-            self.submitted.append(spec)
-            self.live[spec.job_id] = spec
-            self._move(spec.job_id, "queued", "")
-            self._notify()
-            outcome = self._on_submit(spec) if self._on_submit else None
-            if outcome is not None:
-                self.finish(spec.job_id, outcome)
+        self._sinks[spec.job_id] = sink
+        self.submitted.append(spec)
+        self.live[spec.job_id] = spec
+        self._move(spec.job_id, "queued", "")
+        self._notify()
+        outcome = self._on_submit(spec) if self._on_submit else None
+        if outcome is not None:
+            self.finish(spec.job_id, outcome)
 
     async def cancel(self, job_id: str, reason: str) -> None:
         """See `NodeApi`."""
@@ -179,7 +171,7 @@ class FakeNode:
         return [msgspec.structs.asdict(self._view(job_id)) for job_id in self.live]
 
     def unreadiness(self) -> str:
-        """See `NodeApi`."""
+        """See `NodeApi`. Knows the handler `fake` only."""
         if self.draining:
             return "the node is draining"
         return "" if self.backends.accepting else "no backend takes tasks"
@@ -200,8 +192,7 @@ class FakeNode:
         for observer in self.observers:
             observer.job_ended(self._view(job_id), outcome)
         del self.live[job_id]
-        for sink in self._sinks.pop(job_id):
-            sink.deliver(outcome)
+        self._sinks.pop(job_id).deliver(outcome)
         self._notify()
         return outcome
 
@@ -209,8 +200,7 @@ class FakeNode:
         """Report a stage of a live job. Raises UnknownJob."""
         self._live(job_id)
         self._move(job_id, status, detail)
-        for sink in self._sinks[job_id]:
-            sink.report(job_id, status, detail)
+        self._sinks[job_id].report(job_id, status, detail)
 
     async def wait_live(self, count: int) -> None:
         """Return when exactly `count` jobs are live."""
@@ -227,7 +217,7 @@ class FakeNode:
         spec = self.live[job_id]
         return JobView(
             job_id=job_id,
-            session_id=next((getattr(sink, "session_id", "") for sink in self._sinks[job_id]), ""),
+            session_id=self._sinks[job_id].session_id,
             group_id=spec.group_id,
             instance_id=spec.instance.instance_id,
             handler=spec.instance.handler,

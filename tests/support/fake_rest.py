@@ -16,12 +16,13 @@ from prorl_trio.config import RestConfig
 from prorl_trio.service.prorl_compat import configured_endpoints
 from prorl_trio.service.rest.edge import serve_rest
 from prorl_trio.service.rest.events import EventFeed
-from prorl_trio.service.sessions.session_table import SessionTable
+from support.sessions import sessions_in
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Mapping
 
+    from prorl_trio.service.sessions.session_table import SessionTable
     from support.fake_node import FakeNode
 
 __all__ = ["TOKEN", "EventReader", "RestAnswer", "RestService", "open_rest"]
@@ -52,7 +53,7 @@ class RestService:
     def __init__(
         self,
         address: tuple[str, int],
-        sessions: SessionTable,
+        sessions: SessionTable | None,
         scope: trio.CancelScope,
         trust: ssl.SSLContext | None = None,
     ) -> None:
@@ -159,21 +160,21 @@ async def open_rest(
     clients.
     """
     config = RestConfig(enabled=True, port=0, **rest)
-    table = SessionTable() if sessions is None else sessions
     feed = EventFeed(max_streams=config.max_event_streams, max_events=config.event_buffer_events)
     node.observers.append(feed)
-    serve = partial(
-        serve_rest,
-        node,
-        config,
-        TOKEN.encode(),
-        sessions=table,
-        feed=feed,
-        tls=certificate,
-        more=configured_endpoints(config, sandbox_network=sandbox_network),
-    )
     try:
         async with open_single_nursery() as nursery:
+            table = sessions_in(nursery) if sessions is None else sessions
+            serve = partial(
+                serve_rest,
+                node,
+                config,
+                TOKEN.encode(),
+                sessions=table,
+                feed=feed,
+                tls=certificate,
+                more=configured_endpoints(config, sandbox_network=sandbox_network),
+            )
             address = await nursery.start(serve)
             yield RestService(address, table, nursery.cancel_scope, trust)
             nursery.cancel_scope.cancel("the test is over")

@@ -10,7 +10,9 @@ import trio
 
 from ipc.nursery import single_exception
 from prorl_trio.config import ListenConfig
+from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.websocket.server import serve_websocket
+from support.sessions import sessions_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -46,9 +48,11 @@ async def open_service(
     config = ListenConfig(port=port, token=TOKEN, **listen)
     with single_exception():
         async with trio.open_nursery() as nursery:
-            service = await nursery.start(
-                _serve, partial(serve_websocket, node, config, sessions=sessions), bool(config.tls_cert)
-            )
+            if sessions is None:
+                limits = SessionLimits(max_sessions=config.max_sessions, max_message_bytes=config.max_message_bytes)
+                sessions = sessions_in(nursery, limits)
+            serve = partial(serve_websocket, node, config, sessions=sessions)
+            service = await nursery.start(_serve, serve, bool(config.tls_cert))
             try:
                 yield service
             finally:

@@ -8,8 +8,7 @@ import trio
 
 from ipc.session import OutcomeFrame
 from prorl_trio.service.sessions.feed import READ_AHEAD_BYTES, READ_AHEAD_OUTCOMES, Feed
-from prorl_trio.service.sessions.outcome_cache import OutcomeCache
-from prorl_trio.service.sessions.outcome_log import OutcomeLog
+from prorl_trio.service.sessions.outcome_log import OutcomeCache, OutcomeLog
 
 KIB = 1024
 BLOB = msgspec.msgpack.encode(bytes(KIB - 3))
@@ -173,11 +172,19 @@ async def test_outcomes_in_memory_are_never_read():
     assert disk.asked == []
 
 
+class AllButTheSecond:
+    """References to the tokens of the first and the third job."""
+
+    def holds(self, job_id):
+        return job_id != "job-1"
+
+    def frame(self, job_id, cursor):
+        return b"reference" if self.holds(job_id) else None
+
+
 async def test_what_goes_by_reference_is_never_read():
     log = OutcomeLog(0, OutcomeCache(0).share())
-    feed, disk = Feed(log, 0), Disk(log)
-    feed.has_reference = lambda job_id: job_id != "job-1"
-    feed.by_reference = lambda job_id, cursor: b"reference" if feed.has_reference(job_id) else None
+    feed, disk = Feed(log, 0, references=AllButTheSecond()), Disk(log)
     fill(log, 3)
     with trio.fail_after(10):
         async with trio.open_nursery() as nursery:

@@ -27,6 +27,7 @@ from prorl_trio.service.rest.call import Endpoint
 from prorl_trio.service.rest.errors import ApiError, decode_body, status_of
 from prorl_trio.service.rest.rollouts import cancel_jobs
 from prorl_trio.service.rest.schema import ErrorBody, NoQuery
+from prorl_trio.service.sessions.submission import submit_one
 from prorl_trio.service.tcp import is_loopback
 from prorl_trio.types.errors import BackendError, ConfigError, DuplicateJob, ServiceError
 
@@ -183,12 +184,12 @@ class _Server:
     async def _submit(session: Session, spec: JobSpec, api: Api) -> None:
         """Join the job if it is the same; an ended one of the same id and another spec gives way."""
         try:
-            await session.submit_one(spec, api.node)
+            await submit_one(session, spec, api.node)
         except DuplicateJob:
             if session.log.find(spec.job_id) is None:
                 raise
             session.forget(spec.job_id)
-            await session.submit_one(spec, api.node)
+            await submit_one(session, spec, api.node)
 
     @staticmethod
     async def _outcome(session: Session, job_id: str, api: Api) -> Outcome:

@@ -50,9 +50,7 @@ class Api:
         Raises:
             ProtocolError, AdmissionRejected: see `SessionTable.open`.
         """
-        session, known = self.sessions.open(session_id, cursor)
-        if not known:
-            session.retention_s = self.config.results_retention_s
+        session, _ = self.sessions.open(session_id, cursor, retention_s=self.config.results_retention_s)
         session.touch()
         return session
 

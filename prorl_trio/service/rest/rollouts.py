@@ -28,6 +28,7 @@ from prorl_trio.service.rest.schema import (
     SubmittedJob,
 )
 from prorl_trio.service.sessions.cancelling import LiveJobs, cancel_live
+from prorl_trio.service.sessions.submission import submit_all
 from prorl_trio.types.errors import MalformedJob, ServiceError, Undelivered
 from prorl_trio.types.models import JobSpec
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from prorl_trio.service.rest.call import Api
-    from prorl_trio.service.sessions.running_job import RunningJob
+    from prorl_trio.service.sessions.jobs import RunningJob
     from prorl_trio.service.sessions.session import Session
     from prorl_trio.types.models import Outcome, Status
 
@@ -119,7 +120,7 @@ async def _take(session: Session, api: Api, raws: list[msgspec.Raw], *, batch: b
             reject(index, exc)
         if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
             await trio.lowlevel.checkpoint()
-    await session.submit_all(specs, api.node, answer)
+    await submit_all(session, specs, api.node, answer)
     return [answers[index] for index in range(len(raws))]
 
 

@@ -1,9 +1,9 @@
-"""What one connection sends of a session's outcomes, and what it has read from the disk for that before its turn."""
+"""What a connection sends of a session's outcomes: each once, in order, with some read ahead from the disk."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 import msgspec
 import trio
@@ -13,9 +13,19 @@ from ipc.session import OutcomeFrame
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from ipc.session import JobEvent
     from prorl_trio.service.sessions.outcome_log import OutcomeLog
+    from prorl_trio.service.sessions.shared_outcomes import SharedOutcomes
 
-__all__ = ["MAX_UNACKED_BYTES", "MAX_UNACKED_OUTCOMES", "READ_AHEAD_BYTES", "READ_AHEAD_OUTCOMES", "Feed"]
+__all__ = [
+    "MAX_UNACKED_BYTES",
+    "MAX_UNACKED_OUTCOMES",
+    "READ_AHEAD_BYTES",
+    "READ_AHEAD_OUTCOMES",
+    "Feed",
+    "Listener",
+    "References",
+]
 
 MAX_UNACKED_OUTCOMES: Final = 256
 MAX_UNACKED_BYTES: Final = 64 * 1024 * 1024
@@ -25,6 +35,40 @@ READ_AHEAD_BYTES: Final = 8 * 1024 * 1024
 """A connection has at most so much read from the disk before its turn, and the very next outcome besides."""
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+class Listener(Protocol):
+    """The connection a session has at the moment. Synchronous, never raises."""
+
+    reader_id: str
+    """Of the trainer in the node's arena; empty if it has not mapped it."""
+
+    def wake(self) -> None:
+        """There may be more to send."""
+
+    def event(self, event: JobEvent) -> None:
+        """Pass on, or drop."""
+
+    def replaced(self) -> None:
+        """Another connection has taken the session over."""
+
+
+class References:
+    """The outcomes of a session whose tokens are in the node's arena, as the connection it has may be sent them."""
+
+    def __init__(self, shared: SharedOutcomes, session_id: str, listener: Listener) -> None:
+        self._shared = shared
+        self._session_id = session_id
+        self._listener = listener
+
+    def frame(self, job_id: str, cursor: int) -> bytes | None:
+        """The frame to send in place of the whole outcome, if there is one."""
+        reader_id = self._listener.reader_id
+        return self._shared.frame(self._session_id, job_id, cursor, reader_id) if reader_id else None
+
+    def holds(self, job_id: str) -> bool:
+        """There is one."""
+        return bool(self._listener.reader_id) and self._shared.holds(self._session_id, job_id)
 
 
 class Feed:
@@ -40,13 +84,11 @@ class Feed:
         *,
         max_unacked_outcomes: int = MAX_UNACKED_OUTCOMES,
         max_unacked_bytes: int = MAX_UNACKED_BYTES,
+        references: References | None = None,
     ) -> None:
         self._log = log
         self._sent = max(resume_after, log.acked)
-        self.by_reference: Callable[[str, int], bytes | None] = lambda _job_id, _cursor: None
-        """Gives the frame to send in place of the whole outcome, if there is one. Set by the connection."""
-        self.has_reference: Callable[[str], bool] = lambda _job_id: False
-        """Whether it would. Set with it."""
+        self._references = references
         self._max_outcomes = max_unacked_outcomes
         self._max_bytes = max_unacked_bytes
         self._in_flight = deque((cursor, log.outcome_bytes(cursor)) for cursor in log.cursors() if cursor <= self._sent)
@@ -85,7 +127,7 @@ class Feed:
         if not self._has_window(size_bytes):
             return None
         job_id = log.job_id(cursor)
-        frame = self.by_reference(job_id, cursor)
+        frame = None if self._references is None else self._references.frame(job_id, cursor)
         if frame is None:
             outcome = log.outcome(cursor)
             if outcome is None:
@@ -132,8 +174,8 @@ class Feed:
         sent = max(self._sent, log.acked)
         for cursor in range(sent + 1, min(sent + READ_AHEAD_OUTCOMES, log.last) + 1):
             job_id = log.job_id(cursor)
-            here = not job_id or cursor in self._ahead or log.in_memory(cursor) or self.has_reference(job_id)
-            if not here:
+            here = not job_id or cursor in self._ahead or log.in_memory(cursor)
+            if not here and not (self._references is not None and self._references.holds(job_id)):
                 is_next = cursor < min(self._ahead, default=cursor + 1)  # else what is here keeps it out for ever
                 has_room = self._ahead_bytes + log.outcome_bytes(cursor) <= READ_AHEAD_BYTES
                 return cursor if is_next or has_room else None

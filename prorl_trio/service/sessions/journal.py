@@ -13,12 +13,10 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, NewJob, Ref, StaleAttempt
-from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
-from prorl_trio.service.sessions.outcome_cache import HOT_OUTCOME_BYTES, OutcomeCache
+from prorl_trio.service.sessions.outcome_log import HOT_OUTCOME_BYTES, OutcomeCache
 from prorl_trio.types.errors import (
     AdmissionRejected,
     AlreadyDelivered,
-    Draining,
     DuplicateJob,
     ProtocolError,
     ServiceError,
@@ -29,10 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from prorl_trio.ledger import Ledger
-    from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.sessions.running_job import RunningJob
-    from prorl_trio.service.sessions.session import Answer, Session
-    from prorl_trio.types.models import JobSpec
+    from prorl_trio.service.sessions.jobs import RunningJob
+    from prorl_trio.service.sessions.outcome_log import OutcomeLog
 
 __all__ = ["Journal", "open_journal"]
 
@@ -48,17 +44,13 @@ _FOR_NOW: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class _Entry(NamedTuple):
-    """A job of a batch: `job` is new, or is being stored for somebody else already, or None: here, or refused."""
-
-    job: RunningJob | None
-    error: ServiceError | None = None
-    is_new: bool = False
-
-    @property
-    def refusal(self) -> ServiceError | None:
-        """Why it was not taken, once it is settled."""
-        return self.error if self.job is None else self.job.refused
+class _Finished(NamedTuple):
+    session_id: str
+    job_id: str
+    attempt: int
+    cursor: int
+    outcome: bytes
+    stored: Callable[[bool], None]
 
 
 class Journal:
@@ -72,131 +64,81 @@ class Journal:
         self.ledger = ledger
         self.cache = OutcomeCache(hot_outcome_bytes)
         """Which of the outcomes that are stored are in memory, too."""
-        self.accepting = 0
-        """Jobs that are being stored, and not the node's yet."""
-        self.draining = False
-        """The node ends as it was told to: jobs that it cuts are over. Set by whoever ends it. Where an error ends it,
-        they are no more over than if it had been killed, and the next start runs them."""
-        self.failed = ""
-        """Why outcomes are held back; empty: they are not."""
-        self._tasks = tasks
-        self._finished: deque[tuple[Session, RunningJob, bytes]] = deque()
-        self._acknowledging: set[str] = set()
+        self.start = tasks.start_soon
+        """Run something to its end, whoever leaves meanwhile."""
+        self._promised = 0
+        self._draining = False
+        self._failed = ""
+        self._finished: deque[_Finished] = deque()
+        self._acknowledging: set[OutcomeLog] = set()
         self._dropping = 0
         self._dropped = trio.Event()
         self._settled = trio.Event()
 
+    @property
+    def failed(self) -> str:
+        """Why outcomes are held back; empty: they are not."""
+        return self._failed
+
+    @property
+    def draining(self) -> bool:
+        """The node ends as it was told to: jobs that it cuts are over. Where an error ends it, they are no more over
+        than if it had been killed, and the next start runs them."""
+        return self._draining
+
+    def drain(self) -> None:
+        """The node is told to end."""
+        self._draining = True
+
     # ------------------------------------------------------------ jobs
 
-    async def open_session(self, session: Session) -> None:
-        """Have the session outlive the node. Safe to cancel, and to call again.
+    @property
+    def promised(self) -> int:
+        """Jobs that have a place, are being stored, and are not the node's yet."""
+        return self._promised
 
-        Raises:
-            AdmissionRejected: there is no room.
-        """
-        if session.stored:
-            await trio.lowlevel.checkpoint()
-            return
-        await self._wait_dropped()  # one of the same id may be on its way out
-        try:
-            await self.ledger.open_session(session.session_id, session.log.acked)
-        except (LedgerFull, LedgerFailed) as exc:
-            raise AdmissionRejected(f"ledger: {exc}", FULL_RETRY_AFTER_S) from exc
-        session.stored = True
+    def promise(self) -> None:
+        """One more of them."""
+        self._promised += 1
 
-    async def submit(self, session: Session, specs: Sequence[JobSpec], node: NodeApi, answer: Answer) -> None:
-        """Check all, store those that are new in one commit, then hand them to the node and answer, in order.
-
-        Cancelled: it goes on to its end all the same.
-        """
-        done = trio.Event()
-        self._tasks.start_soon(self._submit, session, specs, node, answer, done, name=f"submit {session.session_id}")
-        await done.wait()
-
-    async def _submit(
-        self, session: Session, specs: Sequence[JobSpec], node: NodeApi, answer: Answer, done: trio.Event
-    ) -> None:
-        try:
-            entries: list[_Entry] = []
-            new: list[RunningJob] = []
-            for index, spec in enumerate(specs):
-                try:
-                    job, is_new = session.admit(spec, node, self.accepting)
-                except ServiceError as exc:
-                    entries.append(_Entry(None, error=exc))
-                else:
-                    entries.append(_Entry(job, is_new=is_new))
-                    if is_new and job is not None:
-                        new.append(job)
-                        self.accepting += 1
-                if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
-                    await trio.lowlevel.checkpoint()
-            await self._settle(session, node, entries, await self._accept(session, new), answer)
-        finally:
-            done.set()
-
-    async def _settle(
-        self,
-        session: Session,
-        node: NodeApi,
-        entries: Sequence[_Entry],
-        refused: Mapping[str, ServiceError],
-        answer: Answer,
-    ) -> None:
-        """Hand over what is stored. Each answer is given in the step in which its job is, unless one before it is for a
-        job of another batch, which is waited for at the end: batches that wait for each other both come to an end."""
-        late: list[tuple[int, _Entry]] = []
-        for index, entry in enumerate(entries):
-            job = entry.job
-            if job is not None and entry.is_new:
-                self._hand_over(session, node, job, refused.get(job.spec.job_id))
-            if late or (job is not None and not job.settled.is_set()):
-                late.append((index, entry))
-            else:
-                answer(index, entry.refusal)
-            if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
-                await trio.lowlevel.checkpoint()
-        for index, entry in late:
-            if entry.job is not None:
-                await entry.job.settled.wait()
-            answer(index, entry.refusal)
+    def settle(self) -> None:
+        """One of them is the node's, or refused."""
+        self._promised -= 1
+        if not self._promised:
+            self._settled.set()
+            self._settled = trio.Event()
 
     async def wait_settled(self) -> None:
         """Return when no job is being stored: each is the node's, or refused."""
         await trio.lowlevel.checkpoint()
-        while self.accepting:
+        while self._promised:
             await self._settled.wait()
 
-    def _hand_over(self, session: Session, node: NodeApi, job: RunningJob, failure: ServiceError | None) -> None:
-        """A node that has ended meanwhile does not get it: the next start finds it stored, and runs it."""
-        self.accepting -= 1
-        if failure is None:
-            try:
-                session.hand_over(job, node)
-            except Draining as exc:
-                failure = exc
-        if failure is not None:
-            session.withdraw(job, failure)
-        if not self.accepting:
-            self._settled.set()
-            self._settled = trio.Event()
+    async def open_session(self, session_id: str, acked: int) -> None:
+        """Have a session outlive its connections, and on a disk the node. Safe to cancel, and to call again.
 
-    async def _accept(self, session: Session, jobs: Sequence[RunningJob]) -> Mapping[str, ServiceError]:
-        """Store them in one commit. Returns those that are not, and why, by id."""
-        if not jobs:
-            return {}
+        Raises:
+            AdmissionRejected: there is no room.
+        """
+        await self._wait_dropped()  # one of the same id may be on its way out
+        try:
+            await self.ledger.open_session(session_id, acked)
+        except (LedgerFull, LedgerFailed) as exc:
+            raise AdmissionRejected(f"ledger: {exc}", FULL_RETRY_AFTER_S) from exc
+
+    async def accept(self, session_id: str, jobs: Sequence[RunningJob]) -> Mapping[str, ServiceError]:
+        """Store jobs of an open session in one commit. Returns those that are not, and why, by id."""
         refused: dict[str, ServiceError] = {}
         failure: ServiceError
         try:
-            await self.open_session(session)
-            refused = await self._delivered(session, jobs)
+            refused = await self._delivered(session_id, jobs)
             new = [
                 NewJob(job_id=j.spec.job_id, fingerprint=j.fingerprint, spec=_encode(j.spec))
                 for j in jobs
                 if j.spec.job_id not in refused
             ]
             if new:
-                await self.ledger.accept(session.session_id, new)
+                await self.ledger.accept(session_id, new)
         except (LedgerFull, LedgerFailed) as exc:
             failure = AdmissionRejected(f"ledger: {exc}", FULL_RETRY_AFTER_S)
         except ServiceError as exc:
@@ -205,7 +147,7 @@ class Journal:
             return refused
         return {job.spec.job_id: refused.get(job.spec.job_id, failure) for job in jobs}
 
-    async def _delivered(self, session: Session, jobs: Sequence[RunningJob]) -> dict[str, ServiceError]:
+    async def _delivered(self, session_id: str, jobs: Sequence[RunningJob]) -> dict[str, ServiceError]:
         """Those of the jobs that the session acknowledged lately, by id: a submit sent again runs nothing twice.
 
         An id that another session acknowledged is free, and so is that of a job that was forgotten.
@@ -218,7 +160,7 @@ class Journal:
         refused: dict[str, ServiceError] = {}
         for job in jobs:
             job_id, found = job.spec.job_id, known.get(job.spec.job_id)
-            if found is None or found.state != "acknowledged" or found.session_id != session.session_id:
+            if found is None or found.state != "acknowledged" or found.session_id != session_id:
                 continue
             if found.fingerprint == job.fingerprint:
                 refused[job_id] = AlreadyDelivered(
@@ -232,32 +174,32 @@ class Journal:
 
     def begin_attempt(self, job: RunningJob) -> None:
         """The job's attempt has begun, so that the next start gives it another number."""
-        self._tasks.start_soon(self._store, self.ledger.begin_attempt, job.spec.job_id, job.attempt)
+        self.start(self._store, self.ledger.begin_attempt, job.spec.job_id, job.attempt)
 
     # ------------------------------------------------------------ outcomes
 
-    def finish(self, session: Session, job: RunningJob, encoded: bytes) -> None:
-        """Store the job's outcome, then have the session offer it. In the order of these calls."""
-        self._finished.append((session, job, encoded))
-        self._tasks.start_soon(self._finish_next, name=f"store {job.spec.job_id}")
+    def finish(
+        self, session_id: str, job_id: str, attempt: int, cursor: int, outcome: bytes, stored: Callable[[bool], None]
+    ) -> None:
+        """Store a job's outcome, then call `stored`: with False if it is refused, and not at all if the disk failed.
+        In the order of these calls, which is that of cursors."""
+        self._finished.append(_Finished(session_id, job_id, attempt, cursor, outcome, stored))
+        self.start(self._finish_next, name=f"store {job_id}")
 
     async def _finish_next(self) -> None:
         # Tasks begin in any order: each takes the oldest outcome, and is in the ledger's line before it first waits.
-        session, job, encoded = self._finished.popleft()
-        cursor = session.log.reserve(job.spec.job_id, encoded, max(1, job.attempt))
+        session_id, job_id, attempt, cursor, outcome, stored = self._finished.popleft()
         try:
-            await self.ledger.finish(session.session_id, job.spec.job_id, max(1, job.attempt), cursor, [encoded])
+            await self.ledger.finish(session_id, job_id, attempt, cursor, [outcome])
         except LedgerFailed as exc:
-            if not self.failed:
-                self.failed = str(exc)
+            if not self._failed:
+                self._failed = str(exc)
                 logger.critical("outcomes are held back until the node is started again: %s", exc)
         except (StaleAttempt, UnknownJob, ProtocolError) as exc:
-            logger.error("session %s: the outcome of job %s is refused: %s", session.session_id, job.spec.job_id, exc)
-            session.log.blank(cursor)
-            session.offer(cursor)
-            session.dismiss(job)
+            logger.error("session %s: the outcome of job %s is refused: %s", session_id, job_id, exc)
+            stored(False)
         else:
-            session.offer(cursor)
+            stored(True)
 
     async def read(self, job_id: str, cursor: int) -> bytes:
         """A stored outcome, encoded. Waits while the process has no descriptor for it. Safe to cancel.
@@ -276,20 +218,20 @@ class Journal:
                 logger.warning("the outcome of job %s cannot be read for now: %s", job_id, exc)
             await trio.sleep(READ_RETRY_INTERVAL_S)
 
-    def acknowledge(self, session: Session) -> None:
+    def acknowledge(self, session_id: str, log: OutcomeLog) -> None:
         """Let go of what the session's trainer has."""
-        if session.session_id not in self._acknowledging:
-            self._acknowledging.add(session.session_id)
-            self._drop(self._acknowledge, session)
+        if log not in self._acknowledging:
+            self._acknowledging.add(log)
+            self._drop(self._acknowledge, session_id, log)
 
-    async def _acknowledge(self, session: Session) -> None:
+    async def _acknowledge(self, session_id: str, log: OutcomeLog) -> None:
         stored = -1
         try:
-            while stored < session.log.acked:
-                stored = session.log.acked
-                await self._store(self.ledger.acknowledge, session.session_id, stored)
+            while stored < log.acked:
+                stored = log.acked
+                await self._store(self.ledger.acknowledge, session_id, stored)
         finally:
-            self._acknowledging.discard(session.session_id)
+            self._acknowledging.discard(log)
 
     def forget(self, session_id: str, job_id: str) -> None:
         """Let go of one job."""
@@ -303,7 +245,7 @@ class Journal:
 
     def _drop(self, operation: Callable[..., Awaitable[None]], *args: object) -> None:
         self._dropping += 1
-        self._tasks.start_soon(self._run_drop, operation, *args)
+        self.start(self._run_drop, operation, *args)
 
     async def _run_drop(self, operation: Callable[..., Awaitable[None]], *args: object) -> None:
         try:
@@ -328,7 +270,7 @@ class Journal:
 
 @asynccontextmanager
 async def open_journal(ledger: Ledger, hot_outcome_bytes: int = HOT_OUTCOME_BYTES) -> AsyncIterator[Journal]:
-    """To be opened before the node and closed after it: on leaving, what is on its way to the disk gets there, within
+    """Open it before the node, and close it after that: on leaving, what is on its way to the disk gets there, within
     `CLOSE_TIMEOUT_S`. Of the outcomes that are stored, `hot_outcome_bytes` stay in memory."""
     async with open_single_nursery() as tasks:
         yield Journal(ledger, tasks, hot_outcome_bytes)

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from prorl_trio.ledger import LedgerCorrupt
-from prorl_trio.service.sessions.outcome_encoding import failed_outcome, unreadable_spec
+from prorl_trio.service.sessions.jobs import failed_outcome, unreadable_spec
 from prorl_trio.types.errors import ServiceError, UnknownJob
 from prorl_trio.types.models import JobSpec
 
 if TYPE_CHECKING:
     from prorl_trio.config import LedgerConfig
-    from prorl_trio.ledger import UnfinishedJob
+    from prorl_trio.ledger import Ledger, UnfinishedJob
     from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.sessions.journal import Journal
     from prorl_trio.service.sessions.session import Session
     from prorl_trio.service.sessions.session_table import SessionTable
     from prorl_trio.types.errors import FailureCause
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 
 
-async def restore_sessions(sessions: SessionTable, journal: Journal, node: NodeApi, config: LedgerConfig) -> None:
+async def restore_sessions(sessions: SessionTable, node: NodeApi, config: LedgerConfig) -> None:
     """Give every session its cursors and outcomes again, and have the node run what is not finished, in the order of
     acceptance, as the next attempt. Before anybody can connect.
 
@@ -36,17 +35,17 @@ async def restore_sessions(sessions: SessionTable, journal: Journal, node: NodeA
     read any more, one whose handler is gone, and all of them if `on_restart` says so. Outcomes stay on the disk until
     somebody asks for them: what this takes depends on their number, not on their size.
     """
-    recovered = journal.ledger.recovered
+    ledger = sessions.journal.ledger
+    recovered = ledger.recovered
     by_id: dict[str, Session] = {}
     for found in recovered.sessions:
-        by_id[found.session_id] = session = sessions.restore(found.session_id, found.acked)
-        session.stored = True
+        by_id[found.session_id] = sessions.restore(found.session_id, found.acked)
     for outcome in recovered.undelivered:
         by_id[outcome.session_id].restore_outcome(outcome)
     for found in recovered.sessions:
         by_id[found.session_id].log.skip_to(found.last)
     for unfinished in recovered.unfinished:
-        await _run_again(by_id[unfinished.session_id], journal, node, unfinished, config)
+        await _run_again(by_id[unfinished.session_id], ledger, node, unfinished, config)
     if recovered.sessions:
         logger.info(
             "the ledger has %d sessions, %d outcomes not acknowledged and %d jobs to be run again",
@@ -57,12 +56,12 @@ async def restore_sessions(sessions: SessionTable, journal: Journal, node: NodeA
 
 
 async def _run_again(
-    session: Session, journal: Journal, node: NodeApi, found: UnfinishedJob, config: LedgerConfig
+    session: Session, ledger: Ledger, node: NodeApi, found: UnfinishedJob, config: LedgerConfig
 ) -> None:
     spec = unreadable_spec(found.job_id)
     cause: FailureCause = "node"
     try:
-        spec = _decode_spec(await journal.ledger.read(found.spec))
+        spec = _decode_spec(await ledger.read(found.spec))
     except (LedgerCorrupt, UnknownJob, msgspec.DecodeError) as exc:
         why = f"its spec cannot be read after the node was started again: {exc}"
     else:

@@ -5,33 +5,30 @@ running, and every outcome it has not acknowledged. Calls are synchronous, from 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
 
 from ipc.session import JobEvent
 from prorl_trio.ledger import LedgerCorrupt
-from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
-from prorl_trio.service.sessions.feed import MAX_UNACKED_BYTES, MAX_UNACKED_OUTCOMES, Feed
+from prorl_trio.service.sessions.feed import MAX_UNACKED_BYTES, MAX_UNACKED_OUTCOMES, Feed, References
+from prorl_trio.service.sessions.jobs import RunningJob, encode_outcome, fingerprint_of, lost_outcome
 from prorl_trio.service.sessions.observation import Observations
-from prorl_trio.service.sessions.outcome_encoding import encode_outcome, lost_outcome
 from prorl_trio.service.sessions.outcome_log import Held, OutcomeLog
-from prorl_trio.service.sessions.running_job import RunningJob, fingerprint_of
-from prorl_trio.types.errors import DuplicateJob, ProtocolError, ServiceError, UnknownJob
+from prorl_trio.types.errors import DuplicateJob, ProtocolError, UnknownJob
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from prorl_trio.ledger import UndeliveredOutcome
     from prorl_trio.service.limits import SessionLimits
     from prorl_trio.service.node_api import NodeApi
+    from prorl_trio.service.sessions.feed import Listener
     from prorl_trio.service.sessions.journal import Journal
-    from prorl_trio.service.sessions.listener import Listener
     from prorl_trio.service.sessions.shared_outcomes import SharedOutcomes
+    from prorl_trio.types.errors import ServiceError
     from prorl_trio.types.models import JobSpec, Outcome, Status
-
-    Answer = Callable[[int, "ServiceError | None"], None]
-    """Told how the job at an index of a batch was taken; None: it is the node's. Never raises."""
 
 __all__ = ["Session"]
 
@@ -49,29 +46,44 @@ class Session:
         session_id: str,
         start: int,
         limits: SessionLimits,
-        on_change: Callable[[], None],
+        journal: Journal,
+        *,
+        stored: bool = False,
+        retention_s: float | None = None,
+        is_elsewhere: Callable[[str], bool] = lambda _job_id: False,
+        on_change: Callable[[], None] = lambda: None,
+        observations: Observations | None = None,
+        shared: SharedOutcomes | None = None,
         clock: Callable[[], float] = trio.current_time,
-        journal: Journal | None = None,
     ) -> None:
+        """Begin a session whose cursors up to `start` are forgotten.
+
+        Args:
+            session_id: its trainer's choice.
+            start: the first outcome's cursor is above it.
+            limits: what it may hold.
+            journal: where its jobs and outcomes are stored.
+            stored: the session itself is in the journal.
+            retention_s: outcomes older than that are dropped by `expire`; None: they are not.
+            is_elsewhere: tells of a job's id that another session has it.
+            on_change: called when it holds less than before, or has no connection any more.
+            observations: who looks on.
+            shared: where tokens of outcomes are held for a trainer that maps them; None: this node shares none.
+            clock: seconds that only grow.
+        """
         self.session_id = session_id
-        self.log = OutcomeLog(start, None if journal is None else journal.cache.share())
-        self.idle_since_s = clock()
-        self.retention_s: float | None = None
-        """Set by an edge without a standing connection: outcomes older than that are dropped by `expire`."""
-        self.expired_total = 0
-        self.shared: SharedOutcomes | None = None
-        """Where tokens of outcomes are held for a trainer that maps them; None: this node shares none."""
+        self.log = OutcomeLog(start, journal.cache.share())
         self.journal = journal
-        """Where jobs and outcomes are stored; None: nowhere."""
-        self.stored = False
-        """The session itself is in the journal."""
-        self.is_elsewhere: Callable[[str], bool] = lambda _job_id: False
-        """Whether a job of that id is another session's."""
-        self.observations = Observations()
-        """Who looks on. The table's, for all sessions."""
-        self._clock = clock
+        self.shared = shared
+        self.idle_since_s = clock()
+        self.expired_total = 0
         self._limits = limits
+        self._stored = stored
+        self._retention_s = retention_s
+        self._is_elsewhere = is_elsewhere
         self._on_change = on_change
+        self._observations = Observations() if observations is None else observations
+        self._clock = clock
         self._fingerprints: dict[str, bytes] = {}
         """Of every job, running or finished and not acknowledged."""
         self._cancelled_ahead: dict[str, str] = {}
@@ -143,73 +155,31 @@ class Session:
             if len(self._cancelled_ahead) > MAX_CANCELS_AHEAD:
                 del self._cancelled_ahead[next(iter(self._cancelled_ahead))]
 
-    def submit(self, spec: JobSpec, node: NodeApi) -> None:
-        """Hand a job to the node, once: the same spec again joins the job, running or finished.
-
-        Raises:
-            ServiceError: nothing was taken. `DuplicateJob`: the id is another spec's. `AdmissionRejected`: too much of
-                this session is undelivered. Or what the node raised.
-        """
-        job, is_new = self._know(spec)
-        if job is None or not is_new:
-            return
-        try:
-            node.submit(spec, self)
-        except BaseException:
-            self.dismiss(job)
-            raise
-        self._settled(job, node)
-
-    async def submit_all(self, specs: Sequence[JobSpec], node: NodeApi, answer: Answer) -> None:
-        """As `submit` for each of them; what is to be stored is stored in one commit.
-
-        `answer` is called for each, in order, in the step in which the job is taken: before its outcome comes. When
-        this call is cancelled, the jobs may have been taken.
-        """
-        if self.journal is not None:
-            await self.journal.submit(self, specs, node, answer)
-            return
-        for index, spec in enumerate(specs):
-            try:
-                self.submit(spec, node)
-            except ServiceError as exc:
-                answer(index, exc)
-            else:
-                answer(index, None)
-            if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
-                await trio.lowlevel.checkpoint()
-        await trio.lowlevel.checkpoint()
-
-    async def submit_one(self, spec: JobSpec, node: NodeApi) -> None:
-        """As `submit_all` for one job. Raises what it was refused for."""
-        refused: list[ServiceError] = []
-        await self.submit_all([spec], node, lambda _index, error: refused.append(error) if error else None)
-        if refused:
-            raise refused[0]
-
-    def admit(self, spec: JobSpec, node: NodeApi, ahead: int) -> tuple[RunningJob | None, bool]:
+    def admit(self, spec: JobSpec, node: NodeApi) -> tuple[RunningJob | None, bool]:
         """Check a job that is to be stored. Returns it if it is not settled, and whether it is new.
 
-        A new one must be handed over or withdrawn afterwards. `ahead` jobs have been admitted and are not the node's.
-
-        Raises:
-            ServiceError: as `submit`.
+        A new one must be handed over or withdrawn afterwards. Raises what `submit_all` refuses jobs for.
         """
-        job, is_new = self._know(spec)
-        if job is not None and is_new:
-            try:
-                if self.is_elsewhere(spec.job_id):
-                    raise DuplicateJob(f"job {spec.job_id!r} is another session's; choose another id")
-                node.check(spec, self, ahead)
-            except ServiceError as exc:
-                self.withdraw(job, exc)
-                raise
-        return job, is_new
+        fingerprint = fingerprint_of(spec)
+        known = self._fingerprints.get(spec.job_id)
+        if known is None:
+            self._limits.check(self.session_id, self.running, len(self.log), self.log.size_bytes)
+            if self._is_elsewhere(spec.job_id):
+                raise DuplicateJob(f"job {spec.job_id!r} is another session's; choose another id")
+            node.check(spec, self, self.journal.promised)
+            return self.restore(spec, fingerprint, 0), True
+        if known != fingerprint:
+            raise DuplicateJob(f"job {spec.job_id!r} is here with another spec; choose another id")
+        running = self._running.get(spec.job_id)
+        return (running if running is not None and not running.settled.is_set() else None), False
 
     def hand_over(self, job: RunningJob, node: NodeApi) -> None:
-        """A job that is stored becomes the node's. Raises what `NodeApi.take` does; it is neither's then."""
+        """Make a job that is stored the node's. Raises what `NodeApi.take` does; it is neither's then."""
         node.take(job.spec, self, job.attempt + 1)
-        self._settled(job, node)
+        job.settled.set()
+        reason = self._cancelled_ahead.pop(job.spec.job_id, None)
+        if reason is not None:
+            node.cancel_soon(job.spec.job_id, reason)
 
     def withdraw(self, job: RunningJob, why: ServiceError) -> None:
         """A job that was admitted is not to be."""
@@ -231,51 +201,39 @@ class Session:
         self._fingerprints[found.job_id] = found.fingerprint
         self._ended_s[found.job_id] = self._clock()
 
-    def _know(self, spec: JobSpec) -> tuple[RunningJob | None, bool]:
-        """The job, if it is not settled, and whether it is new. Raises what `submit` does."""
-        fingerprint = fingerprint_of(spec)
-        known = self._fingerprints.get(spec.job_id)
-        if known is None:
-            self._limits.check(self.session_id, self.running, len(self.log), self.log.size_bytes)
-            return self.restore(spec, fingerprint, 0), True
-        if known != fingerprint:
-            raise DuplicateJob(f"job {spec.job_id!r} is here with another spec; choose another id")
-        running = self._running.get(spec.job_id)
-        return (running if running is not None and not running.settled.is_set() else None), False
-
-    def _settled(self, job: RunningJob, node: NodeApi) -> None:
-        job.settled.set()
-        reason = self._cancelled_ahead.pop(job.spec.job_id, None)
-        if reason is not None:
-            node.cancel_soon(job.spec.job_id, reason)
-
     def deliver(self, outcome: Outcome) -> None:
         """See `JobSink`. A second outcome of a job is dropped, loudly: the first one stands. So is, quietly, that of a
-        stored job which a failing node has cut: the job is not over, see `Journal.draining`."""
+        job which a failing node has cut: the job is not over, see `Journal.draining`."""
         job = self._running.get(outcome.job_id)
         if job is None or job.finishing is not None:
             logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, outcome.job_id)
             return
         encoded = encode_outcome(outcome, self._limits.max_message_bytes)
         job.finishing = encoded.data
-        if self.journal is not None and outcome.error_code == "shutdown" and not self.journal.draining:
+        if outcome.error_code == "shutdown" and not self.journal.draining:
             return
         if self.shared is not None and self._listener is not None and self._listener.reader_id:
             self.shared.keep(self.session_id, encoded.outcome)
-        if self.journal is not None:
-            self.journal.finish(self, job, job.finishing)
-        else:
-            self.offer(self.log.reserve(outcome.job_id, job.finishing))
+        attempt = max(1, job.attempt)
+        cursor = self.log.reserve(outcome.job_id, job.finishing, attempt)
+        stored = partial(self._offer, job, cursor)
+        self.journal.finish(self.session_id, outcome.job_id, attempt, cursor, job.finishing, stored)
 
-    def offer(self, cursor: int) -> None:
-        """The outcome at a cursor of the log is stored: the trainer may have it, once it has those before it."""
+    def _offer(self, refused: RunningJob, cursor: int, is_stored: bool) -> None:
+        """The outcome at a cursor of the log is stored: the trainer may have it, once it has those before it. Or it is
+        refused, and there is none."""
+        if not is_stored:
+            self.log.blank(cursor)
         for job_id in self.log.offer(cursor):
             job = self._running.pop(job_id)
             self._ended_s[job_id] = self._clock()
             job.encoded = job.finishing
             job.ended.set()
-            if len(self.observations) and job.encoded is not None:
-                self.observations.outcome(self.session_id, job.spec.group_id, job_id, job.encoded)
+            if len(self._observations) and job.encoded is not None:
+                self._observations.outcome(self.session_id, job.spec.group_id, job_id, job.encoded)
+        if not is_stored:
+            self.dismiss(refused)
+            self._on_change()
         self._arrival.unpark_all()
         if self._listener is not None:
             self._listener.wake()
@@ -292,12 +250,11 @@ class Session:
         event = JobEvent(job_id=job_id, status=status, detail=detail)
         if (job := self._running.get(job_id)) is not None:
             job.status = status
-            if len(self.observations):
-                self.observations.event(self.session_id, job.spec.group_id, event)
+            if len(self._observations):
+                self._observations.event(self.session_id, job.spec.group_id, event)
             if status == "init":
                 job.attempt += 1
-                if self.journal is not None:
-                    self.journal.begin_attempt(job)
+                self.journal.begin_attempt(job)
         if self._listener is not None:
             self._listener.event(event)
 
@@ -309,8 +266,7 @@ class Session:
         """
         for job_id in self.log.ack(cursor):
             self._forgotten(job_id)
-        if self.journal is not None:
-            self.journal.acknowledge(self)
+        self.journal.acknowledge(self.session_id, self.log)
         if self._listener is not None:
             self._listener.wake()
         self._on_change()
@@ -323,7 +279,7 @@ class Session:
         One that the disk has lost is a failure that says so, from then on. Safe to cancel.
         """
         job_id, outcome = self.log.job_id(cursor), self.log.outcome(cursor)
-        if self.journal is None or outcome is not None or not job_id:
+        if outcome is not None or not job_id:
             await trio.lowlevel.checkpoint()
             return outcome
         attempt = self.log.attempt(cursor)
@@ -364,8 +320,7 @@ class Session:
         """
         self.log.forget(job_id)
         self._forgotten(job_id)
-        if self.journal is not None:
-            self.journal.forget(self.session_id, job_id)
+        self.journal.forget(self.session_id, job_id)
         self._on_change()
 
     def touch(self) -> None:
@@ -373,10 +328,10 @@ class Session:
         self.idle_since_s = self._clock()
 
     def expire(self) -> int:
-        """Drop what is older than `retention_s`, unless a connection is there to take it. Returns how many."""
-        if self.retention_s is None or self.connected:
+        """Drop what is older than its retention, unless a connection is there to take it. Returns how many."""
+        if self._retention_s is None or self.connected:
             return 0
-        limit_s = self._clock() - self.retention_s
+        limit_s = self._clock() - self._retention_s
         old = []
         for job_id, ended_s in self._ended_s.items():
             if ended_s > limit_s:
@@ -390,11 +345,16 @@ class Session:
     # ------------------------------------------------------------ connections
 
     async def store(self) -> None:
-        """Have the session outlive the node, if anything does. Raises AdmissionRejected if there is no room for it."""
-        if self.journal is not None:
-            await self.journal.open_session(self)
-        else:
+        """Have the session outlive its connections, and on a disk the node. Safe to cancel, and to call again.
+
+        Raises:
+            AdmissionRejected: there is no room for it.
+        """
+        if self._stored:
             await trio.lowlevel.checkpoint()
+            return
+        await self.journal.open_session(self.session_id, self.log.acked)
+        self._stored = True
 
     def attach(
         self, listener: Listener, resume_after: int, max_unacked_outcomes: int = 0, max_unacked_bytes: int = 0
@@ -423,6 +383,7 @@ class Session:
             resume_after,
             max_unacked_outcomes=min(max_unacked_outcomes or MAX_UNACKED_OUTCOMES, MAX_UNACKED_OUTCOMES),
             max_unacked_bytes=min(max_unacked_bytes or MAX_UNACKED_BYTES, MAX_UNACKED_BYTES),
+            references=None if self.shared is None else References(self.shared, self.session_id, listener),
         )
 
     def detach(self, listener: Listener) -> None:
@@ -438,8 +399,7 @@ class Session:
         self.log.close()
         if self.shared is not None:
             self.shared.forget_session(self.session_id)
-        if self.journal is not None:
-            self.journal.close_session(self.session_id)
+        self.journal.close_session(self.session_id)
 
     def statistics(self) -> dict[str, object]:
         """Live state."""

@@ -23,11 +23,12 @@ SESSION_ID_CHARS: Final = 200
 class SessionTable:
     """All sessions of a node."""
 
-    def __init__(self, limits: SessionLimits | None = None) -> None:
-        self.shared: SharedOutcomes | None = None
-        """For the sessions from now on. Set by whoever has the arena."""
-        self.journal: Journal | None = None
-        """For the sessions from now on. Set by whoever has the ledger."""
+    def __init__(
+        self, journal: Journal, limits: SessionLimits | None = None, shared: SharedOutcomes | None = None
+    ) -> None:
+        """Begin without sessions. `shared`: where tokens of outcomes are held for trainers on this host."""
+        self.journal = journal
+        self.shared = shared
         self.observations = Observations()
         self._limits = limits or SessionLimits()
         self._sessions: dict[str, Session] = {}
@@ -36,8 +37,9 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def open(self, session_id: str, resume_after: int) -> tuple[Session, bool]:
-        """The session of that id, and whether it was known. A new one continues the cursors after `resume_after`.
+    def open(self, session_id: str, resume_after: int, *, retention_s: float | None = None) -> tuple[Session, bool]:
+        """Return the session of that id, and whether it was known. A new one continues the cursors after
+        `resume_after`, and forgets outcomes after `retention_s`, if that is given and no trainer is connected.
 
         Raises:
             ProtocolError: the id or the cursor cannot be.
@@ -51,28 +53,42 @@ class SessionTable:
         if not 0 <= resume_after < 2**62:
             raise ProtocolError(f"resume_after must be a cursor, got {resume_after}")
         self._make_room()
-        return self.restore(session_id, resume_after), False
+        return self._begin(session_id, resume_after, retention_s=retention_s), False
 
     def restore(self, session_id: str, acked: int) -> Session:
-        """A session whose cursors up to `acked` are forgotten, whether there is room for it or not."""
-        session = Session(session_id, acked, self._limits, self._notify, journal=self.journal)
-        session.shared = self.shared
-        session.observations = self.observations
-        session.is_elsewhere = lambda job_id: any(
-            other.knows(job_id) for other in self._sessions.values() if other is not session
+        """Give a session of a former process its place, whether there is room for it or not: its cursors up to `acked`
+        are forgotten."""
+        return self._begin(session_id, acked, stored=True)
+
+    def _begin(self, session_id: str, start: int, *, stored: bool = False, retention_s: float | None = None) -> Session:
+        session = self._sessions[session_id] = Session(
+            session_id,
+            start,
+            self._limits,
+            self.journal,
+            stored=stored,
+            retention_s=retention_s,
+            is_elsewhere=lambda job_id: any(
+                other.knows(job_id) for other in self._sessions.values() if other.session_id != session_id
+            ),
+            on_change=self._notify,
+            observations=self.observations,
+            shared=self.shared,
         )
-        self._sessions[session_id] = session
         return session
 
-    @property
-    def max_message_bytes(self) -> int:
-        """Of one outcome."""
-        return self._limits.max_message_bytes
+    async def wait_settled(self) -> None:
+        """Return when no job is being stored: each is the node's, or refused."""
+        await self.journal.wait_settled()
 
     async def wait_delivered(self) -> None:
-        """Return when no connected trainer has an outcome it has not acknowledged. The caller sets the deadline."""
+        """Return when no connected trainer has an outcome it has not acknowledged, or a job without one; but for those
+        that a failed disk holds back. The caller sets the deadline."""
         await trio.lowlevel.checkpoint()
-        while any(session.connected and len(session.log) for session in self._sessions.values()):
+        while any(
+            session.connected and (len(session.log) or (session.running and not self.journal.failed))
+            for session in self._sessions.values()
+        ):
             self._changed = trio.Event()
             await self._changed.wait()
 

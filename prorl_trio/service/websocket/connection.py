@@ -34,6 +34,7 @@ from prorl_trio.service.backend_operations import answer_call
 from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
 from prorl_trio.service.requests import JobId, error_of, job_id_of, read
 from prorl_trio.service.sessions.cancelling import LiveJobs, cancel_live, cancel_on_node
+from prorl_trio.service.sessions.submission import submit_all
 from prorl_trio.types.errors import ProtocolError, ServiceError
 from prorl_trio.types.models import JobSpec
 
@@ -86,7 +87,6 @@ class Connection:
         self._leaving = False
         self.reader_id = ""
         self._feed = session.attach(self, hello.resume_after, hello.max_unacked_outcomes, hello.max_unacked_bytes)
-        self._feed.by_reference, self._feed.has_reference = self._by_reference, self._has_reference
         self._observation: Observation | None = None
         if hello.observe_all or hello.observe_group:
             group_id = "" if hello.observe_all else hello.observe_group
@@ -128,16 +128,6 @@ class Connection:
         if shared is not None and shared.has_reader(reader_id):
             self.reader_id = reader_id
             shared.adopt(self._session.session_id, reader_id)
-
-    def _by_reference(self, job_id: str, cursor: int) -> bytes | None:
-        shared = self._session.shared
-        if shared is None or not self.reader_id:
-            return None
-        return shared.frame(self._session.session_id, job_id, cursor, self.reader_id)
-
-    def _has_reference(self, job_id: str) -> bool:
-        shared = self._session.shared
-        return shared is not None and bool(self.reader_id) and shared.holds(self._session.session_id, job_id)
 
     def _next_frame(self) -> bytes | None:
         frame = self._feed.next_frame()
@@ -218,7 +208,7 @@ class Connection:
             post_malformed()
             post(error)
 
-        await self._session.submit_all([d for d in decoded if isinstance(d, JobSpec)], self._node, answer)
+        await submit_all(self._session, [d for d in decoded if isinstance(d, JobSpec)], self._node, answer)
         post_malformed()
 
     async def _list_jobs(self, request_id: int) -> None:

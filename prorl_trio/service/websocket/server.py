@@ -18,8 +18,7 @@ from ipc.tls import open_tls
 from ipc.websocket import LinkClosed, LinkLimits, WebSocketLink, open_server_link
 from prorl_trio.service.auth import load_token, token_matches
 from prorl_trio.service.containment import contain_errors
-from prorl_trio.service.limits import RETRY_AFTER_S, SessionLimits
-from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.service.limits import RETRY_AFTER_S
 from prorl_trio.service.strangers import MAX_STRANGERS, Stranger, Strangers, peer_of
 from prorl_trio.service.tcp import is_loopback, open_tcp_listener
 from prorl_trio.service.tls import load_tls
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from prorl_trio.config import ListenConfig
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.sessions.session import Session
+    from prorl_trio.service.sessions.session_table import SessionTable
     from prorl_trio.service.websocket.local_sockets import LocalSockets
 
 __all__ = ["serve_websocket"]
@@ -53,14 +53,14 @@ async def serve_websocket(
     node: NodeApi,
     config: ListenConfig,
     *,
-    sessions: SessionTable | None = None,
+    sessions: SessionTable,
     local: LocalSockets | None = None,
     listener: trio.SocketListener | None = None,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve trainers until cancelled. Reports the bound (host, port) through `task_status`.
 
-    `sessions` may be shared with the rest of the node; without, the server has its own, and they end with it.
+    `sessions` are the node's, shared with REST.
     `local`: where to listen besides, for trainers on this host. `listener`: bound already, instead of the address that
     is configured; closed on leaving.
 
@@ -77,9 +77,6 @@ async def serve_websocket(
         )
     token = await trio.to_thread.run_sync(load_token, config)
     tls = await trio.to_thread.run_sync(load_tls, config)
-    if sessions is None:
-        limits = SessionLimits(max_sessions=config.max_sessions, max_message_bytes=config.max_message_bytes)
-        sessions = SessionTable(limits)
     listener = listener or await open_tcp_listener("listen", config.host, config.port)
     host, port = listener.socket.getsockname()[:2]
     if tls is None and not is_loopback(host):

@@ -13,7 +13,7 @@ from prorl_trio.agent.loop import run_agent
 from prorl_trio.config import load_config
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.registry import HandlerRegistry
-from prorl_trio.node.node import serve_node
+from prorl_trio.node.serve import serve_node
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import BashTool, FinishTool, ToolSet
 from prorl_trio.types.errors import MalformedJob

@@ -1,0 +1,92 @@
+"""The core of a node: backends, sandboxes, scoring processes, and the pipeline over them."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from ipc.nursery import open_single_nursery
+from prorl_trio.agent.context import Resources
+from prorl_trio.agent.scoring import open_scorer_pool
+from prorl_trio.chat.proof import load_chat_format
+from prorl_trio.chat.token_memory import TokenMemory
+from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.node.node import Node
+from prorl_trio.node.parts import engine_finder, open_backends, open_node_arena, open_node_sandboxes, warn_of_image
+from prorl_trio.pipeline.pipeline import open_pipeline
+from prorl_trio.sandbox.providers.registry import choose_provider
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from prorl_trio.config import NodeConfig
+    from prorl_trio.inference.engines.http_engine import OnCall
+    from prorl_trio.node.node import Outbox
+    from prorl_trio.pipeline.observer import Observer
+    from prorl_trio.sandbox.host import OnOpen
+    from prorl_trio.sandbox.provider import SandboxProvider
+
+__all__ = ["open_node"]
+
+
+class _NoSessions:
+    def undelivered(self) -> tuple[int, int]:
+        return 0, 0
+
+    async def wait_settled(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+NO_SESSIONS: Final = _NoSessions()
+"""The outbox of a node whose jobs have other sinks."""
+
+
+@asynccontextmanager
+async def open_node(
+    config: NodeConfig,
+    handlers: HandlerRegistry | None = None,
+    *,
+    provider: SandboxProvider | None = None,
+    observers: Sequence[Observer] = (),
+    on_backend_call: OnCall | None = None,
+    on_sandbox_open: OnOpen | None = None,
+    tokens: TokenMemory | None = None,
+    outbox: Outbox = NO_SESSIONS,
+) -> AsyncIterator[Node]:
+    """Open everything of a node but its sessions and its edges. On leaving, all jobs end and nothing of them is left.
+
+    `provider` replaces the one the config names; `tokens` an arena of the node's own. `outbox` are the sessions whose
+    jobs these are, if there are any. `observers` are told of every job, `on_backend_call` of every call of
+    an LLM backend, `on_sandbox_open` of every sandbox handed out.
+
+    Raises:
+        ConfigError: the model folder, the sandbox provider or the configuration cannot be used; says what to do.
+        BackendError: a backend is `required` and not fit.
+    """
+    handlers = handlers or HandlerRegistry.from_entry_points()
+    model = config.model
+    chat_format = await trio.to_thread.run_sync(load_chat_format, model)
+    if provider is None:
+        provider = await choose_provider(config.sandbox)
+        await trio.to_thread.run_sync(warn_of_image, config.sandbox)
+    async with AsyncExitStack() as stack:
+        service = await stack.enter_async_context(open_single_nursery())
+        find_client = engine_finder(config.backends, on_backend_call, max_positions=chat_format.max_positions)
+        backends = await stack.enter_async_context(open_backends(config.backends, find_client))
+        scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers, config.scoring))
+        sandboxes = await stack.enter_async_context(open_node_sandboxes(provider, config.sandbox, on_sandbox_open))
+        if tokens is None:
+            tokens = TokenMemory(stack.enter_context(open_node_arena(config.arena)))
+        resources = Resources(
+            config=config,
+            chat_format=chat_format,
+            backends=backends,
+            scorers=scorers,
+            tokens=tokens,
+        )
+        for name in handlers.names:
+            await handlers.get(name).prepare(resources)
+        pipeline = await stack.enter_async_context(open_pipeline(resources, sandboxes, service, observers=observers))
+        yield Node(config, handlers, pipeline, backends, sandboxes, provider, resources, outbox)

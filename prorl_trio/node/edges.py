@@ -1,0 +1,116 @@
+"""The edges of a node: where trainers come in, over the WebSocket, REST, and the arena's socket."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from ipc.arena_socket import serve_arena
+from ipc.nursery import open_single_nursery
+from prorl_trio.service.auth import load_token
+from prorl_trio.service.endpoints import announce, endpoint_url, rest_url
+from prorl_trio.service.prorl_compat import configured_endpoints
+from prorl_trio.service.rest.edge import serve_rest
+from prorl_trio.service.sessions.restore import restore_sessions
+from prorl_trio.service.tcp import open_tcp_listener
+from prorl_trio.service.tls import load_tls
+from prorl_trio.service.websocket.local_sockets import claim_local_sockets, release_local_sockets
+from prorl_trio.service.websocket.server import serve_websocket
+from prorl_trio.supervision import service_task
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from ipc.arena import Arena
+    from prorl_trio.config import NodeConfig
+    from prorl_trio.node.monitoring import Monitoring
+    from prorl_trio.node.node import Node
+    from prorl_trio.service.rest.events import EventFeed
+    from prorl_trio.service.sessions.session_table import SessionTable
+
+__all__ = ["open_edges"]
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_edges(
+    node: Node, sessions: SessionTable, arena: Arena | None, feed: EventFeed | None, monitoring: Monitoring
+) -> AsyncIterator[tuple[str, int]]:
+    """Let trainers in, once every address is bound and the sessions have back what a former process left. Yields the
+    WebSocket's address. REST is served if there is a `feed` for it. On leaving, nobody new is let in, and connections
+    close.
+
+    Raises:
+        ConfigError: an address cannot be bound, a file not be read or written; says what to do.
+    """
+    config = node.config
+    listen, rest = config.listen, config.rest
+    async with AsyncExitStack() as stack:
+        bound = await stack.enter_async_context(await open_tcp_listener("listen", listen.host, listen.port))
+        rest_bound = None
+        if feed is not None:
+            rest_bound = await stack.enter_async_context(await open_tcp_listener("rest", rest.host, rest.port))
+        await restore_sessions(sessions, node, config.ledger)
+        local = await trio.to_thread.run_sync(claim_local_sockets, listen)
+        if local is not None:
+            stack.callback(release_local_sockets, listen, local)
+        accept = await stack.enter_async_context(open_single_nursery())
+        if local is not None and arena is not None:
+            await _open_arena_socket(config, arena, local.arena, accept)
+        serve = partial(serve_websocket, node, listen, sessions=sessions, local=local, listener=bound)
+        address = await accept.start(service_task(serve, "WebSocket"))
+        endpoints = {"url": endpoint_url(address, secure=bool(listen.tls_cert))}
+        if local is not None:
+            endpoints["unix_url"] = f"unix://{local.node}"
+        if feed is not None:
+            endpoints["rest_url"] = await _open_rest(node, sessions, feed, monitoring, accept, rest_bound)
+        if listen.endpoint_file:
+            await trio.to_thread.run_sync(announce, Path(listen.endpoint_file), endpoints)
+        yield address
+        accept.cancel_scope.cancel("shutdown")
+
+
+async def _open_rest(
+    node: Node,
+    sessions: SessionTable,
+    feed: EventFeed,
+    monitoring: Monitoring,
+    accept: trio.Nursery,
+    listener: trio.SocketListener | None,
+) -> str:
+    """Serve REST in `accept`; returns its URL."""
+    listen, rest = node.config.listen, node.config.rest
+    token = await trio.to_thread.run_sync(load_token, listen)
+    tls = await trio.to_thread.run_sync(load_tls, listen) if rest.tls else None
+    serve = partial(
+        serve_rest,
+        node,
+        rest,
+        token,
+        sessions=sessions,
+        feed=feed,
+        tls=tls,
+        metrics=monitoring.metrics.render,
+        listener=listener,
+        more=configured_endpoints(rest, sandbox_network=node.config.sandbox.network),
+    )
+    url = rest_url(await accept.start(service_task(serve, "REST")), secure=tls is not None)
+    logger.info("REST at %s", url)
+    return url
+
+
+async def _open_arena_socket(config: NodeConfig, arena: Arena, path: Path, accept: trio.Nursery) -> None:
+    """Let trainers on this host map the arena."""
+    token = await trio.to_thread.run_sync(load_token, config.listen)
+    try:
+        serve = partial(serve_arena, arena, path, token=token.decode(), max_readers=config.arena.max_readers)
+        await accept.start(service_task(serve, "arena"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"listen.unix_socket: {exc}") from exc

@@ -1,0 +1,116 @@
+"""One node from its start to its end: the parts in the order in which they need each other, reload and drain.
+
+serve_node()
+└─ service scope      backends, sandbox host, scoring processes            ends last
+   └─ EVAL nursery    workers                                             third
+      └─ RUN nursery  workers                                             second
+         └─ INIT nursery workers                                          first
+            └─ accept nursery  WebSocket and REST listeners, sessions     closed before all of them
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from ipc.nursery import open_single_nursery
+from prorl_trio.chat.token_memory import TokenMemory
+from prorl_trio.node.core import open_node
+from prorl_trio.node.drain import drain, open_end_signals, until_started
+from prorl_trio.node.edges import open_edges
+from prorl_trio.node.monitoring import open_monitoring
+from prorl_trio.node.parts import open_node_arena
+from prorl_trio.node.reload import serve_reloads
+from prorl_trio.node.sessions import open_sessions
+from prorl_trio.service.rest.events import EventFeed
+from prorl_trio.supervision import service_task
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from prorl_trio.config import NodeConfig
+    from prorl_trio.handlers.registry import HandlerRegistry
+    from prorl_trio.node.monitoring import Monitoring
+    from prorl_trio.node.node import Node
+    from prorl_trio.sandbox.provider import SandboxProvider
+    from prorl_trio.service.sessions.session_table import SessionTable
+
+__all__ = ["serve_node"]
+
+DELIVERY_TIMEOUT_S: Final = 5.0
+"""Longest a shutdown waits for connected trainers to take their last outcomes."""
+
+
+async def serve_node(
+    config: NodeConfig,
+    handlers: HandlerRegistry | None = None,
+    *,
+    provider: SandboxProvider | None = None,
+    load: Callable[[], NodeConfig] | None = None,
+    task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
+) -> bool:
+    """Run a node until SIGTERM or SIGINT. The first drains, for `drain_timeout_s` at most; the second cancels. One that
+    comes before the node has started just ends it.
+
+    Reports the listener's (host, port) through `task_status`. Returns whether the drain was clean: every job had its
+    own outcome before the end. At SIGHUP it drains, too, or `load`, called in a thread, reads the configuration again,
+    as `on_hangup` says; see `reload`. Must run in the main thread, for the signals. `provider` replaces the config's.
+    """
+    clean = True
+    with open_end_signals(config.on_hangup, reloads=load is not None) as signals:
+        async with until_started(signals) as starting:
+            async with (
+                _open_whole(config, handlers, provider, starting) as (node, sessions, monitoring, address),
+                open_single_nursery() as reloads,
+            ):
+                if load is not None and not signals.hangup:
+                    apply = partial(_apply, node, monitoring)
+                    await reloads.start(service_task(serve_reloads, "reload"), load, lambda: node.config, apply)
+                task_status.started(address)
+                await anext(signals)
+                sessions.journal.drain()
+                cut = await drain(node, signals, node.config.drain_timeout_s)
+                with trio.move_on_after(DELIVERY_TIMEOUT_S):
+                    await sessions.wait_delivered()
+                reloads.cancel_scope.cancel("shutdown")
+            clean = cut == 0 and not sessions.journal.failed
+    return clean
+
+
+@asynccontextmanager
+async def _open_whole(
+    config: NodeConfig, handlers: HandlerRegistry | None, provider: SandboxProvider | None, starting: trio.CancelScope
+) -> AsyncIterator[tuple[Node, SessionTable, Monitoring, tuple[str, int]]]:
+    """Open each part with those it needs, and cancel `starting` when jobs of former processes begin to run: from then
+    on a signal drains them."""
+    rest = config.rest
+    feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events) if rest.enabled else None
+    async with open_monitoring(config) as monitoring:
+        with open_node_arena(config.arena) as arena:
+            async with open_sessions(config, arena) as sessions:
+                shared = sessions.shared
+                tokens = TokenMemory(arena) if shared is None else TokenMemory(arena, shared.make_room)
+                async with open_node(
+                    config,
+                    handlers,
+                    provider=provider,
+                    observers=monitoring.observers if feed is None else [*monitoring.observers, feed],
+                    on_backend_call=monitoring.metrics.backend_called,
+                    on_sandbox_open=monitoring.metrics.sandbox_opened,
+                    tokens=tokens,
+                    outbox=sessions,
+                ) as node:
+                    starting.cancel("the node is there")
+                    monitoring.watch(node, sessions)
+                    if shared is not None:
+                        node.describe("arena", lambda: {**tokens.statistics(), "shared": shared.statistics()})
+                    async with open_edges(node, sessions, arena, feed, monitoring) as address:
+                        yield node, sessions, monitoring, address
+
+
+def _apply(node: Node, monitoring: Monitoring, config: NodeConfig) -> None:
+    node.apply(config)
+    monitoring.apply(config.monitoring)

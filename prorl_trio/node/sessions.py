@@ -1,0 +1,71 @@
+"""The sessions of a node, with their ledger: on a disk where the configuration has a folder for it, else in memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from prorl_trio.ledger import LedgerLimits, MemoryLedger, open_ledger
+from prorl_trio.service.limits import SessionLimits
+from prorl_trio.service.sessions.journal import open_journal
+from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.service.sessions.shared_outcomes import SharedOutcomes
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from ipc.arena import Arena
+    from prorl_trio.config import LedgerConfig, NodeConfig
+    from prorl_trio.service.sessions.journal import Journal
+
+__all__ = ["open_sessions"]
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_sessions(config: NodeConfig, arena: Arena | None) -> AsyncIterator[SessionTable]:
+    """Open the sessions, to outlive the node: on leaving, what is on its way to the disk gets there.
+
+    Those of former processes are in the ledger still, for `restore_sessions`.
+
+    Raises:
+        ConfigError: the ledger cannot be opened.
+    """
+    limits = SessionLimits(
+        max_sessions=config.listen.max_sessions,
+        max_undelivered=config.max_undelivered,
+        max_message_bytes=config.listen.max_message_bytes,
+    )
+    shared = None
+    if arena is not None:
+        shared = SharedOutcomes(arena, config.arena.shared_bytes or arena.size_bytes // 2)
+    async with _open_journal(config.ledger, config.node_id) as journal:
+        yield SessionTable(journal, limits, shared)
+
+
+@asynccontextmanager
+async def _open_journal(config: LedgerConfig, node_id: str) -> AsyncIterator[Journal]:
+    folder = config.folder(node_id, os.environ)
+    try:
+        limits = LedgerLimits(
+            log_bytes=config.log_bytes,
+            reserve_bytes=config.reserve_bytes,
+            max_bytes=config.max_bytes,
+            tombstone_s=config.tombstone_s,
+        )
+    except ValueError as exc:
+        raise ConfigError(f"ledger: {exc}") from exc
+    if folder is None:
+        logger.warning(
+            "NOTHING IS DURABLE: jobs and outcomes end with this process; set node_id, or ledger.dir to a folder"
+        )
+        async with open_journal(MemoryLedger(limits), hot_outcome_bytes=sys.maxsize) as journal:
+            yield journal
+    else:
+        async with open_ledger(folder, limits) as ledger, open_journal(ledger, config.hot_outcome_bytes) as journal:
+            yield journal
