@@ -27,7 +27,7 @@ class _Session(msgspec.Struct):
     last: int
     jobs: set[str] = msgspec.field(default_factory=set)
     cursors: dict[int, str] = msgspec.field(default_factory=dict)
-    """Job ids by cursor, of the outcomes that are not acknowledged."""
+    """Of the outcomes that are not acknowledged."""
 
 
 class _Job(msgspec.Struct):
@@ -45,11 +45,10 @@ class _Tombstone(NamedTuple):
 
 
 class MemoryLedger(Ledger):
-    """A ledger in memory. Every call is carried out at once, and then a checkpoint.
+    """Of `limits` those that bound a disk do not count: outcomes here are as many as admission lets in, and each is
+    the very bytes that the session has.
 
-    Limits that bound a disk do not count: outcomes here are as many as admission lets in, and each is the very bytes
-    that the session has.
-    """
+    Every call is carried out at once: it lets nobody else run, and is a checkpoint only for a cancel."""
 
     def __init__(self, limits: LedgerLimits | None = None) -> None:
         self.recovered = Recovered()
@@ -132,14 +131,14 @@ class MemoryLedger(Ledger):
         await self._done()
 
     async def read(self, ref: Ref) -> bytes:
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
         job = self._jobs.get(ref.job_id)
         if job is None or job.cursor != ref.cursor:
             raise UnknownJob(f"the payload of job {ref.job_id!r} is acknowledged, forgotten, or was replaced")
         return job.payload
 
     async def lookup(self, job_ids: Sequence[str]) -> dict[str, KnownJob]:
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
         self._forget_old(trio.current_time())
         known = {}
         for job_id in job_ids:
@@ -160,7 +159,7 @@ class MemoryLedger(Ledger):
 
     async def _done(self) -> None:
         self._operations += 1
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
 
     def _drop(self, session: _Session, job_ids: Iterable[str]) -> None:
         for job_id in job_ids:
