@@ -27,7 +27,7 @@ class _Session(msgspec.Struct):
     last: int
     jobs: set[str] = msgspec.field(default_factory=set)
     cursors: dict[int, str] = msgspec.field(default_factory=dict)
-    """Of the outcomes that are not acknowledged."""
+    """Job ids of the outcomes that are not acknowledged."""
 
 
 class _Job(msgspec.Struct):
@@ -45,10 +45,11 @@ class _Tombstone(NamedTuple):
 
 
 class MemoryLedger(Ledger):
-    """Of `limits` those that bound a disk do not count: outcomes here are as many as admission lets in, and each is
-    the very bytes that the session has.
+    """A ledger without a disk, and without a disk's limits: it has as many outcomes as admission lets in, each the very
+    bytes that the session has.
 
-    Every call is carried out at once: it lets nobody else run, and is a checkpoint only for a cancel."""
+    Every call is carried out at once: it lets nobody else run, and is a checkpoint only for a cancel.
+    """
 
     def __init__(self, limits: LedgerLimits | None = None) -> None:
         self.recovered = Recovered()

@@ -24,7 +24,7 @@ __all__ = ["Drainable", "EndSignals", "drain", "drains_on_hangup", "open_end_sig
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S: Final = 5.0
-"""How often a line says what is left to do."""
+"""Interval between two lines that say what is left to do."""
 SHUTDOWN_REASON: Final = "the node is shutting down"
 
 
@@ -56,7 +56,7 @@ class EndSignals:
 
 @contextmanager
 def open_end_signals(on_hangup: OnHangup, *, reloads: bool) -> Iterator[EndSignals]:
-    """What ends a node: SIGTERM, SIGINT, and SIGHUP if `on_hangup` says so. In the main thread.
+    """Receive what ends a node: SIGTERM, SIGINT, and SIGHUP if `on_hangup` says so. In the main thread.
 
     A SIGHUP that is to make it read its configuration again (`reloads`) does nothing until somebody receives it: while
     the node starts there is nothing to read again.
@@ -75,8 +75,8 @@ def open_end_signals(on_hangup: OnHangup, *, reloads: bool) -> Iterator[EndSigna
 
 
 def drains_on_hangup(on_hangup: OnHangup) -> bool:
-    """Whether SIGHUP is to end this process. `auto`: if it was started from a terminal, which then is gone: it has a
-    controlling terminal, reads or writes on one, and was not told (`nohup`) to outlive it."""
+    """Return whether SIGHUP is to end this process. `auto`: if it was started from a terminal, which then is gone: it
+    has a controlling terminal, reads or writes on one, and was not told (`nohup`) to outlive it."""
     if on_hangup != "auto":
         return on_hangup == "drain"
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or not any(map(os.isatty, (0, 1, 2))):
@@ -89,7 +89,7 @@ def drains_on_hangup(on_hangup: OnHangup) -> bool:
 
 
 class Drainable(Protocol):
-    """What has jobs. `prorl_trio.node.node.Node` is one."""
+    """A thing that has jobs. `prorl_trio.node.node.Node` is one."""
 
     async def drain(self) -> None:
         """Take nothing new; return when every job has its outcome."""

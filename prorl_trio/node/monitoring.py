@@ -1,4 +1,4 @@
-"""What watches a node: metrics, the loop's stalls, the log of its jobs, spans. Shown in the node's statistics, too."""
+"""Monitoring of a node: metrics, the loop's stalls, the log of its jobs, spans. Shown in the node's statistics, too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Monitoring", "open_monitoring"]
 
 
 class Monitoring:
-    """What watches one node: `observers` are for `open_node`; then `watch` the node that came of it."""
+    """The instruments of one node: `observers` are for `open_node`; then `watch` the node that came of it."""
 
     def __init__(self, config: NodeConfig, stalls: LoopStalls) -> None:
         self.stalls = stalls
@@ -117,12 +117,12 @@ def _moves(pool: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def _ledger(statistics: Mapping[str, Any]) -> dict[str, Any]:
-    """Of commits and operations there are only more: Prometheus wants that said in the name."""
+    """Name the counters, which only grow, as Prometheus wants it."""
     return {f"{name}_total" if name in ("commits", "operations") else name: n for name, n in statistics.items()}
 
 
 def _outbox(sessions: Mapping[str, Any]) -> dict[str, int]:
-    """Of the sessions there are, together: a session's id is its trainer's choice, and no label."""
+    """Sum up all sessions: a session's id is its trainer's choice, and no label."""
     each = list(sessions.values())
     return {
         "sessions": len(each),

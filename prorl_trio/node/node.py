@@ -43,7 +43,7 @@ class Outbox(Protocol):
 
 
 class Node:
-    """What the trainer-facing edge needs of a node (`service.node_api.NodeApi`)."""
+    """A node with its pipeline, backends and sandboxes, for its edges: it is a `service.node_api.NodeApi`."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Node:
 
     @property
     def config(self) -> NodeConfig:
-        """What the node works with now."""
+        """The configuration that the node works with now."""
         return self._resources.config
 
     def apply(self, config: NodeConfig) -> None:
@@ -149,7 +149,7 @@ class Node:
         await self._pipeline.cancel(job, reason)
 
     def cancel_soon(self, job_id: str, reason: str) -> None:
-        """As `cancel`, without waiting. Nothing happens if the job is not live here."""
+        """Cancel a job as `cancel` does, without waiting. Nothing happens if the job is not live here."""
         job = self._pipeline.job(job_id)
         if job is not None:
             self._pipeline.cancel_soon(job, reason)
@@ -176,7 +176,7 @@ class Node:
         self._parts[name] = read
 
     def part(self, name: str) -> object:
-        """One part of `statistics`. Raises KeyError if there is none of that name."""
+        """Return one part of `statistics`. Raises KeyError if there is none of that name."""
         return self._parts[name]()
 
     def statistics(self) -> dict[str, object]:

@@ -24,7 +24,7 @@ SECRET: Final = ("listen.token",)
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One field that differs. Written as `path: old -> new`; a secret's values are not shown."""
+    """A field that differs. Written as `path: old -> new`; a secret's values are not shown."""
 
     path: str
     old: Any
@@ -37,7 +37,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class ReloadPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a new file means for a running node.
+    """The difference that a new file makes to a running node.
 
     Attributes:
         config: what the node works with from now on: the old one, with what can change live taken from the new.

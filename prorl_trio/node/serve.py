@@ -1,4 +1,4 @@
-"""One node from its start to its end: the parts in the order in which they need each other, reload and drain.
+"""A node from its start to its end: the parts in the order in which they need each other, reload and drain.
 
 serve_node()
 └─ service scope      backends, sandbox host, scoring processes            ends last

@@ -1,4 +1,4 @@
-"""What the trainer-facing edges need of a node. `prorl_trio.node.node.Node` is one."""
+"""The node as the trainer-facing edges need it. `prorl_trio.node.node.Node` is one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class NodeApi(Protocol):
         """
 
     def cancel_soon(self, job_id: str, reason: str) -> None:
-        """As `cancel`, without waiting. Nothing happens if the job is not live here."""
+        """Cancel a job as `cancel` does, without waiting. Nothing happens if the job is not live here."""
 
     def statistics(self) -> dict[str, object]:
         """Live state as msgpack-ready values."""
@@ -62,7 +62,7 @@ class NodeApi(Protocol):
         ...
 
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
-        """Of one completion: its text without the tokens that structure the dialogue, and the calls written in it.
+        """Read one completion: its text without the tokens that structure the dialogue, and the calls written in it.
 
         `raw` of each call is how the text has it. `tools` are those that the policy was offered. Blocks for as long as
         a tokenizer takes.

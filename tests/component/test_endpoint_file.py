@@ -20,6 +20,7 @@ from prorl_trio.service.websocket.server import serve_websocket
 from prorl_trio.types.errors import ProtocolError
 from support.fake_node import FakeNode
 from support.fake_service import TOKEN, open_service
+from support.sessions import sessions_in
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -40,7 +41,8 @@ async def test_the_unix_socket_comes_first_and_its_folder_goes_with_the_node(lis
     local = claim_local_sockets(listen)
     with trio.fail_after(10):
         async with trio.open_nursery() as nursery:
-            host_port = await nursery.start(partial(serve_websocket, FakeNode(), listen, local=local))
+            serve = partial(serve_websocket, FakeNode(), listen, local=local, sessions=sessions_in(nursery))
+            host_port = await nursery.start(serve)
             announce(endpoint, {"url": NOWHERE, "unix_url": f"unix://{local.node}"})
             async with connect(token=TOKEN, endpoint_file=endpoint) as client:
                 await client.status()

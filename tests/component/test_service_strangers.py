@@ -21,6 +21,7 @@ from prorl_trio.service.websocket.server import serve_websocket
 from prorl_trio.types.errors import ConfigError
 from support.fake_service import TOKEN, open_service
 from support.raw_trainer import encode, raw_trainer
+from support.sessions import sessions_in
 
 if TYPE_CHECKING:
     from support.fake_node import FakeNode
@@ -152,7 +153,9 @@ async def test_the_oldest_of_too_many_strangers_makes_room(
         ({"token": "t", "heartbeat_interval_s": 5, "heartbeat_timeout_s": 5}, "heartbeat_interval_s"),
     ],
 )
-async def test_a_configuration_that_cannot_work_is_refused(node: FakeNode, listen: dict[str, Any], message: str):
+async def test_a_configuration_that_cannot_work_is_refused(
+    node: FakeNode, listen: dict[str, Any], message: str, nursery: trio.Nursery
+):
     config = ListenConfig(**{"port": 0, **listen})
     with trio.fail_after(DEADLINE_S), pytest.raises(ConfigError, match=message):
-        await serve_websocket(node, config)
+        await serve_websocket(node, config, sessions=sessions_in(nursery))

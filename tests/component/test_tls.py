@@ -22,6 +22,7 @@ from prorl_trio.types.errors import ConfigError, ProtocolError, Unauthorized
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import EventReader, open_rest
 from support.fake_service import TOKEN, open_service
+from support.sessions import sessions_in
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -118,7 +119,7 @@ async def test_a_server_that_says_nothing_is_given_up():
 
 
 @pytest.mark.parametrize("missing", ["tls_cert", "tls_key", "file", "pair"])
-async def test_what_cannot_be_used_is_said_at_the_start(certificates, tmp_path, missing):
+async def test_what_cannot_be_used_is_said_at_the_start(certificates, tmp_path, missing, nursery):
     listen = dict(certificates.listen)
     if missing == "file":
         listen["tls_cert"] = str(tmp_path / "none.pem")
@@ -126,8 +127,9 @@ async def test_what_cannot_be_used_is_said_at_the_start(certificates, tmp_path, 
         listen["tls_key"] = listen["tls_cert"]
     else:
         listen[missing] = ""
+    config = ListenConfig(port=0, token=TOKEN, **listen)
     with pytest.raises(ConfigError, match="tls_cert"):
-        await serve_websocket(FakeNode(), ListenConfig(port=0, token=TOKEN, **listen))
+        await serve_websocket(FakeNode(), config, sessions=sessions_in(nursery))
     with pytest.raises(ConfigError, match="tls_ca"):
         async with connect("wss://127.0.0.1:1", TOKEN, tls_ca=tmp_path / "none.pem"):
             pass

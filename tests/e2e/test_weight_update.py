@@ -20,7 +20,7 @@ from prorl_trio.chat.format import ChatFormat
 from prorl_trio.client import PolicyUpdateFailed, connect
 from prorl_trio.config import ModelConfig, NodeConfig, SandboxConfig
 from prorl_trio.handlers.registry import HandlerRegistry
-from prorl_trio.node.node import open_node
+from prorl_trio.node.core import open_node
 from prorl_trio.types.models import ChatMessage
 from support.completions import asked, begun
 from support.fake_service import TOKEN, open_service

@@ -13,7 +13,6 @@ OPENING = re.compile(r"(What|Of|One|As|How|Whether|When|Where|Which|Who|Whose|Th
 PRODUCT = ("prorl_trio", "sandbox_daemon", "ipc", "launch", "perf")
 NOT_DONE_YET = (
     "prorl_trio/client",
-    "prorl_trio/node",
     "prorl_trio/service",
 )
 """Rooms whose docstrings are still to be rewritten."""

@@ -19,7 +19,7 @@ from ipc.envelope import encode_envelope
 from ipc.framing import encode_frame
 from ipc.websocket import CloseCode
 from prorl_trio.handlers.math import MathPayload
-from prorl_trio.node import node
+from prorl_trio.node import edges
 from prorl_trio.service.backend_operations import TABLE
 from prorl_trio.service.sessions import feed, observation
 from prorl_trio.service.websocket import connection
@@ -231,7 +231,7 @@ def test_every_error_that_travels_has_its_code_on_the_page():
 
 
 def test_the_endpoint_files_keys_are_described():
-    keys = set(re.findall(r'endpoints(?: = {|\[)"(\w+)"', inspect.getsource(node)))
+    keys = set(re.findall(r'endpoints(?: = {|\[)"(\w+)"', inspect.getsource(edges)))
     assert {"url", "unix_url", "rest_url"} <= keys
     assert not [key for key in keys if f"`{key}`" not in TEXT]
 

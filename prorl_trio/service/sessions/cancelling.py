@@ -48,7 +48,7 @@ class LiveJobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cancelled(NamedTuple):
-    """What a cancel found: jobs of which nothing is left now, those that had ended before, and ids of none."""
+    """The finds of a cancel: jobs of which nothing is left now, those that had ended before, and ids of none."""
 
     job_ids: list[str]
     ended: list[str]

@@ -1,4 +1,4 @@
-"""What a connection sends of a session's outcomes: each once, in order, with some read ahead from the disk."""
+"""The stream of a session's outcomes to one connection: each once, in order, some read ahead from the disk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Listener(Protocol):
     """The connection a session has at the moment. Synchronous, never raises."""
 
     reader_id: str
-    """Of the trainer in the node's arena; empty if it has not mapped it."""
+    """The trainer's name in the node's arena; empty if it has not mapped it."""
 
     def wake(self) -> None:
         """There may be more to send."""

@@ -41,7 +41,7 @@ _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class RunningJob:
-    """What a session knows of a job whose outcome is not offered yet.
+    """A job whose outcome is not offered yet.
 
     Attributes:
         ended: set with `encoded`, the outcome as it goes to the trainer: who waits has it then, even if it is

@@ -63,7 +63,7 @@ class Journal:
     def __init__(self, ledger: Ledger, tasks: trio.Nursery, hot_outcome_bytes: int = HOT_OUTCOME_BYTES) -> None:
         self.ledger = ledger
         self.cache = OutcomeCache(hot_outcome_bytes)
-        """Which of the outcomes that are stored are in memory, too."""
+        """Stored outcomes that are in memory, too."""
         self.start = tasks.start_soon
         """Run something to its end, whoever leaves meanwhile."""
         self._promised = 0
@@ -98,11 +98,11 @@ class Journal:
         return self._promised
 
     def promise(self) -> None:
-        """One more of them."""
+        """Promise a place to one more job."""
         self._promised += 1
 
     def settle(self) -> None:
-        """One of them is the node's, or refused."""
+        """Note that a job that was promised a place is the node's, or refused."""
         self._promised -= 1
         if not self._promised:
             self._settled.set()
@@ -148,7 +148,7 @@ class Journal:
         return {job.spec.job_id: refused.get(job.spec.job_id, failure) for job in jobs}
 
     async def _delivered(self, session_id: str, jobs: Sequence[RunningJob]) -> dict[str, ServiceError]:
-        """Those of the jobs that the session acknowledged lately, by id: a submit sent again runs nothing twice.
+        """Find the jobs that the session acknowledged lately, by id: a submit sent again runs nothing twice.
 
         An id that another session acknowledged is free, and so is that of a job that was forgotten.
         """

@@ -1,4 +1,4 @@
-"""What a connection sees of other sessions' jobs. Nobody waits for it: what does not fit is dropped, and counted."""
+"""Observers: connections that see other sessions' jobs. What does not fit is dropped, and counted."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Observation:
-    """What one connection has not been sent yet. `wake` is called when there is something; it never raises."""
+    """Frames that one connection has not been sent yet. `wake` is called when there is something; it never raises."""
 
     def __init__(self, session_id: str, group_id: str, wake: Callable[[], None]) -> None:
-        """Of other sessions than `session_id`, and of one group if `group_id` is not empty."""
+        """Observe other sessions than `session_id`, and one group if `group_id` is not empty."""
         self._session_id = session_id
         self._group_id = group_id
         self._wake = wake
@@ -35,7 +35,7 @@ class Observation:
 
     @property
     def size_bytes(self) -> int:
-        """Of the frames that wait."""
+        """Size of the frames that wait."""
         return self._size_bytes
 
     def wants(self, session_id: str, group_id: str) -> bool:
@@ -78,7 +78,7 @@ class Observations:
         return len(self._all)
 
     def begin(self, session_id: str, group_id: str, wake: Callable[[], None]) -> Observation:
-        """One more; `end` it."""
+        """Begin one more; `end` it."""
         observation = Observation(session_id, group_id, wake)
         self._all.append(observation)
         return observation

@@ -23,7 +23,7 @@ _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class _Entry(NamedTuple):
-    """One outcome. After `OutcomeLog.forget` only its place is left: no job id, no bytes."""
+    """An outcome. After `OutcomeLog.forget` only its place is left: no job id, no bytes."""
 
     job_id: str
     attempt: int
@@ -68,12 +68,12 @@ class OutcomeLog:
 
     @property
     def size_bytes(self) -> int:
-        """Of all outcomes, those at reserved cursors included, wherever they are."""
+        """Size of all outcomes, those at reserved cursors included, wherever they are."""
         return self._size_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Of those in memory."""
+        """Size of those in memory."""
         return self._size_bytes if self._hot is None else sum(map(len, self._kept.values())) + self._hot.size_bytes
 
     def append(self, job_id: str, outcome: bytes) -> int:
@@ -131,7 +131,7 @@ class OutcomeLog:
         return self._cursors.get(job_id)
 
     def cursors(self) -> Iterator[int]:
-        """Of all outcomes that are held, in order. Not to be iterated across a checkpoint."""
+        """Cursors of all outcomes that are held, in order. Not to be iterated across a checkpoint."""
         return (cursor for cursor in range(self.acked + 1, self.last + 1) if self._entries[cursor].job_id)
 
     def replace(self, cursor: int, outcome: bytes) -> None:
@@ -171,16 +171,16 @@ class OutcomeLog:
         return self._hot.get(cursor) if outcome is None and self._hot is not None else outcome
 
     def in_memory(self, cursor: int) -> bool:
-        """Whether `outcome` would have it."""
+        """Return whether `outcome` would have it."""
         return cursor in self._kept or (self._hot is not None and cursor in self._hot)
 
     def job_id(self, cursor: int) -> str:
-        """Whose outcome is at a cursor; empty if there is none, or not any more."""
+        """Return whose outcome is at a cursor; empty if there is none, or not any more."""
         entry = self._entries.get(cursor)
         return entry.job_id if entry is not None and cursor <= self.last else ""
 
     def attempt(self, cursor: int) -> int:
-        """Of the job's attempts, the one that the outcome at `acked < cursor <= last` is of."""
+        """Return the number of the attempt that the outcome at `acked < cursor <= last` is of."""
         return self._entries[cursor].attempt
 
     def outcome_bytes(self, cursor: int) -> int:
@@ -226,7 +226,7 @@ class OutcomeLog:
 
 
 class HotOutcomes:
-    """One session's share of a cache: some of its outcomes, by cursor. Made by `OutcomeCache.share`.
+    """A session's share of a cache: some of its outcomes, by cursor. Made by `OutcomeCache.share`.
 
     Attributes:
         sent: the connected trainer was sent everything up to this cursor.
@@ -277,8 +277,8 @@ class HotOutcomes:
 
     @property
     def urgency(self) -> int:
-        """Of what `evict` would take: 0 was sent and waits for its acknowledgement, 1 waits for a trainer who is away,
-        2 is on its way to one who is there."""
+        """Urgency of what `evict` would take: 0 was sent and waits for its acknowledgement, 1 waits for a trainer who
+        is away, 2 is on its way to one who is there."""
         if not self.connected:
             return 1
         return 0 if next(iter(self._outcomes)) <= self.sent else 2
@@ -330,7 +330,7 @@ class OutcomeCache:
             self._evicted_total += 1
 
     def statistics(self) -> dict[str, int]:
-        """What is here now, and hits, misses and evictions so far."""
+        """Outcomes that are here now, and hits, misses and evictions so far."""
         return {
             "bytes": self.size_bytes,
             "max_bytes": self.max_bytes,

@@ -39,7 +39,7 @@ MAX_CANCELS_AHEAD: Final = 10_000
 
 
 class Session:
-    """One trainer's jobs and outcomes. It is the `JobSink` of every job it submits."""
+    """A trainer's jobs and outcomes. It is the `JobSink` of every job it submits."""
 
     def __init__(
         self,
@@ -85,12 +85,12 @@ class Session:
         self._observations = Observations() if observations is None else observations
         self._clock = clock
         self._fingerprints: dict[str, bytes] = {}
-        """Of every job, running or finished and not acknowledged."""
+        """Fingerprints of every job, running or finished and not acknowledged."""
         self._cancelled_ahead: dict[str, str] = {}
         """Reasons, by id of jobs that have not come yet."""
         self._running: dict[str, RunningJob] = {}
         self._ended_s: dict[str, float] = {}
-        """When the outcomes that are held came, oldest first."""
+        """Times at which the outcomes that are held came, oldest first."""
         self._arrival = trio.lowlevel.ParkingLot()
         self._listener: Listener | None = None
 
