@@ -24,20 +24,8 @@ from prorl_trio.ledger.ledger import (
     UnfinishedJob,
 )
 from prorl_trio.ledger.limits import LedgerLimits
-from prorl_trio.ledger.operations import (
-    LAZY,
-    Accept,
-    Acknowledge,
-    BeginAttempt,
-    CloseSession,
-    Finish,
-    Forget,
-    NewJob,
-    OpenSession,
-    Operation,
-    size_of,
-)
-from prorl_trio.ledger.store import Answer, Store, WaitForRoom
+from prorl_trio.ledger.operations import LAZY, Call, Finish
+from prorl_trio.ledger.store import Store, WaitForRoom
 from prorl_trio.supervision import service_task
 
 if TYPE_CHECKING:
@@ -48,17 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["DiskLedger", "open_ledger"]
 
 CLOSE_TIMEOUT_S: Final = 60.0
-
-
-class _Call:
-    """A task that waits for its operation."""
-
-    def __init__(self, operation: Operation) -> None:
-        self.operation = operation
-        self.answer: Answer = None
-        self.done = trio.Event()
-        self.abandoned = False
-        self.size_bytes = size_of(operation)
 
 
 class DiskLedger(Ledger):
@@ -78,8 +55,8 @@ class DiskLedger(Ledger):
         self._limits = limits
         self._writing = writing
         self._reading = trio.CapacityLimiter(limits.max_reads)
-        self._calls: deque[_Call] = deque()
-        self._waiting: deque[_Call] = deque()
+        self._calls: deque[Call] = deque()
+        self._waiting: deque[Call] = deque()
         """Calls for which there is no room, in order."""
         self._arrived = trio.Event()
         self._closed = False
@@ -89,30 +66,12 @@ class DiskLedger(Ledger):
         statistics = self.statistics()
         return f"<DiskLedger {statistics.jobs} jobs, {statistics.disk_bytes} bytes, {statistics.full or 'open'}>"
 
-    async def open_session(self, session_id: str, first_cursor: int) -> None:
-        await self._call(OpenSession(session_id, first_cursor))
-
-    async def close_session(self, session_id: str) -> None:
-        await self._call(CloseSession(session_id))
-
-    async def accept(self, session_id: str, jobs: Sequence[NewJob]) -> None:
-        await self._call(Accept(session_id, jobs))
-
-    async def begin_attempt(self, job_id: str, attempt: int) -> None:
-        await self._call(BeginAttempt(job_id, attempt))
-
-    async def finish(
-        self, session_id: str, job_id: str, attempt: int, cursor: int, outcome: Sequence[bytes | memoryview]
-    ) -> Ref:
-        operation = Finish(session_id, job_id, attempt, cursor, outcome)
-        await self._call(operation)
-        return Ref(job_id, cursor, size_of(operation))
-
-    async def acknowledge(self, session_id: str, cursor: int) -> None:
-        await self._call(Acknowledge(session_id, cursor))
-
-    async def forget(self, session_id: str, job_ids: Sequence[str]) -> None:
-        await self._call(Forget(session_id, job_ids))
+    def post(self, call: Call) -> None:
+        if self._closed:
+            call.settle(LedgerFailed("the ledger is closed"))
+        else:
+            self._calls.append(call)
+            self._arrived.set()
 
     async def read(self, ref: Ref) -> bytes:
         return await trio.to_thread.run_sync(self._store.read, ref.job_id, ref.cursor, limiter=self._reading)
@@ -132,20 +91,6 @@ class DiskLedger(Ledger):
         return msgspec.structs.replace(self._store.statistics(), waiting=len(self._waiting))
 
     # ------------------------------------------------------------ groups
-
-    async def _call(self, operation: Operation) -> None:
-        if self._closed:
-            await trio.lowlevel.checkpoint()
-            raise LedgerFailed("the ledger is closed")
-        call = _Call(operation)
-        self._calls.append(call)
-        self._arrived.set()
-        try:
-            await call.done.wait()
-        finally:
-            call.abandoned = True
-        if isinstance(call.answer, Exception):
-            raise call.answer
 
     async def _commit_groups(self) -> None:
         """Commit groups, one after the other, until cancelled.
@@ -168,12 +113,11 @@ class DiskLedger(Ledger):
             no_room = []
             for call, answer in zip(group, answers, strict=True):
                 if not isinstance(answer, WaitForRoom):
-                    call.answer = answer
-                    call.done.set()
+                    call.settle(answer)
                     continue
                 no_room.append(call)
                 if isinstance(call.operation, LAZY):
-                    call.done.set()  # it is made up for; a start that comes before that sees more than is left
+                    call.settle(None)  # it is made up for; a start that comes before that sees more than is left
             self._waiting.extendleft(reversed(no_room))
             if self._store.freed > freed:
                 retry_at = trio.current_time()
@@ -188,12 +132,12 @@ class DiskLedger(Ledger):
         else:
             await self._arrived.wait()
 
-    def _take_group(self, *, retry: bool) -> list[_Call]:
+    def _take_group(self, *, retry: bool) -> list[Call]:
         """Take the next calls within the limits of a group, as they came.
 
         No outcome comes before one of its session that has no room.
         """
-        group: list[_Call] = []
+        group: list[Call] = []
         size_bytes = 0
         sources = (self._waiting, self._calls) if retry else (self._calls,)
         for source in sources:
@@ -217,11 +161,11 @@ class DiskLedger(Ledger):
 
     def _close(self) -> None:
         self._closed = True
-        for call in (*self._calls, *self._waiting):
-            call.answer = LedgerFailed("the ledger was closed")
-            call.done.set()
+        left = (*self._calls, *self._waiting)
         self._calls.clear()
         self._waiting.clear()
+        for call in left:
+            call.settle(LedgerFailed("the ledger was closed"))
 
 
 @asynccontextmanager

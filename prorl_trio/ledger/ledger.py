@@ -6,11 +6,25 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+import trio
+
+from prorl_trio.ledger.operations import (
+    Accept,
+    Acknowledge,
+    BeginAttempt,
+    Call,
+    CloseSession,
+    Finish,
+    Forget,
+    OpenSession,
+    size_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from prorl_trio.ledger.operations import NewJob
+    from prorl_trio.ledger.operations import NewJob, Operation
+    from prorl_trio.types.errors import ProrlError
 
 __all__ = [
     "KnownJob",
@@ -121,9 +135,9 @@ class LedgerStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class Ledger(ABC):
     """Jobs and outcomes, for one trio loop. `MemoryLedger` keeps them for this process, `open_ledger` on a disk.
 
-    Every call that changes something returns when it is stored. On a disk `open_session`, `accept` and `finish` then
-    outlive a loss of power; the others outlive the process, and a loss of power only if one of those three returned
-    since.
+    Every call that changes something returns when it is stored; `post` asks for it without waiting. On a disk
+    `open_session`, `accept` and `finish` then outlive a loss of power; the others outlive the process, and a loss of
+    power only if one of those three returned since.
 
     A cancelled call may or may not have been carried out, as if the process had died at that moment.
 
@@ -137,18 +151,24 @@ class Ledger(ABC):
     recovered: Recovered
 
     @abstractmethod
+    def post(self, call: Call) -> None:
+        """Carry an operation out, then settle the call, now or in a later step of the loop.
+
+        In the order of these calls, but those that need not outlive a loss of power (`LAZY`) may be overtaken.
+        """
+
     async def open_session(self, session_id: str, first_cursor: int) -> None:
         """Open a session whose outcomes get cursors above `first_cursor`. One that is open stays as it is.
 
         Raises:
             LedgerFull: not opened.
         """
+        await self._ask(OpenSession(session_id, first_cursor))
 
-    @abstractmethod
     async def close_session(self, session_id: str) -> None:
         """Drop it, with all its jobs and outcomes. Nothing happens if it is not open."""
+        await self._ask(CloseSession(session_id))
 
-    @abstractmethod
     async def accept(self, session_id: str, jobs: Sequence[NewJob]) -> None:
         """Store new jobs of an open session, all or none. Ids are unique among all sessions.
 
@@ -157,16 +177,16 @@ class Ledger(ABC):
             DuplicateJob: an unfinished or undelivered job has one of the ids, or two in the batch have the same.
             ProtocolError: the session is not open.
         """
+        await self._ask(Accept(session_id, jobs))
 
-    @abstractmethod
     async def begin_attempt(self, job_id: str, attempt: int) -> None:
         """Take no outcome of an earlier attempt from now on. Attempts count from 1.
 
         Raises:
             StaleAttempt: the job has an outcome, or this or a later attempt began, or it is not here.
         """
+        await self._ask(BeginAttempt(job_id, attempt))
 
-    @abstractmethod
     async def finish(
         self, session_id: str, job_id: str, attempt: int, cursor: int, outcome: Sequence[bytes | memoryview]
     ) -> Ref:
@@ -184,8 +204,10 @@ class Ledger(ABC):
             ProtocolError: the cursor is taken or acknowledged, or the session not open.
             LedgerFailed: the disk failed. The outcome may or may not be found at the next start.
         """
+        operation = Finish(session_id, job_id, attempt, cursor, outcome)
+        await self._ask(operation)
+        return Ref(job_id, cursor, size_of(operation))
 
-    @abstractmethod
     async def acknowledge(self, session_id: str, cursor: int) -> None:
         """Drop everything up to `cursor`. An old cursor, or that of a closed session, changes nothing.
 
@@ -194,10 +216,11 @@ class Ledger(ABC):
         Raises:
             ProtocolError: no such cursor was ever given.
         """
+        await self._ask(Acknowledge(session_id, cursor))
 
-    @abstractmethod
     async def forget(self, session_id: str, job_ids: Sequence[str]) -> None:
         """Drop jobs of a session, whatever their state; unknown ones are ignored. No fingerprints are kept."""
+        await self._ask(Forget(session_id, job_ids))
 
     @abstractmethod
     async def read(self, ref: Ref) -> bytes:
@@ -216,3 +239,24 @@ class Ledger(ABC):
     @abstractmethod
     def statistics(self) -> LedgerStatistics:
         """Live state."""
+
+    async def _ask(self, operation: Operation) -> None:
+        """Post an operation and wait until it is settled. Raises what it was refused for."""
+        settled, refused = trio.Event(), None
+
+        def then(error: ProrlError | None) -> None:
+            nonlocal refused
+            refused = error
+            settled.set()
+
+        call = Call(operation, then)
+        self.post(call)
+        try:
+            if call.settled:
+                await trio.lowlevel.checkpoint_if_cancelled()
+            else:
+                await settled.wait()
+        finally:
+            call.abandoned = True
+        if refused is not None:
+            raise refused

@@ -8,16 +8,25 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import trio
 
-from prorl_trio.ledger.ledger import KnownJob, Ledger, LedgerStatistics, Recovered, Ref
+from prorl_trio.ledger.ledger import KnownJob, Ledger, LedgerStatistics, Recovered
 from prorl_trio.ledger.limits import LedgerLimits
-from prorl_trio.ledger.operations import Accept, Acknowledge, BeginAttempt, Finish
+from prorl_trio.ledger.operations import (
+    Accept,
+    Acknowledge,
+    BeginAttempt,
+    CloseSession,
+    Finish,
+    Forget,
+    OpenSession,
+)
 from prorl_trio.ledger.rules import check_accept, check_acknowledge, check_begin, check_finish
-from prorl_trio.types.errors import UnknownJob
+from prorl_trio.types.errors import ProrlError, UnknownJob
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from prorl_trio.ledger.operations import NewJob
+    from prorl_trio.ledger.ledger import Ref
+    from prorl_trio.ledger.operations import Call, Operation
 
 __all__ = ["MemoryLedger"]
 
@@ -48,7 +57,8 @@ class MemoryLedger(Ledger):
     """A ledger without a disk, and without a disk's limits: it has as many outcomes as admission lets in, each the very
     bytes that the session has.
 
-    Every call is carried out at once: it lets nobody else run, and is a checkpoint only for a cancel.
+    Every call is carried out, and settled, at once: to await it lets nobody else run, and is a checkpoint only for a
+    cancel.
     """
 
     def __init__(self, limits: LedgerLimits | None = None) -> None:
@@ -64,72 +74,14 @@ class MemoryLedger(Ledger):
     def __repr__(self) -> str:
         return f"<MemoryLedger {len(self._jobs)} jobs, {self._live_bytes} bytes>"
 
-    async def open_session(self, session_id: str, first_cursor: int) -> None:
-        if session_id not in self._sessions:
-            self._sessions[session_id] = _Session(first_cursor, first_cursor)
-        await self._done()
-
-    async def close_session(self, session_id: str) -> None:
-        session = self._sessions.pop(session_id, None)
-        if session is not None:
-            for job_id in session.jobs:
-                self._live_bytes -= len(self._jobs.pop(job_id).payload)
-        await self._done()
-
-    async def accept(self, session_id: str, jobs: Sequence[NewJob]) -> None:
-        session = self._sessions.get(session_id)
-        operation = Accept(session_id, jobs)
-        if jobs:
-            check_accept(operation, session, self._jobs.get, len(self._jobs), self._limits.max_jobs)
-        for job in jobs:
-            self._jobs[job.job_id] = _Job(session_id, job.fingerprint, job.spec)
-            self._sessions[session_id].jobs.add(job.job_id)
-            self._live_bytes += len(job.spec)
-            self._tombstones.pop(job.job_id, None)
-        await self._done()
-
-    async def begin_attempt(self, job_id: str, attempt: int) -> None:
-        job = check_begin(BeginAttempt(job_id, attempt), self._jobs.get(job_id))
-        job.attempt = attempt
-        await self._done()
-
-    async def finish(
-        self, session_id: str, job_id: str, attempt: int, cursor: int, outcome: Sequence[bytes | memoryview]
-    ) -> Ref:
-        session, job = check_finish(
-            Finish(session_id, job_id, attempt, cursor, outcome),
-            self._sessions.get(session_id),
-            self._jobs.get(job_id),
-            lambda: cursor in self._sessions[session_id].cursors,
-        )
-        payload = outcome[0] if len(outcome) == 1 and isinstance(outcome[0], bytes) else b"".join(outcome)
-        self._live_bytes += len(payload) - len(job.payload)
-        job.attempt, job.cursor, job.payload = attempt, cursor, payload
-        session.last = max(session.last, cursor)
-        session.cursors[cursor] = job_id
-        await self._done()
-        return Ref(job_id, cursor, len(payload))
-
-    async def acknowledge(self, session_id: str, cursor: int) -> None:
-        session = check_acknowledge(Acknowledge(session_id, cursor), self._sessions.get(session_id))
-        if session is not None:
-            job_ids = [
-                session.cursors[given] for given in range(session.acked + 1, cursor + 1) if given in session.cursors
-            ]
-            session.acked = cursor
-            now_s = trio.current_time()
-            for job_id in job_ids:
-                self._tombstones.pop(job_id, None)
-                self._tombstones[job_id] = _Tombstone(session_id, self._jobs[job_id].fingerprint, now_s)
-            self._drop(session, job_ids)
-            self._forget_old(now_s)
-        await self._done()
-
-    async def forget(self, session_id: str, job_ids: Sequence[str]) -> None:
-        session = self._sessions.get(session_id)
-        if session is not None:
-            self._drop(session, session.jobs.intersection(job_ids))
-        await self._done()
+    def post(self, call: Call) -> None:
+        self._operations += 1
+        try:
+            self._do(call.operation)
+        except ProrlError as exc:
+            call.settle(exc)
+        else:
+            call.settle(None)
 
     async def read(self, ref: Ref) -> bytes:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -158,9 +110,61 @@ class MemoryLedger(Ledger):
     def statistics(self) -> LedgerStatistics:
         return LedgerStatistics(live_bytes=self._live_bytes, jobs=len(self._jobs), operations=self._operations)
 
-    async def _done(self) -> None:
-        self._operations += 1
-        await trio.lowlevel.checkpoint_if_cancelled()
+    def _do(self, operation: Operation) -> None:
+        match operation:
+            case Accept():
+                self._accept(operation)
+            case Finish():
+                self._finish(operation)
+            case BeginAttempt(job_id, attempt):
+                check_begin(operation, self._jobs.get(job_id)).attempt = attempt
+            case Acknowledge():
+                self._acknowledge(operation)
+            case Forget(session_id, job_ids):
+                if (session := self._sessions.get(session_id)) is not None:
+                    self._drop(session, session.jobs.intersection(job_ids))
+            case OpenSession(session_id, first):
+                self._sessions.setdefault(session_id, _Session(first, first))
+            case CloseSession(session_id):
+                if (session := self._sessions.pop(session_id, None)) is not None:
+                    self._drop(session, list(session.jobs))
+
+    def _accept(self, operation: Accept) -> None:
+        if not operation.jobs:
+            return
+        session = self._sessions.get(operation.session_id)
+        session = check_accept(operation, session, self._jobs.get, len(self._jobs), self._limits.max_jobs)
+        for job in operation.jobs:
+            self._jobs[job.job_id] = _Job(operation.session_id, job.fingerprint, job.spec)
+            session.jobs.add(job.job_id)
+            self._live_bytes += len(job.spec)
+            self._tombstones.pop(job.job_id, None)
+
+    def _finish(self, operation: Finish) -> None:
+        session_id, job_id, attempt, cursor, outcome = operation
+        session = self._sessions.get(session_id)
+        is_taken = session is not None and cursor in session.cursors
+        session, job = check_finish(operation, session, self._jobs.get(job_id), lambda: is_taken)
+        payload = outcome[0] if len(outcome) == 1 and isinstance(outcome[0], bytes) else b"".join(outcome)
+        self._live_bytes += len(payload) - len(job.payload)
+        job.attempt, job.cursor, job.payload = attempt, cursor, payload
+        session.last = max(session.last, cursor)
+        session.cursors[cursor] = job_id
+
+    def _acknowledge(self, operation: Acknowledge) -> None:
+        session_id, cursor = operation
+        session = check_acknowledge(operation, self._sessions.get(session_id))
+        if session is None:
+            return
+        given = range(session.acked + 1, cursor + 1)
+        job_ids = [session.cursors[number] for number in given if number in session.cursors]
+        session.acked = cursor
+        now_s = trio.current_time()
+        for job_id in job_ids:
+            self._tombstones.pop(job_id, None)
+            self._tombstones[job_id] = _Tombstone(session_id, self._jobs[job_id].fingerprint, now_s)
+        self._drop(session, job_ids)
+        self._forget_old(now_s)
 
     def _drop(self, session: _Session, job_ids: Iterable[str]) -> None:
         for job_id in job_ids:

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from prorl_trio.types.errors import ProrlError
 
 __all__ = [
     "LAZY",
     "Accept",
     "Acknowledge",
     "BeginAttempt",
+    "Call",
     "CloseSession",
     "Finish",
     "Forget",
@@ -98,3 +101,26 @@ def size_of(operation: Operation) -> int:
             return sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in operation.outcome)
         case _:
             return 0
+
+
+class Call:
+    """An operation that somebody asked for.
+
+    Attributes:
+        settled: it was stored, or refused, and `then` was told so.
+        abandoned: nobody waits for it any more: it need not be carried out if it was not begun.
+    """
+
+    def __init__(self, operation: Operation, then: Callable[[ProrlError | None], None]) -> None:
+        """`then` is told what the operation was refused for, or None. It never raises."""
+        self.operation = operation
+        self.size_bytes = size_of(operation)
+        self.settled = False
+        self.abandoned = False
+        self._then = then
+
+    def settle(self, error: ProrlError | None) -> None:
+        """Tell how it went. Once; later calls change nothing."""
+        if not self.settled:
+            self.settled = True
+            self._then(error)

@@ -40,10 +40,10 @@ JobT = TypeVar("JobT", bound=JobState)
 
 
 def check_accept(
-    operation: Accept, session: SessionState | None, find: Callable[[str], JobState | None], stored: int, max_jobs: int
-) -> None:
-    """See `Ledger.accept`; `stored` jobs are in the ledger."""
-    _require(operation.session_id, session)
+    operation: Accept, session: SessionT | None, find: Callable[[str], JobState | None], stored: int, max_jobs: int
+) -> SessionT:
+    """See `Ledger.accept`; `stored` jobs are in the ledger. Returns the session."""
+    session = _require(operation.session_id, session)
     job_ids = {job.job_id for job in operation.jobs}
     if len(job_ids) < len(operation.jobs):
         raise DuplicateJob("two jobs of the batch have the same id")
@@ -52,6 +52,7 @@ def check_accept(
             raise DuplicateJob(f"job {job_id!r} is here already, in session {known.session_id!r}")
     if stored + len(job_ids) > max_jobs:
         raise LedgerFull(f"{stored} jobs are stored; {len(job_ids)} more would exceed max_jobs ({max_jobs})")
+    return session
 
 
 def check_begin(operation: BeginAttempt, job: JobT | None) -> JobT:

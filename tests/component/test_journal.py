@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,6 +11,7 @@ import trio
 
 from prorl_trio.config import LedgerConfig
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerLimits, open_ledger
+from prorl_trio.ledger.operations import Finish
 from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.sessions.journal import open_journal
 from prorl_trio.service.sessions.restore import restore_sessions
@@ -272,7 +272,6 @@ class SlowLedger:
         self.finishing = {}
         self.accepts = trio.Event()
         self.accepts.set()
-        self.started = trio.lowlevel.ParkingLot()
 
     async def open_session(self, session_id, first_cursor):
         await trio.lowlevel.checkpoint()
@@ -284,12 +283,11 @@ class SlowLedger:
     async def accept(self, session_id, jobs):
         await self.accepts.wait()
 
-    async def finish(self, _session_id, job_id, _attempt, cursor, _parts):
-        self.finishing[cursor] = SimpleNamespace(job_id=job_id, done=trio.Event(), error=None)
-        self.started.unpark_all()
-        await self.finishing[cursor].done.wait()
-        if self.finishing[cursor].error:
-            raise self.finishing[cursor].error
+    def post(self, call):
+        if isinstance(call.operation, Finish):
+            self.finishing[call.operation.cursor] = call
+        else:
+            call.settle(None)
 
 
 async def test_a_drain_waits_for_what_is_being_stored(tmp_path):
@@ -321,16 +319,13 @@ async def test_an_outcome_is_offered_when_it_and_those_before_it_are_stored(tmp_
         running = session.running_job("a")
         for job_id in "abc":
             node.finish(job_id)
-        while len(ledger.finishing) < 3:
-            await ledger.started.park()
-        assert [ledger.finishing[cursor].job_id for cursor in (1, 2, 3)] == ["a", "b", "c"]
-        ledger.finishing[2].done.set()
-        await trio.testing.wait_all_tasks_blocked()
+        assert [ledger.finishing[cursor].operation.job_id for cursor in (1, 2, 3)] == ["a", "b", "c"]
+        ledger.finishing[2].settle(None)
         assert (session.log.last, session.running, running.outcome) == (0, 3, None)
-        ledger.finishing[1].done.set()
+        ledger.finishing[1].settle(None)
         await running.ended.wait()
         assert (session.log.last, session.running) == (2, 1)
-        ledger.finishing[3].done.set()
+        ledger.finishing[3].settle(None)
         await ended(session, 3)
 
 
@@ -340,11 +335,7 @@ async def test_outcomes_are_held_back_when_the_disk_failed(tmp_path):
         session, _ = table.open("s", 0)
         await submit(session, node, make_spec("a"))
         node.finish("a")
-        while not ledger.finishing:
-            await ledger.started.park()
-        ledger.finishing[1].error = LedgerFailed("broken")
-        ledger.finishing[1].done.set()
-        await trio.testing.wait_all_tasks_blocked()
+        ledger.finishing[1].settle(LedgerFailed("broken"))
         assert (session.log.last, journal.failed) == (0, "broken")
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ipc.session import OutcomeFrame
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed
+from prorl_trio.ledger.operations import Call, Finish
 from prorl_trio.service.sessions.feed import READ_AHEAD_BYTES
 from prorl_trio.service.sessions.journal import open_journal
 from prorl_trio.service.sessions.session_table import SessionTable
@@ -58,7 +59,7 @@ class Disk:
     def __init__(self) -> None:
         self.stored: dict[tuple[str, int], bytes] = {}
         self.lost: set[str] = set()
-        self.storing: list[trio.Event] = []
+        self.storing: list[Call] = []
         self.broken = False
         self.readable = trio.Event()
         self.readable.set()
@@ -73,19 +74,18 @@ class Disk:
     async def accept(self, session_id: str, jobs: object) -> None:
         await trio.lowlevel.checkpoint()
 
-    async def acknowledge(self, session_id: str, cursor: int) -> None:
-        await trio.lowlevel.checkpoint()
+    def post(self, call: Call) -> None:
+        if isinstance(call.operation, Finish):
+            self.storing.append(call)
+        else:
+            call.settle(None)
 
-    async def forget(self, session_id: str, job_ids: list[str]) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def finish(self, session_id: str, job_id: str, attempt: int, cursor: int, parts: list[bytes]) -> None:
-        done = trio.Event()
-        self.storing.append(done)
-        await done.wait()
-        if self.broken:
-            raise LedgerFailed("broken")
-        self.stored[job_id, cursor] = b"".join(parts)
+    def store(self, call: Call) -> None:
+        """An outcome is on the disk, or the disk is broken."""
+        assert isinstance(call.operation, Finish)
+        if not self.broken:
+            self.stored[call.operation.job_id, call.operation.cursor] = b"".join(call.operation.outcome)
+        call.settle(LedgerFailed("broken") if self.broken else None)
 
     async def read(self, ref: object) -> bytes:
         await self.readable.wait()
@@ -185,7 +185,7 @@ class World:
             self.node.finish(spec.job_id, make_outcome(spec, tokens=TOKENS[pick % len(TOKENS)]))
             trainer.finished.append(spec.job_id)
         elif what == "store" and self.disk.storing:
-            self.disk.storing.pop(pick % len(self.disk.storing)).set()
+            self.disk.store(self.disk.storing.pop(pick % len(self.disk.storing)))
         elif what == "connect":
             await trainer.connect()
         elif what == "disconnect":
@@ -236,7 +236,7 @@ async def run(steps: list[tuple[str, int]]) -> None:
                 await trainer.connect()
             while any(len(trainer.got) < trainer.offered() for trainer in trainers) or disk.storing:
                 while disk.storing:
-                    disk.storing.pop().set()
+                    disk.store(disk.storing.pop())
                 for trainer in trainers:
                     trainer.send()
                 await trio.testing.wait_all_tasks_blocked()

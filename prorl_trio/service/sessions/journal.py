@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, NewJob, Ref, StaleAttempt
+from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, NewJob, Ref
+from prorl_trio.ledger.operations import Acknowledge, BeginAttempt, Call, CloseSession, Finish, Forget
 from prorl_trio.service.sessions.outcome_log import HOT_OUTCOME_BYTES, OutcomeCache
 from prorl_trio.types.errors import (
     AdmissionRejected,
     AlreadyDelivered,
     DuplicateJob,
-    ProtocolError,
     ServiceError,
-    UnknownJob,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from prorl_trio.ledger import Ledger
+    from prorl_trio.ledger.operations import Operation
     from prorl_trio.service.sessions.jobs import RunningJob
     from prorl_trio.service.sessions.outcome_log import OutcomeLog
+    from prorl_trio.types.errors import ProrlError
 
 __all__ = ["Journal", "open_journal"]
 
@@ -44,20 +45,11 @@ _FOR_NOW: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class _Finished(NamedTuple):
-    session_id: str
-    job_id: str
-    attempt: int
-    cursor: int
-    outcome: bytes
-    stored: Callable[[bool], None]
-
-
 class Journal:
-    """Stores in tasks of its own, which outlive connections: what was begun for a trainer that left is finished.
+    """Stores whatever becomes of connections: what was begun for a trainer that left is finished.
 
-    There are at most as many of these tasks as there are batches being submitted, jobs without an outcome, and
-    sessions. All calls are made in the node's loop; those that are not `async` return at once.
+    At most as many operations wait as there are batches being submitted, jobs without an outcome, and sessions. All
+    calls are made in the node's loop; those that are not `async` return at once.
     """
 
     def __init__(self, ledger: Ledger, tasks: trio.Nursery, hot_outcome_bytes: int = HOT_OUTCOME_BYTES) -> None:
@@ -69,10 +61,13 @@ class Journal:
         self._promised = 0
         self._draining = False
         self._failed = ""
-        self._finished: deque[_Finished] = deque()
+        self._closed = False
+        self._posted = 0
+        """Operations that are on their way to the ledger."""
         self._acknowledging: set[OutcomeLog] = set()
         self._dropping = 0
-        self._dropped = trio.Event()
+        """Those of them that let go of something."""
+        self._stored = trio.Event()
         self._settled = trio.Event()
 
     @property
@@ -172,9 +167,9 @@ class Journal:
                 )
         return refused
 
-    def begin_attempt(self, job: RunningJob) -> None:
+    def begin_attempt(self, job_id: str, attempt: int) -> None:
         """The job's attempt has begun, so that the next start gives it another number."""
-        self.start(self._store, self.ledger.begin_attempt, job.spec.job_id, job.attempt)
+        self._post(BeginAttempt(job_id, attempt), _note)
 
     # ------------------------------------------------------------ outcomes
 
@@ -183,23 +178,18 @@ class Journal:
     ) -> None:
         """Store a job's outcome, then call `stored`: with False if it is refused, and not at all if the disk failed.
         In the order of these calls, which is that of cursors."""
-        self._finished.append(_Finished(session_id, job_id, attempt, cursor, outcome, stored))
-        self.start(self._finish_next, name=f"store {job_id}")
 
-    async def _finish_next(self) -> None:
-        # Tasks begin in any order: each takes the oldest outcome, and is in the ledger's line before it first waits.
-        session_id, job_id, attempt, cursor, outcome, stored = self._finished.popleft()
-        try:
-            await self.ledger.finish(session_id, job_id, attempt, cursor, [outcome])
-        except LedgerFailed as exc:
-            if not self._failed:
-                self._failed = str(exc)
-                logger.critical("outcomes are held back until the node is started again: %s", exc)
-        except (StaleAttempt, UnknownJob, ProtocolError) as exc:
-            logger.error("session %s: the outcome of job %s is refused: %s", session_id, job_id, exc)
-            stored(False)
-        else:
-            stored(True)
+        def then(error: ProrlError | None) -> None:
+            if isinstance(error, LedgerFailed):
+                if not self._failed:
+                    self._failed = str(error)
+                    logger.critical("outcomes are held back until the node is started again: %s", error)
+                return
+            if error is not None:
+                logger.error("session %s: the outcome of job %s is refused: %s", session_id, job_id, error)
+            stored(error is None)
+
+        self._post(Finish(session_id, job_id, attempt, cursor, [outcome]), then)
 
     async def read(self, job_id: str, cursor: int) -> bytes:
         """A stored outcome, encoded. Waits while the process has no descriptor for it. Safe to cancel.
@@ -219,53 +209,69 @@ class Journal:
             await trio.sleep(READ_RETRY_INTERVAL_S)
 
     def acknowledge(self, session_id: str, log: OutcomeLog) -> None:
-        """Let go of what the session's trainer has."""
-        if log not in self._acknowledging:
-            self._acknowledging.add(log)
-            self._drop(self._acknowledge, session_id, log)
+        """Let go of what the session's trainer has. What is acknowledged before that is done goes together."""
+        if log in self._acknowledging:
+            return
+        self._acknowledging.add(log)
+        cursor = log.acked
 
-    async def _acknowledge(self, session_id: str, log: OutcomeLog) -> None:
-        stored = -1
-        try:
-            while stored < log.acked:
-                stored = log.acked
-                await self._store(self.ledger.acknowledge, session_id, stored)
-        finally:
+        def then(error: ProrlError | None) -> None:
+            _note(error)
             self._acknowledging.discard(log)
+            if log.acked > cursor:
+                self.acknowledge(session_id, log)
+
+        self._drop(Acknowledge(session_id, cursor), then)
 
     def forget(self, session_id: str, job_id: str) -> None:
         """Let go of one job."""
-        self._drop(self._store, self.ledger.forget, session_id, [job_id])
+        self._drop(Forget(session_id, [job_id]), _note)
 
     def close_session(self, session_id: str) -> None:
         """Let go of a session, and all it has."""
-        self._drop(self._store, self.ledger.close_session, session_id)
+        self._drop(CloseSession(session_id), _note)
 
-    # ------------------------------------------------------------ tasks
+    # ------------------------------------------------------------ operations
 
-    def _drop(self, operation: Callable[..., Awaitable[None]], *args: object) -> None:
-        self._dropping += 1
-        self.start(self._run_drop, operation, *args)
+    def _post(self, operation: Operation, then: Callable[[ProrlError | None], None]) -> None:
+        self._posted += 1
+        self.ledger.post(Call(operation, partial(self._then, then)))
 
-    async def _run_drop(self, operation: Callable[..., Awaitable[None]], *args: object) -> None:
-        try:
-            await operation(*args)
-        finally:
+    def _then(self, then: Callable[[ProrlError | None], None], error: ProrlError | None) -> None:
+        self._posted -= 1
+        if not self._closed:
+            then(error)
+            self._stored.set()
+            self._stored = trio.Event()
+
+    def _drop(self, operation: Operation, then: Callable[[ProrlError | None], None]) -> None:
+        def dropped(error: ProrlError | None) -> None:
             self._dropping -= 1
-            self._dropped.set()
-            self._dropped = trio.Event()
+            then(error)
+
+        self._dropping += 1
+        self._post(operation, dropped)
 
     async def _wait_dropped(self) -> None:
         """Return when nothing is on its way out."""
         while self._dropping:
-            await self._dropped.wait()
+            await self._stored.wait()
 
-    async def _store(self, operation: Callable[..., Awaitable[None]], *args: object) -> None:
-        """For what changes nothing that anybody was told: if it fails, the next start sees more than is left."""
-        try:
-            await operation(*args)
-        except (LedgerFailed, StaleAttempt, ProtocolError) as exc:
-            logger.debug("not stored: %s", exc)
+    async def wait_stored(self) -> None:
+        """Return when nothing is on its way to the ledger."""
+        await trio.lowlevel.checkpoint()
+        while self._posted:
+            await self._stored.wait()
+
+    def close(self) -> None:
+        """Leave what is on its way to the ledger to itself."""
+        self._closed = True
+
+
+def _note(error: ProrlError | None) -> None:
+    """Note what changes nothing that anybody was told: if it is not stored, the next start sees more than is left."""
+    if error is not None:
+        logger.debug("not stored: %s", error)
 
 
 @asynccontextmanager
@@ -273,5 +279,10 @@ async def open_journal(ledger: Ledger, hot_outcome_bytes: int = HOT_OUTCOME_BYTE
     """Open it before the node, and close it after that: on leaving, what is on its way to the disk gets there, within
     `CLOSE_TIMEOUT_S`. Of the outcomes that are stored, `hot_outcome_bytes` stay in memory."""
     async with open_single_nursery() as tasks:
-        yield Journal(ledger, tasks, hot_outcome_bytes)
-        tasks.cancel_scope.deadline = trio.current_time() + CLOSE_TIMEOUT_S
+        journal = Journal(ledger, tasks, hot_outcome_bytes)
+        try:
+            yield journal
+            tasks.cancel_scope.deadline = trio.current_time() + CLOSE_TIMEOUT_S
+            await journal.wait_stored()
+        finally:
+            journal.close()

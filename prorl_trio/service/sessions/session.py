@@ -254,7 +254,7 @@ class Session:
                 self._observations.event(self.session_id, job.spec.group_id, event)
             if status == "init":
                 job.attempt += 1
-                self.journal.begin_attempt(job)
+                self.journal.begin_attempt(job_id, job.attempt)
         if self._listener is not None:
             self._listener.event(event)
 
