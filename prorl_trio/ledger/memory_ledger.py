@@ -54,8 +54,9 @@ class _Tombstone(NamedTuple):
 
 
 class MemoryLedger(Ledger):
-    """A ledger without a disk, and without a disk's limits: it has as many outcomes as admission lets in, each the very
-    bytes that the session has.
+    """A ledger without a disk, and without the limits of one.
+
+    It has as many outcomes as admission lets in; each is the very bytes that the session has.
 
     Every call is carried out, and settled, at once: to await it lets nobody else run, and is a checkpoint only for a
     cancel.
