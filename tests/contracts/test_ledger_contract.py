@@ -6,11 +6,7 @@ What a kill, a loss of power and a bad disk leave of one: tests/faults/test_ledg
 from __future__ import annotations
 
 import os
-import sqlite3
-import stat
-import subprocess
-import sys
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
@@ -26,10 +22,9 @@ from prorl_trio.ledger import (
     RecoveredSession,
     Ref,
     StaleAttempt,
-    folder,
     open_ledger,
 )
-from prorl_trio.types.errors import ConfigError, DuplicateJob, ProtocolError, UnknownJob
+from prorl_trio.types.errors import DuplicateJob, ProtocolError, UnknownJob
 from support.cancel_sweep import cancel_sweep
 from support.faulty_disk import FaultyDisk
 
@@ -381,69 +376,6 @@ async def test_leaving_answers_who_still_waits(memory_path):
             await ledger.accept("s", [job("b")])
 
 
-async def test_one_process_at_a_time(memory_path):
-    code = (
-        "import sys, trio\nfrom pathlib import Path\nfrom prorl_trio.ledger import open_ledger\n"
-        "async def main():\n    async with open_ledger(Path(sys.argv[1])):\n        pass\ntrio.run(main)\n"
-    )
-    with trio.fail_after(30):
-        async with open_ledger(memory_path, SMALL):
-            with pytest.raises(ConfigError, match=f"in use by another node, process {os.getpid()}"):
-                async with open_ledger(memory_path, SMALL):
-                    pass
-            child = await trio.run_process(
-                [sys.executable, "-c", code, str(memory_path)],
-                check=False,
-                capture_stderr=True,
-                stdin=subprocess.DEVNULL,
-            )
-            assert f"process {os.getpid()}".encode() in child.stderr
-        async with open_ledger(memory_path, SMALL):
-            pass
-
-
-async def test_nobody_else_may_look(memory_path):
-    with trio.fail_after(10):
-        async with open_ledger(memory_path / "ledger", SMALL) as ledger:
-            await ledger.open_session("s", 0)
-        assert stat.S_IMODE((memory_path / "ledger").stat().st_mode) == 0o700
-        files = list((memory_path / "ledger").iterdir())
-        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
-        assert {file.name for file in files} == {"lock", "reserve", "ledger-1.db"}
-
-
-async def test_the_names_of_new_folders_and_files_are_synced(memory_path, monkeypatch):
-    """By the disk itself; what the ledger asks of it, and when: tests/faults/test_ledger_power.py."""
-    synced, fsync = [], os.fsync
-
-    def note(fd):
-        synced.append((os.readlink(f"/proc/self/fd/{fd}"), sorted(os.listdir(fd))))
-        fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", note)
-    with trio.fail_after(10):
-        async with open_ledger(memory_path / "new" / "ledger", SMALL):
-            assert (str(memory_path), ["new"]) in synced
-            assert (str(memory_path / "new"), ["ledger"]) in synced
-            folder, names = synced[-1]
-            assert folder == str(memory_path / "new" / "ledger")
-            assert "ledger-1.db" in names
-
-
-async def test_network_file_systems_are_refused(memory_path, monkeypatch):
-    monkeypatch.setattr(folder, "file_system_of", lambda path, mountinfo: "lustre")
-    with trio.fail_after(10), pytest.raises(ConfigError, match=r"network file system \(lustre\)"):
-        async with open_ledger(memory_path, SMALL):
-            pass
-
-
-async def test_a_folder_that_cannot_be_made_is_a_configuration_error(memory_path):
-    (memory_path / "file").write_text("")
-    with trio.fail_after(10), pytest.raises(ConfigError, match="cannot be used"):
-        async with open_ledger(memory_path / "file" / "ledger", SMALL):
-            pass
-
-
 async def test_the_disk_gets_back_what_nobody_wants_any_more(memory_path):
     with trio.fail_after(20):
         async with open_ledger(memory_path, SMALL) as ledger:
@@ -491,25 +423,6 @@ async def test_an_outcome_larger_than_the_log_is_stored(memory_path):
         async with open_ledger(memory_path, limits) as ledger:
             payloads = [await ledger.read(job.outcome) for job in ledger.recovered.undelivered]
             assert payloads == [large, b"small"]
-
-
-async def test_a_folder_of_an_older_format_is_refused_and_left_as_it_is(memory_path):
-    (memory_path / "000000000001-0123456789abcdef.log").write_bytes(b"a log of segments")
-    with trio.fail_after(10), pytest.raises(ConfigError, match=r"of an older format .* another folder"):
-        async with open_ledger(memory_path, SMALL):
-            pass
-    assert (memory_path / "000000000001-0123456789abcdef.log").read_bytes() == b"a log of segments"
-
-
-async def test_a_newer_format_is_refused(memory_path):
-    with trio.fail_after(10):
-        async with open_ledger(memory_path, SMALL):
-            pass
-        with closing(sqlite3.connect(memory_path / "ledger-1.db", isolation_level=None)) as db:
-            db.execute("PRAGMA user_version = 99")
-        with pytest.raises(ConfigError, match="is of version 99"):
-            async with open_ledger(memory_path, SMALL):
-                pass
 
 
 async def test_the_loop_never_waits_for_the_disk(memory_path):
