@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.nursery import is_cancelled, only_cancelled, open_single_nursery
+from ipc.nursery import only_cancelled, open_single_nursery
 from prorl_trio.pipeline.admission import Admission
 from prorl_trio.pipeline.fates import Fates
 from prorl_trio.pipeline.groups import GroupTable
 from prorl_trio.pipeline.job import Job, JobSink
 from prorl_trio.pipeline.observer import Observers
-from prorl_trio.pipeline.outcomes import check_evaluation, completed, finalise, not_completed, raise_bugs, retry_after
+from prorl_trio.pipeline.outcomes import check_evaluation, completed, finalise, not_completed, retry_after
 from prorl_trio.pipeline.stages import WorkStage
 from prorl_trio.pipeline.staleness import BeginLimit, may_begin
 from prorl_trio.pipeline.watchdog import watch_jobs
 from prorl_trio.supervision import service_task
-from prorl_trio.types.errors import Draining, HandlerError, SandboxUnavailable
+from prorl_trio.types.errors import Draining, SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -221,7 +221,7 @@ class Pipeline:
                     job.scope.cancel()
                 context.begin_stage(job.scope, stage.own_charge)
                 self._move(job, stage.name)
-                failure = await _work(stage, job)
+                failure = await stage.attempt(job)
             spent_s = trio.current_time() - started_s - context.uncharged_s
             job.used_s += spent_s
             if job.scope.cancelled_caught and job.cancel_reason is None:
@@ -438,36 +438,6 @@ class Pipeline:
                 if deadline_s is not None:
                     scope.deadline = deadline_s
                 await self._groups_changed.wait()
-
-
-async def _work(stage: WorkStage, job: Job) -> Exception | None:
-    """Do the stage's work; return what went wrong with it.
-
-    A cancel flies on. What a handler's nursery raises beside it is logged, for the cancel decides how the job ends.
-
-    Raises:
-        InternalError: the work raised it, alone or beside something else.
-    """
-    try:
-        await stage.work(job)
-    except Exception as exc:
-        return exc
-    except (trio.Cancelled, BaseExceptionGroup) as exc:  # noqa: ASYNC103 - again, unless it is nobody's
-        cancelled: BaseException | None = exc
-        errors: BaseException | None = None
-        if isinstance(exc, BaseExceptionGroup):
-            cancelled, errors = exc.split(trio.Cancelled)
-        if cancelled is None or not isinstance(errors, Exception | None):
-            raise
-        raise_bugs(errors)
-        if is_cancelled():
-            if errors is not None:
-                logger.error("job %s: errors beside its cancel, stage %s", job.spec.job_id, stage.name, exc_info=errors)
-            raise cancelled from None  # noqa: ASYNC104
-        # A plug-in's library let it out of its scope. No nursery of ours may take it for its own.
-        stray = HandlerError(f"handler {job.handler.name} raised a Cancelled while nothing was cancelled")
-        return errors or stray  # noqa: ASYNC104
-    return None
 
 
 @asynccontextmanager

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import trio
 
+from ipc.nursery import is_cancelled
+from prorl_trio.pipeline.outcomes import raise_bugs
 from prorl_trio.pipeline.stage_queue import StageQueue
 from prorl_trio.supervision import service_task
-from prorl_trio.types.errors import BudgetExceeded
+from prorl_trio.types.errors import BudgetExceeded, HandlerError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import Stage, Status
 
 __all__ = ["StageBudget", "WorkStage"]
+
+logger = logging.getLogger(__name__)
 
 
 class StageBudget:
@@ -114,6 +119,36 @@ class WorkStage:
                 self._staff -= 1
                 return
             idle = self._new_idle()
+
+    async def attempt(self, job: Job) -> Exception | None:
+        """Do the work on a job; return what went wrong with it.
+
+        A cancel flies on. What a handler's nursery raises beside it is logged, for the cancel decides how the job ends.
+
+        Raises:
+            InternalError: the work raised it, alone or beside something else.
+        """
+        try:
+            await self.work(job)
+        except Exception as exc:
+            return exc
+        except (trio.Cancelled, BaseExceptionGroup) as exc:  # noqa: ASYNC103 - again, unless it is nobody's
+            cancelled: BaseException | None = exc
+            errors: BaseException | None = None
+            if isinstance(exc, BaseExceptionGroup):
+                cancelled, errors = exc.split(trio.Cancelled)
+            if cancelled is None or not isinstance(errors, Exception | None):
+                raise
+            raise_bugs(errors)
+            if is_cancelled():
+                if errors is not None:
+                    said = "job %s: errors beside its cancel, stage %s"
+                    logger.error(said, job.spec.job_id, self.name, exc_info=errors)
+                raise cancelled from None  # noqa: ASYNC104
+            # A plug-in's library let it out of its scope. No nursery of ours may take it for its own.
+            stray = HandlerError(f"handler {job.handler.name} raised a Cancelled while nothing was cancelled")
+            return errors or stray  # noqa: ASYNC104
+        return None
 
     def budget(self, job: Job) -> StageBudget:
         """For `job`, which is about to enter the stage."""
