@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import subprocess
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -64,29 +64,26 @@ class ProcessTree:
     def __init__(
         self, argv: Sequence[str], env: Mapping[str, str], folder: Path, inherited_fds: Sequence[int] = ()
     ) -> None:
-        stdin, self._stdin_fd = os.pipe()
-        self._stdout_fd, stdout = os.pipe()
-        self._stderr_fd, stderr = os.pipe()
-        try:
-            # Not in a thread: bwrap asks the kernel to be killed when its parent *thread* ends, and trio's threads end
-            # when idle. The child is made by vfork: about a millisecond, however large this process is.
-            self._popen = subprocess.Popen(
-                argv,
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                env=env,
-                cwd="/",
-                start_new_session=True,
-                pass_fds=inherited_fds,
-            )
-        except OSError as exc:
-            for fd in (self._stdin_fd, self._stdout_fd, self._stderr_fd):
-                os.close(fd)
-            raise SandboxUnavailable.refused(f"{argv[0]} cannot be run", exc) from exc
-        finally:
-            for fd in (stdin, stdout, stderr):
-                os.close(fd)
+        with ExitStack() as child_ends, ExitStack() as own_ends:
+            try:
+                stdin, self._stdin_fd = _open_pipe(child_ends, own_ends)
+                self._stdout_fd, stdout = _open_pipe(own_ends, child_ends)
+                self._stderr_fd, stderr = _open_pipe(own_ends, child_ends)
+                # Not in a thread: bwrap asks the kernel to be killed when its parent *thread* ends, and trio's threads
+                # end when idle. The child is made by vfork: about a millisecond, however large this process is.
+                self._popen = subprocess.Popen(
+                    argv,
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=env,
+                    cwd="/",
+                    start_new_session=True,
+                    pass_fds=inherited_fds,
+                )
+            except OSError as exc:
+                raise SandboxUnavailable.refused(f"{argv[0]} cannot be run", exc) from exc
+            own_ends.pop_all()
         self.pid = self._popen.pid
         self._folder = folder
         self._stdin = trio.lowlevel.FdStream(self._stdin_fd)
@@ -279,6 +276,14 @@ _unreaped: list[subprocess.Popen[bytes]] = []
 def reap_leaders() -> None:
     """Take the exit status of those that have ended since, so that no zombie is left of them."""
     _unreaped[:] = [leader for leader in _unreaped if leader.poll() is None]
+
+
+def _open_pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
+    """Return the ends to read from and to write to; each is closed by its stack."""
+    ends = os.pipe()
+    reader.callback(os.close, ends[0])
+    writer.callback(os.close, ends[1])
+    return ends
 
 
 @asynccontextmanager

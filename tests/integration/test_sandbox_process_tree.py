@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -38,6 +39,23 @@ async def test_gets_its_line_is_recorded_and_ends_with_its_stdin(tmp_path):
             started = trio.current_time()
         assert trio.current_time() - started < 1.0
         assert tree.describe_exit() == "exit code 0"
+
+
+@pytest.mark.parametrize("pipes", [0, 1, 2])
+async def test_without_descriptors_it_is_tried_again_and_nothing_is_left(tmp_path, monkeypatch, pipes):
+    left, pipe = iter([os.pipe] * pipes), os.pipe
+
+    def few():
+        if next(left, None) is None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return pipe()
+
+    open_now = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "pipe", few)
+    with pytest.raises(SandboxUnavailable, match="sh cannot be run: Too many open files") as refused:
+        await _open_and_close("echo READY; cat", tmp_path)
+    assert refused.value.retryable
+    assert set(os.listdir("/proc/self/fd")) == open_now
 
 
 @pytest.mark.parametrize(
