@@ -56,7 +56,8 @@ check: setup-dev ## format, lint, types, async rules, import direction
 	$(VENV)/ruff format --check $(PACKAGES) tests
 	$(VENV)/ruff check $(PACKAGES) tests
 	$(VENV)/mypy
-	$(VENV)/python -m flake8 $(PACKAGES) tests
+	@# its rules are about async code: files without any are left out, for it takes a quarter of a second for each
+	grep -rlwE --include='*.py' 'async|await|trio' $(PACKAGES) tests | xargs $(VENV)/python -m flake8
 	$(VENV)/lint-imports
 	$(VENV)/shellcheck launch/*.sh .ci/run
 
