@@ -258,7 +258,7 @@ async def check_unusable_image(contract: Contract) -> None:
     with trio.fail_after(CHECK_TIMEOUT_S):
         before = traces(contract.base)
         error = await raises(SandboxUnavailable, open_and_close(contract, SandboxSpec(image="/does/not/exist")))
-        assert "/does/not/exist" in str(error)
+        assert "/does/not/exist" in str(error), f"the message does not name the image: {error}"
         assert_no_more(before, traces(contract.base))
 
 
