@@ -65,12 +65,13 @@ class _Commands(LazyGroup):
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(package_name="prorl-trio")
-@click.option("-v", "--verbose", is_flag=True, help="Log what happens inside, too; --log-level debug.")
+@click.option("-v", "--verbose", is_flag=True, help="Log everything, as --log-level debug does.")
 @click.option(
     "--log-level",
     envvar="PRORL_LOG_LEVEL",
     type=click.Choice(["debug", "info", "warning", "error"]),
-    help="What to log, on standard error; or PRORL_LOG_LEVEL. Default: info; warning for commands that ask a node.",
+    help="What to log, on standard error; or PRORL_LOG_LEVEL. Default: info; warning for submit, status, top, cancel "
+    "and show.",
 )
 @click.option(
     "--log-format",
@@ -84,8 +85,9 @@ class _Commands(LazyGroup):
 def main(context: click.Context, verbose: bool, log_level: str | None, log_format: LogFormat) -> None:
     """Rollout-as-a-service for RL training of multi-turn LLM agents.
 
-    A node (`serve`) takes jobs from a trainer over a WebSocket, works on them with an LLM backend and a sandbox each,
-    and streams token-exact trajectories with rewards back. Begin with `prorl-trio doctor` and `prorl-trio demo`.
+    A node (`serve`) takes jobs from a trainer over a WebSocket. An agent works on each job, with an LLM backend and in
+    a sandbox of its own. The node sends back the job's tokens, exactly as they were sampled, and its reward. Begin with
+    `prorl-trio doctor` and `prorl-trio demo`.
     """
     default = "warning" if context.invoked_subcommand in ASKING else "info"
     level = logging.DEBUG if verbose else logging.getLevelNamesMapping()[(log_level or default).upper()]

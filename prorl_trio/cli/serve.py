@@ -39,8 +39,12 @@ def _weighted_urls(_context: click.Context, _parameter: click.Parameter, values:
 
 @click.command()
 @click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The node's TOML file.")
-@click.option("--token", envvar="PRORL_TOKEN", help="Overrules listen.token; better in PRORL_TOKEN than in sight.")
-@click.option("--rest-port", type=click.IntRange(0, 65_535), help="Serve REST there (0: any free port), too.")
+@click.option(
+    "--token",
+    envvar="PRORL_TOKEN",
+    help="The trainer's password, in place of the file's. Better set PRORL_TOKEN: others can see command lines.",
+)
+@click.option("--rest-port", type=click.IntRange(0, 65_535), help="Serve REST, too, at this port (0: any free one).")
 @click.option(
     "--backend",
     "backends",
@@ -63,14 +67,17 @@ def serve(
     backends: dict[str, float],
     on_hangup: OnHangup | None,
 ) -> None:
-    """Run a node until SIGTERM or Ctrl-C. The first drains it, the second cancels what is left, a third kills it.
+    """Run a node until SIGTERM or Ctrl-C.
+
+    The first one drains the node: it takes no new jobs, and lets those it has end, for drain_timeout_s at most. The
+    second cancels the jobs that are left. A third kills the node.
 
     Exit code: 0 every job had its own outcome; 3 jobs were cut short (they end as `cancelled`); 1 it could not start
-    or its configuration is wrong; 70 a bug of ours ended it.
+    or its configuration is wrong; 70 a bug of prorl-trio ended it.
 
     SIGHUP reads the file again: worker counts, queue limits, admission, weights of sessions, budgets, limits of agents
-    and backends, how backends are watched, and monitoring change at once; the log says what needs a restart. Not so on
-    a node that was started from a terminal: when that is lost, the node drains, as by SIGTERM (see --on-hangup).
+    and backends, how backends are watched, and monitoring change at once; the log says what needs a restart. On a node
+    that was started from a terminal, SIGHUP means that the terminal is gone: that node drains (see --on-hangup).
 
     With listen.tls_cert and listen.tls_key, PEM files, the WebSocket is wss:// and REST https://.
 

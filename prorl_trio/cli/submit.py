@@ -24,15 +24,15 @@ __all__ = ["submit"]
 
 @click.command()
 @connection_options
-@click.option("--tasks", required=True, help="A named task set (gsm8k), or a JSONL file of task instances.")
+@click.option("--tasks", required=True, help="The task set `gsm8k`, or a JSONL file of task instances.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many instances.")
 @click.option("--rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts per instance.")
-@click.option("--max-turns", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--max-turns", type=click.IntRange(min=1), default=4, show_default=True, help="Per rollout.")
 @click.option("--max-output-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per turn.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True)
-@click.option("--model", default="", help="Model folder, remembered for `show`.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Of sampling.")
+@click.option("--model", default="", help="Folder of the model, with which `show` turns tokens into text.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where to record."
+    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of the records."
 )
 def submit(
     node: Node,
@@ -47,8 +47,8 @@ def submit(
 ) -> None:
     """Submit rollouts to a node, and record what comes back. It waits for all of them and prints a summary.
 
-    A task file with a bad line is refused as a whole, before anything is submitted. A task that only the node can
-    judge, by its handler's rules, and that it rejects, is named; the others are run.
+    A task file with a line that cannot be read is refused as a whole, before anything is submitted. Then each task is
+    checked by its handler on the node. Those that it rejects are named, and the others are run.
 
     Exit code: 0 all were completed, whatever their reward; 3 some were rejected or not completed, and it says why;
     1 the node or the task file cannot be used.
