@@ -96,8 +96,8 @@ TreePart = TreeEntry | TreeContent
 class UploadBegin(_Wire, frozen=True):
     """Begin to make the file or folder at the absolute `path`, which must lie below one of `roots` (`~`: the home).
 
-    Without `overwrite` nothing may be there. It appears with `UploadEnd`, whole. `transfer_id` is the caller's choice,
-    unlike those of open transfers, of which there may be four.
+    Without `overwrite` nothing may be there. It appears with `UploadEnd`, whole. The caller chooses `transfer_id`. It
+    must differ from those of the transfers that are open. At most four may be open.
     """
 
     transfer_id: int

@@ -62,13 +62,21 @@ class TreeCounts:
         self.size_bytes = 0
 
     def add_entry(self) -> None:
-        """Raises TreeRefused (`too_large`) beyond the limit."""
+        """Count one more entry.
+
+        Raises:
+            TreeRefused: `too_large`: there are more than `max_entries`.
+        """
         self.entries += 1
         if self.entries > self._limits.max_entries:
             raise TreeRefused("too_large", f"the tree has more than {self._limits.max_entries} entries (max_entries)")
 
     def add_bytes(self, size_bytes: int) -> None:
-        """Raises TreeRefused (`too_large`) beyond the limit."""
+        """Count `size_bytes` more bytes of files.
+
+        Raises:
+            TreeRefused: `too_large`: there are more than `max_bytes`.
+        """
         self.size_bytes += size_bytes
         if self.size_bytes > self._limits.max_bytes:
             raise TreeRefused("too_large", f"the tree has more than {self._limits.max_bytes} bytes (max_bytes)")

@@ -251,7 +251,7 @@ class WebSocketLink(Generic[FrameT]):
         return self._ending
 
     def start_soon(self, afn: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Run a task beside the reader, inside `run`, until the link ends."""
+        """Run a task beside the reader until the link ends. Outside of `run`, or after `end`, nothing is started."""
         if self._tasks is not None and not self._ended.is_set():
             self._tasks.start_soon(afn, *args)
 

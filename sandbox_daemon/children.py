@@ -52,7 +52,7 @@ class Child:
                 os.killpg(self.pid, signal_number)
 
     def ended(self, wait_status: int) -> None:
-        """Called by the reaper alone."""
+        """Take the status that `waitpid` gave, set `exit_code` and wake `wait`. Only the reaper calls this."""
         code = os.waitstatus_to_exitcode(wait_status)
         self.exit_code = code if code >= 0 else SIGNAL_EXIT_BASE - code
         self._ended.set()

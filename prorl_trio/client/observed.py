@@ -41,7 +41,7 @@ class ObservedInbox:
         return len(self._frames)
 
     def put(self, frame: ObservedEvent | ObservedOutcome) -> None:
-        """One more; the oldest make room for it."""
+        """Add a frame. The oldest ones are dropped, and counted in `lost`, where it does not fit."""
         self._frames.append(frame)
         self._size_bytes += _size(frame)
         while len(self._frames) > 1 and (len(self._frames) > KEPT_FRAMES or self._size_bytes > KEPT_BYTES):
@@ -49,7 +49,7 @@ class ObservedInbox:
             self.lost += 1
 
     def take(self) -> ObservedEvent | ObservedOutcome | None:
-        """The oldest; None if there is none."""
+        """Remove and return the oldest frame; None if there is none."""
         if not self._frames:
             return None
         frame = self._frames.popleft()

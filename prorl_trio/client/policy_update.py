@@ -86,7 +86,10 @@ class PolicyUpdate:
             raise
 
     async def finish(self) -> None:
-        """Resume with the new version. Where this raises, `undo` is due."""
+        """Resume with the new version. If this raises, the caller must call `undo`.
+
+        A backend that fails is logged and in `report`; it does not make this raise.
+        """
         self.report = await self._resume(self._version)
         for url, why in _failed(self.report).items():
             logger.warning("backend %s has the weights of version %s, but: %s", url, self._version, why)

@@ -191,7 +191,7 @@ class ClientState:
         return None if ack is None else _encode(ack)
 
     def ask_again(self, why: str) -> None:
-        """Have the node send again what is not settled, over a new link."""
+        """End the link, so that the next one brings again each outcome that is not settled (see `settle`)."""
         self._awaited.update(self.inbox.rewind())
         if self.link is not None:
             self.link.end(CloseCode.NORMAL, why)

@@ -55,7 +55,8 @@ class AgentHandler(abc.ABC):
         """Check an instance's payload at submission.
 
         Raises:
-            MalformedJob: with the path of the offending field (`$.instance.payload.question`).
+            MalformedJob: with the path of the offending field (`$.instance.payload.question`). Any other exception
+                rejects the job, too, with the path `$.instance.payload`.
         """
 
     @abc.abstractmethod
@@ -63,7 +64,10 @@ class AgentHandler(abc.ABC):
         """The sandbox this job needs, opened before `init`; None for a job without tools."""
 
     async def init(self, context: RolloutContext) -> None:  # noqa: B027 - a hook, not an obligation
-        """Make the sandbox ready: upload files, start shells. Charged to the INIT budget. Default: nothing."""
+        """Make the agent's sandbox ready: upload files, start shells. Charged to the INIT budget. Default: nothing.
+
+        It is not called for the fresh sandbox that `eval` gets after `after_run = "refresh"`.
+        """
 
     @abc.abstractmethod
     async def run(self, context: RolloutContext) -> None:

@@ -38,7 +38,7 @@ _TIMING_FIELD: Final[dict[Status, str]] = {
 
 
 class Lifecycle:
-    """The status of one job and the seconds spent in each. Times are passed in, on one monotonic clock."""
+    """The status of one job, and the seconds it spent in each. Callers pass the time, of one monotonic clock."""
 
     def __init__(self, now_s: float) -> None:
         self._status: Status = "queued"

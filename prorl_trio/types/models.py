@@ -281,10 +281,10 @@ class Outcome(_Model, frozen=True):
                 segment.check()
 
     def detached(self) -> Outcome:
-        """The same with token arrays that own their memory, to be kept for as long as one likes.
+        """Copy the outcome, token arrays included, so that it can be kept for as long as one likes.
 
         Raises:
-            StaleReference: it came too late.
+            StaleReference: the node has taken the memory of the arrays back already.
         """
         if self.trajectory is None:
             return self

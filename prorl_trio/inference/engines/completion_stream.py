@@ -27,7 +27,7 @@ class StreamPart(NamedTuple):
 
     Attributes:
         token_ids, logprobs: those that are new.
-        finish_reason: None until the engine says it; what it said stands.
+        finish_reason: None until the engine says it; a later None does not take it back.
         sampled: the engine's own count of all so far; None where the event has none.
         versions: runs of `(version of the weights, start, end)` over all so far; empty where the event has none.
         label: what the engine called its weights as it sent this; empty where it does not say.

@@ -27,8 +27,15 @@ BackendState = Literal["active", "draining", "removed", "down"]
 class BackendStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of one backend.
 
-    `assigned_total`: tasks it ever took. `max_tasks`: its limit now, 0 for none. `error`: why it is `down` or
-    suspended.
+    Attributes:
+        url, state: see `Backend`.
+        in_flight, assigned_total: tasks that it has now, and all that it ever took.
+        suspended: it is not healthy, and gets no tasks whatever its state.
+        weight: its share of the tasks beside others.
+        max_tasks: its limit now; 0 for none.
+        error: why it is `down` or suspended.
+        engine_running, engine_waiting, kv_usage: what the engine last reported; None: nothing.
+        wait_s, prefill_tokens_per_s: see `LoadEstimate`; None: not known.
     """
 
     url: str

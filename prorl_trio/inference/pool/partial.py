@@ -147,7 +147,10 @@ class PartialCompletion:
         return self._info()
 
     def receive(self, token_ids: list[int], logprobs: list[float]) -> int | None:
-        """Take tokens that an attempt is streamed: see `TokenSink`."""
+        """Add the next tokens of a stream; this is a `TokenSink`.
+
+        Returns how many of them to keep, if the completion is to stop there; None: go on.
+        """
         version = self._engine().policy_version
         if not self._streamed_under or self._streamed_under[-1][1] != version:
             self._streamed_under.append((len(self._streamed_logprobs), version))

@@ -359,9 +359,11 @@ class Session:
     def attach(
         self, listener: Listener, resume_after: int, max_unacked_outcomes: int = 0, max_unacked_bytes: int = 0
     ) -> Feed:
-        """A connection takes the session; one that had it is told so. Returns what is to be sent, after `resume_after`.
+        """Give the session to a connection, and tell the one that had it. Returns the feed of what to send.
 
-        The limits are what the trainer takes beyond what it has acknowledged, within our own; 0: it does not say.
+        The feed begins after the cursor `resume_after`, which acknowledges nothing by itself: see `ack`. The two limits
+        say how much the trainer takes that it has not acknowledged yet; 0, or more than the node's own limit, stands
+        for that limit.
 
         Raises:
             ProtocolError: `resume_after` is a cursor this session never gave.
