@@ -6,9 +6,10 @@ import msgspec
 import pytest
 import trio
 
+from prorl_trio.agent.activity import Activity
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.pipeline.observer import Activity, Observers
+from prorl_trio.pipeline.observer import Observers
 from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.sandbox.provider import SandboxSpec
 
