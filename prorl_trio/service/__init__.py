@@ -1,1 +1,1 @@
-"""The trainer-facing edge."""
+"""The network services of a node: WebSocket and REST, and the sessions that both share."""

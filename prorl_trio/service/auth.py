@@ -1,4 +1,4 @@
-"""The token a trainer must show."""
+"""The token that a trainer authenticates with."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ MAX_TOKEN_BYTES: Final = 4096
 
 
 def load_token(config: ListenConfig) -> bytes:
-    """The token from `config.token` or the file `config.token_file`, without white space around it. Reads the disk.
+    """Return the token from `config.token` or the file `config.token_file`, without white space around it.
+
+    Blocks on the disk.
 
     Raises:
-        ConfigError: neither or both are given, it is empty, too long or no line of text, or others than its owner can
-            reach the file.
+        ConfigError: both or neither are set; the token is empty, too long or not one line of text; or other users can
+            access the file.
     """
     if config.token and config.token_file:
         raise ConfigError("listen.token and listen.token_file are both set; keep one")
@@ -43,12 +45,13 @@ def load_token(config: ListenConfig) -> bytes:
 
 
 def token_matches(expected: bytes, offered: str) -> bool:
-    """Compare in constant time."""
+    """Return whether the offered token is the expected one. Compares in constant time."""
     return hmac.compare_digest(expected, offered.encode())
 
 
 def _read_private(path: str) -> bytes:
     try:
+        # Non-blocking, since opening a named pipe would wait for a writer.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -56,6 +59,6 @@ def _read_private(path: str) -> bytes:
             if status.st_mode & 0o077:
                 mode = stat.S_IMODE(status.st_mode)
                 raise ConfigError(f"listen.token_file: {path} has mode {mode:04o}, others can reach it; chmod 600 it")
-            return file.read(MAX_TOKEN_BYTES + 2)
+            return file.read(MAX_TOKEN_BYTES + 2)  # a line end, and one byte more to see that it is too long
     except OSError as exc:
         raise ConfigError(f"listen.token_file: {path} cannot be read: {exc.strerror}") from exc

@@ -1,4 +1,4 @@
-"""The one table of what can be done to a node's pool of backends: the WebSocket and REST both serve what is in it."""
+"""The operations on a node's pool of backends, in one table that WebSocket and REST both serve."""
 
 from __future__ import annotations
 
@@ -36,11 +36,15 @@ RequestT = TypeVar("RequestT", bound=BackendRequest[Any])
 
 
 class Row(NamedTuple, Generic[RequestT]):
-    """An operation, and the call of the pool that carries it out. A caller that is cancelled, or leaves, cancels it.
+    """An operation on the pool. When its caller is cancelled or disconnects, the operation is cancelled.
 
     Attributes:
-        method, path: where REST has it, behind `/v1/backends`; GET and DELETE take the request as query parameters.
-        codes: of the errors that it may answer with beside those of any request.
+        request: the type of its request.
+        call: carries the operation out.
+        method: its HTTP method. GET and DELETE take the request as query parameters, POST takes it as the body.
+        path: its path in REST, appended to `/v1/backends`.
+        summary: one sentence for the OpenAPI description.
+        codes: error codes that it may answer with, besides those of any request.
     """
 
     request: type[RequestT]
@@ -162,7 +166,11 @@ _ROWS: Final[dict[str, Row[Any]]] = {row.request.operation: row for row in TABLE
 
 
 async def answer_call(pool: Backends, call: CallBackends) -> BackendsAnswer:
-    """Carry out what came through the WebSocket. Errors are in the answer."""
+    """Carry out an operation that came through the WebSocket, and return its answer.
+
+    A `BackendError` or `ServiceError`, also for an unknown operation or a malformed request, is returned as an answer
+    with `code` and `message`. Cancelling this call cancels the operation.
+    """
     try:
         row = _ROWS.get(call.operation)
         if row is None:

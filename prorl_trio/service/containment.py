@@ -1,4 +1,4 @@
-"""What goes wrong in the service of one connection ends that connection, and nothing else."""
+"""Error containment: an error while one connection is served ends that connection, and no other."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def contain_errors(what: str) -> Iterator[None]:
-    """Around the service of one connection: an error is logged with its traceback, and goes no further.
+    """Log and suppress errors of the block, which serves one connection.
 
-    So does a `Cancelled` while no scope around the block is cancelled: the nursery of all connections would take it for
-    its own cancel, and end them. An `InternalError`, a cancel from outside, and what ends a process fly on.
+    A stray `Cancelled`, raised while no scope around the block is cancelled, is suppressed, too: the nursery of all
+    connections would take it for its own cancel and end them. An `InternalError`, a real cancel, and exceptions that
+    end the process (`KeyboardInterrupt`) pass through.
+
+    Args:
+        what: names the connection in the log.
     """
     try:
         yield
-    except BaseException as exc:  # noqa: ASYNC103 - a cancel of ours is raised again
+    except BaseException as exc:  # noqa: ASYNC103 - a real cancel is raised again
         strays = only_cancelled(exc) and not is_cancelled()
         contained = isinstance(exc, Exception) and not any(isinstance(leaf, InternalError) for leaf in leaves(exc))
         if not (strays or contained):

@@ -1,4 +1,4 @@
-"""Where a node listens, as URLs, and the file in which it says so (`listen.endpoint_file`)."""
+"""The URLs at which a node listens, and the file that it publishes them in (`listen.endpoint_file`)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["announce", "endpoint_url", "rest_url"]
 
 
 def endpoint_url(address: tuple[str, int], *, secure: bool = False) -> str:
-    """The URL a trainer connects to, for a listener's (host, port); `secure`: it speaks TLS."""
+    """Return the WebSocket URL for a listener's (host, port): `wss://` if `secure`, else `ws://`."""
     return f"{'wss' if secure else 'ws'}://{_authority(address)}"
 
 
 def rest_url(address: tuple[str, int], *, secure: bool = False) -> str:
-    """The origin of the REST endpoints, for a listener's (host, port); `secure`: it speaks TLS."""
+    """Return the base URL of REST for a listener's (host, port): `https://` if `secure`, else `http://`."""
     return f"{'https' if secure else 'http'}://{_authority(address)}"
 
 
 def announce(endpoint_file: Path, endpoints: Mapping[str, str]) -> None:
-    """Write the endpoints so that a reader sees all of it or nothing. Blocks on the disk.
+    """Write the endpoints to the file as JSON, atomically: a reader never sees half of it. Blocks on the disk.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""What trainers' sessions may hold."""
+"""The limits of trainers' sessions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from prorl_trio.types.errors import AdmissionRejected
 __all__ = ["JOBS_PER_CHECKPOINT", "RETRY_AFTER_S", "SessionLimits"]
 
 JOBS_PER_CHECKPOINT: Final = 50
-"""Of a batch; between them others have their turn."""
+"""Jobs of a batch that are handled before other tasks get to run."""
 RETRY_AFTER_S: Final = 1.0
 
 
 class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What sessions may hold.
+    """The limits of sessions.
 
-    A session's jobs, running or finished and not acknowledged, are at most `max_undelivered`; beyond that, or beyond
-    `max_undelivered_bytes` of finished ones, it may not submit. `max_message_bytes` bounds one outcome. At
-    most `max_sessions` are connected, or hold nothing; of the latter the one left alone longest gives way to a new one.
+    Attributes:
+        max_sessions: sessions that are connected, and empty ones. A new session replaces the empty one that was idle
+            longest, and is refused if all are connected. Sessions without a connection that have jobs or outcomes are
+            kept and do not count.
+        max_undelivered: jobs of one session that are running, or finished and not acknowledged. At the limit it cannot
+            submit.
+        max_undelivered_bytes: size of one session's unacknowledged outcomes. At the limit it cannot submit.
+        max_message_bytes: size of one encoded outcome with its frame.
     """
 
     max_sessions: int = 64
@@ -30,7 +35,11 @@ class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_message_bytes: int = MAX_MESSAGE_BYTES
 
     def check(self, session_id: str, running: int, undelivered: int, undelivered_bytes: int) -> None:
-        """Raises AdmissionRejected if a session with so many jobs and outcomes may not submit one more."""
+        """Check whether a session with these numbers of jobs and outcomes may submit one more job.
+
+        Raises:
+            AdmissionRejected: it is at a limit.
+        """
         if running + undelivered >= self.max_undelivered:
             raise AdmissionRejected(
                 f"session {session_id!r} has {running} jobs running and {undelivered} outcomes not acknowledged, "

@@ -1,4 +1,4 @@
-"""The node as the trainer-facing edges need it. `prorl_trio.node.node.Node` is one."""
+"""The interface of a node that its network services use. `prorl_trio.node.node.Node` implements it."""
 
 from __future__ import annotations
 
@@ -16,55 +16,66 @@ __all__ = ["NodeApi"]
 
 
 class NodeApi(Protocol):
-    """A node as its edge sees it."""
+    """A node, as its network services see it."""
 
     node_id: str
     backends: Backends
-    """The pool: trainers and operators change it and pause it through either edge."""
+    """The pool of backends. Trainers and operators change and pause it through either service."""
 
     def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
-        """Refuse a job that is not to be taken, if so many others were promised a place before it.
+        """Check whether the node would accept a job. Reserves nothing.
+
+        Args:
+            spec: the job.
+            sink: the session that would get its outcome.
+            ahead: jobs that were promised a place and that the node does not have yet. They count as queued.
 
         Raises:
             ServiceError: `AdmissionRejected`, `DuplicateJob`, `UnknownHandler`, `MalformedJob` or `Draining`.
         """
 
     def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
-        """Take a job that was promised a place, whether there is room or not. Its attempts are counted from `attempt`.
+        """Accept a job that was promised a place, even if the node is full by now.
 
-        `sink.deliver` may be called before this returns.
+        Its attempts are counted from `attempt`. `sink.deliver` may be called before this returns.
 
         Raises:
             Draining: the node has ended.
-            UnknownHandler: it was promised by a former process, which had this handler.
+            DuplicateJob: a job with this id is live.
+            UnknownHandler: a former process accepted the job with a handler that this one does not have.
         """
 
     async def cancel(self, job_id: str, reason: str) -> None:
-        """Return when nothing of the job is left. Its outcome is delivered as for any other end.
+        """Cancel a job, and return when nothing of it runs any more. Its outcome is delivered as for any other end.
+
+        If this call is itself cancelled, the job ends all the same.
 
         Raises:
-            UnknownJob: it is not live here.
+            UnknownJob: no such job is live here.
         """
 
     def cancel_soon(self, job_id: str, reason: str) -> None:
-        """Cancel a job as `cancel` does, without waiting. Nothing happens if the job is not live here."""
+        """Cancel a job as `cancel` does, without waiting. Does nothing if no such job is live here."""
 
     def statistics(self) -> dict[str, object]:
-        """Live state as msgpack-ready values."""
+        """Return the node's live state as values that msgpack can encode."""
         ...
 
     def live_jobs(self) -> list[dict[str, object]]:
-        """Every live job as a plain dict: the fields of `observer.JobView`, oldest first."""
+        """Return every live job, oldest first, as a dict with the fields of `observer.JobView`."""
         ...
 
     def unreadiness(self) -> str:
-        """Why a job submitted now would not be worked on; empty if it would."""
+        """Return why a job submitted now would not be worked on; empty if it would be."""
         ...
 
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
-        """Read one completion: its text without the tokens that structure the dialogue, and the calls written in it.
+        """Return the text of one completion without the chat format's special tokens, and the tool calls in it.
 
-        `raw` of each call is how the text has it. `tools` are those that the policy was offered. Blocks for as long as
-        a tokenizer takes.
+        `raw` of each call is the call as it stands in the text. Blocks while the tokenizer decodes.
+
+        Args:
+            token_ids: the completion.
+            tools: the tools that the policy was offered.
         """
         ...

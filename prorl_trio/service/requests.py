@@ -1,4 +1,4 @@
-"""The reading of requests and the wording of errors, for both edges."""
+"""Decoding of requests and description of errors, for WebSocket and REST alike."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ __all__ = ["UNREADABLE", "ErrorDetail", "JobId", "error_of", "job_id_of", "read"
 
 BACKEND_RETRY_AFTER_S: Final = 5.0
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Raised by msgspec for bytes that are not what was asked for."""
+"""Exceptions that msgspec raises for bytes that do not decode to the requested type."""
 
 _T = TypeVar("_T")
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An error. `code` is for programs, `path` the offending field, `retry_after_s` when to come again."""
+    """An error in an answer.
+
+    Attributes:
+        code: the kind of error, for programs.
+        message: the error in English, for people.
+        path: the field that is wrong, as a JSON path; empty if none is.
+        retry_after_s: seconds after which a retry may succeed; None if a retry does not help.
+    """
 
     code: str
     message: str
@@ -33,13 +40,13 @@ class ErrorDetail(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class JobId(msgspec.Struct):
-    """The one field of a job that tells whose answer it is."""
+    """The id alone of a job, for one that cannot be decoded as a whole."""
 
     job_id: str
 
 
 def error_of(exc: ServiceError | BackendError) -> ErrorDetail:
-    """Return an error of the node in the words of an answer."""
+    """Return an error of the node as the `ErrorDetail` of an answer."""
     if isinstance(exc, UnknownBackend):
         return ErrorDetail(code="unknown_backend", message=str(exc))
     if isinstance(exc, BackendError):
@@ -54,10 +61,10 @@ def error_of(exc: ServiceError | BackendError) -> ErrorDetail:
 
 
 def read(decode: Callable[[_Encoded], _T], body: _Encoded, *, prefix: str = "$") -> _T:
-    """Decode what a trainer sent.
+    """Decode a request's body.
 
     Raises:
-        MalformedJob: it does not fit; `path` is the offending field, its `$` replaced by `prefix`.
+        MalformedJob: it does not decode. `path` is the field that is wrong, with `prefix` for its leading `$`.
     """
     try:
         return decode(body)
@@ -66,7 +73,7 @@ def read(decode: Callable[[_Encoded], _T], body: _Encoded, *, prefix: str = "$")
 
 
 def job_id_of(decode: Callable[[msgspec.Raw], JobId], raw: msgspec.Raw) -> str | None:
-    """Return the id of a job that cannot be read as a whole; None if that cannot be read either."""
+    """Return the id of a job that cannot be decoded as a whole; None if its id cannot be decoded either."""
     try:
         return decode(raw).job_id
     except UNREADABLE:

@@ -1,4 +1,4 @@
-"""Connections that have not shown the token yet: how many there may be, and which of them makes room for the next."""
+"""Limits for strangers: connections that have not authenticated yet."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ __all__ = ["MAX_STRANGERS", "Stranger", "Strangers", "peer_of"]
 logger = logging.getLogger(__name__)
 
 MAX_STRANGERS: Final = 64
-"""Of one listener."""
+"""Strangers that one listener has at most."""
 _IPV6_SITE_BITS: Final = 64
-"""One machine has so many addresses to choose from."""
+"""Length of the IPv6 prefix that counts as one peer: a single machine may own all addresses below it."""
 
 
 class Stranger:
-    """A connection that nobody has vouched for. `progress`: how far it has come, 0 for one that has
-    said nothing. `serving`: its request came in
-    whole, and is being worked on; the answer has not begun."""
+    """A connection that has not authenticated yet.
+
+    Attributes:
+        peer: the address that it is counted under, see `peer_of`.
+        arrival: its number in the order of arrival.
+        show_out: ends the connection.
+        progress: how far its handshake has come; 0 until it has sent something.
+        serving: its request has been read whole and its answer has not begun. It is not displaced in that time.
+    """
 
     def __init__(self, peer: str, arrival: int, show_out: Callable[[], object]) -> None:
         self.peer = peer
@@ -36,11 +42,12 @@ class Stranger:
 
 
 class Strangers:
-    """The strangers of one listener, at most `limit`: the next one is always let in, and another makes room.
+    """The strangers of one listener, at most `limit`. A new one always gets in; at the limit it displaces another one.
 
-    That is one of the peer with the most of them: one that has not come far, and of those the oldest. So who comes from
-    elsewhere is not kept out by one that opens many; and who comes from the same place has the time in which `limit`
-    others come after it. Pure state, but for `show_out`, which ends a connection.
+    The displaced one is of the peer that has most strangers here: of those the one with least progress, then the
+    oldest. So a peer that opens many connections displaces its own, not those of other peers. Strangers that are
+    `serving` are not displaced; if all are, the limit is exceeded. Pure state, except that `show_out` ends a
+    connection.
     """
 
     def __init__(self, limit: int) -> None:
@@ -53,7 +60,14 @@ class Strangers:
         return len(self._strangers)
 
     def arrive(self, peer: str, show_out: Callable[[], object]) -> Stranger:
-        """Let one in; `show_out` is called when it has to make room. `leave` it when it is over, or known."""
+        """Add a connection, and displace another one if the limit is reached.
+
+        Call `leave` with the result when the connection has authenticated or ended.
+
+        Args:
+            peer: see `peer_of`.
+            show_out: called to end this connection if it is displaced. Must not block.
+        """
         while len(self._strangers) >= self.limit and self._make_room():
             pass
         stranger = Stranger(peer, next(self._arrivals), show_out)
@@ -61,11 +75,11 @@ class Strangers:
         return stranger
 
     def leave(self, stranger: Stranger) -> None:
-        """It is gone, or known. Idempotent."""
+        """Remove a connection that has authenticated or ended. Idempotent."""
         self._strangers.discard(stranger)
 
     def _make_room(self) -> bool:
-        """False: each of them is being served, and soon gone."""
+        """Displace one stranger. Return False if all of them are `serving`, and none was displaced."""
         waiting = [stranger for stranger in self._strangers if not stranger.serving]
         if not waiting:
             return False
@@ -81,7 +95,11 @@ class Strangers:
 
 
 def peer_of(connection: trio.socket.SocketType) -> str:
-    """Return who is counted together: an IPv4 address, the site of an IPv6 one, or this host for a Unix socket."""
+    """Return the peer that a connection counts under.
+
+    It is an IPv4 address, the /64 network of an IPv6 address, or "this host" for a Unix socket; "unknown" if the
+    connection has no address any more.
+    """
     if connection.family == trio.socket.AF_UNIX:
         return "this host"
     try:

@@ -1,4 +1,4 @@
-"""The TCP sockets a node listens on."""
+"""The TCP listeners of a node."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = ["is_loopback", "open_tcp_listener"]
 
 
 async def open_tcp_listener(table: str, host: str, port: int) -> trio.SocketListener:
-    """One listener, also for a name with several addresses: the first. Whoever connects waits until it is served.
+    """Bind a TCP port and return its listener. Connections queue in the kernel until somebody accepts them.
 
-    `table` is that of node.toml, for messages.
+    If the host's name has several addresses, only the first is bound. `table` is the table of node.toml that error
+    messages name.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -35,7 +36,7 @@ async def open_tcp_listener(table: str, host: str, port: int) -> trio.SocketList
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this host's own processes can connect to what listens there."""
+    """Return whether `host` is a loopback address, so that only processes of this host can connect."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

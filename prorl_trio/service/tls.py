@@ -1,4 +1,4 @@
-"""The node's certificate, for every listener that is reached over the network."""
+"""The node's TLS certificate, for every listener that is reached over the network."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["load_tls"]
 
 
 def load_tls(config: ListenConfig) -> ssl.SSLContext | None:
-    """What the node shows its clients; None: it speaks no TLS. Blocks on the disk.
+    """Return the TLS context with the configured certificate; None if TLS is not configured. Blocks on the disk.
 
     Raises:
-        ConfigError: one of the two files is not named, or they cannot be used.
+        ConfigError: only one of the two files is set, or they cannot be used.
     """
     if not config.tls_cert and not config.tls_key:
         return None
