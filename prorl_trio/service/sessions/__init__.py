@@ -1,1 +1,1 @@
-"""Sessions: what a trainer submitted, and the outcomes that it is owed."""
+"""Sessions: the jobs that a trainer submitted, and their outcomes until the trainer acknowledges them."""

@@ -1,4 +1,4 @@
-"""Cancel jobs of a node, whoever submitted them. Both edges, WebSocket and REST, call this."""
+"""Cancelling of jobs, whichever session submitted them, for WebSocket and REST."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CANCELS_AT_ONCE: Final = 64
 
 
 class LiveJobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Jobs without an outcome for which everything holds that is given; where nothing is, none."""
+    """A filter for jobs without an outcome: they match every field that is set. With no field set, none match."""
 
     group_id: str | None = None
     session_id: str | None = None
     tags: dict[str, str] = {}
 
     def choose(self, sessions: Iterable[Session]) -> list[str]:
-        """Their ids, by session and oldest first."""
+        """Return the ids of the jobs that match, session by session, oldest first."""
         if self.group_id is None and self.session_id is None and not self.tags:
             return []
         return [
@@ -48,7 +48,13 @@ class LiveJobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cancelled(NamedTuple):
-    """The finds of a cancel: jobs of which nothing is left now, those that had ended before, and ids of none."""
+    """The result of a cancel.
+
+    Attributes:
+        job_ids: jobs that were live. Nothing of them runs any more.
+        ended: jobs that had ended before.
+        unknown: ids that no session knows.
+    """
 
     job_ids: list[str]
     ended: list[str]
@@ -56,7 +62,10 @@ class Cancelled(NamedTuple):
 
 
 async def cancel_on_node(node: NodeApi, sessions: Sequence[Session], job_ids: Sequence[str], reason: str) -> Cancelled:
-    """Cancel these jobs of any session; returns when nothing of them is left. A checkpoint."""
+    """Cancel jobs of any session, and return when nothing of them runs any more. A checkpoint.
+
+    Jobs whose cancel has begun end even if this call is cancelled.
+    """
     found = Cancelled([], [], [])
     for job_id in dict.fromkeys(job_ids):
         if any(session.is_running(job_id) for session in sessions):
@@ -70,8 +79,10 @@ async def cancel_on_node(node: NodeApi, sessions: Sequence[Session], job_ids: Se
 
 
 async def cancel_live(node: NodeApi, sessions: Sequence[Session], job_ids: Sequence[str], reason: str) -> None:
-    """Cancel live jobs of these sessions; returns when nothing of them is left. Those that end by themselves meanwhile
-    are fine. A checkpoint."""
+    """Cancel live jobs of these sessions, and return when nothing of them runs any more. A checkpoint.
+
+    Jobs that end by themselves meanwhile are no error. At most `CANCELS_AT_ONCE` are awaited at a time.
+    """
     await trio.lowlevel.checkpoint()
     pending = iter(job_ids)
     async with trio.open_nursery() as workers:

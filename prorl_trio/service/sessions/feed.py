@@ -1,4 +1,4 @@
-"""The stream of a session's outcomes to one connection: each once, in order, some read ahead from the disk."""
+"""The feed of a session's outcomes to one connection: each once, in order, with read-ahead from the disk."""
 
 from __future__ import annotations
 
@@ -29,32 +29,35 @@ __all__ = [
 
 MAX_UNACKED_OUTCOMES: Final = 256
 MAX_UNACKED_BYTES: Final = 64 * 1024 * 1024
-"""A connection sends at most so much beyond what was acknowledged, but one always: what a trainer has to buffer."""
+"""Send window: a connection sends at most these ahead of the acknowledgements, but always at least one outcome.
+
+The trainer has to buffer that much.
+"""
 READ_AHEAD_OUTCOMES: Final = 32
 READ_AHEAD_BYTES: Final = 8 * 1024 * 1024
-"""A connection has at most so much read from the disk before its turn, and the very next outcome besides."""
+"""Limit of what a connection has read from the disk ahead of sending. The very next outcome may exceed it."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Listener(Protocol):
-    """The connection a session has at the moment. Synchronous, never raises."""
+    """The connection that is attached to a session. Its methods return at once and never raise."""
 
     reader_id: str
-    """The trainer's name in the node's arena; empty if it has not mapped it."""
+    """The trainer's id as a reader of the node's arena; empty if it has not mapped the arena."""
 
     def wake(self) -> None:
-        """There may be more to send."""
+        """Ask the feed again: there may be another frame to send."""
 
     def event(self, event: JobEvent) -> None:
-        """Pass on, or drop."""
+        """Send a job event, or drop it."""
 
     def replaced(self) -> None:
-        """Another connection has taken the session over."""
+        """End the connection: another one has attached to the session."""
 
 
 class References:
-    """The outcomes of a session whose tokens are in the node's arena, as the connection it has may be sent them."""
+    """The outcomes of a session that its connection can be sent by reference into the node's arena."""
 
     def __init__(self, shared: SharedOutcomes, session_id: str, listener: Listener) -> None:
         self._shared = shared
@@ -62,19 +65,19 @@ class References:
         self._listener = listener
 
     def frame(self, job_id: str, cursor: int) -> bytes | None:
-        """The frame to send in place of the whole outcome, if there is one."""
+        """Return the frame that references the outcome's tokens; None if the outcome has to be sent whole."""
         reader_id = self._listener.reader_id
         return self._shared.frame(self._session_id, job_id, cursor, reader_id) if reader_id else None
 
     def holds(self, job_id: str) -> bool:
-        """There is one."""
+        """Return whether the outcome can be sent by reference."""
         return bool(self._listener.reader_id) and self._shared.holds(self._session_id, job_id)
 
 
 class Feed:
-    """Each outcome once, in order, as far as the window reaches.
+    """The outcomes that one connection sends: each once, in the order of cursors, within the send window.
 
-    Synchronous but for `read_ahead`, which whoever made it must run if outcomes may be on the disk alone.
+    Synchronous, but for `read_ahead`: the owner must run that in a task if outcomes may be on the disk only.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Feed:
         self._max_outcomes = max_unacked_outcomes
         self._max_bytes = max_unacked_bytes
         self._in_flight = deque((cursor, log.outcome_bytes(cursor)) for cursor in log.cursors() if cursor <= self._sent)
-        """Cursors and sizes of what the trainer has, or will have, and has not acknowledged as far as we know."""
+        """Cursors and sizes of outcomes that were sent, on this connection or before, and are not acknowledged."""
         self._in_flight_bytes = sum(size_bytes for _, size_bytes in self._in_flight)
         self._ahead: dict[int, bytes] = {}
         self._ahead_bytes = 0
@@ -101,22 +104,24 @@ class Feed:
 
     @property
     def sent(self) -> int:
-        """Everything up to this cursor has been sent on this connection, or was before it."""
+        """Return the cursor up to which everything has been sent, on this connection or before."""
         return max(self._sent, self._log.acked)
 
     @property
     def exhausted(self) -> bool:
-        """Every outcome there is has been sent on this connection."""
+        """Return whether every outcome that the session has now was sent."""
         return self.sent >= self._log.last
 
     @property
     def ahead_bytes(self) -> int:
-        """Read from the disk and not sent."""
+        """Return the size of outcomes that were read from the disk and not sent yet."""
         return self._ahead_bytes
 
     def next_frame(self) -> bytes | None:
-        """The next encoded frame to send, counted as sent; None if there is none, the window is full, or it is being
-        read."""
+        """Return the next encoded frame, and count it as sent.
+
+        Returns None if there is no outcome to send, the window is full, or the next outcome is still being read.
+        """
         log = self._log
         while self._sent < log.last and not log.job_id(self._sent + 1):
             self._pass(self._sent + 1)
@@ -143,10 +148,11 @@ class Feed:
         return frame
 
     async def read_ahead(self, read: Callable[[int], Awaitable[bytes | None]], wake: Callable[[], None]) -> NoReturn:
-        """Read what comes next and is not in memory, until cancelled.
+        """Read the next outcomes from the disk before they can be sent. Runs until cancelled.
 
-        `read` gives the outcome at a cursor, or None if it is forgotten. `wake` is called when `next_frame` may have
-        something.
+        Args:
+            read: returns the outcome at a cursor, or None if it was dropped.
+            wake: called when `next_frame` may have a frame.
         """
         while True:
             cursor = self._next_to_read()
@@ -161,8 +167,10 @@ class Feed:
             wake()
 
     def _has_window(self, size_bytes: int) -> bool:
-        """Nothing is in flight, or one more outcome of that size is within the limits. What was passed over counts for
-        nothing: nobody will acknowledge it."""
+        """Return whether an outcome of that size fits the window: nothing is in flight, or both limits hold with it.
+
+        Dropped outcomes do not count: nobody will acknowledge them.
+        """
         while self._in_flight and self._in_flight[0][0] <= self._log.acked:
             self._in_flight_bytes -= self._in_flight.popleft()[1]
         if not self._in_flight:
@@ -182,7 +190,7 @@ class Feed:
         return None
 
     def _pass(self, cursor: int) -> None:
-        """Everything up to `cursor`, the next one, is sent or forgotten."""
+        """Move past `cursor`, which was sent or dropped. It must be the next one."""
         self._sent = cursor
         outcome = self._ahead.pop(cursor, None)
         if outcome is not None:

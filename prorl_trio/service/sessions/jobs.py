@@ -1,4 +1,4 @@
-"""A session's jobs: what tells one from another, and their outcomes as they travel."""
+"""The jobs of a session: their fingerprints, their state, and the encoding of their outcomes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 FRAME_OVERHEAD_BYTES: Final = 2048
-"""More than a frame adds to its outcome (ids of jobs and sessions have at most 200 characters)."""
+"""Upper bound of what a frame adds to its outcome (ids of jobs and sessions have at most 200 characters)."""
 UNKNOWN: Final = "(unreadable)"
 
 _NO_WIRE_FORM = (TypeError, ValueError, OverflowError, RecursionError)
@@ -41,13 +41,14 @@ _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class RunningJob:
-    """A job whose outcome is not offered yet.
+    """A job whose outcome cannot be sent yet: it is queued, runs, or its outcome is being stored.
 
     Attributes:
-        ended: set with `encoded`, the outcome as it goes to the trainer: who waits has it then, even if it is
-            acknowledged or forgotten at once.
-        settled: the job is the node's, or `refused` says why not.
-        attempt: the number of attempts that began, those of former processes included.
+        ended: set together with `encoded`. A task that waits for it gets the outcome from here, even if it is
+            acknowledged or dropped at once.
+        encoded: the outcome as it is sent to the trainer; None until `ended`.
+        settled: set when the node has accepted the job, or `refused` says why it did not.
+        attempt: number of attempts that have begun, including those of former processes.
     """
 
     __slots__ = (
@@ -78,12 +79,16 @@ class RunningJob:
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome, once the job has ended. Decoded each time."""
+        """Return the outcome; None until the job has ended. Decodes it at every call."""
         return None if self.encoded is None else _decode_outcome(self.encoded)
 
 
 def fingerprint_of(spec: JobSpec) -> bytes:
-    """Tells a spec from another one under the same id. Raises MalformedJob if it has no wire form."""
+    """Return a hash of a spec, to tell it from another spec with the same id.
+
+    Raises:
+        MalformedJob: it has a value that msgpack cannot encode.
+    """
     try:
         canonical = _canonical.encode(spec)
     except TypeError:  # A mapping whose keys are not strings cannot be sorted: its order counts.
@@ -94,17 +99,18 @@ def fingerprint_of(spec: JobSpec) -> bytes:
 
 
 class Encoded(NamedTuple):
-    """An outcome as it is delivered, and its bytes."""
+    """An outcome, and its encoded bytes."""
 
     outcome: Outcome
     data: bytes
 
 
 def encode_outcome(outcome: Outcome, max_message_bytes: int) -> Encoded:
-    """Encode an outcome so that its frame fits a message. Never raises.
+    """Encode an outcome so that its frame fits into a message. Never raises.
 
-    An outcome that has no wire form (a handler's own object in `details`, a number beyond 64 bits) or is too large
-    becomes a failure that says so and lacks what cannot travel: a job has exactly one outcome, also then.
+    An outcome that cannot be encoded (a handler's own object in `details`, a number beyond 64 bits) or is too large
+    loses its details, then its trajectory, then its tags and instance and group ids, until it can; if it was completed,
+    it becomes a failure. `error` says what was left out. So every job has exactly one outcome.
     """
     limit_bytes = max_message_bytes - FRAME_OVERHEAD_BYTES
     attempt = outcome
@@ -127,7 +133,7 @@ def encode_outcome(outcome: Outcome, max_message_bytes: int) -> Encoded:
 
 
 def failed_outcome(spec: JobSpec, cause: FailureCause, error: str, attempt: int) -> Outcome:
-    """The outcome of a job that came to no end of its own."""
+    """Return a failed outcome, without reward and trajectory, for a job that did not run to an end."""
     return Outcome(
         job_id=spec.job_id,
         instance_id=spec.instance.instance_id,
@@ -146,10 +152,10 @@ def failed_outcome(spec: JobSpec, cause: FailureCause, error: str, attempt: int)
 
 
 def lost_outcome(job_id: str, why: str, attempt: int) -> Outcome:
-    """In place of an outcome that was stored and cannot be read any more."""
+    """Return a failed outcome that replaces a stored one which cannot be read any more."""
     return failed_outcome(unreadable_spec(job_id), "node", f"its outcome is lost: {why}", attempt)
 
 
 def unreadable_spec(job_id: str) -> JobSpec:
-    """In place of a spec of which nothing but the id is known."""
+    """Return a placeholder for a stored spec that cannot be read: all but the id is unknown."""
     return JobSpec(job_id=job_id, instance=TaskInstance(instance_id=UNKNOWN, handler=UNKNOWN, payload={}))

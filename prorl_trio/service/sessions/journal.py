@@ -1,4 +1,4 @@
-"""The sessions' way to the ledger: a job is stored before it is the node's, an outcome before it is offered."""
+"""The sessions' interface to the ledger: a job is stored before the node gets it, an outcome before it is sent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["Journal", "open_journal"]
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S: Final = 30.0
-"""At the end, what is on its way to the disk may take so long. What does not get there is run again."""
+"""Time that pending writes get at the end of the node. Outcomes that miss it are lost: their jobs run again."""
 FULL_RETRY_AFTER_S: Final = 5.0
 READ_RETRY_INTERVAL_S: Final = 1.0
 
@@ -46,74 +46,79 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Journal:
-    """Stores whatever becomes of connections: what was begun for a trainer that left is finished.
+    """Writes the sessions' jobs and outcomes to the ledger. Writes go on when the connection that caused them ends.
 
-    At most as many operations wait as there are batches being submitted, jobs without an outcome, and sessions. All
-    calls are made in the node's loop; those that are not `async` return at once.
+    Call it in the node's loop. Methods that are not `async` return at once. Pending operations are bounded by the
+    number of batches being submitted, jobs without an outcome, and sessions.
     """
 
     def __init__(self, ledger: Ledger, tasks: trio.Nursery, hot_outcome_bytes: int = HOT_OUTCOME_BYTES) -> None:
         self.ledger = ledger
         self.cache = OutcomeCache(hot_outcome_bytes)
-        """Stored outcomes that are in memory, too."""
+        """The cache of stored outcomes."""
         self.start = tasks.start_soon
-        """Run something to its end, whoever leaves meanwhile."""
+        """Start a task that is not cancelled when its caller is."""
         self._promised = 0
         self._draining = False
         self._failed = ""
         self._closed = False
         self._posted = 0
-        """Operations that are on their way to the ledger."""
+        """Operations that the ledger has not finished."""
         self._acknowledging: set[OutcomeLog] = set()
         self._dropping = 0
-        """Those of them that let go of something."""
+        """Operations among them that delete something."""
         self._stored = trio.Event()
         self._settled = trio.Event()
 
     @property
     def failed(self) -> str:
-        """Why outcomes are held back; empty: they are not."""
+        """Return why no outcome can be stored any more; empty if all is well."""
         return self._failed
 
     @property
     def draining(self) -> bool:
-        """The node ends as it was told to: jobs that it cuts are over. Where an error ends it, they are no more over
-        than if it had been killed, and the next start runs them."""
+        """Return whether the node was asked to end, so that jobs which it cuts have ended.
+
+        Where an error ends the node instead, the jobs it cuts have not ended: as after a kill, the next start runs them
+        again.
+        """
         return self._draining
 
     def drain(self) -> None:
-        """The node is told to end."""
+        """Note that the node was asked to end. See `draining`."""
         self._draining = True
 
     # ------------------------------------------------------------ jobs
 
     @property
     def promised(self) -> int:
-        """Jobs that have a place, are being stored, and are not the node's yet."""
+        """Return the number of jobs that have a place, are being stored, and are not accepted by the node yet."""
         return self._promised
 
     def promise(self) -> None:
-        """Promise a place to one more job."""
+        """Count one more job that is promised a place."""
         self._promised += 1
 
     def settle(self) -> None:
-        """Note that a job that was promised a place is the node's, or refused."""
+        """Count one promised job less: the node has accepted it, or it was refused. Wakes `wait_settled` at zero."""
         self._promised -= 1
         if not self._promised:
             self._settled.set()
             self._settled = trio.Event()
 
     async def wait_settled(self) -> None:
-        """Return when no job is being stored: each is the node's, or refused."""
+        """Return when no job is being stored: each is accepted by the node, or refused."""
         await trio.lowlevel.checkpoint()
         while self._promised:
             await self._settled.wait()
 
     async def open_session(self, session_id: str, acked: int) -> None:
-        """Have a session outlive its connections, and on a disk the node. Safe to cancel, and to call again.
+        """Store a session, so that it outlives its connections and, with a ledger on disk, the node.
+
+        Safe to cancel, and to call again.
 
         Raises:
-            AdmissionRejected: there is no room.
+            AdmissionRejected: the ledger is full or has failed.
         """
         await self._wait_dropped()  # one of the same id may be on its way out
         try:
@@ -122,7 +127,7 @@ class Journal:
             raise AdmissionRejected(f"ledger: {exc}", FULL_RETRY_AFTER_S) from exc
 
     async def accept(self, session_id: str, jobs: Sequence[RunningJob]) -> Mapping[str, ServiceError]:
-        """Store jobs of an open session in one commit. Returns those that are not, and why, by id."""
+        """Store jobs of an open session in one commit. Return the errors of those that were not stored, by job id."""
         refused: dict[str, ServiceError] = {}
         failure: ServiceError
         try:
@@ -143,9 +148,10 @@ class Journal:
         return {job.spec.job_id: refused.get(job.spec.job_id, failure) for job in jobs}
 
     async def _delivered(self, session_id: str, jobs: Sequence[RunningJob]) -> dict[str, ServiceError]:
-        """Find the jobs that the session acknowledged lately, by id: a submit sent again runs nothing twice.
+        """Return the errors of jobs that the session acknowledged recently, by job id.
 
-        An id that another session acknowledged is free, and so is that of a job that was forgotten.
+        So a repeated submit runs nothing twice. An id that another session acknowledged is free, and so is that of a
+        job that was forgotten.
         """
         job_ids = [job.spec.job_id for job in jobs]
         known = await self.ledger.lookup(job_ids)
@@ -168,7 +174,7 @@ class Journal:
         return refused
 
     def begin_attempt(self, job_id: str, attempt: int) -> None:
-        """The job's attempt has begun, so that the next start gives it another number."""
+        """Store that an attempt of the job has begun, so that the next start continues the count."""
         self._post(BeginAttempt(job_id, attempt), _note)
 
     # ------------------------------------------------------------ outcomes
@@ -176,8 +182,11 @@ class Journal:
     def finish(
         self, session_id: str, job_id: str, attempt: int, cursor: int, outcome: bytes, stored: Callable[[bool], None]
     ) -> None:
-        """Store a job's outcome, then call `stored`: with False if it is refused, and not at all if the disk failed.
-        In the order of these calls, which is that of cursors."""
+        """Store a job's outcome, then call `stored` with True, or with False if the ledger refused it.
+
+        If the disk has failed, `stored` is never called. Outcomes are stored in the order of the calls, which must be
+        the order of cursors.
+        """
 
         def then(error: ProrlError | None) -> None:
             if isinstance(error, LedgerFailed):
@@ -192,10 +201,10 @@ class Journal:
         self._post(Finish(session_id, job_id, attempt, cursor, [outcome]), then)
 
     async def read(self, job_id: str, cursor: int) -> bytes:
-        """A stored outcome, encoded. Waits while the process has no descriptor for it. Safe to cancel.
+        """Return a stored outcome, encoded. Retries while the process lacks file descriptors or memory. Safe to cancel.
 
         Raises:
-            UnknownJob: it is not there (any more).
+            UnknownJob: it is not stored (any more).
             LedgerCorrupt: it cannot be read, or is not what was written.
         """
         self.cache.misses_total += 1
@@ -209,7 +218,10 @@ class Journal:
             await trio.sleep(READ_RETRY_INTERVAL_S)
 
     def acknowledge(self, session_id: str, log: OutcomeLog) -> None:
-        """Let go of what the session's trainer has. What is acknowledged before that is done goes together."""
+        """Delete the session's acknowledged outcomes from the ledger.
+
+        Acknowledgements that come before this is done are written together.
+        """
         if log in self._acknowledging:
             return
         self._acknowledging.add(log)
@@ -224,11 +236,11 @@ class Journal:
         self._drop(Acknowledge(session_id, cursor), then)
 
     def forget(self, session_id: str, job_id: str) -> None:
-        """Let go of one job."""
+        """Delete one job from the ledger."""
         self._drop(Forget(session_id, [job_id]), _note)
 
     def close_session(self, session_id: str) -> None:
-        """Let go of a session, and all it has."""
+        """Delete a session with all it has from the ledger."""
         self._drop(CloseSession(session_id), _note)
 
     # ------------------------------------------------------------ operations
@@ -253,31 +265,34 @@ class Journal:
         self._post(operation, dropped)
 
     async def _wait_dropped(self) -> None:
-        """Return when nothing is on its way out."""
+        """Return when no delete is pending."""
         while self._dropping:
             await self._stored.wait()
 
     async def wait_stored(self) -> None:
-        """Return when nothing is on its way to the ledger."""
+        """Return when no operation is pending."""
         await trio.lowlevel.checkpoint()
         while self._posted:
             await self._stored.wait()
 
     def close(self) -> None:
-        """Leave what is on its way to the ledger to itself."""
+        """Ignore the results of pending operations from now on. The ledger may still finish them."""
         self._closed = True
 
 
 def _note(error: ProrlError | None) -> None:
-    """Note what changes nothing that anybody was told: if it is not stored, the next start sees more than is left."""
+    """Log an error that can be ignored: without this delete or count, the next start sees more than there is."""
     if error is not None:
         logger.debug("not stored: %s", error)
 
 
 @asynccontextmanager
 async def open_journal(ledger: Ledger, hot_outcome_bytes: int = HOT_OUTCOME_BYTES) -> AsyncIterator[Journal]:
-    """Open it before the node, and close it after that: on leaving, what is on its way to the disk gets there, within
-    `CLOSE_TIMEOUT_S`. Of the outcomes that are stored, `hot_outcome_bytes` stay in memory."""
+    """Open a journal, and close it on leaving: pending writes are awaited up to `CLOSE_TIMEOUT_S`.
+
+    Open it before the node and close it after the node. `hot_outcome_bytes` is the size of the cache of stored
+    outcomes.
+    """
     async with open_single_nursery() as tasks:
         journal = Journal(ledger, tasks, hot_outcome_bytes)
         try:

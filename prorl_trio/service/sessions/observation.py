@@ -1,4 +1,7 @@
-"""Observers: connections that see other sessions' jobs. What does not fit is dropped, and counted."""
+"""Observations: frames about other sessions' jobs for connections that asked for them.
+
+Those that do not fit are lost.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,19 @@ __all__ = ["MAX_OBSERVED_BYTES", "MAX_OBSERVED_FRAMES", "Observation", "Observat
 
 MAX_OBSERVED_FRAMES: Final = 1_000
 MAX_OBSERVED_BYTES: Final = 8 * 1024 * 1024
-"""So much waits for one observer, but one frame always."""
+"""Limit of the frames that wait for one observer; a single frame may exceed it."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Observation:
-    """Frames that one connection has not been sent yet. `wake` is called when there is something; it never raises."""
+    """A bounded queue of frames for one observing connection.
+
+    `wake` is called when a frame is added; it never raises.
+    """
 
     def __init__(self, session_id: str, group_id: str, wake: Callable[[], None]) -> None:
-        """Observe other sessions than `session_id`, and one group if `group_id` is not empty."""
+        """Observe all sessions but `session_id`; only the jobs of group `group_id`, if that is not empty."""
         self._session_id = session_id
         self._group_id = group_id
         self._wake = wake
@@ -35,15 +41,15 @@ class Observation:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the frames that wait."""
+        """Return the size of the frames that wait."""
         return self._size_bytes
 
     def wants(self, session_id: str, group_id: str) -> bool:
-        """It is to see the jobs of that session and group."""
+        """Return whether jobs of that session and group are observed."""
         return session_id != self._session_id and self._group_id in ("", group_id)
 
     def has_room(self, size_bytes: int) -> bool:
-        """A frame of that size fits; if not, it is counted as lost."""
+        """Return whether a frame of that size fits. If it does not, count it as lost."""
         full = len(self._frames) >= MAX_OBSERVED_FRAMES or self._size_bytes + size_bytes > MAX_OBSERVED_BYTES
         if full and self._frames:
             self._lost += 1
@@ -51,13 +57,16 @@ class Observation:
         return True
 
     def put(self, frame: bytes) -> None:
-        """Queue a frame for which there is room."""
+        """Queue a frame, for which `has_room` was asked before."""
         self._frames.append(frame)
         self._size_bytes += len(frame)
         self._wake()
 
     def next_frame(self) -> bytes | None:
-        """The next encoded frame to send; None if there is none."""
+        """Return the next encoded frame and remove it; None if there is none.
+
+        When the queue is empty and frames were lost, this is one `ObservationLost` with their count.
+        """
         if self._frames:
             frame = self._frames.popleft()
             self._size_bytes -= len(frame)
@@ -69,7 +78,7 @@ class Observation:
 
 
 class Observations:
-    """All that are going on at a node."""
+    """The observations of all connections of a node."""
 
     def __init__(self) -> None:
         self._all: list[Observation] = []
@@ -78,17 +87,17 @@ class Observations:
         return len(self._all)
 
     def begin(self, session_id: str, group_id: str, wake: Callable[[], None]) -> Observation:
-        """Begin one more; `end` it."""
+        """Add an observation and return it. Call `end` with it when its connection is over."""
         observation = Observation(session_id, group_id, wake)
         self._all.append(observation)
         return observation
 
     def end(self, observation: Observation) -> None:
-        """No more of it."""
+        """Remove an observation."""
         self._all.remove(observation)
 
     def event(self, session_id: str, group_id: str, event: JobEvent) -> None:
-        """A job of that session and group changed its stage."""
+        """Queue an event of a job for every observer of that session and group."""
         if wanted := [o for o in self._all if o.wants(session_id, group_id)]:
             frame = _encode(
                 ObservedEvent(session_id=session_id, job_id=event.job_id, status=event.status, detail=event.detail)
@@ -98,7 +107,7 @@ class Observations:
                     observation.put(frame)
 
     def outcome(self, session_id: str, group_id: str, job_id: str, outcome: bytes) -> None:
-        """A job of that session and group has this outcome, encoded. It is copied once, if somebody has room for it."""
+        """Queue an encoded outcome for every observer of that session and group. Copied at most once."""
         wanted = [o for o in self._all if o.wants(session_id, group_id) and o.has_room(len(outcome))]
         if wanted:
             frame = _encode(ObservedOutcome(session_id=session_id, job_id=job_id, outcome=msgspec.Raw(outcome)))

@@ -1,5 +1,7 @@
-"""Outcomes a trainer has not acknowledged yet, in cursor order, and which of them are in memory. Pure state: no I/O, no
-waiting."""
+"""A session's unacknowledged outcomes in the order of cursors, and the cache of those in memory.
+
+Pure state: no I/O, no waiting.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class _Entry(NamedTuple):
-    """An outcome. After `OutcomeLog.forget` only its place is left: no job id, no bytes."""
+    """The place of an outcome. After `OutcomeLog.forget` it has no job id and no bytes."""
 
     job_id: str
     attempt: int
@@ -31,36 +33,37 @@ class _Entry(NamedTuple):
 
 
 class Held(NamedTuple):
-    """An outcome that is not acknowledged. `outcome` is as it goes to the trainer, undecoded."""
+    """An unacknowledged outcome, encoded as it is sent to the trainer."""
 
     cursor: int
     job_id: str
     outcome: bytes
 
     def decode(self) -> Outcome:
-        """The outcome itself; its arrays stay views of the bytes."""
+        """Return the decoded outcome. Its arrays are views of the bytes."""
         return _decode_outcome(self.outcome)
 
 
 class OutcomeLog:
-    """Cursors are consecutive integers; `last` was given last, everything up to `acked` is forgotten.
+    """The unacknowledged outcomes of a session by cursor.
 
-    Each outcome is held once, encoded, however often it is sent. With `hot`, those that are offered are on the disk,
-    and in memory only as long as there is room. A single outcome may be forgotten out of order: its cursor stays given,
-    and is passed over.
+    Cursors are consecutive integers. `last` is the last one that may be sent; everything up to `acked` is gone. A
+    cursor is reserved while its outcome is being stored, and offered (may be sent) when that and all before it are
+    stored. Each outcome is held once, encoded. With `hot`, the offered ones are on the disk, and in memory as long as
+    there is room. An outcome may be dropped out of order: its cursor is then skipped.
     """
 
     def __init__(self, start: int = 0, hot: HotOutcomes | None = None) -> None:
         self.acked = start
         self.last = start
         self._given = start
-        """Cursors up to here are reserved; those up to `last` are offered, all of them."""
+        """The last reserved cursor. Those up to `last` are offered."""
         self._ready: set[int] = set()
         self._size_bytes = 0
         self._entries: dict[int, _Entry] = {}
         self._cursors: dict[str, int] = {}
         self._kept: dict[int, bytes] = {}
-        """Outcomes that are in memory alone: all without `hot`; those not offered yet, and replaced ones, with it."""
+        """Outcomes that are in memory only: all without `hot`; with it, those not offered yet and replaced ones."""
         self._hot = hot
 
     def __len__(self) -> int:
@@ -68,37 +71,37 @@ class OutcomeLog:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all outcomes, those at reserved cursors included, wherever they are."""
+        """Return the size of all outcomes, in memory or on the disk, reserved ones included."""
         return self._size_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Size of those in memory."""
+        """Return the size of the outcomes in memory."""
         return self._size_bytes if self._hot is None else sum(map(len, self._kept.values())) + self._hot.size_bytes
 
     def append(self, job_id: str, outcome: bytes) -> int:
-        """Add an encoded outcome; returns its cursor. For a log in which nothing is reserved."""
+        """Add an encoded outcome, offer it, and return its cursor. For a log in which no cursor is reserved."""
         cursor = self.reserve(job_id, outcome)
         self.offer(cursor)
         return cursor
 
     def reserve(self, job_id: str, outcome: bytes, attempt: int = 1) -> int:
-        """The cursor of an encoded outcome that is to be offered later."""
+        """Add an encoded outcome that is to be offered later, and return its cursor."""
         self._enter(job_id, attempt, len(outcome))
         self._kept[self._given] = outcome
         return self._given
 
     def restore(self, job_id: str, cursor: int, size_bytes: int, attempt: int) -> None:
-        """Offer an outcome that a former process has left on the disk. In the order of cursors, before anything else.
+        """Add and offer an outcome that a former process left on the disk. For a log with `hot`.
 
-        `cursor` is above all that were given. For a log with `hot`.
+        Call before anything else, in the order of cursors: `cursor` must be above all that were given.
         """
         self.skip_to(cursor - 1)
         self._enter(job_id, attempt, size_bytes)
         self.offer(cursor)
 
     def offer(self, cursor: int) -> list[str]:
-        """A reserved cursor may be sent, once all before it may. Returns the jobs whose outcomes may be from now on."""
+        """Mark a reserved cursor as ready. Return the jobs whose outcomes may be sent from now on, in order."""
         self._ready.add(cursor)
         offered = []
         while self.last + 1 in self._ready:
@@ -113,33 +116,33 @@ class OutcomeLog:
         return offered
 
     def blank(self, cursor: int) -> None:
-        """Nothing will be sent at a reserved cursor."""
+        """Drop the outcome at a cursor, reserved or offered. The cursor will be skipped."""
         entry = self._entries[cursor]
         self._size_bytes -= entry.size_bytes
         self._entries[cursor] = _Entry("", 0, 0)
         self._discard(cursor)
 
     def skip_to(self, cursor: int) -> None:
-        """Cursors up to this one were given by a former process, and are forgotten. Nothing may be reserved."""
+        """Mark all cursors up to this one as given and dropped, by a former process. No cursor may be reserved."""
         while self._given < cursor:
             self._enter("", 0, 0)
         self.last = self._given
         self._drop_blanks()
 
     def find(self, job_id: str) -> int | None:
-        """The cursor of the job's outcome, if it is held."""
+        """Return the cursor of the job's outcome; None if it is not held or not offered yet."""
         return self._cursors.get(job_id)
 
     def cursors(self) -> Iterator[int]:
-        """Cursors of all outcomes that are held, in order. Not to be iterated across a checkpoint."""
+        """Iterate over the cursors of all offered outcomes, in order. Do not keep the iterator across a checkpoint."""
         return (cursor for cursor in range(self.acked + 1, self.last + 1) if self._entries[cursor].job_id)
 
     def replace(self, cursor: int, outcome: bytes) -> None:
-        """From now on this is the outcome at `acked < cursor <= last`: the disk has lost it. It stays in memory."""
+        """Replace the outcome at `acked < cursor <= last`, which the disk has lost. The new one stays in memory."""
         self._kept[cursor] = outcome
 
     def forget(self, job_id: str) -> None:
-        """Drop the outcome of one job, wherever it stands. It is never sent (again).
+        """Drop the outcome of one job. It is not sent any more.
 
         Raises:
             KeyError: there is no outcome of that job.
@@ -148,10 +151,10 @@ class OutcomeLog:
         self._drop_blanks()
 
     def ack(self, cursor: int) -> list[str]:
-        """Forget everything up to `cursor`; returns the job ids forgotten. An old cursor changes nothing.
+        """Drop everything up to `cursor`, and return the ids of the jobs dropped. An old cursor changes nothing.
 
         Raises:
-            ProtocolError: no such cursor was ever given.
+            ProtocolError: the session never gave this cursor.
         """
         if cursor > self.last:
             raise ProtocolError(f"cursor {cursor} acknowledged, but {self.last} is the last one this session has given")
@@ -166,39 +169,39 @@ class OutcomeLog:
         return forgotten
 
     def outcome(self, cursor: int) -> bytes | None:
-        """The encoded outcome at a cursor, if it is in memory; counted as a hit of the cache if it is there."""
+        """Return the encoded outcome at a cursor if it is in memory, else None. Counts a hit of the cache."""
         outcome = self._kept.get(cursor)
         return self._hot.get(cursor) if outcome is None and self._hot is not None else outcome
 
     def in_memory(self, cursor: int) -> bool:
-        """Return whether `outcome` would have it."""
+        """Return whether the outcome at a cursor is in memory. Counts no hit."""
         return cursor in self._kept or (self._hot is not None and cursor in self._hot)
 
     def job_id(self, cursor: int) -> str:
-        """Return whose outcome is at a cursor; empty if there is none, or not any more."""
+        """Return the job whose outcome is at a cursor; empty if there is none (any more)."""
         entry = self._entries.get(cursor)
         return entry.job_id if entry is not None and cursor <= self.last else ""
 
     def attempt(self, cursor: int) -> int:
-        """Return the number of the attempt that the outcome at `acked < cursor <= last` is of."""
+        """Return the number of the attempt that the outcome at `acked < cursor <= last` comes from."""
         return self._entries[cursor].attempt
 
     def outcome_bytes(self, cursor: int) -> int:
-        """The size of the outcome at `acked < cursor <= last`."""
+        """Return the size of the outcome at `acked < cursor <= last`."""
         return self._entries[cursor].size_bytes
 
     def sent_up_to(self, cursor: int) -> None:
-        """A trainer is connected, and was sent everything up to `cursor`."""
+        """Note that a trainer is connected and was sent everything up to `cursor`: the cache evicts by that."""
         if self._hot is not None:
             self._hot.connected, self._hot.sent = True, cursor
 
     def nobody_there(self) -> None:
-        """No trainer is connected."""
+        """Note that no trainer is connected: the cache evicts by that."""
         if self._hot is not None:
             self._hot.connected = False
 
     def close(self) -> None:
-        """Forget everything: the session is gone."""
+        """Drop everything, at the end of the session."""
         self._kept.clear()
         self._cursors.clear()
         self._entries = dict.fromkeys(self._entries, _Entry("", 0, 0))
@@ -226,11 +229,11 @@ class OutcomeLog:
 
 
 class HotOutcomes:
-    """A session's share of a cache: some of its outcomes, by cursor. Made by `OutcomeCache.share`.
+    """A session's share of the cache: some of its outcomes, by cursor. Created by `OutcomeCache.share`.
 
     Attributes:
         sent: the connected trainer was sent everything up to this cursor.
-        connected: a trainer is there to take the rest.
+        connected: a trainer is connected.
     """
 
     def __init__(self, cache: OutcomeCache) -> None:
@@ -239,7 +242,7 @@ class HotOutcomes:
         self.size_bytes = 0
         self._cache = cache
         self._outcomes: OrderedDict[int, bytes] = OrderedDict()
-        """In the order of cursors, which is that in which they will be sent."""
+        """Outcomes in the order of cursors, which is the order of sending."""
 
     def __len__(self) -> int:
         return len(self._outcomes)
@@ -251,40 +254,43 @@ class HotOutcomes:
         return iter(self._outcomes)
 
     def put(self, cursor: int, outcome: bytes) -> None:
-        """Keep an outcome that is on the disk, if its turn comes before that of others. Cursors only grow."""
+        """Add an outcome that is on the disk, which may evict others, or itself. Cursors must grow."""
         self._outcomes[cursor] = outcome
         self.size_bytes += len(outcome)
         self._cache.grow(len(outcome))
 
     def get(self, cursor: int) -> bytes | None:
-        """The outcome, counted as a hit if it is here."""
+        """Return the outcome at a cursor, and count a hit; None if it is not here."""
         outcome = self._outcomes.get(cursor)
         if outcome is not None:
             self._cache.hits_total += 1
         return outcome
 
     def discard(self, cursor: int) -> None:
-        """Nobody will ask for it (again). Idempotent."""
+        """Remove an outcome that is not needed any more. Idempotent."""
         outcome = self._outcomes.pop(cursor, None)
         if outcome is not None:
             self._shrink(outcome)
 
     def close(self) -> None:
-        """The session is gone, and its share with it."""
+        """Remove everything, and the share from the cache."""
         for cursor in list(self._outcomes):
             self.discard(cursor)
         self._cache.drop(self)
 
     @property
     def urgency(self) -> int:
-        """Urgency of what `evict` would take: 0 was sent and waits for its acknowledgement, 1 waits for a trainer who
-        is away, 2 is on its way to one who is there."""
+        """Return how soon the outcome that `evict` would remove is needed; the cache evicts the lowest first.
+
+        0: it was sent, and waits for its acknowledgement. 1: its trainer is not connected. 2: it is to be sent next to
+        a connected trainer.
+        """
         if not self.connected:
             return 1
         return 0 if next(iter(self._outcomes)) <= self.sent else 2
 
     def evict(self) -> None:
-        """Let go of the outcome that will be needed last. There must be one."""
+        """Remove the outcome that will be needed last. The share must not be empty."""
         _, outcome = self._outcomes.popitem(last=self.urgency > 0)
         self._shrink(outcome)
 
@@ -294,11 +300,11 @@ class HotOutcomes:
 
 
 class OutcomeCache:
-    """Outcomes of all sessions together, at most `max_bytes`; every one of them is on the disk, too.
+    """A cache of stored outcomes, of all sessions together, at most `max_bytes`. Each is on the disk, too.
 
-    When it is full, what was sent goes first, then what waits for trainers who are away, then what a connected trainer
-    will come to last; among equals that of the session with most bytes here. So a trainer that is slow, or gone, pushes
-    out its own.
+    When it is full, outcomes that were sent are evicted first, then those of absent trainers, then those that a
+    connected trainer will need last; among equals, from the session with most bytes in the cache. So a slow or absent
+    trainer evicts its own outcomes.
     """
 
     def __init__(self, max_bytes: int = HOT_OUTCOME_BYTES) -> None:
@@ -306,23 +312,23 @@ class OutcomeCache:
         self.size_bytes = 0
         self.hits_total = 0
         self.misses_total = 0
-        """Read from the disk. Counted by who reads."""
+        """Reads from the disk. The reader counts them."""
         self._evicted_total = 0
         self._shares: list[HotOutcomes] = []
 
     def share(self) -> HotOutcomes:
-        """An empty share, for one session, until it is closed."""
+        """Create and return an empty share for one session."""
         share = HotOutcomes(self)
         self._shares.append(share)
         return share
 
     def drop(self, share: HotOutcomes) -> None:
-        """See `HotOutcomes.close`. Idempotent."""
+        """Remove a share. Called by `HotOutcomes.close`. Idempotent."""
         if share in self._shares:
             self._shares.remove(share)
 
     def grow(self, size_bytes: int) -> None:
-        """A share has so many bytes more: make room for them."""
+        """Count bytes that were added to a share, and evict outcomes until the cache fits its limit."""
         self.size_bytes += size_bytes
         while self.size_bytes > self.max_bytes:
             share = min((s for s in self._shares if len(s)), key=lambda s: (s.urgency, -s.size_bytes))
@@ -330,7 +336,7 @@ class OutcomeCache:
             self._evicted_total += 1
 
     def statistics(self) -> dict[str, int]:
-        """Outcomes that are here now, and hits, misses and evictions so far."""
+        """Return bytes and number of outcomes cached now, and totals of hits, misses and evictions."""
         return {
             "bytes": self.size_bytes,
             "max_bytes": self.max_bytes,

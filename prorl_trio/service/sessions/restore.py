@@ -1,4 +1,4 @@
-"""A new start: sessions get back what a former process stored for them."""
+"""Recovery at a start: sessions and jobs that a former process left in the ledger."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 
 
 async def restore_sessions(sessions: SessionTable, node: NodeApi, config: LedgerConfig) -> None:
-    """Give every session its cursors and outcomes again, and have the node run what is not finished, in the order of
-    acceptance, as the next attempt. Before anybody can connect.
+    """Restore all sessions from the ledger, and have the node run the unfinished jobs as their next attempt.
 
-    A job of which `max_attempts` began ends as failed, since it may be what ends the node; so do one that cannot be
-    read any more, one whose handler is gone, and all of them if `on_restart` says so. Outcomes stay on the disk until
-    somebody asks for them: what this takes depends on their number, not on their size.
+    Must return before anybody can connect. Jobs run again in the order in which they were accepted. A job fails instead
+    if `max_attempts` of it have begun (it may be what ends the node), if it cannot be read, if its handler is gone, or
+    if `on_restart` is "fail". Outcomes stay on the disk until they are asked for: the duration depends on their number,
+    not on their size.
     """
     ledger = sessions.journal.ledger
     recovered = ledger.recovered

@@ -1,5 +1,7 @@
-"""A trainer's session. It lives in the node, not in a connection: a trainer that drops and returns finds its jobs
-running, and every outcome it has not acknowledged. Calls are synchronous, from the node's loop, if not said otherwise.
+"""A trainer's session: its jobs, and their outcomes until they are acknowledged.
+
+It belongs to the node, not to a connection: a trainer that reconnects finds its jobs running, and every outcome that it
+has not acknowledged. Methods are synchronous unless they are `async`, and called in the node's loop.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ __all__ = ["Session"]
 logger = logging.getLogger(__name__)
 
 MAX_CANCELS_AHEAD: Final = 10_000
-"""Ids of jobs cancelled before they came, kept per session; beyond, the oldest is forgotten."""
+"""Ids per session that were cancelled before their job was submitted. Beyond that, the oldest is dropped."""
 
 
 class Session:
-    """A trainer's jobs and outcomes. It is the `JobSink` of every job it submits."""
+    """A trainer's jobs and outcomes. It is the `JobSink` of every job that it submits."""
 
     def __init__(
         self,
@@ -56,20 +58,20 @@ class Session:
         shared: SharedOutcomes | None = None,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
-        """Begin a session whose cursors up to `start` are forgotten.
+        """Create a session whose next outcome gets the cursor `start` + 1.
 
         Args:
-            session_id: its trainer's choice.
-            start: the first outcome's cursor is above it.
-            limits: what it may hold.
-            journal: where its jobs and outcomes are stored.
-            stored: the session itself is in the journal.
-            retention_s: outcomes older than that are dropped by `expire`; None: they are not.
-            is_elsewhere: tells of a job's id that another session has it.
-            on_change: called when it holds less than before, or has no connection any more.
-            observations: who looks on.
-            shared: where tokens of outcomes are held for a trainer that maps them; None: this node shares none.
-            clock: seconds that only grow.
+            session_id: chosen by its trainer.
+            start: the cursor up to which everything counts as acknowledged.
+            limits: its limits.
+            journal: stores its jobs and outcomes.
+            stored: the journal has the session already.
+            retention_s: age at which `expire` drops outcomes; None: never.
+            is_elsewhere: returns whether another session has a job of that id.
+            on_change: called when it holds less than before, or its connection has ended.
+            observations: the observers of all sessions.
+            shared: keeps tokens of outcomes for trainers that map the arena; None if this node shares none.
+            clock: returns monotonic seconds.
         """
         self.session_id = session_id
         self.log = OutcomeLog(start, journal.cache.share())
@@ -85,12 +87,12 @@ class Session:
         self._observations = Observations() if observations is None else observations
         self._clock = clock
         self._fingerprints: dict[str, bytes] = {}
-        """Fingerprints of every job, running or finished and not acknowledged."""
+        """Fingerprints of all jobs that run, or have ended and are not acknowledged, by job id."""
         self._cancelled_ahead: dict[str, str] = {}
-        """Reasons, by id of jobs that have not come yet."""
+        """Reasons of cancels, by the ids of jobs that are not submitted yet."""
         self._running: dict[str, RunningJob] = {}
         self._ended_s: dict[str, float] = {}
-        """Times at which the outcomes that are held came, oldest first."""
+        """Times at which the held outcomes were stored, by job id, oldest first."""
         self._arrival = trio.lowlevel.ParkingLot()
         self._listener: Listener | None = None
 
@@ -102,44 +104,44 @@ class Session:
 
     @property
     def connected(self) -> bool:
-        """A connection is attached."""
+        """Return whether a connection is attached."""
         return self._listener is not None
 
     @property
     def running(self) -> int:
-        """Jobs without an outcome."""
+        """Return the number of jobs without an outcome."""
         return len(self._running)
 
     def knows(self, job_id: str) -> bool:
-        """The job was submitted here and its outcome is not acknowledged."""
+        """Return whether the job was submitted here and its outcome is not acknowledged or dropped."""
         return job_id in self._fingerprints
 
     def is_running(self, job_id: str) -> bool:
-        """The job was submitted here and has no outcome yet."""
+        """Return whether the job was submitted here and has no outcome yet."""
         return job_id in self._running
 
     def running_job(self, job_id: str) -> RunningJob | None:
-        """A job submitted here that has no outcome yet."""
+        """Return the job if it was submitted here and has no outcome yet."""
         return self._running.get(job_id)
 
     def running_jobs(self) -> Iterator[RunningJob]:
-        """All of them, oldest first. Not to be iterated across a checkpoint."""
+        """Iterate over the jobs without an outcome, oldest first. Do not keep the iterator across a checkpoint."""
         return iter(self._running.values())
 
     def to_come(self, sent: int) -> list[str]:
-        """The jobs of which a connection that was sent everything up to cursor `sent` has not had the outcome yet."""
+        """Return the ids of jobs whose outcome comes after the cursor `sent`: stored ones, then running ones."""
         ended = [self.log.job_id(cursor) for cursor in self.log.cursors() if cursor > sent]
         return [*ended, *self._running]
 
     async def wait_settled(self, job_id: str) -> None:
-        """Return when a job that is being stored is the node's, or refused."""
+        """Return when a job that is being stored is accepted by the node, or refused."""
         if (job := self._running.get(job_id)) is not None:
             await job.settled.wait()
         else:
             await trio.lowlevel.checkpoint()
 
     def choose(self, group_id: str, tags: Mapping[str, str], *, whole_session: bool) -> list[str]:
-        """The ids of running jobs of that group (if it is not empty), or with all these tags (if there are any)."""
+        """Return the ids of running jobs of that group (if not empty), or with all these tags (if any), or of all."""
         return [
             job.spec.job_id
             for job in self._running.values()
@@ -149,16 +151,19 @@ class Session:
         ]
 
     def cancel_ahead(self, job_ids: Iterable[str], reason: str) -> None:
-        """A job submitted later under one of these ids is cancelled at once."""
+        """Remember to cancel the jobs with these ids as soon as they are submitted."""
         for job_id in job_ids:
             self._cancelled_ahead[job_id] = reason
             if len(self._cancelled_ahead) > MAX_CANCELS_AHEAD:
                 del self._cancelled_ahead[next(iter(self._cancelled_ahead))]
 
     def admit(self, spec: JobSpec, node: NodeApi) -> tuple[RunningJob | None, bool]:
-        """Check a job that is to be stored. Returns it if it is not settled, and whether it is new.
+        """Check a job before it is stored. Return it if its submission is still in progress, and whether it is new.
 
-        A new one must be handed over or withdrawn afterwards. Raises what `submit_all` refuses jobs for.
+        The caller must afterwards hand over or withdraw a new job.
+
+        Raises:
+            ServiceError: it is refused, see `submit_all`.
         """
         fingerprint = fingerprint_of(spec)
         known = self._fingerprints.get(spec.job_id)
@@ -174,7 +179,13 @@ class Session:
         return (running if running is not None and not running.settled.is_set() else None), False
 
     def hand_over(self, job: RunningJob, node: NodeApi) -> None:
-        """Make a job that is stored the node's. Raises what `NodeApi.take` does; it is neither's then."""
+        """Give a stored job to the node, and cancel it if that was asked for in advance.
+
+        If the node raises, the job is still registered here: the caller must withdraw it, or deliver a failure.
+
+        Raises:
+            ServiceError: see `NodeApi.take`.
+        """
         node.take(job.spec, self, job.attempt + 1)
         job.settled.set()
         reason = self._cancelled_ahead.pop(job.spec.job_id, None)
@@ -182,13 +193,16 @@ class Session:
             node.cancel_soon(job.spec.job_id, reason)
 
     def withdraw(self, job: RunningJob, why: ServiceError) -> None:
-        """A job that was admitted is not to be."""
+        """Remove an admitted job that is refused after all, and wake those that wait for its acceptance."""
         self.dismiss(job)
         job.refused = why
         job.settled.set()
 
     def restore(self, spec: JobSpec, fingerprint: bytes, attempt: int) -> RunningJob:
-        """A job that a former process stored, and of which so many attempts began: to be handed over, or delivered."""
+        """Register a job that a former process stored, with its number of attempts begun, and return it.
+
+        The caller must hand it over, or deliver its outcome.
+        """
         job = RunningJob(spec, fingerprint, self._clock())
         job.attempt = attempt
         self._fingerprints[spec.job_id] = fingerprint
@@ -196,14 +210,21 @@ class Session:
         return job
 
     def restore_outcome(self, found: UndeliveredOutcome) -> None:
-        """An outcome that a former process stored. In the order of cursors, and before anything is submitted."""
+        """Register an outcome that a former process stored.
+
+        Call in the order of cursors, before anything is submitted.
+        """
         self.log.restore(found.job_id, found.cursor, found.outcome.size_bytes, max(1, found.attempt))
         self._fingerprints[found.job_id] = found.fingerprint
         self._ended_s[found.job_id] = self._clock()
 
     def deliver(self, outcome: Outcome) -> None:
-        """See `JobSink`. A second outcome of a job is dropped, loudly: the first one stands. So is, quietly, that of a
-        job which a failing node has cut: the job is not over, see `Journal.draining`."""
+        """Store a job's outcome, and send it once it is stored. See `JobSink`.
+
+        A second outcome of a job is dropped and logged as an error: the first one stands. An outcome with the code
+        "shutdown" is dropped unless the node drains: a node that fails cuts its jobs, and the next start runs them
+        again.
+        """
         job = self._running.get(outcome.job_id)
         if job is None or job.finishing is not None:
             logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, outcome.job_id)
@@ -220,8 +241,7 @@ class Session:
         self.journal.finish(self.session_id, outcome.job_id, attempt, cursor, job.finishing, stored)
 
     def _offer(self, refused: RunningJob, cursor: int, is_stored: bool) -> None:
-        """The outcome at a cursor of the log is stored: the trainer may have it, once it has those before it. Or it is
-        refused, and there is none."""
+        """Let the outcome at a cursor be sent, once all before it may be; drop its job if storing was refused."""
         if not is_stored:
             self.log.blank(cursor)
         for job_id in self.log.offer(cursor):
@@ -239,14 +259,14 @@ class Session:
             self._listener.wake()
 
     def dismiss(self, job: RunningJob) -> None:
-        """Nothing will come of the job: it was not taken, or its outcome was refused."""
+        """Remove a job of which there is no outcome: it was not accepted, or its outcome could not be stored."""
         self._fingerprints.pop(job.spec.job_id, None)
         self._running.pop(job.spec.job_id, None)
         if self.shared is not None:
             self.shared.forget(self.session_id, job.spec.job_id)
 
     def report(self, job_id: str, status: Status, detail: str) -> None:
-        """See `JobSink`."""
+        """Note a job's new stage, and send it as an event. See `JobSink`."""
         event = JobEvent(job_id=job_id, status=status, detail=detail)
         if (job := self._running.get(job_id)) is not None:
             job.status = status
@@ -259,10 +279,12 @@ class Session:
             self._listener.event(event)
 
     def ack(self, cursor: int) -> None:
-        """The trainer has everything up to `cursor`.
+        """Acknowledge all outcomes up to `cursor`: drop them here and in the ledger.
+
+        An old cursor changes nothing.
 
         Raises:
-            ProtocolError: no such cursor was ever given.
+            ProtocolError: the session never gave this cursor.
         """
         for job_id in self.log.ack(cursor):
             self._forgotten(job_id)
@@ -274,9 +296,9 @@ class Session:
     # ------------------------------------------------------------ without a standing connection
 
     async def read(self, cursor: int) -> bytes | None:
-        """The encoded outcome at `cursor`, from memory or else from the disk; None: it is forgotten, or never was.
+        """Return the encoded outcome at `cursor`, from memory or else from the disk; None if there is none (any more).
 
-        One that the disk has lost is a failure that says so, from then on. Safe to cancel.
+        An outcome that the ledger has lost is replaced for good by a failure that says so. Safe to cancel.
         """
         job_id, outcome = self.log.job_id(cursor), self.log.outcome(cursor)
         if outcome is not None or not job_id:
@@ -295,13 +317,16 @@ class Session:
         return self.log.outcome(cursor) or outcome
 
     async def held(self, cursor: int) -> Held | None:
-        """The outcome at `cursor`, if it was given and not forgotten. Safe to cancel."""
+        """Return the outcome at `cursor`; None if there is none (any more). Reads the disk if needed.
+
+        Safe to cancel.
+        """
         job_id = self.log.job_id(cursor)
         outcome = await self.read(cursor)
         return None if outcome is None else Held(cursor, job_id, outcome)
 
     async def held_of(self, job_id: str) -> Held | None:
-        """The outcome of a job, if it has ended and was not forgotten. Safe to cancel."""
+        """Return the outcome of a job; None if it has not ended, or the outcome is gone. Safe to cancel."""
         cursor = self.log.find(job_id)
         if cursor is None:
             await trio.lowlevel.checkpoint()
@@ -309,14 +334,14 @@ class Session:
         return await self.held(cursor)
 
     async def wait_arrival(self) -> None:
-        """Return when the next outcome came. The caller sets the deadline."""
+        """Return when the next outcome has come. Has no deadline of its own."""
         await self._arrival.park()
 
     def forget(self, job_id: str) -> None:
-        """Drop the outcome of one job: it is not delivered (again), and its id is free.
+        """Drop the outcome of one job, here and in the ledger. It is not sent any more, and its id can be used again.
 
         Raises:
-            KeyError: no outcome of that job is here.
+            KeyError: the session has no outcome of that job.
         """
         self.log.forget(job_id)
         self._forgotten(job_id)
@@ -324,11 +349,11 @@ class Session:
         self._on_change()
 
     def touch(self) -> None:
-        """Somebody uses this session without a connection of its own."""
+        """Mark the session as used just now, by a request without a standing connection."""
         self.idle_since_s = self._clock()
 
     def expire(self) -> int:
-        """Drop what is older than its retention, unless a connection is there to take it. Returns how many."""
+        """Drop the outcomes that are older than the retention, and return how many. Does nothing while connected."""
         if self._retention_s is None or self.connected:
             return 0
         limit_s = self._clock() - self._retention_s
@@ -345,10 +370,12 @@ class Session:
     # ------------------------------------------------------------ connections
 
     async def store(self) -> None:
-        """Have the session outlive its connections, and on a disk the node. Safe to cancel, and to call again.
+        """Store the session, so that it outlives its connections and, with a ledger on disk, the node.
+
+        Does nothing if it is stored. Safe to cancel, and to call again.
 
         Raises:
-            AdmissionRejected: there is no room for it.
+            AdmissionRejected: the ledger has no room for it.
         """
         if self._stored:
             await trio.lowlevel.checkpoint()
@@ -359,14 +386,18 @@ class Session:
     def attach(
         self, listener: Listener, resume_after: int, max_unacked_outcomes: int = 0, max_unacked_bytes: int = 0
     ) -> Feed:
-        """Give the session to a connection, and tell the one that had it. Returns the feed of what to send.
+        """Attach a connection, replacing the one that is attached. Return the feed of outcomes to send on it.
 
-        The feed begins after the cursor `resume_after`, which acknowledges nothing by itself: see `ack`. The two limits
-        say how much the trainer takes that it has not acknowledged yet; 0, or more than the node's own limit, stands
-        for that limit.
+        The replaced connection is called with `replaced`.
+
+        Args:
+            listener: the connection.
+            resume_after: the feed begins after this cursor. It acknowledges nothing, see `ack`.
+            max_unacked_outcomes: send window in outcomes, at most the node's own, which 0 stands for.
+            max_unacked_bytes: send window in bytes, likewise.
 
         Raises:
-            ProtocolError: `resume_after` is a cursor this session never gave.
+            ProtocolError: the session never gave the cursor `resume_after`, or a window is negative.
         """
         if resume_after > self.log.last:
             raise ProtocolError(
@@ -389,7 +420,7 @@ class Session:
         )
 
     def detach(self, listener: Listener) -> None:
-        """The connection is over. Nothing happens if another has taken its place."""
+        """Detach a connection that has ended. Does nothing if another one has replaced it."""
         if self._listener is listener:
             self._listener = None
             self.log.nobody_there()
@@ -397,14 +428,14 @@ class Session:
             self._on_change()
 
     def close(self) -> None:
-        """The session gives way to another one: let go of everything it has, on the disk, too."""
+        """Drop everything that the session has, also in the ledger. It makes room for another one."""
         self.log.close()
         if self.shared is not None:
             self.shared.forget_session(self.session_id)
         self.journal.close_session(self.session_id)
 
     def statistics(self) -> dict[str, object]:
-        """Live state."""
+        """Return the session's live state."""
         return {
             "connected": self.connected,
             "running": self.running,

@@ -1,4 +1,4 @@
-"""All sessions of a node: which there are, how many there may be, and which of them gives way."""
+"""The table of a node's sessions: opening them, and removing idle ones when there are too many."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ class SessionTable:
     def __init__(
         self, journal: Journal, limits: SessionLimits | None = None, shared: SharedOutcomes | None = None
     ) -> None:
-        """Begin without sessions. `shared`: where tokens of outcomes are held for trainers on this host."""
+        """Create an empty table.
+
+        Args:
+            journal: stores the sessions.
+            limits: of sessions; the defaults if None.
+            shared: keeps tokens of outcomes for trainers on this host; None if this node shares none.
+        """
         self.journal = journal
         self.shared = shared
         self.observations = Observations()
@@ -38,11 +44,13 @@ class SessionTable:
         return len(self._sessions)
 
     def open(self, session_id: str, resume_after: int, *, retention_s: float | None = None) -> tuple[Session, bool]:
-        """Return the session of that id, and whether it was known. A new one continues the cursors after
-        `resume_after`, and forgets outcomes after `retention_s`, if that is given and no trainer is connected.
+        """Return the session with that id, and whether it existed. Create it if not.
+
+        A new session continues the cursors after `resume_after`. With `retention_s` it drops outcomes of that age while
+        no trainer is connected. It is not stored yet: see `Session.store`.
 
         Raises:
-            ProtocolError: the id or the cursor cannot be.
+            ProtocolError: the id or the cursor is not valid.
             AdmissionRejected: there is no room for a new session.
         """
         known = self._sessions.get(session_id)
@@ -56,8 +64,10 @@ class SessionTable:
         return self._begin(session_id, resume_after, retention_s=retention_s), False
 
     def restore(self, session_id: str, acked: int) -> Session:
-        """Give a session of a former process its place, whether there is room for it or not: its cursors up to `acked`
-        are forgotten."""
+        """Create a session that a former process stored, even if there are too many.
+
+        All up to `acked` is acknowledged.
+        """
         return self._begin(session_id, acked, stored=True)
 
     def _begin(self, session_id: str, start: int, *, stored: bool = False, retention_s: float | None = None) -> Session:
@@ -78,12 +88,14 @@ class SessionTable:
         return session
 
     async def wait_settled(self) -> None:
-        """Return when no job is being stored: each is the node's, or refused."""
+        """Return when no job is being stored: each is accepted by the node, or refused."""
         await self.journal.wait_settled()
 
     async def wait_delivered(self) -> None:
-        """Return when no connected trainer has an outcome it has not acknowledged, or a job without one; but for those
-        that a failed disk holds back. The caller sets the deadline."""
+        """Return when no connected trainer has running jobs or unacknowledged outcomes.
+
+        Running jobs do not count after the disk has failed: their outcomes are held back. Has no deadline of its own.
+        """
         await trio.lowlevel.checkpoint()
         while any(
             session.connected and (len(session.log) or (session.running and not self.journal.failed))
@@ -93,29 +105,30 @@ class SessionTable:
             await self._changed.wait()
 
     def get(self, session_id: str) -> Session | None:
-        """The session of that id, if there is one."""
+        """Return the session with that id; None if there is none."""
         return self._sessions.get(session_id)
 
     def all(self) -> list[Session]:
-        """Every session, oldest first."""
+        """Return every session, oldest first."""
         return list(self._sessions.values())
 
     def undelivered(self) -> tuple[int, int]:
-        """Outcomes not acknowledged, of all sessions, and their bytes."""
+        """Return the number of unacknowledged outcomes of all sessions, and their bytes."""
         logs = [session.log for session in self._sessions.values()]
         return sum(map(len, logs)), sum(log.size_bytes for log in logs)
 
     def statistics(self) -> dict[str, object]:
-        """Live state, by session id."""
+        """Return the live state of each session, by session id."""
         return {session_id: session.statistics() for session_id, session in self._sessions.items()}
 
     def _notify(self) -> None:
         self._changed.set()
 
     def _make_room(self) -> None:
-        """For one session more. Counted against the limit are those with a connection, and those that hold nothing.
+        """Remove idle sessions so that one more fits; raise AdmissionRejected if too many are connected.
 
-        What an absent trainer left, running or undelivered, is bounded by admission: it is kept, and keeps nobody out.
+        Only connected and empty sessions count. One that an absent trainer left with jobs or outcomes is kept and does
+        not count: admission bounds it.
         """
         idle = [s for s in self._sessions.values() if not (s.connected or s.running or len(s.log))]
         connected = sum(session.connected for session in self._sessions.values())

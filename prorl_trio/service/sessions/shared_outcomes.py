@@ -1,5 +1,6 @@
-"""Outcomes whose tokens are still in the node's arena, for trainers who map it. Beside the sessions' logs, which have
-every outcome whole: what is not here, or not any more, goes out as a frame.
+"""Outcomes whose tokens are kept in the node's shared-memory arena, for trainers on this host that map it.
+
+The sessions' logs have every outcome whole: one that is not kept here is sent as a full frame.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ class _Kept:
     frame: OutcomeRefFrame
     size_bytes: int
     readers: set[str] = field(default_factory=set)
-    """Who was sent it."""
+    """Readers that were sent this outcome."""
 
 
 class SharedOutcomes:
-    """Holds tokens in the arena from an outcome's delivery to its session until that is acknowledged or forgotten.
+    """Outcomes whose tokens are pinned in the arena, from their delivery until they are acknowledged or dropped.
 
-    For the node's loop. All that is held is at most `max_bytes`, so that live trajectories have the rest.
+    To be used in the node's loop alone. Holds at most `max_bytes`, so that live trajectories have the rest of the
+    arena.
     """
 
     def __init__(self, arena: Arena, max_bytes: int) -> None:
@@ -49,15 +51,18 @@ class SharedOutcomes:
         return len(self._kept)
 
     def has_reader(self, reader_id: str) -> bool:
-        """That reader has the arena mapped."""
+        """Return whether this reader has the arena mapped."""
         return self._arena.has_reader(reader_id)
 
     def holds(self, session_id: str, job_id: str) -> bool:
-        """The tokens of that job's outcome are held: `frame` has it for a reader."""
+        """Return whether the tokens of that job's outcome are kept, so that `frame` can send it by reference."""
         return (session_id, job_id) in self._kept
 
     def keep(self, session_id: str, outcome: Outcome) -> None:
-        """Hold the tokens of `outcome`, as it is delivered, if they are in the arena and there is room."""
+        """Pin the tokens of an outcome that is being delivered.
+
+        Do nothing if they are not in the arena, or do not fit.
+        """
         refs = refs_of(outcome)
         if refs is None or not all(map(self._arena.has, refs)):
             return
@@ -73,9 +78,9 @@ class SharedOutcomes:
         self._size_bytes += size_bytes
 
     def frame(self, session_id: str, job_id: str, cursor: int, reader_id: str) -> bytes | None:
-        """The encoded `OutcomeRefFrame` of an outcome for a reader, who has its tokens pinned from now on.
+        """Return the encoded `OutcomeRefFrame` of an outcome for a reader, and pin its tokens for that reader.
 
-        None if its tokens are not held, or the reader is gone.
+        Returns None if the tokens are not kept, or the reader has left the arena.
         """
         kept = self._kept.get((session_id, job_id))
         if kept is None or not self._arena.has_reader(reader_id):
@@ -88,7 +93,7 @@ class SharedOutcomes:
         return _encode(msgspec.structs.replace(kept.frame, cursor=cursor))
 
     def adopt(self, session_id: str, reader_id: str) -> None:
-        """The session's trainer has mapped the arena again: what it was sent before is pinned for its new reader."""
+        """Pin what the session was sent before for its new reader, when its trainer has mapped the arena again."""
         for (session, _), kept in self._kept.items():
             if session == session_id and kept.readers:
                 kept.readers.add(reader_id)
@@ -96,7 +101,7 @@ class SharedOutcomes:
                     self._arena.pin(ref, reader_id)
 
     def forget(self, session_id: str, job_id: str) -> None:
-        """The outcome is acknowledged, or dropped: its pins end. Idempotent."""
+        """Drop an outcome that was acknowledged or removed, and unpin its tokens. Idempotent."""
         kept = self._kept.pop((session_id, job_id), None)
         if kept is None:
             return
@@ -106,19 +111,21 @@ class SharedOutcomes:
                 self._arena.unpin(ref, holder)
 
     def forget_session(self, session_id: str) -> None:
-        """The session is gone, and all that was held for it. Idempotent."""
+        """Drop all outcomes of a session. Idempotent."""
         for session, job_id in [key for key in self._kept if key[0] == session_id]:
             self.forget(session, job_id)
 
     def make_room(self) -> None:
-        """The arena is full: let go of what no reader looks at."""
+        """Drop every outcome that was not sent to a present reader. Called when the arena is full."""
         for (session_id, job_id), kept in list(self._kept.items()):
             if not any(map(self._arena.has_reader, kept.readers)):
                 self.forget(session_id, job_id)
 
     def statistics(self) -> dict[str, int]:
-        """Outcomes held now; of all so far, those sent by reference, their bytes of tokens, and those that there was
-        no room to hold."""
+        """Return the number and bytes of outcomes kept now, and totals since the start.
+
+        The totals count outcomes sent by reference, bytes of their tokens, and outcomes that did not fit.
+        """
         return {
             "outcomes": len(self._kept),
             "bytes": self._size_bytes,
@@ -129,5 +136,5 @@ class SharedOutcomes:
 
 
 def _holder(session_id: str) -> str:
-    """Who holds a session's tokens in the arena; no reader, whatever the trainer has called its session."""
+    """Return the name under which a session's tokens are pinned. It is never a reader's id."""
     return f"session {session_id}"

@@ -1,4 +1,4 @@
-"""The one way from a trainer's submit to the node: check all, store what is new in one commit, hand it over."""
+"""Submission of jobs, for every edge: check all, store the new ones in one commit, then hand them to the node."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import JobSpec
 
     Answer = Callable[[int, ServiceError | None], None]
-    """Told how the job at an index of a batch was taken; None: it is the node's. Never raises."""
+    """Called with the index of a job in its batch, and None if the node accepted it, else the reason. Never raises."""
 
 __all__ = ["submit_all", "submit_one"]
 
 
 class _Entry(NamedTuple):
-    """A job of a batch: `job` is new, or is being stored for somebody else already, or None: here, or refused."""
+    """A job of a batch, after its check.
+
+    Attributes:
+        job: new, or still being stored by another submit; None if it was accepted before, or is refused.
+        error: why it is refused.
+        is_new: this batch stores it.
+    """
 
     job: RunningJob | None
     error: ServiceError | None = None
@@ -32,17 +38,19 @@ class _Entry(NamedTuple):
 
     @property
     def refusal(self) -> ServiceError | None:
-        """Why it was not taken, once it is settled."""
+        """Return why the job was refused, once that is decided; None if the node accepted it."""
         return self.error if self.job is None else self.job.refused
 
 
 async def submit_all(session: Session, specs: Sequence[JobSpec], node: NodeApi, answer: Answer) -> None:
-    """Hand jobs to the node, each once: the same spec again joins the job, running or finished.
+    """Submit jobs, and return when each was accepted or refused. Submitting a spec again joins its job.
 
-    `answer` is called for each, in order, in the step in which the job is taken: before its outcome comes. When this
-    call is cancelled, it goes on to its end all the same. A job is refused with a `ServiceError`: `DuplicateJob` where
-    the id is another spec's, or another session's; `AlreadyDelivered`; `AdmissionRejected` where too much of this
-    session is undelivered, or the ledger is full; or what the node raised.
+    `answer` is called once for each job, in order, in the same step in which the node accepts it: before its outcome
+    can come. If this call is cancelled, the submit still goes on to its end, with its answers.
+
+    The error given for a refused job is `DuplicateJob` if the id belongs to another spec or session; `AlreadyDelivered`
+    if its outcome was acknowledged; `AdmissionRejected` if the session has too many unacknowledged outcomes, or the
+    ledger is full; or what the node raised.
     """
     done = trio.Event()
     session.journal.start(_submit, session, specs, node, answer, done, name=f"submit {session.session_id}")
@@ -50,7 +58,11 @@ async def submit_all(session: Session, specs: Sequence[JobSpec], node: NodeApi, 
 
 
 async def submit_one(session: Session, spec: JobSpec, node: NodeApi) -> None:
-    """Submit one job. Raises what it was refused for."""
+    """Submit one job, and return when the node has accepted it. See `submit_all`.
+
+    Raises:
+        ServiceError: it was refused.
+    """
     refused: list[ServiceError] = []
     await submit_all(session, [spec], node, lambda _index, error: refused.append(error) if error else None)
     if refused:
@@ -79,7 +91,7 @@ async def _submit(session: Session, specs: Sequence[JobSpec], node: NodeApi, ans
 
 
 async def _store(session: Session, jobs: Sequence[RunningJob]) -> Mapping[str, ServiceError]:
-    """Store them in one commit. Returns those that are not, and why, by id."""
+    """Store jobs in one commit. Return the errors of those that were not stored, by job id."""
     if not jobs:
         return {}
     try:
@@ -92,8 +104,12 @@ async def _store(session: Session, jobs: Sequence[RunningJob]) -> Mapping[str, S
 async def _settle(
     session: Session, node: NodeApi, entries: Sequence[_Entry], refused: Mapping[str, ServiceError], answer: Answer
 ) -> None:
-    """Hand over what is stored. Each answer is given in the step in which its job is, unless one before it is for a job
-    of another batch, which is waited for at the end: batches that wait for each other both come to an end."""
+    """Hand the stored jobs to the node, and answer for every job in order.
+
+    An answer is given in the step in which its job is accepted, unless a job before it is being stored by another
+    batch. Such jobs are awaited last, after all of this batch were handed over, so that two batches that wait for each
+    other cannot deadlock.
+    """
     late: list[tuple[int, _Entry]] = []
     for index, entry in enumerate(entries):
         job = entry.job
@@ -112,7 +128,10 @@ async def _settle(
 
 
 def _hand_over(session: Session, node: NodeApi, job: RunningJob, failure: ServiceError | None) -> None:
-    """A node that has ended meanwhile does not get it: the next start finds it stored, and runs it."""
+    """Hand a stored job to the node, or withdraw it if storing failed.
+
+    If the node has ended meanwhile, the job is refused, but stays in the ledger: the next start runs it.
+    """
     if failure is None:
         try:
             session.hand_over(job, node)
