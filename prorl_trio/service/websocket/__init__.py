@@ -1,1 +1,1 @@
-"""The WebSocket edge."""
+"""The WebSocket service: sessions of trainers over a standing connection."""

@@ -1,4 +1,4 @@
-"""One trainer connection: its requests, answered in order, and its session's outcomes."""
+"""The connection of a trainer: handles its requests in order, and sends its session's outcomes."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ __all__ = ["Connection", "RefusalCode", "refuse"]
 logger = logging.getLogger(__name__)
 
 MAX_OPERATIONS: Final = 64
-"""Cancels and calls of the backends in progress on one connection. More end it."""
+"""Cancels and calls of the backends in progress on one connection. One more ends the connection."""
 EVENT_MARK_FRAMES: Final = 200
 """Job events are dropped while more frames than this wait to be sent."""
 JOBS_PER_COMMIT: Final = 1_000
-"""Of one frame, so many are stored together, and their answers are sent before the next ones are taken."""
+"""Jobs of one frame that are stored together. Their answers are sent before the next ones are stored."""
 JOBS_PER_LIST: Final = 200
-"""Ids have up to 200 characters."""
+"""Ids in one `JobList` frame. An id has up to 200 characters."""
 
 RefusalCode = Literal["version", "token", "protocol", "draining", "replaced", "admission"]
 
@@ -67,7 +67,7 @@ _decode_id = msgspec.msgpack.Decoder(JobId).decode
 
 
 class Connection:
-    """The `Listener` of a session for as long as its link lasts. The session and its jobs outlive it."""
+    """The `Listener` of a session while the link lasts. The session and its jobs outlive it."""
 
     def __init__(
         self,
@@ -77,7 +77,11 @@ class Connection:
         node: NodeApi,
         table: SessionTable,
     ) -> None:
-        """Raises ProtocolError if `hello` asks for what cannot be."""
+        """Attach to the session, replacing its former connection.
+
+        Raises:
+            ProtocolError: `hello` asks for an impossible cursor or window.
+        """
         self._link = link
         self._session = session
         self._node = node
@@ -93,7 +97,7 @@ class Connection:
             self._observation = table.observations.begin(session.session_id, group_id, link.wake)
 
     async def run(self) -> tuple[int, str]:
-        """Serve until the link ends; returns why (close code, reason). Detaches from the session."""
+        """Serve until the link ends, then detach from the session. Return the close code and its reason."""
         try:
             return await self._link.run(self._read, self._next_frame)
         finally:
@@ -102,25 +106,25 @@ class Connection:
                 self._table.observations.end(self._observation)
 
     def go_away(self) -> None:
-        """Send what there is to send, then close. The caller sets the deadline."""
+        """Send what is queued, then close. Returns at once and sets no deadline."""
         self._leaving = True
         self._link.wake()
 
     def wake(self) -> None:
-        """See `Listener`."""
+        """Ask for the next frame. See `Listener`."""
         self._link.wake()
 
     def event(self, event: JobEvent) -> None:
-        """See `Listener`."""
+        """Send a job event, or drop it. See `Listener`."""
         if self._link.queued_frames < EVENT_MARK_FRAMES:
             self._link.post(event)
 
     def replaced(self) -> None:
-        """See `Listener`."""
+        """End the link with the code "replaced". See `Listener`."""
         self.refuse("replaced", "another connection has taken this session over")
 
     def refuse(self, code: RefusalCode, message: str) -> None:
-        """End the link with a reason the trainer's code can switch over."""
+        """End the link with a code that the trainer's program can act on."""
         refuse(self._link, code, message)
 
     def _attach_arena(self, reader_id: str) -> None:
@@ -178,7 +182,7 @@ class Connection:
             await self._link.wait_room()
 
     async def _take(self, request_id: int, start: int, raws: Sequence[msgspec.Raw]) -> None:
-        """Submit jobs and answer for each, in order: in the step in which the job is taken, before its outcome."""
+        """Submit jobs, and answer for each in order, in the step in which it is accepted: before its outcome."""
         decoded: list[JobSpec | ServiceError] = []
         for raw in raws:
             try:
@@ -212,8 +216,11 @@ class Connection:
         post_malformed()
 
     async def _list_jobs(self, request_id: int) -> None:
-        """When what an earlier connection submitted is stored or refused; in one step, so that no outcome comes in
-        between."""
+        """Send the jobs of the session whose outcome is still to come on this connection.
+
+        Waits first for jobs of earlier connections that are being stored. The list is then made and queued without a
+        checkpoint, so that no outcome comes in between.
+        """
         for job in list(self._session.running_jobs()):
             await job.settled.wait()
         job_ids = self._session.to_come(self._feed.sent)
@@ -226,7 +233,7 @@ class Connection:
         return msgspec.Raw(msgspec.msgpack.encode(statistics, enc_hook=str))
 
     def _start(self, operation: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Run beside the reader: these may take long, and the reader must go on."""
+        """Run an operation in a task of its own, so that the reader goes on; raise ProtocolError if too many run."""
         if self._operations >= MAX_OPERATIONS:
             raise ProtocolError(f"more than {MAX_OPERATIONS} cancels and calls of backends at once; await some first")
         self._operations += 1
@@ -273,7 +280,7 @@ class Connection:
 
 
 def refuse(link: WebSocketLink[ClientFrame], code: RefusalCode, message: str) -> None:
-    """End a link with `SessionRefused`."""
+    """End a link with `SessionRefused` as its last frame."""
     close_code = CloseCode.PROTOCOL_ERROR if code in ("protocol", "version") else CloseCode.POLICY_VIOLATION
     link.end(close_code, message, last=SessionRefused(code=code, message=message))
 

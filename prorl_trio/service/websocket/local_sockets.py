@@ -1,4 +1,4 @@
-"""Where trainers on the node's own host find it: a folder of Unix sockets that only its user can enter."""
+"""The Unix sockets for trainers on the node's own host, in a folder that only the node's user can enter."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ logger = logging.getLogger(__name__)
 
 
 class LocalSockets(NamedTuple):
-    """The paths of the sockets: `node` for sessions, `arena` for its memory."""
+    """The paths of the sockets: `node` for sessions, `arena` for the node's shared memory."""
 
     node: Path
     arena: Path
 
 
 def claim_local_sockets(listen: ListenConfig) -> LocalSockets | None:
-    """Make the folder for the sockets if it is missing, and remove what a killed node has left there.
+    """Create the folder for the sockets if it is missing, and remove sockets that a killed node left there.
 
-    Blocks on the disk. Whoever listens unlinks the sockets. None: there are to be none, or with `auto` there can be
-    none, which is logged.
+    Returns their paths; None if none are configured, or if `auto` is and they cannot be had, which is logged. The
+    listener unlinks the sockets at its end. Blocks on the disk.
 
     Raises:
-        ConfigError: a path that was asked for cannot be had: it is too long, others can enter its folder, or a node is
-            listening there.
+        ConfigError: a configured path is too long, other users can enter its folder, or a node listens there.
     """
     node = listen.unix_path()
     if node is None:
@@ -55,8 +54,7 @@ def claim_local_sockets(listen: ListenConfig) -> LocalSockets | None:
 
 
 def release_local_sockets(listen: ListenConfig, sockets: LocalSockets) -> None:
-    """Remove the folder that `auto` makes beside the endpoint file, if nothing is in it any more. One that was named
-    stays, whoever made it."""
+    """Remove the folder that `auto` creates beside the endpoint file, if it is empty. A configured folder is kept."""
     if listen.unix_socket == "auto":
         with suppress(OSError):
             sockets.node.parent.rmdir()
@@ -87,7 +85,7 @@ def _remove_stale(path: Path) -> None:
         raise ConfigError(f"listen.unix_socket: {path} is there, and is no socket; choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         reached = probe.connect_ex(os.fspath(path))
-    if reached == errno.ECONNREFUSED:
+    if reached == errno.ECONNREFUSED:  # nobody listens: a killed node left it
         path.unlink(missing_ok=True)
     elif reached != errno.ENOENT:
         raise ConfigError(f"listen.unix_socket: {path} belongs to a node that is running; choose another path")

@@ -1,4 +1,4 @@
-"""The trainer-facing WebSocket listener: accept, authenticate, hand over to a `Connection`."""
+"""The WebSocket listener: accepts, authenticates, and hands each link to a `Connection`."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 10.0
 GOODBYE_TIMEOUT_S: Final = 5.0
-"""When the server is cancelled, its connections may take so long to send what there is and to close."""
+"""Time that connections get to send what is queued and to close, when the server is cancelled."""
 LEAVING: Final = 64
-"""Known connections beyond `max_sessions`: replaced ones on their way out."""
+"""Authenticated connections beyond `max_sessions`: replaced ones that are still closing."""
 
 _decode = msgspec.msgpack.Decoder(ClientMessage).decode
 
@@ -60,15 +60,19 @@ async def serve_websocket(
 ) -> None:
     """Serve trainers until cancelled. Reports the bound (host, port) through `task_status`.
 
-    `sessions` are the node's, shared with REST.
-    `local`: where to listen besides, for trainers on this host. `listener`: bound already, instead of the address that
-    is configured; closed on leaving.
+    On a cancel, no new connection is served; what is queued for connected trainers is sent and the connections are
+    closed as "going away", within `GOODBYE_TIMEOUT_S`. Jobs run on: they belong to the node.
 
-    On cancel nobody new is let in; what is queued for connected trainers is sent, and the connections are closed as
-    "going away", all within `GOODBYE_TIMEOUT_S`. Jobs are not touched: they are the node's.
+    Args:
+        node: runs the jobs.
+        config: address, limits and credentials.
+        sessions: the node's sessions, shared with REST.
+        local: Unix sockets for trainers on this host, to listen on as well.
+        listener: a bound listener, used in place of the configured address. Closed on leaving.
+        task_status: see `trio.Nursery.start`.
 
     Raises:
-        ConfigError: no usable token, or an address cannot be bound.
+        ConfigError: the heartbeat, the token or the certificate is not valid, or an address cannot be bound.
     """
     if not 0 < config.heartbeat_interval_s < config.heartbeat_timeout_s:
         raise ConfigError(
@@ -105,7 +109,7 @@ async def serve_websocket(
 
 @contextmanager
 def _listen_here(local: LocalSockets | None) -> Iterator[list[trio.SocketListener]]:
-    """The listener for trainers on this host, if there is to be one. Its socket is unlinked afterwards."""
+    """Listen on the Unix socket, if there is one; yield its listener in a list. Unlink the socket on leaving."""
     if local is None:
         yield []
         return
@@ -122,7 +126,7 @@ def _listen_here(local: LocalSockets | None) -> Iterator[list[trio.SocketListene
 
 
 class _Server:
-    """What all connections share."""
+    """The state that all connections share."""
 
     def __init__(
         self,
@@ -150,7 +154,10 @@ class _Server:
         )
 
     def go_away(self) -> None:
-        """Let the connections finish what they send; let nobody in. Ends within `GOODBYE_TIMEOUT_S`."""
+        """Refuse new connections, and let the open ones finish sending, at most `GOODBYE_TIMEOUT_S`. Returns at once.
+
+        Connections that have not authenticated are cancelled.
+        """
         self._leaving = True
         for scope, connection in self._scopes.items():
             if connection is None:
@@ -160,11 +167,11 @@ class _Server:
                 connection.go_away()
 
     async def serve_stream(self, stream: trio.SocketStream) -> None:
-        """Serve one accepted TCP connection until it ends, however it ends. The caller closes it."""
+        """Serve one accepted TCP connection until it ends. Its errors are logged; the caller closes the stream."""
         await self._serve(stream, self._tls)
 
     async def serve_local(self, stream: trio.SocketStream) -> None:
-        """As `serve_stream`, for a connection from this host."""
+        """Serve one accepted connection of the Unix socket, as `serve_stream` does, without TLS."""
         await self._serve(stream, None)
 
     async def _serve(self, stream: trio.SocketStream, tls: ssl.SSLContext | None) -> None:
@@ -230,7 +237,7 @@ class _Server:
         logger.info("session %s: connection closed (%d): %s", session.session_id, code, reason)
 
     async def _hello(self, link: WebSocketLink[ClientFrame]) -> SessionHello | None:
-        """The first frame, if it may come in; otherwise the link is ended with the reason."""
+        """Return the first frame if it is a valid `SessionHello`. Otherwise refuse the link and return None."""
         frame: ClientFrame | None = None
         try:
             with trio.move_on_after(HELLO_TIMEOUT_S):
