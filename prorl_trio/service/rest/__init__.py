@@ -1,3 +1,3 @@
-"""REST beside the WebSocket: the same jobs, sessions and outcomes for `curl` and scripts."""
+"""The REST service: the same jobs, sessions and outcomes as over the WebSocket, for `curl` and scripts."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ASGI application: routes made from the table of endpoints; every request runs the same way."""
+"""The ASGI application: routes from the table of endpoints, and one way of handling every request."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ ENDPOINTS: Final = (*rollouts.ENDPOINTS, *results.ENDPOINTS, *backends.ENDPOINTS
 
 SESSION_HEADER: Final = "x-session-id"
 _REPEATED: Final = frozenset({"tag"})
-"""Query parameters that may be given several times."""
+"""Query parameters that may be repeated."""
 
 
 def make_app(api: Api, token: bytes, more: Sequence[Endpoint] = ()) -> ASGIApp:
-    """The application with all of `ENDPOINTS` and `more`, behind the token. It has no lifespan events."""
+    """Return the ASGI application with `ENDPOINTS` and `more`, behind the token. It handles no lifespan events."""
     endpoints = [*ENDPOINTS, *more]
     page = describe([*endpoints, _description(b"")])
     routes = _routes(api, [*endpoints, _description(page)])
@@ -75,7 +75,7 @@ def _description(page: bytes) -> Endpoint:
 
 
 def _routes(api: Api, endpoints: Sequence[Endpoint]) -> list[Route]:
-    """One for each path, with all its methods: a 405 then names them all."""
+    """Return one route for each path with all its methods, so that the answer 405 lists them all."""
     paths: dict[str, dict[str, Endpoint]] = {}
     for endpoint in endpoints:
         path = endpoint.path.replace("{job_id}", "{job_id:path}")  # a job id is the submitter's and may hold slashes
@@ -84,7 +84,7 @@ def _routes(api: Api, endpoints: Sequence[Endpoint]) -> list[Route]:
 
 
 async def _serve(api: Api, methods: Mapping[str, Endpoint], request: Request) -> Response:
-    """Read, check, carry out. A client that leaves cancels what it asked for; then there is nothing to answer."""
+    """Read and check a request, and answer it. If the client disconnects, the endpoint's handler is cancelled."""
     endpoint = methods["GET" if request.method == "HEAD" else request.method]
     config = api.config
     body = await read_body(request.receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)

@@ -1,4 +1,4 @@
-"""`/v1/backends`: the pool, changed and paused at run time. Made from the table that the WebSocket serves, too."""
+"""`/v1/backends`: endpoints for the pool of backends, generated from the table that the WebSocket serves, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an endpoint is, what it is called with, and what it answers."""
+"""Endpoints, the requests that they are called with, and their replies."""
 
 from __future__ import annotations
 
@@ -31,10 +31,15 @@ DEFAULT_SESSION: Final = "rest"
 
 @dataclass(frozen=True, kw_only=True)
 class Api:
-    """What all endpoints work with.
+    """The state that all endpoints share.
 
-    `closing` is set when the server goes away: whoever waits answers with what there is. `metrics` renders the page
-    (content type, bytes).
+    Attributes:
+        node: runs the jobs.
+        sessions: the node's sessions, shared with the WebSocket.
+        config: limits of REST.
+        feed: source of the event streams.
+        closing: set when the server ends: requests that wait then answer with what they have.
+        metrics: returns the content type and bytes of the Prometheus page; None if there is none.
     """
 
     node: NodeApi
@@ -45,24 +50,30 @@ class Api:
     metrics: Callable[[], tuple[str, bytes]] | None = None
 
     def open_session(self, session_id: str, cursor: int = 0) -> Session:
-        """The session of that id, made if need be. Its outcomes expire unless a trainer is connected.
+        """Return the session with that id; create it if there is none.
+
+        Outcomes of a new one expire while no trainer is connected.
 
         Raises:
-            ProtocolError, AdmissionRejected: see `SessionTable.open`.
+            ServiceError: `ProtocolError` or `AdmissionRejected`, see `SessionTable.open`.
         """
         session, _ = self.sessions.open(session_id, cursor, retention_s=self.config.results_retention_s)
         session.touch()
         return session
 
     async def wait_all(self, events: Iterable[trio.Event], timeout_s: float, max_wait_s: float | None = None) -> None:
-        """Return when all `events` are set, after `timeout_s` or `max_wait_s`, or when the server closes."""
+        """Return when all events are set, or at the time limit, or when the server closes. See `wait_for`."""
         pending = [event for event in events if not event.is_set()]
         await self.wait_for(lambda: _wait_each(pending), timeout_s if pending else 0.0, max_wait_s)
 
     async def wait_for(
         self, wait: Callable[[], Awaitable[None]], timeout_s: float, max_wait_s: float | None = None
     ) -> None:
-        """Return when `wait` does, after `timeout_s` or `max_wait_s` (the config's), or when the server closes."""
+        """Return when `wait` does, or at the time limit, or when the server closes. It does not say which.
+
+        The limit is the smaller of `timeout_s` and `max_wait_s`, whose default is the config's. With a `timeout_s` of 0
+        this does not wait.
+        """
         await trio.lowlevel.checkpoint()
         if timeout_s <= 0 or self.closing.is_set():
             return
@@ -75,7 +86,15 @@ class Api:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One request, read and checked. `query` is the endpoint's Struct; `named_session` is None if none was named."""
+    """A request that was read and checked.
+
+    Attributes:
+        api: the state that all endpoints share.
+        path: the path's parameters.
+        query: the query string, as the endpoint's Struct.
+        body: the undecoded body.
+        named_session: the session in the query or header; None if neither has one.
+    """
 
     api: Api
     path: dict[str, str]
@@ -85,11 +104,11 @@ class Call:
 
     @property
     def session_id(self) -> str:
-        """The session named in header or query, or the default one."""
+        """Return the session named in the query or header, or the default one."""
         return self.named_session or DEFAULT_SESSION
 
     def session_of(self, job_id: str) -> Session:
-        """The session that knows the job. Without a name, any session, the default one first.
+        """Return the session that knows the job. If the request names no session, search all, the default one first.
 
         Raises:
             UnknownJob: no such session knows it.
@@ -105,14 +124,14 @@ class Call:
         raise self.unknown(job_id)
 
     def unknown(self, job_id: str) -> UnknownJob:
-        """What to raise for a job that is not known."""
+        """Return the error to raise for a job that is not known."""
         where = "in any session" if self.named_session is None else f"in session {self.named_session!r}"
         return UnknownJob(f"job {job_id!r} is not known {where}: never submitted, or its outcome was forgotten")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """An answer. `outcomes` is how many outcomes `body` holds, which decides how it is encoded."""
+    """A reply. `outcomes` is the number of outcomes in `body`: many are encoded in a thread."""
 
     body: msgspec.Struct
     status: int = 200
@@ -122,11 +141,23 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """One method on one path, as the router serves it and the OpenAPI page shows it.
+    """A method on a path, for the router and the OpenAPI description.
 
-    `bodies`: what a request may hold, none for a request without. `free`: no token is asked for. `errors` are the
-    statuses it may answer with beside those every endpoint has, and `error_bodies` what it may say then. Its
-    name on the page is `operation_id`, or that of its handler.
+    Attributes:
+        method: the HTTP method.
+        path: may hold `{job_id}`.
+        handler: answers the request.
+        summary: one sentence for the description.
+        query: the type of the query string.
+        replies: the type of the body for each documented status; None if it is not JSON.
+        bodies: types that the request's body may have; empty if it has none.
+        body_required: false if the body may be missing.
+        errors: statuses of errors, besides those of every endpoint.
+        error_bodies: types that the body of an error may have.
+        free: no token is required.
+        media_type: of the replies.
+        tags: group it in the description.
+        operation_id: its id in the description; by default the handler's name.
     """
 
     method: str

@@ -1,4 +1,4 @@
-"""The page at `/docs`: self-contained, reads `/openapi.json`, loads nothing from anywhere else."""
+"""The page at `/docs`: self-contained, reads `/openapi.json`, and loads nothing else."""
 
 from __future__ import annotations
 

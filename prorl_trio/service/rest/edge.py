@@ -1,4 +1,4 @@
-"""The REST edge as a whole: application, listener, and the clock that forgets outcomes nobody takes."""
+"""The REST service as a whole: application, listener, and expiry of outcomes that nobody takes."""
 
 from __future__ import annotations
 
@@ -44,11 +44,22 @@ async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
     more: Sequence[Endpoint] = (),
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve `node` over HTTP, or over HTTPS with `tls`, until cancelled. Reports the bound (host, port).
+    """Serve `node` over HTTP, or HTTPS with `tls`, until cancelled. Reports the bound (host, port) to `task_status`.
 
-    `sessions` are the node's, shared with the WebSocket; `feed` is one of the node's observers. On cancel, requests
-    that wait answer with what there is, within `server.GOODBYE_TIMEOUT_S`. Jobs are not touched: they are the node's.
-    `listener`: bound already, instead of the address that is configured. `more`: endpoints beside those of its own.
+    On a cancel, requests that wait answer with what they have, within `server.GOODBYE_TIMEOUT_S`. Jobs run on: they
+    belong to the node.
+
+    Args:
+        node: runs the jobs.
+        config: address and limits.
+        token: required by every endpoint that is not free.
+        sessions: the node's sessions, shared with the WebSocket.
+        feed: source of the event streams; registered as an observer of the node.
+        tls: the node's certificate, or None.
+        metrics: returns the content type and bytes of the Prometheus page.
+        listener: a bound listener, used in place of the configured address.
+        more: endpoints besides the service's own.
+        task_status: see `trio.Nursery.start`.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -67,7 +78,7 @@ async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
 
 
 async def _expire(sessions: SessionTable, retention_s: float) -> None:
-    """Drop outcomes that nobody took in time."""
+    """Drop outcomes that are older than the retention, until cancelled."""
     while True:
         await trio.sleep(min(MAX_EXPIRY_INTERVAL_S, retention_s / 2))
         for session in sessions.all():

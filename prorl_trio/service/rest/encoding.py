@@ -1,4 +1,4 @@
-"""Replies to bytes: JSON, or msgpack for those who accept it. Token arrays as base64, bytes, or lists of numbers."""
+"""Encoding of replies: JSON, or msgpack for clients that accept it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ __all__ = ["JSON", "MSGPACK", "encode_reply"]
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
 IN_THREAD_OUTCOMES: Final = 4
-"""A reply with more outcomes than this, or with lists of numbers, is encoded in a thread: it may take longer than the
-loop can spare."""
+"""Replies with more outcomes than this, or with lists of numbers, are encoded in a thread, not to block the loop."""
 
 _DTYPES: Final = {"token_ids": "<i4", "logprobs": "<f4", "loss_mask": "u1"}
 _BINARY: Final = (bytes, memoryview)
@@ -25,7 +24,11 @@ _NO_JSON_FORM = (TypeError, ValueError, OverflowError, RecursionError)
 
 
 async def encode_reply(reply: object, media_type: str, arrays: Arrays, outcomes: int) -> bytes:
-    """Encode a reply that holds so many outcomes."""
+    """Encode a reply that holds `outcomes` outcomes; in a thread if that may take long.
+
+    `arrays` is the form of token arrays in JSON; in msgpack they are bytes. Objects without a form in either are
+    encoded as their `str`.
+    """
     if outcomes > IN_THREAD_OUTCOMES or (outcomes and arrays == "list"):
         return await trio.to_thread.run_sync(_encode, reply, media_type, arrays)
     return _encode(reply, media_type, arrays)
@@ -43,7 +46,7 @@ def _encode(reply: object, media_type: str, arrays: Arrays) -> bytes:
 
 
 def _plain(value: Any, *, lists: bool = False) -> Any:
-    """`value` with keys that JSON has, and, with `lists`, the arrays of segments as lists."""
+    """Return `value` with string keys only and, with `lists`, the token arrays of segments as lists."""
     if isinstance(value, dict):
         segment = lists and all(isinstance(value.get(name), _BINARY) for name in _DTYPES)
         return {

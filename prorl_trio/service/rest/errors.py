@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class ApiError(Exception):
-    """A request is answered by an error. Raised anywhere in an endpoint."""
+    """An error that an endpoint raises to answer with this status and body."""
 
     def __init__(self, status: int, detail: ErrorDetail) -> None:
         super().__init__(detail.message)
@@ -44,12 +44,12 @@ class ApiError(Exception):
 
 
 def status_of(detail: ErrorDetail) -> int:
-    """The HTTP status that goes with an error."""
+    """Return the HTTP status for an error."""
     return STATUS_OF_CODE.get(detail.code, 422)
 
 
 def malformed(message: str, path: str = "$") -> ApiError:
-    """The request does not have the documented shape."""
+    """Return the error 422 for a request that does not have the documented shape."""
     return ApiError(422, ErrorDetail(code="malformed", message=message, path=path))
 
 
@@ -64,15 +64,15 @@ def decode_body(body: bytes | msgspec.Raw, kind: type[_T], *, prefix: str = "$")
 
 
 def read_body_as(body: bytes, kind: type[_T]) -> _T:
-    """As `decode_body`, for a whole request: an empty body is an empty object."""
+    """Decode a whole request's body as `decode_body` does; an empty body counts as an empty object."""
     return decode_body(body or b"{}", kind)
 
 
 def decode_query(query: Mapping[str, Any], kind: type[_T]) -> _T:
-    """Convert a query string's parameters.
+    """Convert the parameters of a query string into `kind`.
 
     Raises:
-        ApiError: 422, with the parameter's name as path.
+        ApiError: 422, with the parameter's name as `path`.
     """
     try:
         return msgspec.convert(query, kind, strict=False)

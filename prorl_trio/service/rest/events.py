@@ -1,4 +1,4 @@
-"""Job transitions and turns as server-sent events. Each listener has a bounded buffer; what does not fit is counted."""
+"""Server-sent events of jobs. Each listener has a bounded buffer; events that do not fit are dropped and counted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RETRY_AFTER_S: Final = 5.0
 
 
 class Subscription:
-    """What one listener has not been sent yet."""
+    """A bounded queue of events for one listener."""
 
     def __init__(self, query: EventsQuery, max_events: int) -> None:
         self._query = query
@@ -38,12 +38,12 @@ class Subscription:
         self._arrival = trio.lowlevel.ParkingLot()
 
     def wants(self, job: JobView) -> bool:
-        """The job passes the filters."""
+        """Return whether the job matches the listener's filter."""
         query = self._query
         return query.session in (None, job.session_id) and query.group in (None, job.group_id)
 
     def put(self, event: bytes) -> None:
-        """Queue an event, or count it as dropped."""
+        """Queue an event; drop and count it if the queue is full."""
         if len(self._events) >= self._max_events:
             self._dropped += 1
         else:
@@ -51,7 +51,10 @@ class Subscription:
         self._arrival.unpark_all()
 
     async def next(self) -> bytes:
-        """Everything queued, as it goes over the wire. Waits for at least one event. At most the buffer's size."""
+        """Wait for at least one event; return all queued ones as they are sent, with the count of dropped ones.
+
+        Safe to cancel: no event is lost.
+        """
         await trio.lowlevel.checkpoint()
         while not self._events:
             await self._arrival.park()
@@ -64,7 +67,7 @@ class Subscription:
 
 
 class EventFeed:
-    """The node's observer that tells all subscribers. See `observer.Observer`."""
+    """An observer of the node that passes events to all subscribers. See `observer.Observer`."""
 
     def __init__(self, *, max_streams: int, max_events: int) -> None:
         self._max_streams = max_streams
@@ -72,10 +75,10 @@ class EventFeed:
         self._subscriptions: list[Subscription] = []
 
     def subscribe(self, query: EventsQuery) -> Subscription:
-        """A new listener; `unsubscribe` it.
+        """Add a listener and return its subscription. Call `unsubscribe` at its end.
 
         Raises:
-            AdmissionRejected: there are as many as may be.
+            AdmissionRejected: there are too many.
         """
         if len(self._subscriptions) >= self._max_streams:
             raise AdmissionRejected(
@@ -86,15 +89,15 @@ class EventFeed:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """End a subscription."""
+        """Remove a listener."""
         self._subscriptions.remove(subscription)
 
     def job_moved(self, job: JobView, status: Status, detail: str) -> None:
-        """See `Observer`."""
+        """Publish a job's new stage. See `Observer`."""
         self._publish("job_moved", job, {"status": status, "detail": detail[:MAX_DETAIL_CHARS]})
 
     def turn_done(self, job: JobView, turn: Turn) -> None:
-        """See `Observer`. Tokens and text are left out: they come with the outcome."""
+        """Publish the facts of a turn. See `Observer`. Tokens and text are left out: they come with the outcome."""
         facts = {
             "turn": job.turns,
             "completion_tokens": turn.completion_end - turn.completion_start,
@@ -106,7 +109,7 @@ class EventFeed:
         self._publish("turn_done", job, facts)
 
     def job_ended(self, job: JobView, outcome: Outcome) -> None:
-        """See `Observer`."""
+        """Publish a job's end. See `Observer`."""
         facts = {"status": outcome.status, "reward": outcome.reward, "cause": outcome.cause}
         self._publish("job_ended", job, {**facts, "error": outcome.error[:MAX_DETAIL_CHARS]})
 
@@ -120,9 +123,9 @@ class EventFeed:
 
 
 class EventStream(Response):
-    """An answer that goes on until the listener leaves or the server closes. A comment every `heartbeat_interval_s`.
+    """An answer that goes on until the listener disconnects or the server closes.
 
-    Being called raises AdmissionRejected, before anything is sent, if there are too many listeners.
+    Sends a comment after every `heartbeat_interval_s` without an event.
     """
 
     media_type = "text/event-stream"
@@ -136,7 +139,11 @@ class EventStream(Response):
         self._heartbeat_interval_s = heartbeat_interval_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until cancelled, disconnected or closing; unsubscribes in any case."""
+        """Send events until cancelled, disconnected or closing; always unsubscribes.
+
+        Raises:
+            AdmissionRejected: there are too many listeners. Nothing has been sent then.
+        """
         subscription = self._feed.subscribe(self._query)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -1,4 +1,4 @@
-"""What stands before every endpoint: the token, and how much of a request is read, for how long."""
+"""The guard before every endpoint: checks the token, and limits the size and time of reading a request."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ if TYPE_CHECKING:
 __all__ = ["Guard", "read_body"]
 
 DISCARD_TIMEOUT_S: Final = 1.0
-"""What a client still sends is read for so long before its request is answered without it: closing at once would lose
-the answer on the way."""
+"""Time to read and throw away what a client still sends. An immediate close would lose the answer in transit."""
 
 
 class Guard:
-    """An ASGI application around another one.
+    """An ASGI application that answers requests without the token itself, and passes the others to `app`.
 
-    Requests without the token are answered here, except on paths that `is_free` names: it comes as a bearer's, or as
-    the password of basic credentials, which many clients take from a URL (`http://any:TOKEN@host:port`). A body that
-    nobody read is discarded, so that the connection can be given up. Anything but HTTP is refused.
+    The token comes as a bearer token, or as the password of basic credentials, which many clients take from a URL
+    (`http://any:TOKEN@host:port`). Paths for which `is_free` is true need no token. A body that the application did not
+    read is read and thrown away, so that the connection can be closed. Only HTTP is served.
     """
 
     def __init__(self, app: ASGIApp, token: bytes, is_free: Callable[[str], bool]) -> None:
@@ -45,7 +44,7 @@ class Guard:
         self._is_free = is_free
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the class."""
+        """Answer one request."""
         if scope["type"] != "http":
             await trio.lowlevel.checkpoint()
             raise RuntimeError(f"no support for ASGI scope {scope['type']!r}")
@@ -73,7 +72,7 @@ class Guard:
 
 
 def _password(credentials: str) -> str:
-    """The password of basic credentials (RFC 7617), whoever the user; empty where they are none."""
+    """Return the password of basic credentials (RFC 7617), for any user; empty if they are malformed."""
     try:
         return base64.b64decode(credentials.strip(), validate=True).decode("latin-1").partition(":")[2]
     except ValueError:
@@ -81,7 +80,7 @@ def _password(credentials: str) -> str:
 
 
 class _Body:
-    """Knows whether the request was read to its end: a stranger is `serving` from then on."""
+    """The body of a request. It marks the stranger as `serving` once the body is read to its end."""
 
     def __init__(self, receive: Receive, stranger: Stranger) -> None:
         self._receive = receive
@@ -96,7 +95,7 @@ class _Body:
         return message
 
     def discarding(self, send: Send) -> Send:
-        """`send`, but before and while the last part of the answer goes out, what is left of the request is read."""
+        """Return a `send` that reads and throws away the rest of the request with the answer's last part."""
 
         async def send_after_discarding(message: Message) -> None:
             self._stranger.serving = False  # one that does not read its answer may make room
@@ -118,10 +117,10 @@ class _Body:
 
 
 async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes | None:
-    """The whole body of a request; None if the client left.
+    """Return the whole body of a request; None if the client disconnected.
 
     Raises:
-        ApiError: 413, it is too long; 408, it did not come in time.
+        ApiError: 413 if it is too large, 408 if it did not arrive in time.
     """
     body = bytearray()
     with trio.move_on_after(timeout_s):

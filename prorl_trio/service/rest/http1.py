@@ -1,4 +1,4 @@
-"""One REST connection: hypercorn's HTTP/1.1, with one send at a time, and heads that are refused before any body."""
+"""A REST connection: hypercorn's HTTP/1.1 with serialized sends, and bad request heads refused before the body."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ __all__ = ["HttpConnection"]
 
 RECEIVE_BYTES: Final = 64 * 1024
 MAX_DISCARDED_BYTES: Final = 1024 * 1024
-"""Of what a client sends after the head that was refused: closing at once would lose the answer on the way."""
+"""Bytes that are read and thrown away after a refused head: an immediate close would lose the answer in transit."""
 
 
 class _Refused(Exception):
-    """The head of a request was answered with an error; the connection is over."""
+    """Raised when the head of a request was answered with an error: the connection must end."""
 
 
 class HttpConnection(TCPServer):
-    """One connection. It ends with its client, where hypercorn would wait for `keep_alive_timeout`.
+    """A REST connection that speaks HTTP/1.1 only.
 
-    Speaks HTTP/1.1 alone. Two tasks send on it, the request's and the reader, which answers what is malformed: they
-    take turns, and so does the close.
+    It ends when its client does, where hypercorn would wait for `keep_alive_timeout`. Two tasks send on it: the
+    request's, and the reader's, which answers malformed requests. A lock lets one send at a time, the close included.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class HttpConnection(TCPServer):
         self._max_body_bytes = max_body_bytes
 
     async def run(self) -> None:
-        """Serve until the connection ends."""
+        """Serve requests until the connection ends, then close it."""
         secure = isinstance(self.stream, trio.SSLStream)
         socket = self.stream.transport_stream.socket if secure else self.stream.socket
         try:
@@ -84,7 +84,7 @@ class HttpConnection(TCPServer):
             await self._close()  # noqa: ASYNC102 - the caller closes the stream, whatever becomes of this
 
     async def protocol_send(self, event: Event) -> None:
-        """As hypercorn's, but a connection that broke is dealt with when the lock is free again."""
+        """Send an event as hypercorn does, but handle a broken connection only after the send lock is released."""
         if not isinstance(event, RawData):
             await super().protocol_send(event)
             return
@@ -118,7 +118,7 @@ class HttpConnection(TCPServer):
 
 
 class _HeadBuffer(ReceiveBuffer):
-    """h11's buffer of received bytes; keeps the lines of the head read last, which h11 offers only merged."""
+    """A receive buffer of h11 that keeps the lines of the last head: h11 itself merges repeated fields."""
 
     head: tuple[bytes, ...] = ()
 
@@ -130,7 +130,7 @@ class _HeadBuffer(ReceiveBuffer):
 
 
 class _Http1(H11Protocol):
-    """Hypercorn's HTTP/1.1. It changes to no other protocol."""
+    """Hypercorn's HTTP/1.1 without upgrades to other protocols."""
 
     def __init__(self, max_body_bytes: int, *args: Any) -> None:
         super().__init__(*args)
@@ -139,7 +139,10 @@ class _Http1(H11Protocol):
         self.connection._receive_buffer = self._received  # type: ignore[union-attr]
 
     async def _check_protocol(self, event: h11.Request) -> None:
-        """Refuse a head that announces too much, or that two readers could read in two ways."""
+        """Refuse a head whose body is too large, or could be delimited in two ways (request smuggling).
+
+        Answers with the error, then raises `_Refused`.
+        """
         await trio.lowlevel.checkpoint()
         refusal = _refusal(self._received.head, event, self._max_body_bytes)
         if refusal is None:

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 description, made from the table of endpoints and their Structs."""
+"""The OpenAPI 3.1 description, generated from the table of endpoints and their Structs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["describe"]
 
 _REF: Final = "#/components/schemas/{name}"
 _ALWAYS: Final = (401, 408, 413, 422)
-"""Statuses that any endpoint may answer with."""
+"""Statuses of errors that every endpoint may answer with."""
 
 
 def describe(endpoints: Sequence[Endpoint]) -> bytes:
-    """The document, as JSON."""
+    """Return the OpenAPI document of the endpoints, as JSON."""
     kinds: list[Any] = [ErrorDetail, *{kind: None for endpoint in endpoints for kind in endpoint.error_bodies}]
     for endpoint in endpoints:
         kinds += [kind for kind in (endpoint.query, *endpoint.bodies, *endpoint.replies.values()) if kind is not None]

@@ -1,4 +1,4 @@
-"""The node itself: health, readiness, status, metrics, events, and the API's own description."""
+"""Endpoints of the node itself: health, readiness, status, metrics, events, and the page of the API."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = ["ENDPOINTS"]
 
 
 async def healthz(_call: Call) -> Reply:
-    """The loop runs, or this would not be answered."""
+    """Answer 200. That it answers shows that the node's loop runs."""
     await trio.lowlevel.checkpoint()
     return Reply(body=Health())
 
 
 async def readyz(call: Call) -> Reply:
-    """Whether work goes on here, and if not, why."""
+    """Answer 200 if a job submitted now would be worked on, else 503 with the reason."""
     await trio.lowlevel.checkpoint()
     reason = call.api.node.unreadiness()
     status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
@@ -39,13 +39,13 @@ async def readyz(call: Call) -> Reply:
 
 
 async def status(call: Call) -> Reply:
-    """Everything the node says of itself."""
+    """Answer with the live state of the node and its sessions."""
     await trio.lowlevel.checkpoint()
     return Reply(body=StatusReply(node=call.api.node.statistics(), sessions=call.api.sessions.statistics()))
 
 
 async def metrics(call: Call) -> Response:
-    """The Prometheus page."""
+    """Answer with the Prometheus page; 404 if the node has none."""
     await trio.lowlevel.checkpoint()
     if call.api.metrics is None:
         raise ApiError(404, ErrorDetail(code="not_found", message="this node renders no metrics"))
@@ -54,14 +54,14 @@ async def metrics(call: Call) -> Response:
 
 
 async def events(call: Call) -> Response:
-    """An endless stream."""
+    """Answer with an endless stream of server-sent events. See `EventStream`."""
     await trio.lowlevel.checkpoint()
     api = call.api
     return EventStream(api.feed, call.query, api.closing, api.config.event_heartbeat_interval_s)
 
 
 async def docs(_call: Call) -> Response:
-    """A page for people, made from the description in the browser."""
+    """Answer with an HTML page that shows the OpenAPI description."""
     await trio.lowlevel.checkpoint()
     return Response(
         DOCS_PAGE, media_type="text/html", headers={"Content-Security-Policy": "default-src 'self' 'unsafe-inline'"}

@@ -15,7 +15,10 @@ __all__ = ["ENDPOINTS"]
 
 
 async def results(call: Call) -> Reply:
-    """Outcomes after the cursor. A client that loses the answer asks again with the same cursor."""
+    """Answer with the unacknowledged outcomes, oldest first; acknowledge those up to `cursor` before, if it is given.
+
+    Waits up to `wait` seconds for a first one. A client that loses the answer asks again with the same cursor.
+    """
     query: ResultsQuery = call.query
     config = call.api.config
     session = call.api.open_session(call.session_id, query.cursor or 0)

@@ -1,4 +1,4 @@
-"""`/v1/rollouts`: submit, look, wait, cancel."""
+"""`/v1/rollouts`: submit, list, wait for and cancel jobs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["ENDPOINTS", "cancel_jobs"]
 
 CANCEL_WAIT_S: Final = 10.0
-"""So long an answer to a cancel waits for the outcome to be stored; nothing of the job is left by then."""
+"""Time for which the answer to a cancel waits until the outcome is stored. Nothing of the job runs by then."""
 CANCEL_REASON: Final = "cancelled through REST"
 
 
@@ -52,7 +52,7 @@ class _Batch(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Shape(msgspec.Struct):
-    """Tells a batch from a single job without reading either."""
+    """A request's outermost shape, to tell a batch from a single job without decoding either."""
 
     jobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
@@ -64,7 +64,10 @@ _decode_id = msgspec.json.Decoder(JobId).decode
 
 
 async def submit(call: Call) -> Reply:
-    """Take one job or several; each by itself. A client that leaves in the middle asks again: ids are idempotent."""
+    """Submit one job or several, each accepted or rejected by itself; with `wait`, wait for their outcomes.
+
+    Safe to repeat: a job that was submitted before is joined. A client that disconnects does not cancel its jobs.
+    """
     query: SubmitQuery = call.query
     api = call.api
     raws, batch = _jobs(call.body)
@@ -84,7 +87,7 @@ async def submit(call: Call) -> Reply:
 
 
 def _jobs(body: bytes) -> tuple[list[msgspec.Raw], bool]:
-    """The jobs of a request, and whether they came as a batch."""
+    """Return the undecoded jobs of a request, and whether they came as a batch."""
     shape = decode_body(body, _Shape)
     if shape.jobs is msgspec.UNSET:
         return [msgspec.Raw(body)], False
@@ -127,7 +130,7 @@ async def _take(session: Session, api: Api, raws: list[msgspec.Raw], *, batch: b
 async def _standing(
     session: Session, job: SubmittedJob, asked: dict[str, RunningJob], *, with_outcome: bool
 ) -> SubmittedJob:
-    """How an accepted job stands now; `asked` are those that were waited for."""
+    """Return an accepted job with its present status and outcome. `asked` are the jobs that were waited for."""
     if not job.accepted or job.job_id is None:
         return job
     waited_for = asked.get(job.job_id)
@@ -145,7 +148,10 @@ async def _standing(
 
 
 def _summary(jobs: list[SubmittedJob]) -> tuple[int, ErrorDetail | None]:
-    """The status of the whole: 200 all ended, 202 all accepted, 207 mixed, or the error that rejected them all."""
+    """Return the status of the whole answer, and the error if one status rejects all jobs.
+
+    200: all ended; 202: all accepted; 207: some rejected, or all for different reasons.
+    """
     rejected = [job.error for job in jobs if job.error is not None]
     if not rejected:
         return (HTTPStatus.OK if all(job.outcome is not None for job in jobs) else HTTPStatus.ACCEPTED), None
@@ -159,7 +165,7 @@ def _summary(jobs: list[SubmittedJob]) -> tuple[int, ErrorDetail | None]:
 
 
 async def list_jobs(call: Call) -> Reply:
-    """Live jobs that pass the filters."""
+    """Answer with the live jobs that match the filter."""
     query: JobsQuery = call.query
     await trio.lowlevel.checkpoint()
     matching = [
@@ -169,7 +175,7 @@ async def list_jobs(call: Call) -> Reply:
 
 
 async def get_job(call: Call) -> Reply:
-    """One job, live or ended; with `wait`, its end."""
+    """Answer with one job, live or ended; with `wait`, wait for its end first."""
     query: JobQuery = call.query
     job_id = call.path["job_id"]
     session = call.session_of(job_id)
@@ -198,10 +204,11 @@ def _ended(session: Session, job_id: str, cursor: int | None, outcome: Outcome) 
 
 
 async def delete_job(call: Call) -> Reply:
-    """Cancel a live job and return when nothing of it is left; forget one that has ended, if it is this session's.
+    """Cancel a live job, and answer when nothing of it runs any more; or drop the outcome of an ended one.
 
-    Whose session it is does not matter for a live job: its own trainer gets its outcome. But what another session has
-    not taken yet is dropped for nobody who does not name that session, nor while a trainer is connected to it.
+    A live job may belong to any session: its own trainer still gets the outcome. The outcome of an ended job is dropped
+    only if the request names its session (`rest` if it names none) and no trainer is connected to that; otherwise this
+    raises `Undelivered`.
     """
     job_id = call.path["job_id"]
     session = call.session_of(job_id)
@@ -227,7 +234,7 @@ async def delete_job(call: Call) -> Reply:
 
 
 async def delete_jobs(call: Call) -> Reply:
-    """Cancel every live job that passes the filters."""
+    """Cancel every live job that matches the filter, and answer when nothing of them runs any more."""
     query: CancelQuery = call.query
     if query.group is None and query.session is None and not query.tag:
         raise malformed("give at least one of group, session, tag; nothing was cancelled", "query")
@@ -238,7 +245,10 @@ async def delete_jobs(call: Call) -> Reply:
 
 
 async def cancel_jobs(api: Api, job_ids: Sequence[str], reason: str = CANCEL_REASON) -> None:
-    """Cancel live jobs; return when nothing of them is left. Those that have ended meanwhile are fine."""
+    """Cancel live jobs, and return when nothing of them runs any more.
+
+    Jobs that end by themselves meanwhile are no error.
+    """
     await cancel_live(api.node, api.sessions.all(), job_ids, reason)
 
 

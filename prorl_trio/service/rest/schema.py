@@ -1,4 +1,4 @@
-"""The JSON bodies and query parameters of the REST edge. The OpenAPI page is made of these."""
+"""The JSON bodies and query parameters of REST. The OpenAPI description is generated from them."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ __all__ = [
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 Cursor = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Arrays = Literal["base64", "list"]
-"""Token arrays in JSON: base64 of the little-endian bytes (int32, float32, uint8), or lists of numbers."""
+"""Form of token arrays in JSON: base64 of the little-endian bytes (int32, float32, uint8), or lists of numbers."""
 
 
 class _Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of query strings: an unknown parameter is an error."""
+    """A base of query strings: an unknown parameter is an error."""
 
 
 class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of JSON bodies: an unknown field is an error."""
+    """A base of JSON bodies: an unknown field is an error."""
 
 
 # ---------------------------------------------------------------- errors
 
 
 class ErrorBody(_Body, frozen=True):
-    """The body of every answer with a status of 400 and more."""
+    """The body of every answer with a status of 400 or above."""
 
     error: ErrorDetail
 
@@ -61,39 +61,42 @@ class ErrorBody(_Body, frozen=True):
 
 
 class NoQuery(_Query, frozen=True):
-    """No parameters."""
+    """A query without parameters."""
 
 
 class ArraysQuery(_Query, frozen=True):
-    """`session` may instead be given as the header `X-Session-Id`; without either it is `rest`."""
+    """A session, and the form of token arrays.
+
+    The header `X-Session-Id` also names a session; the default is `rest`.
+    """
 
     session: str | None = None
     arrays: Arrays = "base64"
 
 
 class SubmitQuery(ArraysQuery, frozen=True):
-    """`wait`: seconds to wait for the outcomes before answering."""
+    """Parameters of a submit. `wait`: seconds to wait for the outcomes before answering."""
 
     wait: Seconds = 0.0
 
 
 class JobQuery(ArraysQuery, frozen=True):
-    """`wait`: seconds to wait for the outcome before answering."""
+    """Parameters of a question for one job. `wait`: seconds to wait for its outcome before answering."""
 
     wait: Seconds = 0.0
 
 
 class SubmitBatch(_Body, frozen=True):
-    """Several jobs in one request. Each is taken or rejected by itself."""
+    """Several jobs in one request. Each is accepted or rejected by itself."""
 
     jobs: list[JobSpec]
 
 
 class SubmittedJob(_Body, frozen=True):
-    """What became of one job of a submission.
+    """The result of submitting one job.
 
-    `job_id` is null if it could not be read. If it was accepted, `status` is where it is now, and `outcome` is set if
-    it has ended; otherwise `error` says why not.
+    `job_id` is null if it could not be read. For an accepted job, `status` is its present one, and `outcome` is set if
+    it has ended and the submit waited; for a rejected job, `error` says why.
     """
 
     index: int
@@ -106,7 +109,7 @@ class SubmittedJob(_Body, frozen=True):
 
 
 class SubmitReply(_Body, frozen=True, omit_defaults=True):
-    """The answer to a submission. `error` is set if nothing at all was taken: the first job's."""
+    """The answer to a submit. `error` is set if all jobs were rejected with the same status: the first job's error."""
 
     session: str
     jobs: list[SubmittedJob]
@@ -114,7 +117,7 @@ class SubmitReply(_Body, frozen=True, omit_defaults=True):
 
 
 class JobReply(_Body, frozen=True):
-    """One job. `job` while it is live, `cursor` and `outcome` once it has ended."""
+    """The state of one job: `job` while it is live, `cursor` and `outcome` once it has ended."""
 
     job_id: str
     session: str
@@ -125,7 +128,7 @@ class JobReply(_Body, frozen=True):
 
 
 class JobsQuery(_Query, frozen=True):
-    """All that are given must hold. `tag` is `name:value` and may be repeated."""
+    """A filter for live jobs. All given parameters must match. `tag` is `name:value` and may be repeated."""
 
     status: Status | None = None
     group: str | None = None
@@ -135,14 +138,17 @@ class JobsQuery(_Query, frozen=True):
 
 
 class JobsReply(_Body, frozen=True):
-    """Live jobs, oldest first; `total` counts also those beyond the limit."""
+    """Live jobs, oldest first. `total` also counts those beyond the limit."""
 
     total: int
     jobs: list[JobView]
 
 
 class CancelQuery(_Query, frozen=True):
-    """At least one; all that are given must hold. `tag` is `name:value` and may be repeated."""
+    """A filter for jobs to cancel: at least one parameter, and all must match.
+
+    `tag` is `name:value`, may be repeated.
+    """
 
     group: str | None = None
     session: str | None = None
@@ -150,13 +156,13 @@ class CancelQuery(_Query, frozen=True):
 
 
 class CancelReply(_Body, frozen=True):
-    """Nothing of these jobs is left on the node. Their outcomes are held as those of any other end."""
+    """Jobs that were cancelled: nothing of them runs any more. Their outcomes are kept until acknowledged."""
 
     cancelled: list[str]
 
 
 class Acknowledged(_Body, frozen=True):
-    """A job that was cancelled, or whose outcome was forgotten. `status` is how it ended."""
+    """A job that was cancelled, or whose outcome was dropped (`forgotten`). `status` is its last one."""
 
     job_id: str
     session: str
@@ -168,7 +174,10 @@ class Acknowledged(_Body, frozen=True):
 
 
 class ResultsQuery(ArraysQuery, frozen=True):
-    """`cursor` acknowledges every outcome up to it; without, nothing is. `wait`: seconds to wait for a first one."""
+    """Parameters of a long poll.
+
+    `cursor` acknowledges all outcomes up to it; `wait`: seconds to wait for a first one.
+    """
 
     cursor: Cursor | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 16
@@ -176,7 +185,7 @@ class ResultsQuery(ArraysQuery, frozen=True):
 
 
 class ResultEntry(_Body, frozen=True):
-    """One outcome of the session."""
+    """An outcome of the session."""
 
     cursor: int
     job_id: str
@@ -184,7 +193,7 @@ class ResultEntry(_Body, frozen=True):
 
 
 class ResultsReply(_Body, frozen=True):
-    """Outcomes after the cursor asked with, oldest first. Ask next with `cursor`, once these are safe."""
+    """Unacknowledged outcomes, oldest first. Ask next with `cursor`, once these are stored safely."""
 
     session: str
     cursor: int
@@ -197,20 +206,20 @@ class ResultsReply(_Body, frozen=True):
 
 
 class EventsQuery(_Query, frozen=True):
-    """Only events of jobs of this session, of this group."""
+    """A filter for events: only those of jobs of this session and of this group."""
 
     session: str | None = None
     group: str | None = None
 
 
 class Health(_Body, frozen=True):
-    """The node's loop runs."""
+    """The answer of a node whose loop runs."""
 
     status: Literal["ok"] = "ok"
 
 
 class Readiness(_Body, frozen=True):
-    """Whether a job submitted now would be worked on; `reason` says why not."""
+    """The readiness for jobs; `reason` says why a job submitted now would not be worked on."""
 
     ready: bool
     reason: str = ""

@@ -1,4 +1,4 @@
-"""The REST listener: hypercorn on our own accept loop, which bounds connections and what each may take. TLS or not."""
+"""The REST listener: hypercorn on an accept loop that limits connections and what each may use. With or without TLS."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["serve_http"]
 logger = logging.getLogger(__name__)
 
 GOODBYE_TIMEOUT_S: Final = 5.0
-"""When the server is cancelled, requests in progress may take so long to be answered."""
+"""Time that requests in progress get to be answered, when the server is cancelled."""
 MAX_HEADER_BYTES: Final = 32 * 1024
 
 
@@ -48,12 +48,11 @@ async def serve_http(
     listener: trio.SocketListener | None = None,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve `app` until cancelled, over `tls` if given. Reports the bound (host, port) through `task_status`.
+    """Serve `app` until cancelled, over TLS if `tls` is given. Reports the bound (host, port) through `task_status`.
 
-    `listener`: bound already, instead of the address that is configured; closed on leaving.
-
-    On cancel nobody new is let in and `closing` is set; requests in progress have `GOODBYE_TIMEOUT_S` to be answered,
-    then their connections are closed.
+    On a cancel, no new connection is served and `closing` is set; requests in progress get `GOODBYE_TIMEOUT_S` to be
+    answered, then their connections are closed. `listener` is a bound one, used in place of the configured address, and
+    closed on leaving.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -71,10 +70,10 @@ async def serve_http(
 
 
 class _Context(WorkerContext):
-    """Hypercorn's word of what is going on around its connections."""
+    """The state that hypercorn shares between connections."""
 
     def terminate_now(self) -> None:
-        """Close idle connections, and the others after their answer."""
+        """Close idle connections now, and the others after their answer."""
         self._terminated.set()
 
     def __init__(self, max_requests: int | None) -> None:
@@ -84,7 +83,7 @@ class _Context(WorkerContext):
 
 
 class _TrioEvent:
-    """A `trio.Event` as hypercorn wants events: it awaits even their setting."""
+    """A `trio.Event` with hypercorn's interface, in which `set` is async."""
 
     def __init__(self, event: trio.Event) -> None:
         self._event = event
@@ -99,7 +98,7 @@ class _TrioEvent:
 
 
 class _Server:
-    """What all connections share."""
+    """The state that all connections share."""
 
     def __init__(self, app: ASGIApp, config: RestConfig, closing: trio.Event, tls: ssl.SSLContext | None) -> None:
         self._app: AppWrapper = wrap_app(app, config.max_body_bytes, "asgi")  # type: ignore[arg-type]
@@ -117,7 +116,10 @@ class _Server:
         self._http.accesslog = None
 
     def go_away(self) -> None:
-        """Let the connections finish what they answer; let nobody in. Ends within `GOODBYE_TIMEOUT_S`."""
+        """Refuse new connections, and let the open ones finish their answer, at most `GOODBYE_TIMEOUT_S`.
+
+        Returns at once.
+        """
         self._closing.set()
         self._context.terminate_now()
         for scope, stream in self._connections.items():
@@ -125,7 +127,7 @@ class _Server:
             stream.hurry(GOODBYE_TIMEOUT_S)
 
     async def serve_stream(self, stream: trio.SocketStream) -> None:
-        """Serve one accepted connection until it ends, however it ends. The caller closes it."""
+        """Serve one accepted connection until it ends. Its errors are logged; the caller closes the stream."""
         if self._closing.is_set():
             return
         patient = _PatientStream(stream, self._config.send_timeout_s)
@@ -167,7 +169,10 @@ def _show_out(scope: trio.CancelScope, stream: _PatientStream) -> None:
 
 
 class _PatientStream(trio.abc.HalfCloseableStream):
-    """A socket stream whose sends have a deadline: hypercorn shields them from every cancel, without one."""
+    """A socket stream whose sends have a deadline: hypercorn shields its sends from every cancel.
+
+    A send that misses it closes the stream and raises `trio.BrokenResourceError`.
+    """
 
     def __init__(self, stream: trio.SocketStream, send_timeout_s: float) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Who is at the REST port: strangers, and those that have shown the token, each with a limit of their own."""
+"""The connections of the REST port: strangers, and those that have authenticated, each with a limit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["VISITOR", "Visitor", "Visitors"]
 
 VISITOR: Final = "prorl_visitor"
-"""Key of a connection's `Visitor` in the state that ASGI hands to each request."""
+"""Key of a connection's `Visitor` in the state that ASGI gives to each request."""
 
 
 class Visitor:
-    """One connection. A stranger until one of its requests has the token; then known to its end."""
+    """A connection of the REST port: a stranger until a request of it has the token, authenticated from then on."""
 
     def __init__(self, visitors: Visitors, stranger: Stranger) -> None:
         self._visitors = visitors
@@ -26,7 +26,7 @@ class Visitor:
         self.known = False
 
     def become_known(self) -> bool:
-        """Its request has the token. False: there are as many of these as may be, and it stays a stranger."""
+        """Count the connection as authenticated, and return True; return False if there are too many of them."""
         if not self.known and len(self._visitors.known) < self._visitors.max_known:
             self.known = True
             self._visitors.known.add(self)
@@ -35,7 +35,7 @@ class Visitor:
 
 
 class Visitors:
-    """All connections of the port. Strangers make room for each other, and never displace who is known."""
+    """All connections of the REST port. Strangers displace each other, never an authenticated connection."""
 
     def __init__(self, max_known: int) -> None:
         self.max_known = max_known
@@ -43,15 +43,19 @@ class Visitors:
         self.strangers = Strangers(MAX_STRANGERS)
 
     def arrive(self, peer: str, show_out: Callable[[], object]) -> Visitor:
-        """Let one in. `leave` it at its end."""
+        """Add a connection as a stranger. Call `leave` with the result at its end. See `Strangers.arrive`."""
         return Visitor(self, self.strangers.arrive(peer, show_out))
 
     @property
     def crowded(self) -> bool:
-        """More strangers are being served than there may be connections: they come without a token, as configured."""
+        """Return whether there are more strangers than both their limit and that of authenticated connections.
+
+        That happens when all are being served, for such a one is not displaced. They use endpoints that require no
+        token.
+        """
         return len(self.strangers) > max(self.strangers.limit, self.max_known)
 
     def leave(self, visitor: Visitor) -> None:
-        """It is over."""
+        """Remove a connection that has ended."""
         self.strangers.leave(visitor.stranger)
         self.known.discard(visitor)
