@@ -1,4 +1,4 @@
-"""The endpoints of the ProRL Agent server, so that a client written for it works unchanged (`[rest] prorl_compat`)."""
+"""The endpoints of the ProRL Agent server, so that its clients work unchanged (`[rest] prorl_compat`)."""
 
 from __future__ import annotations
 

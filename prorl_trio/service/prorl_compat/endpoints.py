@@ -1,4 +1,4 @@
-"""`/start /stop /process /cancel /status /add_llm_server /clear_llm_server` over the node's own sessions and pool."""
+"""The ProRL endpoints, from `/start` to `/clear_llm_server`, on top of the node's own sessions and pool."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ if TYPE_CHECKING:
 __all__ = ["SESSION", "compat_endpoints", "configured_endpoints"]
 
 OPENAI_PATH: Final = "/v1"
-"""What that server's users put at the end of an engine's address."""
+"""The path that users of the ProRL server append to an engine's address."""
 SESSION: Final = "prorl"
-"""The session that all jobs of these endpoints belong to."""
+"""The session that owns all jobs of these endpoints."""
 
 
 class CompatError(msgspec.Struct, frozen=True):
-    """An error as that server words it, beside our own form."""
+    """An error: `detail` as the ProRL server words it, `error` in this project's own form."""
 
     detail: str
     error: ErrorDetail
 
 
 def compat_endpoints(*, free: bool) -> list[Endpoint]:
-    """The endpoints, to be added to the REST application. `free`: they ask for no token."""
+    """Return the endpoints, to be added to the REST application. If `free`, they require no token."""
     server = _Server()
     table: list[tuple[str, str, Callable[[Call], Awaitable[Response]], str, tuple[Any, ...], tuple[int, ...]]] = [
         ("POST", "/start", server.start, "Take jobs from now on.", (), (400,)),
@@ -93,18 +93,19 @@ def compat_endpoints(*, free: bool) -> list[Endpoint]:
 
 
 def configured_endpoints(config: RestConfig, *, sandbox_network: bool) -> list[Endpoint]:
-    """Return the endpoints, or none where `config` has them off. `sandbox_network`: code in sandboxes can reach this
-    host's loopback addresses.
+    """Return the endpoints, or none if `config` has them off.
+
+    `sandbox_network` says that code in sandboxes can reach this host's loopback addresses.
 
     Raises:
-        ConfigError: they are to ask for no token where anyone could come.
+        ConfigError: `config` has them require no token where anyone could connect.
     """
     asks_token = _asks_token(config, sandbox_network)
     return compat_endpoints(free=not asks_token) if config.prorl_compat else []
 
 
 class _Server:
-    """What the endpoints share: whether `/start` was called. The jobs are in the session `SESSION`."""
+    """The state of the endpoints: whether `/start` was called. The jobs are in the session `SESSION`."""
 
     def __init__(self) -> None:
         self._started = False
@@ -117,7 +118,10 @@ class _Server:
         return _say("Server started successfully")
 
     async def stop(self, call: Call) -> Response:
-        """Cancel this session's jobs and forget what is held of it; the node and its backends go on."""
+        """Cancel this session's jobs and drop its outcomes; answer when nothing of the jobs runs any more.
+
+        The node and its backends go on.
+        """
         session = self._session(call.api)
         self._started = False
         await cancel_jobs(call.api, [job.spec.job_id for job in session.running_jobs()], "stopped through /stop")
@@ -134,7 +138,10 @@ class _Server:
         return _json({"status": "running", "running": True, "pending_jobs": jobs, "jobs": jobs, **stages})
 
     async def process(self, call: Call) -> Response:
-        """See the endpoint's summary. A client that leaves loses nothing: it asks again with the same job_id."""
+        """Run one rollout, and answer with its result.
+
+        A client that disconnects does not cancel it: it asks again with the same job_id.
+        """
         api = call.api
         session = self._session(api)
         request = decode_body(call.body, ProcessRequest)
@@ -149,7 +156,10 @@ class _Server:
         return Response(result, media_type="application/json")
 
     async def cancel(self, call: Call) -> Response:
-        """Returns when nothing of the job is left. One that has ended, or never was, is fine."""
+        """Cancel a job, and answer when nothing of it runs any more.
+
+        A job that has ended or never existed is no error.
+        """
         session = self._session(call.api)
         job_id = decode_body(call.body, CancelRequest).job_id
         if session.is_running(job_id):
@@ -157,8 +167,10 @@ class _Server:
         return _say(f"Cancel requested for job {job_id}")
 
     async def add_llm_server(self, call: Call) -> Response:
-        """Works before `/start`, too. A server that is there already is probed again, and one that is down joins when
-        it is up."""
+        """Add a backend, also before `/start`.
+
+        One that is known is probed again; one that is down joins when it is up.
+        """
         address = decode_body(call.body, ServerRequest).address
         url = (address if "://" in address else f"http://{address}").rstrip("/").removesuffix(OPENAI_PATH)
         try:
@@ -171,7 +183,7 @@ class _Server:
         return _say(f"Added LLM server {address}")
 
     async def clear_llm_server(self, call: Call) -> Response:
-        """Jobs go on: they get the backends that are added next."""
+        """Remove all backends. Jobs go on: they use the backends that are added next."""
         await call.api.node.backends.clear()
         return _say("Cleared all LLM servers")
 
@@ -182,7 +194,7 @@ class _Server:
 
     @staticmethod
     async def _submit(session: Session, spec: JobSpec, api: Api) -> None:
-        """Join the job if it is the same; an ended one of the same id and another spec gives way."""
+        """Submit a job, or join it if it is the same. An ended job with this id and another spec is dropped first."""
         try:
             await submit_one(session, spec, api.node)
         except DuplicateJob:
@@ -212,7 +224,7 @@ def _encode(outcome: Outcome, asked: Asked, node: NodeApi) -> bytes:
 
 
 def _with_detail(handler: Callable[[Call], Awaitable[Response]]) -> Callable[[Call], Awaitable[Response]]:
-    """Errors as a `CompatError`."""
+    """Return `handler` with its errors answered as a `CompatError`."""
 
     @wraps(handler)
     async def handle(call: Call) -> Response:
@@ -244,7 +256,7 @@ def _json(body: object, status: int = HTTPStatus.OK) -> Response:
 
 
 def _asks_token(config: RestConfig, sandbox_network: bool) -> bool:
-    """Tell whether they ask for the token. Raises ConfigError where they must and are not to."""
+    """Return whether the endpoints require the token. Raise ConfigError if they must and the config says no."""
     strangers = ""
     if not is_loopback(config.host):
         strangers = f"is for a loopback rest.host only, not {config.host!r}: anyone could come"

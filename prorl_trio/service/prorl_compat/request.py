@@ -1,4 +1,4 @@
-"""What a ProRL client sends, and the job that it becomes."""
+"""Requests of a ProRL client, and the jobs made from them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _ROUTING: Final = frozenset({"data_source", "instance_id", "trajectory_id"})
 
 
 class UnknownDataSource(MalformedJob):
-    """`data_source` is not in the node's table."""
+    """Raised for a `data_source` that is not in `rest.data_sources`."""
 
     code = "unknown_data_source"
 
 
 class ProcessRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /process`. Unknown fields are ignored, as that server does."""
+    """The body of `POST /process`. Unknown fields are ignored, as the ProRL server does."""
 
     instance: dict[str, Any]
     sampling_params: dict[str, Any] = {}
@@ -46,13 +46,13 @@ class ProcessRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /cancel`."""
+    """The body of `POST /cancel`."""
 
     job_id: str
 
 
 class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /add_llm_server`."""
+    """The body of `POST /add_llm_server`."""
 
     address: str
 
@@ -62,7 +62,7 @@ class _RewardModel(msgspec.Struct, frozen=True):
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
-    """What of an instance is read whatever its handler. The ids may be numbers."""
+    """The fields of an instance that are read for every handler. The ids may be numbers."""
 
     data_source: str = DEFAULT_DATA_SOURCE
     instance_id: str | int = ""
@@ -70,14 +70,14 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance with a question and a gold answer: `prompt` is text or messages."""
+    """An instance with a question and a gold answer. `prompt` is text or messages."""
 
     prompt: str | list[dict[str, Any]]
     reward_model: _RewardModel
 
 
 class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampling parameters that a job is made of. See docs/prorl-clients.md for those that are ignored, and why."""
+    """The sampling parameters that are used. Others are ignored: see docs/prorl-clients.md for why."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -88,17 +88,17 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Form(msgspec.Struct, frozen=True, kw_only=True):
-    """The one that decides what the result has."""
+    """The sampling parameter that decides whether the result has tokens."""
 
     token_level_generation: bool | None = None
 
 
 def make_spec(request: ProcessRequest, data_sources: Mapping[str, str]) -> JobSpec:
-    """The job of a request. Without a `job_id` each request is a job of its own.
+    """Return the job for a request. Without a `job_id`, each request is a new job.
 
     Raises:
-        UnknownDataSource: no handler is configured for it.
-        MalformedJob: something that the handler or the sampling needs is missing or wrong, named by its path.
+        UnknownDataSource: no handler is configured for its `data_source`.
+        MalformedJob: a field that the handler or the sampling needs is missing or wrong; `path` names it.
     """
     instance = _read(request.instance, Instance, "$.instance")
     handler = data_sources.get(instance.data_source)
@@ -128,7 +128,7 @@ def make_spec(request: ProcessRequest, data_sources: Mapping[str, str]) -> JobSp
 
 
 def question_of(instance: dict[str, Any]) -> str:
-    """The text of an instance's prompt; of messages, which may come as JSON, the last one by the user."""
+    """Return the text of an instance's prompt. If it is messages (also as JSON), return the user's last one."""
     prompt = _messages_of(instance.get("prompt", instance.get("problem_statement", "")))
     if isinstance(prompt, str):
         return prompt
@@ -137,12 +137,12 @@ def question_of(instance: dict[str, Any]) -> str:
 
 
 def wants_tokens(request: ProcessRequest) -> bool:
-    """Whether messages are to have their tokens: unless the client says that it works on text."""
+    """Return whether messages of the result should have tokens: true unless the client says that it works on text."""
     return _read(request.sampling_params, _Form, "$.sampling_params").token_level_generation is not False
 
 
 def _messages_of(prompt: object) -> str | list[dict[str, Any]]:
-    """The messages of a prompt; a text that is none. Tables often hold lists as JSON."""
+    """Return the messages of a prompt, or its text if it has none. Tables often hold the messages as JSON."""
     if isinstance(prompt, str) and prompt.lstrip().startswith("["):
         with suppress(msgspec.MsgspecError):
             return msgspec.json.decode(prompt, type=list[dict[str, Any]])
@@ -152,14 +152,14 @@ def _messages_of(prompt: object) -> str | list[dict[str, Any]]:
 
 
 def _text_of(content: object) -> str:
-    """The text of a message's content, which may come in parts."""
+    """Return the text of a message's content, which may be a list of parts."""
     if isinstance(content, list):
         return "".join(_text_of(part.get("text")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
 
 
 def _payload(handler: str, instance: dict[str, Any]) -> dict[str, Any]:
-    """What the handler reads. One that is not known here gets the instance itself, without what routes it."""
+    """Return the payload for the handler. A handler not known here gets the instance without the routing fields."""
     return _PAYLOADS.get(handler, _as_it_is)(instance)
 
 

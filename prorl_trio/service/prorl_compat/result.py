@@ -1,4 +1,4 @@
-"""An outcome in the shape of the ProRL server's result, tokens and log-probabilities message by message."""
+"""The result of the ProRL server made from an outcome: tokens and log-probabilities by message."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "make_result"]
 
 RESOLVED_ABOVE: Final = 0.99
-"""What that server takes for solved."""
+"""Rewards above this count as solved, as in the ProRL server."""
 TOKEN_KEYS: Final = ("token_ids", "input_ids", "logprobs")
 
 
 class Asked(NamedTuple):
-    """What of a request decides how its result looks.
+    """The parts of a request that decide the form of its result.
 
     Attributes:
-        question: what the user's message says where the rollout did not record it.
-        trajectory_id: the client's own.
+        question: the user's message, for a rollout that did not record it.
+        trajectory_id: the client's own id.
         tokens: messages have their tokens.
     """
 
@@ -38,10 +38,11 @@ def make_result(
     asked: Asked,
     read_turn: Callable[[Sequence[int], Sequence[ToolSchema]], tuple[str, list[ToolCall]]],
 ) -> dict[str, Any]:
-    """The result object, JSON-ready. Beside that server's keys: `reward`, `status`, `cause`, `job_id`, `details`.
+    """Return the result object, ready for JSON.
 
-    A failure that is not the policy's has `critical_error`, `filter` true, `reward` null and `resolved` false: it must
-    not be trained on. `critical_error` is the stage that failed, `timeout` or `cancelled`. `read_turn` is the node's.
+    Besides the ProRL server's keys it has `reward`, `status`, `cause`, `job_id` and `details`. A failure that is not
+    the policy's must not be trained on: it has `critical_error`, `filter` true, `reward` null and `resolved` false.
+    `critical_error` is the stage that failed, "timeout" or "cancelled". `read_turn` is the node's.
     """
     trajectory = outcome.trajectory
     reward = outcome.reward
@@ -88,10 +89,11 @@ def _critical_error(outcome: Outcome) -> str | None:
 def _messages(
     trajectory: Trajectory, question: str, read: Callable[[Sequence[int]], tuple[str, list[ToolCall]]]
 ) -> list[dict[str, Any]]:
-    """Of each segment, `token_ids` of all its messages one after another are its token ids, bit for bit.
+    """Return a trajectory as messages.
 
-    What the policy sampled is in messages of the assistant, each with the whole prompt before it as `input_ids`. Tokens
-    between two of them (a turn's observations, a reminder) are those of the first message between.
+    The `token_ids` of a segment's messages, one after another, are exactly its token ids. Sampled tokens are in
+    messages of the assistant, each with the whole prompt before it as `input_ids`. Tokens between two of these
+    (observations of a turn, a reminder) all belong to the first message between them.
     """
     messages: list[dict[str, Any]] = []
     for index, segment in enumerate(trajectory.segments):
@@ -107,7 +109,10 @@ def _messages(
 
 
 def _between(said: Sequence[tuple[str, str]], segment: Segment, start: int, end: int) -> list[dict[str, Any]]:
-    """What others than the policy said, with its tokens; where nobody knows what it was, as the user's."""
+    """Return the messages between two completions; the first has all the tokens.
+
+    Tokens without recorded text become a user's message with empty text.
+    """
     found = []
     for role, content in said or ([("user", "")] if end > start else []):
         found.append(
@@ -126,8 +131,11 @@ def _between(said: Sequence[tuple[str, str]], segment: Segment, start: int, end:
 def _action(
     turn: Turn, segment: Segment, read: Callable[[Sequence[int]], tuple[str, list[ToolCall]]]
 ) -> dict[str, Any]:
-    """One completion. What it wrote as calls is in `tool_calls` alone; one that cannot be read is in the text alone, as
-    are calls that the handler only took from the text."""
+    """Return the assistant's message of one completion.
+
+    A call that can be read is moved from the text to `tool_calls`. Others stay in the text: unreadable ones, and those
+    that the handler itself took from the text.
+    """
     start, end = turn.completion_start, turn.completion_end
     token_ids = segment.token_ids[start:end].tolist()
     content, written = read(token_ids)
