@@ -1,4 +1,4 @@
-"""Where a node listens, and the file in which it says so."""
+"""The address of a node, and the endpoint file that a node writes its addresses to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_FILE_BYTES: Final = 64 * 1024
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a node listens."""
+    """The address of a node: host, port and path (`resource`), or the path of a Unix socket (`unix_path`)."""
 
     host: str
     port: int
@@ -32,7 +32,11 @@ class Address(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """From `ws://HOST:PORT[/PATH]`, `wss://...` or `unix://PATH`. Raises ValueError if it is something else."""
+        """Parse `ws://HOST:PORT[/PATH]`, `wss://HOST:PORT[/PATH]` (TLS) or `unix://PATH`.
+
+        Raises:
+            ValueError: `url` is none of these.
+        """
         parts = urlsplit(url)
         if parts.scheme == "unix" and not parts.netloc and parts.path:
             return cls("localhost", 0, "/", unix_path=parts.path)
@@ -42,7 +46,7 @@ class Address(msgspec.Struct, frozen=True):
 
     @property
     def authority(self) -> str:
-        """Host and port, as in a URL."""
+        """Return `HOST:PORT` as in a URL; for a Unix socket, `localhost`."""
         if self.unix_path:
             return self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -59,7 +63,10 @@ class _Endpoints(msgspec.Struct):
 
 
 class EndpointFile:
-    """What a node writes when it listens (`listen.endpoint_file`); its next start may listen elsewhere."""
+    """A reader of the file that a node writes when it listens (`listen.endpoint_file`).
+
+    Each `read` reads the file anew, because the node may listen on another port after its next start.
+    """
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
@@ -69,12 +76,14 @@ class EndpointFile:
         return f"the node of {self.path}"
 
     async def read(self) -> list[Address]:
-        """Where the node listens, or did last; the best first: the Unix socket that it has for its own host, if there
-        is one here, of our own user. Always one that is reached from everywhere.
+        """Return the addresses in the file, in the order in which to try them.
+
+        First the node's Unix socket, if the file names one that exists on this host and belongs to our own user; last,
+        and always, the WebSocket address. The node may have ended since. Reads in a worker thread.
 
         Raises:
             OSError: there is no such file, or it cannot be read.
-            ProtocolError: no node has written it.
+            ProtocolError: the file was not written by a node.
         """
         return await trio.to_thread.run_sync(self._read, limiter=self._reading)
 

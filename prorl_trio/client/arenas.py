@@ -1,4 +1,7 @@
-"""The arenas a client has mapped: its node's, and that of the node's life before, whose outcomes may still wait."""
+"""The shared memory arenas that a client has mapped.
+
+These are the arena of its node and that of the node's process before, whose outcomes may not be taken yet.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ ARENAS_KEPT: Final = 2
 
 
 class MappedArenas:
-    """They can be looked into also when their connection has ended; the older ones of more than `ARENAS_KEPT` go."""
+    """The last `ARENAS_KEPT` arenas that were mapped; an older one is dropped when one is added.
+
+    An arena can still be read after the connection that mapped it has ended.
+    """
 
     def __init__(self) -> None:
         self._arenas: deque[MappedArena] = deque(maxlen=ARENAS_KEPT)
@@ -27,17 +33,17 @@ class MappedArenas:
         return len(self._arenas)
 
     def add(self, arena: MappedArena) -> None:
-        """`arena` was mapped; takes the place of an earlier mapping of the same."""
+        """Add `arena`, in place of an earlier mapping of the same arena, if there is one."""
         others = [other for other in self._arenas if other.arena_id != arena.arena_id]
         self._arenas.clear()
         self._arenas.extend([*others, arena])
 
     def view(self, ref: ArenaRef) -> TokenArrays:
-        """The tokens of `ref`, without a copy.
+        """Return the tokens of `ref` as views of the shared memory, without a copy.
 
         Raises:
-            StaleReference: what it stands for is gone, or is in none of these arenas.
-            ProtocolViolation: it cannot ever have been a reference into its arena.
+            StaleReference: the node uses that memory for something else by now, or the arena is not mapped here.
+            ProtocolViolation: `ref` was never valid in its arena.
         """
         for arena in self._arenas:
             if arena.arena_id == ref.arena_id:

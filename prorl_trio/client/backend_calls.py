@@ -1,4 +1,4 @@
-"""The trainer's calls of a node's pool of LLM backends: a part of `RolloutClient`."""
+"""The methods of `RolloutClient` that change the node's pool of LLM backends."""
 
 from __future__ import annotations
 
@@ -43,29 +43,36 @@ _SERVICE_ERRORS: Final = {error.code: error for error in (BackendsBusy, PauseTim
 
 
 class BackendCalls(abc.ABC):
-    """Jobs run meanwhile. Each method raises ServiceError when the session is over; one that is cancelled changes
-    nothing, unless it had been carried out already."""
+    """The operations on the node's pool of LLM backends. Jobs go on meanwhile.
+
+    Each method returns when the node has answered, and raises ServiceError when the session is over. A cancel withdraws
+    the request: it changes nothing, unless the node had carried it out before.
+    """
 
     @abc.abstractmethod
     async def _ask(self, answer_type: type[FrameT], build: Callable[[int], RequestFrame]) -> FrameT:
-        """Return the answer to one request."""
+        """Send one request, made by `build` from its id, and return the node's answer."""
 
     async def list_backends(self) -> BackendList:
-        """Return the pool as it is."""
+        """Return the state of the pool now."""
         return await self._operate(ListBackends())
 
     async def add_backend(self, url: str, weight: float | None = None) -> None:
-        """Register an LLM backend with the node, which probes it first; a drained one takes tasks again.
+        """Add an LLM backend to the pool, after the node has probed it. A drained backend becomes active again.
 
-        `weight` is its share of the tasks beside others: 1 for a new one, and what it was, where it is not given.
+        Args:
+            url: the backend's URL.
+            weight: its share of the tasks, relative to the other backends. None: 1 for a new backend, else unchanged.
 
         Raises:
-            BackendError: it is not fit; the message says why.
+            BackendError: the backend did not pass the probe; the message says why.
         """
         await self._operate(AddBackend(url=url, weight=weight))
 
     async def drain_backend(self, url: str) -> None:
-        """Give a backend no new tasks. Its tasks move with their next completion, if another one takes them.
+        """Give a backend no new tasks; it stays in the pool.
+
+        Each of its tasks moves to another backend at its next completion, if another one accepts tasks.
 
         Raises:
             UnknownBackend: it is not in the pool.
@@ -73,7 +80,7 @@ class BackendCalls(abc.ABC):
         await self._operate(DrainBackend(url=url))
 
     async def weigh_backend(self, url: str, weight: float) -> None:
-        """Change a backend's share of the tasks, from the next one on.
+        """Set the weight of a backend: its share of the tasks that are placed from now on.
 
         Raises:
             UnknownBackend: it is not in the pool.
@@ -82,7 +89,7 @@ class BackendCalls(abc.ABC):
         await self._operate(WeighBackend(url=url, weight=weight))
 
     async def remove_backend(self, url: str) -> None:
-        """Take an LLM backend out of the node's pool. Its running calls finish.
+        """Remove an LLM backend from the pool. Its running calls finish.
 
         Raises:
             UnknownBackend: it is not in the pool.
@@ -90,27 +97,30 @@ class BackendCalls(abc.ABC):
         await self._operate(RemoveBackends(url=url))
 
     async def clear_backends(self) -> None:
-        """Take all backends out. Running calls finish; jobs wait for the backends that are added next."""
+        """Remove all backends. Running calls finish; jobs wait until a backend is added."""
         await self._operate(RemoveBackends(all=True))
 
     async def pause(self, mode: PauseMode = "wait", timeout_s: float = 60.0) -> UpdateReport:
-        """Let no completion begin until `resume`; returns when those in flight are dealt with as `mode` says.
+        """Hold back all new completions until `resume`.
 
-        See `RolloutClient.policy_update`, which resumes by itself. What an engine failed at is in the report.
+        Returns when the completions in flight have ended, were aborted or are kept, as `mode` says. An engine that
+        failed to pause does not raise: see the report. `RolloutClient.policy_update` pauses and resumes by itself.
 
         Raises:
-            PauseTimeout: it took longer, and is undone.
-            BackendsBusy: another pause or resume is under way; nothing has changed.
+            PauseTimeout: it took longer than `timeout_s`; the pause is undone.
+            BackendsBusy: another pause or resume is running; nothing has changed.
         """
         return await self._operate(PauseBackends(mode=mode, timeout_s=timeout_s))
 
     async def load_weights(self, folder: str, timeout_s: float = 600.0) -> UpdateReport:
-        """Have the engines of a paused pool load the weights in `folder`, as they see it. The next `resume` with a
-        version is theirs; one without gives the engines their former weights back.
+        """Have the engines of a paused pool load the weights in `folder`, a path as the engines see it.
+
+        They are on trial: a `resume` with a version keeps them, a `resume` without one puts the former weights back. An
+        engine that failed to load does not raise: see the report.
 
         Raises:
             UpdateRefused: the pool is not paused.
-            BackendsBusy: another step is under way; nothing has changed.
+            BackendsBusy: another step is running; nothing has changed.
         """
         return await self._operate(LoadWeights(folder=folder, timeout_s=timeout_s))
 
@@ -119,7 +129,7 @@ class BackendCalls(abc.ABC):
 
         Raises:
             UpdateRefused: an engine failed to load the weights of that version; the pool stays paused.
-            BackendsBusy: another pause or resume is under way; nothing has changed.
+            BackendsBusy: another pause or resume is running; nothing has changed.
         """
         return await self._operate(ResumeBackends(policy_version=policy_version))
 

@@ -1,4 +1,4 @@
-"""The client for trainers that do not know trio: plain calls, from any thread, beside any event loop or none."""
+"""The blocking client, for trainers without trio: plain calls, from any thread, with or without an event loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockingClient", "BlockingPolicyUpdate", "BlockingResults"]
 
 JOIN_TIMEOUT_S: Final = 10.0
-"""More than a client takes to say goodbye."""
+"""Longest `close` waits for the client's thread; closing the connection takes less."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -40,7 +40,7 @@ P = ParamSpec("P")
 def _blocking(
     afn: Callable[Concatenate[RolloutClient, P], Awaitable[T]],
 ) -> Callable[Concatenate[BlockingClient, P], T]:
-    """Return a method of `BlockingClient` that is one of `RolloutClient`, which also describes it."""
+    """Return a blocking method for `BlockingClient` that runs `afn` of `RolloutClient`; it keeps `afn`'s docstring."""
 
     @wraps(afn)
     def method(client: BlockingClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -58,16 +58,20 @@ class BlockingClient:
                 ...
 
     A private trio loop runs in a daemon thread: heartbeats and reconnects go on while the trainer computes, and no
-    event loop of the trainer's is touched. Called inside one, a method blocks that loop for as long as it takes, as any
-    blocking call does. All methods may be called from any thread, and raise what those of `RolloutClient` raise. A call
-    interrupted by Ctrl-C is withdrawn and loses nothing. A client that is forgotten ends with its last reference or
-    with the interpreter, which it never keeps from exiting; what `results` gave out last is then not acknowledged.
+    event loop of the trainer's is touched. A method that is called inside an event loop blocks that loop until it
+    returns. All methods may be called from any thread, and raise what those of `RolloutClient` raise. A call
+    interrupted by Ctrl-C is withdrawn and loses nothing. A client that nobody closes ends with its last reference or
+    with the interpreter, which it does not keep from exiting; the outcome that `results` returned last is then not
+    acknowledged.
 
     Args:
-        url, token, session_id: as for `connect`, and so are further keyword arguments.
+        url: see `connect`.
+        token: see `connect`.
+        session_id: see `connect`.
+        **options: the further keyword arguments of `connect`.
 
     Raises:
-        ServiceError: as `connect`.
+        ServiceError: as `connect`. The constructor blocks until the client is connected.
     """
 
     def __init__(self, url: str | None = None, token: str = "", session_id: str | None = None, **options: Any) -> None:
@@ -82,11 +86,14 @@ class BlockingClient:
             raise
         self._cursor = self._client.cursor
         self.session_id = self._client.session_id
-        """Give it to the constructor to come back to this session, also from another process."""
+        """Pass it to the constructor to come back to this session, also from another process."""
 
     @property
     def cursor(self) -> int:
-        """Of the result given out last. Kept beside a checkpoint, it is the `resume_after` to come back with."""
+        """Return the cursor of the outcome that `results` returned last.
+
+        Save it with a checkpoint, and pass it as `resume_after` when you come back.
+        """
         return self._cursor
 
     submit = _blocking(RolloutClient.submit)
@@ -94,10 +101,10 @@ class BlockingClient:
     def results(
         self, count: int | None = None, *, timeout_s: float | None = None, follow: bool = False
     ) -> BlockingResults:
-        """See `RolloutClient.results`. Threads may share the results out: each outcome goes to one of them.
+        """Return an iterator over the outcomes; see `RolloutClient.results` for `count` and `follow`.
 
-        With `timeout_s`, waiting longer than that for the next outcome raises TimeoutError; the iterator goes on when
-        asked again.
+        Several threads may iterate at once: each outcome goes to one of them. If the next outcome takes longer than
+        `timeout_s`, TimeoutError is raised; nothing is lost, and the iterator may be asked again.
         """
         return BlockingResults(self, count, timeout_s, follow=follow)
 
@@ -117,12 +124,23 @@ class BlockingClient:
     def policy_update(
         self, version: str, *, mode: PauseMode = "wait", timeout_s: float = 600.0
     ) -> BlockingPolicyUpdate:
-        """See `RolloutClient.policy_update`: `with client.policy_update("2") as update: update.load_folder(path)`."""
+        """Return a block in which the backends are paused; see `RolloutClient.policy_update`.
+
+            with client.policy_update("2") as update:
+                update.load_folder("/checkpoints/2")
+
+        An exception in the block, or a Ctrl-C, leaves the old version everywhere.
+        """
         return BlockingPolicyUpdate(self, PolicyUpdate(self._client, version, mode, timeout_s))
 
     def close(self) -> None:
-        """Acknowledge what `results` gave out, close the connection, join the thread. Calls in progress raise
-        ConnectionLost. Jobs go on. Closing twice does nothing."""
+        """Acknowledge what `results` returned, close the connection and wait for the client's thread to end.
+
+        Calls in progress raise ConnectionLost. Jobs go on. Closing twice, or in a forked process, does nothing.
+
+        Raises:
+            InternalError: the thread did not end within `JOIN_TIMEOUT_S`.
+        """
         self._close(acknowledge=True)
 
     def __enter__(self) -> Self:
@@ -147,7 +165,13 @@ class BlockingClient:
         self._loop.join()
 
     def _next(self, timeout_s: float | None, *, follow: bool) -> Outcome | None:
-        """None: nothing is outstanding, and what was given out is acknowledged."""
+        """Return the next outcome and move the cursor. None: nothing is outstanding, and all is acknowledged.
+
+        Blocks until an outcome arrives. One thread at a time waits for the node; others wait for their turn.
+
+        Raises:
+            TimeoutError: neither the turn nor an outcome came within `timeout_s`.
+        """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._turn.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
             raise TimeoutError(f"no result within {timeout_s:g} s: another thread waited before")
@@ -239,22 +263,32 @@ class _Loop:
         self._thread = threading.Thread(target=self._run, name="prorl-trio client", daemon=True)
 
     def start(self) -> RolloutClient:
-        """Start the thread; returns when the client is connected, or raises what kept it from it."""
+        """Start the thread and return the client once it is connected. Raises what `connect` raises."""
         self._thread.start()
         return self._client.result()
 
     def stop(self) -> None:
-        """Ask the loop to end. Returns at once; works at any time, from any thread, and twice."""
+        """Ask the loop to end, and return at once. May be called at any time, from any thread, and twice."""
         self._token.add_done_callback(lambda token: _run_soon(token.result(), self._scope.cancel))
 
     def join(self) -> None:
-        """Wait for the end of the thread, which is bounded by the time a client takes to say goodbye."""
+        """Wait until the thread has ended, which takes at most as long as a client needs to close its connection.
+
+        Raises:
+            InternalError: the thread still runs after `JOIN_TIMEOUT_S`.
+        """
         self._thread.join(JOIN_TIMEOUT_S)
         if self._thread.is_alive():
             raise InternalError(f"the client's thread did not end within {JOIN_TIMEOUT_S:g} s")
 
     def call(self, afn: Callable[..., Awaitable[T]], *args: object) -> T:
-        """Run `afn(*args)` in the loop and return what it returns, or raise what it raises."""
+        """Run `afn(*args)` in the loop and block until it ends; return its result, or raise its exception.
+
+        A KeyboardInterrupt here cancels it there.
+
+        Raises:
+            ConnectionLost: the loop has ended, or ends meanwhile.
+        """
         token, scope = self._token.result(), trio.CancelScope()
 
         async def withdrawable() -> T:
@@ -271,7 +305,11 @@ class _Loop:
         return ended.unwrap()
 
     def call_sync(self, fn: Callable[..., T], *args: object) -> T:
-        """Run `fn(*args)` in the loop, at once."""
+        """Run `fn(*args)` in the loop, block until it is done, and return its result.
+
+        Raises:
+            ConnectionLost: the loop has ended.
+        """
         try:
             return trio.from_thread.run_sync(fn, *args, trio_token=self._token.result())
         except trio.RunFinishedError:

@@ -50,22 +50,22 @@ __all__ = ["RolloutClient", "connect"]
 
 BATCH_BYTES: Final = 1024 * 1024
 BATCH_JOBS: Final = 1_000
-"""A submit is sent in frames of at most so much, one job always."""
+"""Limits of one `Submit` frame, in jobs and bytes; a larger submit is cut up. A frame has at least one job."""
 FRAME_OVERHEAD_BYTES: Final = 64
-"""More than `Submit` adds to its jobs."""
+"""Upper bound of the bytes that `Submit` adds to its jobs."""
 ADMISSION_PATIENCE_S: Final = 600.0
-"""How long `submit` goes on asking a node that has no room."""
+"""Longest `submit` goes on asking a node that has no room."""
 MIN_RETRY_S: Final = 0.02
 MAX_CALLS: Final = 32
-"""Requests of one client in flight; more wait for their turn."""
+"""Limit of one client's requests in flight; further ones wait for their turn."""
 
 
 class RolloutClient(ResultCalls, BackendCalls):
-    """A trainer's session on one node. Made by `connect`; all methods belong to the trio loop it was made in.
+    """A trainer's session on one node. Made by `connect`; use it only in the trio loop it was made in.
 
-    A lost connection is made again behind the scenes; calls in flight wait for it and are sent again. When that fails
-    for good, every call raises what happened (`ConnectionLost`, `SessionLost`, `SessionReplaced`, ...), and `results`
-    does so after what had arrived. A cancelled call may or may not have reached the node.
+    A lost connection is opened again without the caller's help; calls in flight wait for it and are sent again. When
+    that fails for good, every call raises the reason (`ConnectionLost`, `SessionLost`, `SessionReplaced`, ...), and
+    `results` raises it after the outcomes that had arrived. A cancelled call may or may not have reached the node.
     """
 
     def __init__(self, state: ClientState, max_message_bytes: int) -> None:
@@ -80,32 +80,34 @@ class RolloutClient(ResultCalls, BackendCalls):
 
     @property
     def session_id(self) -> str:
-        """Give it to `connect` to come back to this session, also from another process."""
+        """Return the session's id. Pass it to `connect` to come back, also from another process."""
         return self._state.session_id
 
     @property
     def node_id(self) -> str:
-        """The node this session is on."""
+        """Return the id of the node at this client's first connection."""
         assert self._state.welcome is not None
         return self._state.welcome.node_id
 
     @property
     def resumed(self) -> bool:
-        """The node knew the session when this client first connected."""
+        """Return True if the node knew the session when this client first connected."""
         assert self._state.welcome is not None
         return self._state.welcome.resumed
 
     async def submit(
         self, specs: Sequence[JobSpec], *, patience_s: float = ADMISSION_PATIENCE_S
     ) -> list[Accepted | Rejected]:
-        """Hand jobs to the node; returns one answer per spec, in order (`index` is its position in `specs`).
+        """Submit jobs; return one answer per spec, in the order of `specs` (`index` is the position there).
 
-        A job for which the node has no room (`admission`) is submitted again when the node says so, for `patience_s` in
-        all; 0 takes the first answer. To make room is often up to the caller: somebody must take `results` meanwhile.
+        An accepted job gets exactly one outcome, through `results`. A rejected job is not on the node: `code` and
+        `message` say why, `path` names the field, `retry_after_s` says when there may be room. A spec that was
+        submitted before does not run again: it is accepted as the job that is there.
 
-        An accepted job gets exactly one outcome, through `results`. A rejected one is not on the node: `code` and
-        `message` say why, `path` which field, `retry_after_s` when there may be room. The same spec again joins the job
-        that is there. Sent in batches; when cancelled, some may have been taken, and submitting again is safe.
+        A job for which the node has no room (`code` is `admission`) is submitted again when the node says so, for
+        `patience_s` in all; 0 takes the first answer. Often room is made only by the caller: another task must take
+        `results` meanwhile. Jobs are sent in batches. A cancel may leave some of them on the node; to submit the same
+        specs again is safe.
 
         Raises:
             ServiceError: the session is over.
@@ -124,7 +126,7 @@ class RolloutClient(ResultCalls, BackendCalls):
     async def _submit_batch(
         self, batch: Sequence[tuple[str, msgspec.Raw]], deadline_s: float
     ) -> list[Accepted | Rejected]:
-        """One frame's worth; those without room again and again, until the deadline."""
+        """Submit one frame's jobs, those without room again and again until the deadline; return their answers."""
         answers: dict[int, Accepted | Rejected] = {}
         waiting = list(range(len(batch)))
         while True:
@@ -140,14 +142,20 @@ class RolloutClient(ResultCalls, BackendCalls):
             await trio.sleep(min(left_s, max(MIN_RETRY_S, soonest_s)))
 
     def events(self) -> EventStream:
-        """Jobs changing their stage, for people and progress bars. Lossy: the node drops some under pressure, and
-        this client the oldest when nobody takes them. Ends with the session."""
+        """Return an iterator over the stage changes of this session's jobs, for people and progress bars.
+
+        Events may be lost: the node drops some under load, and this client drops the oldest when nobody takes them.
+        Ends with the session.
+        """
         return EventStream(self._state)
 
     def observed(self) -> ObservedStream:
-        """What comes of the jobs of other sessions, if `connect` was told to observe: stages and outcomes. To look at:
-        there is nothing to acknowledge. Lossy: `ObservedStream.lost` counts what this client, or the network, was too
-        slow for; what happens while the connection is lost is not seen. Ends with the session."""
+        """Return an iterator over stages and outcomes of other sessions' jobs, if `connect` asked to observe.
+
+        For display only: there is nothing to acknowledge. Frames may be lost: `ObservedStream.lost` counts those that
+        this client or the network was too slow for; those sent while the connection is lost are not counted. Ends with
+        the session.
+        """
         return ObservedStream(self._state)
 
     async def cancel(
@@ -160,18 +168,19 @@ class RolloutClient(ResultCalls, BackendCalls):
         whole_session: bool = False,
         ahead: bool = False,
     ) -> CancelledJobs:
-        """Cancel jobs; returns when nothing of them is left on the node. Their outcomes come as any other's.
+        """Cancel jobs of this session; return when nothing of them is left on the node.
 
-        `unknown` are ids this session never submitted, or whose outcome is acknowledged.
+        Their outcomes come through `results` as any other. In the answer, `unknown` lists the ids that this session
+        never submitted or whose outcome is acknowledged.
 
         Args:
             job_ids: jobs of this session.
             reason: becomes the outcomes' `error`.
-            group_id: besides, all of that group that are not over.
-            tags: besides, all that are not over and have all these tags.
-            whole_session: all jobs of the session that are not over.
-            ahead: unknown ids are remembered, and cancelled when they are submitted: for a cancel that may overtake a
-                submit of another process.
+            group_id: cancel, too, all jobs of that group that have not ended.
+            tags: cancel, too, all jobs that have all these tags and have not ended.
+            whole_session: cancel all jobs of the session that have not ended.
+            ahead: remember unknown ids, and cancel them when they are submitted: for a cancel that may arrive before
+                the submit of another process.
 
         Raises:
             ServiceError: the session is over.
@@ -199,16 +208,18 @@ class RolloutClient(ResultCalls, BackendCalls):
         tags: Mapping[str, str] | None = None,
         everything: bool = False,
     ) -> CancelledOnNode:
-        """Cancel jobs of any session, whoever submitted them; returns when nothing of them is left on the node.
+        """Cancel jobs of any session; return when nothing of them is left on the node.
 
-        Their outcomes go to their own sessions. Of the ids given, `ended` had ended before, and `unknown` are no
-        session's: over and acknowledged, or never submitted.
+        Their outcomes go to their own sessions. In the answer, `ended` lists the given ids that had ended before, and
+        `unknown` those that no session has: never submitted, or ended and acknowledged.
 
         Args:
             job_ids: jobs of any session.
             reason: becomes the outcomes' `error`.
-            group_id, session_id, tags: besides, the jobs that are not over and for which all of these hold.
-            everything: besides, all jobs of the node that are not over.
+            group_id: cancel, too, the jobs that have not ended and match all of `group_id`, `session_id` and `tags`.
+            session_id: see `group_id`.
+            tags: see `group_id`.
+            everything: cancel all jobs of the node that have not ended.
 
         Raises:
             ServiceError: the session is over.
@@ -229,30 +240,31 @@ class RolloutClient(ResultCalls, BackendCalls):
     def policy_update(
         self, version: str, *, mode: PauseMode = "wait", timeout_s: float = 600.0
     ) -> AbstractAsyncContextManager[PolicyUpdate]:
-        """Give the policy other weights: the backends are paused in the block, and go on after it under `version`.
+        """Open a block that replaces the policy's weights: backends pause in it, and resume under `version` after it.
 
             async with client.policy_update("2", mode="abort") as update:
                 await update.load_folder("/checkpoints/2")
 
-        In place of `load_folder` the block may move the weights by means of its own. An exception in it, or an engine
-        that fails, leaves the old version everywhere.
+        In place of `load_folder` the block may move the weights by means of its own. An exception in the block, a
+        cancel, or an engine that fails, leaves the old version everywhere.
 
         Args:
-            version: what completions are recorded under from the block's end on.
-            mode: what becomes of completions in flight: `wait` for them, `abort` them, to be continued afterwards from
-                the tokens that came, or `keep` them, to go on with the new weights.
-            timeout_s: for the pause, for each load, and for putting everything back.
+            version: completions are recorded under it from the block's end on.
+            mode: the fate of completions in flight: `wait` for them; `abort` them, to be continued afterwards from the
+                tokens that were received; or `keep` them, to go on with the new weights.
+            timeout_s: limit for the pause, for each load, and for the way back to the old version.
 
         Raises:
             PolicyUpdateFailed: an engine could not be paused, or failed to load.
-            PauseTimeout, BackendsBusy: the pause failed, and nothing has changed.
-            UpdateRefused: the block has passed over a load that failed.
+            PauseTimeout: the pause took too long; nothing has changed.
+            BackendsBusy: another pause or resume is running; nothing has changed.
+            UpdateRefused: the block ignored a load that failed.
             ServiceError: the session is over.
         """
         return open_policy_update(self, version, mode, timeout_s)
 
     async def status(self) -> dict[str, Any]:
-        """Live state of the node, for people and dashboards.
+        """Return the live state of the node, for people and dashboards.
 
         Raises:
             ServiceError: the session is over.
@@ -261,7 +273,7 @@ class RolloutClient(ResultCalls, BackendCalls):
         return msgspec.msgpack.decode(report.statistics, type=dict[str, Any])
 
     def _batches(self, specs: Sequence[JobSpec]) -> Iterator[list[tuple[str, msgspec.Raw]] | Rejected]:
-        """Cut into frames; a spec that cannot travel is rejected here, and the others go on."""
+        """Yield the encoded jobs of each frame, and a `Rejected` for a spec that cannot be encoded or is too large."""
         limit_bytes = self._max_message_bytes - FRAME_OVERHEAD_BYTES
         batch: list[tuple[str, msgspec.Raw]] = []
         size_bytes = 0
@@ -286,7 +298,11 @@ class RolloutClient(ResultCalls, BackendCalls):
         return call.answer
 
     async def _call(self, call: Call[Any] | SubmitCall) -> None:
-        """Send, and wait until `call` is answered, over as many connections as it takes."""
+        """Send `call` and wait until it is answered, over as many connections as it takes.
+
+        Raises:
+            ServiceError: the client failed before the answer was complete.
+        """
         state = self._state
         async with self._turns:
             if state.failure is not None:
@@ -333,39 +349,43 @@ async def connect(
             async for outcome in client.results():
                 ...
 
+    Leaving the block without an exception acknowledges all that `results` has yielded; with an exception or a cancel,
+    the outcome yielded last is kept for the session's next client. Either way the connection is closed, within 2 s, and
+    jobs go on.
+
     Args:
-        url: where the node listens; `unix://` on its own host only.
+        url: the node's address; `unix://` on its own host only.
         token: the node's token.
         endpoint_file: in place of `url`: the node's `listen.endpoint_file`. It is read again for every connection, so
-            that the client finds a node that was started again and listens on another port. On the node's own host,
-            as its user, the client takes its Unix socket.
-        session_id: a session to come back to; without, a new one. Its outcomes that were never acknowledged come first.
-        resume_after: `RolloutClient.cursor` of what the caller has already: not sent again, and acknowledged.
+            that the client finds a node that was restarted on another port. On the node's own host, as the same user,
+            the client uses the Unix socket.
+        session_id: a session to come back to; its outcomes that were never acknowledged come first. None: a new one.
+        resume_after: the `RolloutClient.cursor` of the last outcome that the caller has: the outcomes up to it are not
+            sent again, and are acknowledged.
         connect_timeout_s: how long to try for the first connection.
         reconnect_timeout_s: how long to try when a connection is lost.
-        max_message_bytes: of one message, either way; at most what the node's config says.
+        max_message_bytes: limit of one message in either direction; at most the limit in the node's configuration.
         heartbeat_interval_s: how often to send a heartbeat.
-        heartbeat_timeout_s: a connection on which nothing came for so long is lost.
-        tls_ca: for `wss://`, a PEM file with the certificates to believe; without, the system's.
-        shared_memory: on the node's own host, map its token arrays in place of receiving them. The arrays of an outcome
-            are then views of the node's memory, which it uses again once the outcome is acknowledged, that is when the
-            next one is asked for: use them before, or keep `outcome.detached()`. `outcome.check()`, and `pad_batch` by
-            itself, raise StaleReference where it was too late. Elsewhere it changes nothing.
-        max_unacked_outcomes, max_unacked_bytes: what the node may send beyond what is acknowledged, so what waits here
-            at most, but one outcome always; 0, or more than the node's own limit: that.
-        observe_all, observe_group: show the jobs of all other sessions, or those of one group, in `observed`.
-
-    Leaving without an exception acknowledges what `results` has yielded; with one, or by a cancel, the outcome yielded
-    last is kept for the next client of the session. Either way the connection is closed, within 2 s, and jobs go on.
+        heartbeat_timeout_s: after so long without any frame, the connection is lost.
+        tls_ca: for `wss://`, a PEM file with the certificates to trust; None: those of the system.
+        shared_memory: on the node's own host, map the node's token arrays instead of receiving them. The arrays of an
+            outcome are then views of the node's memory, which the node uses again once the outcome is acknowledged,
+            that is, when the next outcome is asked for: use them before, or keep `outcome.detached()`. After that,
+            `outcome.check()` and `pad_batch` raise StaleReference. On other hosts this changes nothing.
+        max_unacked_outcomes: how many outcomes the node may send beyond the acknowledged ones. 0, or more than the
+            node's own limit: that limit.
+        max_unacked_bytes: the same limit in bytes; one outcome is sent whatever its size.
+        observe_all: show the jobs of all other sessions in `observed`.
+        observe_group: show the other sessions' jobs of this group in `observed`.
 
     Raises:
         ConnectionLost: no connection within `connect_timeout_s`.
         Unauthorized: wrong token.
-        ProtocolError: it is no node, or one of another version, or its certificate is not to be believed; or
-            `endpoint_file` is no node's.
+        ProtocolError: the other side is no node, or a node of another version; its certificate is not trusted; or
+            `endpoint_file` was not written by a node.
         AdmissionRejected: the node has too many sessions.
         ConfigError: `tls_ca` cannot be used.
-        ValueError: `url` is no node's, or there are both it and `endpoint_file`, or neither.
+        ValueError: `url` is not valid, or not exactly one of `url` and `endpoint_file` is given.
     """
     where = _where(url, endpoint_file)
     may_be_secure = isinstance(where, EndpointFile) or where.secure
@@ -419,7 +439,7 @@ def _tls_context(ca_file: str | PathLike[str] | None) -> ssl.SSLContext:
 
 
 def _retry_after_s(answer: Accepted | Rejected) -> float | None:
-    """When to submit the job again; None if it is not to be."""
+    """Return in how many seconds to submit the job again; None: not at all."""
     return answer.retry_after_s if isinstance(answer, Rejected) and answer.code == AdmissionRejected.code else None
 
 

@@ -1,4 +1,4 @@
-"""One pass of a trainer without a trainer: submit jobs to a node, collect every outcome, keep them on disk."""
+"""A run without a trainer: submit jobs to a node, collect every outcome, write them to disk."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 __all__ = ["collect", "describe_rejection", "make_jobs"]
 
 CANCEL_TIMEOUT_S: Final = 5.0
-"""Longest an interrupted run waits for the node to cancel what is left of it."""
+"""Longest an interrupted run waits for the node to cancel its remaining jobs."""
 
 
 def make_jobs(
     instances: Sequence[TaskInstance], *, rollouts: int, sampling: SamplingParams, max_turns: int
 ) -> list[JobSpec]:
-    """`rollouts` jobs for each instance, grouped by instance, with ids of their own."""
+    """Return `rollouts` jobs for each instance, one group per instance, with new unique ids."""
     run_id = uuid.uuid4().hex[:8]
     return [
         JobSpec(
@@ -54,7 +54,7 @@ def make_jobs(
 
 
 def describe_rejection(rejected: Rejected) -> str:
-    """Which job was not taken, and why, as a sentence."""
+    """Return a sentence that names the rejected job and says why it was rejected."""
     where = f" (at {rejected.path})" if rejected.path and rejected.path not in rejected.message else ""
     return f"job {rejected.job_id} was rejected ({rejected.code}): {rejected.message}{where}"
 
@@ -67,13 +67,15 @@ async def collect(
     on_outcome: Callable[[Outcome], None],
     on_rejected: Callable[[Sequence[Rejected]], None],
 ) -> tuple[Summary, list[Outcome]]:
-    """Submit `specs`, write each outcome to `folder` as it comes, then the summary.
+    """Submit `specs`, write each outcome to `folder` as it arrives, then the summary; return both.
 
-    `on_rejected` is told of the jobs that the node rejected; the others are run all the same. Cancelled in between, it
-    leaves the outcomes so far and their summary on disk and cancels the rest on the node. For a session of its own.
+    `on_outcome` is called with each outcome, `on_rejected` once with the jobs that the node rejected, if any; the
+    others run all the same. A cancel or an error leaves the outcomes so far and their summary on disk, and cancels all
+    jobs of the session on the node, waiting up to `CANCEL_TIMEOUT_S`: so the session must have no other jobs.
 
     Raises:
-        ServiceError: the node rejected every job (the first is named, with the reason).
+        ServiceError: the node rejected every job (the message names the first, with the reason), or the session is
+            over.
         ConfigError: `folder` cannot be written to.
     """
     started_s = trio.current_time()

@@ -1,4 +1,4 @@
-"""What only a client can run into. The rest of the tree is in `prorl_trio.types.errors`."""
+"""The errors that only a client raises. All others are in `prorl_trio.types.errors`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["ConnectionLost", "PolicyUpdateFailed", "SessionLost", "SessionReplac
 
 
 class ConnectionLost(ServiceError):
-    """The node could not be reached for as long as the client was told to try, or the client is closed.
+    """The node could not be reached within the client's time limits, or the client is closed.
 
     The session is not over: `connect` again with its `session_id` finds the jobs and their outcomes.
     """
@@ -17,16 +17,16 @@ class ConnectionLost(ServiceError):
 
 
 class SessionReplaced(ServiceError):
-    """Another client has connected with this session id. The newest wins; this one does not come back by itself."""
+    """Another client has connected with this session id. The newest client keeps it; this one does not reconnect."""
 
     code = "replaced"
 
 
 class SessionLost(ServiceError):
-    """The node no longer knows the session: it was restarted. Submit the jobs in `job_ids` again.
+    """The node no longer knows the session, because it was restarted. Submit the jobs in `job_ids` again.
 
     Attributes:
-        job_ids: accepted in this client's life, without an outcome that reached it.
+        job_ids: the accepted jobs whose outcome has not reached this client.
     """
 
     code = "session_lost"
@@ -37,10 +37,10 @@ class SessionLost(ServiceError):
 
 
 class PolicyUpdateFailed(ServiceError):
-    """Some engine could not be paused or did not load its weights: the old version stays everywhere.
+    """An engine could not be paused or did not load its weights: the old version stays everywhere.
 
     Attributes:
-        failed: why, by the engine's URL.
+        failed: the reason, by the engine's URL.
     """
 
     code = "policy_update_failed"

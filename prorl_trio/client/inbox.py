@@ -1,4 +1,4 @@
-"""Outcomes that have arrived and are not taken yet. Pure state: no I/O, no waiting."""
+"""The outcomes that have arrived and are not acknowledged yet. Pure state: no I/O, no waiting."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ __all__ = ["Inbox"]
 
 
 class Inbox:
-    """In cursor order, each once, whatever is sent again. The node's window bounds how many there can be.
+    """A queue of outcomes in cursor order, each once, even if the node sends it again.
+
+    The node's limit on unacknowledged outcomes bounds its size.
 
     Attributes:
         received: the cursor that arrived last: a new connection resumes after it.
         left_out: how many cursors between those that arrived will not come.
-        settled: everything up to this cursor has been taken care of: the node may forget it.
+        settled: the caller has acknowledged everything up to this cursor.
     """
 
     def __init__(self, resume_after: int = 0) -> None:
@@ -31,10 +33,10 @@ class Inbox:
         return len(self._frames)
 
     def put(self, frame: OutcomeFrame | OutcomeRefFrame) -> bool:
-        """Add what arrived. False: it had arrived before.
+        """Add a frame at the end; return False, and change nothing, if its cursor had arrived before.
 
-        A cursor that is left out is that of an outcome which somebody else took, or which the node was told to give up.
-        What is left out before the first one was acknowledged by an earlier client of the session, and is not counted.
+        Cursors that the frame skips are counted in `left_out`: another client took those outcomes, or had the node give
+        them up. Those before the first frame were acknowledged by an earlier client, and are not counted.
         """
         if frame.cursor <= self.received:
             return False
@@ -46,7 +48,7 @@ class Inbox:
         return True
 
     def settle(self, cursor: int) -> bool:
-        """Let go of everything up to `cursor`. False: nothing changed."""
+        """Remove everything up to `cursor` and move `settled` there; return False if `settled` was as far before."""
         while self._frames and self._frames[0].cursor <= cursor:
             self._frames.popleft()
         if cursor <= self.settled:
@@ -55,12 +57,12 @@ class Inbox:
         return True
 
     def rewind(self) -> list[str]:
-        """Drop what is not settled: it is to be sent again. Returns whose outcomes those are."""
+        """Remove all frames, which the node will send again, and return the ids of their jobs."""
         dropped = [frame.job_id for frame in self._frames]
         self._frames.clear()
         self.received = self.settled
         return dropped
 
     def first(self) -> OutcomeFrame | OutcomeRefFrame | None:
-        """The oldest one that is not settled."""
+        """Return the oldest frame without removing it; None if there is none."""
         return self._frames[0] if self._frames else None

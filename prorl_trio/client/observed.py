@@ -1,4 +1,4 @@
-"""What a client sees of the jobs of other sessions, until somebody takes it. Pure state: no I/O, no waiting."""
+"""The frames about other sessions' jobs that nobody has taken yet. Pure state: no I/O, no waiting."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Observed", "ObservedInbox"]
 
 KEPT_FRAMES: Final = 1024
 KEPT_BYTES: Final = 64 * 1024 * 1024
-"""Of outcomes nobody has taken yet, but the last one always; older ones are dropped, and counted."""
+"""Limit of the outcomes that nobody has taken yet; beyond it the oldest are dropped and counted, the last one never."""
 
 
 class Observed(NamedTuple):
-    """A job of another session changed its stage, or ended: then there is its outcome, and `detail` is its error."""
+    """A stage change of another session's job, or its end: then `outcome` is set, and `detail` is its error."""
 
     session_id: str
     job_id: str
@@ -29,11 +29,11 @@ class Observed(NamedTuple):
 
 
 class ObservedInbox:
-    """Frames in the order in which they came."""
+    """A queue of frames in order of arrival, bounded by `KEPT_FRAMES` and `KEPT_BYTES`."""
 
     def __init__(self) -> None:
         self.lost = 0
-        """What was dropped so far, here and by the node."""
+        """Count of the frames dropped so far, here and by the node."""
         self._frames: deque[ObservedEvent | ObservedOutcome] = deque()
         self._size_bytes = 0
 
@@ -41,7 +41,7 @@ class ObservedInbox:
         return len(self._frames)
 
     def put(self, frame: ObservedEvent | ObservedOutcome) -> None:
-        """Add a frame. The oldest ones are dropped, and counted in `lost`, where it does not fit."""
+        """Add a frame. If the queue is then over its limits, drop the oldest frames and count them in `lost`."""
         self._frames.append(frame)
         self._size_bytes += _size(frame)
         while len(self._frames) > 1 and (len(self._frames) > KEPT_FRAMES or self._size_bytes > KEPT_BYTES):

@@ -1,4 +1,4 @@
-"""A change of the policy's weights: a part of `RolloutClient`."""
+"""The change of the policy's weights, as a block: used by `RolloutClient.policy_update`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["PolicyUpdate", "open_policy_update"]
 logger = logging.getLogger(__name__)
 
 BUSY_RETRY_S: Final = 0.1
-"""Between two tries of a resume while a step before it, which was cancelled, is being undone."""
+"""Pause between two tries of a resume, while the node still undoes a cancelled step before it."""
 CANNOT_LOAD: Final = (
     "it loads no weights from a folder: start vLLM with VLLM_SERVER_DEV_MODE=1, or move them there by other means"
 )
@@ -33,7 +33,10 @@ CANNOT_LOAD: Final = (
 async def open_policy_update(
     backends: BackendCalls, version: str, mode: PauseMode, timeout_s: float
 ) -> AsyncIterator[PolicyUpdate]:
-    """See `RolloutClient.policy_update`. After a cancel, leaving waits up to `timeout_s` for the old version."""
+    """Pause the backends for the block, and resume with `version`. See `RolloutClient.policy_update`.
+
+    After an exception or a cancel, leaving blocks for up to `timeout_s` until the old version is back.
+    """
     update = PolicyUpdate(backends, version, mode, timeout_s)
     try:
         await update.begin()
@@ -48,10 +51,10 @@ async def open_policy_update(
 
 
 class PolicyUpdate:
-    """A block in which the backends are paused. See `RolloutClient.policy_update`.
+    """A change of the policy's weights while the backends are paused. See `RolloutClient.policy_update`.
 
     Attributes:
-        report: what became of each backend in the last step.
+        report: the result of the last step for each backend; `undo` does not set it.
     """
 
     def __init__(self, backends: BackendCalls, version: str, mode: PauseMode, timeout_s: float) -> None:
@@ -66,7 +69,7 @@ class PolicyUpdate:
         """Have every engine replace its weights by those in `folder`, a path on a file system that all of them see.
 
         Raises:
-            PolicyUpdateFailed: one of them failed, or cannot do that.
+            PolicyUpdateFailed: an engine failed, or offers no such load.
         """
         report = await self._backends.load_weights(_absolute(folder), self._timeout_s)
         self._check(report, {each.url: CANNOT_LOAD for each in report.backends if each.engine == "not_offered"})
@@ -75,8 +78,9 @@ class PolicyUpdate:
         """Pause the backends.
 
         Raises:
-            PolicyUpdateFailed: some engine failed to pause; `undo` is due.
-            PauseTimeout, BackendsBusy: nothing has changed.
+            PolicyUpdateFailed: an engine failed to pause; the caller must call `undo`.
+            PauseTimeout: the pause took too long; nothing has changed.
+            BackendsBusy: another pause or resume is running; nothing has changed.
         """
         self._begun = True
         try:
@@ -88,16 +92,16 @@ class PolicyUpdate:
     async def finish(self) -> None:
         """Resume with the new version. If this raises, the caller must call `undo`.
 
-        A backend that fails is logged and in `report`; it does not make this raise.
+        A backend that fails does not make this raise: it is logged, and named in `report`.
         """
         self.report = await self._resume(self._version)
         for url, why in _failed(self.report).items():
             logger.warning("backend %s has the weights of version %s, but: %s", url, self._version, why)
 
     async def undo(self) -> None:
-        """Resume with the old version and its weights, unless nothing has changed.
+        """Resume with the old version and its weights. Does nothing if `begin` was not called or changed nothing.
 
-        An engine that does not get its weights back is given no tasks until it has them; that is logged.
+        Errors are logged, not raised. An engine that does not get its weights back is given no tasks until it has them.
         """
         if not self._begun:
             await trio.lowlevel.checkpoint()
@@ -127,7 +131,7 @@ class PolicyUpdate:
 
 
 def _absolute(folder: str | os.PathLike[str]) -> str:
-    """Return the path from the root on: the engines have other working directories."""
+    """Return the absolute path, since the engines have other working directories."""
     return os.path.abspath(folder)
 
 

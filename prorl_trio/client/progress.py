@@ -1,4 +1,4 @@
-"""A run as a person at a terminal sees it: a progress bar, then the final table."""
+"""A run shown at a terminal: a progress bar, then the final table."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 __all__ = ["console", "page", "run_jobs"]
 
 console = Console()
-"""Where commands print for people."""
+"""Console that commands print to, for people."""
 
 MAX_REJECTIONS = 10
-"""So many are said with their reasons."""
+"""Limit of the rejected jobs that are printed with their reasons."""
 SAID_EVERY_S = 30.0
-"""How far a run is, where there is no terminal to draw a bar on."""
+"""Interval between progress lines where there is no terminal for a bar."""
 
 
 async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *, model: str, tasks: str) -> Summary:
-    """Submit, show a progress bar (a line every `SAID_EVERY_S` where there is no terminal), record in `folder`, print
-    the final table. See `client.collect.collect`.
+    """Submit jobs, show a progress bar, record outcomes in `folder`, print the final table; return the summary.
 
-    Says so first where no backend takes rollouts, because they will wait then.
+    First prints a warning if no backend takes rollouts, because the jobs will wait then. Without a terminal, prints a
+    line every `SAID_EVERY_S` instead of the bar. Raises what `collect` raises, and cancels jobs as it does.
     """
     for line in _unready(await client.status()):
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -91,7 +91,10 @@ async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *,
 
 
 def page(parts: Sequence[RenderableType], *, pager: bool | None = None) -> None:
-    """Print, in a pager if `pager`, or by default if there is a terminal and it has not that many lines."""
+    """Print `parts`, through a pager if `pager` is True.
+
+    By default (None), use the pager if the output goes to a terminal and is as long as its window or longer.
+    """
     with console.capture() as capture:
         for part in parts:
             console.print(part, soft_wrap=isinstance(part, Text))
@@ -104,7 +107,7 @@ def page(parts: Sequence[RenderableType], *, pager: bool | None = None) -> None:
 
 
 def _lines(text: str) -> int:
-    """Of the terminal, wrapped."""
+    """Return the number of terminal lines that `text` takes, with long lines wrapped."""
     return sum(1 + max(0, len(line) - 1) // console.width for line in text.splitlines())
 
 
@@ -113,7 +116,10 @@ def _say(problem: str) -> None:
 
 
 def _unready(report: Mapping[str, Any]) -> Iterator[str]:
-    """Why a node's backends take no rollouts now, from its `status`. Nothing if one does, or the node does not say."""
+    """Yield the lines that say why no backend takes rollouts now, from a node's `status`.
+
+    Yields nothing if a backend does, or if the status does not tell.
+    """
     pool = report.get("backends")
     if not isinstance(pool, dict):
         return

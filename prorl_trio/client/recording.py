@@ -38,8 +38,13 @@ RUN_INFO: Final = "run.json"
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run was, for whoever looks at it later. `model` is the folder its tokens are decoded with, if that
-    is known."""
+    """A description of a run, for people who look at it later.
+
+    Attributes:
+        model: the folder whose tokenizer decodes the run's tokens; empty if that is not known.
+        tasks: the task set's name or file.
+        started: the name of the run's folder, a local time.
+    """
 
     model: str
     tasks: str
@@ -47,9 +52,15 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in flat figures. Means are over jobs with a reward (`reward_mean`; None: there is none) and over all
-    with a trajectory (`turns_mean`); `tokens_per_s` counts sampled tokens over the wall clock of the run. `rejected`
-    were not taken by the node, and are none of `jobs`."""
+    """The figures of a run.
+
+    Attributes:
+        jobs: outcomes; `rejected` jobs are not among them.
+        reward_mean: mean over the jobs with a reward; None if there are none.
+        turns_mean: mean over the jobs with a trajectory.
+        tokens_per_s: sampled tokens per second of the run's wall clock.
+        rejected: jobs that the node did not accept.
+    """
 
     jobs: int
     completed: int
@@ -66,11 +77,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutcomeFile:
-    """Appends outcomes to a msgpack array whose count is updated in place, so that a killed run leaves a valid file,
-    and a full disk one with what came before. Blocks on the disk.
+    """A file to which outcomes are appended as one msgpack array. Blocks on the disk.
+
+    The array's count is written after each outcome, so that a killed run, or a full disk, leaves a valid file with the
+    outcomes before.
 
     Raises:
-        ConfigError: the file is there already, or cannot be written.
+        ConfigError: the file exists already, or cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,7 +94,11 @@ class OutcomeFile:
             self._write(_HEADER.pack(_ARRAY32, 0))
 
     def append(self, outcome: Outcome) -> None:
-        """Write one outcome (some 9 bytes a token), then the new count."""
+        """Write one outcome (some 9 bytes a token), then the new count.
+
+        Raises:
+            ConfigError: it cannot be written; the file is as before.
+        """
         with _named(self._path):
             end = self._file.seek(0, 2)
             try:
@@ -94,7 +111,7 @@ class OutcomeFile:
             self._count += 1
 
     def _write(self, content: bytes) -> None:
-        """All of it: a disk that gets full takes a part."""
+        """Write all of `content`: one write to a disk that gets full takes only a part."""
         rest = memoryview(content)
         while rest:
             rest = rest[self._file.write(rest) :]
@@ -109,7 +126,7 @@ class OutcomeFile:
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    """Every outcome of a `trajectories.msgpack`.
+    """Return every outcome of a `trajectories.msgpack`.
 
     Raises:
         ConfigError: it cannot be read, or is not such a file.
@@ -123,7 +140,7 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 def read_run_info(folder: Path) -> RunInfo | None:
-    """What is remembered of a run; None: nothing.
+    """Return the description of the run in `folder`; None if there is no such file.
 
     Raises:
         ConfigError: it cannot be read, or is something else.
@@ -140,13 +157,17 @@ def read_run_info(folder: Path) -> RunInfo | None:
 
 
 def write_json(path: Path, content: msgspec.Struct) -> None:
-    """Write `content` for people and programs. Raises ConfigError: it cannot be written."""
+    """Write `content` to `path` as indented JSON, in place of what was there.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     with _named(path):
         path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2))
 
 
 def run_folder(root: Path) -> Path:
-    """Make `root/<local time>` for a new run; a number is appended if it is taken.
+    """Make and return the folder `root/<local time>` for a new run; a number is appended if that name is taken.
 
     Raises:
         ConfigError: it cannot be made.
@@ -169,7 +190,7 @@ def _new_folder(root: Path) -> Path:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Says which file it is that cannot be written."""
+    """Raise an OSError of the block as a ConfigError that names `path`."""
     try:
         yield
     except OSError as exc:
@@ -177,7 +198,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def summarise(outcomes: Sequence[Outcome], wall_s: float, *, rejected: int = 0) -> Summary:
-    """The run's figures."""
+    """Return the figures of a run that took `wall_s` seconds."""
     statuses = [outcome.status for outcome in outcomes]
     rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
     trajectories = [outcome.trajectory for outcome in outcomes if outcome.trajectory is not None]

@@ -1,4 +1,4 @@
-"""What people see of a run: the final table, and one trajectory with its kinds of tokens told apart by colour."""
+"""The views of a run for people: the final table, and one trajectory with a colour for each kind of token."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SAMPLED: Final = "bold green"
 OBSERVED: Final = "cyan"
 MASKED: Final = "dim"
 _LOGPROB_STYLES: Final = ((-0.11, "green"), (-0.7, ""), (-2.3, "yellow"), (-np.inf, "red"))
-"""By probability: from 0.9, from 0.5, from 0.1, below."""
+"""Lowest log-probability of each style: probability 0.9, 0.5, 0.1, and all below."""
 MAX_ERRORS: Final = 3
 MAX_ERROR_CHARS: Final = 400
 
 
 def summary_table(summary: Summary, outcomes: Sequence[Outcome]) -> Table:
-    """Outcomes, rewards, stop reasons, turns, tool calls, seconds per stage and token throughput."""
+    """Return a table of outcomes, rewards, stop reasons, turns, tool calls, seconds per stage and token throughput."""
     table = Table(title="rollouts", show_header=False, title_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
@@ -72,13 +72,13 @@ def summary_table(summary: Summary, outcomes: Sequence[Outcome]) -> Table:
 
 
 def errors(outcomes: Sequence[Outcome]) -> list[str]:
-    """What went wrong most often, with how often, one line each; at most `MAX_ERRORS`."""
+    """Return the `MAX_ERRORS` most frequent errors, one line each, with their counts."""
     counts = Counter(one_line(f"{outcome.cause}: {outcome.error}").plain for outcome in outcomes if outcome.error)
     return [f"{count} x {error[:MAX_ERROR_CHARS]}" for error, count in counts.most_common(MAX_ERRORS)]
 
 
 def outcome_list(outcomes: Sequence[Outcome]) -> Table:
-    """One line per outcome, to choose from. `logprob` is the mean of what was sampled."""
+    """Return a table with one row per outcome; `logprob` is the mean over the sampled tokens."""
     table = Table(title=f"{len(outcomes)} outcomes", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("job", "status", "reward", "turns", "tokens", "logprob", "run s", "stopped"):
         table.add_column(column, no_wrap=True, min_width=3)
@@ -100,10 +100,10 @@ def outcome_list(outcomes: Sequence[Outcome]) -> Table:
 
 
 def render_trajectory(outcome: Outcome, chat_format: ChatFormat | None) -> Text:
-    """The trajectory as text: sampled tokens, what came back (tool output, reminders), and masked tokens in colours.
+    """Return the trajectory as text, with a colour each for sampled, observed (tool output) and masked tokens.
 
     Without the model's `chat_format` the tokens cannot be decoded: then the recorded text of each turn is shown.
-    Control characters are shown, not obeyed.
+    Control characters are replaced by visible ones.
     """
     text = Text()
     trajectory = outcome.trajectory
@@ -126,7 +126,7 @@ def render_trajectory(outcome: Outcome, chat_format: ChatFormat | None) -> Text:
 
 
 def timing_line(outcome: Outcome) -> str:
-    """Where the job's time went, waits in brackets."""
+    """Return one line with the seconds of each stage, and those spent in its queue in brackets."""
     timing = outcome.timing
     stages = [
         f"{stage} {getattr(timing, f'{stage}_s'):.2f} s (queued {getattr(timing, f'queued_{stage}_s'):.2f})"
@@ -136,7 +136,7 @@ def timing_line(outcome: Outcome) -> str:
 
 
 def turn_table(trajectory: Trajectory) -> Table:
-    """One line per turn: its sampled tokens, their log-probabilities, what ended it, and the seconds it took."""
+    """Return a table with one row per turn: sampled tokens, log-probabilities, finish reason, calls and seconds."""
     table = Table(title="turns", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("turn", "segment", "tokens", "logprob mean", "min", "finish", "calls", "inference s", "tools s"):
         table.add_column(column, no_wrap=True, justify="left" if column == "finish" else "right")
@@ -157,7 +157,7 @@ def turn_table(trajectory: Trajectory) -> Table:
 
 
 def token_lines(trajectory: Trajectory, chat_format: ChatFormat | None) -> Text:
-    """One line per sampled token: segment, position, id, log-probability and, if the model is known, its text."""
+    """Return one line per sampled token: segment, position, id, log-probability and, with `chat_format`, its text."""
     text = Text("segment  position      id   logprob  token\n", style="bold dim")
     for index, segment in enumerate(trajectory.segments):
         for position in np.flatnonzero(segment.loss_mask).tolist():

@@ -1,5 +1,6 @@
-"""Requests that wait for their answer. They outlive a connection: a new one sends them again, which is harmless, since
-job ids are idempotent. Pure state but for one event each.
+"""Requests that wait for their answer. Pure state, but for one event each.
+
+They outlive a connection: a new one sends them again, which is harmless, since job ids are idempotent.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ FrameT = TypeVar("FrameT", CancelledJobs, CancelledOnNode, StatusReport, Backend
 
 
 class Call(Generic[FrameT]):
-    """One frame, one answer. `build` makes the frame for a request id.
+    """A request of one frame with one answer; `build` makes the frame for a request id.
 
     Attributes:
-        withdrawable: the node can be told that nobody waits for the answer any more.
+        withdrawable: on a cancel the node is told that nobody waits for the answer any more.
     """
 
     def __init__(self, build: Callable[[int], RequestFrame], answer_type: type[FrameT]) -> None:
@@ -52,18 +53,18 @@ class Call(Generic[FrameT]):
 
     @property
     def complete(self) -> bool:
-        """The answer is there."""
+        """Return True once the answer has come."""
         return self.answer is not None
 
     def frame(self, request_id: int) -> RequestFrame:
-        """What to send."""
+        """Return the frame to send."""
         return self._build(request_id)
 
     def take(self, answer: Answer) -> bool:
-        """The answer has come.
+        """Store the answer, wake the caller, and return True.
 
         Raises:
-            ProtocolError: it answers something else.
+            ProtocolError: the answer is of another type than the request's.
         """
         if not isinstance(answer, self._answer_type):
             raise ProtocolError(f"got {type(answer).__name__} where {self._answer_type.__name__} was due")
@@ -73,10 +74,10 @@ class Call(Generic[FrameT]):
 
 
 class SubmitCall:
-    """One frame of N jobs, N answers. Sent again, it carries only the jobs not answered yet.
+    """A request of one frame with N jobs and N answers. Sent again, it carries only the jobs without an answer.
 
     Attributes:
-        answers: by position in `jobs`.
+        answers: one per job, by its position in `jobs`; None: not answered yet.
     """
 
     withdrawable = False
@@ -90,26 +91,29 @@ class SubmitCall:
 
     @property
     def complete(self) -> bool:
-        """All answers are there."""
+        """Return True once all answers have come."""
         return not self._missing
 
     def frame(self, request_id: int) -> Submit:
-        """What to send."""
+        """Return the frame to send, with the jobs not answered yet."""
         self._sent = [position for position, answer in enumerate(self.answers) if answer is None]
         return Submit(request_id=request_id, jobs=[self._jobs[position][1] for position in self._sent])
 
     def take(self, answer: Answer) -> bool:
-        """One of the answers has come. False: it was known.
+        """Store the answer to one job; the last one wakes the caller. Return False if it had an answer before.
 
         Raises:
-            ProtocolError: it answers something else.
+            ProtocolError: the answer is of another type, or to no job of the frame sent last.
         """
         if not isinstance(answer, Accepted | Rejected) or not 0 <= answer.index < len(self._sent):
             raise ProtocolError(f"got {answer!r}, which answers none of {len(self._sent)} jobs")
         return self._set(self._sent[answer.index], answer)
 
     def infer_accepted(self, job_id: str) -> None:
-        """The job's outcome has come, so its lost answer was `Accepted`: it must not be submitted again."""
+        """Store `Accepted` as the answer for a job whose outcome has come but whose answer was lost.
+
+        Otherwise the job would be submitted again. Does nothing for other jobs.
+        """
         for position, (known_id, _) in enumerate(self._jobs):
             if known_id == job_id and self.answers[position] is None:
                 self._set(position, Accepted(request_id=0, index=position, job_id=job_id))
@@ -125,7 +129,7 @@ class SubmitCall:
 
 
 class Requests:
-    """The calls in flight, by request id, in the order they were made."""
+    """The calls in flight, by request id, in the order in which they were made."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
@@ -135,35 +139,35 @@ class Requests:
         return len(self._calls)
 
     def add(self, call: Call[Any] | SubmitCall) -> int:
-        """Enter a call; returns its request id."""
+        """Add a call and return its new request id."""
         request_id = next(self._ids)
         self._calls[request_id] = call
         return request_id
 
     def remove(self, request_id: int) -> None:
-        """The caller has its answer, or has given up. An answer that comes later is ignored."""
+        """Remove a call; an answer that comes later is ignored. Does nothing if it is not there."""
         self._calls.pop(request_id, None)
 
     def take(self, answer: Answer) -> bool:
-        """Hand an answer to its call. False: nobody waits for it.
+        """Hand an answer to its call. Return False if there is no such call, or it had this answer before.
 
         Raises:
-            ProtocolError: it is of another kind than the call.
+            ProtocolError: the answer does not fit the call.
         """
         call = self._calls.get(answer.request_id)
         return call is not None and call.take(answer)
 
     def infer_accepted(self, job_id: str) -> None:
-        """See `SubmitCall.infer_accepted`."""
+        """Call `SubmitCall.infer_accepted` for every submit in flight."""
         for call in self._calls.values():
             if isinstance(call, SubmitCall):
                 call.infer_accepted(job_id)
 
     def frames(self) -> list[RequestFrame]:
-        """Everything not answered yet, for a new connection."""
+        """Return the frames of all calls not fully answered, to send over a new connection."""
         return [call.frame(request_id) for request_id, call in self._calls.items() if not call.complete]
 
     def wake_all(self) -> None:
-        """Let every caller look at what has become of the client."""
+        """Wake every caller, so that it sees that the client has failed."""
         for call in self._calls.values():
             call.answered.set()

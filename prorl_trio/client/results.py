@@ -1,4 +1,4 @@
-"""The taking of outcomes: a part of `RolloutClient`, and the iterator that it gives out."""
+"""The methods of `RolloutClient` that return and acknowledge outcomes, and the iterator over them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class ResultCalls:
-    """Gives the session's outcomes out, in order, and tells the node which of them are taken care of."""
+    """A reader of the session's outcomes, in order, which acknowledges to the node those that the caller has used."""
 
     def __init__(self, state: ClientState) -> None:
         self._state = state
@@ -31,26 +31,30 @@ class ResultCalls:
 
     @property
     def cursor(self) -> int:
-        """Of the result yielded last. Kept beside a checkpoint, it is the `resume_after` to come back with."""
+        """Return the cursor of the outcome that `results` yielded last.
+
+        Save it with a checkpoint, and pass it to `connect` as `resume_after` when you come back.
+        """
         return self._yielded
 
     @property
     def outstanding(self) -> bool:
-        """A result is still to come; see `results`."""
+        """Return True if an outcome is still to come or to be taken; see `results`."""
         return len(self._state.inbox) > 0 or self._state.outstanding
 
     def results(self, count: int | None = None, *, follow: bool = False) -> ResultStream:
-        """The outcomes, in the order in which the jobs ended: `async for outcome in client.results()`.
+        """Iterate over the outcomes, in the order in which jobs ended: `async for outcome in client.results()`.
 
-        Ends when nothing is outstanding, or after `count` if that is earlier. Outstanding are the jobs of this session
-        that the node accepted and whose outcome was not yielded, those of an earlier client of the session among them,
-        and whatever a `submit` in progress may add; a job that was rejected is not. So where one task submits bit by
-        bit while another one takes results, say `follow`: then it ends after `count` only, or never.
+        Ends when nothing is outstanding, or after `count` outcomes if that is earlier. Outstanding are the jobs of this
+        session that the node accepted and whose outcome was not yielded, those of an earlier client of the session
+        among them, and those of a `submit` in progress; rejected jobs are not. If one task submits bit by bit while
+        another takes results, pass `follow=True`: then the iterator ends only after `count` outcomes, or never.
 
         Asking for the next outcome acknowledges the ones before, and the node forgets them; so does leaving `connect`
-        without an exception. What was not acknowledged comes again after a crash, to a client with the same
+        without an exception. An outcome that was not acknowledged comes again after a crash, to a client with the same
         `session_id`. Within this client's life each outcome comes once, whatever happens to connections, and however
-        often `results` is called. Meant for one consumer: for several, give the outcomes out from one loop.
+        often `results` is called. Meant for one consumer: for several, give the outcomes out from one loop. A cancel
+        loses nothing.
 
         Raises:
             ServiceError: the session is over, and everything that had arrived has been yielded.
@@ -58,13 +62,14 @@ class ResultCalls:
         return ResultStream(self, count, follow=follow)
 
     async def next_after(self, cursor: int) -> tuple[int, Outcome]:
-        """Acknowledge everything up to `cursor`; returns the first outcome after it, with its own cursor.
+        """Acknowledge everything up to `cursor`; wait for the first outcome after it, return its cursor and itself.
 
-        What `results` is made of. Asked with the same cursor again, it returns the same outcome again: nothing is lost
-        when the caller is interrupted. A checkpoint.
+        Asked with the same cursor again, it returns the same outcome again: a cancel loses nothing. `results` is built
+        on it. Always a checkpoint.
 
         Raises:
-            ServiceError: the session is over, and there is none.
+            ServiceError: the session is over, and no outcome is left.
+            ProtocolError: the outcome cannot be decoded.
         """
         await trio.lowlevel.checkpoint()
         while (arrived := self.peek_after(cursor)) is None:
@@ -72,14 +77,18 @@ class ResultCalls:
         return arrived
 
     async def next_outstanding(self, cursor: int) -> tuple[int, Outcome] | None:
-        """As `next_after`, but None when nothing is outstanding; see `results`."""
+        """Do as `next_after`, but return None as soon as nothing is outstanding; see `results`."""
         await trio.lowlevel.checkpoint()
         while (arrived := self.peek_after(cursor)) is None and self._state.outstanding:
             await self._state.wait_changed()
         return arrived
 
     def peek_after(self, cursor: int) -> tuple[int, Outcome] | None:
-        """As `next_after`, but None where that would wait."""
+        """Do as `next_after`, but return None instead of waiting.
+
+        If the outcome's tokens are gone from shared memory, ends the connection, so that the next one brings them
+        again, and returns None; raises ProtocolError at the second time.
+        """
         self.acknowledge(cursor)
         frame = self._state.inbox.first()
         if frame is None:
@@ -99,7 +108,10 @@ class ResultCalls:
         return frame.cursor, outcome
 
     def acknowledge(self, cursor: int) -> None:
-        """The outcomes up to `cursor` are taken care of: the node may forget them. `results` does this by itself."""
+        """Acknowledge the outcomes up to `cursor`, without waiting: the node may forget them.
+
+        `results` does this by itself.
+        """
         self._state.settle(cursor)
 
     def _read(self, frame: OutcomeFrame | OutcomeRefFrame) -> Outcome:

@@ -1,4 +1,4 @@
-"""What a client is between and across connections. Synchronous; the transport feeds it, the public client asks it."""
+"""The state of a client, across connections. Synchronous; the transport writes it, the client's methods read it."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ __all__ = ["EVENTS_KEPT", "ClientState", "refusal"]
 logger = logging.getLogger(__name__)
 
 LIST_REQUEST: Final = 0
-"""The request id of `ListJobs`; those of calls are above."""
+"""Request id of `ListJobs`; calls have ids above it."""
 EVENTS_KEPT: Final = 1024
-"""Job events nobody has taken yet; older ones are dropped."""
+"""Limit of the job events that nobody has taken yet; older ones are dropped."""
 ADMISSION_RETRY_S: Final = 5.0
 ACK_DELAY_S: Final = 0.005
-"""While more outcomes wait to be taken, an acknowledgement waits so long for others to come along with it."""
+"""Delay of an acknowledgement while more outcomes wait to be taken, so that one frame covers several."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class ClientState:
-    """A session as its client sees it: inbox, calls in flight, and the link of the moment, if there is one."""
+    """The state of a session in its client: inbox, calls in flight, and the present link, if there is one."""
 
     def __init__(self, session_id: str, resume_after: int) -> None:
         self.session_id = session_id
@@ -72,29 +72,32 @@ class ClientState:
         self.arenas = MappedArenas()
         self.failure: ServiceError | None = None
         self._acked = resume_after
-        """The node has been told over this link that everything up to here is settled."""
+        """Cursor of the last acknowledgement sent over this link."""
         self._ack_waits = False
         self._awaited: set[str] = set()
-        """Jobs of the session, as far as we know, of which no outcome has come."""
+        """Accepted jobs of the session without an outcome, as far as this client knows."""
         self._listed: list[str] | None = None
-        """The pages so far of what the node says about that; None: nothing is due."""
+        """Job ids of the `JobList` pages so far; None: no list was asked for."""
         self._submitting = 0
         self._changed = trio.Event()
 
     @property
     def connected(self) -> bool:
-        """There is a link, as far as we know."""
+        """Return True while there is a link."""
         return self.link is not None
 
     @property
     def outstanding(self) -> bool:
-        """An outcome is still to come that has not arrived, or may be: a submit is not over, or the node of a session
-        that we came back to has not said yet what it has."""
+        """Return True while an outcome may still arrive.
+
+        That is: a job was accepted and has no outcome, a submit is in progress, or the node's list of the session's
+        jobs has not come yet. Outcomes that have arrived do not count.
+        """
         return bool(self._awaited) or self._listed is not None or self._submitting > 0
 
     @contextmanager
     def submitting(self) -> Iterator[None]:
-        """While jobs are being handed over, more outcomes are to be expected."""
+        """Count a submit as in progress during the block: `outstanding` is True meanwhile."""
         self._submitting += 1
         try:
             yield
@@ -103,10 +106,10 @@ class ClientState:
             self._notify()
 
     def opened(self, link: WebSocketLink[ServerFrame], welcome: SessionWelcome) -> None:
-        """A link is open: send what is unanswered again, then what is settled.
+        """Take a new link: send again all unanswered requests, then the acknowledgement.
 
         Raises:
-            SessionLost: the node has forgotten jobs it had accepted.
+            SessionLost: the node has forgotten jobs that it had accepted.
         """
         if self.welcome is not None and not welcome.resumed and self._awaited:
             raise SessionLost(
@@ -130,14 +133,14 @@ class ClientState:
         self._notify()
 
     def lost(self) -> None:
-        """The link is over."""
+        """Forget the link, which has ended."""
         self.link = None
 
     def take(self, frame: ServerFrame) -> None:
-        """A frame has come.
+        """Handle one frame from the node: store it, hand an answer to its call, wake those that wait.
 
         Raises:
-            ServiceError: it ends the client.
+            ServiceError: the frame ends the client: a refusal, or one that breaks the protocol.
         """
         if isinstance(frame, OutcomeFrame | OutcomeRefFrame) and frame.cursor > self.inbox.received + 1:
             self._ask_for_list()  # whose outcomes were left out will not come
@@ -176,7 +179,10 @@ class ClientState:
                 raise ProtocolError(f"{type(frame).__name__} is not expected after the handshake")
 
     def settle(self, cursor: int) -> None:
-        """The outcomes up to `cursor` are taken care of: let the node forget them."""
+        """Acknowledge the outcomes up to `cursor`: drop them here, and have the link send it, if there is one.
+
+        Does not wait. While more outcomes are in the inbox, the frame is sent `ACK_DELAY_S` later.
+        """
         if not self.inbox.settle(cursor) or self.link is None or self._ack_waits:
             return
         if len(self.inbox):
@@ -186,37 +192,43 @@ class ClientState:
             self.link.wake()
 
     def next_ack(self) -> bytes | None:
-        """What the link sends when it has nothing else: the newest acknowledgement, if it is due and news."""
+        """Return the newest acknowledgement, encoded, for an idle link; None if it is not new, or is delayed."""
         ack = None if self._ack_waits else self._ack()
         return None if ack is None else _encode(ack)
 
     def ask_again(self, why: str) -> None:
-        """End the link, so that the next one brings again each outcome that is not settled (see `settle`)."""
+        """End the link, so that the next one brings again each outcome that is not acknowledged.
+
+        Empties the inbox. `why` is the reason in the close frame.
+        """
         self._awaited.update(self.inbox.rewind())
         if self.link is not None:
             self.link.end(CloseCode.NORMAL, why)
 
     def post(self, frame: msgspec.Struct) -> None:
-        """Send now if there is a link; `opened` makes up for it if there is none."""
+        """Send the newest acknowledgement, then `frame`. Does nothing without a link: `opened` sends requests again."""
         if self.link is not None:
             if (ack := self._ack()) is not None:
                 self.link.post(ack)  # first: the frame may be about a job that was settled before
             self.link.post(frame)
 
     def fail(self, failure: ServiceError) -> None:
-        """The client is over; everybody who waits is told. The first failure stands."""
+        """End the client with `failure` and wake everybody who waits. Only the first failure counts."""
         if self.failure is None:
             self.failure = failure
             self.requests.wake_all()
             self._notify()
 
     def raise_failure(self) -> NoReturn:
-        """Raise what ended the client."""
+        """Raise the failure that ended the client."""
         assert self.failure is not None
         raise self.failure.with_traceback(None)
 
     async def wait_changed(self) -> None:
-        """Return at the next outcome, event, connection or failure. The caller looks first, and again afterwards."""
+        """Wait for the next outcome, event, connection or failure.
+
+        The caller must look at the state before, and again afterwards.
+        """
         await self._changed.wait()
 
     def _ask_for_list(self) -> None:
@@ -250,7 +262,7 @@ class ClientState:
 
 
 def refusal(frame: SessionRefused) -> ServiceError:
-    """The error a refusal stands for."""
+    """Return the error for the node's refusal of a session."""
     match frame.code:
         case "token":
             return Unauthorized(f"the node refused the connection: {frame.message}")

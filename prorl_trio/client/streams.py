@@ -1,4 +1,4 @@
-"""Job events and what comes of other sessions, one by one. Made by the methods of `RolloutClient`."""
+"""Iterators over job events and over other sessions' jobs. Made by the methods of `RolloutClient`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class EventStream:
-    """An async iterator over job events. See `RolloutClient.events`."""
+    """An async iterator over job events; it ends with the session. See `RolloutClient.events`."""
 
     def __init__(self, state: ClientState) -> None:
         self._state = state
@@ -40,14 +40,14 @@ class EventStream:
 
 
 class ObservedStream:
-    """An async iterator over `Observed`. See `RolloutClient.observed`."""
+    """An async iterator over `Observed`; it ends with the session. See `RolloutClient.observed`."""
 
     def __init__(self, state: ClientState) -> None:
         self._state = state
 
     @property
     def lost(self) -> int:
-        """What was dropped so far, by the node and here, for want of somebody to take it."""
+        """Return the number of frames that were dropped so far, by the node and here, because nobody took them."""
         return self._state.observed.lost
 
     def __aiter__(self) -> ObservedStream:

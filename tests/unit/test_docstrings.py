@@ -11,15 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OPENING = re.compile(r"(What|Of|One|As|How|Whether|When|Where|Which|Who|Whose|Those|That)\b")
 PRODUCT = ("prorl_trio", "sandbox_daemon", "ipc", "launch", "perf")
-NOT_DONE_YET = ("prorl_trio/client",)
-"""Rooms whose docstrings are still to be rewritten."""
 
 
 def modules():
     for path in sorted(path for package in PRODUCT for path in (ROOT / package).rglob("*.py")):
-        name = str(path.relative_to(ROOT))
-        if not name.startswith(tuple(f"{room}/" for room in NOT_DONE_YET)) and name not in NOT_DONE_YET:
-            yield name
+        yield str(path.relative_to(ROOT))
 
 
 def docstrings(tree):
@@ -41,7 +37,3 @@ def test_docstrings_open_with_a_verb_or_a_noun(module):
         if OPENING.match(text)
     ]
     assert not found
-
-
-def test_rooms_that_are_not_done_are_there():
-    assert all((ROOT / room).exists() for room in NOT_DONE_YET)
