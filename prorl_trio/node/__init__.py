@@ -1,1 +1,1 @@
-"""The node: one process with its nursery tree, its parts, reload and drain."""
+"""The node: one process with its nurseries and parts, reload and drain."""

@@ -1,4 +1,4 @@
-"""The core of a node: backends, sandboxes, scoring processes, and the pipeline over them."""
+"""The core of a node: backends, sandboxes, scoring processes, and the pipeline that uses them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _NoSessions:
 
 
 NO_SESSIONS: Final = _NoSessions()
-"""The outbox of a node whose jobs have other sinks."""
+"""Outbox of a node that has no sessions: its jobs deliver to other sinks."""
 
 
 @asynccontextmanager
@@ -55,15 +55,21 @@ async def open_node(
     tokens: TokenMemory | None = None,
     outbox: Outbox = NO_SESSIONS,
 ) -> AsyncIterator[Node]:
-    """Open everything of a node but its sessions and its edges. On leaving, all jobs end and nothing of them is left.
+    """Open a node without its sessions and edges; on leaving, cancel all jobs and wait until nothing of them is left.
 
-    `provider` replaces the one the config names; `tokens` an arena of the node's own. `outbox` are the sessions whose
-    jobs these are, if there are any. `observers` are told of every job, `on_backend_call` of every call of
-    an LLM backend, `on_sandbox_open` of every sandbox handed out.
+    Args:
+        config: the node's configuration.
+        handlers: the agent handlers; None: those of the installed entry points.
+        provider: in place of the sandbox provider that the configuration names.
+        observers: called for every job.
+        on_backend_call: called for every call of an LLM backend.
+        on_sandbox_open: called for every sandbox handed out.
+        tokens: the memory that trajectories are recorded in; None: the node opens an arena of its own.
+        outbox: the sessions whose jobs these are, if there are any.
 
     Raises:
         ConfigError: the model folder, the sandbox provider or the configuration cannot be used; says what to do.
-        BackendError: a backend is `required` and not fit.
+        BackendError: backends are `required`, and one did not pass its probe.
     """
     handlers = handlers or HandlerRegistry.from_entry_points()
     model = config.model

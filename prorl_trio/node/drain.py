@@ -1,5 +1,7 @@
-"""The end of a node: the first signal lets its jobs finish, the second cancels them, the third ends the process. One
-that comes while the node starts ends it at once. That its terminal is gone is a signal, too, if it has one."""
+"""The end of a node: the first signal lets its jobs finish, the second cancels them, the third ends the process.
+
+A signal that comes while the node starts ends it at once. SIGHUP, when the terminal is gone, can be such a signal.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,13 @@ SHUTDOWN_REASON: Final = "the node is shutting down"
 
 
 class EndSignals:
-    """SIGTERM and SIGINT as they come; of SIGHUP, only the first: a terminal that goes says so several times, by the
-    kernel and by the shell, and the second signal would cut the drain.
+    """An iterator over SIGTERM, SIGINT and the first SIGHUP, as they arrive.
+
+    A closing terminal sends SIGHUP several times, from the kernel and from the shell; the second one would cut the
+    drain short, so later ones are skipped.
 
     Attributes:
-        hangup: SIGHUP is among them.
+        hangup: SIGHUP is among the signals received.
     """
 
     def __init__(self, received: AsyncIterator[int], *, hangup: bool = True) -> None:
@@ -56,10 +60,10 @@ class EndSignals:
 
 @contextmanager
 def open_end_signals(on_hangup: OnHangup, *, reloads: bool) -> Iterator[EndSignals]:
-    """Receive what ends a node: SIGTERM, SIGINT, and SIGHUP if `on_hangup` says so. In the main thread.
+    """Receive the signals that end a node during the block: SIGTERM, SIGINT, and SIGHUP if `on_hangup` says so.
 
-    A SIGHUP that is to make it read its configuration again (`reloads`) does nothing until somebody receives it: while
-    the node starts there is nothing to read again.
+    With `reloads`, where SIGHUP does not end the node, SIGHUP does nothing until `serve_reloads` receives it. Leaving
+    the block restores the former handler of SIGHUP. For the main thread only.
     """
     hangup = drains_on_hangup(on_hangup)
     numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangup else [])]
@@ -75,8 +79,11 @@ def open_end_signals(on_hangup: OnHangup, *, reloads: bool) -> Iterator[EndSigna
 
 
 def drains_on_hangup(on_hangup: OnHangup) -> bool:
-    """Return whether SIGHUP is to end this process. `auto`: if it was started from a terminal, which then is gone: it
-    has a controlling terminal, reads or writes on one, and was not told (`nohup`) to outlive it."""
+    """Return True if SIGHUP is to end this process.
+
+    With `auto` it does if the process was started from a terminal: it has a controlling terminal, at least one of
+    stdin, stdout and stderr is a terminal, and SIGHUP is not ignored (as under `nohup`).
+    """
     if on_hangup != "auto":
         return on_hangup == "drain"
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or not any(map(os.isatty, (0, 1, 2))):
@@ -89,23 +96,25 @@ def drains_on_hangup(on_hangup: OnHangup) -> bool:
 
 
 class Drainable(Protocol):
-    """A thing that has jobs. `prorl_trio.node.node.Node` is one."""
+    """An owner of jobs that `drain` can end. `prorl_trio.node.node.Node` is one."""
 
     async def drain(self) -> None:
-        """Take nothing new; return when every job has its outcome."""
+        """Accept no more jobs; return when every job has its outcome."""
 
     async def cancel_all(self, reason: str) -> None:
-        """Take nothing new; cancel every live job and return when they are over."""
+        """Accept no more jobs; cancel every live job and return when they have ended."""
 
     def live_jobs(self) -> list[dict[str, object]]:
-        """Every live job, with its `status`."""
+        """Return every live job as a dict, with its `status`."""
         ...
 
 
 @asynccontextmanager
 async def until_started(signals: AsyncIterator[int]) -> AsyncIterator[trio.CancelScope]:
-    """The first of `signals` cancels the block, which then ends without an error; no longer so once the scope that this
-    yields is cancelled: then the node has started, and signals are `drain`'s."""
+    """Cancel the block at the first of `signals`, until the scope that this yields is cancelled; no error follows.
+
+    The block cancels that scope once the node has started: then `drain` takes the signals.
+    """
     starting = trio.CancelScope()
     with trio.CancelScope() as block:
         async with open_single_nursery() as tasks:
@@ -115,10 +124,10 @@ async def until_started(signals: AsyncIterator[int]) -> AsyncIterator[trio.Cance
 
 
 async def drain(node: Drainable, signals: AsyncIterator[int], timeout_s: float) -> int:
-    """End every job: let them finish for `timeout_s`, or until the next of `signals`; then cancel what is left.
+    """Let every job end within `timeout_s`, or until the next of `signals`; then cancel those that are left.
 
-    A further signal ends the process at once, by that signal: sandboxes are then left to the reaper, and jobs to the
-    ledger. Returns how many jobs had to be cancelled; 0 is a clean end.
+    A signal after that kills the process at once: sandboxes are then left to the reaper, and jobs to the ledger.
+    Returns the number of jobs that had to be cancelled; 0 is a clean end. Logs progress every `REPORT_INTERVAL_S`.
     """
     logger.info("draining for %g s at most: %s", timeout_s, _left(node))
     with trio.move_on_after(timeout_s) as patience:

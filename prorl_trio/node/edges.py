@@ -1,4 +1,4 @@
-"""The edges of a node: where trainers come in, over the WebSocket, REST, and the arena's socket."""
+"""The edges of a node, which trainers connect to: WebSocket, REST, and the socket of the arena."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ logger = logging.getLogger(__name__)
 async def open_edges(
     node: Node, sessions: SessionTable, arena: Arena | None, feed: EventFeed | None, monitoring: Monitoring
 ) -> AsyncIterator[tuple[str, int]]:
-    """Let trainers in, once every address is bound and the sessions have back what a former process left. Yields the
-    WebSocket's address. REST is served if there is a `feed` for it. On leaving, nobody new is let in, and connections
-    close.
+    """Bind all addresses, restore the sessions of a former process, then let trainers in; yield the WebSocket address.
+
+    REST is served if there is a `feed` for it. On leaving, all listeners and connections close.
 
     Raises:
-        ConfigError: an address cannot be bound, a file not be read or written; says what to do.
+        ConfigError: an address cannot be bound, or a file not be read or written; says what to do.
     """
     config = node.config
     listen, rest = config.listen, config.rest
@@ -85,7 +85,7 @@ async def _open_rest(
     accept: trio.Nursery,
     listener: trio.SocketListener | None,
 ) -> str:
-    """Serve REST in `accept`; returns its URL."""
+    """Serve REST in `accept`; return its URL once it listens."""
     listen, rest = node.config.listen, node.config.rest
     token = await trio.to_thread.run_sync(load_token, listen)
     tls = await trio.to_thread.run_sync(load_tls, listen) if rest.tls else None
@@ -107,7 +107,11 @@ async def _open_rest(
 
 
 async def _open_arena_socket(config: NodeConfig, arena: Arena, path: Path, accept: trio.Nursery) -> None:
-    """Let trainers on this host map the arena."""
+    """Serve the arena's socket in `accept`, so that trainers on this host can map the arena; return once it listens.
+
+    Raises:
+        ConfigError: the socket cannot be bound.
+    """
     token = await trio.to_thread.run_sync(load_token, config.listen)
     try:
         serve = partial(serve_arena, arena, path, token=token.decode(), max_readers=config.arena.max_readers)

@@ -1,8 +1,8 @@
-"""Python's search for cyclic garbage, set for a process that holds thousands of rollouts.
+"""Python's search for cyclic garbage, made rare for a process that holds thousands of rollouts.
 
-Each search of the oldest objects walks through all there are, and the loop stands still meanwhile: with 2,000 rollouts
-half a second, a dozen times while they start, and two fifths of all the node's CPU. Most of a node's objects end by
-their reference count; the rest can wait until there is much of it.
+Each search of the oldest generation visits all objects, and the loop stands still meanwhile: with 2,000 rollouts half a
+second, a dozen times while they start, and two fifths of all the node's CPU. Most of a node's objects are freed by
+their reference count; cyclic garbage can wait until there is much of it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ if TYPE_CHECKING:
 __all__ = ["rare_garbage_collection"]
 
 YOUNG_OBJECTS: Final = 5_000
-"""So many more objects than the last time: search the youngest. Some milliseconds."""
+"""Growth in objects that starts a search of the youngest generation; one takes some milliseconds."""
 MIDDLE_EVERY: Final = 5
-"""Every so many of these searches, those that have survived one: 30,000 at most. With 200,000, which is as rare as it
-gets, that search was the longest step of the whole node, twice as long as with these."""
+"""Number of young searches before one of the middle generation, of 30,000 objects at most.
+
+With 200,000, the search of the middle generation was the longest step of the whole node, twice as long as now.
+"""
 OLD_EVERY: Final = 80
-"""Every so many of those, all: once in 2 million objects, and only if a quarter of all is new."""
+"""Number of middle searches before one of all objects: every 2 million objects, if a quarter of them is new."""
 
 
 @contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Search more rarely within the block, and never what is there already: modules, mostly.
+    """Make garbage collection rare during the block, and exempt the objects that exist already: modules, mostly.
 
-    It is the whole process's setting: for who owns the process, as the `serve` command does.
+    Collects once at the start. The setting is the whole process's, so only the owner of the process should call this,
+    as the `serve` command does. Leaving the block restores the former thresholds.
     """
     before = gc.get_threshold()
     gc.collect()

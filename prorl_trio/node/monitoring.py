@@ -1,4 +1,4 @@
-"""Monitoring of a node: metrics, the loop's stalls, the log of its jobs, spans. Shown in the node's statistics, too."""
+"""The monitoring of a node: metrics, stalls of the loop, the log of its jobs, tracing spans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Monitoring", "open_monitoring"]
 
 
 class Monitoring:
-    """The instruments of one node: `observers` are for `open_node`; then `watch` the node that came of it."""
+    """The instruments of one node. Pass `observers` to `open_node`, then call `watch` with the node."""
 
     def __init__(self, config: NodeConfig, stalls: LoopStalls) -> None:
         self.stalls = stalls
@@ -35,12 +35,12 @@ class Monitoring:
         self.observers: list[Observer] = [JobLog(), self.metrics]
 
     def apply(self, config: MonitoringConfig) -> None:
-        """Work with `config` from now on."""
+        """Change the thresholds of stall warnings and stack dumps to those of `config`."""
         self.stalls.warn_s = config.stall_warn_s
         self.stalls.dump_after(config.stall_dump_after_s)
 
     def watch(self, node: Node, sessions: SessionTable) -> None:
-        """Show the node's parts as metrics, and what is measured here in `node.statistics()`."""
+        """Add the figures of node and sessions to the metrics, and those measured here to `node.statistics()`."""
         metrics = self.metrics
         pool = partial(_part, node, "backends")
         metrics.watch(
@@ -79,10 +79,10 @@ class Monitoring:
 
 @asynccontextmanager
 async def open_monitoring(config: NodeConfig) -> AsyncIterator[Monitoring]:
-    """Watch the running loop, which must be the node's, until the block is left.
+    """Measure the running loop until the block is left; yield the node's instruments.
 
     Raises:
-        ConfigError: telemetry is asked for, and not installed.
+        ConfigError: telemetry is configured, but not installed.
     """
     settings = config.monitoring
     with open_loop_stalls(settings.stall_warn_s, dump_after_s=settings.stall_dump_after_s) as stalls:
@@ -117,12 +117,12 @@ def _moves(pool: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def _ledger(statistics: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the counters, which only grow, as Prometheus wants it."""
+    """Return the statistics with `_total` added to the names of counters, which Prometheus expects."""
     return {f"{name}_total" if name in ("commits", "operations") else name: n for name, n in statistics.items()}
 
 
 def _outbox(sessions: Mapping[str, Any]) -> dict[str, int]:
-    """Sum up all sessions: a session's id is its trainer's choice, and no label."""
+    """Return the sums over all sessions: a session's id is its trainer's choice, and must not become a label."""
     each = list(sessions.values())
     return {
         "sessions": len(each),

@@ -1,4 +1,4 @@
-"""A node as its edges see it: jobs are taken and cancelled, backends come and go, and all of it can be looked at."""
+"""The node as its edges use it: jobs, backends, statistics."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ __all__ = ["Node", "Outbox"]
 
 
 class Outbox(Protocol):
-    """The sessions, as admission and a drain see them: `service.sessions.session_table.SessionTable` is one."""
+    """The sessions, for admission and drain: `service.sessions.session_table.SessionTable` is one."""
 
     def undelivered(self) -> tuple[int, int]:
-        """Outcomes that are not acknowledged, and their bytes."""
+        """Return the number of outcomes that are not acknowledged, and their bytes."""
         ...
 
     async def wait_settled(self) -> None:
-        """Return when every job that was promised a place is the node's, or refused."""
+        """Return when every job that is being stored was either taken by the node or refused."""
 
 
 class Node:
-    """A node with its pipeline, backends and sandboxes, for its edges: it is a `service.node_api.NodeApi`."""
+    """A node with its pipeline, backends and sandboxes, for its edges. Implements `service.node_api.NodeApi`."""
 
     def __init__(
         self,
@@ -79,11 +79,14 @@ class Node:
 
     @property
     def config(self) -> NodeConfig:
-        """The configuration that the node works with now."""
+        """Return the configuration that the node works with now."""
         return self._resources.config
 
     def apply(self, config: NodeConfig) -> None:
-        """Work with `config` from now on; it differs in nothing but `live.LIVE`, and was checked there."""
+        """Replace the configuration of the running node; worker counts, queue sizes and limits change at once.
+
+        `config` must differ from the present one only in the fields of `live.LIVE`, as `plan_reload` makes it.
+        """
         self._resources.config = config
         sizes = config.stages
         queues = {"init": sizes.init_queue, "run": sizes.ready_queue, "eval": sizes.eval_queue}
@@ -96,10 +99,14 @@ class Node:
         self.admission.limits = config.admission
 
     def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
-        """Refuse a job that is not to be taken, if so many others were promised a place before it.
+        """Check that the node would accept a job now, with `ahead` jobs accepted before it; changes nothing.
 
         Raises:
-            Draining, UnknownHandler, MalformedJob, DuplicateJob, AdmissionRejected: it is not to be.
+            Draining: the node accepts no more jobs.
+            UnknownHandler: the node has no handler of that name.
+            MalformedJob: the handler rejects the payload.
+            DuplicateJob: a job with this id is live here.
+            AdmissionRejected: a limit is reached.
         """
         if self.draining:
             raise Draining(f"node {self.node_id} is draining; submit to another one")
@@ -110,12 +117,12 @@ class Node:
         self.admission.check(self._load(sink.session_id, ahead), trio.current_time())
 
     def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
-        """Take a job that was promised a place, whether there is room or not, as its attempt of that number.
+        """Put a job that `check` has passed into the pipeline as attempt number `attempt`, even if the queue is full.
 
         Raises:
-            Draining: the workers are gone.
-            DuplicateJob: it is here.
-            UnknownHandler: it was promised by a former process, which had this handler.
+            Draining: the node has ended.
+            DuplicateJob: a job with this id is live here.
+            UnknownHandler: a former process accepted the job, and had this handler.
         """
         self._check_new(spec.job_id)
         handler = self._handlers.get(spec.instance.handler)
@@ -138,10 +145,12 @@ class Node:
         )
 
     async def cancel(self, job_id: str, reason: str) -> None:
-        """Return when nothing of the job is left.
+        """Cancel a job; return when nothing of it is left and its outcome is delivered.
+
+        If this call is cancelled itself, the job ends all the same.
 
         Raises:
-            UnknownJob: it is not live here (never was, or is over).
+            UnknownJob: it is not live here (it never was, or has ended).
         """
         job = self._pipeline.job(job_id)
         if job is None:
@@ -159,7 +168,7 @@ class Node:
         return self._resources.chat_format.read_turn(token_ids, tools)
 
     def unreadiness(self) -> str:
-        """Why a job submitted now would not be worked on; empty if it would."""
+        """Return why a job submitted now would not be worked on; empty if it would."""
         if task := vanished_task():
             return f"the node is ending: its service task {task!r} is gone"
         if self.draining:
@@ -168,33 +177,37 @@ class Node:
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since the node was put together."""
+        """Return the seconds since the node was opened."""
         return trio.current_time() - self._started_s
 
     def describe(self, name: str, read: Callable[[], object]) -> None:
-        """Let `statistics` show what `read` returns, msgpack-ready, as `name`."""
+        """Add to `statistics` a part `name`: `read` is called each time and returns msgpack-ready values."""
         self._parts[name] = read
 
     def part(self, name: str) -> object:
-        """Return one part of `statistics`. Raises KeyError if there is none of that name."""
+        """Return one part of `statistics`.
+
+        Raises:
+            KeyError: there is no part of that name.
+        """
         return self._parts[name]()
 
     def statistics(self) -> dict[str, object]:
-        """Live state, msgpack-ready: what `prorl-trio status` prints."""
+        """Return the node's live state, msgpack-ready, as `prorl-trio status` prints it."""
         parts = {name: read() for name, read in self._parts.items()}
         return {"node_id": self.node_id, "draining": self.draining, "uptime_s": self.uptime_s, **parts}
 
     def live_jobs(self) -> list[dict[str, object]]:
-        """Every live job as a plain dict: the fields of `observer.JobView`, oldest first."""
+        """Return every live job as a plain dict, oldest first: the fields of `observer.JobView`."""
         return [msgspec.structs.asdict(view) for view in self._pipeline.live_jobs()]
 
     async def cancel_all(self, reason: str) -> None:
-        """Take nothing new; cancel every live job and return when they are over."""
+        """Accept no more jobs; cancel every live job and return when they have ended."""
         self.draining = True
         await self._pipeline.cancel_all(reason)
 
     async def drain(self) -> None:
-        """Take nothing new; return when every job has its outcome."""
+        """Accept no more jobs; return when every job has its outcome. Cancels none; the caller sets the deadline."""
         self.draining = True
         await self._outbox.wait_settled()
         await self._pipeline.wait_idle()

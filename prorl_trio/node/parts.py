@@ -1,4 +1,4 @@
-"""The parts of a node that its configuration opens: its backends, its sandbox host, its arena."""
+"""The parts of a node that its configuration opens: backends, sandbox host, arena."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ logger = logging.getLogger(__name__)
 
 
 def engine_finder(config: BackendConfig, on_call: OnCall | None, *, max_positions: int = 0) -> ClientFinder:
-    """Return what makes the client of a URL, for engines as they are configured. `on_call` is told of every call.
-    `max_positions` is the model's own longest context, 0 where it is not known.
+    """Return a function that makes the client of a backend's URL, for the configured kind of engine.
+
+    `on_call` is called for every call of a backend. `max_positions` is the model's own longest context in tokens, 0 if
+    it is not known.
 
     Raises:
-        ConfigError: there is no such kind of engine, or a configured URL can be none of an engine, or comes twice.
+        ConfigError: there is no such kind of engine, or a configured URL is not valid, or occurs twice.
     """
     known = set[str]()
     for url in config.urls:
@@ -64,11 +66,13 @@ def engine_finder(config: BackendConfig, on_call: OnCall | None, *, max_position
 async def open_backends(
     config: BackendConfig, find_client: ClientFinder, *, random: Random | None = None
 ) -> AsyncIterator[Backends]:
-    """The pool, watched, with the configured backends in it: all are probed at once, and those that fail are `down`
-    until they are well. `find_client` and `random` are those of `Backends`. On leaving, calls in flight fail.
+    """Probe the configured backends, all at once, and yield the pool with them; it is watched during the block.
+
+    A backend that fails is `down`, and joins when a later probe passes. `find_client` and `random` are those of
+    `Backends`. On leaving, calls in flight fail.
 
     Raises:
-        BackendError: one that is `required` is not fit.
+        BackendError: backends are `required`, and one did not pass its probe.
     """
     backends = Backends(
         find_client,
@@ -108,7 +112,11 @@ async def _add(backends: Backends, url: str, weight: float | None, failed: dict[
 
 @contextmanager
 def open_node_arena(config: ArenaConfig) -> Iterator[Arena | None]:
-    """The arena; None where it is turned off. Raises ConfigError: there is no such memory."""
+    """Open the node's arena; yield None if the configuration turns it off.
+
+    Raises:
+        ConfigError: the system does not give that memory.
+    """
     with ExitStack() as stack:
         arena = None
         if config.enabled:
@@ -120,7 +128,7 @@ def open_node_arena(config: ArenaConfig) -> Iterator[Arena | None]:
 
 
 def warn_of_image(config: SandboxConfig) -> None:
-    """Log it where the configured image is not there: it may be pulled later. Blocks on the disk."""
+    """Log a warning if the configured image is not on this machine: it may be pulled later. Blocks on the disk."""
     if config.image == "host" or config.provider == "process":
         return
     try:
@@ -132,7 +140,7 @@ def warn_of_image(config: SandboxConfig) -> None:
 def open_node_sandboxes(
     provider: SandboxProvider, config: SandboxConfig, on_open: OnOpen | None
 ) -> AbstractAsyncContextManager[SandboxHost]:
-    """The host, with the limits that are configured. `on_open` is told of every sandbox handed out."""
+    """Open a sandbox host with the configured limits. `on_open` is called for every sandbox handed out."""
     warm = WarmLimits(
         max_warm=config.max_warm,
         max_warm_per_image=config.max_warm_per_image,

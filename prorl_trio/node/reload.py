@@ -1,4 +1,4 @@
-"""SIGHUP: read node.toml again and apply what can change while the node runs; say what cannot, and keep the rest."""
+"""Reload at SIGHUP: apply the fields of node.toml that can change live; log the others, which need a restart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET: Final = ("listen.token",)
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A field that differs. Written as `path: old -> new`; a secret's values are not shown."""
+    """A field that differs. As a string it is `path: old -> new`; the values of a secret are not shown."""
 
     path: str
     old: Any
@@ -37,12 +37,12 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class ReloadPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The difference that a new file makes to a running node.
+    """The difference between a running node's configuration and its file.
 
     Attributes:
-        config: what the node works with from now on: the old one, with what can change live taken from the new.
-        live: what changes.
-        fixed: what differs in the file and needs a restart.
+        config: the new configuration to apply: the old one with the `live` changes.
+        live: the changes to apply.
+        fixed: the changes that need a restart, and are not in `config`.
     """
 
     config: NodeConfig
@@ -51,7 +51,7 @@ class ReloadPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_reload(old: NodeConfig, new: NodeConfig) -> ReloadPlan:
-    """Compare.
+    """Compare two configurations and return the plan; changes nothing.
 
     Raises:
         ConfigError: a value that would change live cannot be used.
@@ -75,9 +75,10 @@ async def serve_reloads(
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """At each SIGHUP, `load` (in a thread) and `apply` what can change live of the difference to `current`.
+    """At each SIGHUP, call `load` in a thread, and `apply` with the fields that can change live.
 
-    A file that cannot be used changes nothing, and is logged as an error. Runs until cancelled, in the main thread.
+    The rest stays as `current` returns it, and is logged. A file that cannot be used changes nothing, and is logged as
+    an error. Runs until cancelled, in the main thread.
     """
     with trio.open_signal_receiver(signal.SIGHUP) as signals:
         task_status.started()

@@ -52,12 +52,19 @@ async def serve_node(
     load: Callable[[], NodeConfig] | None = None,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> bool:
-    """Run a node until SIGTERM or SIGINT. The first drains, for `drain_timeout_s` at most; the second cancels. One that
-    comes before the node has started just ends it.
+    """Run a node until SIGTERM or SIGINT. Must run in the main thread, for the signals.
 
-    Reports the listener's (host, port) through `task_status`. Returns whether the drain was clean: every job had its
-    own outcome before the end. At SIGHUP it drains, too, or `load`, called in a thread, reads the configuration again,
-    as `on_hangup` says; see `reload`. Must run in the main thread, for the signals. `provider` replaces the config's.
+    The first signal drains, for `drain_timeout_s` at most; the second cancels all jobs. A signal before the node has
+    started just ends it. At SIGHUP, as `on_hangup` says, the node drains, too, or reloads: `load`, called in a thread,
+    reads the configuration again.
+
+    Reports the listener's (host, port) through `task_status`. Returns True if every job ended by itself and no write to
+    the ledger failed. After the drain, waits up to `DELIVERY_TIMEOUT_S` for trainers to take their outcomes. `provider`
+    replaces the sandbox provider of the configuration.
+
+    Raises:
+        ConfigError: the node cannot start; says what to do.
+        BackendError: backends are `required`, and one did not pass its probe.
     """
     clean = True
     with open_end_signals(config.on_hangup, reloads=load is not None) as signals:
@@ -84,8 +91,10 @@ async def serve_node(
 async def _open_whole(
     config: NodeConfig, handlers: HandlerRegistry | None, provider: SandboxProvider | None, starting: trio.CancelScope
 ) -> AsyncIterator[tuple[Node, SessionTable, Monitoring, tuple[str, int]]]:
-    """Open each part with those it needs, and cancel `starting` when jobs of former processes begin to run: from then
-    on a signal drains them."""
+    """Open all parts of a node, each after those it needs.
+
+    Cancels `starting` before jobs of former processes begin to run: from then on a signal drains them.
+    """
     rest = config.rest
     feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events) if rest.enabled else None
     async with open_monitoring(config) as monitoring:

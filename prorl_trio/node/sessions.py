@@ -1,4 +1,4 @@
-"""The sessions of a node, with their ledger: on a disk where the configuration has a folder for it, else in memory."""
+"""The sessions of a node, with their ledger: on disk if the configuration names a folder for it, else in memory."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_sessions(config: NodeConfig, arena: Arena | None) -> AsyncIterator[SessionTable]:
-    """Open the sessions, to outlive the node: on leaving, what is on its way to the disk gets there.
+    """Open the ledger and the table of sessions; on leaving, write to disk what is not there yet.
 
-    Those of former processes are in the ledger still, for `restore_sessions`.
+    Opened before the node, so that it is closed after it. The table is empty: `restore_sessions` reads back the
+    sessions of former processes from the ledger.
 
     Raises:
         ConfigError: the ledger cannot be opened.
