@@ -88,11 +88,11 @@ class TokenBuffer:
 
     @property
     def released(self) -> bool:
-        """`release` was called; readers may still have it pinned."""
+        """Return True once `release` was called; readers may still have the buffer pinned."""
         return self._released
 
     def arrays(self) -> TokenArrays:
-        """Read-only views of the T tokens so far.
+        """Return read-only views of the T tokens so far.
 
         Raises:
             StaleReference: the buffer was released.
@@ -148,7 +148,7 @@ class TokenBuffer:
         return self._ref
 
     def release(self) -> None:
-        """The tokens are not needed here any more. Idempotent; never fails: belongs into a `finally`."""
+        """Free the memory as soon as no reader has it pinned. Idempotent; never fails: belongs into a `finally`."""
         if not self._released:
             self._released = True
             self._free_if_unused()
@@ -162,7 +162,7 @@ class TokenBuffer:
 
     @property
     def pinned(self) -> bool:
-        """A reader has it."""
+        """Return True while a reader has the buffer pinned."""
         return bool(self._readers)
 
     def pin(self, reader_id: str) -> None:
@@ -261,7 +261,7 @@ class Arena:
 
     @property
     def arena_id(self) -> str:
-        """Random, so that a reference into another node's life is never taken for one into this."""
+        """Return the arena's random id: a reference into another process's arena is never taken for one into this."""
         return self.memory.arena_id
 
     def blocks_for(self, tokens: int) -> int:
@@ -269,7 +269,7 @@ class Arena:
         return max(1, -(-tokens // self.memory.block_tokens))
 
     def open_nowait(self, tokens: int = 1, *, reserve: bool = False) -> TokenBuffer:
-        """A new buffer with room for `tokens` to begin with.
+        """Return a new buffer with room for `tokens` to begin with.
 
         With `reserve` that is the most it will probably need: it comes from the arena's end, where no small sealed ones
         lie between, and is packed when it is sealed. Memory is committed as it is written all the same.
@@ -295,23 +295,23 @@ class Arena:
             await self._room.wait()
 
     def has_room(self, tokens: int) -> bool:
-        """A buffer of `tokens` could be opened now."""
+        """Return True if a buffer of `tokens` could be opened now."""
         return self._blocks.largest_free_run >= self.blocks_for(tokens)
 
     # ------------------------------------------------------------ readers
 
     def add_reader(self) -> str:
-        """A new reader's id. It may pin until `remove_reader`."""
+        """Register a reader and return its new id. It may pin until `remove_reader`."""
         reader_id = secrets.token_hex(16)
         self._readers.add(reader_id)
         return reader_id
 
     def has_reader(self, reader_id: str) -> bool:
-        """The reader is there: its connection has not ended."""
+        """Return True if the reader is registered: its connection has not ended."""
         return reader_id in self._readers
 
     def remove_reader(self, reader_id: str) -> None:
-        """The reader is gone, and so is every pin of it. Idempotent."""
+        """Remove a reader and end all its pins. Idempotent."""
         self._readers.discard(reader_id)
         for buffer in list(self._by_block.values()):
             buffer.unpin(reader_id)

@@ -156,7 +156,7 @@ class MappedArena:
 
     @property
     def arena_id(self) -> str:
-        """References with another one are stale here."""
+        """Return the arena's id; references with another id are stale here."""
         return self.memory.arena_id
 
     def view(self, ref: ArenaRef) -> TokenArrays:

@@ -46,7 +46,7 @@ class CellKernel(Protocol):
         """Send a cell. If the process is gone or goes, `wait_done` says so."""
 
     async def wait_done(self) -> CellDone | None:
-        """The end of the cell, with all its output taken; None if the process ended instead. May be called again."""
+        """Wait for the cell's end, with all its output; return it, None if the process ended. May be called again."""
 
     async def interrupt(self) -> None:
         """Interrupt the cell that was begun, and no other. Returns when that was asked for."""
@@ -55,7 +55,7 @@ class CellKernel(Protocol):
         """Kill the process if it still runs, with everything in its session or below it. Returns when that ended."""
 
     async def wait_gone(self) -> None:
-        """Returns when the process has ended, by whatever cause, and its last output has been taken."""
+        """Wait until the process has ended, by whatever cause, and its last output has been taken."""
 
 
 class IpythonSession:

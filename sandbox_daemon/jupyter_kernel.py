@@ -75,7 +75,7 @@ class JupyterKernel:
         return f"<JupyterKernel {self.child.pid}: {'gone' if self._gone.is_set() else 'running'}>"
 
     async def wait_gone(self) -> None:
-        """Returns when the kernel has ended, by whatever cause, and its last output has been taken."""
+        """Wait until the kernel has ended, by whatever cause, and its last output has been taken."""
         await self._gone.wait()
 
     async def begin(self, code: str, *, max_text_bytes: int, stdout: CellOutput, stderr: CellOutput) -> None:
@@ -87,7 +87,7 @@ class JupyterKernel:
         self._cell = JupyterCell(request_id, max_text_bytes=max_text_bytes, stdout=stdout, stderr=stderr)
 
     async def wait_done(self) -> CellDone | None:
-        """The end of the cell, with all its output taken; None if the kernel ended instead. May be called again."""
+        """Wait for the cell's end, with all its output; return it, None if the kernel ended. May be called again."""
         cell = self._cell
         if cell is not None and not self._gone.is_set():
             async with self._reading:
@@ -116,7 +116,7 @@ class JupyterKernel:
             self.child.kill_group(signal.SIGINT)
 
     async def kill(self) -> None:
-        """SIGKILL the kernel if it still runs, with everything in its session or below it. Returns when that ended."""
+        """Kill (SIGKILL) the kernel if it runs, with everything in its session or below it; return when all ended."""
         if self.child.exit_code is not None:
             return
         session = self.child.pid
@@ -225,7 +225,9 @@ async def open_jupyter_kernel(
     runtime_env: dict[str, str],
     limiter: trio.CapacityLimiter,
 ) -> AsyncIterator[JupyterKernel]:
-    """Start a kernel of this kernelspec and yield it ready for its first cell; on leaving, its session is killed.
+    """Start a kernel of this kernelspec and yield it ready for its first cell.
+
+    On leaving, also by a cancel, everything in its session is killed, and the files made for its start are removed.
 
     Args:
         spec: the kernelspec, as jupyter_client has it.

@@ -40,7 +40,7 @@ class Kept(Protocol):
     """A process that a `Keeper` keeps."""
 
     async def wait_gone(self) -> None:
-        """Returns when the process has ended and cannot be used any more."""
+        """Wait until the process has ended and cannot be used any more."""
 
 
 KeptT = TypeVar("KeptT", bound=Kept)

@@ -57,7 +57,7 @@ class Kernel:
         return f"<Kernel {self.child.pid}: {'gone' if self._gone.is_set() else 'running'}>"
 
     async def wait_gone(self) -> None:
-        """Returns when the child has ended, by whatever cause, and its last output has been taken."""
+        """Wait until the child has ended, by whatever cause, and its last output has been taken."""
         await self._gone.wait()
 
     async def begin(self, code: str, *, max_text_bytes: int, stdout: CellOutput, stderr: CellOutput) -> None:
@@ -72,7 +72,7 @@ class Kernel:
         await self._send(RunCell(number=self._cell_number, code=code, max_text_bytes=max_text_bytes))
 
     async def wait_done(self) -> CellDone | None:
-        """The end of the cell, with all its output taken; None if the child ended instead. May be called again."""
+        """Wait for the cell's end, with all its output; return it, None if the child ended. May be called again."""
         done = await self._receive()
         while isinstance(done, CellDone) and done.number != self._cell_number:  # of no cell that anybody waits for
             done = await self._receive()
@@ -95,7 +95,7 @@ class Kernel:
         self.child.kill_group(signal.SIGINT)
 
     async def kill(self) -> None:
-        """SIGKILL the child if it still runs, with everything in its session or below it. Returns when that ended."""
+        """Kill (SIGKILL) the child if it runs, with everything in its session or below it; return when all ended."""
         if self.child.exit_code is not None:
             return
         session = self.child.pid

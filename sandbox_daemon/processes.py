@@ -34,7 +34,7 @@ class ProcessEntry(msgspec.Struct, frozen=True):
 
 
 class ProcessTable:
-    """A snapshot of the processes this process can see."""
+    """A snapshot of processes, made from their entries, with lookups by parent. It does not change afterwards."""
 
     def __init__(self, entries: Iterable[ProcessEntry]) -> None:
         self._entries = {entry.pid: entry for entry in entries}
@@ -50,7 +50,7 @@ class ProcessTable:
         return set(self._children.get(pid, ()))
 
     def descendants(self, pid: int) -> set[ProcessEntry]:
-        """Children of `pid`, their children, and so on; without `pid` itself."""
+        """Return the children of `pid`, their children, and so on; without `pid` itself."""
         found: dict[int, ProcessEntry] = {}
         frontier = [pid]
         while frontier:
@@ -61,7 +61,7 @@ class ProcessTable:
         return set(found.values())
 
     def with_descendants(self, chosen: Callable[[ProcessEntry], bool]) -> set[ProcessEntry]:
-        """The processes for which `chosen` is true, and everything below them."""
+        """Return the processes for which `chosen` is true, and everything below them."""
         roots = {entry for entry in self._entries.values() if chosen(entry)}
         return roots.union(*(self.descendants(entry.pid) for entry in roots))
 

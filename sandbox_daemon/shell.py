@@ -92,14 +92,17 @@ class RunningCommand:
         return capped
 
     def take_nowait(self, data: bytes) -> None:
-        """The beginning of a call's output, before anything else."""
+        """Keep `data` as the beginning of a call's output, without waiting."""
         if data:
             self._keep(data)
             if self._chunks is not None:
                 self._chunks.send_nowait(data)
 
     async def take(self, data: bytes) -> None:
-        """Output of the command. Waits while a stream's reader is behind, which holds the command up in turn."""
+        """Keep `data`, output of the command, and send it to the stream, if there is one.
+
+        Waits while the stream's reader is behind, which holds the command up in turn.
+        """
         if not data:
             return
         self.last_output_s = trio.current_time()
@@ -111,7 +114,7 @@ class RunningCommand:
                 self._chunks = None  # nobody listens any more
 
     def finish(self, end: CommandEnd | None, last: bytes = b"") -> None:
-        """Nothing follows but `last`, which a stream does without."""
+        """Set `end` and `ended`, after keeping `last`, which is not streamed; nothing may follow."""
         if last:
             self._keep(last)
         self.end = end
@@ -160,7 +163,7 @@ class Shell:
         return f"<Shell {self.child.pid}: {state}>"
 
     async def wait_gone(self) -> None:
-        """Returns when the shell has ended, by whatever cause, and its last output has been taken."""
+        """Wait until the shell has ended, by whatever cause, and its last output has been taken."""
         await self._gone.wait()
 
     async def begin(self, command: str, running: RunningCommand) -> None:
@@ -198,7 +201,7 @@ class Shell:
             await self._terminal.write(keys)
 
     async def interrupt(self, already: set[int]) -> None:
-        """SIGINT to the process group that has the terminal: the command's foreground job, or the shell itself.
+        """Send SIGINT to the process group that has the terminal: the command's foreground job, or the shell itself.
 
         Waits for the shell to have read the command, so that the signal does not come before it. The group of a program
         is added to `already`, and not signalled if it is in there: one that cleans up after an interrupt is let alone.
@@ -221,11 +224,11 @@ class Shell:
                 os.killpg(group, signal.SIGINT)
 
     async def settle(self) -> None:
-        """Returns when the shell, ready again, has also taken the signals it was sent when the command just ended.
+        """Wait until the shell, ready again, has also taken the signals it was sent when the command just ended.
 
-        At once if it is gone. It would take them while it reads the next trigger otherwise, and throw that away. An
-        empty line makes it show another prompt; so does a signal. One that has shown none within `SETTLE_GRACE_S` is
-        still unsettled. The newlines with which it answers a signal are nobody's output.
+        Returns at once if it is gone. It would take them while it reads the next trigger otherwise, and throw that
+        away. An empty line makes it show another prompt; so does a signal. One that has shown none within
+        `SETTLE_GRACE_S` keeps `is_unsettled`. The newlines with which it answers a signal are nobody's output.
         """
         if self._gone.is_set():
             return
@@ -246,17 +249,17 @@ class Shell:
             self._idle_output = OutputBuffer(IDLE_OUTPUT_BYTES)
 
     async def kill_foreground(self) -> None:
-        """SIGKILL the foreground job with all its descendants. The shell goes on with the rest of the command."""
+        """Kill (SIGKILL) the foreground job and its descendants. The shell goes on with the rest of the command."""
         group = self._terminal.foreground_group()
         if group is not None and group != self.child.pid:
             await kill_until_gone(lambda table: table.with_descendants(lambda entry: entry.group == group))
 
     def give_up(self) -> None:
-        """SIGINT to the shell itself, which makes it drop the rest of the command unless it is told to ignore that."""
+        """Send SIGINT to the shell itself, which drops the rest of the command unless it ignores that signal."""
         self.child.kill_group(signal.SIGINT)
 
     async def kill(self) -> None:
-        """SIGKILL the shell and everything in its session or below it. Returns when all of that has ended."""
+        """Kill (SIGKILL) the shell and everything in its session or below it; return when all of that has ended."""
         session = self.child.pid
 
         def members(table: ProcessTable) -> set[ProcessEntry]:

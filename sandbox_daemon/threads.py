@@ -16,15 +16,17 @@ T = TypeVar("T")
 
 
 async def run_blocking(function: Callable[[], T], *, limiter: trio.CapacityLimiter, or_here: bool = False) -> T:
-    """Run `function` in a thread, to its end even if this is cancelled.
+    """Run `function` in a thread and return its result; a cancel does not interrupt it.
+
+    A cancel while it waits for `limiter` takes effect at once; later, only after the result was returned.
 
     Args:
         function: takes no arguments; what it raises is raised here.
         limiter: of the threads that may run.
-        or_here: where there is no thread, run it all the same, and block: for a short clean-up.
+        or_here: if no thread can be started, run it in this thread, and block the loop: for a short clean-up.
 
     Raises:
-        BlockingIOError: the kernel gives no thread now, as for a fork: the sandbox has as many processes as it may.
+        BlockingIOError: no thread can be started: the sandbox has as many processes as it may.
     """
     begun = False
 

@@ -77,14 +77,14 @@ class Watchdog:
         return f"<Watchdog: {self._actions} actions, {self._found}>"
 
     def allowed(self, call: SandboxCall) -> SandboxCall:
-        """The call, with no more time than an action may take."""
+        """Return the call with its `timeout_s` reduced to `wall_s`, if it is longer."""
         if _timeout_s(call) <= self._limits.wall_s:
             return call
         return msgspec.structs.replace(call, timeout_s=self._limits.wall_s)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """An action runs: look often."""
+        """Count an action as running during the block: the limits are then checked often."""
         self._actions += 1
         self._acted.set()
         try:
@@ -93,7 +93,7 @@ class Watchdog:
             self._actions -= 1
 
     def judge(self, call: SandboxCall, result: SandboxReply) -> SandboxReply:
-        """The result of an action, with the limit that was run into since the last one, if any."""
+        """Return the result with the limit that was exceeded since the last one, if any, and forget that."""
         if not isinstance(result, BashResult | CellResult | ExecResult):
             return result
         found, self._found = self._found, None
@@ -104,7 +104,7 @@ class Watchdog:
         return msgspec.structs.replace(result, breach=found.breach, breach_text=found.text)
 
     async def serve(self) -> None:
-        """Look, until cancelled."""
+        """Check the limits again and again, often while an action runs. Runs until cancelled."""
         while True:
             if not self._actions:
                 with trio.move_on_after(IDLE_INTERVAL_S):

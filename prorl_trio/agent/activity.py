@@ -30,15 +30,15 @@ class Activity:
 
     @property
     def waiting_on(self) -> str:
-        """The wait begun last, of those that are not over; empty if there is none."""
+        """Return the name of the wait begun last, of those that are not over; empty if there is none."""
         return next(reversed(self._waits.values()), ("",))[0]
 
     def idle_s(self, now_s: float) -> float:
-        """Seconds since something happened."""
+        """Return the seconds since the last `progress`."""
         return now_s - self._progress_s
 
     def progress(self) -> None:
-        """Something happened: a transition, a completion, a tool's result."""
+        """Note the time: there was a transition, a completion or a tool's result."""
         self._progress_s = trio.current_time()
 
     def begin_stage(self, own: Charge) -> None:

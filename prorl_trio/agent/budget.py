@@ -20,10 +20,8 @@ __all__ = ["AgentBudget", "ToolTime"]
 class AgentBudget:
     """The time of a RUN stage that the policy and its tools may take.
 
-    The stage's own budget is not charged for it: so nothing that a policy does with its time makes a rollout of it that
-    has `timed_out`.
-
-    `scope` is cancelled when it is used up.
+    This time is not charged to the stage's own budget: so a slow policy does not make its rollout `timed_out`. `scope`
+    is cancelled when the budget is used up.
     """
 
     def __init__(self, context: RolloutContext, budget_s: float) -> None:
@@ -33,22 +31,22 @@ class AgentBudget:
 
     @property
     def used_up(self) -> bool:
-        """Nothing is left of it."""
+        """Return True if no time is left."""
         return self._clock.left_s(trio.current_time()) <= 0
 
     def tool(self, name: str) -> ToolTime:
-        """`with budget.tool("bash"): ...`: the tool works for the policy in the block."""
+        """Return a block in which the tool `name` works for the policy: `with budget.tool("bash"): ...`."""
         return ToolTime(self, name)
 
     def produced(self, since_s: float) -> None:
-        """Tokens came just now that an engine worked on since `since_s`."""
+        """Charge the time since `since_s` (trio's clock) in which an engine worked on the tokens that came just now."""
         now_s = trio.current_time()
         self._context.leave_uncharged(self._clock.produced(since_s, now_s))
         self.scope.deadline = self._clock.ends_s(now_s)
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """The clock runs in the block. Blocks may overlap."""
+        """Charge the time of the block. Blocks may overlap."""
         now_s = trio.current_time()
         self._clock.begin(now_s)
         self.scope.deadline = self._clock.ends_s(now_s)
@@ -63,7 +61,7 @@ class AgentBudget:
 
 
 class ToolTime:
-    """The time of one tool, but for that in which it waits for other agents: these have their own, see `given_away`."""
+    """The time that one tool takes from the budget, without that in which it waits for other agents."""
 
     def __init__(self, budget: AgentBudget, name: str) -> None:
         self._budget = budget
@@ -80,7 +78,7 @@ class ToolTime:
 
     @contextmanager
     def given_away(self) -> Iterator[None]:
-        """Another agent is at work for the tool in the block. Blocks may overlap."""
+        """Charge nothing during the block: another agent works for the tool, on its own budget. Blocks may overlap."""
         self._asked += 1
         self._running.close()
         try:

@@ -145,9 +145,13 @@ class RolloutContext:
         self.evaluation_log.append(text)
 
     def begin_dialogue(self, conversation: Conversation, asker: int | None = None) -> int:
-        """Record `conversation`: that of the task's agent, or of one that was asked in the dialogue of number `asker`.
+        """Record `conversation` as a new dialogue and return its number; its tokens go to the rollout's memory.
 
-        Returns its number. Raises TooManyDialogues where there are `MAX_DIALOGUES` already.
+        With `asker` None it becomes the conversation of the task's agent, else it is one that dialogue `asker` asked
+        for.
+
+        Raises:
+            TooManyDialogues: there are `MAX_DIALOGUES` already.
         """
         if len(self.dialogues) >= MAX_DIALOGUES:
             raise TooManyDialogues(f"a rollout may ask {MAX_DIALOGUES - 1} other agents; this one asks for more")

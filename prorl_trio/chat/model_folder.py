@@ -37,7 +37,7 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_model_folder(model_dir: Path) -> ModelFolder:
-    """Read `model_dir`.
+    """Read a model's tokenizer, chat template and settings from `model_dir` and return them. Blocks on the disk.
 
     The chat template may be in `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json`, looked for in
     this order.

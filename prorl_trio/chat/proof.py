@@ -130,10 +130,13 @@ def _digest(chat: ChatFormat, options: Mapping[str, Any]) -> bytes:
 def prove_format(
     chat: ChatFormat, *, dialogues: int = PROOF_DIALOGUES, seed: int = 0, timeout_s: float = PROOF_TIMEOUT_S
 ) -> Proof:
-    """Prove `chat` against its own template in one piece. Uses the CPU for a second or so.
+    """Check that the prompts of `chat` equal those of its own template, for random and long dialogues.
+
+    Returns the counts of what was compared. Uses the CPU for a second or so; after `timeout_s` it ends early, but not
+    before `MIN_PROOF_DIALOGUES` dialogues.
 
     Raises:
-        ConfigError: it is not exact; the message says on what. Or the template refuses nearly all dialogues.
+        ConfigError: a prompt differs; the message says in what. Or the template refuses nearly all dialogues.
     """
     chat = chat.dated()
     oracle, random, deadline = _OwnTemplate(chat), Random(seed), time.monotonic() + timeout_s

@@ -52,18 +52,24 @@ class LedgerFolder:
 
     @property
     def database(self) -> Path:
-        """The database in use: of several, the last; the others are damaged ones, kept for people to look at."""
+        """Return the path of the database in use: the one with the highest number. Reads the folder.
+
+        The others were found damaged, and are kept for people to look at.
+        """
         found = [int(name["number"]) for path in self.path.iterdir() if (name := _DATABASE.fullmatch(path.name))]
         return self.path / f"ledger-{max(found, default=1)}.db"
 
     @property
     def reserve(self) -> Path:
-        """Space that is given up for outcomes when there is no other."""
+        """Return the path of the reserve: disk space that is given up for outcomes when there is no other."""
         return self.path / "reserve"
 
     @property
     def suspicion(self) -> Path:
-        """A file that is there if a former process found damage while it ran: look closely."""
+        """Return the path of the marker that a process makes when it finds damage while it runs.
+
+        If the file exists, the next start takes the database for damaged.
+        """
         return self.path / "damaged"
 
     def sync(self) -> None:
@@ -71,7 +77,7 @@ class LedgerFolder:
         self._disk.sync_folder(self.path)
 
     def close(self) -> None:
-        """Unlock."""
+        """Release the lock on the folder."""
         os.close(self._lock)
 
     def _make(self, path: Path) -> None:

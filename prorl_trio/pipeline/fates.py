@@ -47,7 +47,7 @@ class Distribution:
         return self.bounds[-1]
 
     def figures(self) -> dict[str, float]:
-        """The mean, and bounds that half of them, and nine tenths, are within."""
+        """Return the mean, and bounds that half of the values (`p50`) and nine tenths (`p90`) are within."""
         mean = self.total / self.count if self.count else 0.0
         return {"mean": round(mean, 3), "p50": self.quantile(0.5), "p90": self.quantile(0.9)}
 
@@ -60,14 +60,14 @@ class Fates:
         self.tokens: dict[Fate, Distribution] = {fate: Distribution(TOKEN_BOUNDS) for fate in get_args(Fate)}
 
     def ended(self, run_s: float, tokens: int, *, delivered: bool) -> None:
-        """An attempt is over that was in RUN for `run_s`, and in which the policy sampled so many `tokens`."""
+        """Count an attempt under its fates: `run_s` seconds in RUN, and `tokens` sampled by the policy."""
         fates: tuple[Fate, Fate] = ("admitted", "delivered" if delivered else "dropped")
         for fate in fates:
             self.run_s[fate].add(run_s)
             self.tokens[fate].add(tokens)
 
     def statistics(self) -> dict[str, dict[str, object]]:
-        """By fate: how many, and the figures of their seconds in RUN and of their tokens."""
+        """Return for each fate the number of attempts, and the figures of their seconds in RUN and of their tokens."""
         return {
             fate: {
                 "count": self.run_s[fate].count,

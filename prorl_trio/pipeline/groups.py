@@ -65,7 +65,10 @@ class GroupTable(Generic[J]):
         return len(self._groups)
 
     def accepted(self, key: Hashable, member: J, policy: GroupPolicy, now_s: float) -> str:
-        """A rollout of the group is live, and waits. Returns why it is to be cancelled at once, or an empty text."""
+        """Add a new rollout, which waits in a queue, to its group; the group's first rollout sets its policy.
+
+        Returns the reason to cancel it at once if the group was stopped before; else an empty text.
+        """
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(policy)
@@ -76,13 +79,18 @@ class GroupTable(Generic[J]):
         return group.stopped
 
     def moved(self, key: Hashable, member: J, now_s: float, *, queued: bool) -> None:
-        """A live rollout of the group has left a queue, or (`queued`) come to one."""
+        """Note that a live rollout has left a queue, or (`queued`) entered one; nothing happens for an unknown one."""
         group = self._groups.get(key)
         if group is not None and member in group.live:
             group.moved(member, now_s, queued=queued)
 
     def ended(self, key: Hashable, member: J, now_s: float, *, completed: bool) -> tuple[list[J], str]:
-        """A rollout of the group is over. Returns who is to be cancelled now, and why."""
+        """Remove a rollout that has ended from its group; return the rollouts to cancel now, and the reason.
+
+        These are the group's other live ones if this completion was the last that `min_completed` needs; else none, and
+        the reason counts for nothing. Nothing happens for an unknown rollout. A group of which all have ended may be
+        forgotten.
+        """
         group = self._groups.get(key)
         if group is None or member not in group.live:
             return [], ""
@@ -105,7 +113,7 @@ class GroupTable(Generic[J]):
         return rest, group.stopped
 
     def due(self, now_s: float) -> list[tuple[list[J], str]]:
-        """The groups whose deadline has come: who is to be cancelled, and why. Each group once."""
+        """Stop the groups whose deadline has come; return for each its live rollouts to cancel, and the reason."""
         stopped: list[tuple[list[J], str]] = []
         for group in self._groups.values():
             due_s = group.due_s()

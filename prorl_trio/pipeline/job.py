@@ -78,7 +78,7 @@ class Job:
         self.evaluation: Evaluation | None = None
 
     def begin_again(self, failed: AttemptRecord) -> None:
-        """The attempt failed, and nothing of it is left but its record: stand in line for the next one."""
+        """Record the failed attempt, release its tokens and start the next one, as `queued`."""
         self.attempts.append(failed)
         self.attempt += 1
         self.context.tokens.release()
@@ -86,7 +86,7 @@ class Job:
         self._tell("queued", f"attempt {self.attempt}, after {failed.cause}: {failed.error}")
 
     def note_cancel(self, reason: str, code: ErrorCode) -> None:
-        """The job is to end as cancelled. The first reason stands."""
+        """Note the reason for which the job is to end as cancelled; only the first counts. Stops nothing by itself."""
         if self.cancel_reason is None:
             self.cancel_reason, self.cancel_code = reason, code
 
@@ -116,7 +116,7 @@ class Job:
         return self.session_id, self.spec.group_id
 
     def accepted(self, observers: Observers) -> None:
-        """The pipeline has taken the job: tell those who watch, now and from now on."""
+        """Report the job as `queued` to its sink and to `observers`, which are told of its later moves as well."""
         self._observers = observers
         self._tell("queued", "")
 
@@ -161,7 +161,7 @@ class Job:
 
     @property
     def stuck(self) -> bool:
-        """It is in a stage, and nothing has happened to it for `stuck_after_s`."""
+        """Return True if the job is in a stage and nothing has happened to it for `stuck_after_s`."""
         idle_s = self.context.activity.idle_s(trio.current_time())
         return self.lifecycle.status in ("init", "run", "eval") and idle_s > self.resources.config.stuck_after_s
 

@@ -112,12 +112,14 @@ class ProcessTree:
         return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     async def ended_from_inside(self, *, isolated: bool) -> bool:
-        """Return whether something inside made the daemon end, or fall silent. Waits a little for the end.
+        """Return True if something inside the sandbox made the daemon end or fall silent, False if the outside did.
 
-        The daemon is the first process of its PID namespace: what runs beside it cannot kill or stop it, only make it
-        end by itself, or starve it. And it has no pid for what started the daemon. So a signal that killed either, or a
-        daemon that is stopped, is somebody else's doing, the kernel's perhaps, when the machine is out of memory. All
-        other ends are from inside. Where there is no such namespace (not `isolated`), an exit code only tells.
+        Waits up to `EVIDENCE_TIMEOUT_S` for its end. False as well if the node itself is ending the sandbox.
+
+        In a PID namespace (`isolated`) the daemon is the first process: what runs beside it cannot kill or stop it,
+        only make it end by itself, or starve it. So a daemon that was killed (SIGKILL), or is stopped, points outside,
+        to the kernel perhaps, when the machine is out of memory; all other ends are from inside. Without a namespace, a
+        daemon that still runs counts as False, and one that has ended is judged by its exit code alone.
         """
         await self._exits_within(EVIDENCE_TIMEOUT_S)
         code = self._exit_code()

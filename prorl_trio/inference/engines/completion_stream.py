@@ -89,10 +89,10 @@ class CompletionStream:
         self._events = 0
 
     def feed(self, received: bytes) -> bool:
-        """Take a piece of the body. True: the sink has enough.
+        """Parse a piece of the response body and pass what it says to the sink; return True when the sink has enough.
 
         Raises:
-            ContractBroken: what came cannot be trusted.
+            ContractBroken: the engine's answer breaks its contract.
             BackendError: retryable: the engine says that it failed.
         """
         events = self._lines.feed(received)

@@ -45,17 +45,17 @@ class Admission:
 
     @property
     def closed(self) -> bool:
-        """No completion begins."""
+        """Return True while no completion may begin."""
         return self._closed
 
     @property
     def opening(self) -> int | None:
-        """The number of this time between two pauses; None in a pause."""
+        """Return the number of the present time between two pauses; None in a pause."""
         return None if self._closed else self.closings
 
     @property
     def waiting(self) -> int:
-        """Completions that wait to be admitted."""
+        """Return the number of completions that wait to be admitted."""
         return len(self._opened)
 
     def in_flight(self) -> Counter[str]:

@@ -103,17 +103,17 @@ class Backend:
 
     @property
     def info(self) -> EngineInfo:
-        """The knowledge of its engine."""
+        """Return the last findings about its engine."""
         return self.engine.info
 
     @property
     def accepting(self) -> bool:
-        """It may be given tasks, if there is room."""
+        """Return True if it may be given tasks, as far as there is room: it is active and not suspended."""
         return self.state == "active" and not self.suspended
 
     @property
     def full(self) -> bool:
-        """It has as many tasks as it may."""
+        """Return True if it has as many tasks as it may."""
         return self.in_flight >= self.max_tasks > 0
 
     def statistics(self) -> BackendStatistics:

@@ -54,12 +54,12 @@ class LoadBalancer:
 
     @property
     def waiting(self) -> int:
-        """Tasks that wait for a backend."""
+        """Return the number of tasks that wait for a backend."""
         return len(self._line)
 
     @property
     def closed(self) -> bool:
-        """No task gets a backend any more."""
+        """Return True after `close`: no task gets a backend any more."""
         return self._closed
 
     def adopt(self, load: LoadConfig) -> None:
@@ -149,7 +149,10 @@ class LoadBalancer:
             self.move(assignment, "skew", better)
 
     def freshen(self, assignment: Assignment, max_staleness: int) -> None:
-        """Move to a backend whose weights are fresh enough, if this one's are not, and there is one."""
+        """Move the task if its backend's weights are more than `max_staleness` updates behind the trainer's.
+
+        Of the backends that are fresh enough, the one with the fewest tasks is taken; without one, nothing happens.
+        """
         if self._versions.behind(assignment.backend.info.policy_version) > max_staleness:
             fresh = self.fresh(max_staleness)
             if fresh:

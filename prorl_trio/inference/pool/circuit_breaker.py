@@ -50,7 +50,7 @@ class CircuitBreaker:
 
     @property
     def closed(self) -> bool:
-        """The backend may be given tasks."""
+        """Return True if the backend may be given tasks."""
         return self.state == "closed"
 
     def adopt(self, policy: HealthConfig) -> None:

@@ -44,22 +44,22 @@ class Lease:
 
     @property
     def task_id(self) -> str:
-        """The task that holds it."""
+        """Return the id of the task that holds the lease."""
         return self._assignment.task_id
 
     @property
     def url(self) -> str:
-        """The URL of the backend held now."""
+        """Return the URL of the backend held now."""
         return self._assignment.backend.url
 
     @property
     def client(self) -> EngineClient:
-        """The backend held now. Ask again after `repin`. Not the task's to close."""
+        """Return the client of the backend held now; it changes with `repin`. The task must not close it."""
         return self._assignment.backend.client
 
     @property
     def info(self) -> EngineInfo:
-        """The findings of the last probe of the backend held now."""
+        """Return the findings of the last probe of the backend held now."""
         return self._assignment.backend.info
 
     async def complete(
@@ -121,7 +121,10 @@ class Lease:
         return completion
 
     def freshen(self, max_staleness: int) -> None:
-        """See `LoadBalancer.freshen`."""
+        """Move to another backend if this one's weights are more than `max_staleness` updates behind the trainer's.
+
+        Of the backends that are fresh enough, the one with the fewest tasks is taken; without one, nothing happens.
+        """
         self._balancer.freshen(self._assignment, max_staleness)
 
     def repin(self) -> bool:

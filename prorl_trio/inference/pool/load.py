@@ -62,7 +62,10 @@ class LoadEstimate:
             self.prefill_tokens_per_s = tokens / seconds
 
     def call_ended(self, used_s: float) -> None:
-        """Count a completion that was answered, so long after it was sent."""
+        """Update `service_s` with a completion that took `used_s` seconds from being sent to its answer.
+
+        Its share of service is estimated from the last report; without a report nothing changes.
+        """
         if self.load is None:
             return
         running = max(1, self.load.running)
@@ -71,12 +74,12 @@ class LoadEstimate:
         self.service_s = before_s + CALL_WEIGHT * (service_s - before_s)
 
     def task_moved(self, change: int) -> None:
-        """Count a task that came (1) or went (-1) since the last report: it counts as waiting here, or not any more."""
+        """Count a task that came (1) or went (-1) since the last report, as one call more or less that waits here."""
         self._came += change
 
     @property
     def wait_s(self) -> float | None:
-        """The wait of a call that comes now; None: not known."""
+        """Return the seconds that a call sent now would wait; None: not known."""
         return None if self.load is None else self._wait_s(self.load, self._came, self.service_s)
 
     def entry_s(self, prefix_tokens: int, here: LoadEstimate) -> float | None:

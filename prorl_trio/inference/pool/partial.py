@@ -63,27 +63,27 @@ class PartialCompletion:
         self._before: EngineInfo | None = None
 
     def __len__(self) -> int:
-        """Tokens sampled so far."""
+        """Return the number of tokens sampled so far."""
         return len(self._token_ids)
 
     @property
     def begun(self) -> bool:
-        """An attempt was made."""
+        """Return True once an attempt was made."""
         return self._info is not None
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """The ids that the next attempt continues."""
+        """Return the ids that the next attempt continues."""
         return self._prompt + self._token_ids if self._token_ids else self._prompt
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of these."""
+        """Return the number of ids that the next attempt continues."""
         return len(self._prompt) + len(self)
 
     @property
     def room(self) -> int:
-        """Tokens that may still be sampled."""
+        """Return the number of tokens that may still be sampled."""
         return self.request.max_tokens - len(self)
 
     @property

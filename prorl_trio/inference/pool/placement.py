@@ -210,7 +210,7 @@ class Placement:
 
     @property
     def open_leases(self) -> int:
-        """Tasks that hold a backend."""
+        """Return the number of tasks that hold a backend."""
         return len(self._leases)
 
     def statistics(self) -> list[BackendStatistics]:

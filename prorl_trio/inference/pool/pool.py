@@ -302,7 +302,7 @@ class Backends:
 
     @property
     def accepting(self) -> bool:
-        """A task that comes now gets a backend."""
+        """Return True if at least one backend accepts tasks; it may be full."""
         return any(backend.accepting for backend in self._placement.backends())
 
     def shortage(self) -> str:
