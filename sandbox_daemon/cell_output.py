@@ -34,7 +34,10 @@ class CellOutput:
         self.chunks = chunks
 
     async def take(self, data: bytes) -> None:
-        """Waits while a stream's reader is behind, which holds the cell up in turn."""
+        """Keep `data`, output of the cell, and send it to the stream, if there is one.
+
+        Waits while the stream's reader is behind, which holds the cell up in turn.
+        """
         if not data:
             return
         self.buffer.append(data)
@@ -69,14 +72,14 @@ class OutputPipe:
             await self._take(data)
 
     async def begin(self, cell: CellOutput) -> None:
-        """From here on output is the cell's; what came since the last one is its beginning."""
+        """Give the output to `cell` from now on, beginning with what came since the last cell."""
         self._cell = cell
         if self._idle_output.total_bytes:
             idle_output, self._idle_output = self._idle_output, OutputBuffer(IDLE_OUTPUT_BYTES)
             await cell.take(idle_output.capped().data)
 
     async def finish(self) -> None:
-        """The cell has ended: take what is in the pipe by now, and no more. What comes later is not the cell's."""
+        """Take what is in the pipe by now for the cell that has ended; later output is not the cell's."""
         if not self._closed:
             (waiting_bytes,) = struct.unpack("i", fcntl.ioctl(self._fd, termios.FIONREAD, bytes(4)))
             while waiting_bytes > 0:
@@ -90,7 +93,7 @@ class OutputPipe:
         return self._idle_output.capped().text
 
     def close(self) -> None:
-        """Idempotent. `serve` must have ended."""
+        """Close the pipe. Idempotent. `serve` must have ended."""
         if not self._closed:
             self._closed = True
             os.close(self._fd)

@@ -40,7 +40,7 @@ class Child:
         return f"<Child {self.pid}: {'running' if self.exit_code is None else f'ended with {self.exit_code}'}>"
 
     async def wait(self) -> int:
-        """The exit code, 128 + n after signal n. Returns when the process has been reaped."""
+        """Wait until the process has been reaped; return its exit code, 128 + n after signal n."""
         await self._ended.wait()
         assert self.exit_code is not None
         return self.exit_code
@@ -166,7 +166,10 @@ class ChildReaper:
 
 
 def open_pipe(reader: ExitStack, writer: ExitStack, flags: int = 0) -> tuple[int, int]:
-    """A new pipe's ends, to read and to write, closed by whom they belong to. `flags` besides `O_CLOEXEC`."""
+    """Make a pipe and return its ends, to read and to write.
+
+    Each end is closed when its stack, `reader` or `writer`, is. `flags` are set besides `O_CLOEXEC`.
+    """
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC | flags)
     reader.callback(os.close, read_fd)
     writer.callback(os.close, write_fd)

@@ -99,7 +99,7 @@ class JupyterKernel:
         return None
 
     async def interrupt(self) -> None:
-        """SIGINT to the kernel and its process group, or the message it wants instead.
+        """Send SIGINT to the kernel and its process group, or the message it wants instead.
 
         Waits for the kernel to have begun with the cell: it ignores what comes before.
         """

@@ -85,7 +85,7 @@ class Kernel:
         return None
 
     async def interrupt(self) -> None:
-        """SIGINT to the child and what it runs in its own process group.
+        """Send SIGINT to the child and what it runs in its own process group.
 
         Waits for the child to have begun with the cell, so that the signal does not come before it.
         """

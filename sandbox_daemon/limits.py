@@ -29,7 +29,7 @@ OOM_SCORE_ADJUSTMENT = 500
 
 
 def limit_self(limits: SandboxLimits) -> None:
-    """Limits that the daemon keeps too, so that whatever it starts has them from its first instruction."""
+    """Set the limits that the daemon keeps too, so that whatever it starts has them from its first instruction."""
     for what, limit in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, limits.max_open_files),
@@ -57,11 +57,12 @@ def hide_self() -> None:
 
 
 def limit_process(pid: int, limits: SandboxLimits, *, isolated: bool) -> None:
-    """Limits for a process the daemon has just started, and for all that it starts. Nothing happens if it has ended.
+    """Set the limits of a process that the daemon has just started, and of all that it starts.
 
-    Of memory it gets private pages only up to the limit: more is refused to it, which most programs report themselves.
-    Reserved address space is free. The number of processes is counted in the sandbox if that is `isolated`; otherwise
-    all those of the user would count, and there is no such limit. Nor is there for root, whom the kernel exempts.
+    Nothing happens if it has ended. Of memory it gets private pages only up to the limit: more is refused to it, which
+    most programs report themselves. Reserved address space is free. The number of processes is counted in the sandbox
+    if that is `isolated`; otherwise all those of the user would count, and there is no such limit. Nor is there for
+    root, whom the kernel exempts.
     """
     for what, limit in _kept(limits, isolated=isolated):
         with suppress(ProcessLookupError, PermissionError):  # it may have ended, or run a setuid program

@@ -27,13 +27,13 @@ _birth = threading.Lock()
 
 
 def new_mark() -> int:
-    """A mark that nothing has."""
+    """Return a mark that nothing has."""
     return next(_marks)
 
 
 @contextmanager
 def born_with(mark: int) -> Iterator[None]:
-    """Processes that this thread starts in the block have this mark; 0: none.
+    """Give this mark to the processes that this thread starts in the block; 0: none.
 
     Blocks while another thread is in such a block: whatever this process starts, it has to start in one.
     """

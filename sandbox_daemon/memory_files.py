@@ -23,7 +23,7 @@ _turn = threading.Lock()
 
 
 def start_maker() -> None:
-    """From now on another thread makes the files of this process: call it before the filter is put on."""
+    """Start a thread that makes the memory files of this process: call it before the seccomp filter is put on."""
     global _maker
     _maker = threading.Thread(target=_serve, name="memory files", daemon=True)
     _maker.start()
@@ -39,7 +39,7 @@ def _serve() -> None:
 
 
 def make_memory_file(name: str) -> int:
-    """A descriptor of a new one, not inherited. Blocks, for some 50 microseconds.
+    """Make a memory file and return its descriptor, not inherited. Blocks, for some 50 microseconds.
 
     Raises:
         OSError: there are too many open files, or there is no memory.

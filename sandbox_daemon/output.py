@@ -111,7 +111,7 @@ class BarrierSplitter:
         return data, None
 
     def flush(self) -> bytes:
-        """The stream ended: what was held back was no barrier."""
+        """Return, at the stream's end, the bytes that were held back because they might have begun a barrier."""
         held, self._held = self._held, b""
         return held
 

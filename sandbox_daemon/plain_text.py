@@ -174,7 +174,7 @@ class CommandOutput:
         self._keep(self._decoder.decode(data))
 
     def end(self) -> CappedOutput:
-        """The stream has ended. Call it once, last."""
+        """Return all the output that is kept, at the stream's end. Call it once, last."""
         self._keep(self._decoder.decode(b"", final=True))
         if self._plain is not None:
             self._buffer.append(self._plain.flush()[0].encode())

@@ -26,7 +26,7 @@ class AgentClock:
         return f"<AgentClock {self._used_s:.3g} of {self.budget_s:g} s, {self._tools} tools at work>"
 
     def begin(self, now_s: float) -> None:
-        """A tool begins to work."""
+        """Note that a tool has begun to work: the clock runs until as many `end` calls have followed."""
         if not self._tools:
             self._counted_until_s = now_s
         self._tools += 1

@@ -136,7 +136,7 @@ class RolloutContext:
                 self.stage_scope.deadline += seconds
 
     def begin_stage(self, scope: trio.CancelScope, own: Charge) -> None:
-        """The job enters a stage: count its time from zero, to be charged to `own` where it waits for nothing else."""
+        """Count the time of a new stage from zero; time in which the job waits for nothing else is charged to `own`."""
         self.stage_scope, self.uncharged_s, self._lines = scope, 0.0, 0
         self.activity.begin_stage(own)
 
@@ -161,7 +161,7 @@ class RolloutContext:
         return self.dialogues.begin(conversation, asker)
 
     def record(self, turn: Turn, dialogue: int = 0) -> None:
-        """The policy acted and has its observations: keep the turn, whose segment is counted within its dialogue."""
+        """Record a turn of the policy with its observations, in `dialogue`, and call `on_turn` with it."""
         self.turns.append(turn)
         self.dialogues.record(turn, dialogue)
         self.activity.progress()

@@ -38,7 +38,7 @@ class Dialogues:
         return len(self._all)
 
     def begin(self, conversation: Conversation, asker: int | None = None) -> int:
-        """A new dialogue, asked in the present segment of the dialogue `asker`; its number."""
+        """Add a new dialogue, asked in the present segment of the dialogue `asker`, and return its number."""
         segment = 0 if asker is None else self._all[asker].conversation.segment
         self._all.append(_Dialogue(conversation, asker, segment))
         return len(self._all) - 1
@@ -48,7 +48,7 @@ class Dialogues:
         self._turns.append((dialogue, turn))
 
     def note_version(self, policy_version: str) -> None:
-        """Tokens were sampled under that version."""
+        """Note that tokens were sampled under that version."""
         self._versions[policy_version] = None
 
     @property

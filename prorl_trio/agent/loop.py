@@ -158,7 +158,9 @@ _at_work: ContextVar[_Agent | None] = ContextVar("_at_work", default=None)
 
 
 async def lease_backend(context: RolloutContext, stack: AsyncExitStack) -> Lease:
-    """A backend for the whole task, given back when `stack` is closed. The wait for it is charged to no budget.
+    """Wait for a backend for the whole task and return its lease, which ends when `stack` is closed.
+
+    The wait is charged to no budget.
 
     Raises:
         BackendError: there was none for `backends.lease_timeout_s`; the message says what was missing.

@@ -223,13 +223,16 @@ class ScorerPool:
         self._limiter.total_tokens = max_workers
 
     def statistics(self) -> dict[str, int]:
-        """Processes: `busy` with a call (or starting), `idle` waiting for one."""
+        """Return the number of processes: `busy` with a call (or starting), `idle` waiting for one."""
         return {"busy": int(self._limiter.borrowed_tokens), "idle": sum(map(len, self._idle.values()))}
 
 
 @asynccontextmanager
 async def open_scorer_pool(max_workers: int, limits: ScoringConfig | None = None) -> AsyncIterator[ScorerPool]:
-    """A pool whose processes are gone when the block is left. `limits`: of each; by default those of the config."""
+    """Open a pool of at most `max_workers` scoring processes; on leaving the block, they are killed.
+
+    `limits` hold for each process; None: the default configuration's.
+    """
     pool = ScorerPool(max_workers, limits or ScoringConfig())
     try:
         yield pool

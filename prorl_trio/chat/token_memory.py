@@ -114,7 +114,7 @@ class SegmentTokens:
                 self._private.append(token_ids, logprobs)
 
     def seal(self) -> None:
-        """Nothing more comes. What it does not need goes back to the arena; views from before are over. Idempotent."""
+        """Return the memory that is not needed to the arena; nothing may be appended. Earlier views end. Idempotent."""
         if self._shared is not None:
             self._shared.seal()
 
@@ -140,7 +140,10 @@ class RolloutTokens:
         self._segments: list[SegmentTokens] = []
 
     def open_segment(self) -> SegmentTokens:
-        """Room for a new segment: the reservation for the first, then what the arena has, then private memory."""
+        """Return memory for a new segment.
+
+        It is the reservation for the first, then what the arena has, then private memory.
+        """
         buffer, self._reserved = self._reserved, None
         if buffer is None and self._memory is not None and self._reserved_tokens:
             buffer = self._memory.open_nowait(self._reserved_tokens)
@@ -149,7 +152,10 @@ class RolloutTokens:
         return segment
 
     def release(self) -> None:
-        """The attempt is over, and whoever wants its tokens has copied or pinned them. Idempotent; never fails."""
+        """Release the memory of all segments, at the end of the attempt. Idempotent; never fails.
+
+        Whoever wants the tokens must have copied or pinned them.
+        """
         if self._reserved is not None:
             self._reserved.release()
             self._reserved = None
@@ -196,7 +202,7 @@ class TokenMemory:
         return buffer
 
     def open_nowait(self, tokens: int) -> TokenBuffer | None:
-        """A buffer for `tokens` if there is room now; otherwise None, and that is counted."""
+        """Return a buffer for `tokens` if there is room now; otherwise None, counted in `spilled_total`."""
         buffer = self._open(tokens)
         self.spilled_total += buffer is None
         return buffer

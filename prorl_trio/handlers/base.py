@@ -48,7 +48,7 @@ class AgentHandler(abc.ABC):
     after_run: ClassVar[AfterRun] = "release"
 
     async def prepare(self, resources: Resources) -> None:  # noqa: B027 - a hook, not an obligation
-        """Called once when the node starts, before jobs are taken. Default: nothing."""
+        """Prepare the handler. Called once when the node starts, before jobs are taken. Default: nothing."""
 
     @abc.abstractmethod
     def validate(self, payload: Mapping[str, Any]) -> None:

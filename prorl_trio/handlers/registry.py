@@ -37,11 +37,11 @@ class HandlerRegistry:
 
     @property
     def names(self) -> list[str]:
-        """Registered names, sorted."""
+        """Return the registered names, sorted."""
         return sorted(self._handlers)
 
     def get(self, name: str) -> AgentHandler:
-        """The handler called `name`.
+        """Return the handler called `name`.
 
         Raises:
             UnknownHandler: there is none; the message lists those there are.

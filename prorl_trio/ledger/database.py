@@ -126,7 +126,7 @@ def log_of(path: Path) -> Path:
 
 
 def connect(path: Path, disk: Disk, *, writing: bool) -> sqlite3.Connection:
-    """A connection in autocommit mode, for one thread at a time. One that only reads leaves the log as it is.
+    """Return a connection in autocommit mode, for one thread at a time. One that only reads leaves the log as it is.
 
     Raises:
         sqlite3.Error: it is no database, or the disk failed.
@@ -153,7 +153,7 @@ def connect(path: Path, disk: Disk, *, writing: bool) -> sqlite3.Connection:
 
 
 def open_database(folder: LedgerFolder, disk: Disk) -> tuple[sqlite3.Connection, Path, Mark, list[str]]:
-    """The writing connection, its file, the last mark, and a sentence for each damage found.
+    """Open the database; return the writing connection, its file, the last mark, and a sentence for each damage.
 
     A damaged database stays as it is, for people to look at; what can be read goes to a new one.
 
@@ -198,7 +198,7 @@ def open_database(folder: LedgerFolder, disk: Disk) -> tuple[sqlite3.Connection,
 
 
 def is_damage(error: BaseException) -> bool:
-    """The database is not what was written: SQLite says so, or what it says cannot even be decoded."""
+    """Return True if the error says that the database is not what was written, or cannot be decoded."""
     if not isinstance(error, sqlite3.Error):
         return isinstance(error, UnicodeDecodeError)
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)

@@ -93,7 +93,7 @@ Operation = OpenSession | CloseSession | Accept | BeginAttempt | Finish | Acknow
 
 
 def size_of(operation: Operation) -> int:
-    """The bytes of its payloads."""
+    """Return the bytes of the operation's payloads."""
     match operation:
         case Accept():
             return sum(len(job.spec) for job in operation.jobs)
@@ -112,7 +112,7 @@ class Call:
     """
 
     def __init__(self, operation: Operation, then: Callable[[ProrlError | None], None]) -> None:
-        """`then` is told what the operation was refused for, or None. It never raises."""
+        """Keep `then`: it is called with the error that the operation was refused for, or None, and must not raise."""
         self.operation = operation
         self.size_bytes = size_of(operation)
         self.settled = False

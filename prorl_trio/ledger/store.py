@@ -136,7 +136,7 @@ class Store:
 
     @property
     def freed(self) -> int:
-        """Grows when something was dropped: there may be room again."""
+        """Return a number that grows when something was dropped: there may be room again."""
         return self._tables.counts.freed
 
     def commit(self, operations: Sequence[Operation]) -> list[Answer]:
@@ -372,12 +372,12 @@ class Store:
             self._readers.append(reader)
 
     def sessions(self) -> list[SessionRow]:
-        """All open sessions, by id."""
+        """Return all open sessions, by id."""
         with self._reader() as reader:
             return list(map(SessionRow._make, reader.execute("SELECT * FROM sessions ORDER BY session_id")))
 
     def jobs(self) -> list[Job]:
-        """Unfinished ones in the order of acceptance, then the others by session and cursor."""
+        """Return all jobs: the unfinished in the order of acceptance, then the others by session and cursor."""
         with self._reader() as reader:
             rows = reader.execute(
                 "SELECT * FROM jobs ORDER BY cursor IS NOT NULL, CASE WHEN cursor IS NULL THEN number END, session_id, "
@@ -411,7 +411,10 @@ class Store:
         return bytes(payload)
 
     def lookup(self, job_ids: Sequence[str]) -> dict[str, Job | tuple[str, bytes]]:
-        """Each job, or session and fingerprint of one acknowledged lately; what is neither is left out."""
+        """Return each job; for one that was acknowledged lately, its session and fingerprint.
+
+        Ids of neither are left out.
+        """
         found: dict[str, Job | tuple[str, bytes]] = {}
         limit_s = self._age_s() - self._limits.tombstone_s
         with self._reader() as reader:

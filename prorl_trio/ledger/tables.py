@@ -70,12 +70,12 @@ class Tables:
     # ------------------------------------------------------------ questions
 
     def job(self, job_id: str) -> Job | None:
-        """A job that is unfinished, or whose outcome is not acknowledged."""
+        """Return a job that is unfinished or whose outcome is not acknowledged; None if there is none."""
         row = self._db.execute("SELECT * FROM jobs WHERE job_id = ?", (job_id,)).fetchone()
         return _whole(Job._make(row)) if row else None
 
     def session(self, session_id: str) -> SessionRow | None:
-        """An open session."""
+        """Return an open session; None if there is none."""
         row = self._db.execute("SELECT * FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
         return _whole(SessionRow._make(row)) if row else None
 
@@ -85,13 +85,13 @@ class Tables:
         return (pages - self.free_pages()) * PAGE_BYTES
 
     def free_pages(self) -> int:
-        """In the database, for what is stored next, or to be given back to the disk."""
+        """Return the number of free pages in the database, to be used again or given back to the disk."""
         return int(self._db.execute("PRAGMA freelist_count").fetchone()[0])
 
     # ------------------------------------------------------------ changes
 
     def do(self, operation: Operation, age_s: float) -> None:
-        """Carry it out; what is done already changes nothing. `age_s` is the ledger's own time.
+        """Carry an operation out; one that was done before changes nothing. `age_s` is the ledger's own time.
 
         Raises:
             LedgerFull, StaleAttempt, UnknownJob, DuplicateJob, ProtocolError: see the `Ledger`'s methods. Nothing was

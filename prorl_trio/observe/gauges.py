@@ -34,19 +34,19 @@ class Gauges(Collector):
         self._watched: dict[str, tuple[Read, str, str]] = {}
 
     def watch(self, name: str, read: Read, text: str, label: str) -> None:
-        """From now on, also `read`; another one of the same name is replaced."""
+        """Show what `read` returns from now on, in place of an earlier one of the same name."""
         self._watched[name] = (read, text, label)
 
     def unwatch(self, name: str) -> None:
-        """No more."""
+        """Remove the part called `name`, if it is there."""
         self._watched.pop(name, None)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is known before it is read; the registry then skips its look for double names."""
+        """Return nothing, as names are known only after a read; the registry then does not check for double names."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """Called by the registry, once a scrape."""
+        """Yield the metrics of all parts, read now. Called by the registry, once a scrape."""
         for part, (read, text, label) in self._watched.items():
             yield from _families(f"prorl_{part}", read(), text, label)
 

@@ -130,11 +130,11 @@ class Metrics:
         self.registry.register(FateCollector(fates))
 
     def render(self) -> tuple[str, bytes]:
-        """Content type and body of the text exposition. Call it in the node's loop."""
+        """Return the content type and the body of the text exposition. Call it in the node's loop."""
         return CONTENT_TYPE_LATEST, generate_latest(self.registry)
 
     def totals(self) -> dict[str, int]:
-        """Jobs ended, turns taken and tokens sampled since the beginning, up to date with each turn."""
+        """Return the jobs ended, turns taken and tokens sampled since the start, up to date with each turn."""
         return {"jobs_ended": self._ended_total, "turns": self._turns_total, "tokens_sampled": self._tokens_total}
 
     def backend_called(self, url: str, result: str, used_s: float) -> None:
@@ -143,7 +143,7 @@ class Metrics:
         self._call(url).observe(used_s)
 
     def sandbox_opened(self, provider: str, start: Start, waited_s: float) -> None:
-        """A rollout has got a sandbox, for which it waited `waited_s`."""
+        """Count a sandbox that a rollout got after it had waited `waited_s`."""
         self._sandbox(provider, start).observe(waited_s)
 
     # ------------------------------------------------------------ observer.Observer

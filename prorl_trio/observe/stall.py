@@ -126,7 +126,7 @@ class LoopStalls(trio.abc.Instrument):
         self._watchdog: _Watchdog | None = None
 
     def dump_after(self, dump_after_s: float) -> None:
-        """From now on, log the loop's stack while a pass lasts longer, from a thread of its own. 0: never."""
+        """Log the loop's stack, from a thread, when a pass lasts longer than that from now on. 0: never."""
         if self._watchdog is not None:
             self._watchdog.stop()
         self._watchdog = _Watchdog(self, dump_after_s) if dump_after_s > 0 else None
@@ -179,7 +179,7 @@ class LoopStalls(trio.abc.Instrument):
         return self._clock() - self._began_s if self._running else 0.0
 
     def report(self) -> StallReport:
-        """The figures so far."""
+        """Return the figures so far."""
         now_s = self._clock()
         worst = [
             Stall(pass_s=pass_s, cpu_s=cpu_s, step_s=step_s, task=task, ago_s=now_s - at_s)

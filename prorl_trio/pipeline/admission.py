@@ -42,11 +42,11 @@ class EndRate:
         self._ends_s: deque[float] = deque(maxlen=ENDS_KEPT)
 
     def ended(self, now_s: float) -> None:
-        """A job has ended."""
+        """Count a job that has ended now."""
         self._ends_s.append(now_s)
 
     def wait_s(self, jobs: int, now_s: float) -> float:
-        """Seconds in which so many jobs are expected to end; within fixed bounds, whatever was measured."""
+        """Return the seconds in which so many jobs are expected to end, within fixed bounds."""
         if len(self._ends_s) < 2:
             return UNMEASURED_RETRY_S
         each_s = (now_s - self._ends_s[0]) / len(self._ends_s)
@@ -62,7 +62,11 @@ class Admission:
         self.rate = EndRate()
 
     def check(self, load: Load, now_s: float) -> None:
-        """Raises AdmissionRejected if there is no room for one more job: which limit, what it is, when to try again."""
+        """Check that there is room for one more job; changes nothing.
+
+        Raises:
+            AdmissionRejected: a limit is reached; the error says which, what is held, and when to try again.
+        """
         limits = self.limits
         for name, held, limit in (
             ("stages.init_queue", load.queued, self.max_queued),

@@ -35,13 +35,13 @@ class JobSink(Protocol):
     """The session whose jobs these are: fairness is between sessions."""
 
     def deliver(self, outcome: Outcome) -> None:
-        """The job's one terminal outcome. Never called again for this job.
+        """Take the job's one terminal outcome. Called once for a job.
 
         Its token arrays may be views of the node's arena, valid until this returns: keep what was encoded, or a copy.
         """
 
     def report(self, job_id: str, status: Status, detail: str) -> None:
-        """The job entered `status`. May be dropped on the way to the trainer."""
+        """Take the news that the job entered `status`. May be dropped on the way to the trainer."""
 
 
 class Job:

@@ -48,16 +48,16 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observer(Protocol):
-    """Is told what happens to jobs. Synchronous, called in the node's loop: quick, and must not raise."""
+    """A listener to what happens to jobs. Synchronous, called in the node's loop: quick, and must not raise."""
 
     def job_moved(self, job: JobView, status: Status, detail: str) -> None:
-        """The job entered `status`: every transition, `queued` and the terminal one included."""
+        """Handle the job's move to `status`. Called at every transition, `queued` and the terminal one included."""
 
     def turn_done(self, job: JobView, turn: Turn) -> None:
-        """The policy acted and has its observations."""
+        """Handle a turn of the policy with its observations."""
 
     def job_ended(self, job: JobView, outcome: Outcome) -> None:
-        """The job is over, with this outcome. Once per job, after its last `job_moved`."""
+        """Handle the job's outcome. Called once per job, after its last `job_moved`."""
 
 
 class Observers:

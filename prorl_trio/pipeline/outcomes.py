@@ -37,7 +37,7 @@ MAX_BACKOFF_S: Final = 60.0
 
 
 def completed(job: Job) -> Outcome:
-    """The outcome of a job that went all the way."""
+    """Return the outcome of a job that completed, with its reward."""
     assert job.evaluation is not None
     draft = _draft(job, "completed", job.context.sealed_trajectory())
     return msgspec.structs.replace(draft, reward=float(job.evaluation.reward), details=job.evaluation.details)
@@ -79,12 +79,12 @@ def raise_bugs(failure: BaseException | None) -> None:
 
 
 def blame(failure: BaseException, *, has_acted: bool) -> BaseException:
-    """Whoever caused the end decides: `failure`, or the `AgentFault` that it is where the policy brought it about.
+    """Return the error that ends the job: `failure`, or an `AgentFault` if the policy brought it about.
 
     Before the policy has acted, nothing is its doing. Afterwards it is: a sandbox that was ended from inside; one that
     lives, but cannot do any more what it did (no thread, no shell, no space left, a pipe in place of a file), or whose
-    shell is still busy with what the policy left running. A file that is not there may as well be one that the handler
-    has misspelt: that is the handler's to tell.
+    shell is still busy with what the policy left running. A missing file may as well be one whose name the handler has
+    misspelt, so it counts as the handler's.
     """
     if not has_acted:
         return failure
@@ -109,7 +109,7 @@ def _reward(job: Job, error: RolloutError) -> float | None:
 
 
 def finalise(job: Job, draft: Outcome) -> Outcome:
-    """The handler's last look. If that fails, the job failed by its handler; what was recorded stays."""
+    """Return the outcome after the handler's `final_result`. If that raises, the job has failed by its handler."""
     try:
         return job.handler.final_result(job.context, draft)
     except Exception as exc:  # a plug-in's hook must not end the node

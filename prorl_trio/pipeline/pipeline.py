@@ -113,7 +113,7 @@ class Pipeline:
         return self.admission.limits.weight_of(session_id)
 
     def backends_changed(self, updated: bool) -> None:
-        """Jobs that were held back may begin now; `updated`: the policy has another version."""
+        """Wake the workers of INIT and RUN, as jobs may be ready now; `updated`: the policy has a new version."""
         if updated:
             self._begins.updated(self._resources.config.agent.rollouts_per_update)
         for stage in self.stages[:2]:

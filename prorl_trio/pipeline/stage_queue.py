@@ -84,7 +84,7 @@ class StageQueue(Generic[T]):
         return item
 
     def recheck(self) -> None:
-        """Items that were not ready may be so now."""
+        """Wake all that wait to get an item, as items may be ready now."""
         if len(self):
             self._getters.unpark_all()
 

@@ -36,7 +36,7 @@ class StageBudget:
         self.seconds = max(0.0, min(stage_s, total_s - used_s))
 
     def exceeded(self, spent_s: float, blame: Charge) -> BudgetExceeded:
-        """The error of a job that has spent `spent_s` in the stage when it was stopped."""
+        """Return the error for a job stopped after `spent_s` in the stage: it names the budget that ended first."""
         if self.stage_s <= self.total_s - self.used_s:
             return BudgetExceeded(self.stage, self.stage_s, spent_s, blame)
         return BudgetExceeded("total", self.total_s, self.used_s + spent_s, blame)
@@ -151,7 +151,7 @@ class WorkStage:
         return None
 
     def budget(self, job: Job) -> StageBudget:
-        """For `job`, which is about to enter the stage."""
+        """Return the budget of `job`, which is about to enter the stage: its own where it has one, else the default."""
         asked, defaults = job.spec.budgets, job.resources.config.budgets
         own: float | None = getattr(asked, f"{self.name}_s")
         stage_s: float = own if own is not None else getattr(defaults, f"{self.name}_s")

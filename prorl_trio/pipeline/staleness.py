@@ -33,7 +33,7 @@ class BeginLimit:
         return not per_update or ahead < (max_staleness + 1) * per_update
 
     def begun(self, session: str, priority: str = "train") -> None:
-        """A rollout runs. One that nobody is trained on does not count."""
+        """Count a rollout as running, if its priority is `train`."""
         self._running[session] += priority == "train"
 
     def ended(self, session: str, priority: str = "train", *, delivered: bool) -> None:
@@ -42,7 +42,7 @@ class BeginLimit:
         self._waiting[session] += delivered and priority == "train"
 
     def updated(self, per_update: int) -> None:
-        """The policy was updated: each trainer has taken what it needed for it."""
+        """Count an update of the policy: each session has used up to `per_update` waiting rollouts (0: all)."""
         left = {session: n - per_update for session, n in self._waiting.items() if n > per_update}
         self._waiting = Counter(left if per_update else {})
         self._running = +self._running

@@ -148,10 +148,10 @@ class SandboxHost:
         }
 
     async def open(self, spec: SandboxSpec) -> HostedSandbox:
-        """A sandbox nobody has used: a warm one that answers, or a new one. It lives until `aclose`, or the host's end.
+        """Return a sandbox that nobody has used: a warm one that answers, or a new one.
 
-        A new one waits for the start gates first, and is tried again, a few times, if its failure is `retryable`.
-        Cancelled, nothing of it is left.
+        It lives until `aclose`, or the host's end. A new one waits for the start gates first, and is tried again, a few
+        times, if its failure is `retryable`. After a cancel, nothing of it is left.
 
         Raises:
             SandboxUnavailable: see `SandboxProvider.open_sandbox`.
@@ -308,9 +308,9 @@ async def open_sandbox_host(
     warm: WarmLimits | None = None,
     on_open: OnOpen | None = None,
 ) -> AsyncIterator[SandboxHost]:
-    """A host for sandboxes of `provider`. On leaving the block all of them are ended, whatever they are doing.
+    """Open a host for sandboxes of `provider`. On leaving the block all of them are ended, whatever they are doing.
 
-    `warm`: how many to start in advance; by default none. `on_open` is told of every sandbox handed out.
+    `warm`: how many to start in advance; by default none. `on_open` is called for every sandbox handed out.
     """
     pool: WarmPool[HostedSandbox] = WarmPool(warm or WarmLimits())
     gates = StartGates(max_concurrent_starts, max_concurrent_starts_per_image)

@@ -93,7 +93,7 @@ def is_alive(process: ProcessId) -> bool:
 
 
 def descendants(pid: int) -> set[ProcessId]:
-    """All living children of `pid`, and theirs. In whatever namespace they are, as long as /proc is ours."""
+    """Return all living children of `pid`, and theirs, in whatever namespace, as far as /proc shows them."""
     found: set[ProcessId] = set()
     waiting = [pid]
     while waiting:
@@ -116,7 +116,7 @@ def _children(pid: int) -> list[int]:
 
 
 def session_members(session: int) -> set[ProcessId]:
-    """Everything alive in this session. Reads all of /proc: for a thread, and for when something went wrong."""
+    """Return all living processes of a session. Reads all of /proc, so call it in a thread, and rarely."""
     members: set[ProcessId] = set()
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -127,7 +127,7 @@ def session_members(session: int) -> set[ProcessId]:
 
 
 def kill(processes: Iterable[ProcessId]) -> None:
-    """SIGKILL to each that still is who it was."""
+    """Send SIGKILL to each process that still is the one it was. Does not wait."""
     for process in processes:
         if is_alive(process):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -135,7 +135,7 @@ def kill(processes: Iterable[ProcessId]) -> None:
 
 
 def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> set[ProcessId]:
-    """Block until all have ended, at most `timeout_s`. Returns those that have not."""
+    """Block until all have ended, for at most `timeout_s`; return those that have not."""
     deadline = time.monotonic() + timeout_s
     remaining = {process for process in processes if is_alive(process)}
     while remaining and (left_s := deadline - time.monotonic()) > 0:

@@ -128,12 +128,12 @@ class WarmPool(Generic[T]):
 
     @property
     def idle_count(self) -> int:
-        """Started and waiting to be taken."""
+        """Return the number of sandboxes that are started and wait to be taken."""
         return sum(len(kind.idle) for kind in self._kinds.values())
 
     @property
     def starting_count(self) -> int:
-        """Planned starts that were not yet answered."""
+        """Return the number of planned starts that have neither succeeded nor failed yet."""
         return sum(kind.starting for kind in self._kinds.values())
 
     def take(self, key: bytes, image: str, now_s: float) -> T | None:
@@ -155,19 +155,19 @@ class WarmPool(Generic[T]):
         return kind.idle.popleft().sandbox
 
     def measured(self, key: bytes, start_s: float) -> None:
-        """A start of this kind that the pool did not plan took so long."""
+        """Count the duration of a start that the pool did not plan. Nothing happens for an unknown kind."""
         if (kind := self._kinds.get(key)) is not None:
             kind.note_start(start_s)
 
     def started(self, key: bytes, sandbox: T, start_s: float, now_s: float) -> None:
-        """A planned start succeeded: the sandbox is in stock now."""
+        """Add the sandbox of a planned start to the stock, and count the start's duration."""
         kind = self._kinds[key]
         kind.starting -= 1
         kind.note_start(start_s)
         kind.idle.append(_Idle(sandbox, now_s))
 
     def failed(self, key: bytes, now_s: float) -> None:
-        """A planned start failed: no other of its kind for a while."""
+        """Count a planned start as failed: no other of its kind is planned for a while."""
         kind = self._kinds[key]
         kind.starting -= 1
         kind.note_failure(now_s)

@@ -28,7 +28,7 @@ class Mapped(Protocol):
     """A mapped arena: `ipc.arena_socket.MappedArena`, or the node's own `ipc.arena_memory.ArenaMemory`."""
 
     def view(self, ref: ArenaRef) -> TokenArrays:
-        """The tokens of `ref`."""
+        """Return the tokens of `ref`, without a copy."""
         ...
 
 
@@ -50,7 +50,7 @@ def _ref_of(segment: object) -> ArenaRef | None:
 
 
 def split_outcome(cursor: int, outcome: Outcome, refs: Sequence[ArenaRef]) -> OutcomeRefFrame:
-    """The frame that carries `outcome`, whose segments' arrays are where `refs` say, one for each segment, in order.
+    """Return the frame that carries `outcome` without its arrays; `refs` say where these are, one for each segment.
 
     Raises:
         ValueError: there are not as many references as segments, or one is of another length.
@@ -70,9 +70,9 @@ def split_outcome(cursor: int, outcome: Outcome, refs: Sequence[ArenaRef]) -> Ou
 
 
 def join_outcome(frame: OutcomeRefFrame, mapped: Mapped) -> Outcome:
-    """The whole outcome. Its arrays are views of the arena, and stay what they are until it is acknowledged.
+    """Return the whole outcome. Its arrays are views of the arena, valid until it is acknowledged.
 
-    `Outcome.check` tells whether they are still that, `Outcome.detached` makes one that owns its memory.
+    `Outcome.check` says whether they still are, `Outcome.detached` makes one that owns its memory.
 
     Raises:
         StaleReference: its tokens are gone.

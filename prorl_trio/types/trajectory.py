@@ -250,7 +250,11 @@ class Segment(_Model, frozen=True):
             check()
 
     def detached(self) -> Segment:
-        """A copy that owns its memory. Raises StaleReference as `check` does."""
+        """Return a copy that owns its memory.
+
+        Raises:
+            StaleReference: as in `check`.
+        """
         copy = msgspec.structs.replace(
             self,
             token_ids_le=memoryview(self.token_ids_le.tobytes()),

@@ -60,7 +60,7 @@ class Attempt:
         self._in_one_piece = False
 
     def place(self) -> str:
-        """Before a call: have the task move if that is better. Returns the URL of the backend that it is on then."""
+        """Move the task to another backend, before a call, if that is better; return the URL of the one it is on."""
         self._balancer.place(self._assignment, None if self._partial.begun else self._partial)
         return self._assignment.backend.url
 

@@ -219,7 +219,7 @@ class LoadBalancer:
         self.changed()
 
     def adapt(self, backend: Backend, *, pressed: bool) -> None:
-        """Decide how many tasks it may have, as the pool's limit and its KV cache allow."""
+        """Change how many tasks `backend` may have, after a report: `pressed` says that its KV cache was too full."""
         if self.load.max_kv_usage:
             backend.limit.adapt(self.load, pressed=pressed, in_flight=backend.in_flight)
         self.apply_limit(backend)

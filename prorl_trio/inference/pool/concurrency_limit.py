@@ -20,7 +20,7 @@ class ConcurrencyLimit:
         self.tasks = 0
 
     def adapt(self, policy: LoadConfig, *, pressed: bool, in_flight: int) -> None:
-        """Adapt to a report.
+        """Lower the limit if `pressed`, else raise it if it is reached.
 
         A decrease is given the time to work: tasks beyond the limit stay till they end, and until it is kept there is
         no other. A limit that nobody runs into is not raised.

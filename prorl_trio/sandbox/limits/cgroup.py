@@ -110,7 +110,7 @@ class Cgroup:
 
 @asynccontextmanager
 async def open_cgroup(site: Path, folder: Path, limits: SandboxLimits) -> AsyncIterator[Cgroup]:
-    """A new cgroup below `site` with the limits of a sandbox, recorded in its `folder` for the reaper before it exists.
+    """Make a cgroup below `site` with the limits of a sandbox; recorded in `folder`, for the reaper, before it exists.
 
     On leaving, whatever is still in it is killed, and it is removed; shielded, within `CLOSE_TIMEOUT_S`. If it is not
     gone then, it stays recorded.
