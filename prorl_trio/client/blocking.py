@@ -207,7 +207,7 @@ class BlockingPolicyUpdate:
         self._update = update
 
     def load_folder(self, folder: str | os.PathLike[str]) -> None:
-        """See `PolicyUpdate.load_folder`."""
+        """Have every engine load the weights in `folder`, and wait for that. See `PolicyUpdate.load_folder`."""
         self._client._call(self._update.load_folder, folder)
 
     def __enter__(self) -> Self:

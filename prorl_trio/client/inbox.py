@@ -48,7 +48,7 @@ class Inbox:
         return True
 
     def settle(self, cursor: int) -> bool:
-        """Remove everything up to `cursor` and move `settled` there; return False if `settled` was as far before."""
+        """Remove everything up to `cursor` and move `settled` there; return False if it was there already."""
         while self._frames and self._frames[0].cursor <= cursor:
             self._frames.popleft()
         if cursor <= self.settled:

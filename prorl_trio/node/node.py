@@ -164,7 +164,7 @@ class Node:
             self._pipeline.cancel_soon(job, reason)
 
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
-        """See `NodeApi.read_turn`."""
+        """Return the text of one completion and the tool calls written in it. See `NodeApi.read_turn`."""
         return self._resources.chat_format.read_turn(token_ids, tools)
 
     def unreadiness(self) -> str:
