@@ -43,7 +43,7 @@ class UnshareProvider(SandboxProvider):
 
     @classmethod
     def configured(cls, config: SandboxConfig) -> Self:
-        return cls(Path(config.runtime_dir) if config.runtime_dir else None)
+        return cls(config.run_path)
 
     async def probe(self) -> ProviderReport:
         """Start the smallest thing of this kind. What is missing is reported, never raised."""
