@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import signal
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import trio
 
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.reaper import descendants, is_alive
+from prorl_trio.sandbox.reaper import descendants, is_alive, kill
 from prorl_trio.testing.sandbox_check import (
     ACTION_TIMEOUT_S,
     CHECK_TIMEOUT_S,
@@ -28,9 +31,10 @@ from prorl_trio.testing.sandbox_exec_checks import EXEC_CHECKS
 from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from prorl_trio.sandbox.reaper import ProcessId
+    from prorl_trio.sandbox.sandbox import Sandbox
 
 __all__ = [
     "PROCESS_CHECKS",
@@ -42,7 +46,12 @@ __all__ = [
     "check_mathematics",
     "check_python_is_the_projects",
     "check_start_timeout",
+    "check_what_a_daemon_killed_from_inside_leaves",
+    "check_what_a_killed_daemon_leaves",
 ]
+
+LOSS_TOLD_WITHIN_S: Final = 2.0
+"""The time after which a call in flight has been told that its daemon is dead."""
 
 
 async def check_mathematics(contract: Contract) -> None:
@@ -88,31 +97,51 @@ async def check_killed_from_outside(contract: Contract) -> None:
     """A daemon that dies is noticed at once, also in the middle of a command."""
     async with checked_sandbox(contract) as sandbox:
         await bash(sandbox, "true")
-        lost_after_s = math.inf
-
-        async def act() -> None:
-            nonlocal lost_after_s
-            try:
-                await sandbox.bash("sleep 3602", timeout_s=3600)
-            except SandboxLost:
-                lost_after_s = trio.current_time() - killed_at
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(act)
-            await _wait_for_command("sleep 3602")
-            killed_at = trio.current_time()
-            daemons = [process for process in descendants(os.getpid()) if _is_daemon(process.pid)]
-            # The innermost: where there is no PID namespace it has a guard above it, of the same program.
-            (daemon,) = (daemon for daemon in daemons if not descendants(daemon.pid) & {*daemons})
-            os.kill(daemon.pid, signal.SIGKILL)
-        assert lost_after_s < 2.0
+        assert await _kill_in_flight(sandbox) < LOSS_TOLD_WITHIN_S
         await raises(SandboxLost, sandbox.bash("true", timeout_s=ACTION_TIMEOUT_S))
 
 
-async def _wait_for_command(command: str) -> None:
-    # Another process's exec is no event we could wait for.
-    while not any(command in command_of(process.pid) for process in descendants(os.getpid())):  # noqa: ASYNC110
-        await trio.sleep(0.01)
+async def check_what_a_killed_daemon_leaves(contract: Contract) -> None:
+    """A daemon killed in the middle of a command loses its sandbox, and leaves nothing of what it had started."""
+    async with _sandbox_with_background(contract) as sandbox:
+        assert await _kill_in_flight(sandbox) < LOSS_TOLD_WITHIN_S
+
+
+async def check_what_a_daemon_killed_from_inside_leaves(contract: Contract) -> None:
+    """An agent may try to kill its daemon. The sandbox is lost, or works on, and nothing outlives it either way."""
+    async with _sandbox_with_background(contract) as sandbox:
+        try:
+            await sandbox.bash(f"kill -9 {_pid_inside(_find_daemon())}", timeout_s=ACTION_TIMEOUT_S)
+        except SandboxLost:
+            return
+        await bash(sandbox, "true")
+
+
+async def _kill_in_flight(sandbox: Sandbox) -> float:
+    """Kill the daemon in the middle of a command; return the seconds until that was told, infinity if it was not."""
+    lost_after_s = math.inf
+
+    async def act() -> None:
+        nonlocal lost_after_s
+        try:
+            await sandbox.bash("sleep 3602", timeout_s=3600)
+        except SandboxLost:
+            lost_after_s = trio.current_time() - killed_at
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(act)
+        await _wait_for_commands("sleep 3602")
+        killed_at = trio.current_time()
+        os.kill(_find_daemon(), signal.SIGKILL)
+    return lost_after_s
+
+
+def _find_daemon() -> int:
+    """Return the pid of the one daemon below this process."""
+    daemons = [process for process in descendants(os.getpid()) if _is_daemon(process.pid)]
+    # The innermost: where there is no PID namespace it has a guard above it, of the same program.
+    (daemon,) = (daemon for daemon in daemons if not descendants(daemon.pid) & {*daemons})
+    return daemon.pid
 
 
 def _is_daemon(pid: int) -> bool:
@@ -120,17 +149,50 @@ def _is_daemon(pid: int) -> bool:
     return arguments[1:3] == ["-m", "sandbox_daemon"]
 
 
+def _pid_inside(pid: int) -> str:
+    """Return the pid that this process has in its own PID namespace."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    (pids,) = (line for line in status.splitlines() if line.startswith("NSpid:"))
+    return pids.split()[-1]
+
+
+@asynccontextmanager
+async def _sandbox_with_background(contract: Contract) -> AsyncIterator[Sandbox]:
+    """A sandbox with processes in its background, and afterwards proof that they have ended. Kills those that have not.
+
+    One is started plainly, one in a session of its own, and one there that ignores the signals it can.
+    """
+    mark = 10**6 + secrets.randbelow(10**6)  # by which these are told from anybody's
+    stubborn = f"trap '' TERM HUP INT; sleep {mark}3; true"
+    started: dict[ProcessId, str] = {}
+    try:
+        async with checked_sandbox(contract) as sandbox:
+            for command in (f"sleep {mark}1 &", f"setsid sleep {mark}2 &", f'(setsid sh -c "{stubborn}" &)'):
+                await bash(sandbox, command)
+            lines = (f"sleep {mark}1", f"sleep {mark}2", f"sleep {mark}3", f"sh -c {stubborn}")
+            started = await _wait_for_commands(*lines)
+            yield sandbox
+        # The close has waited for them, so now is late enough. Who has lost its parent is in no `traces`.
+        left = [f"{process.pid} {command}" for process, command in started.items() if is_alive(process)]
+        assert not left, f"outlived their sandbox: {left}"
+    finally:
+        kill(started)
+
+
+async def _wait_for_commands(*lines: str) -> dict[ProcessId, str]:
+    """Return the processes below this one that have one of these command lines, when each of `lines` has one."""
+    while True:
+        running = {process: command_of(process.pid).strip() for process in descendants(os.getpid())}
+        found = {process: line for process, line in running.items() if line in lines}
+        if {*found.values()} == {*lines}:
+            return found
+        await trio.sleep(0.01)  # another process's exec is no event we could wait for
+
+
 async def check_background_processes_end(contract: Contract) -> None:
     """Nothing that was started inside outlives the sandbox, also what left its session or ignores signals."""
-    async with checked_sandbox(contract) as sandbox:
-        stubborn = "(setsid sh -c 'trap \"\" TERM HUP INT; sleep 3603; true' &)"
-        for command in ("sleep 3603 &", "setsid sleep 3603 &", stubborn):
-            await bash(sandbox, command)
-        started: set[ProcessId] = set()
-        while len(started) < 4:  # three sleeps and a sh; another process's exec is no event we could wait for
-            await trio.sleep(0.01)
-            started = {process for process in descendants(os.getpid()) if "sleep 3603" in command_of(process.pid)}
-    assert not any(map(is_alive, started))
+    async with _sandbox_with_background(contract):
+        pass
 
 
 async def check_environment_is_clean(contract: Contract) -> None:
@@ -158,6 +220,8 @@ PROCESS_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
     check_cancelled_start,
     check_start_timeout,
     check_killed_from_outside,
+    check_what_a_killed_daemon_leaves,
+    check_what_a_daemon_killed_from_inside_leaves,
     check_background_processes_end,
     check_environment_is_clean,
     check_python_is_the_projects,

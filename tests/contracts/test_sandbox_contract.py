@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import trio
 
+from prorl_trio.sandbox.providers.process import ProcessProvider
 from prorl_trio.sandbox.providers.registry import PROVIDERS
+from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
+from prorl_trio.sandbox.reaper import identify, wait_gone
+from prorl_trio.sandbox.runtime.runtime import process_runtime
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.sandbox_contract import CORE_CHECKS, ISOLATION_CHECKS, PROCESS_CHECKS, Contract
+from prorl_trio.testing.sandbox_process_checks import (
+    check_what_a_daemon_killed_from_inside_leaves,
+    check_what_a_killed_daemon_leaves,
+)
 
 
 def _cases():
@@ -35,3 +45,27 @@ async def test_contract(name, check, reports, tmp_path):
             pytest.skip(f"{name} cannot run here: {report.problem}. What to do: {report.remedy}")
         provider = PROVIDERS[name](tmp_path)
     await check(Contract(provider, tmp_path))
+
+
+class UnguardedProvider(ProcessProvider):
+    """`process` without the guard that ends what a killed daemon leaves."""
+
+    def open_sandbox(self, spec):
+        def plan(run_dir, folder):
+            runtime = process_runtime(str(run_dir.lib))
+            tool_env = {**runtime.tool_env, "HOME": str(folder.home)}
+            return Launch(
+                runtime.daemon_argv(), {**runtime.env, **tool_env}, tool_env, str(folder.home), isolated=False
+            )
+
+        return open_daemon_sandbox(spec, self._runtime_dir, plan)
+
+
+@pytest.mark.parametrize("check", [check_what_a_killed_daemon_leaves, check_what_a_daemon_killed_from_inside_leaves])
+async def test_a_provider_whose_killed_daemon_leaves_processes_breaks_the_contract(check, tmp_path):
+    with pytest.raises(AssertionError, match="outlived their sandbox") as failure:
+        await check(Contract(UnguardedProvider(tmp_path), tmp_path))
+    left = dict(re.findall(r"(\d+) ((?:sleep|sh -c) [^'\"]+)", str(failure.value)))
+    assert {command.split()[0] for command in left.values()} == {"sleep", "sh"}  # also who ignores signals
+    # The check that names them kills them.
+    assert not wait_gone(filter(None, map(identify, map(int, left))), 2.0)

@@ -73,7 +73,13 @@ def test_a_provider_of_ones_own_keeps_the_contract():
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "--user", "--pid", "--fork", "true"], check=False).returncode:
         pytest.skip(because("unshare makes no namespaces here", "install util-linux, and allow user namespaces"))
-    checks = ("bash_keeps_state", "two_at_once", "cancelled_call", "background_processes_end")
+    checks = (
+        "bash_keeps_state",
+        "two_at_once",
+        "cancelled_call",
+        "what_a_killed_daemon_leaves",
+        "background_processes_end",
+    )
     assert run("provider.py", *checks) == "".join(f"ok {check}\n" for check in checks)
 
 
