@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
 import trio
@@ -149,6 +149,8 @@ class Ledger(ABC):
     """
 
     recovered: Recovered
+    is_immediate: ClassVar[bool] = False
+    """Every call is carried out before it returns, and waits for nothing."""
 
     @abstractmethod
     def post(self, call: Call) -> None:

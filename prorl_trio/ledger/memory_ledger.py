@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import msgspec
 import trio
@@ -61,6 +61,8 @@ class MemoryLedger(Ledger):
     Every call is carried out, and settled, at once: to await it lets nobody else run, and is a checkpoint only for a
     cancel.
     """
+
+    is_immediate: ClassVar[bool] = True
 
     def __init__(self, limits: LedgerLimits | None = None) -> None:
         self.recovered = Recovered()

@@ -268,6 +268,8 @@ async def test_a_dropped_session_does_not_come_back(tmp_path):
 class SlowLedger:
     """Stores outcomes when the test says so, or fails."""
 
+    is_immediate = False
+
     def __init__(self):
         self.finishing = {}
         self.accepts = trio.Event()

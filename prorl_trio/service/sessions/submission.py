@@ -52,8 +52,19 @@ async def submit_all(session: Session, specs: Sequence[JobSpec], node: NodeApi, 
     if its outcome was acknowledged; `AdmissionRejected` if the session has too many unacknowledged outcomes, or the
     ledger is full; or what the node raised.
     """
+    if session.journal.ledger.is_immediate:
+        with trio.CancelScope(shield=True):  # nothing in it waits for a disk, or for anybody else
+            await _submit(session, specs, node, answer)
+        return
     done = trio.Event()
-    session.journal.start(_submit, session, specs, node, answer, done, name=f"submit {session.session_id}")
+
+    async def submit() -> None:
+        try:
+            await _submit(session, specs, node, answer)
+        finally:
+            done.set()
+
+    session.journal.start(submit, name=f"submit {session.session_id}")
     await done.wait()
 
 
@@ -69,25 +80,22 @@ async def submit_one(session: Session, spec: JobSpec, node: NodeApi) -> None:
         raise refused[0]
 
 
-async def _submit(session: Session, specs: Sequence[JobSpec], node: NodeApi, answer: Answer, done: trio.Event) -> None:
-    try:
-        entries: list[_Entry] = []
-        new: list[RunningJob] = []
-        for index, spec in enumerate(specs):
-            try:
-                job, is_new = session.admit(spec, node)
-            except ServiceError as exc:
-                entries.append(_Entry(None, error=exc))
-            else:
-                entries.append(_Entry(job, is_new=is_new))
-                if is_new and job is not None:
-                    new.append(job)
-                    session.journal.promise()
-            if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
-                await trio.lowlevel.checkpoint()
-        await _settle(session, node, entries, await _store(session, new), answer)
-    finally:
-        done.set()
+async def _submit(session: Session, specs: Sequence[JobSpec], node: NodeApi, answer: Answer) -> None:
+    entries: list[_Entry] = []
+    new: list[RunningJob] = []
+    for index, spec in enumerate(specs):
+        try:
+            job, is_new = session.admit(spec, node)
+        except ServiceError as exc:
+            entries.append(_Entry(None, error=exc))
+        else:
+            entries.append(_Entry(job, is_new=is_new))
+            if is_new and job is not None:
+                new.append(job)
+                session.journal.promise()
+        if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
+            await trio.lowlevel.checkpoint()
+    await _settle(session, node, entries, await _store(session, new), answer)
 
 
 async def _store(session: Session, jobs: Sequence[RunningJob]) -> Mapping[str, ServiceError]:
