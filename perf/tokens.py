@@ -28,6 +28,7 @@ import numpy as np
 import trio
 from rich.table import Table
 
+from perf.chat_families import write_family_model
 from perf.harness import PLOT_DPI, Case, Options, Report, Series, run_benchmark
 from perf.machine import describe_machine
 from perf.peers.environments import PeerUnavailable
@@ -37,7 +38,6 @@ from perf.tokens_peers import WAYS, measure_peers
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.sandbox.cache import cache_dir
-from prorl_trio.testing.chat_families import write_family_model
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

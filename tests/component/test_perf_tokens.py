@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from perf import tokens, tokens_drift
+from perf.chat_families import write_family_model
 from perf.harness import Options, Report
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.tokens_dialogue import (
@@ -26,7 +27,6 @@ from perf.tokens_drift import Drift, Sampled, drift_of, sampled_at_random
 from perf.tokens_peers import WAYS, measure_peers
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.testing.chat_families import write_family_model
 from prorl_trio.types.models import ChatMessage
 
 CONTEXTS = (1_000, 4_000)

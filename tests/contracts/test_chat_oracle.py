@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from perf.chat_families import CHAT_FAMILIES, write_family_model
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.testing.chat_families import CHAT_FAMILIES, write_family_model
 from prorl_trio.types.models import ChatMessage
 from support.skips import because
 

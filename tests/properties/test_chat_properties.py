@@ -12,11 +12,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perf.chat_families import CHAT_FAMILIES, write_family_model
 from prorl_trio.chat.codec import MARK, TokenCodec
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.chat.tool_calls import parse_tool_calls, parse_turn
-from prorl_trio.testing.chat_families import CHAT_FAMILIES, write_family_model
 from prorl_trio.types.models import ChatMessage
 
 with tempfile.TemporaryDirectory() as _folder:

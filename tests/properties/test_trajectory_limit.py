@@ -13,6 +13,7 @@ import trio
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from perf.chat_families import ALL_CHAT_FAMILIES, write_family_model
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.agent.loop import NewDialogue, run_agent, run_sub_agent
 from prorl_trio.agent.style import AgentStyle
@@ -20,7 +21,6 @@ from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import AgentConfig, ModelConfig, NodeConfig
 from prorl_trio.inference.engines.protocol import Completion, EngineInfo
 from prorl_trio.inference.pool.versions import VersionOrder
-from prorl_trio.testing.chat_families import ALL_CHAT_FAMILIES, write_family_model
 from prorl_trio.tools import Observation, Tool, ToolSet
 from prorl_trio.tools.fitting import fit_texts, fitting_share
 from prorl_trio.types.batch import pad_batch

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from perf.chat_families import CHAT_FAMILIES, write_family_model
 from prorl_trio.chat.conversation import CompletionRange, Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.chat.history import Recall
-from prorl_trio.testing.chat_families import CHAT_FAMILIES, write_family_model
 from prorl_trio.types.errors import BackendError, HandlerError, TokenDrift
 from prorl_trio.types.models import ChatMessage
 

@@ -6,14 +6,14 @@ from random import Random
 
 import pytest
 
+from perf.chat_families import ALL_CHAT_FAMILIES, write_family_model
+from perf.chat_family_templates import FAMILY_TEMPLATES
 from prorl_trio.chat import proof as chat_proof
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.chat.history import RECALLS, Recall
 from prorl_trio.chat.proof import load_chat_format, prove_format
 from prorl_trio.config import ModelConfig
-from prorl_trio.testing.chat_families import ALL_CHAT_FAMILIES, write_family_model
-from prorl_trio.testing.chat_family_templates import FAMILY_TEMPLATES
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import ChatMessage, ToolCall
 

@@ -6,11 +6,11 @@ from datetime import datetime
 
 import pytest
 
+from perf.chat_families import write_family_model
+from perf.chat_family_templates import FAMILY_TEMPLATES
 from prorl_trio.chat import template as chat_template
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.testing.chat_families import write_family_model
-from prorl_trio.testing.chat_family_templates import FAMILY_TEMPLATES
 from prorl_trio.types.errors import BackendError, HandlerError, TokenDrift
 from prorl_trio.types.models import ChatMessage, PolicySpan, ToolCall
 

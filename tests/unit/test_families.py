@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from perf.chat_families import write_family_model
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.families.family import FAMILIES
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.testing.chat_families import write_family_model
 from prorl_trio.types.errors import ConfigError, HandlerError
 from prorl_trio.types.models import ChatMessage
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from prorl_trio.testing.chat_family_templates import FAMILY_MARKUP, FAMILY_TEMPLATES, FAMILY_TOKENS
+from perf.chat_family_templates import FAMILY_MARKUP, FAMILY_TEMPLATES, FAMILY_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
