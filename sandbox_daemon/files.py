@@ -48,7 +48,8 @@ async def read_file(request: FileRead, limiter: trio.CapacityLimiter) -> FileDat
 
     Raises:
         CallError: `not_absolute`, `not_found`, `is_directory`, `permission`, `too_large` (`max_bytes` does not fit a
-            frame), `bad_request` (a negative number), `io` (anything else, also what is no regular file).
+            frame), `bad_request` (a negative number, a NUL in the path), `io` (anything else, also what is no regular
+            file).
     """
     if request.offset < 0 or request.max_bytes < 0:
         raise CallError("bad_request", f"offset {request.offset}, max_bytes {request.max_bytes}: must not be negative")
@@ -67,7 +68,7 @@ async def write_file(request: FileWrite, limiter: trio.CapacityLimiter) -> FileW
 
     Raises:
         CallError: `not_absolute`, `is_directory`, `permission`, `no_space`, `too_large`, `not_found`, `bad_request`
-            (`mode` out of range), `io` (anything else, also what is no regular file).
+            (`mode` out of range, a NUL in the path), `io` (anything else, also what is no regular file).
     """
     if not 0 <= request.mode <= MAX_MODE:
         raise CallError("bad_request", f"mode: {request.mode:#o} is not between 0 and {MAX_MODE:#o}")

@@ -186,10 +186,10 @@ class CellShell(InteractiveShell):
         self.configurables.append(self.history_manager)  # type: ignore[arg-type]
 
     def init_ipython_dir(self, ipython_dir: str | None) -> None:
-        """None: no folder is made in the user's home."""
+        """Do nothing: IPython would look for, and make, a folder in the user's home."""
 
     def init_profile_dir(self, profile_dir: Any) -> None:
-        """None, for the same reason."""
+        """Do nothing, for the same reason."""
 
     def should_run_async(self, raw_cell: str, *, transformed_cell: str | None = None, **options: Any) -> bool:
         """Return what IPython's own returns.

@@ -53,8 +53,8 @@ class ResultCalls:
         Asking for the next outcome acknowledges the ones before, and the node forgets them; so does leaving `connect`
         without an exception. An outcome that was not acknowledged comes again after a crash, to a client with the same
         `session_id`. Within this client's life each outcome comes once, whatever happens to connections, and however
-        often `results` is called. Meant for one consumer: for several, give the outcomes out from one loop. A cancel
-        loses nothing.
+        often `results` is called. That is for one consumer: two tasks that iterate at the same time may both get the
+        same outcome, so for several give the outcomes out from one loop. A cancel loses nothing.
 
         Raises:
             ServiceError: the session is over, and everything that had arrived has been yielded.

@@ -25,8 +25,9 @@ the same kind, in which the agent has left nothing, and which is started while R
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """A score.
 
-    `reward` is finite. `details` is JSON-like and reaches the trainer in `Outcome.details`. Text that the evaluator
-    printed belongs into `RolloutContext.log_evaluation`.
+    `reward` is finite. `details` is JSON-like and reaches the trainer in `Outcome.details`. The pipeline
+    checks what `eval` returned, and fails a job with another reward by its evaluator (`evaluator_malformed`).
+    Text that the evaluator printed belongs into `RolloutContext.log_evaluation`.
     """
 
     reward: float
@@ -95,6 +96,10 @@ class AgentHandler(abc.ABC):
         return error
 
     def final_result(self, context: RolloutContext, outcome: Outcome) -> Outcome:
-        """Last look at the outcome, also on failure; return it, or a copy with more `details`. Must not block."""
+        """Last look at the job's outcome, also on failure, but not at an attempt that is made again. Must not block.
+
+        Return it, or a copy with more `details`: what is returned is delivered, and nothing in it is checked again. If
+        this raises, the job fails with the cause `handler`. Default: the outcome as it is.
+        """
         del context
         return outcome

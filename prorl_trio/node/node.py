@@ -168,7 +168,10 @@ class Node:
         return self._resources.chat_format.read_turn(token_ids, tools)
 
     def unreadiness(self) -> str:
-        """Return why a job submitted now would not be worked on; empty if it would."""
+        """Return why a job submitted now would not be worked on; empty if it would.
+
+        Looks at service tasks, the drain and the backends alone: a full queue, a pause or a failed ledger is not told.
+        """
         if task := vanished_task():
             return f"the node is ending: its service task {task!r} is gone"
         if self.draining:

@@ -51,10 +51,11 @@ _EXPECTED = '<tool_call>{"name": "<tool>", "arguments": {...}}</tool_call>'
 
 
 def read_tagged_json(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
-    """Read the call whose `<tool_call>` is at `start`.
+    """Read the call whose `<tool_call>` is at `start`. Return it, and where the text goes on. See `CallSyntax.read`.
 
-    The JSON decides where a call ends, so that arguments may contain `</tool_call>`; the tag does only where the JSON
-    is broken.
+    There is always one call; it has an `error` if it cannot be understood. The JSON decides where it ends, so that
+    arguments may contain `</tool_call>`. Only where the JSON is broken, or other text follows it, the closing tag does,
+    or the next `<tool_call>` if that comes first, or else the end of the text.
     """
     body_start = skip_space(text, start + len(_OPEN))
     end = -1

@@ -184,7 +184,7 @@ class EngineClient(abc.ABC):
         """
 
     async def load(self, *, timeout_s: float) -> LoadReport | None:
-        """Return what the engine has to do at this moment; None where it does not say.
+        """Return what the engine has to do at this moment; None where it does not say. Default: None.
 
         Raises:
             BackendError: it failed to answer.

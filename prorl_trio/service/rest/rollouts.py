@@ -175,7 +175,11 @@ async def list_jobs(call: Call) -> Reply:
 
 
 async def get_job(call: Call) -> Reply:
-    """Answer with one job, live or ended; with `wait`, wait for its end first."""
+    """Answer with one job, live or ended.
+
+    With `wait`, first wait for its end, for so many seconds and at most the server's limit (`wait_all`); if it has not
+    ended by then, the answer is the live job, with status 202. Acknowledges nothing.
+    """
     query: JobQuery = call.query
     job_id = call.path["job_id"]
     session = call.session_of(job_id)

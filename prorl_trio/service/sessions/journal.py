@@ -184,8 +184,9 @@ class Journal:
     ) -> None:
         """Store a job's outcome, then call `stored` with True, or with False if the ledger refused it.
 
-        If the disk has failed, `stored` is never called. Outcomes are stored in the order of the calls, which must be
-        the order of cursors.
+        Returns at once. With a ledger in memory `stored` is called before this returns, else in a later step of the
+        loop: on a full disk, when there is room again. It is never called once the disk has failed, or after `close`.
+        Outcomes are stored in the order of the calls, which must be the order of cursors.
         """
 
         def then(error: ProrlError | None) -> None:
