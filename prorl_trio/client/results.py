@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,6 +15,8 @@ from prorl_trio.types.models import Outcome
 from prorl_trio.types.outcome_refs import join_outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from prorl_trio.client.state import ClientState
 
 __all__ = ["ResultCalls", "ResultStream"]
@@ -28,6 +31,7 @@ class ResultCalls:
         self._state = state
         self._yielded = state.inbox.settled
         self._asked_again_for = 0
+        self._is_read = False
 
     @property
     def cursor(self) -> int:
@@ -53,10 +57,10 @@ class ResultCalls:
         Asking for the next outcome acknowledges the ones before, and the node forgets them; so does leaving `connect`
         without an exception. An outcome that was not acknowledged comes again after a crash, to a client with the same
         `session_id`. Within this client's life each outcome comes once, whatever happens to connections, and however
-        often `results` is called. That is for one consumer: two tasks that iterate at the same time may both get the
-        same outcome, so for several give the outcomes out from one loop. A cancel loses nothing.
+        often `results` is called. A cancel loses nothing.
 
         Raises:
+            trio.BusyResourceError: another task is waiting for an outcome of this client.
             ServiceError: the session is over, and everything that had arrived has been yielded.
         """
         return ResultStream(self, count, follow=follow)
@@ -71,17 +75,19 @@ class ResultCalls:
             ServiceError: the session is over, and no outcome is left.
             ProtocolError: the outcome cannot be decoded.
         """
-        await trio.lowlevel.checkpoint()
-        while (arrived := self.peek_after(cursor)) is None:
-            await self._state.wait_changed()
-        return arrived
+        with self._only_reader():
+            await trio.lowlevel.checkpoint()
+            while (arrived := self.peek_after(cursor)) is None:
+                await self._state.wait_changed()
+            return arrived
 
     async def next_outstanding(self, cursor: int) -> tuple[int, Outcome] | None:
         """Do as `next_after`, but return None as soon as nothing is outstanding; see `results`."""
-        await trio.lowlevel.checkpoint()
-        while (arrived := self.peek_after(cursor)) is None and self._state.outstanding:
-            await self._state.wait_changed()
-        return arrived
+        with self._only_reader():
+            await trio.lowlevel.checkpoint()
+            while (arrived := self.peek_after(cursor)) is None and self._state.outstanding:
+                await self._state.wait_changed()
+            return arrived
 
     def peek_after(self, cursor: int) -> tuple[int, Outcome] | None:
         """Do as `next_after`, but return None instead of waiting.
@@ -113,6 +119,20 @@ class ResultCalls:
         `results` does this by itself.
         """
         self._state.settle(cursor)
+
+    @contextmanager
+    def _only_reader(self) -> Iterator[None]:
+        """Refuse a second task: it would get the outcome that the first one is about to get."""
+        if self._is_read:
+            message = (
+                "another task waits for an outcome of this client; take them in one loop, and give them out from it"
+            )
+            raise trio.BusyResourceError(message)
+        self._is_read = True
+        try:
+            yield
+        finally:
+            self._is_read = False
 
     def _read(self, frame: OutcomeFrame | OutcomeRefFrame) -> Outcome:
         try:

@@ -32,6 +32,8 @@ __all__ = ["open_node"]
 
 
 class _NoSessions:
+    refusal = ""
+
     def undelivered(self) -> tuple[int, int]:
         return 0, 0
 

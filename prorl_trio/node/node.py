@@ -38,6 +38,11 @@ class Outbox(Protocol):
         """Return the number of outcomes that are not acknowledged, and their bytes."""
         ...
 
+    @property
+    def refusal(self) -> str:
+        """Return why no job can be stored now; empty if one can."""
+        ...
+
     async def wait_settled(self) -> None:
         """Return when every job that is being stored was either taken by the node or refused."""
 
@@ -170,12 +175,14 @@ class Node:
     def unreadiness(self) -> str:
         """Return why a job submitted now would not be worked on; empty if it would.
 
-        Looks at service tasks, the drain and the backends alone: a full queue, a pause or a failed ledger is not told.
+        Looks at service tasks, the drain, the ledger and the backends: neither a full queue nor a pause counts.
         """
         if task := vanished_task():
             return f"the node is ending: its service task {task!r} is gone"
         if self.draining:
             return "the node is draining"
+        if refusal := self._outbox.refusal:
+            return refusal
         return "" if self.backends.accepting else "no backend takes tasks; add one"
 
     @property

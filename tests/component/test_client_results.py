@@ -53,6 +53,26 @@ async def test_a_count_is_the_most_that_comes(deadline: None):
         assert await ids(client.results(2)) == ["c"]
 
 
+async def test_a_second_task_that_takes_results_is_refused(deadline: None):
+    node = FakeNode()
+    async with open_service(node) as service, connect(service.url, TOKEN) as client:
+        await client.submit([make_spec("a"), make_spec("b")])
+        taken: list[str] = []
+
+        async def take() -> None:
+            taken.extend([outcome.job_id async for outcome in client.results()])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(take)
+            await wait_all_tasks_blocked()
+            with pytest.raises(trio.BusyResourceError, match="another task waits"):
+                await ids(client.results())
+            for job_id in "ab":
+                node.finish(job_id, make_outcome(make_spec(job_id)))
+        assert taken == ["a", "b"], "the first task is not disturbed"
+        assert await ids(client.results()) == []
+
+
 async def test_an_iterator_that_has_ended_stays_so(deadline: None):
     async with open_service(FakeNode(make_outcome)) as service, connect(service.url, TOKEN) as client:
         results = client.results()

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from prorl_trio.config import LedgerConfig
-from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerLimits, open_ledger
+from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerLimits, LedgerStatistics, open_ledger
 from prorl_trio.ledger.operations import Finish
 from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.sessions.journal import open_journal
@@ -272,8 +272,12 @@ class SlowLedger:
 
     def __init__(self):
         self.finishing = {}
+        self.full = ""
         self.accepts = trio.Event()
         self.accepts.set()
+
+    def statistics(self):
+        return LedgerStatistics(full=self.full)
 
     async def open_session(self, session_id, first_cursor):
         await trio.lowlevel.checkpoint()
@@ -339,6 +343,15 @@ async def test_outcomes_are_held_back_when_the_disk_failed(tmp_path):
         node.finish("a")
         ledger.finishing[1].settle(LedgerFailed("broken"))
         assert (session.log.last, journal.failed) == (0, "broken")
+        assert table.refusal == "outcomes are held back until the node is started again: broken"
+
+
+async def test_a_full_ledger_is_a_reason_not_to_be_ready(tmp_path):
+    ledger = SlowLedger()
+    async with open_life(tmp_path, ledger=ledger) as (table, _, _):
+        assert table.refusal == ""
+        ledger.full = "disk"
+        assert table.refusal == "the ledger takes nothing new: disk"
 
 
 class _Unreadable:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 from contextlib import asynccontextmanager
+from copy import copy
 
 import pytest
 import trio
 
 from prorl_trio.config import BackendConfig, HealthConfig, ModelConfig, NodeConfig, SandboxConfig, StagesConfig
-from prorl_trio.node.core import open_node
+from prorl_trio.node.core import NO_SESSIONS, open_node
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
@@ -63,7 +64,7 @@ def free_port():
 
 
 @asynccontextmanager
-async def open_pool_node(tmp_path, urls, **backends):
+async def open_pool_node(tmp_path, urls, outbox=NO_SESSIONS, **backends):
     config = NodeConfig(
         model=ModelConfig(path=str(tmp_path)),
         backends=BackendConfig(urls=urls, **backends),
@@ -71,7 +72,7 @@ async def open_pool_node(tmp_path, urls, **backends):
         stages=StagesConfig(eval_workers=1),
     )
     with trio.fail_after(60):
-        async with open_node(config) as node:
+        async with open_node(config, outbox=outbox) as node:
             yield node
 
 
@@ -83,10 +84,10 @@ async def wait_job(node, job_id, what):
 
 async def test_jobs_go_on_while_backends_join_are_drained_and_cleared(tmp_path):
     engines, trainer, port = Engines(make_tiny_model(tmp_path)), Trainer(), free_port()
-    url = f"http://127.0.0.1:{port}"
+    url, outbox = f"http://127.0.0.1:{port}", copy(NO_SESSIONS)
     async with (
         engines.open() as late,
-        open_pool_node(tmp_path, [url], weights={url: 2.0}, health=HealthConfig(interval_s=0)) as node,
+        open_pool_node(tmp_path, [url], outbox, weights={url: 2.0}, health=HealthConfig(interval_s=0)) as node,
     ):
 
         def rows():
@@ -99,6 +100,9 @@ async def test_jobs_go_on_while_backends_join_are_drained_and_cleared(tmp_path):
         async with engines.open(port) as first:
             await trainer.wait_outcomes(1)
             assert (rows(), node.unreadiness()) == ([(url, "active", 2.0)], "")
+            outbox.refusal = "the ledger takes nothing new: disk"
+            assert node.unreadiness() == outbox.refusal
+            outbox.refusal = ""
             first.hold()
             node.take(job("stays"), trainer, 1)
             await first.wait_until(lambda stats: stats.running == 1)

@@ -112,6 +112,14 @@ class SessionTable:
         """Return every session, oldest first."""
         return list(self._sessions.values())
 
+    @property
+    def refusal(self) -> str:
+        """Return why no job can be stored now; empty if one can."""
+        if self.journal.failed:
+            return f"outcomes are held back until the node is started again: {self.journal.failed}"
+        full = self.journal.ledger.statistics().full
+        return f"the ledger takes nothing new: {full}" if full else ""
+
     def undelivered(self) -> tuple[int, int]:
         """Return the number of unacknowledged outcomes of all sessions, and their bytes."""
         logs = [session.log for session in self._sessions.values()]
