@@ -56,6 +56,8 @@ STEPS = st.lists(
 class Disk:
     """A ledger in memory, whose outcomes are stored, and read, when the test lets it."""
 
+    is_immediate = False
+
     def __init__(self) -> None:
         self.stored: dict[tuple[str, int], bytes] = {}
         self.lost: set[str] = set()
