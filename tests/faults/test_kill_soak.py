@@ -55,11 +55,14 @@ async def soak(folder, harm, *, jobs, provider="process", max_warm=2, deadline_s
         "sandbox": {"provider": provider, "max_warm": max_warm},
         "ledger": {"max_attempts": 100},  # no job is to blame for it that its node is killed time and again
     }
-    with trio.fail_after(deadline_s):
+    with trio.move_on_after(deadline_s) as deadline:
         async with open_world(folder, jobs=jobs, **config) as world:
             left = Leftovers(world.temp)
             await harm(world)
             await world.trainer.done.wait()
+    assert not deadline.cancelled_caught, "\n".join(
+        f"{path.name}: ...{path.read_text(errors='replace')[-2_000:]}" for path in sorted(folder.glob("*.log"))
+    )
     entries = world.entries()
     counts = Counter(entry.job_id for entry in entries)
     assert counts == Counter(f"job-{n}" for n in range(jobs))
