@@ -97,8 +97,11 @@ def vllm_url(tmp_path_factory):
     async def serve():
         async with open_vllm(engine_python(), model_dir(), log_file=log) as server:
             found.append(server.url)
-            ready.set()
-            await trio.to_thread.run_sync(stop.wait, abandon_on_cancel=True)
+            await trio.to_thread.run_sync(wait, abandon_on_cancel=True)
+
+    def wait():
+        ready.set()  # the thread that waits is there by now: it is the fixture's, and not a test's
+        stop.wait()
 
     def run():
         try:
