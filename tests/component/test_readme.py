@@ -51,7 +51,7 @@ class Block(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """Of the file that the block is to be saved as, which its first line says; else nothing."""
+        """Return the name of the file that the block is to be saved as, which its first line says; else nothing."""
         found = re.match(r"# ([\w/]+\.\w+)\n", self.text)
         return found[1] if found else ""
 
@@ -101,7 +101,7 @@ PRINTED = {
     "README.md-1": "0 16.0 (16, 8) float32 128\n1 16.0 (16, 8) float32 128\n2 16.0 (16, 8) float32 128\n",
     "docs/trainer.md-1": "q1-3 failed sandbox no disk\n",
 }
-"""What those programs print that print anything."""
+"""The output of those programs that print anything."""
 
 
 @pytest.mark.parametrize("block", TRAINERS, ids=str)

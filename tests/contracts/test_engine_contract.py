@@ -25,7 +25,7 @@ POLL_S = 0.05
 
 
 def of_fake(fake, client, *, streams=True, weights_folder=None):
-    """What the contract needs to know of a fake engine."""
+    """The facts of a fake engine that the contract needs."""
 
     async def count_finished() -> int:
         await trio.lowlevel.checkpoint()

@@ -1,4 +1,4 @@
-"""What a session promises its trainer, whatever keeps the ledger. What a new start makes of it: test_journal.py."""
+"""The promises of a session to its trainer, whatever keeps the ledger. For a new start, see test_journal.py."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ async def trainer(*args):
 
 
 async def sample_across(node, client, mode, folder, version, prompt):
-    """One completion that is paused by `mode` after `TOKENS_BEFORE` tokens, and goes on with other weights."""
+    """Pause a completion by `mode` after `TOKENS_BEFORE` tokens; let it go on with other weights."""
     enough, got = trio.Event(), []
 
     def look(token_ids):

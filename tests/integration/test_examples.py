@@ -45,7 +45,7 @@ def run(name, *arguments, **env):
 
 @contextmanager
 def local_node(provider):
-    """What `examples/local_node.py` says to export, while it runs."""
+    """The variables that `examples/local_node.py` says to export, while it runs."""
     with subprocess.Popen(command("local_node.py", provider), stdout=subprocess.PIPE, text=True) as node:
         try:
             words = shlex.split(node.stdout.readline())

@@ -1,4 +1,4 @@
-"""Where arrays lie, to prove that none was copied."""
+"""Addresses of arrays, to prove that none was copied."""
 
 from __future__ import annotations
 

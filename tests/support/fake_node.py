@@ -177,7 +177,7 @@ class FakeNode:
         return "" if self.backends.accepting else "no backend takes tasks"
 
     def listed(self, url: str) -> BackendStatistics:
-        """What the pool says of a backend. Raises StopIteration if it is not in it."""
+        """Return the statistics of a backend. Raises StopIteration if it is not in the pool."""
         listed = cast("list[BackendStatistics]", self.backends.statistics()["backends"])
         return next(backend for backend in listed if backend.url == url)
 

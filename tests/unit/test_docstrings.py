@@ -19,7 +19,7 @@ def modules():
 
 
 def docstrings(tree):
-    """Those of modules, classes and functions, and the texts below variables."""
+    """Yield those of modules, classes and functions, and the texts below variables."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():

@@ -1,4 +1,4 @@
-"""How a tool call went is what the tool says of it, never what its text looks like."""
+"""The outcome of a tool call is the one that the tool reports, whatever its text looks like."""
 
 from __future__ import annotations
 
