@@ -260,6 +260,7 @@ class _Loop:
         self._token: Future[trio.lowlevel.TrioToken] = Future()
         self._client: Future[RolloutClient] = Future()
         self._scope = trio.CancelScope()
+        self._calls: dict[trio.CancelScope, trio.Event] = {}  # those in progress; the event is set when one has ended
         self._thread = threading.Thread(target=self._run, name="prorl-trio client", daemon=True)
 
     def start(self) -> RolloutClient:
@@ -284,7 +285,7 @@ class _Loop:
     def call(self, afn: Callable[..., Awaitable[T]], *args: object) -> T:
         """Run `afn(*args)` in the loop and block until it ends; return its result, or raise its exception.
 
-        A KeyboardInterrupt here cancels it there.
+        A KeyboardInterrupt here cancels it there. No later call begins before the cancelled one has ended.
 
         Raises:
             ConnectionLost: the loop has ended, or ends meanwhile.
@@ -292,9 +293,15 @@ class _Loop:
         token, scope = self._token.result(), trio.CancelScope()
 
         async def withdrawable() -> T:
-            with scope:
-                return await afn(*args)
-            raise ConnectionLost("the call was withdrawn")
+            ended = self._calls[scope] = trio.Event()
+            try:
+                with scope:
+                    await self._wait_for_withdrawn_calls()
+                    return await afn(*args)
+                raise ConnectionLost("the call was withdrawn")
+            finally:
+                del self._calls[scope]
+                ended.set()
 
         ended = capture(lambda: trio.from_thread.run(withdrawable, trio_token=token))
         if isinstance(ended, Error):
@@ -303,6 +310,12 @@ class _Loop:
             if isinstance(ended.error, trio.RunFinishedError) or only_cancelled(ended.error):
                 raise ConnectionLost("the client is closed")
         return ended.unwrap()
+
+    async def _wait_for_withdrawn_calls(self) -> None:
+        await trio.lowlevel.checkpoint()  # a call that is withdrawn itself goes no further
+        for scope, ended in list(self._calls.items()):
+            if scope.cancel_called:
+                await ended.wait()
 
     def call_sync(self, fn: Callable[..., T], *args: object) -> T:
         """Run `fn(*args)` in the loop, block until it is done, and return its result.

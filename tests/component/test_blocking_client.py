@@ -243,6 +243,19 @@ def test_an_interrupted_wait_loses_nothing(edge: NodeThread):
         assert next(client.results(timeout_s=10)).job_id == "a"
 
 
+def test_a_call_may_follow_an_interrupted_one_at_once(edge: NodeThread):
+    with BlockingClient(edge.url, TOKEN) as client:
+        client.submit([make_spec("a")])
+        for _ in range(100):
+            timer = threading.Timer(0.002, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012: the signal must find the call or the join
+                timer.start()
+                next(client.results())
+            timer.join()
+            with pytest.raises(TimeoutError):
+                next(client.results(timeout_s=0))
+
+
 def test_an_interrupted_constructor_leaves_no_thread(edge: NodeThread):
     timer = threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     timer.start()
