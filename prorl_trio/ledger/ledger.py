@@ -150,7 +150,7 @@ class Ledger(ABC):
 
     recovered: Recovered
     is_immediate: ClassVar[bool] = False
-    """Every call is carried out before it returns, and waits for nothing."""
+    """Every call is carried out before it returns; those that change something, and `lookup`, never checkpoint."""
 
     @abstractmethod
     def post(self, call: Call) -> None:

@@ -58,8 +58,7 @@ class MemoryLedger(Ledger):
 
     It has as many outcomes as admission lets in; each is the very bytes that the session has.
 
-    Every call is carried out, and settled, at once: to await it lets nobody else run, and is a checkpoint only for a
-    cancel.
+    Every call is carried out, and settled, at once. To await one that changes something, or `lookup`, is no checkpoint.
     """
 
     is_immediate: ClassVar[bool] = True
@@ -94,7 +93,6 @@ class MemoryLedger(Ledger):
         return job.payload
 
     async def lookup(self, job_ids: Sequence[str]) -> dict[str, KnownJob]:
-        await trio.lowlevel.checkpoint_if_cancelled()
         self._forget_old(trio.current_time())
         known = {}
         for job_id in job_ids:
@@ -112,6 +110,10 @@ class MemoryLedger(Ledger):
 
     def statistics(self) -> LedgerStatistics:
         return LedgerStatistics(live_bytes=self._live_bytes, jobs=len(self._jobs), operations=self._operations)
+
+    async def _ask(self, operation: Operation) -> None:
+        self._operations += 1
+        self._do(operation)
 
     def _do(self, operation: Operation) -> None:
         match operation:

@@ -67,7 +67,7 @@ class Journal:
         self._acknowledging: set[OutcomeLog] = set()
         self._dropping = 0
         """Operations among them that delete something."""
-        self._stored = trio.Event()
+        self._stored = trio.lowlevel.ParkingLot()
         self._settled = trio.Event()
 
     @property
@@ -254,8 +254,7 @@ class Journal:
         self._posted -= 1
         if not self._closed:
             then(error)
-            self._stored.set()
-            self._stored = trio.Event()
+            self._stored.unpark_all()
 
     def _drop(self, operation: Operation, then: Callable[[ProrlError | None], None]) -> None:
         def dropped(error: ProrlError | None) -> None:
@@ -268,13 +267,13 @@ class Journal:
     async def _wait_dropped(self) -> None:
         """Return when no delete is pending."""
         while self._dropping:
-            await self._stored.wait()
+            await self._stored.park()
 
     async def wait_stored(self) -> None:
         """Return when no operation is pending."""
         await trio.lowlevel.checkpoint()
         while self._posted:
-            await self._stored.wait()
+            await self._stored.park()
 
     def close(self) -> None:
         """Ignore the results of pending operations from now on. The ledger may still finish them."""

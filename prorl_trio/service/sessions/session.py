@@ -108,6 +108,11 @@ class Session:
         return self._listener is not None
 
     @property
+    def stored(self) -> bool:
+        """Return whether the journal has the session. See `store`."""
+        return self._stored
+
+    @property
     def running(self) -> int:
         """Return the number of jobs without an outcome."""
         return len(self._running)

@@ -52,9 +52,8 @@ async def submit_all(session: Session, specs: Sequence[JobSpec], node: NodeApi, 
     if its outcome was acknowledged; `AdmissionRejected` if the session has too many unacknowledged outcomes, or the
     ledger is full; or what the node raised.
     """
-    if session.journal.ledger.is_immediate:
-        with trio.CancelScope(shield=True):  # nothing in it waits for a disk, or for anybody else
-            await _submit(session, specs, node, answer)
+    if session.journal.ledger.is_immediate and len(specs) < JOBS_PER_CHECKPOINT:
+        await _submit(session, specs, node, answer)  # no checkpoint before all are handed over
         return
     done = trio.Event()
 
@@ -103,7 +102,8 @@ async def _store(session: Session, jobs: Sequence[RunningJob]) -> Mapping[str, S
     if not jobs:
         return {}
     try:
-        await session.store()
+        if not session.stored:
+            await session.store()
     except ServiceError as exc:
         return {job.spec.job_id: exc for job in jobs}
     return await session.journal.accept(session.session_id, jobs)
