@@ -64,7 +64,7 @@ def train(outcomes: list[Outcome], folder: Path) -> str:
     advantages = advantages_of(outcomes)[batch.item][:, None]
     # Here your model computes the log-probabilities anew; `batch.logprobs` are those of the engine that sampled.
     loss = -(advantages * batch.logprobs * batch.loss_mask).sum() / batch.loss_mask.sum()
-    (folder / "model.safetensors").touch()
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # yours: save_pretrained(folder)
     reward = np.mean([outcome.reward or 0.0 for outcome in outcomes])
     return f"{len(outcomes)} rollouts by {batch.policy_versions}, reward {reward:.2f}, loss {loss:.3f}"
 

@@ -9,6 +9,7 @@ from prorl_trio.client.observed import Observed
 from prorl_trio.client.policy_update import PolicyUpdate
 from prorl_trio.client.results import ResultStream
 from prorl_trio.client.streams import EventStream, ObservedStream
+from prorl_trio.client.weights.errors import WeightsRefused
 
 __all__ = [
     "BlockingClient",
@@ -22,5 +23,6 @@ __all__ = [
     "RolloutClient",
     "SessionLost",
     "SessionReplaced",
+    "WeightsRefused",
     "connect",
 ]

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
+    from prorl_trio.client.weights.check import WeightCheck
+    from prorl_trio.client.weights.tensors import StateDict
     from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.models import Outcome
 
@@ -131,7 +133,9 @@ class BlockingClient:
 
         An exception in the block, or a Ctrl-C, leaves the old version everywhere.
         """
-        return BlockingPolicyUpdate(self, PolicyUpdate(self._client, version, mode, timeout_s))
+        return BlockingPolicyUpdate(
+            self, PolicyUpdate(self._client, self._client.weight_stores, version, mode, timeout_s)
+        )
 
     def close(self) -> None:
         """Acknowledge what `results` returned, close the connection and wait for the client's thread to end.
@@ -206,9 +210,31 @@ class BlockingPolicyUpdate:
         self._client = client
         self._update = update
 
-    def load_folder(self, folder: str | os.PathLike[str]) -> None:
+    def load_folder(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        base: str | os.PathLike[str] | None = None,
+        check: WeightCheck = "values",
+    ) -> None:
         """Have every engine load the weights in `folder`, and wait for that. See `PolicyUpdate.load_folder`."""
-        self._client._call(self._update.load_folder, folder)
+        self._client._call(partial(self._update.load_folder, folder, base=base, check=check))
+
+    def load_state_dict(
+        self,
+        state: StateDict,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        base: str | os.PathLike[str] | None = None,
+        check: WeightCheck = "values",
+    ) -> None:
+        """Write tensors, have every engine load them, and wait for that. See `PolicyUpdate.load_state_dict`.
+
+        The tensors are taken in the caller's own thread, whose CUDA device and process group they may need.
+        """
+        staged = self._client._call(partial(self._update.stage, folder, base=base, check=check))
+        staged.write(state)
+        self._client._call(self._update.load_staged, staged)
 
     def __enter__(self) -> Self:
         self._step(self._update.begin)

@@ -34,6 +34,7 @@ from prorl_trio.client.results import ResultCalls
 from prorl_trio.client.state import ClientState
 from prorl_trio.client.streams import EventStream, ObservedStream
 from prorl_trio.client.transport import Patience, Transport
+from prorl_trio.client.weights.store import WeightStores
 from prorl_trio.types.errors import AdmissionRejected, ConfigError
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ FRAME_OVERHEAD_BYTES: Final = 64
 ADMISSION_PATIENCE_S: Final = 600.0
 """Longest `submit` goes on asking a node that has no room."""
 MIN_RETRY_S: Final = 0.02
+CLEAR_TIMEOUT_S: Final = 30.0
+"""For the removal of the weights' folders when the client is closed."""
 MAX_CALLS: Final = 32
 """Limit of one client's requests in flight; further ones wait for their turn."""
 
@@ -72,6 +75,8 @@ class RolloutClient(ResultCalls, BackendCalls):
         super().__init__(state)
         self._max_message_bytes = max_message_bytes
         self._turns = trio.Semaphore(MAX_CALLS)
+        self.weight_stores = WeightStores()
+        """Folders of the weights that `PolicyUpdate.load_state_dict` wrote."""
 
     def __repr__(self) -> str:
         state = self._state
@@ -245,8 +250,8 @@ class RolloutClient(ResultCalls, BackendCalls):
             async with client.policy_update("2", mode="abort") as update:
                 await update.load_folder("/checkpoints/2")
 
-        In place of `load_folder` the block may move the weights by means of its own. An exception in the block, a
-        cancel, or an engine that fails, leaves the old version everywhere.
+        In place of `load_folder`, `load_state_dict` takes tensors, or the block may move the weights by means of its
+        own. An exception in the block, a cancel, or an engine that fails, leaves the old version everywhere.
 
         Args:
             version: completions are recorded under it from the block's end on.
@@ -256,12 +261,13 @@ class RolloutClient(ResultCalls, BackendCalls):
 
         Raises:
             PolicyUpdateFailed: an engine could not be paused, or failed to load.
+            WeightsRefused: the weights are not whole, or not of the model that the engines serve.
             PauseTimeout: the pause took too long; nothing has changed.
             BackendsBusy: another pause or resume is running; nothing has changed.
             UpdateRefused: the block ignored a load that failed.
             ServiceError: the session is over.
         """
-        return open_policy_update(self, version, mode, timeout_s)
+        return open_policy_update(self, self.weight_stores, version, mode, timeout_s)
 
     async def status(self) -> dict[str, Any]:
         """Return the live state of the node, for people and dashboards.
@@ -421,6 +427,9 @@ async def connect(
                 client.acknowledge(client.cursor)
             finally:
                 transport.close()
+                if client.weight_stores.used:
+                    with trio.move_on_after(CLEAR_TIMEOUT_S, shield=True):
+                        await trio.to_thread.run_sync(client.weight_stores.close)
 
 
 def _where(url: str | None, endpoint_file: str | PathLike[str] | None) -> Address | EndpointFile:

@@ -56,6 +56,7 @@ class UpdatedBackend(msgspec.Struct, frozen=True, kw_only=True):
             completions back), `failed`.
         error: why, if it failed.
         policy_version: what its next completions are recorded under.
+        model_folder: what it was started with, a folder as it sees it or a public name; empty: it does not say.
     """
 
     url: str
@@ -63,6 +64,7 @@ class UpdatedBackend(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineAnswer
     error: str
     policy_version: str
+    model_folder: str = ""
 
 
 class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):

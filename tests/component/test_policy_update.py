@@ -4,12 +4,16 @@ fail, or take their time, as the test says."""
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import numpy as np
 import pytest
 import trio
+from safetensors.numpy import load_file
 
-from prorl_trio.client import BlockingClient, PolicyUpdateFailed, connect
+from prorl_trio.client import BlockingClient, PolicyUpdateFailed, WeightsRefused, connect
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
@@ -19,6 +23,7 @@ from support.fake_node import FakeNode
 from support.fake_service import TOKEN, open_service
 from support.faulty_proxy import FaultyProxy
 from support.pausable_engine import A, B, complete, versions
+from support.tiny_weights import make_model, tensors
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -33,9 +38,9 @@ async def open_trainer(node):
 
 
 @asynccontextmanager
-async def open_look_alikes(*, development=(True, True)):
+async def open_look_alikes(*, development=(True, True), model="fake-model"):
     """Two servers behind the pool of a node, and a trainer."""
-    one, other = (FakeEngineConfig(development=each) for each in development)
+    one, other = (FakeEngineConfig(development=each, model=model) for each in development)
     async with open_fake_engine(config=one) as first, open_fake_engine(config=other) as second:
         node = FakeNode()
         node.backends = Backends(made_by(VllmClient))
@@ -48,14 +53,30 @@ async def open_look_alikes(*, development=(True, True)):
             await node.backends.aclose()
 
 
-async def update_to(client, version, folder, **options):
+async def update_to(client, version, folder, *, check="none", **options):
     async with client.policy_update(version, **options) as update:
-        await update.load_folder(folder)
+        await update.load_folder(folder, check=check)
+
+
+async def update_state(client, version, folder, *, value=1.0, **options):
+    state = {**tensors(), "model.norm.weight": np.full(4, value, np.float32)}
+    async with client.policy_update(version) as update:
+        await update.load_state_dict(state, folder, **options)
+
+
+class AllBut:
+    """Of every folder but one, an engine loads nothing."""
+
+    def __init__(self, good):
+        self.good = str(good)
+
+    def __contains__(self, folder):
+        return folder != self.good
 
 
 async def update_and_fail(client, look=None):
     async with client.policy_update("1") as update:
-        await update.load_folder("/w/1")
+        await update.load_folder("/w/1", check="none")
         if look is not None:
             look()
         raise ZeroDivisionError
@@ -94,7 +115,7 @@ async def test_every_engine_gets_the_weights_and_completions_the_version(tmp_pat
             async with client.policy_update(version, mode=mode, timeout_s=10) as update:
                 assert [each.engine for each in update.report.backends] == ["paused", "paused"]
                 assert all(engine.paused == mode for engine in engines)
-                await update.load_folder(tmp_path / version)
+                await update.load_folder(tmp_path / version, check="none")
             assert [engine.weights for engine in engines] == [str(tmp_path / version)] * 2
             assert [engine.weight_version for engine in engines] == [version] * 2
             assert [each.engine for each in update.report.backends] == ["resumed", "resumed"]
@@ -165,7 +186,7 @@ async def test_a_load_that_failed_cannot_be_passed_over(pool):
         async def pass_over():
             async with client.policy_update("1", timeout_s=5) as update:
                 with pytest.raises(PolicyUpdateFailed):
-                    await update.load_folder("/w/1")
+                    await update.load_folder("/w/1", check="none")
                 pool.engines[B].broken.clear()
 
         with pytest.raises(UpdateRefused, match=B):
@@ -212,7 +233,7 @@ async def test_cancelled_anywhere_it_is_resumed(where, pool):
                     await trio.sleep_forever()
                 if where == "load":
                     engine.call_s = 1000.0
-                await update.load_folder("/w/1")
+                await update.load_folder("/w/1", check="none")
                 if where == "resume":
                     engine.silent.add("resume")
 
@@ -262,7 +283,7 @@ async def test_a_lost_connection_does_not_end_an_update(pool):
                 client.policy_update("1", timeout_s=10) as update,
             ):
                 proxy.cut_all()
-                await update.load_folder("/w/1")
+                await update.load_folder("/w/1", check="none")
                 proxy.cut_all()
             nursery.cancel_scope.cancel()
     assert [each.policy_version for each in pool.backends.list()] == ["1", "1"]
@@ -276,10 +297,10 @@ async def test_the_same_in_plain_calls(pool):
     def train(url):
         with BlockingClient(url, TOKEN) as client:
             with client.policy_update("1", mode="abort", timeout_s=10) as update:
-                update.load_folder("/w/1")
+                update.load_folder("/w/1", check="none")
             pool.engines[B].broken.add("load /w/2")
             with pytest.raises(PolicyUpdateFailed, match=B), client.policy_update("2") as update:
-                update.load_folder("/w/2")
+                update.load_folder("/w/2", check="none")
             with pytest.raises(KeyboardInterrupt), client.policy_update("2"):
                 raise KeyboardInterrupt
             assert client.pause("keep", timeout_s=5).paused
@@ -292,3 +313,86 @@ async def test_the_same_in_plain_calls(pool):
     assert [each.policy_version for each in pool.backends.list()] == ["1", "1"]
     assert [each.weights for each in pool.engines.values()] == ["/w/1", "/w/1"]
     assert not pool.backends.admission.closed
+
+
+# ---------------------------------------------------------------- weights that the trainer has in hand
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_model(tmp_path / "model")
+
+
+async def test_a_folder_that_is_not_of_the_engines_model_is_refused_before_they_are_asked(tmp_path, model):
+    """With the model's name in the probe, the folder that the engines were started with is found by itself."""
+    async with open_look_alikes(model=str(model)) as (node, client, engines):
+        state = {name: array for name, array in tensors().items() if "norm" not in name}
+        partial = make_model(tmp_path / "partial", state)
+        with pytest.raises(WeightsRefused, match=r"model\.norm\.weight .*is missing"):
+            await update_to(client, "1", partial, check="headers")
+        assert [engine.weights for engine in engines] == [str(model)] * 2
+        assert not any(engine.paused for engine in engines)
+        assert await sampled_as(node.backends) == "0"
+        await update_to(client, "1", make_model(tmp_path / "whole"), check="values")
+        assert await sampled_as(node.backends) == "1"
+
+
+async def test_a_state_dict_is_loaded_and_what_is_no_longer_in_use_is_removed(tmp_path, model):
+    async with open_look_alikes(model=str(model)) as (node, client, engines):
+        places = []
+        for version in ("1", "2"):
+            async with client.policy_update(version) as update:
+                await update.load_state_dict(tensors(float(version)), tmp_path)
+            places.append(Path(engines[0].weights))
+            assert engines[0].weights == engines[1].weights
+            assert load_file(places[-1] / "model.safetensors")["model.norm.weight"][0] == float(version)
+        assert [place.exists() for place in places] == [False, True]
+        engines[1].bad_folders = AllBut(places[-1])
+        with pytest.raises(PolicyUpdateFailed, match=engines[1].url):
+            await update_state(client, "3", tmp_path)
+        assert [engine.weights for engine in engines] == [str(places[-1])] * 2, "they are put back from there"
+        assert list(places[-1].parent.iterdir()) == [places[-1]]
+        with pytest.raises(WeightsRefused, match=r"norm.* NaN"):
+            await update_state(client, "3", tmp_path, value=float("nan"))
+        assert list(places[-1].parent.iterdir()) == [places[-1]]
+        assert await sampled_as(node.backends) == "2"
+    assert list(tmp_path.iterdir()) == [model]
+
+
+async def test_without_a_folder_it_is_shared_memory_where_all_engines_are_here(pool, model):
+    async with open_trainer(pool) as client:
+        with pytest.raises(WeightsRefused, match=f"{A}, {B}: not on this host.* folder="):
+            await update_state(client, "1", None, base=model)
+        with pytest.raises(WeightsRefused, match=r"not visible from here .*base="):
+            await update_state(client, "1", model)
+    assert_old(pool)
+    async with open_look_alikes(model=str(model)) as (_, client, engines):
+        await update_state(client, "1", None)
+        place = Path(engines[0].weights)
+        assert place.is_relative_to("/dev/shm")
+        assert place.exists()
+    assert not place.parent.exists()
+
+
+async def test_a_state_dict_in_plain_calls(tmp_path, model):
+    def train(url):
+        with BlockingClient(url, TOKEN) as client:
+            mine = threading.get_ident()
+            taken_in = []
+
+            def pairs():
+                for name, array in tensors(3.0).items():
+                    taken_in.append(threading.get_ident())
+                    yield name, array
+
+            with client.policy_update("1") as update:
+                update.load_state_dict(pairs(), tmp_path)
+            assert set(taken_in) == {mine}, "whoever gathers shards needs its own thread"
+            with pytest.raises(WeightsRefused, match="vocabulary"), client.policy_update("2") as update:
+                update.load_state_dict({"model.embed_tokens.weight": np.zeros((9, 4), np.float32)}, tmp_path)
+
+    async with open_look_alikes(model=str(model)) as (node, _, engines):
+        async with open_service(node) as service:
+            await trio.to_thread.run_sync(train, service.url)
+        assert await sampled_as(node.backends) == "1"
+        assert engines[0].weights == engines[1].weights

@@ -80,6 +80,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         pausable: it can be paused, and told the version of its weights.
         prefix_caching: it reuses prefixes; None where it does not say.
         weights: what it can load them from again (see `EngineClient.load_weights`); empty: it does not say.
+        model_folder: what it was started with, a folder as it sees it or a public name; empty: it does not say.
     """
 
     url: str
@@ -93,6 +94,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pausable: bool = False
     prefix_caching: bool | None = None
     weights: str = ""
+    model_folder: str = ""
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -159,6 +159,7 @@ class SglangClient(HttpEngineClient):
             api=GENERATE,
             pausable=True,
             prefix_caching=None if server.disable_radix_cache is None else not server.disable_radix_cache,
+            model_folder=model.model_path,
         )
 
     async def _first(self, paths: tuple[str, ...], kind: type[Any], timeout_s: float) -> Any:

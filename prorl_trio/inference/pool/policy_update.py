@@ -161,6 +161,7 @@ class PolicyUpdates:
                         engine=answer,
                         error=error,
                         policy_version=backend.info.policy_version,
+                        model_folder=backend.info.model_folder,
                     )
                 )
         return UpdateReport(paused=self._admission.closed, waiting=self._admission.waiting, backends=backends)

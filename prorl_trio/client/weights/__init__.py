@@ -1,0 +1,1 @@
+"""Weights as files: safetensors read and written, folders checked before engines see them, private folders."""

@@ -1,0 +1,91 @@
+"""Checks of a folder of weights, made on the trainer's side, before an engine is asked to load it."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Literal
+
+from prorl_trio.client.weights.errors import WeightsRefused
+from prorl_trio.client.weights.model_folder import (
+    ModelFolder,
+    compare_configs,
+    compare_type,
+    embedding_of,
+    is_head,
+    missing_names,
+    unknown_name,
+)
+from prorl_trio.client.weights.values import CHUNK_BYTES, stored_all_finite
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from prorl_trio.client.weights.safetensors import StoredTensor
+
+__all__ = ["WeightCheck", "check_folder", "check_names"]
+
+WeightCheck = Literal["values", "headers", "none"]
+"""The effort of a check: all elements are looked at for NaN and infinity; or names, shapes and dtypes alone, from the
+headers; or nothing, as for a folder that the trainer's process does not see."""
+
+
+def check_folder(path: Path, bases: Sequence[ModelFolder], check: Literal["values", "headers"] = "values") -> None:
+    """Check that a folder has whole weights of the model in each of `bases`. Blocks; for worker threads.
+
+    Its files are whole; the names, shapes and dtypes of its tensors are the model's (see `compare_type`), as are the
+    fields of `config.json` that matter (`COMPARED`), if it has one; a tied output layer may be left out or be there,
+    equal to the embedding; and, unless `check` is `headers`, no element is NaN or infinite.
+
+    Raises:
+        WeightsRefused: something is not so. The message names the tensor, the file or the field.
+    """
+    found = ModelFolder.read(path)
+    for base in bases:
+        compare_configs(path, found.config, base)
+        for name, tensor in found.tensors.items():
+            if why := unknown_name(name, base):
+                raise WeightsRefused(f"{path}: {why}", name)
+            compare_type(name, tensor.type, base)
+        check_names(path, list(found.tensors), base)
+    if check == "values":
+        _check_values(found, tied=any(base.tied for base in bases) or found.tied)
+
+
+def check_names(path: Path, names: Sequence[str], base: ModelFolder) -> None:
+    """Check that no tensor of the model in `base` is missing among these names, which are those of `path`.
+
+    Raises:
+        WeightsRefused: some are.
+    """
+    if missing := missing_names(names, base):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise WeightsRefused(
+            f"{path}: the tensor {missing[0]}{more} of the engines' model in {base.path} is missing: the engines would "
+            "keep their old one",
+            missing[0],
+        )
+
+
+def _check_values(found: ModelFolder, *, tied: bool) -> None:
+    try:
+        for name, tensor in found.tensors.items():
+            if not stored_all_finite(tensor):
+                raise WeightsRefused(f"{found.path}: {name} has an element that is NaN or infinite", name)
+        head = next((name for name in found.tensors if is_head(name)), None)
+        embedding = embedding_of(found.tensors)
+        if tied and head and embedding and _digest(found.tensors[head]) != _digest(found.tensors[embedding]):
+            raise WeightsRefused(f"{found.path}: {head} differs from {embedding}, which it is tied to", head)
+    except OSError as exc:
+        raise WeightsRefused(f"{found.path}: it cannot be read: {exc}") from exc
+
+
+def _digest(tensor: StoredTensor) -> tuple[int, str]:
+    """Return a checksum of its bytes, and its dtype."""
+    checksum, left = 0, tensor.type.size_bytes
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        while left and (chunk := file.read(min(CHUNK_BYTES, left))):
+            checksum = zlib.crc32(chunk, checksum)
+            left -= len(chunk)
+    return checksum, tensor.type.dtype

@@ -1,0 +1,116 @@
+"""The trainer's side of new weights: what the engines serve, found here; folders checked; state dicts written."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import urlsplit
+
+import trio
+
+from prorl_trio.client.weights.check import check_folder
+from prorl_trio.client.weights.errors import WeightsRefused
+from prorl_trio.client.weights.model_folder import ModelFolder
+from prorl_trio.client.weights.store import SHARED_MEMORY
+from prorl_trio.client.weights.write import write_model
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from prorl_trio.client.weights.check import WeightCheck
+    from prorl_trio.client.weights.store import WeightStores
+    from prorl_trio.client.weights.tensors import StateDict
+    from prorl_trio.types.backends import UpdatedBackend
+
+__all__ = ["StagedWeights", "check_weights", "stage_weights"]
+
+MAX_MODELS: Final = 16
+"""Limit of the different models that one pool's engines may serve."""
+
+
+class StagedWeights(NamedTuple):
+    """An empty folder for weights, and the models that they must be of: the first is the one that is copied from."""
+
+    path: Path
+    bases: tuple[ModelFolder, ...]
+    check: WeightCheck
+
+    def write(self, state: StateDict) -> None:
+        """Write `state` into the folder. Blocks. See `write_model` for errors."""
+        try:
+            write_model(state, self.path, self.bases[0], self.check)
+            if self.bases[1:] and self.check != "none":
+                check_folder(self.path, self.bases[1:], "headers")
+        except OSError as exc:
+            raise WeightsRefused(f"{self.path}: the weights cannot be written there: {exc.strerror}") from exc
+
+
+async def check_weights(
+    folder: str | os.PathLike[str],
+    backends: Sequence[UpdatedBackend],
+    base: str | os.PathLike[str] | None,
+    check: WeightCheck,
+) -> Path:
+    """Check the weights in `folder`, and return its absolute path: engines have other working directories.
+
+    See `PolicyUpdate.load_folder` for arguments and errors. Works in a thread.
+    """
+
+    def run() -> Path:
+        path = Path(folder).absolute()
+        if check != "none":
+            check_folder(path, _bases(backends, base), check)
+        return path
+
+    return await trio.to_thread.run_sync(run)
+
+
+async def stage_weights(
+    stores: WeightStores,
+    parent: str | os.PathLike[str] | None,
+    backends: Sequence[UpdatedBackend],
+    base: str | os.PathLike[str] | None,
+    check: WeightCheck,
+) -> StagedWeights:
+    """Make a folder for weights, in a worker thread. See `PolicyUpdate.load_state_dict` for arguments and errors."""
+
+    def run() -> StagedWeights:
+        bases = _bases(backends, base)
+        if not bases:
+            known = ", ".join(sorted({each.model_folder or "unknown" for each in backends})) or "there is no engine"
+            raise WeightsRefused(
+                f"the engines' own model is not visible from here ({known}), and configuration and tokenizer are "
+                "copied from it: name a folder that has it with base=..."
+            )
+        elsewhere = [each.url for each in backends if not is_this_host(urlsplit(each.url).hostname or "")]
+        if parent is None and elsewhere:
+            raise WeightsRefused(
+                f"{', '.join(elsewhere)}: not on this host, so it does not see its {SHARED_MEMORY}: name a folder "
+                "that all engines see with folder=..."
+            )
+        where = SHARED_MEMORY if parent is None else Path(parent).absolute()
+        return StagedWeights(stores.new_folder(where), bases, check)
+
+    return await trio.to_thread.run_sync(run)
+
+
+def is_this_host(host: str) -> bool:
+    """Return whether a name or address is this host's own. Blocks for the time of a name's resolution."""
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _bases(backends: Sequence[UpdatedBackend], base: str | os.PathLike[str] | None) -> tuple[ModelFolder, ...]:
+    """Return the models that the engines serve, as far as their folders are visible here; or the one in `base`."""
+    if base is not None:
+        return (ModelFolder.read(Path(base).absolute()),)
+    folders = dict.fromkeys(Path(each.model_folder) for each in backends if each.model_folder)
+    here = [folder for folder in folders if folder.is_absolute() and any(folder.glob("*.safetensors"))]
+    return tuple(ModelFolder.read(folder) for folder in here[:MAX_MODELS])
