@@ -14,7 +14,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
 
 .NOTPARALLEL:
-.PHONY: help setup setup-dev engine lock apptainer apptainer-if-possible demo doctor check test e2e soak format clean clean-cache
+.PHONY: help setup setup-dev engine trainers lock apptainer apptainer-if-possible demo doctor check test e2e soak format clean clean-cache
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ setup-dev: python ## only .venv: enough for `make check` and the quick tests
 
 engine: python ## only the inference engine and the model, in the cache folder (about 4 GB)
 	@$(PYTHON) -m launch.setup engine --engine $(ENGINE)
+
+trainers: python ## the trainers' own environments, for tests and `make learn`, in the cache folder (about 1.3 GB)
+	@$(PYTHON) -m launch.setup train --engine $(ENGINE)
 
 lock: python ## resolve what set-up installs again: writes launch/locks/*.txt
 	@$(PYTHON) -m launch.relock
@@ -76,10 +79,10 @@ define pytest
 	exit $$code
 endef
 
-test: setup apptainer-if-possible check ## check, then the whole suite but for the slow marks
+test: setup trainers apptainer-if-possible check ## check, then the whole suite but for the slow marks
 	$(call pytest,not slow and not soak)
 
-e2e: setup apptainer-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
+e2e: setup trainers apptainer-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
 	$(call pytest,slow and not soak)
 
 soak: setup apptainer-if-possible ## a thousand sandboxes in a row, thousands of jobs under kill -9 (hours)
@@ -89,6 +92,6 @@ clean: ## remove what was made in the checkout
 	rm -rf .venv build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-clean-cache: python ## remove what was made in the cache folder: engine environments, the model, tokenizers, peers, images, logs
+clean-cache: python ## remove what was made in the cache folder: engine and trainer environments, the model, tokenizers, peers, images, logs
 	cd "$$($(PYTHON) -c 'from launch.paths import cache_dir; print(cache_dir())')" && \
-		rm -rf engine-* models tokenizers peers apptainer host-pythons runtimes images test-images test-tools lock-tools logs
+		rm -rf engine-* train-* models tokenizers peers apptainer host-pythons runtimes images test-images test-tools lock-tools logs

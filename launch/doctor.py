@@ -17,7 +17,7 @@ import msgspec
 import trio
 
 from launch import model, paths, venv
-from launch.engine_env import engine_key
+from launch.environments import engine_environment
 from launch.userns import user_namespace_problem
 from prorl_trio.sandbox.limits.cgroup import find_site
 from prorl_trio.sandbox.limits.pid_limit import pid_limit_problem
@@ -28,7 +28,7 @@ from prorl_trio.sandbox.runtime.bundle import bundle_path
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from launch.engine_env import EngineKind
+    from launch.environments import EngineKind
     from prorl_trio.sandbox.provider import ProviderReport
 
 __all__ = ["Check", "Report", "examine"]
@@ -166,7 +166,7 @@ def _has_range(table: Path, user: str) -> bool:
 
 def _engine(kind: EngineKind) -> Check:
     folder = paths.engine_dir(kind)
-    if venv.is_complete(folder, engine_key(kind, paths.checkout_dir())):
+    if venv.is_complete(folder, engine_environment(kind).key(paths.checkout_dir())):
         return Check(name="engine", state="ok", detail=f"{kind}: {folder}")
     return Check(name="engine", state="missing", detail=f"no {kind} engine in {folder}", remedy="make engine")
 

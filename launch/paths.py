@@ -5,10 +5,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from launch.engine_env import EngineKind, engine_key
+from launch.environments import EngineKind, Environment, TrainerKind, engine_environment, trainer_environment
 from prorl_trio.sandbox.cache import cache_dir
 
-__all__ = ["MODEL_NAME", "cache_dir", "checkout_dir", "default_engine", "engine_dir", "engine_python", "model_dir"]
+__all__ = [
+    "MODEL_NAME",
+    "cache_dir",
+    "checkout_dir",
+    "default_engine",
+    "engine_dir",
+    "engine_python",
+    "environment_dir",
+    "model_dir",
+    "trainer_python",
+]
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 
@@ -23,14 +33,27 @@ def default_engine() -> EngineKind:
     return "gpu" if os.environ.get("PRORL_ENGINE") == "gpu" else "cpu"
 
 
+def environment_dir(environment: Environment) -> Path:
+    """The folder of one of `ENVIRONMENTS`. Another set of pins, or another Python, is another folder."""
+    return cache_dir() / f"{environment.lock.partition('-')[0]}-{environment.key(checkout_dir())}"
+
+
 def engine_dir(kind: EngineKind | None = None) -> Path:
-    """The virtual environment of the inference engine. Another set of pins, or another Python, is another folder."""
-    return cache_dir() / f"engine-{engine_key(kind or default_engine(), checkout_dir())}"
+    """The virtual environment of the inference engine."""
+    return environment_dir(engine_environment(kind or default_engine()))
 
 
 def engine_python(kind: EngineKind | None = None) -> Path:
     """The interpreter that starts vLLM. It exists once `make engine` has run."""
     return engine_dir(kind) / "bin" / "python"
+
+
+def trainer_python(trainer: TrainerKind, kind: EngineKind | None = None) -> Path:
+    """The interpreter in which a trainer runs. It exists once `make trainers` has run.
+
+    This project is not installed there: use `python -m` in `checkout_dir()`, or have that on `PYTHONPATH`.
+    """
+    return environment_dir(trainer_environment(trainer, kind or default_engine())) / "bin" / "python"
 
 
 def model_dir() -> Path:

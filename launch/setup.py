@@ -1,7 +1,7 @@
 """`make setup`: everything between a bare Debian or Ubuntu and the first rollout. Standard library only.
 
-Run as `python -m launch.setup [dev] [engine] [--engine cpu|gpu]` in the checkout, by the Python that the environments
-are to have. Each part is a no-op when it is done, and is done again when what it depends on changed.
+Run as `python -m launch.setup [dev] [engine] [train] [--engine cpu|gpu]` in the checkout, by the Python that the
+environments are to have. Each part is a no-op when it is done, and is done again when what it depends on changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import tomllib
 from typing import TYPE_CHECKING, get_args
 
-from launch import engine_env, model, paths, venv
+from launch import environments, model, paths, venv
 from launch.locks import lock_path, locked_pip
 from launch.progress import SetupError, run_step, say
 from launch.userns import user_namespace_problem
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["main", "setup_dev", "setup_engine", "setup_model", "setup_runtime"]
+__all__ = ["main", "setup_dev", "setup_environment", "setup_model", "setup_runtime"]
 
 _RECIPE = 2
-_ENGINE_DISK_BYTES = 6_000_000_000
-"""An installed CPU engine takes 3.6 GB, its wheels on the way there, and the model 0.3 GB."""
+_PARTS = ("dev", "engine", *get_args(environments.TrainerKind))
 
 _COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
 """On all cores. Sandboxes see these modules read-only, so none of them could keep what it compiled."""
@@ -49,7 +48,7 @@ def setup_dev(checkout: Path) -> None:
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     editable = ["--no-deps", "--no-build-isolation", "--no-index", "--editable", str(checkout)]
     steps = [
-        ("what the project and its tools need", locked_pip("dev", engine_env.dev_requirements(checkout))),
+        ("what the project and its tools need", locked_pip("dev", environments.dev_requirements(checkout))),
         ("compiling", ["-c", _COMPILE]),
         ("the project", ["-m", "pip", "install", *editable]),
     ]
@@ -70,24 +69,26 @@ def setup_runtime(checkout: Path) -> None:
         say(f"WARNING: sandboxes can have the image `host` only.\n{error}")
 
 
-def setup_engine(kind: engine_env.EngineKind, checkout: Path) -> None:
-    """Make the engine's own environment in the cache folder. About 3 minutes and 4 GB with fast downloads."""
-    folder = paths.engine_dir(kind)
-    key = engine_env.engine_key(kind, checkout)
+def setup_environment(environment: environments.Environment, checkout: Path) -> None:
+    """Make an environment in the cache folder. Says first what time, with fast downloads, and what space it takes."""
+    folder = paths.environment_dir(environment)
+    key = environment.key(checkout)
     if venv.is_complete(folder, key):
         return
     paths.cache_dir().mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(paths.cache_dir()).free
-    if free < _ENGINE_DISK_BYTES:
+    need = f"{environment.disk_bytes / 1e9:.0f} GB"
+    if free < environment.disk_bytes:
         raise SetupError(
-            f"the engine needs {_ENGINE_DISK_BYTES / 1e9:.0f} GB free in {paths.cache_dir()}, "
+            f"{environment.lock} needs {need} free in {paths.cache_dir()}, "
             f"which has {free / 1e9:.1f} GB; set PRORL_CACHE_DIR to a folder on a larger disk"
         )
-    hint = f"{_TORCH_HINT}\n{_OFFLINE_HINT}" if kind == "cpu" else _OFFLINE_HINT
-    venv.install(folder, key, engine_env.install_steps(kind, checkout), log_file=_log_file(f"engine-{kind}"), hint=hint)
+    say(f"{environment.lock}: about {environment.minutes:g} minutes and up to {need} in {folder}")
+    hint = f"{_TORCH_HINT}\n{_OFFLINE_HINT}" if environment.torch_cpu else _OFFLINE_HINT
+    venv.install(folder, key, environment.install_steps(checkout), log_file=_log_file(environment.lock), hint=hint)
 
 
-def setup_model(kind: engine_env.EngineKind) -> None:
+def setup_model(kind: environments.EngineKind) -> None:
     """Convert the default policy with the engine's torch and transformers. About 20 s."""
     folder = paths.model_dir()
     if model.is_converted(folder):
@@ -104,11 +105,11 @@ def setup_model(kind: engine_env.EngineKind) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts asked for. Exit code 0 when all are complete, 1 with a message otherwise, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m launch.setup", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="dev|engine", help="what to set up (default: both)")
-    parser.add_argument("--engine", choices=get_args(engine_env.EngineKind), default=paths.default_engine())
+    parser.add_argument("parts", nargs="*", metavar="|".join(_PARTS), help="what to set up (default: dev engine)")
+    parser.add_argument("--engine", choices=get_args(environments.EngineKind), default=paths.default_engine())
     options = parser.parse_args(argv)
     parts = options.parts or ["dev", "engine"]
-    if unknown := set(parts) - {"dev", "engine"}:
+    if unknown := set(parts) - set(_PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
     started = time.monotonic()
     checkout = paths.checkout_dir()
@@ -117,8 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             setup_dev(checkout)
             setup_runtime(checkout)
         if "engine" in parts:
-            setup_engine(options.engine, checkout)
+            setup_environment(environments.engine_environment(options.engine), checkout)
             setup_model(options.engine)
+        for trainer in get_args(environments.TrainerKind):
+            if trainer in parts:
+                setup_environment(environments.trainer_environment(trainer, options.engine), checkout)
     except SetupError as error:
         say(f"ERROR\n{error}")
         return 1

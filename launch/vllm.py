@@ -20,7 +20,7 @@ from prorl_trio.types.errors import BackendError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from launch.engine_env import EngineKind
+    from launch.environments import EngineKind
 
 __all__ = ["VllmProcess", "default_dtype", "open_vllm", "vllm_env"]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WHEELS_ONLY", "LockName", "lock_path", "locked_pip", "requirements_key", "serves"]
 
-LockName = Literal["dev", "engine-cpu", "engine-gpu", "model"]
+LockName = Literal["dev", "engine-cpu", "engine-gpu", "model", "train-cpu", "train-gpu"]
 
 WHEELS_ONLY = ("--only-binary", ":all:")
 """Nothing is compiled: what has no wheel for this machine is an error of pip's, said at once."""
@@ -35,8 +35,12 @@ def lock_path(name: LockName) -> Path:
 
 
 def requirements_key(requirements: Sequence[str]) -> str:
-    """Equal for the same requirements in any order: what a lock was made for, as its header has it."""
-    return hashlib.sha256("\n".join(sorted(requirements)).encode()).hexdigest()[:16]
+    """Equal for the same requirements in any order: what a lock was made for, as its header has it.
+
+    Bounds of one package count in any order as well, since a wheel's metadata sorts them.
+    """
+    lines = sorted(name + ",".join(sorted(bounds.split(","))) for name, bounds in map(_split, requirements))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def serves(lock: str, version: tuple[int, int], machine: tuple[str, str]) -> bool:
@@ -66,6 +70,12 @@ def locked_pip(name: LockName, requirements: Sequence[str]) -> list[str]:
     if _header(lock, "requirements") != requirements_key(requirements):
         raise SetupError(f"{lock_path(name)} was made for other requirements than there are now; run: make lock")
     return [*pip, "--no-deps", "--require-hashes", "--requirement", str(lock_path(name))]
+
+
+def _split(requirement: str) -> tuple[str, str]:
+    name = re.match(r"[\w.-]+(\[[^]]*\])?", requirement)
+    end = name.end() if name else 0
+    return requirement[:end], requirement[end:]
 
 
 def _header(lock: str, field: str) -> str:

@@ -1,5 +1,7 @@
 """Make the locks again from `pyproject.toml` and what the package index has today: `make lock`.
 
+`python -m launch.relock NAME ...` makes those alone, and leaves the versions of the others as they are.
+
 What does it has an environment of its own in the cache folder. uv asks the index that its settings name (`UV_*`, by
 default PyPI). Standard library only.
 """
@@ -26,7 +28,7 @@ def main() -> int:
     except SetupError as error:
         say(f"ERROR\n{error}")
         return 1
-    argv = [str(folder / "bin" / "python"), "-m", "launch.relock.resolve", str(folder / "bin" / "uv")]
+    argv = [str(folder / "bin" / "python"), "-m", "launch.relock.resolve", str(folder / "bin" / "uv"), *sys.argv[1:]]
     return subprocess.run(argv, cwd=paths.checkout_dir(), check=False).returncode
 
 

@@ -12,17 +12,21 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from packaging.markers import Marker
 from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
 
-from launch import engine_env, paths
+from launch import environments, paths
 from launch.locks import LockName, lock_path, requirements_key
 from launch.progress import SetupError, say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 PYTHONS: Final = ((3, 11), (3, 12), (3, 13), (3, 14))
 NEWEST_GLIBC: Final = 35
@@ -48,32 +52,47 @@ override-dependencies = {left_out}
 
 
 def main() -> int:
-    """Write every lock. Exit code 1 with a message if one cannot be made; those before it are written then."""
-    checkout = paths.checkout_dir()
-    wanted: dict[LockName, list[str]] = {
-        "dev": engine_env.dev_requirements(checkout),
-        "engine-cpu": engine_env.requirements("cpu", checkout),
-        "engine-gpu": engine_env.requirements("gpu", checkout),
-        "model": [engine_env.MODEL_FILE],
-    }
+    """Write the locks named on the command line, or every one. Exit code 1 with a message if one cannot be made.
+
+    Those before it are written then.
+    """
+    uv, names = Path(sys.argv[1]), sys.argv[2:]
+    makers = _makers(uv, paths.checkout_dir())
+    if unknown := set(names) - set(makers):
+        say(f"ERROR\nno such lock: {', '.join(sorted(unknown))}; there are {', '.join(makers)}")
+        return 1
     try:
-        for name, requirements in wanted.items():
-            lock = _resolve(Path(sys.argv[1]), name, requirements)
-            lock_path(name).write_text(lock)
-            say(f"{lock_path(name)}: {lock.count('==')} packages")
+        for name, make in makers.items():
+            if name in (names or makers):
+                lock = make()
+                lock_path(name).write_text(lock)
+                say(f"{lock_path(name)}: {lock.count('==')} packages")
     except SetupError as error:
         say(f"ERROR\n{error}")
         return 1
     return 0
 
 
-def _resolve(uv: Path, name: LockName, requirements: list[str]) -> str:
-    left_out = engine_env.UNLOCKED_CPU if name == "engine-cpu" else ()
-    needed = [*requirements, *(engine_env.TORCH_NEEDS if name == "engine-cpu" else ())]
+def _makers(uv: Path, checkout: Path) -> dict[LockName, Callable[[], str]]:
+    makers: dict[LockName, Callable[[], str]] = {
+        "dev": partial(_resolve, uv, "dev", environments.dev_requirements(checkout)),
+        "model": partial(_resolve, uv, "model", [environments.MODEL_FILE]),
+    }
+    for environment in environments.ENVIRONMENTS:
+        needs = environments.TORCH_NEEDS if environment.torch_cpu else ()
+        wanted = environment.wanted(checkout)
+        makers[environment.lock] = partial(_resolve, uv, environment.lock, wanted, needs, environment.unlocked)
+    return makers
+
+
+def _resolve(
+    uv: Path, name: LockName, requirements: list[str], besides: Sequence[str] = (), left_out: Sequence[str] = ()
+) -> str:
+    """Return the lock of `requirements`; it has what `besides` requires as well, and never a package of `left_out`."""
     with tempfile.TemporaryDirectory() as folder:
         project, answer = Path(folder, "pyproject.toml"), Path(folder, "pylock.toml")
         never = [f"{package}; python_version < '3'" for package in left_out]
-        fields = {"requirements": needed, "environment": _ENVIRONMENT, "left_out": never}
+        fields = {"requirements": [*requirements, *besides], "environment": _ENVIRONMENT, "left_out": never}
         project.write_text(_PROJECT.format_map({name: json.dumps(value) for name, value in fields.items()}))
         argv = [str(uv), "pip", "compile", "--quiet", "--universal", "--only-binary", ":all:"]
         argv += ["--format", "pylock.toml", "--output-file", str(answer), str(project)]

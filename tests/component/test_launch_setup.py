@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launch import venv
+from launch import paths, venv
+from launch.environments import trainer_environment
 from launch.paths import checkout_dir
 from launch.progress import SetupError, run_step
+from launch.setup import setup_environment
 from launch.userns import user_namespace_problem
 from support.skips import because
 
@@ -132,6 +135,20 @@ def test_without_the_venv_module_the_package_to_install_is_named(tmp_path, monke
         install(tmp_path / "env", "first")
 
 
+def test_the_space_and_the_time_are_said_first_and_too_little_space_is_an_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(venv, "install", lambda *_args, **_named: None)
+    environment = trainer_environment("train", "cpu")
+    setup_environment(environment, checkout_dir())
+    assert "train-cpu: about 2 minutes and up to 3 GB in " in capsys.readouterr().out
+    with pytest.raises(SetupError, match=r"train-cpu needs 9000 GB free .* set PRORL_CACHE_DIR"):
+        setup_environment(replace(environment, disk_bytes=9_000_000_000_000), checkout_dir())
+    (paths.environment_dir(environment)).mkdir()
+    (paths.environment_dir(environment) / ".complete").write_text(environment.key(checkout_dir()))
+    setup_environment(environment, checkout_dir())
+    assert capsys.readouterr().out == ""
+
+
 # ---------------------------------------------------------------- steps
 
 
@@ -217,7 +234,7 @@ def make(*arguments: str, path: str | None = None) -> subprocess.CompletedProces
 def test_make_alone_lists_the_targets():
     done = make()
     assert done.returncode == 0
-    for target in ("setup", "demo", "test", "check", "e2e", "apptainer", "doctor", "clean"):
+    for target in ("setup", "trainers", "demo", "test", "check", "e2e", "apptainer", "doctor", "clean"):
         assert f"make {target} " in done.stdout
 
 

