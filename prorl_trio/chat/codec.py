@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from tokenizers import Tokenizer
 
+from prorl_trio.chat.vocabulary import vocabulary_digest
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,12 +74,14 @@ class TokenCodec:
 
     Attributes:
         vocab_size: every id the tokenizer knows is below it. The model's embedding may have more rows.
+        vocabulary: the digest of its ids; see `vocabulary_digest`.
         added_ids: the ids of all added tokens, by their text.
         look_alikes: the added tokens that are broken up in text from outside.
         control_pattern: matches the tokens that structure a dialogue, in rendered text.
     """
 
     vocab_size: int
+    vocabulary: str
     added_ids: dict[str, int]
     look_alikes: list[str]
     control_pattern: re.Pattern[str]
@@ -104,7 +107,9 @@ class TokenCodec:
         self._control_ids = {t.id for t in spec.added_tokens if t.is_structural and t.content not in markup}
         breakable = [t for t in spec.added_tokens if t.content and not t.is_text]
         self._full, self._plain = _tokenizers(tokenizer_json, frozenset(t.content for t in breakable), origin)
-        self.vocab_size = max(self._full.get_vocab(with_added_tokens=True).values()) + 1
+        ids = self._full.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values()) + 1
+        self.vocabulary = vocabulary_digest(ids)
         self._look_alike = _break_pattern(t.content for t in breakable)
         self.look_alikes = [t.content for t in breakable]
         control = [t.content for t in breakable if t.id in self._control_ids]

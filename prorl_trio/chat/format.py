@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 from prorl_trio.chat.codec import TokenCodec
 from prorl_trio.chat.families.family import Family, choose_family
 from prorl_trio.chat.families.syntax import HERMES
@@ -17,6 +19,7 @@ from prorl_trio.chat.probe import probe
 from prorl_trio.chat.template import Capabilities, ChatTemplate, call_id, parameter_schemas
 from prorl_trio.chat.tool_calls import SpokenTurn, parse_turn
 from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -132,6 +135,16 @@ class ChatFormat:
     def vocab_size(self) -> int:
         """Every id the tokenizer knows is below it. The model's embedding may have more rows."""
         return self.codec.vocab_size
+
+    def facts(self) -> dict[str, object]:
+        """Return the fields of `ModelFacts`, for trainers."""
+        facts = ModelFacts(
+            vocabulary=self.codec.vocabulary,
+            vocab_size=self.vocab_size,
+            sampleable=self.sampleable,
+            end_of_turn_ids=self.stop_token_ids,
+        )
+        return msgspec.structs.asdict(facts)
 
     def closes_alike(self, sampled_id: int, closing_id: int) -> bool:
         """Return whether a turn that ends with `sampled_id` needs no `closing_id` of the template's any more."""

@@ -68,6 +68,7 @@ class Node:
         self.fates = pipeline.fates
         self._started_s = trio.current_time()
         self._parts: dict[str, Callable[[], object]] = {
+            "model": lambda: resources.chat_format.facts(),
             "pipeline": pipeline.statistics,
             "jobs": self.live_jobs,
             "backends": backends.statistics,

@@ -1,0 +1,24 @@
+"""The facts of its model that a node tells trainers: `status()["model"]`."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["ModelFacts"]
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The model whose tokenizer and chat template a node works with.
+
+    Attributes:
+        vocabulary: a digest of the ids that tokens have; equal ones mean the same ids. See `vocabulary_digest`.
+        vocab_size: every id that the tokenizer knows is below it.
+        sampleable: every id that can be sampled is below it: the tokenizer's, and the rows of the embedding; None where
+            the node's folder has no `config.json`.
+        end_of_turn_ids: ids that end a turn when they are sampled, sorted.
+    """
+
+    vocabulary: str
+    vocab_size: int
+    sampleable: int | None
+    end_of_turn_ids: list[int]
