@@ -1,0 +1,24 @@
+"""Dynamic sampling of groups (DAPO): which rollouts to submit, which groups to train on, what became of each."""
+
+from __future__ import annotations
+
+from prorl_trio.client.sampling.batch import Batch, BatchStatistics, Group, ManifestLine
+from prorl_trio.client.sampling.blocking import BlockingGroups
+from prorl_trio.client.sampling.errors import NothingToLearn, RolloutsFail
+from prorl_trio.client.sampling.groups import Groups, open_groups, reached_one
+from prorl_trio.client.sampling.rules import GroupRules, JobTemplate
+
+__all__ = [
+    "Batch",
+    "BatchStatistics",
+    "BlockingGroups",
+    "Group",
+    "GroupRules",
+    "Groups",
+    "JobTemplate",
+    "ManifestLine",
+    "NothingToLearn",
+    "RolloutsFail",
+    "open_groups",
+    "reached_one",
+]
