@@ -46,13 +46,15 @@ class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """`TaskInstance.payload` of a mathematical problem.
 
     `answer` is the gold answer alone (`18`, `\\frac{1}{2}`), not a worked solution, or a list of such that are all
-    right. `system_prompt` and `instruction` (what follows the question in the user's message) replace ours.
+    right. `system_prompt` and `instruction` (what follows the question in the user's message) replace ours. Without
+    `describe_tools` the prompt does not list the tools: for a policy that was trained to write ```python blocks.
     """
 
     question: str
     answer: str | list[str]
     system_prompt: str = SYSTEM_PROMPT
     instruction: str = INSTRUCTION
+    describe_tools: bool = True
 
     def __post_init__(self) -> None:
         if not self.question.strip():
@@ -109,6 +111,7 @@ class MathHandler(AgentHandler):
         tools = ToolSet(
             [IpythonTool(), FinishTool()],
             max_observation_chars=context.resources.config.agent.max_observation_chars,
+            described=payload.describe_tools,
         )
         await run_agent(context, messages, tools, _MathStyle())
 

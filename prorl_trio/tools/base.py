@@ -72,11 +72,18 @@ class Tool(abc.ABC):
 
 
 class ToolSet:
-    """The tools of one agent, by name, with one limit on how long a result may be."""
+    """The tools of one agent, by name, with one limit on how long a result may be.
 
-    def __init__(self, tools: Sequence[Tool], *, max_observation_chars: int) -> None:
+    Args:
+        tools: each with a name of its own.
+        max_observation_chars: of what the policy sees of a call.
+        described: whether the policy is told of them; False for one that was trained to call them without.
+    """
+
+    def __init__(self, tools: Sequence[Tool], *, max_observation_chars: int, described: bool = True) -> None:
         self._tools = {tool.name: tool for tool in tools}
         self._max_observation_chars = max_observation_chars
+        self._described = described
 
     @property
     def names(self) -> frozenset[str]:
@@ -84,8 +91,8 @@ class ToolSet:
         return frozenset(self._tools)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the schemas that the chat template shows to the policy, in the order of the tools."""
-        return [tool.schema() for tool in self._tools.values()]
+        """Return the schemas that the chat template shows to the policy, in the order of the tools, if any."""
+        return [tool.schema() for tool in self._tools.values()] if self._described else []
 
     async def call(self, call: ToolCall, sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
         """Carry out one call of the policy.

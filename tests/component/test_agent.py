@@ -14,7 +14,7 @@ from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.tools import FinishTool, ToolSet
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded, TokenDrift
-from prorl_trio.types.models import ChatMessage, SamplingParams, ToolResult
+from prorl_trio.types.models import ChatMessage, SamplingParams, TaskInstance, ToolResult
 
 
 def call(code):
@@ -122,6 +122,17 @@ async def test_a_fenced_block_is_run_where_a_small_model_forgets_the_call(rig):
         context = await rollout(rig, "Let me see.\n```python\nprint(6*7)\n```\n", r"\boxed{42}")
     assert context.turns[0].observations == ["42"]
     assert context.turns[0].tool_calls[0].name == "ipython"
+
+
+async def test_tools_that_are_not_described_cost_no_tokens_and_work_all_the_same(rig):
+    payload = {**rig.spec().instance.payload, "system_prompt": "Use Python.", "describe_tools": False}
+    instance = TaskInstance(instance_id="q", handler="math", payload=payload)
+    async with rig.open():
+        context = await rollout(rig, "```python\nprint(6*7)\n```", r"\boxed{42}", instance=instance)
+        first_prompt = rig.tiny.decode(rig.engine.requests[-2].prompt)
+    assert first_prompt.startswith("<|im_start|>system\nUse Python.<|im_end|>")
+    assert (context.turns[0].observations, context.answer) == (["42"], "42")
+    assert context.trajectory().tools == []
 
 
 async def test_one_nudge_then_the_loop_ends(rig):

@@ -1,0 +1,305 @@
+"""Sums and short word problems: generated, seeded, in twelve families, for models that are tiny or learn.
+
+The problems to train on and those held out share no wording, no name, no thing and no number: a policy that solves
+held-out ones has learned to read such problems, not these.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+import msgspec
+
+from prorl_trio.types.models import TaskInstance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "FAMILIES",
+    "NAMES",
+    "THINGS",
+    "Family",
+    "Split",
+    "WordProblem",
+    "held_out_number",
+    "word_problem",
+    "word_problems",
+]
+
+Split = Literal["train", "held_out"]
+
+
+class Family(NamedTuple):
+    """A kind of problem.
+
+    Attributes:
+        name: of the family.
+        expression: Python over the numbers of a problem; its value is the answer.
+        solve: the answer; None for numbers that make no problem of the family.
+        ranges: what each number of a problem is drawn from.
+        train: wordings of the problems that are trained on. {n} and {m} are names, {t} things.
+        held_out: wordings of the others.
+    """
+
+    name: str
+    expression: str
+    solve: Callable[..., int | None]
+    ranges: dict[str, range]
+    train: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+
+class WordProblem(msgspec.Struct, frozen=True, kw_only=True):
+    """A problem and its answer. `program` is a line of Python that prints the answer."""
+
+    problem_id: str
+    family: str
+    question: str
+    answer: int
+    program: str
+
+    def instance(self, **payload: object) -> TaskInstance:
+        """Return it as an instance for the handler `math`; `payload` has more fields of `MathPayload`."""
+        return TaskInstance(
+            instance_id=self.problem_id,
+            handler="math",
+            payload={"question": self.question, "answer": str(self.answer), **payload},
+        )
+
+
+_SMALL: Final = range(2, 20)
+_LARGE: Final = range(12, 100)
+
+FAMILIES: Final = (
+    Family(
+        "sum",
+        "{a} + {b}",
+        lambda a, b: a + b,
+        {"a": _LARGE, "b": _LARGE},
+        ("What is {a} + {b}?", "Compute {a} + {b}.", "Add {a} and {b}.", "{a} plus {b} is what?"),
+        ("Calculate {a} + {b}.", "How much is {a} plus {b}?", "Find the sum of {a} and {b}."),
+    ),
+    Family(
+        "difference",
+        "{a} - {b}",
+        lambda a, b: a - b if a > b else None,
+        {"a": _LARGE, "b": _LARGE},
+        ("What is {a} - {b}?", "Compute {a} - {b}.", "Subtract {b} from {a}.", "{a} minus {b} is what?"),
+        ("Calculate {a} - {b}.", "How much is {a} minus {b}?", "Take {b} away from {a}."),
+    ),
+    Family(
+        "product",
+        "{a} * {b}",
+        lambda a, b: a * b,
+        {"a": _LARGE, "b": _SMALL},
+        ("What is {a} * {b}?", "Compute {a} * {b}.", "Multiply {a} by {b}.", "{a} times {b} is what?"),
+        ("Calculate {a} * {b}.", "How much is {a} times {b}?", "Find the product of {a} and {b}."),
+    ),
+    Family(
+        "gain",
+        "{a} + {b}",
+        lambda a, b: a + b,
+        {"a": _LARGE, "b": _LARGE},
+        (
+            "{n} has {a} {t} and buys {b} more. How many {t} does {n} have?",
+            "There are {a} {t} in a box. {n} puts in {b} more. How many are there now?",
+            "{n} has {a} {t}. {m} gives {n} {b} more. How many {t} does {n} have now?",
+            "{n} has {a} {t} and {m} has {b}. How many {t} do they have together?",
+            "{n} picked {a} {t} in the morning and {b} in the evening. How many {t} is that in all?",
+        ),
+        (
+            "{n} owns {a} {t} and finds another {b}. How many {t} does {n} own now?",
+            "A shelf holds {a} {t}. {n} adds {b}. What is the number of {t} on the shelf?",
+            "{n} got {a} {t} on Monday and {b} {t} on Tuesday. How many {t} altogether?",
+        ),
+    ),
+    Family(
+        "loss",
+        "{a} - {b}",
+        lambda a, b: a - b if a > b else None,
+        {"a": _LARGE, "b": _LARGE},
+        (
+            "{n} has {a} {t} and gives {b} to {m}. How many {t} are left?",
+            "There are {a} {t} in a box. {n} takes out {b}. How many are there now?",
+            "{n} had {a} {t} and lost {b} of them. How many {t} does {n} have now?",
+            "{n} bakes {a} pies and sells {b}. How many pies are not sold?",
+            "Of {a} {t}, {b} are broken. How many {t} are not broken?",
+        ),
+        (
+            "{n} owns {a} {t} and hands {b} of them to {m}. How many {t} remain?",
+            "A shelf holds {a} {t}. {n} removes {b}. What is the number of {t} on the shelf?",
+            "{n} collected {a} {t}, but {b} were stolen. How many {t} does {n} still have?",
+        ),
+    ),
+    Family(
+        "boxes",
+        "{a} * {b}",
+        lambda a, b: a * b,
+        {"a": _SMALL, "b": _LARGE},
+        (
+            "There are {a} boxes with {b} {t} in each. How many {t} are there?",
+            "{n} buys {a} bags. Each bag has {b} {t}. How many {t} does {n} have?",
+            "{n} reads {b} pages each day. How many pages does {n} read in {a} days?",
+            "A room has {a} rows of {b} chairs. How many chairs are in the room?",
+            "One ticket costs {b} dollars. How many dollars do {a} tickets cost?",
+        ),
+        (
+            "{n} fills {a} jars. Every jar holds {b} {t}. How many {t} are that?",
+            "{n} runs {b} miles every week. How many miles does {n} run in {a} weeks?",
+            "A hall has {a} tables, and {b} guests sit at each. How many guests are in the hall?",
+        ),
+    ),
+    Family(
+        "share",
+        "{a} // {b}",
+        lambda a, b: a // b if a % b == 0 and a > b else None,
+        {"a": _LARGE, "b": _SMALL},
+        (
+            "{b} children share {a} {t} equally. How many {t} does each child get?",
+            "{n} puts {a} {t} into {b} boxes, the same number in each. How many {t} are in each box?",
+            "{n} divides {a} {t} among {b} friends. How many {t} does each friend get?",
+            "{a} {t} are packed in bags of {b}. How many bags are there?",
+            "{b} tickets cost {a} dollars. How many dollars does one ticket cost?",
+        ),
+        (
+            "{a} {t} are split evenly between {b} players. How many {t} does every player receive?",
+            "{n} fills {b} jars with {a} {t}, equally many in every jar. How many {t} does a jar hold?",
+            "A hall seats {a} guests at tables of {b}. How many tables are in the hall?",
+        ),
+    ),
+    Family(
+        "three",
+        "{a} + {b} + {c}",
+        lambda a, b, c: a + b + c,
+        {"a": _LARGE, "b": _LARGE, "c": _LARGE},
+        (
+            "{n} has {a} red, {b} blue and {c} green {t}. How many {t} does {n} have?",
+            "What is {a} + {b} + {c}?",
+            "There are {a} {t} in one box, {b} in another and {c} in a third. How many {t} are there in all?",
+            "{n} walked {a} steps, then {b} steps, then {c} steps. How many steps is that?",
+        ),
+        (
+            "A shelf holds {a} black, {b} white and {c} yellow {t}. What is the number of {t} on the shelf?",
+            "Calculate {a} + {b} + {c}.",
+            "{n} got {a} {t} on Monday, {b} on Tuesday and {c} on Friday. How many {t} altogether?",
+        ),
+    ),
+    Family(
+        "twice",
+        "2 * {a}",
+        lambda a: 2 * a,
+        {"a": _LARGE},
+        (
+            "{n} has {a} {t}. {m} has twice as many. How many {t} does {m} have?",
+            "What is twice {a}?",
+            "Double the number {a}.",
+            "{n} is {a} years old. {m} is twice as old. How old is {m}?",
+        ),
+        (
+            "{n} owns {a} {t}, and {m} owns double that number. How many {t} does {m} own?",
+            "How much is two times {a}?",
+            "A shelf holds {a} {t}, and a table twice that number. How many {t} are on the table?",
+        ),
+    ),
+    Family(
+        "boxes_and_more",
+        "{a} * {b} + {c}",
+        lambda a, b, c: a * b + c,
+        {"a": _SMALL, "b": _SMALL, "c": _LARGE},
+        (
+            "There are {a} boxes with {b} {t} in each, and {c} more {t}. How many {t} are there?",
+            "{n} has {c} {t} and buys {a} bags of {b} {t}. How many {t} does {n} have now?",
+            "What is {a} * {b} + {c}?",
+            "{n} reads {b} pages a day for {a} days, and then {c} more. How many pages does {n} read?",
+        ),
+        (
+            "{n} fills {a} jars with {b} {t} each and has another {c} {t} on a plate. How many {t} altogether?",
+            "Calculate {a} * {b} + {c}.",
+            "A hall has {a} tables with {b} guests at each, and {c} guests who stand. How many guests are in the hall?",
+        ),
+    ),
+    Family(
+        "change",
+        "{c} - {a} * {b}",
+        lambda a, b, c: c - a * b if c > a * b else None,
+        {"a": _SMALL, "b": _SMALL, "c": _LARGE},
+        (
+            "{n} has {c} dollars and buys {a} books for {b} dollars each. How many dollars are left?",
+            "What is {c} - {a} * {b}?",
+            "There are {c} {t}. {n} takes {b} {t} each day for {a} days. How many {t} are left?",
+            "{n} has {c} {t} and gives {b} to each of {a} friends. How many {t} does {n} have now?",
+        ),
+        (
+            "{n} owns {c} coins and pays {b} coins for each of {a} hats. How many coins remain?",
+            "Calculate {c} - {a} * {b}.",
+            "A shelf holds {c} {t}. {n} removes {a} packs of {b} {t}. What is the number of {t} on the shelf?",
+        ),
+    ),
+    Family(
+        "both_together",
+        "({a} + {b}) * {c}",
+        lambda a, b, c: (a + b) * c,
+        {"a": _SMALL, "b": _SMALL, "c": _SMALL},
+        (
+            "A pen costs {a} dollars and a book {b}. How many dollars do {c} of each cost?",
+            "What is ({a} + {b}) * {c}?",
+            "Each box has {a} red and {b} blue {t}. How many {t} are in {c} boxes?",
+            "{n} makes {a} {t} and {m} makes {b} {t} each day. How many {t} do they make in {c} days?",
+        ),
+        (
+            "Every jar holds {a} black and {b} white {t}. How many {t} do {c} jars hold?",
+            "Calculate ({a} + {b}) * {c}.",
+            "{n} runs {a} miles and swims {b} miles every week. How many miles is that in {c} weeks?",
+        ),
+    ),
+)  # fmt: skip
+
+NAMES: Final[dict[Split, tuple[str, ...]]] = {
+    "train": ("Tom", "Anna", "Ben", "Lucy", "Sam", "Mia", "Paul", "Ella", "Max", "Rose"),
+    "held_out": ("Jack", "Nina", "Leo", "Clara", "Oscar", "Ruth"),
+}
+THINGS: Final[dict[Split, tuple[str, ...]]] = {
+    "train": ("apples", "books", "cards", "stamps", "pencils", "cookies", "shells", "balloons", "eggs", "toys"),
+    "held_out": ("marbles", "plums", "beads", "stickers", "rings", "candles"),
+}
+
+
+def held_out_number(number: int) -> bool:
+    """Return whether problems with this number are held out: every fourth number is."""
+    return number % 4 == 3
+
+
+def word_problem(number: int, *, split: Split = "train", seed: int = 0) -> WordProblem:
+    """Return problem `number` of a split: a pure function.
+
+    The families take turns, so any twelve in a row have each once.
+    """
+    family = FAMILIES[number % len(FAMILIES)]
+    rng = Random(f"{seed}-{split}-{number}")
+    numbers, answer = _numbers(family, split, rng)
+    wording = rng.choice(family.train if split == "train" else family.held_out)
+    first, second = rng.sample(NAMES[split], 2)
+    return WordProblem(
+        problem_id=f"{family.name}-{split}-{seed}-{number}",
+        family=family.name,
+        question=wording.format(n=first, m=second, t=rng.choice(THINGS[split]), **numbers),
+        answer=answer,
+        program=f"print({family.expression.format(**numbers)})",
+    )
+
+
+def word_problems(count: int, *, split: Split = "train", seed: int = 0, start: int = 0) -> list[WordProblem]:
+    """Return `count` problems from number `start` on; multiples of twelve have equally many of each family."""
+    return [word_problem(number, split=split, seed=seed) for number in range(start, start + count)]
+
+
+def _numbers(family: Family, split: Split, rng: Random) -> tuple[dict[str, int], int]:
+    """Draw numbers of the split until they make a problem; return them with its answer."""
+    while True:
+        numbers = {name: rng.choice(values) for name, values in family.ranges.items()}
+        if all(held_out_number(number) == (split == "held_out") for number in numbers.values()):
+            answer = family.solve(**numbers)
+            if answer is not None:
+                return numbers, answer
