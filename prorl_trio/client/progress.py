@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from prorl_trio.client.collect import collect, describe_rejection
 from prorl_trio.client.recording import TRAJECTORIES, RunInfo
-from prorl_trio.client.report import errors, summary_table
+from prorl_trio.client.report import errors, group_table, summary_table
 from prorl_trio.client.terminal import one_line
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ SAID_EVERY_S = 30.0
 
 
 async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *, model: str, tasks: str) -> Summary:
-    """Submit jobs, show a progress bar, record outcomes in `folder`, print the final table; return the summary.
+    """Submit jobs, show a progress bar, record outcomes in `folder`, print the final tables; return the summary.
 
     First prints a warning if no backend takes rollouts, because the jobs will wait then. Without a terminal, prints a
     line every `SAID_EVERY_S` instead of the bar. Raises what `collect` raises, and cancels jobs as it does.
@@ -78,6 +79,8 @@ async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *,
             _say(f"{len(rejected)} of {len(specs)} jobs were rejected; the other {len(specs) - len(rejected)} are run")
 
         summary, outcomes = await collect(client, specs, folder, info, show, reject)
+    if groups := _groups(specs, outcomes):
+        console.print(group_table(groups))
     console.print(summary_table(summary, outcomes))
     for line in errors(outcomes):
         _say(line)
@@ -109,6 +112,15 @@ def page(parts: Sequence[RenderableType], *, pager: bool | None = None) -> None:
 def _lines(text: str) -> int:
     """Return the number of terminal lines that `text` takes, with long lines wrapped."""
     return sum(1 + max(0, len(line) - 1) // console.width for line in text.splitlines())
+
+
+def _groups(specs: Sequence[JobSpec], outcomes: Sequence[Outcome]) -> list[tuple[str, list[Outcome]]]:
+    """Return the outcomes of each group of two rollouts or more, named by its question, in the order of `specs`."""
+    names = {spec.group_id: str(spec.instance.payload.get("question", spec.instance.instance_id)) for spec in specs}
+    groups: dict[str, list[Outcome]] = {group_id: [] for group_id in names}
+    for outcome in sorted(outcomes, key=attrgetter("job_id")):
+        groups[outcome.group_id].append(outcome)
+    return [(names[group_id], group) for group_id, group in groups.items() if len(group) > 1]
 
 
 def _say(problem: str) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "errors",
+    "group_table",
     "outcome_list",
     "render_trajectory",
     "summary_table",
@@ -36,6 +37,8 @@ _LOGPROB_STYLES: Final = ((-0.11, "green"), (-0.7, ""), (-2.3, "yellow"), (-np.i
 """Lowest log-probability of each style: probability 0.9, 0.5, 0.1, and all below."""
 MAX_ERRORS: Final = 3
 MAX_ERROR_CHARS: Final = 400
+MAX_GROUPS: Final = 40
+MAX_NAME_CHARS: Final = 60
 
 
 def summary_table(summary: Summary, outcomes: Sequence[Outcome]) -> Table:
@@ -69,6 +72,41 @@ def summary_table(summary: Summary, outcomes: Sequence[Outcome]) -> Table:
     table.add_row("wall clock", f"{summary.wall_s:.1f} s")
     table.add_row("prefix breaks", str(summary.prefix_breaks), style="red" if summary.prefix_breaks else "")
     return table
+
+
+def group_table(groups: Sequence[tuple[str, Sequence[Outcome]]]) -> Table:
+    """Return a table with a row for each of the first `MAX_GROUPS` named groups: its rewards, their mean and spread.
+
+    A rollout without a reward is a dash and counts in neither; `ended` says how each of the others ended, and why they
+    have none. Groups whose rewards differ are the ones that teach something: they are bold, and counted in the title.
+    """
+    differ = sum(len({outcome.reward for outcome in group} - {None}) > 1 for _, group in groups)
+    title = f"{len(groups)} groups; in {differ} of them rewards differ"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("group", no_wrap=True, max_width=MAX_NAME_CHARS)
+    for column in ("rewards", "mean", "spread"):
+        table.add_column(column, no_wrap=True, justify="right")
+    table.add_column("ended")
+    for name, group in groups[:MAX_GROUPS]:
+        rewards = [outcome.reward for outcome in group if outcome.reward is not None]
+        ends = Counter(_end_of(outcome) for outcome in group)
+        table.add_row(
+            one_line(name),
+            " ".join("-" if outcome.reward is None else f"{outcome.reward:g}" for outcome in group),
+            f"{np.mean(rewards):.2f}" if rewards else "-",
+            f"{np.std(rewards):.2f}" if rewards else "-",
+            one_line(", ".join(f"{count} {end}" for end, count in ends.most_common())),
+            style="bold" if len(set(rewards)) > 1 else "",
+        )
+    if len(groups) > MAX_GROUPS:
+        table.caption = f"{len(groups) - MAX_GROUPS} more groups"
+    return table
+
+
+def _end_of(outcome: Outcome) -> str:
+    if outcome.cause is not None or outcome.trajectory is None:
+        return f"{outcome.status}: {outcome.cause}"
+    return outcome.trajectory.stop_reason
 
 
 def errors(outcomes: Sequence[Outcome]) -> list[str]:

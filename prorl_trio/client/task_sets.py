@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from prorl_trio.client.word_problems import FAMILIES, word_problem
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 
@@ -19,6 +21,9 @@ __all__ = ["TASK_SETS", "load_task_set"]
 
 MAX_BAD_LINES: Final = 5
 """Limit of the bad lines that an error names."""
+SUMS: Final = 100
+EASY_FAMILIES: Final = ("sum", "difference", "product", "gain", "boxes", "twice")
+ASKED_FOR_A_PROGRAM: Final = "Write a Python program for this question, and print the answer:"
 _ANSWER: Final = re.compile(r"####\s*(.+?)\s*$")
 
 
@@ -50,7 +55,27 @@ def load_gsm8k() -> list[TaskInstance]:
     return instances
 
 
-TASK_SETS: Final[dict[str, Callable[[], list[TaskInstance]]]] = {"gsm8k": load_gsm8k}
+def load_sums() -> list[TaskInstance]:
+    """Return 100 sums and short questions with numbers of one digit, for the handler `math`: always the same ones.
+
+    An untrained model of a hundred million parameters, which follows no format, answers about a third of them. So the
+    last number that it says is the answer, and every fourth question asks for a program.
+    """
+    numbers = (number for number in count() if FAMILIES[number % len(FAMILIES)].name in EASY_FAMILIES)
+    problems = [word_problem(number, one_digit=True) for number in islice(numbers, SUMS)]
+    return [
+        problem.instance(
+            question=f"{ASKED_FOR_A_PROGRAM} {problem.question}" if place % 4 == 3 else problem.question,
+            system_prompt="You are a helpful assistant.",
+            instruction="",
+            describe_tools=False,
+            plain_answer=True,
+        )
+        for place, problem in enumerate(problems)
+    ]
+
+
+TASK_SETS: Final[dict[str, Callable[[], list[TaskInstance]]]] = {"gsm8k": load_gsm8k, "sums": load_sums}
 
 
 def load_task_set(name_or_path: str) -> list[TaskInstance]:

@@ -69,6 +69,7 @@ class WordProblem(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+_DIGITS: Final = range(2, 10)
 _SMALL: Final = range(2, 20)
 _LARGE: Final = range(12, 100)
 
@@ -271,14 +272,15 @@ def held_out_number(number: int) -> bool:
     return number % 4 == 3
 
 
-def word_problem(number: int, *, split: Split = "train", seed: int = 0) -> WordProblem:
+def word_problem(number: int, *, split: Split = "train", seed: int = 0, one_digit: bool = False) -> WordProblem:
     """Return problem `number` of a split: a pure function.
 
-    The families take turns, so any twelve in a row have each once.
+    The families take turns, so any twelve in a row have each once. With `one_digit` all its numbers have one digit
+    (the answer may have more).
     """
     family = FAMILIES[number % len(FAMILIES)]
     rng = Random(f"{seed}-{split}-{number}")
-    numbers, answer = _numbers(family, split, rng)
+    numbers, answer = _numbers(family, split, rng, _DIGITS if one_digit else None)
     wording = rng.choice(family.train if split == "train" else family.held_out)
     first, second = rng.sample(NAMES[split], 2)
     return WordProblem(
@@ -295,10 +297,10 @@ def word_problems(count: int, *, split: Split = "train", seed: int = 0, start: i
     return [word_problem(number, split=split, seed=seed) for number in range(start, start + count)]
 
 
-def _numbers(family: Family, split: Split, rng: Random) -> tuple[dict[str, int], int]:
+def _numbers(family: Family, split: Split, rng: Random, among: range | None) -> tuple[dict[str, int], int]:
     """Draw numbers of the split until they make a problem; return them with its answer."""
     while True:
-        numbers = {name: rng.choice(values) for name, values in family.ranges.items()}
+        numbers = {name: rng.choice(among or values) for name, values in family.ranges.items()}
         if all(held_out_number(number) == (split == "held_out") for number in numbers.values()):
             answer = family.solve(**numbers)
             if answer is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-__all__ = ["FinalAnswer", "extract_boxed", "find_final_answer", "is_words", "read_final_answer"]
+__all__ = ["FinalAnswer", "extract_boxed", "find_final_answer", "is_words", "last_number", "read_final_answer"]
 
 _ANCHOR: Final = re.compile(
     r"(?:\banswer(?:\s+(?:is|equals|should be|must be)\s*:?|\s*[:=])|####)[\s*_]*",
@@ -62,6 +62,7 @@ _SEPARATING: Final = frozenset({"and", "or"})
 
 _NUMBER: Final = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
 _PLAIN: Final = re.compile(rf"(?=[-.\d])(?=.*\d){_NUMBER}")
+_STANDING_ALONE: Final = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
 _LEADING: Final = re.compile(
     rf"(?P<number>(?=[-.\d])(?=\S*\d){_NUMBER})(?P<space>[\s~-]*)(?P<rest>[A-Za-z\\€£¥₹].*)", re.DOTALL
 )
@@ -115,6 +116,12 @@ def find_final_answer(text: str) -> str:
     rest = text[anchors[-1].end() :].strip()
     end = _SENTENCE_END.search(rest)
     return (rest[: end.start()] if end else rest).strip()
+
+
+def last_number(text: str) -> str | None:
+    """Return the last number of `text` that stands alone, in digits; None without one. `3 + 4 = 7.` gives `7`."""
+    numbers = _STANDING_ALONE.findall(text)
+    return numbers[-1] if numbers else None
 
 
 def is_words(text: str) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.handlers.final_answer import extract_boxed
+from prorl_trio.handlers.final_answer import extract_boxed, last_number
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import FinishTool, IpythonTool, ToolSet
 from prorl_trio.types.errors import HostileAnswer, SandboxUnavailable
@@ -47,7 +47,9 @@ class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     `answer` is the gold answer alone (`18`, `\\frac{1}{2}`), not a worked solution, or a list of such that are all
     right. `system_prompt` and `instruction` (what follows the question in the user's message) replace ours. Without
-    `describe_tools` the prompt does not list the tools: for a policy that was trained to write ```python blocks.
+    `describe_tools` the prompt does not list the tools: for a policy that was trained to write ```python blocks. With
+    `plain_answer` a message without a call ends the rollout if it has a number; the last one is the answer where none
+    is boxed: for a policy that knows no boxes.
     """
 
     question: str
@@ -55,6 +57,7 @@ class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     system_prompt: str = SYSTEM_PROMPT
     instruction: str = INSTRUCTION
     describe_tools: bool = True
+    plain_answer: bool = False
 
     def __post_init__(self) -> None:
         if not self.question.strip():
@@ -113,7 +116,7 @@ class MathHandler(AgentHandler):
             max_observation_chars=context.resources.config.agent.max_observation_chars,
             described=payload.describe_tools,
         )
-        await run_agent(context, messages, tools, _MathStyle())
+        await run_agent(context, messages, tools, _MathStyle(plain_answer=payload.plain_answer))
 
     async def eval(self, context: RolloutContext) -> Evaluation:
         """1.0 if the final answer equals a gold one, else 0.0; no answer is 0.0, and one that the scorer fails at."""
@@ -148,6 +151,9 @@ async def _compare(context: RolloutContext, answer: str, gold: str) -> dict[str,
 class _MathStyle(AgentStyle):
     """Small models often write a fenced block where a tool call belongs: it is run. `\\boxed{}` is the final answer."""
 
+    def __init__(self, *, plain_answer: bool) -> None:
+        self._plain_answer = plain_answer
+
     def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
         if extract_boxed(parsed.content) is not None:
             return []
@@ -155,7 +161,8 @@ class _MathStyle(AgentStyle):
         return [ToolCall(name="ipython", arguments={"code": code}, raw=code) for code in blocks if code.strip()]
 
     def final_answer(self, parsed: ParsedTurn) -> str | None:
-        return extract_boxed(parsed.content)
+        boxed = extract_boxed(parsed.content)
+        return last_number(parsed.content) if boxed is None and self._plain_answer else boxed
 
     def nudge(self) -> str:
         return NUDGE

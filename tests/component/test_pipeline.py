@@ -10,7 +10,7 @@ from prorl_trio.handlers.math import MathHandler
 from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.types.errors import Draining, EvaluationError, InternalError, SandboxUnavailable
-from prorl_trio.types.models import Budgets, Timing
+from prorl_trio.types.models import Budgets, TaskInstance, Timing
 
 BOXED = r"It is \boxed{42}."
 
@@ -81,6 +81,15 @@ async def test_a_wrong_or_missing_answer_is_the_policys_reward_not_a_failure(rig
     async with rig.open_pipeline():
         outcome = await outcome_of(rig, MathHandler())
     assert (outcome.status, outcome.reward) == ("completed", reward)
+
+
+async def test_a_plain_answer_is_the_last_number_of_a_message_without_a_call(rig):
+    payload = {"question": "What is 6 * 7?", "answer": "42", "plain_answer": True}
+    instance = TaskInstance(instance_id="q", handler="math", payload=payload)
+    rig.says = ["I see.", "```python\nprint(7 * 7)\n```", "So 6 * 7 = 42."]
+    async with rig.open_pipeline():
+        outcome = await outcome_of(rig, MathHandler(), instance=instance)
+    assert (outcome.reward, outcome.details["answer"], len(outcome.trajectory.turns)) == (1.0, "42", 3)
 
 
 @pytest.mark.parametrize("stage", ["init", "run", "eval"])

@@ -202,6 +202,8 @@ def test_the_main_job(provider, vllm_url, machine, tmp_path):
     assert summary["completed"] + summary["failed"] + summary["cancelled"] + summary["timed_out"] == 32
     assert summary["prefix_breaks"] == 0
     assert summary["tool_calls"] > 0
+    assert 0 < summary["reward_mean"] < 1, "the questions are such that the untrained model answers some"
+    assert "8 groups; in " in run.stdout
     check_tokens(trajectories)
     check_logprobs(trajectories)
     assert machine.wait_until_gone(1.0) == set()
@@ -218,7 +220,7 @@ def test_the_main_job(provider, vllm_url, machine, tmp_path):
 @pytest.mark.parametrize("end", ["ctrl-c", "kill -9 of the node", "kill -9 of the demo"])
 def test_nothing_is_left_after(end, provider, vllm_url, machine, tmp_path):
     out = tmp_path / "runs"
-    options = ("--questions", "8", "--rollouts", "4", "--provider", provider)
+    options = ("--tasks", "gsm8k", "--questions", "8", "--rollouts", "4", "--provider", provider)  # long ones
     demo = subprocess.Popen(
         demo_command(vllm_url, out, *options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

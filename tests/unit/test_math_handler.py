@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from prorl_trio.handlers.final_answer import last_number
 from prorl_trio.handlers.math import MathHandler, extract_boxed
 from prorl_trio.handlers.math_scorer import score
 from prorl_trio.types.errors import MalformedJob
@@ -22,6 +23,22 @@ from prorl_trio.types.errors import MalformedJob
 )
 def test_the_last_complete_box_is_the_answer(text, answer):
     assert extract_boxed(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("3 + 4 = 7.", "7"),
+        ("It is 1,024, or so.", "1,024"),
+        ("7-3", "3"),
+        ("That makes -3.", "-3"),
+        ("about 2.50 dollars", "2.50"),
+        ("x2 and 3rd and 0x10", None),
+        ("seven", None),
+    ],
+)
+def test_the_last_number_that_stands_alone(text, number):
+    assert last_number(text) == number
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from prorl_trio.client.recording import (
 )
 from prorl_trio.client.report import (
     errors,
+    group_table,
     outcome_list,
     render_trajectory,
     summary_table,
@@ -93,6 +94,20 @@ def test_the_summary_counts_what_it_says(tmp_path):
     Console(file=text, width=100).print(summary_table(summary, outcomes), outcome_list(outcomes))
     for expected in ("prefix breaks", "cause sandbox", "stopped: finished", "0.500"):
         assert expected in text.getvalue()
+
+
+def test_groups_show_rewards_and_failures_side_by_side(tmp_path):
+    trajectory = a_trajectory(make_tiny_model(tmp_path))
+    mixed = [an_outcome(reward=reward, trajectory=trajectory) for reward in (1.0, 0.0, 0.0)]
+    mixed.append(an_outcome(status="failed", reward=None, cause="sandbox"))
+    lost = [an_outcome(status="timed_out", reward=None, cause="node")] * 2
+    text = io.StringIO()
+    Console(file=text, width=100).print(group_table([("What is 3 * 4?", mixed), ("lost", lost)] + [("x", lost)] * 39))
+    lines = [" ".join(line.split()) for line in text.getvalue().splitlines()]
+    assert lines[0] == "41 groups; in 1 of them rewards differ"
+    assert "What is 3 * 4? 1 0 0 - 0.33 0.47 3 finished, 1 failed: sandbox" in lines
+    assert "lost - - - - 2 timed_out: node" in lines
+    assert lines[-1] == "1 more groups"
 
 
 def test_no_outcomes_is_a_summary_too():

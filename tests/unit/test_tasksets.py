@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from prorl_trio.client.task_sets import load_task_set
@@ -14,6 +16,17 @@ def test_gsm8k_is_100_well_formed_questions_with_numeric_answers():
     for instance in instances:
         MathHandler().validate(instance.payload)
         float(instance.payload["answer"])
+
+
+def test_sums_are_100_short_questions_in_a_form_that_asks_for_no_format():
+    instances = load_task_set("sums")
+    assert len({instance.payload["question"] for instance in instances}) > 80
+    assert len({instance.instance_id for instance in instances}) == 100
+    for instance in instances:
+        MathHandler().validate(instance.payload)
+        assert all(int(number) < 10 for number in re.findall(r"\d+", instance.payload["question"]))
+    assert sum("Python" in instance.payload["question"] for instance in instances) == 25
+    assert instances == load_task_set("sums")
 
 
 def test_a_jsonl_file(tmp_path):
