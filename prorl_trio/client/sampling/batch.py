@@ -97,7 +97,7 @@ class BatchStatistics(msgspec.Struct, frozen=True, kw_only=True):
         groups: in the batch.
         decided_groups: that became whole since the batch before. `solved_groups`, `unsolved_groups`: those of them in
             which all, or none, of the rollouts are correct.
-        informative_share: of the groups decided lately (a window), NaN before the first.
+        informative_share: of the groups decided lately (a window); None before the first.
         reward_mean: of the rollouts in the batch.
         resampled: rollouts sampled again since the batch before.
         resampled_share: of all rollouts that ended since the run began: the waste by resampling.
@@ -105,23 +105,26 @@ class BatchStatistics(msgspec.Struct, frozen=True, kw_only=True):
         carried_groups: whole groups that wait for a later batch. `running_groups`: those at work.
         staleness: number of groups in the batch, by staleness.
         duration_ks: Kolmogorov-Smirnov distance between the durations of the groups trained on lately and of those
-            submitted (windows); near 0 without bias, NaN before there are any. A group that was cancelled counts with
-            the time it had.
+            submitted (windows); None before there are any. A group's duration is that of its longest rollout; one
+            that was cancelled counts with the time it had.
+        early_stop_ks: the same without the uninformative groups among the submitted ones: the part of the distance
+            that is not due to what there is to learn, near 0 unless groups are cancelled.
     """
 
     groups: int
     decided_groups: int
     solved_groups: int
     unsolved_groups: int
-    informative_share: float
+    informative_share: float | None
     reward_mean: float
     resampled: int
-    resampled_share: float
+    resampled_share: float | None
     cancelled: int
     carried_groups: int
     running_groups: int
     staleness: dict[int, int]
-    duration_ks: float
+    duration_ks: float | None
+    early_stop_ks: float | None
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
