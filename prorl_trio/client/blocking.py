@@ -9,14 +9,15 @@ import weakref
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 
 import trio
 from outcome import Error, capture
 
-from ipc.nursery import only_cancelled
+from ipc.nursery import only_cancelled, single_exception
 from prorl_trio.client.client import RolloutClient, connect
 from prorl_trio.client.errors import ConnectionLost
+from prorl_trio.client.hosted import HostedBlock
 from prorl_trio.client.policy_update import PolicyUpdate
 from prorl_trio.types.errors import InternalError
 
@@ -30,12 +31,13 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.models import Outcome
 
-__all__ = ["BlockingClient", "BlockingPolicyUpdate", "BlockingResults"]
+__all__ = ["BlockingClient", "BlockingPolicyUpdate", "BlockingResults", "Hosted"]
 
 JOIN_TIMEOUT_S: Final = 10.0
 """Longest `close` waits for the client's thread; closing the connection takes less."""
 
 T = TypeVar("T")
+R = TypeVar("R")
 P = ParamSpec("P")
 
 
@@ -136,6 +138,15 @@ class BlockingClient:
         return BlockingPolicyUpdate(
             self, PolicyUpdate(self._client, self._client.weight_stores, version, mode, timeout_s)
         )
+
+    def host(self, open_block: Callable[[RolloutClient], AbstractAsyncContextManager[T]]) -> Hosted[T]:
+        """Enter an async block over this client in its loop, and stay in it until `Hosted.leave`, or the client's end.
+
+        For what works in the background. Raises what entering raises.
+        """
+        block = HostedBlock(open_block(self._client))
+        self._call(self._loop.start_hosted, block)
+        return Hosted(self, block)
 
     def close(self) -> None:
         """Acknowledge what `results` returned, close the connection and wait for the client's thread to end.
@@ -278,6 +289,44 @@ class BlockingResults:
         return outcome
 
 
+class Hosted(Generic[T]):
+    """An async block that is entered in the loop of a blocking client. Made by `BlockingClient.host`."""
+
+    def __init__(self, client: BlockingClient, block: HostedBlock[T]) -> None:
+        self._client = client
+        self._block = block
+
+    @property
+    def value(self) -> T:
+        """Return what the block gave when it was entered."""
+        return self._block.value
+
+    def call(self, afn: Callable[..., Awaitable[R]], *args: object) -> R:
+        """Run `afn(*args)` in the loop and return its result. If an error has ended the block, raise that.
+
+        Raises:
+            ConnectionLost: the client, or the block, has ended.
+        """
+        try:
+            return self._client._call(afn, *args)
+        except ConnectionLost:
+            self._raise_error()
+            raise
+
+    def leave(self, *, abandon: bool) -> None:
+        """Leave the block, as by an exception if `abandon`, and wait until it is left. Twice does no more.
+
+        Raises what leaving raises, or what ended the block before.
+        """
+        with suppress(ConnectionLost):  # the client is closed, and the block with it
+            self._client._call(partial(self._block.leave, abandon=abandon))
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._block.error is not None:
+            raise self._block.error.with_traceback(None) from None
+
+
 class _Loop:
     """A trio loop in a daemon thread, with one client in it. Holds no reference to the `BlockingClient`."""
 
@@ -343,6 +392,10 @@ class _Loop:
             if scope.cancel_called:
                 await ended.wait()
 
+    async def start_hosted(self, block: HostedBlock[Any]) -> None:
+        """Have a block entered by a task of the loop; return when it is. Raises what entering raises."""
+        await self._hosts.start(block.run)
+
     def call_sync(self, fn: Callable[..., T], *args: object) -> T:
         """Run `fn(*args)` in the loop, block until it is done, and return its result.
 
@@ -363,8 +416,8 @@ class _Loop:
 
     async def _main(self) -> None:
         self._token.set_result(trio.lowlevel.current_trio_token())
-        with self._scope:
-            async with self._open_client() as client:
+        with self._scope, single_exception():
+            async with self._open_client() as client, trio.open_nursery() as self._hosts:
                 self._client.set_result(client)
                 await trio.sleep_forever()
         if not self._client.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -66,3 +67,7 @@ class Inbox:
     def first(self) -> OutcomeFrame | OutcomeRefFrame | None:
         """Return the oldest frame without removing it; None if there is none."""
         return self._frames[0] if self._frames else None
+
+    def frames(self, limit: int) -> list[OutcomeFrame | OutcomeRefFrame]:
+        """Return the oldest frames, at most `limit`, without removing them."""
+        return list(islice(self._frames, limit))

@@ -97,12 +97,42 @@ class ResultCalls:
         """
         self.acknowledge(cursor)
         frame = self._state.inbox.first()
-        if frame is None:
-            if self._state.failure is not None:
-                self._state.raise_failure()
+        outcome = None if frame is None else self._read_or_ask_again(frame)
+        if frame is None or outcome is None:
+            self._raise_if_over()
             return None
+        self._yielded = max(self._yielded, frame.cursor)
+        return frame.cursor, outcome
+
+    async def next_batch(self, cursor: int, limit: int) -> list[tuple[int, Outcome]]:
+        """Do as `next_after`, but return all outcomes that are there, at most `limit`; wait for the first.
+
+        They own their memory, also with `shared_memory`. None of them counts as yielded before it is acknowledged: so
+        leaving `connect` does not acknowledge what the caller has not stored yet.
+
+        Raises:
+            ServiceError: the session is over, and no outcome is left.
+            ProtocolError: an outcome cannot be decoded.
+        """
+        with self._only_reader():
+            await trio.lowlevel.checkpoint()
+            while True:
+                self.acknowledge(cursor)
+                batch: list[tuple[int, Outcome]] = []
+                for frame in self._state.inbox.frames(limit):
+                    if (outcome := self._read_or_ask_again(frame, owned=True)) is None:
+                        break
+                    batch.append((frame.cursor, outcome))
+                if batch:
+                    return batch
+                self._raise_if_over()
+                await self._state.wait_changed()
+
+    def _read_or_ask_again(self, frame: OutcomeFrame | OutcomeRefFrame, *, owned: bool = False) -> Outcome | None:
+        """Return the outcome; None if its tokens are gone from shared memory: then the next connection brings it."""
         try:
             outcome = self._read(frame)
+            return outcome.detached() if owned and isinstance(frame, OutcomeRefFrame) else outcome
         except StaleReference as exc:
             # The node took its tokens back when an earlier connection of ours broke: it has them otherwise. Once.
             if frame.cursor == self._asked_again_for:
@@ -110,14 +140,17 @@ class ResultCalls:
             self._asked_again_for = frame.cursor
             self._state.ask_again(str(exc))
             return None
-        self._yielded = max(self._yielded, frame.cursor)
-        return frame.cursor, outcome
+
+    def _raise_if_over(self) -> None:
+        if self._state.failure is not None and not len(self._state.inbox):
+            self._state.raise_failure()
 
     def acknowledge(self, cursor: int) -> None:
         """Acknowledge the outcomes up to `cursor`, without waiting: the node may forget them.
 
         `results` does this by itself.
         """
+        self._yielded = max(self._yielded, cursor)
         self._state.settle(cursor)
 
     @contextmanager

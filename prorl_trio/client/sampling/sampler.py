@@ -100,6 +100,10 @@ class GroupSampler:
         """Return True if the id is of this run, whatever became of the job."""
         return job_id.startswith(f"{self.state.run}-g")
 
+    def awaits(self, job_id: str) -> bool:
+        """Return True if the job's outcome is to come."""
+        return job_id in self._jobs
+
     def may_train(self, job_id: str) -> bool:
         """Return True if the job's outcome is to come, and may become part of a batch."""
         found = self._jobs.get(job_id)
