@@ -1,0 +1,96 @@
+"""The node that a trainer's processes connect to, as configuration files name it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from prorl_trio.client.blocking import BlockingClient
+from prorl_trio.client.client import connect
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractAsyncContextManager
+
+    from prorl_trio.client.client import RolloutClient
+
+__all__ = ["NodeAddress"]
+
+TOKEN_VARIABLE = "PRORL_TOKEN"
+
+
+class NodeAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The address of a node, and how long its clients wait for it.
+
+    Attributes:
+        url: `ws://HOST:PORT`, `wss://HOST:PORT` or `unix:///PATH`; or instead of it:
+        endpoint_file: the node's `listen.endpoint_file`, on a file system that all processes of the trainer see.
+        token_file: a file with the node's token in its first line; without, the token is in `PRORL_TOKEN`.
+        tls_ca: for `wss://`, a PEM file with the certificates to trust; None: those of the system.
+        connect_timeout_s: how long to try for a first connection.
+        reconnect_timeout_s: how long rollouts wait for a node that is away, one that is being started again, say.
+    """
+
+    url: str | None = None
+    endpoint_file: str | None = None
+    token_file: str | None = None
+    tls_ca: str | None = None
+    connect_timeout_s: float = 60.0
+    reconnect_timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if (self.url is None) == (self.endpoint_file is None):
+            raise ValueError("give the node's url or its endpoint_file, one of the two")
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> NodeAddress:
+        """Return the address that a configuration's `node` holds.
+
+        Raises:
+            ConfigError: it is no such address.
+        """
+        try:
+            return msgspec.convert(dict(fields), cls)
+        except msgspec.ValidationError as exc:
+            raise ConfigError(f"node: {exc}") from exc
+
+    def connect(self) -> AbstractAsyncContextManager[RolloutClient]:
+        """Open a session of its own; see `prorl_trio.connect`.
+
+        Raises:
+            ConfigError: there is no token.
+        """
+        return connect(self.url, self._token(), **self._options())
+
+    def connect_blocking(self) -> BlockingClient:
+        """Open a session of its own, for plain calls.
+
+        Raises:
+            ConfigError: there is no token.
+            ServiceError: see `prorl_trio.connect`.
+        """
+        return BlockingClient(self.url, self._token(), **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "endpoint_file": self.endpoint_file,
+            "tls_ca": self.tls_ca,
+            "connect_timeout_s": self.connect_timeout_s,
+            "reconnect_timeout_s": self.reconnect_timeout_s,
+        }
+
+    def _token(self) -> str:
+        if self.token_file is None:
+            token = os.environ.get(TOKEN_VARIABLE, "")
+        else:
+            try:
+                token = Path(self.token_file).read_text().partition("\n")[0].strip()
+            except OSError as exc:
+                raise ConfigError(f"node.token_file: {exc}") from exc
+        if not token:
+            raise ConfigError(f"no token for the node: name its node.token_file, or set {TOKEN_VARIABLE}")
+        return token

@@ -1,0 +1,121 @@
+"""Rows of verl out of an outcome: prompt, response, mask and log-probabilities. Pure: numpy alone, no verl.
+
+A segment becomes a row. Its prompt is what comes before its first sampled token, as far as `prompt_length` allows; the
+rest of a longer prompt opens the response, unsampled, so that every token keeps the context it was sampled in. The
+response is cut at `response_length`, as verl's own loops cut theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from prorl_trio.types.models import Outcome, Segment, Trajectory
+
+__all__ = ["Row", "RowLimits", "masked_row", "rows_of", "sampled_row", "turns_of"]
+
+
+class RowLimits(NamedTuple):
+    """The most tokens of a row's prompt and of its response: `rollout.prompt_length`, `rollout.response_length`."""
+
+    prompt_length: int
+    response_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row that verl trains on, of P prompt and R response tokens. Neither is ever empty.
+
+    Attributes:
+        segment: index of the segment that it was made of; -1 where there is none.
+        prompt_ids: int32 [P].
+        response_ids: int32 [R].
+        response_mask: uint8 [R]; 1 exactly where the policy sampled the token.
+        logprobs: float32 [R]; the engine's, of sampled tokens; 0.0 elsewhere.
+        versions: the policy versions of its sampled tokens, each once, in the order of their first use.
+        cut: response tokens that did not fit.
+    """
+
+    segment: int
+    prompt_ids: npt.NDArray[np.int32]
+    response_ids: npt.NDArray[np.int32]
+    response_mask: npt.NDArray[np.uint8]
+    logprobs: npt.NDArray[np.float32]
+    versions: list[str]
+    cut: int
+
+    @property
+    def sampled(self) -> int:
+        """Return the number of its sampled tokens."""
+        return int(self.response_mask.sum())
+
+
+def rows_of(outcome: Outcome, limits: RowLimits) -> list[Row]:
+    """Return a row for each segment of the trajectory that has a sampled token left; none for an outcome without one.
+
+    The segments of agents that the task's own agent asked come first, its own after them, each in their order: verl
+    takes the last row for the rollout's end.
+    """
+    if outcome.trajectory is None:
+        return []
+    segments = outcome.trajectory.segments
+    order = sorted(range(len(segments)), key=lambda index: _is_own(segments, index))
+    rows = [sampled_row(segments[index], index, limits) for index in order]
+    return [row for row in rows if row.sampled]
+
+
+def sampled_row(segment: Segment, index: int, limits: RowLimits) -> Row:
+    """Return the row of one segment, which may be left without a sampled token."""
+    mask = segment.loss_mask
+    sampled = np.flatnonzero(mask)
+    first = int(sampled[0]) if len(sampled) else len(segment)
+    # A response needs a token, and so does a prompt: a segment has at least one of each where anything was sampled.
+    start = max(1, min(first, limits.prompt_length, len(segment) - 1))
+    end = min(len(segment), start + limits.response_length)
+    return Row(
+        segment=index,
+        prompt_ids=segment.token_ids[:start],
+        response_ids=segment.token_ids[start:end],
+        response_mask=mask[start:end],
+        logprobs=segment.logprobs[start:end],
+        versions=list(dict.fromkeys(span.policy_version for span in segment.spans if span.start < end)),
+        cut=len(segment) - end,
+    )
+
+
+def masked_row(outcome: Outcome, pad_token_id: int, limits: RowLimits) -> Row:
+    """Return a row with nothing to train on, for a rollout that has nothing: a prompt and one unsampled token."""
+    segments = outcome.trajectory.segments if outcome.trajectory is not None else []
+    prompt = segments[0].token_ids[: limits.prompt_length] if segments else np.empty(0, np.int32)
+    pad = np.array([pad_token_id], np.int32)
+    return Row(
+        segment=-1,
+        prompt_ids=prompt if len(prompt) else pad,
+        response_ids=pad,
+        response_mask=np.zeros(1, np.uint8),
+        logprobs=np.zeros(1, np.float32),
+        versions=[],
+        cut=0,
+    )
+
+
+def turns_of(trajectory: Trajectory | None) -> int:
+    """Return the messages of the dialogue as verl counts them: the user's, the assistant's and the tools'."""
+    turns = trajectory.turns if trajectory is not None else []
+    said = sum(message.role != "system" for turn in turns for message in turn.messages)
+    return said + sum(1 + len(turn.observations) for turn in turns)
+
+
+def _is_own(segments: list[Segment], index: int) -> bool:
+    """Return whether a segment is the task's own agent's, and not one's that it asked."""
+    segment = segments[index]
+    while segment.reason != "sub_agent":
+        if segment.parent is None:
+            return True
+        segment = segments[segment.parent]
+    return False
