@@ -54,7 +54,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobTemplate:
-    """What all jobs of an agent loop have in common: the `job` of its configuration.
+    """The fields that all jobs of an agent loop have in common: the `job` of its configuration.
 
     Args:
         fields: fields of a `JobSpec`; `sampling` without temperature, `top_p` and `top_k`, which are verl's. Without

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import trio
-from outcome import Error, capture
+from outcome import capture
 
 from ipc.nursery import open_single_nursery
 from ipc.session import Rejected
@@ -157,21 +157,25 @@ class Rollouts:
     # ------------------------------------------------------------ the thread's trio loop
 
     def _run(self) -> None:
-        ended = capture(trio.run, self._main)
-        self._over = ended.error if isinstance(ended, Error) else ConnectionLost("the session was closed")
+        capture(trio.run, self._main)  # `_over` has its exception
         for waiting in [*self._waiting.values(), *self._withdrawn.values()]:
             waiting.fail(self._error())
 
     async def _main(self) -> None:
         assert self._token is not None
         self._token.set_result(trio.lowlevel.current_trio_token())
-        with self._scope:
-            while True:
-                try:
-                    await self._serve_session()
-                except SessionLost:
-                    self._unsent = list(self._waiting)
-                await trio.lowlevel.checkpoint()
+        try:
+            with self._scope:
+                while True:
+                    try:
+                        await self._serve_session()
+                    except SessionLost:
+                        self._unsent = list(self._waiting)
+                    await trio.lowlevel.checkpoint()
+            self._over = ConnectionLost("the session was closed")
+        except BaseException as exc:
+            self._over = exc
+            raise
 
     async def _serve_session(self) -> NoReturn:
         async with self._node.connect() as client, open_single_nursery() as nursery:
