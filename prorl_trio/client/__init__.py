@@ -6,7 +6,7 @@ from prorl_trio.client.blocking import BlockingClient
 from prorl_trio.client.client import RolloutClient, connect
 from prorl_trio.client.errors import ConnectionLost, PolicyUpdateFailed, SessionLost, SessionReplaced
 from prorl_trio.client.observed import Observed
-from prorl_trio.client.policy_update import PolicyUpdate
+from prorl_trio.client.policy_update import PolicyUpdate, open_policy_update
 from prorl_trio.client.results import ResultStream
 from prorl_trio.client.streams import EventStream, ObservedStream
 from prorl_trio.client.weights.errors import WeightsRefused
@@ -25,4 +25,5 @@ __all__ = [
     "SessionReplaced",
     "WeightsRefused",
     "connect",
+    "open_policy_update",
 ]

@@ -12,11 +12,14 @@ from ipc.session import BackendsAnswer, CallBackends
 from prorl_trio.types.backends import (
     AddBackend,
     BackendList,
+    ConfirmWeights,
     DrainBackend,
+    ExpectTransfer,
     ListBackends,
     LoadWeights,
     PauseBackends,
     RemoveBackends,
+    RenewUpdate,
     ResumeBackends,
     UpdateReport,
     WeighBackend,
@@ -100,38 +103,85 @@ class BackendCalls(abc.ABC):
         """Remove all backends. Running calls finish; jobs wait until a backend is added."""
         await self._operate(RemoveBackends(all=True))
 
-    async def pause(self, mode: PauseMode = "wait", timeout_s: float = 60.0) -> UpdateReport:
+    async def pause(
+        self, mode: PauseMode = "wait", timeout_s: float = 60.0, *, holder: str = "", lease_s: float | None = None
+    ) -> UpdateReport:
         """Hold back all new completions until `resume`.
 
         Returns when the completions in flight have ended, were aborted or are kept, as `mode` says. An engine that
         failed to pause does not raise: see the report. `RolloutClient.policy_update` pauses and resumes by itself.
 
+        Args:
+            mode: the fate of completions in flight.
+            timeout_s: limit for all of it.
+            holder: a name of the caller's own, new for each update: only steps with that name then change the weights,
+                until its `resume`.
+            lease_s: the node gives up the holder's update if none of its steps, nor `renew_update`, comes for so long.
+
         Raises:
             PauseTimeout: it took longer than `timeout_s`; the pause is undone.
-            BackendsBusy: another pause or resume is running; nothing has changed.
+            BackendsBusy: another pause or resume is running, or another holder's update; nothing has changed.
         """
-        return await self._operate(PauseBackends(mode=mode, timeout_s=timeout_s))
+        return await self._operate(PauseBackends(mode=mode, timeout_s=timeout_s, holder=holder, lease_s=lease_s))
 
-    async def load_weights(self, folder: str, timeout_s: float = 600.0) -> UpdateReport:
+    async def renew_update(self, holder: str) -> UpdateReport:
+        """Let the lease of an update begin anew.
+
+        Raises:
+            UpdateRefused: the update is over; the former version is back.
+            BackendsBusy: another holder's update is running.
+        """
+        return await self._operate(RenewUpdate(holder=holder))
+
+    async def expect_transfer(self, timeout_s: float = 600.0, *, holder: str = "") -> UpdateReport:
+        """Tell the node of a paused pool that new weights are moved to its engines by other means.
+
+        They are on trial as those of `load_weights`: a `resume` without a version loads the former ones, from their
+        folder; an engine whose folder is not known takes no tasks then. `timeout_s` is for that load.
+
+        Raises:
+            UpdateRefused: the pool is not paused, or the holder's update is over.
+            BackendsBusy: another step is running; nothing has changed.
+        """
+        return await self._operate(ExpectTransfer(timeout_s=timeout_s, holder=holder))
+
+    async def confirm_weights(
+        self, policy_version: str, timeout_s: float = 60.0, *, tell: bool = True, holder: str = ""
+    ) -> UpdateReport:
+        """Have every engine of a paused pool say that its weights are of that version; with `tell`, after it was told.
+
+        One that says otherwise, or fails to, does not raise: see the report (`failed`). Some say nothing
+        (`not_offered`).
+
+        Raises:
+            UpdateRefused: the pool is not paused, or the holder's update is over.
+            BackendsBusy: another step is running; nothing has changed.
+        """
+        return await self._operate(
+            ConfirmWeights(policy_version=policy_version, tell=tell, timeout_s=timeout_s, holder=holder)
+        )
+
+    async def load_weights(self, folder: str, timeout_s: float = 600.0, *, holder: str = "") -> UpdateReport:
         """Have the engines of a paused pool load the weights in `folder`, a path as the engines see it.
 
         They are on trial: a `resume` with a version keeps them, a `resume` without one puts the former weights back. An
         engine that failed to load does not raise: see the report.
 
         Raises:
-            UpdateRefused: the pool is not paused.
+            UpdateRefused: the pool is not paused, or the holder's update is over.
             BackendsBusy: another step is running; nothing has changed.
         """
-        return await self._operate(LoadWeights(folder=folder, timeout_s=timeout_s))
+        return await self._operate(LoadWeights(folder=folder, timeout_s=timeout_s, holder=holder))
 
-    async def resume(self, policy_version: str | None = None) -> UpdateReport:
+    async def resume(self, policy_version: str | None = None, *, holder: str = "") -> UpdateReport:
         """Let completions begin again, recorded under `policy_version` if that is given.
 
         Raises:
-            UpdateRefused: an engine failed to load the weights of that version; the pool stays paused.
-            BackendsBusy: another pause or resume is running; nothing has changed.
+            UpdateRefused: an engine failed to load the weights of that version, or says that it has others: the pool
+                stays paused; or the holder's update is over, and a version is given.
+            BackendsBusy: another pause or resume is running, or another holder's update; nothing has changed.
         """
-        return await self._operate(ResumeBackends(policy_version=policy_version))
+        return await self._operate(ResumeBackends(policy_version=policy_version, holder=holder))
 
     async def _operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
         arguments = msgspec.Raw(msgspec.msgpack.encode(request))

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 
@@ -22,7 +22,7 @@ from prorl_trio.client.policy_update import PolicyUpdate
 from prorl_trio.types.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
@@ -135,9 +135,7 @@ class BlockingClient:
 
         An exception in the block, or a Ctrl-C, leaves the old version everywhere.
         """
-        return BlockingPolicyUpdate(
-            self, PolicyUpdate(self._client, self._client.weight_stores, version, mode, timeout_s)
-        )
+        return BlockingPolicyUpdate(self, PolicyUpdate([self._client], version, mode, timeout_s))
 
     def host(self, open_block: Callable[[RolloutClient], AbstractAsyncContextManager[T]]) -> Hosted[T]:
         """Enter an async block over this client in its loop, and stay in it until `Hosted.leave`, or the client's end.
@@ -246,6 +244,13 @@ class BlockingPolicyUpdate:
         staged = self._client._call(partial(self._update.stage, folder, base=base, check=check))
         staged.write(state)
         self._client._call(self._update.load_staged, staged)
+
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        """Open a block in which the trainer moves the weights to the engines itself. See `PolicyUpdate.transfer`."""
+        self._client._call(self._update.begin_transfer)
+        yield
+        self._client._call(self._update.end_transfer)
 
     def __enter__(self) -> Self:
         self._step(self._update.begin)

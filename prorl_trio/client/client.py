@@ -39,7 +39,7 @@ from prorl_trio.types.errors import AdmissionRejected, ConfigError
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
     from os import PathLike
 
@@ -71,8 +71,10 @@ class RolloutClient(ResultCalls, BackendCalls):
     `results` raises it after the outcomes that had arrived. A cancelled call may or may not have reached the node.
     """
 
-    def __init__(self, state: ClientState, max_message_bytes: int) -> None:
+    def __init__(self, state: ClientState, max_message_bytes: int, nursery: trio.Nursery) -> None:
         super().__init__(state)
+        self._nursery = nursery
+        self._background: set[trio.CancelScope] = set()
         self._max_message_bytes = max_message_bytes
         self._turns = trio.Semaphore(MAX_CALLS)
         self.weight_stores = WeightStores()
@@ -257,17 +259,38 @@ class RolloutClient(ResultCalls, BackendCalls):
             version: completions are recorded under it from the block's end on.
             mode: the fate of completions in flight: `wait` for them; `abort` them, to be continued afterwards from the
                 tokens that were received; or `keep` them, to go on with the new weights.
-            timeout_s: limit for the pause, for each load, and for the way back to the old version.
+            timeout_s: limit for the pause, for each load, for the time between two steps in the block, and for the way
+                back to the old version.
 
         Raises:
-            PolicyUpdateFailed: an engine could not be paused, or failed to load.
+            PolicyUpdateFailed: an engine could not be paused, failed to load, or says afterwards that it has other
+                weights.
             WeightsRefused: the weights are not whole, or not of the model that the engines serve.
             PauseTimeout: the pause took too long; nothing has changed.
-            BackendsBusy: another pause or resume is running; nothing has changed.
-            UpdateRefused: the block ignored a load that failed.
+            BackendsBusy: another pause or resume is running, or another trainer's update; nothing has changed.
+            UpdateRefused: the block ignored a load that failed; or the node has given the update up, as it heard
+                nothing of this client for `LEASE_S`, or the block took longer than `timeout_s` without a step.
             ServiceError: the session is over.
         """
-        return open_policy_update(self, self.weight_stores, version, mode, timeout_s)
+        return open_policy_update([self], version, mode=mode, timeout_s=timeout_s)
+
+    def run_in_background(self, afn: Callable[[], Awaitable[None]]) -> None:
+        """Run `afn` until it returns or the client is closed. It must not raise."""
+
+        async def run() -> None:
+            with trio.CancelScope() as scope:
+                self._background.add(scope)
+                try:
+                    await afn()
+                finally:
+                    self._background.discard(scope)
+
+        self._nursery.start_soon(run)
+
+    def stop_background(self) -> None:
+        """Cancel what runs in the background."""
+        for scope in self._background:
+            scope.cancel()
 
     async def status(self) -> dict[str, Any]:
         """Return the live state of the node, for people and dashboards.
@@ -414,9 +437,9 @@ async def connect(
         observe_group=observe_group,
     )
     transport = Transport(where, hello, state, limits, patience, tls=tls, shared_memory=shared_memory)
-    client = RolloutClient(state, max_message_bytes)
     with single_exception():
         async with trio.open_nursery() as nursery:
+            client = RolloutClient(state, max_message_bytes, nursery)
             nursery.start_soon(transport.run)
             try:
                 while state.welcome is None:
@@ -427,6 +450,7 @@ async def connect(
                 client.acknowledge(client.cursor)
             finally:
                 transport.close()
+                client.stop_background()
                 if client.weight_stores.used:
                     with trio.move_on_after(CLEAR_TIMEOUT_S, shield=True):
                         await trio.to_thread.run_sync(client.weight_stores.close)

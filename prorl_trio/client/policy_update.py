@@ -3,49 +3,69 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import socket
+import uuid
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import trio
 
+from ipc.nursery import open_single_nursery
 from prorl_trio.client.errors import PolicyUpdateFailed
 from prorl_trio.client.weights.source import check_weights, stage_weights
-from prorl_trio.types.errors import BackendsBusy, PauseTimeout, ServiceError
+from prorl_trio.types.backends import UpdateReport
+from prorl_trio.types.errors import BackendsBusy, ServiceError
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
-    from prorl_trio.client.backend_calls import BackendCalls
+    from prorl_trio.client.client import RolloutClient
     from prorl_trio.client.weights.check import WeightCheck
     from prorl_trio.client.weights.source import StagedWeights
-    from prorl_trio.client.weights.store import WeightStores
     from prorl_trio.client.weights.tensors import StateDict
-    from prorl_trio.types.backends import PauseMode, UpdatedBackend, UpdateReport
+    from prorl_trio.types.backends import PauseMode, UpdatedBackend
 
 __all__ = ["PolicyUpdate", "open_policy_update"]
 
 logger = logging.getLogger(__name__)
 
+Ask: TypeAlias = "Callable[[RolloutClient], Awaitable[UpdateReport]]"
+
 BUSY_RETRY_S: Final = 0.1
 """Pause between two tries of a resume, while the node still undoes a cancelled step before it."""
+LEASE_S: Final = 60.0
+"""Time after which a node gives up the update of a trainer that it hears nothing of: longer than a connection takes to
+be made again as a rule."""
+RENEWALS: Final = 3
+"""Renewals within one lease."""
 CANNOT_LOAD: Final = (
     "it loads no weights from a folder: start vLLM with VLLM_SERVER_DEV_MODE=1, or move them there by other means"
+)
+SAYS_NOTHING: Final = (
+    "it does not say which weights it has: start vLLM with VLLM_SERVER_DEV_MODE=1, or move them without transfer()"
 )
 
 
 @asynccontextmanager
 async def open_policy_update(
-    backends: BackendCalls, stores: WeightStores, version: str, mode: PauseMode, timeout_s: float
+    clients: Sequence[RolloutClient], version: str, *, mode: PauseMode = "wait", timeout_s: float = 600.0
 ) -> AsyncIterator[PolicyUpdate]:
-    """Pause the backends for the block, and resume with `version`. See `RolloutClient.policy_update`.
+    """Pause the backends of several nodes for the block, and resume all with `version`, or none.
+
+        async with open_policy_update([client, other], "2") as update:
+            await update.load_folder("/checkpoints/2")
+
+    Each step is carried out on all nodes at once, and fails if it fails on one. Before the first is resumed, the
+    engines of all have said that they have the new weights. Only a node that is lost at that very moment stays at the
+    former version, which it puts back by itself. See `RolloutClient.policy_update` for one node, arguments and errors.
 
     After an exception or a cancel, leaving blocks for up to `timeout_s` until the old version is back.
     """
-    update = PolicyUpdate(backends, stores, version, mode, timeout_s)
+    update = PolicyUpdate(clients, version, mode, timeout_s)
     try:
         await update.begin()
         yield update
@@ -61,19 +81,23 @@ async def open_policy_update(
 class PolicyUpdate:
     """A change of the policy's weights while the backends are paused. See `RolloutClient.policy_update`.
 
+    The nodes give it up if the trainer is lost, or begins no step for `timeout_s`.
+
     Attributes:
         report: the result of the last step for each backend; `undo` does not set it.
     """
 
-    def __init__(
-        self, backends: BackendCalls, stores: WeightStores, version: str, mode: PauseMode, timeout_s: float
-    ) -> None:
-        self._backends = backends
-        self._stores = stores
+    def __init__(self, clients: Sequence[RolloutClient], version: str, mode: PauseMode, timeout_s: float) -> None:
+        self._clients = clients
+        self._stores = clients[0].weight_stores
         self._version = version
         self._mode: PauseMode = mode
         self._timeout_s = timeout_s
+        self._holder = _holder_name(version)
         self._begun = False
+        self._last_step_s = 0.0
+        self._renewing = trio.CancelScope()
+        self._announced = False
         self._written: Path | None = None
         self.report: UpdateReport | None = None
 
@@ -102,7 +126,7 @@ class PolicyUpdate:
             WeightsRefused: the weights are not whole, or of another model; the message names the tensor.
             PolicyUpdateFailed: an engine failed, or offers no such load.
         """
-        await self._load(await check_weights(folder, self._before, base, check))
+        await self._load(await check_weights(folder, self._backends, base, check))
 
     async def load_state_dict(
         self,
@@ -147,7 +171,7 @@ class PolicyUpdate:
         Raises:
             WeightsRefused: see `load_state_dict`.
         """
-        staged = await stage_weights(self._stores, folder, self._before, base, check)
+        staged = await stage_weights(self._stores, folder, self._backends, base, check)
         self._written = staged.path
         return staged
 
@@ -155,27 +179,61 @@ class PolicyUpdate:
         """Have every engine load what was written. Raises PolicyUpdateFailed: see `load_folder`."""
         await self._load(staged.path)
 
-    async def begin(self) -> None:
-        """Pause the backends.
+    @asynccontextmanager
+    async def transfer(self) -> AsyncIterator[None]:
+        """Open a block in which the trainer moves the weights to the engines itself: by NCCL, or the engines' own API.
+
+            async with update.transfer():
+                ...  # for vLLM: /start_weight_update, /update_weights, /finish_weight_update
+
+        The trainer also tells each engine the version (vLLM: `weight_version` of `/finish_weight_update`, or
+        `/update_weight_version`). When the block ends, each engine must say (`/weight_info`) that it has it. If the
+        block fails, or an engine says otherwise, every engine loads its former weights from their folder; one whose
+        folder is not known, as these were moved there, too, takes no tasks until it has weights again.
 
         Raises:
-            PolicyUpdateFailed: an engine failed to pause; the caller must call `undo`.
-            PauseTimeout: the pause took too long; nothing has changed.
-            BackendsBusy: another pause or resume is running; nothing has changed.
+            PolicyUpdateFailed: an engine has not the weights of the version, or does not say.
+        """
+        await self.begin_transfer()
+        yield
+        await self.end_transfer()
+
+    async def begin_transfer(self) -> None:
+        """Begin the block of `transfer`."""
+        await self._step(lambda client: client.expect_transfer(self._timeout_s, holder=self._holder))
+
+    async def end_transfer(self) -> None:
+        """End the block of `transfer`. Raises PolicyUpdateFailed."""
+        await self._step(
+            lambda client: client.confirm_weights(self._version, self._timeout_s, tell=False, holder=self._holder),
+            SAYS_NOTHING,
+        )
+
+    async def begin(self) -> None:
+        """Pause the backends. If this raises, the caller must call `undo`.
+
+        Raises:
+            PolicyUpdateFailed: an engine failed to pause.
+            PauseTimeout: the pause took too long.
+            BackendsBusy: another pause or resume is running, or another trainer's update.
         """
         self._begun = True
-        try:
-            self._check(await self._backends.pause(self._mode, self._timeout_s), {})
-        except (PauseTimeout, BackendsBusy):
-            self._begun = False
-            raise
+        self._clients[0].run_in_background(self._renew)
+        await self._step(lambda client: client.pause(self._mode, self._timeout_s, holder=self._holder, lease_s=LEASE_S))
 
     async def finish(self) -> None:
         """Resume with the new version. If this raises, the caller must call `undo`.
 
-        A backend that fails does not make this raise: it is logged, and named in `report`.
+        A backend that fails to resume does not make this raise: it is logged, and named in `report`.
+
+        Raises:
+            PolicyUpdateFailed: an engine does not say that it has the new weights.
+            UpdateRefused: the block ignored a load that failed, or the nodes have given the update up.
         """
+        await self._step(lambda client: client.confirm_weights(self._version, self._timeout_s, holder=self._holder))
+        self._announced = True
         self.report = await self._resume(self._version)
+        self._renewing.cancel()
         await trio.to_thread.run_sync(self._stores.keep_only, self._written)
         for url, why in _failed(self.report).items():
             logger.warning("backend %s has the weights of version %s, but: %s", url, self._version, why)
@@ -188,39 +246,96 @@ class PolicyUpdate:
         if not self._begun:
             await trio.lowlevel.checkpoint()
             return
+        self._renewing.cancel()
         try:
             report = await self._resume(None)
         except ServiceError as exc:
             logger.error("the update to %s is given up, but the backends are not resumed: %s", self._version, exc)
             return
-        if self._written is not None:
+        if self._written is not None and not self._announced:
             await trio.to_thread.run_sync(partial(shutil.rmtree, self._written, ignore_errors=True))
         for url, why in _failed(report).items():
             logger.error("backend %s is given no tasks until it has its weights again: %s", url, why)
 
-    async def _load(self, folder: Path) -> None:
-        report = await self._backends.load_weights(str(folder), self._timeout_s)
-        self._check(report, {each.url: CANNOT_LOAD for each in report.backends if each.engine == "not_offered"})
-
     @property
-    def _before(self) -> list[UpdatedBackend]:
+    def _backends(self) -> list[UpdatedBackend]:
         """Return the backends as the last step left them."""
         return [] if self.report is None else self.report.backends
 
-    def _check(self, report: UpdateReport, others: dict[str, str]) -> None:
-        self.report = report
-        if failed := {**_failed(report), **others}:
+    async def _load(self, folder: Path) -> None:
+        await self._step(
+            lambda client: client.load_weights(str(folder), self._timeout_s, holder=self._holder), CANNOT_LOAD
+        )
+
+    async def _step(self, ask: Ask, not_offered: str = "") -> None:
+        """Carry a step out on all nodes; `not_offered` is why an engine fails that does not offer it, if it does."""
+        self._last_step_s = trio.current_time()
+        self.report = report = await self._all(ask)
+        self._last_step_s = trio.current_time()
+        failed = _failed(report)
+        if not_offered:
+            failed |= {each.url: not_offered for each in report.backends if each.engine == "not_offered"}
+        if failed:
             raise PolicyUpdateFailed(self._version, failed)
+
+    async def _all(self, ask: Ask) -> UpdateReport:
+        """Ask all nodes at once, and return their answers as one. Raises the first error, when all have answered."""
+        answers: dict[int, UpdateReport] = {}
+        errors: list[ServiceError] = []
+
+        async def ask_one(number: int) -> None:
+            try:
+                answers[number] = await ask(self._clients[number])
+            except ServiceError as exc:
+                errors.append(exc)
+
+        async with open_single_nursery() as nursery:
+            for number in range(len(self._clients)):
+                nursery.start_soon(ask_one, number)
+        if errors:
+            raise errors[0]
+        reports = [answers[number] for number in range(len(self._clients))]
+        return UpdateReport(
+            paused=all(report.paused for report in reports),
+            waiting=sum(report.waiting for report in reports),
+            backends=[backend for report in reports for backend in report.backends],
+        )
 
     async def _resume(self, version: str | None) -> UpdateReport:
         deadline_s = trio.current_time() + self._timeout_s
-        while True:
-            try:
-                return await self._backends.resume(version)
-            except BackendsBusy:
-                if trio.current_time() >= deadline_s:
-                    raise
-            await trio.sleep(BUSY_RETRY_S)
+
+        async def resume_one(client: RolloutClient) -> UpdateReport:
+            while True:
+                try:
+                    return await client.resume(version, holder=self._holder)
+                except BackendsBusy:
+                    if trio.current_time() >= deadline_s:
+                        raise
+                await trio.sleep(BUSY_RETRY_S)
+
+        return await self._all(resume_one)
+
+    async def _renew(self) -> None:
+        """Renew the leases until the update is over. The nodes give it up where that fails, or no step comes."""
+        with self._renewing:
+            while True:
+                await trio.sleep(LEASE_S / RENEWALS)
+                if trio.current_time() - self._last_step_s > self._timeout_s:
+                    logger.error(
+                        "the update to %s had no step for %g s: its backends go back to the old version",
+                        self._version,
+                        self._timeout_s,
+                    )
+                    return
+                try:
+                    await self._all(lambda client: client.renew_update(self._holder))
+                except ServiceError as exc:  # the next step says so, or the pause is still under way there
+                    logger.debug("the lease of the update to %s is not renewed: %s", self._version, exc)
+
+
+def _holder_name(version: str) -> str:
+    """Return a name for people that no other update has."""
+    return f"{socket.gethostname()[:60]} pid {os.getpid()} to version {version[:40]} ({uuid.uuid4().hex[:8]})"
 
 
 def _failed(report: UpdateReport) -> dict[str, str]:

@@ -13,11 +13,14 @@ from prorl_trio.types.backends import (
     AddBackend,
     BackendList,
     BackendRequest,
+    ConfirmWeights,
     DrainBackend,
+    ExpectTransfer,
     ListBackends,
     LoadWeights,
     PauseBackends,
     RemoveBackends,
+    RenewUpdate,
     ResumeBackends,
     UpdateReport,
     WeighBackend,
@@ -83,15 +86,27 @@ async def _remove(pool: Backends, wanted: RemoveBackends) -> BackendList:
 
 
 async def _pause(pool: Backends, wanted: PauseBackends) -> UpdateReport:
-    return await pool.pause(wanted.mode, wanted.timeout_s)
+    return await pool.pause(wanted.mode, wanted.timeout_s, wanted.holder, wanted.lease_s)
+
+
+async def _renew(pool: Backends, wanted: RenewUpdate) -> UpdateReport:
+    return await pool.renew_update(wanted.holder)
+
+
+async def _expect(pool: Backends, wanted: ExpectTransfer) -> UpdateReport:
+    return await pool.expect_transfer(wanted.timeout_s, wanted.holder)
+
+
+async def _confirm(pool: Backends, wanted: ConfirmWeights) -> UpdateReport:
+    return await pool.confirm_weights(wanted.policy_version, wanted.timeout_s, wanted.holder, tell=wanted.tell)
 
 
 async def _load_weights(pool: Backends, wanted: LoadWeights) -> UpdateReport:
-    return await pool.load_weights(wanted.folder, wanted.timeout_s)
+    return await pool.load_weights(wanted.folder, wanted.timeout_s, wanted.holder)
 
 
 async def _resume(pool: Backends, wanted: ResumeBackends) -> UpdateReport:
-    return await pool.resume(wanted.policy_version)
+    return await pool.resume(wanted.policy_version, wanted.holder)
 
 
 async def _listed(pool: Backends) -> BackendList:
@@ -140,8 +155,17 @@ TABLE: Final = (
         "POST",
         "/pause",
         "Let no completion begin until the resume. Completions in flight are awaited (wait), aborted and later "
-        "continued from the tokens that came (abort), or left alone (keep). 504: not done in time, and undone.",
+        "continued from the tokens that came (abort), or left alone (keep). 504: not done in time, and undone. With a "
+        "holder it is for one update of the policy, which has the pool for itself until the holder's resume.",
         ("backends_busy", "pause_timeout"),
+    ),
+    Row(
+        RenewUpdate,
+        _renew,
+        "POST",
+        "/renew",
+        "Let the lease of a policy update begin anew. Any step of its holder does so, too.",
+        ("backends_busy", "update_refused"),
     ),
     Row(
         LoadWeights,
@@ -153,12 +177,30 @@ TABLE: Final = (
         ("backends_busy", "update_refused"),
     ),
     Row(
+        ExpectTransfer,
+        _expect,
+        "POST",
+        "/transfer",
+        "Note, in a pause, that the caller moves the policy's new weights to the engines itself. They count from the "
+        "resume with a version on; without one, each engine loads its former weights, where their folder is known.",
+        ("backends_busy", "update_refused"),
+    ),
+    Row(
+        ConfirmWeights,
+        _confirm,
+        "POST",
+        "/confirm",
+        "Have each engine say, in a pause, which weights it has, after it was told (tell) or not. One that says "
+        "otherwise is reported as failed.",
+        ("backends_busy", "update_refused"),
+    ),
+    Row(
         ResumeBackends,
         _resume,
         "POST",
         "/resume",
         "Let completions begin again, recorded under policy_version from now on. 409: an engine failed to load the "
-        "weights of that version.",
+        "weights of that version, or says that it has others.",
         ("backends_busy", "update_refused"),
     ),
 )

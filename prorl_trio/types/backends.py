@@ -15,13 +15,16 @@ __all__ = [
     "AnswerT",
     "BackendList",
     "BackendRequest",
+    "ConfirmWeights",
     "DrainBackend",
     "EngineAnswer",
+    "ExpectTransfer",
     "ListBackends",
     "LoadWeights",
     "PauseBackends",
     "PauseMode",
     "RemoveBackends",
+    "RenewUpdate",
     "ResumeBackends",
     "UpdateReport",
     "UpdatedBackend",
@@ -31,12 +34,13 @@ __all__ = [
 PauseMode = Literal["wait", "abort", "keep"]
 """The fate of completions in flight: `wait` for them, `abort` them (they are continued after the resume, from the
 tokens that were received), or `keep` them: they go on, or stand still where the engine can do that."""
-EngineAnswer = Literal["paused", "loaded", "resumed", "not_offered", "failed"]
+EngineAnswer = Literal["paused", "loaded", "confirmed", "resumed", "not_offered", "failed"]
 
 _Url = Annotated[str, msgspec.Meta(min_length=1, max_length=2000)]
 _Weight = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 _Timeout = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 _Version = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+_Holder = Annotated[str, msgspec.Meta(max_length=200)]
 _Folder = Annotated[str, msgspec.Meta(min_length=1, max_length=4000)]
 
 
@@ -52,8 +56,8 @@ class UpdatedBackend(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         in_flight: completions that run there now; after `pause`, only those that were kept.
-        engine: `paused`, `loaded` or `resumed` by its own API, `not_offered` (it has none: the node alone holds
-            completions back), `failed`.
+        engine: `paused`, `loaded` or `resumed` by its own API, `confirmed` (it says that it has the weights of the
+            version), `not_offered` (it has no API for that: the node alone holds completions back), `failed`.
         error: why, if it failed.
         policy_version: what its next completions are recorded under.
         model_folder: what it was started with, a folder as it sees it or a public name; empty: it does not say.
@@ -140,12 +144,30 @@ class RemoveBackends(BackendRequest[BackendList], frozen=True):
 
 
 class PauseBackends(BackendRequest[UpdateReport], frozen=True):
-    """`mode` says what becomes of completions in flight; `timeout_s` is for all of it."""
+    """`mode` says what becomes of completions in flight; `timeout_s` is for all of it.
+
+    With a `holder`, a name of the caller's own, the pause is for one update of the policy, and nobody else's steps come
+    between. With `lease_s`, the update is given up when none of its steps comes for so long.
+    """
 
     operation: ClassVar = "pause"
     answer: ClassVar = UpdateReport
     mode: PauseMode = "wait"
     timeout_s: _Timeout = 60.0
+    holder: _Holder = ""
+    lease_s: _Timeout | None = None
+
+    def __post_init__(self) -> None:
+        if self.lease_s is not None and not self.holder:
+            raise ValueError("a lease_s needs a holder")
+
+
+class RenewUpdate(BackendRequest[UpdateReport], frozen=True):
+    """The holder whose lease is to begin anew."""
+
+    operation: ClassVar = "renew_update"
+    answer: ClassVar = UpdateReport
+    holder: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
 class LoadWeights(BackendRequest[UpdateReport], frozen=True):
@@ -155,6 +177,27 @@ class LoadWeights(BackendRequest[UpdateReport], frozen=True):
     answer: ClassVar = UpdateReport
     folder: _Folder
     timeout_s: _Timeout = 600.0
+    holder: _Holder = ""
+
+
+class ExpectTransfer(BackendRequest[UpdateReport], frozen=True):
+    """The time that each engine has to load its former weights, if those that the trainer moves there do not last."""
+
+    operation: ClassVar = "expect_transfer"
+    answer: ClassVar = UpdateReport
+    timeout_s: _Timeout = 600.0
+    holder: _Holder = ""
+
+
+class ConfirmWeights(BackendRequest[UpdateReport], frozen=True):
+    """The version that every engine is to say it has; with `tell`, after it was told so."""
+
+    operation: ClassVar = "confirm_weights"
+    answer: ClassVar = UpdateReport
+    policy_version: _Version
+    tell: bool = True
+    timeout_s: _Timeout = 60.0
+    holder: _Holder = ""
 
 
 class ResumeBackends(BackendRequest[UpdateReport], frozen=True):
@@ -163,3 +206,4 @@ class ResumeBackends(BackendRequest[UpdateReport], frozen=True):
     operation: ClassVar = "resume"
     answer: ClassVar = UpdateReport
     policy_version: _Version | None = None
+    holder: _Holder = ""

@@ -4,6 +4,7 @@ fail, or take their time, as the test says."""
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,14 @@ import pytest
 import trio
 from safetensors.numpy import load_file
 
-from prorl_trio.client import BlockingClient, PolicyUpdateFailed, WeightsRefused, connect
+from prorl_trio.client import (
+    BlockingClient,
+    PolicyUpdateFailed,
+    WeightsRefused,
+    connect,
+    open_policy_update,
+    policy_update,
+)
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
@@ -396,3 +404,174 @@ async def test_a_state_dict_in_plain_calls(tmp_path, model):
             await trio.to_thread.run_sync(train, service.url)
         assert await sampled_as(node.backends) == "1"
         assert engines[0].weights == engines[1].weights
+
+
+# ---------------------------------------------------------------- who updates, and for how long
+
+
+@pytest.fixture
+async def watched(pool):
+    """The same node, which looks after the leases of updates."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pool.backends.watch)
+        yield pool
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_block_keeps_its_lease_for_as_long_as_it_may_last(watched, monkeypatch):
+    monkeypatch.setattr(policy_update, "LEASE_S", 0.3)
+    renewed, enough = [], trio.Event()
+    renew = watched.backends.renew_update
+
+    async def count(holder):
+        renewed.append(holder)
+        if len(renewed) == 6:
+            enough.set()
+        return await renew(holder)
+
+    monkeypatch.setattr(watched.backends, "renew_update", count)
+    async with open_trainer(watched) as client:
+        async with client.policy_update("1", timeout_s=20) as update:
+            await enough.wait()
+            await update.load_folder("/w/1", check="none")
+        (holder,) = set(renewed)
+        assert f"pid {os.getpid()} to version 1" in holder
+    assert {each.policy_version for each in watched.backends.list()} == {"1"}
+
+
+async def test_a_block_that_never_ends_is_given_up_by_the_node(watched, monkeypatch, caplog):
+    monkeypatch.setattr(policy_update, "LEASE_S", 0.1)
+
+    async def hang(client):
+        async with client.policy_update("1", timeout_s=0.2) as update:
+            await update.load_folder("/w/1", check="none")
+            while watched.backends.admission.closed:
+                await trio.sleep(0.01)
+            assert_old(watched)
+            await update.load_folder("/w/1", check="none")
+
+    async with open_trainer(watched) as client:
+        with caplog.at_level(logging.ERROR), pytest.raises(UpdateRefused, match="its lease was not renewed in time"):
+            await hang(client)
+    assert_old(watched)
+    assert "the update to 1 had no step for 0.2 s" in caplog.text
+    assert "to version 1 " in caplog.text
+    assert "is given up" in caplog.text
+
+
+async def test_a_trainer_that_is_gone_holds_up_nobody(watched):
+    async with open_trainer(watched) as client:
+        await client.pause("keep", holder="one", lease_s=0.2)
+        await client.load_weights("/w/1", holder="one")
+    while watched.backends.admission.closed:  # the test's own limit is around it
+        await trio.sleep(0.01)
+    assert_old(watched)
+
+
+async def test_the_second_of_two_trainers_is_told_who_the_first_is(pool):
+    async with open_trainer(pool) as one, open_trainer(pool) as two, one.policy_update("1") as update:
+        with pytest.raises(
+            BackendsBusy, match=rf"the policy update of .* pid {os.getpid()} to version 1 .* is under way"
+        ):
+            await update_to(two, "2", "/w/2")
+        await update.load_folder("/w/1", check="none")
+    assert [engine.weights for engine in pool.engines.values()] == ["/w/1", "/w/1"]
+    assert [engine.label for engine in pool.engines.values()] == ["1", "1"]
+
+
+# ---------------------------------------------------------------- what engines say, and several nodes
+
+
+async def test_an_engine_that_says_otherwise_ends_the_update_before_work_goes_on(pool):
+    pool.engines[B].lies = "0"
+    async with open_trainer(pool) as client:
+        with pytest.raises(PolicyUpdateFailed, match=f"{B}: it says that its weights are 0, and not 1") as caught:
+            await update_to(client, "1", "/w/1")
+    assert list(caught.value.failed) == [B]
+    assert_old(pool)
+    assert [engine.label for engine in pool.engines.values()] == ["0", "0"]
+
+
+async def test_weights_that_the_trainer_moves_itself_count_when_every_engine_says_so(pool):
+    async def move(client, *engines):
+        async with client.policy_update("1") as update, update.transfer():
+            for engine in engines:
+                engine.weights, engine.label = "moved", "1"
+
+    one, other = pool.engines.values()
+    async with open_trainer(pool) as client:
+        with pytest.raises(PolicyUpdateFailed, match=f"{B}: it says that its weights are 0, and not 1"):
+            await move(client, one)
+        assert_old(pool)
+        await move(client, one, other)
+        assert await sampled_as(pool.backends) == "1"
+    assert [engine.weights for engine in pool.engines.values()] == ["moved", "moved"]
+
+
+async def test_a_transfer_that_breaks_off_is_taken_back(pool):
+    async def break_off(client):
+        async with client.policy_update("1") as update, update.transfer():
+            pool.engines[A].weights = "half of them"
+            raise ZeroDivisionError
+
+    async with open_trainer(pool) as client:
+        with pytest.raises(ZeroDivisionError):
+            await break_off(client)
+    assert_old(pool)
+
+
+async def test_an_engine_that_does_not_say_what_it_has_cannot_be_checked():
+    async with open_look_alikes(development=(True, False)) as (node, client, (_, other)):
+        with pytest.raises(PolicyUpdateFailed, match=f"{other.url}: it says that its weights are 0, and not 1"):
+            async with client.policy_update("1") as update, update.transfer():
+                pass
+        assert node.backends.policy_version == "0"
+
+
+@pytest.fixture
+async def second():
+    """A second node."""
+    node = FakeNode()
+    await node.backends.add(A)
+    node.engines[A].call_s = 0.0
+    yield node
+    await node.backends.aclose()
+
+
+@pytest.mark.parametrize("broken", ["", "pause", "load", "label"])
+async def test_all_nodes_are_updated_or_none(pool, second, broken):
+    second.engines[A].broken.add(broken)
+    async with open_trainer(pool) as one, open_trainer(second) as other:
+        if not broken:
+            async with open_policy_update([one, other], "1") as update:
+                await update.load_folder("/w/1", check="none")
+                assert [each.url for each in update.report.backends] == [A, B, A]
+            nodes = (pool, second)
+            assert {each.policy_version for node in nodes for each in node.backends.list()} == {"1"}
+            return
+        with pytest.raises(PolicyUpdateFailed, match=f"{A}: out of order"):
+            async with open_policy_update([one, other], "1") as update:
+                await update.load_folder("/w/1", check="none")
+    assert_old(pool)
+    assert second.engines[A].weights == ("" if broken == "load" else "first")
+
+
+async def test_a_node_that_somebody_else_updates_holds_up_all_of_them_and_nothing_changes(pool, second):
+    async with open_trainer(pool) as one, open_trainer(second) as other, other.policy_update("2"):
+        with pytest.raises(BackendsBusy, match="to version 2"):
+            async with open_policy_update([one, other], "1"):
+                pass
+        assert_old(pool)
+        assert second.backends.admission.closed
+
+
+async def test_a_transfer_in_plain_calls(pool):
+    def train(url):
+        with BlockingClient(url, TOKEN) as client, client.policy_update("1") as update, update.transfer():
+            for engine in pool.engines.values():
+                engine.weights, engine.label = "moved", "1"
+
+    with trio.fail_after(DEADLINE_S):
+        async with open_service(pool) as service:
+            await trio.to_thread.run_sync(train, service.url)
+    assert {each.policy_version for each in pool.backends.list()} == {"1"}

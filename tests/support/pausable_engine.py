@@ -35,7 +35,7 @@ HEALTH = HealthConfig(interval_s=10, open_after_failures=2, close_after_successe
 class PausableEngine(EngineClient):
     """Has a pause of its own, during which it samples nothing, and a name for its weights.
 
-    `says`, if there is one, is what its next completions end as.
+    `says`, if there is one, is what its next completions end as; `lies`, what it calls its weights when it is asked.
     """
 
     def __init__(self, url: str) -> None:
@@ -48,6 +48,7 @@ class PausableEngine(EngineClient):
         self.silent: set[str] = set()
         self.broken: set[str] = set()
         self.tells_versions = True
+        self.lies = ""
         self.says: list[tuple[list[int], FinishReason]] = []
         self.prompts: list[list[int]] = []
         self.told: list[str] = []
@@ -106,6 +107,11 @@ class PausableEngine(EngineClient):
         await self._reach("label", timeout_s)
         self.label = policy_version
         return True
+
+    async def read_label(self, *, timeout_s: float) -> str:
+        """See `EngineClient.read_label`."""
+        await self._reach("read label", timeout_s)
+        return self.lies or self.label
 
     async def load_weights(self, folder: str, *, timeout_s: float) -> bool:
         """See `EngineClient.load_weights`. Takes `call_s`; a failure leaves none."""

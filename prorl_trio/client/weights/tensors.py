@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -81,14 +81,12 @@ def raw_tensor(name: str, tensor: Any) -> tuple[TensorType, np.ndarray]:
 
 
 def _pairs(state: StateDict) -> Iterator[tuple[Any, Any]]:
-    if isinstance(state, Mapping):
-        yield from state.items()
-        return
-    for item in state:
+    items: Iterable[Any] = [state] if isinstance(state, Mapping) else state
+    for item in items:
         if isinstance(item, Mapping):
             yield from item.items()
         elif isinstance(item, tuple | list) and len(item) == 2:
-            yield cast("tuple[Any, Any]", tuple(item))
+            yield item[0], item[1]
         else:
             raise WeightsRefused(f"a state dict, or pairs of a name and a tensor; got {type(item).__name__}")
 

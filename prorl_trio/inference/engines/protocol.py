@@ -214,6 +214,15 @@ class EngineClient(abc.ABC):
         await trio.lowlevel.checkpoint()
         return False
 
+    async def read_label(self, *, timeout_s: float) -> str:
+        """Return what the engine itself says that its weights are called; empty where it does not say. Default: empty.
+
+        Raises:
+            BackendError: it says it, and failed.
+        """
+        await trio.lowlevel.checkpoint()
+        return ""
+
     async def load_weights(self, folder: str, *, timeout_s: float) -> bool:
         """Have it replace its weights by those in `folder`, a path as the engine sees it, while it is paused.
 

@@ -135,6 +135,11 @@ class SglangClient(HttpEngineClient):
         body = {"new_version": policy_version, "abort_all_requests": False}
         return await self._control("/update_weight_version", timeout_s, body)
 
+    async def read_label(self, *, timeout_s: float) -> str:
+        """See `EngineClient.read_label`."""
+        model = await self._first(MODEL_INFO, ModelInfo, timeout_s)
+        return label_of(model.weight_version if model else None)
+
     async def resume(self, *, timeout_s: float) -> None:
         """See `EngineClient.resume`."""
         await self._control("/continue_generation", timeout_s, {})

@@ -56,6 +56,11 @@ class VllmClient(HttpEngineClient):
             return False
         return await self._control("/update_weight_version", timeout_s, {"new_version": policy_version})
 
+    async def read_label(self, *, timeout_s: float) -> str:
+        """See `EngineClient.read_label`. Only in development mode."""
+        weights = await self._get_json("/weight_info", WeightInfo, timeout_s)
+        return label_of(weights.weight_version if weights else None)
+
     async def load_weights(self, folder: str, *, timeout_s: float) -> bool:
         """See `EngineClient.load_weights`. Only in development mode.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.versions import VersionOrder
     from prorl_trio.types.backends import PauseMode
 
-__all__ = ["EngineControl", "WeightsOnTrial"]
+__all__ = ["EngineControl", "OtherWeights", "WeightsOnTrial"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,21 @@ UNPAUSE_GRACE_S = 4.0
 
 
 class WeightsOnTrial(NamedTuple):
-    """Weights that an engine was told to load in a pause. `loaded`: it said that it has them."""
+    """Weights that an engine was told to load in a pause, or that a trainer moves there itself (no `folder`).
+
+    `loaded`: it said that it has them.
+    """
 
     folder: str
     timeout_s: float
     loaded: bool
+
+
+class OtherWeights(BackendError):
+    """An engine says that it has weights of another version than it should. Not retryable."""
+
+    def __init__(self, url: str, heard: str, policy_version: str) -> None:
+        super().__init__(f"{url}: it says that its weights are {heard}, and not {policy_version}", retryable=False)
 
 
 class EngineControl:
@@ -42,6 +52,7 @@ class EngineControl:
         paused: by its own API, or it may be: no answer came.
         weights: what those of its version can be loaded from again, if that is known.
         trial: the ones it may have instead, until a resume announces them or takes them back.
+        named: what they were called on trial; empty: nothing.
     """
 
     def __init__(self, client: EngineClient, info: EngineInfo, versions: VersionOrder) -> None:
@@ -50,6 +61,7 @@ class EngineControl:
         self.info = info
         self.weights = info.weights
         self.trial: WeightsOnTrial | None = None
+        self.named = ""
         self.paused = False
         self._versions = versions
         self._lock = trio.Lock()
@@ -66,7 +78,7 @@ class EngineControl:
             info = msgspec.structs.replace(info, policy_version=known.policy_version)
         if info.label in (UNNAMED, "") or info.label != known.label:  # with what it was started with, at best
             self.weights = info.weights if versions.current == UNKNOWN_VERSION else ""
-        self.trial = None
+        self.trial, self.named = None, ""
         self.info = info
         versions.note(info.policy_version)
 
@@ -120,30 +132,64 @@ class EngineControl:
             self.paused, self.trial = before
             return False
 
+    def expect_transfer(self, timeout_s: float) -> None:
+        """Note that a trainer moves weights there itself: on trial until a resume, and it counts as paused."""
+        self.paused, self.trial = True, WeightsOnTrial("", timeout_s, loaded=False)
+
+    async def confirm(self, policy_version: str, timeout_s: float, *, tell: bool) -> bool:
+        """Have it say that its weights are of that version; with `tell`, after it was told so. False: it says nothing.
+
+        Raises:
+            OtherWeights: it says otherwise.
+            BackendError: it failed to answer.
+        """
+        async with self._lock:
+            if tell:
+                self.named = policy_version
+                if error := await self.label(policy_version, timeout_s):
+                    raise BackendError(error, retryable=True)
+                if not self.info.label:
+                    self.named = ""  # it cannot be told
+            heard = await self.client.read_label(timeout_s=timeout_s)
+            if heard not in ("", policy_version) and (self.info.label or not tell):
+                raise OtherWeights(self.client.url, heard, policy_version)
+            if heard and not tell and self.trial is not None and not self.trial.folder:
+                self.named = policy_version
+                self.info = msgspec.structs.replace(self.info, label=heard)
+                self.trial = self.trial._replace(loaded=True)
+            return bool(heard)
+
     def announce(self, policy_version: str) -> None:
         """Record what it samples next under this version: its weights on trial are the policy's now."""
         if self.trial is not None:
             self.weights = self.trial.folder
         elif policy_version != self.info.policy_version:  # somebody else has moved them
             self.weights = ""
-        self.trial = None
+        self.trial, self.named = None, ""
         self.info = msgspec.structs.replace(self.info, policy_version=policy_version)
 
     async def unpause(self, timeout_s: float) -> None:
         """Resume it if it was paused here, also if it is just being told to pause: then after that.
 
-        One that has weights on trial gets its former ones first, in the time that it had for those.
+        One that has weights on trial gets its former ones first: see `restore`.
 
         Raises:
             BackendError: it failed, and counts as paused.
         """
         async with self._lock:
-            if self.trial is not None:
-                await self._take_back(self.trial)
-                self.trial = None
+            await self._restore(timeout_s)
             if self.paused:
                 await self.client.resume(timeout_s=timeout_s)
                 self.paused = False
+
+    async def restore(self, timeout_s: float) -> None:
+        """Give it its former weights and their name back, if it has others on trial, in the time that it had for those.
+
+        Raises:
+            BackendError: it failed; they stay on trial.
+        """
+        async with self._lock:
+            await self._restore(timeout_s)
 
     async def label(self, policy_version: str, timeout_s: float) -> str:
         """Tell it what its weights are called from now on. Why it failed, or nothing."""
@@ -156,16 +202,28 @@ class EngineControl:
         self.info = msgspec.structs.replace(self.info, label=label)
         return error
 
+    async def _restore(self, timeout_s: float) -> None:
+        if self.trial is not None:
+            await self._take_back(self.trial)
+            self.trial = None
+        if self.named:  # or tokens of the former weights would be of the later version
+            if error := await self.label(self.info.policy_version, timeout_s):
+                raise BackendError(error, retryable=True)
+            self.named = ""
+
     async def _take_back(self, trial: WeightsOnTrial) -> None:
         url, version = self.client.url, self.info.policy_version
         if not self.weights:
+            others = f"the weights in {trial.folder}" if trial.folder else "weights that the trainer moved there"
             raise BackendError(
-                f"{url}: it may have the weights in {trial.folder}, and where those of version {version} are is not "
+                f"{url}: it may have {others}, and where those of version {version} are is not "
                 "known here: move them there and resume with that version, or remove it",
                 retryable=False,
             )
         if not await self.client.load_weights(self.weights, timeout_s=trial.timeout_s):
-            raise BackendError(f"{url}: it does not load weights any more, which it did", retryable=False)
+            raise BackendError(
+                f"{url}: it loads no weights, so those of version {version} are not back", retryable=False
+            )
 
     async def aclose(self) -> None:
         """Close the client. An engine that was paused here is told to go on before, as nobody else would."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import trio
 
 from ipc.nursery import open_single_nursery
+from prorl_trio.inference.pool.control import OtherWeights
+from prorl_trio.inference.pool.update_hold import UpdateHolder
 from prorl_trio.types.backends import EngineAnswer, UpdatedBackend, UpdateReport
 from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout, UpdateRefused
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.admission import Admission
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.placement import Placement
+    from prorl_trio.inference.pool.update_hold import Hold
     from prorl_trio.inference.pool.versions import VersionOrder
     from prorl_trio.types.backends import PauseMode
 
@@ -33,17 +36,25 @@ Told = tuple[EngineAnswer, str]
 
 
 class PolicyUpdates:
-    """Pauses the engines of a pool, gives them weights and resumes them, one step at a time."""
+    """Pauses the engines of a pool, gives them weights and resumes them, one step at a time.
+
+    The pool is paused while an operator asked for that, or a trainer's update has it (`UpdateHolder`).
+    """
 
     def __init__(self, placement: Placement, admission: Admission, versions: VersionOrder) -> None:
         self._placement = placement
         self._admission = admission
         self._versions = versions
-        self._changing = False
+        self._changing: str | None = None
+        self._asked = False
+        """A pause that no update asked for is in force."""
+        self.holder = UpdateHolder()
 
-    async def pause(self, mode: PauseMode, timeout_s: float) -> UpdateReport:
+    async def pause(self, mode: PauseMode, timeout_s: float, holder: str, lease_s: float | None) -> UpdateReport:
         """See `Backends.pause`."""
-        with self._change():
+        if holder:
+            self._check_holder(holder)
+        with self._change(holder):
             was_closed = self._admission.closed
             self._admission.close()
             told: dict[Backend, Told] = {}
@@ -56,6 +67,10 @@ class PolicyUpdates:
                         if mode == "wait":
                             await self._admission.wait_idle()
                         await self._tell_engines(told, mode, timeout_s)
+                    if holder:
+                        self.holder.take(holder, lease_s)
+                    else:
+                        self._asked = True
                     return self._report(told)
                 running = ", ".join(f"{n} on {url}" for url, n in self._admission.in_flight().items()) or "none"
                 silent = ", ".join(backend.url for backend in self._placement.backends() if backend not in told)
@@ -70,39 +85,147 @@ class PolicyUpdates:
                     self._admission.open()
                 raise
 
-    async def load_weights(self, folder: str, timeout_s: float) -> UpdateReport:
+    async def load_weights(self, folder: str, timeout_s: float, holder: str) -> UpdateReport:
         """See `Backends.load_weights`."""
-        with self._change():
+        return await self._try_weights(holder, lambda backend: _load(backend, folder, timeout_s))
+
+    async def expect_transfer(self, timeout_s: float, holder: str) -> UpdateReport:
+        """See `Backends.expect_transfer`."""
+        return await self._try_weights(holder, lambda backend: _expect(backend, timeout_s))
+
+    async def confirm_weights(self, policy_version: str, timeout_s: float, holder: str, *, tell: bool) -> UpdateReport:
+        """See `Backends.confirm_weights`."""
+        return await self._try_weights(holder, lambda backend: _confirm(backend, policy_version, timeout_s, tell=tell))
+
+    async def resume(self, policy_version: str | None, holder: str) -> UpdateReport:
+        """See `Backends.resume`."""
+        if holder and holder != self.holder.holder:
+            return await self._resume_without_hold(policy_version, holder)
+        if not holder:
+            if policy_version is None and self._asked and self.holder.hold is not None:  # the update goes on alone
+                self._asked = False
+                await trio.lowlevel.checkpoint()
+                return self._report({})
+            self._check_holder(holder)
+        with self._change(holder):
+            told: dict[Backend, Told] = {}
+            if policy_version is not None:
+                self._check_loaded(policy_version)
+                told = await self._name_weights(policy_version)
+                self._versions.announce(policy_version)
+                for backend in self._placement.backends():
+                    backend.engine.announce(policy_version)
+            await self._let_go(told, paused=self._asked and bool(holder))
+            if not holder:
+                self._asked = False
+            self.holder.last = (holder, policy_version or "")
+            return self._report(told)
+
+    async def renew(self, holder: str) -> UpdateReport:
+        """See `Backends.renew_update`."""
+        await trio.lowlevel.checkpoint()
+        self._check_in_force(holder)
+        self.holder.renew()
+        return self._report({})
+
+    async def give_up(self, hold: Hold) -> UpdateReport:
+        """Give the engines their former weights back in place of the trainer that has the hold, and end it."""
+        with self._change(hold.holder):
+            told: dict[Backend, Told] = {}
+            await self._let_go(told, paused=self._asked)
+            return self._report(told)
+
+    @contextmanager
+    def _change(self, holder: str) -> Iterator[None]:
+        if self._changing is not None:
+            who = f", by {self._changing}" if self._changing else ""
+            raise BackendsBusy(f"another pause or resume of the backends is under way{who}; await it")
+        self._changing = holder
+        self.holder.begin_step()
+        try:
+            yield
+        finally:
+            self._changing = None
+            self.holder.end_step()
+
+    def _check_holder(self, holder: str) -> None:
+        """Raise BackendsBusy if somebody else updates the policy."""
+        hold = self.holder.hold
+        if hold is not None and hold.holder != holder:
+            raise BackendsBusy(f"{hold}; await its end")
+
+    def _check_in_force(self, holder: str) -> None:
+        """Raise if somebody else updates the policy, or `holder` does not any more."""
+        self._check_holder(holder)
+        if holder and self.holder.hold is None:
+            raise UpdateRefused(
+                f"the policy update of {holder} is over: its lease was not renewed in time, and the former version, "
+                f"{self._versions.current}, is back. Begin it again"
+            )
+
+    async def _resume_without_hold(self, policy_version: str | None, holder: str) -> UpdateReport:
+        """Answer a trainer whose update is not in force: there is nothing to undo, and nothing to carry out."""
+        await trio.lowlevel.checkpoint()
+        if self._changing == holder:  # its cancelled pause is still being undone
+            raise BackendsBusy(f"the pause of {holder} is under way; await its end")
+        if policy_version is not None and self.holder.last != (holder, policy_version):  # asked again: it was done
+            self._check_in_force(holder)
+        return self._report({})
+
+    async def _try_weights(self, holder: str, tell: Callable[[Backend], Awaitable[Told]]) -> UpdateReport:
+        """Tell all engines something about their weights on trial, in a pause."""
+        self._check_in_force(holder)
+        with self._change(holder):
             if not self._admission.closed:
                 raise UpdateRefused("weights are loaded in a pause only: pause the backends first")
             told: dict[Backend, Told] = {}
             async with open_single_nursery() as nursery:
                 for backend in self._placement.backends():
-                    nursery.start_soon(_note, backend, told, partial(_load, backend, folder, timeout_s))
+                    nursery.start_soon(_note, backend, told, partial(tell, backend))
             return self._report(told)
 
-    async def resume(self, policy_version: str | None) -> UpdateReport:
-        """See `Backends.resume`."""
-        with self._change():
-            if policy_version is not None:
-                self._check_loaded(policy_version)
-                self._versions.announce(policy_version)
+    async def _name_weights(self, policy_version: str) -> dict[Backend, Told]:
+        """Tell the engines what their weights are called from now on, and ask each.
+
+        Return those that failed to answer, which is no reason not to go on.
+
+        Raises:
+            UpdateRefused: one says that it has others.
+        """
+        told: dict[Backend, Told] = {}
+        others: list[str] = []
+
+        async def name(backend: Backend) -> Told:
+            try:
+                return await _confirm(backend, policy_version, UNPAUSE_TIMEOUT_S, tell=True)
+            except OtherWeights as exc:
+                others.append(str(exc))
+                raise
+
+        while new := [backend for backend in self._placement.backends() if backend not in told]:  # some may be added
+            async with open_single_nursery() as nursery:
+                for backend in new:
+                    nursery.start_soon(_note, backend, told, partial(name, backend))
+        if others:
+            raise UpdateRefused(
+                f"{'; '.join(others)}: the pool stays as it was, at version {self._versions.current}: move the weights "
+                f"there again, or resume without {policy_version}"
+            )
+        return {backend: how for backend, how in told.items() if how[0] == "failed"}
+
+    async def _let_go(self, told: dict[Backend, Told], *, paused: bool) -> None:
+        """End the hold and resume the engines, or, in an operator's pause, let them have their weights alone."""
+        if paused:
+            async with open_single_nursery() as nursery:
                 for backend in self._placement.backends():
-                    backend.engine.announce(policy_version)
-            told: dict[Backend, Told] = {}
-            await self._tell_engines(told, None, UNPAUSE_TIMEOUT_S, policy_version)
-            self._admission.open()
-            return self._report(told)
-
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        if self._changing:
-            raise BackendsBusy("another pause or resume of the backends is under way; await it")
-        self._changing = True
-        try:
-            yield
-        finally:
-            self._changing = False
+                    nursery.start_soon(_note, backend, told, partial(_restore, backend, UNPAUSE_TIMEOUT_S))
+            self.holder.release()
+            return
+        failed = dict(told)
+        await self._tell_engines(told, None, UNPAUSE_TIMEOUT_S)
+        told.update(failed)
+        self.holder.release()
+        self._admission.open()
 
     def _check_loaded(self, policy_version: str) -> None:
         failed = [
@@ -131,9 +254,8 @@ class PolicyUpdates:
         told: dict[Backend, Told],
         mode: PauseMode | None,
         timeout_s: float,
-        policy_version: str | None = None,
     ) -> None:
-        """Pause the engines, or (None) tell them the version, if there is one, and resume those that were paused.
+        """Pause the engines, or (None) resume those that were paused.
 
         How each took it is in `told` as soon as it has answered. One that is out of health has half of the time that is
         left: that it does not answer is to be reported, and not to undo a pause of the others.
@@ -142,10 +264,7 @@ class PolicyUpdates:
         async with open_single_nursery() as nursery:
             for backend in self._placement.backends():
                 each_s = timeout_s if backend.breaker.closed else left_s / 2
-                if mode is None:
-                    tell = partial(_resume, backend, each_s, policy_version)
-                else:
-                    tell = partial(_pause, backend, each_s, mode)
+                tell = partial(_resume, backend, each_s) if mode is None else partial(_pause, backend, each_s, mode)
                 nursery.start_soon(_note, backend, told, tell)
 
     def _report(self, told: dict[Backend, Told]) -> UpdateReport:
@@ -184,14 +303,26 @@ async def _load(backend: Backend, folder: str, timeout_s: float) -> Told:
     return "loaded" if await backend.engine.load_weights(folder, timeout_s) else "not_offered", ""
 
 
-async def _resume(backend: Backend, timeout_s: float, policy_version: str | None) -> Told:
-    """Tell it the version, if there is one, and resume it if it was paused."""
+async def _expect(backend: Backend, timeout_s: float) -> Told:
+    backend.engine.expect_transfer(timeout_s)
+    await trio.lowlevel.checkpoint()
+    return "paused", ""
+
+
+async def _confirm(backend: Backend, policy_version: str, timeout_s: float, *, tell: bool) -> Told:
+    return "confirmed" if await backend.engine.confirm(policy_version, timeout_s, tell=tell) else "not_offered", ""
+
+
+async def _restore(backend: Backend, timeout_s: float) -> Told:
+    await backend.engine.restore(timeout_s)
+    return "paused" if backend.engine.paused else "not_offered", ""
+
+
+async def _resume(backend: Backend, timeout_s: float) -> Told:
     engine = backend.engine
-    error = "" if policy_version is None else await engine.label(policy_version, timeout_s)
     was_paused = engine.paused
-    if was_paused:
-        await engine.unpause(timeout_s)
-    return ("failed", error) if error else ("resumed" if was_paused else "not_offered", "")
+    await engine.unpause(timeout_s)
+    return "resumed" if was_paused else "not_offered", ""
 
 
 def _left_s() -> float:

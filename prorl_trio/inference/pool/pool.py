@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import asynccontextmanager
 from random import Random
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import PauseMode, UpdateReport
 
 __all__ = ["Backends"]
+
+logger = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0
 
@@ -224,55 +227,123 @@ class Backends:
         """See `LoadBalancer.fresh`."""
         return self._balancer.fresh(max_staleness)
 
-    async def pause(self, mode: PauseMode, timeout_s: float) -> UpdateReport:
+    async def pause(
+        self, mode: PauseMode, timeout_s: float, holder: str = "", lease_s: float | None = None
+    ) -> UpdateReport:
         """Let no completion begin until `resume`; return when those in flight are dealt with as `mode` says.
 
         Jobs go on up to their next completion and wait there. Engines that can be paused are paused too. A paused pool
         may be paused again, in another mode.
 
+        A pause by a `holder` is for an update of the policy, of which there is one at a time: no step of anybody else
+        changes the weights before that holder's `resume`. Unless a step of the holder's, or `renew_update`, comes every
+        `lease_s`, `watch` puts the former weights back and resumes. A pause without a holder, before it or meanwhile,
+        outlasts it.
+
         Raises:
             PauseTimeout: completions still run, or engines have not answered, after `timeout_s`; it says which. The
                 pause is undone, and so it is by a cancel: the pool is then as it was before.
-            BackendsBusy: another pause or resume is under way.
+            BackendsBusy: another pause or resume is under way, or another holder's update.
         """
-        return await self._updates.pause(mode, timeout_s)
+        return await self._updates.pause(mode, timeout_s, holder, lease_s)
 
-    async def load_weights(self, folder: str, timeout_s: float) -> UpdateReport:
+    async def renew_update(self, holder: str) -> UpdateReport:
+        """Let the lease of `holder`'s update begin anew.
+
+        Raises:
+            UpdateRefused: that update is over: its lease had run out.
+            BackendsBusy: another holder's update is under way.
+        """
+        return await self._updates.renew(holder)
+
+    async def expect_transfer(self, timeout_s: float, holder: str = "") -> UpdateReport:
+        """Note in a pause that the trainer moves the weights to the engines by means of its own.
+
+        They are on trial as those of `load_weights` are. A `resume` without a version loads the former ones from their
+        folder, where that is known; engines where it is not take no tasks then.
+
+        Raises:
+            UpdateRefused: the pool is not paused, or the update of `holder` is over.
+            BackendsBusy: another step is under way, or another holder's update.
+        """
+        return await self._updates.expect_transfer(timeout_s, holder)
+
+    async def confirm_weights(
+        self, policy_version: str, timeout_s: float, holder: str = "", *, tell: bool = True
+    ) -> UpdateReport:
+        """Have every engine say, in a pause, which weights it has; with `tell`, after it was told their version.
+
+        One that says otherwise, or fails to answer, is reported as `failed`. What they were told is taken back by a
+        `resume` without a version.
+
+        Raises:
+            UpdateRefused: the pool is not paused, or the update of `holder` is over.
+            BackendsBusy: another step is under way, or another holder's update.
+        """
+        return await self._updates.confirm_weights(policy_version, timeout_s, holder, tell=tell)
+
+    async def load_weights(self, folder: str, timeout_s: float, holder: str = "") -> UpdateReport:
         """Have every engine that can load the weights in `folder`, a path as the engines see it, in a pause.
 
         They are on trial until `resume` announces their version, or takes them back. A failure is reported, not raised.
         After a cancel, each engine may have them or not.
 
         Raises:
-            UpdateRefused: the pool is not paused.
-            BackendsBusy: another step is under way.
+            UpdateRefused: the pool is not paused, or the update of `holder` is over.
+            BackendsBusy: another step is under way, or another holder's update.
         """
-        return await self._updates.load_weights(folder, timeout_s)
+        return await self._updates.load_weights(folder, timeout_s, holder)
 
-    async def resume(self, policy_version: str | None = None) -> UpdateReport:
+    async def resume(self, policy_version: str | None = None, holder: str = "") -> UpdateReport:
         """Let completions begin again, recorded under `policy_version` if that is given. A pool need not be paused.
 
         Without a version, engines with weights on trial get their former ones back before.
 
-        Engines are told the version, and those that were paused are resumed, before; one that fails to is reported, not
-        raised, and takes no tasks until `watch` has resumed it. If this is cancelled, the pool stays paused.
+        Engines are told the version, and asked for it, and those that were paused are resumed, before; one that fails
+        to is reported, not raised, and takes no tasks until `watch` has resumed it. The pool stays paused if this is
+        cancelled, and after an update by a `holder` if somebody else asked for a pause.
 
         Raises:
-            UpdateRefused: an engine failed to load the weights that the version is to be of; it stays paused.
-            BackendsBusy: another pause or resume is under way.
+            UpdateRefused: an engine failed to load the weights that the version is to be of, or says that it has
+                others; or the update of `holder` is over, and there is a version. The pool stays as it is.
+            BackendsBusy: another pause or resume is under way, or another holder's update.
         """
         before = self.policy_version
-        report = await self._updates.resume(policy_version)
+        report = await self._updates.resume(policy_version, holder)
         self._tell(updated=self.policy_version != before)
+        self._judge_resumed()
+        return report
+
+    def _judge_resumed(self) -> None:
+        if self.admission.closed:
+            return
         for backend in self._placement.backends():
             if backend.engine.paused:
                 backend.breaker.trip()
                 self._balancer.judge(backend, f"{backend.url}: it did not answer its resume")
-        return report
+
+    async def _watch_updates(self) -> None:
+        """Give up, for ever, each update whose lease has run out, since its trainer is gone or hangs."""
+        while True:
+            hold = await self._updates.holder.wait_lost()
+            logger.error(
+                "the policy update of %s is given up, as nothing was heard of it for %g s: the former version, %s, is "
+                "put back",
+                hold.holder,
+                hold.lease_s,
+                self.policy_version,
+            )
+            for each in (await self._updates.give_up(hold)).backends:
+                if each.engine == "failed":
+                    logger.error(
+                        "backend %s is given no tasks until it has its weights again: %s", each.url, each.error
+                    )
+            self._judge_resumed()
 
     async def watch(self) -> None:
-        """Look at all backends from time to time, for ever: see `PoolWatch`, `ExpectedBackends`."""
+        """Look at all backends from time to time, for ever: see `PoolWatch`, `ExpectedBackends`, `UpdateHolder`."""
         async with open_single_nursery() as nursery:
+            nursery.start_soon(service_task(self._watch_updates, "leases of policy updates"))
             nursery.start_soon(service_task(self._watch.watch_health, "backend health"))
             nursery.start_soon(service_task(self._watch.watch_load, "backend load"))
             nursery.start_soon(service_task(self._expected.run, "backends that are down"))
@@ -289,14 +360,15 @@ class Backends:
     def statistics(self) -> dict[str, object]:
         """Return figures of the pool. Encodable.
 
-        Leases, tasks `waiting` for a backend, `moves` by reason, the `admission` of completions, and `backends`: one
-        `BackendStatistics` each.
+        Leases, tasks `waiting` for a backend, `moves` by reason, the `admission` of completions, who is `updating` the
+        policy, and `backends`: one `BackendStatistics` each.
         """
         return {
             "open_leases": self._placement.open_leases,
             "waiting": self._balancer.waiting,
             "moves": dict(self._placement.moves),
             "admission": self.admission.statistics(),
+            "updating": self._updates.holder.holder,
             "backends": [*self._placement.statistics(), *self._expected.statistics()],
         }
 
