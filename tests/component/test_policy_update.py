@@ -129,6 +129,8 @@ async def test_every_engine_gets_the_weights_and_completions_the_version(tmp_pat
             assert [each.engine for each in update.report.backends] == ["resumed", "resumed"]
             assert not any(engine.paused for engine in engines)
             assert await sampled_as(node.backends) == version
+            known = (await client.list_backends()).pool["backends"]
+            assert [each["policy_version"] for each in known] == [version] * 2
 
 
 async def test_one_that_fails_leaves_the_old_version_everywhere_and_is_named():

@@ -34,6 +34,7 @@ class BackendStatistics(msgspec.Struct, frozen=True, kw_only=True):
         weight: its share of the tasks beside others.
         max_tasks: its limit now; 0 for none.
         error: why it is `down` or suspended.
+        policy_version: what its next completions are recorded under; empty before it was reached.
         engine_running, engine_waiting, kv_usage: what the engine last reported; None: nothing.
         wait_s, prefill_tokens_per_s: see `LoadEstimate`; None: not known.
     """
@@ -46,6 +47,7 @@ class BackendStatistics(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     max_tasks: int = 0
     error: str = ""
+    policy_version: str = ""
     engine_running: int | None = None
     engine_waiting: int | None = None
     kv_usage: float | None = None
@@ -127,6 +129,7 @@ class Backend:
             weight=self.weight,
             max_tasks=self.max_tasks,
             error=self.why,
+            policy_version=self.info.policy_version,
             **self.load.figures(),
         )
 
