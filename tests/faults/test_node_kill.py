@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from contextlib import asynccontextmanager
-from functools import partial
 
-import msgspec
 import pytest
 import trio
 
@@ -18,51 +13,11 @@ from prorl_trio.client import connect
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
+from support.killable import TOKEN, Killable
 
-TOKEN = "a-token-for-tests-0123456789"
 MIB = 1024 * 1024
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-class Killable:
-    """A node's process, which can be ended as by `kill -9` and started again, at the same port if that was noted."""
-
-    def __init__(self, folder, config, nursery, log):
-        self._file, self._config, self._nursery, self._log = folder / "node.toml", config, nursery, log
-        self._process = None
-
-    async def start(self, *, note_port=True):
-        self._file.write_bytes(msgspec.toml.encode(self._config))
-        run = partial(
-            trio.run_process,
-            [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(self._file)],
-            env={**os.environ, "PRORL_TOKEN": TOKEN},
-            check=False,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            deliver_cancel=terminate,
-        )
-        self._process = await self._nursery.start(run)
-        ready = b""
-        while b"READY" not in ready:
-            ready += await self._process.stdout.receive_some() or pytest.fail(f"it ended, see {self._log.name}")
-        url = msgspec.json.decode(self._file.with_name("endpoint.json").read_bytes())["url"]
-        if note_port:
-            self._config["listen"]["port"] = int(url.rpartition(":")[2])
-        return url
-
-    async def kill(self):
-        self._process.kill()
-        await self._process.wait()
-
-    async def stop(self):
-        self._process.terminate()
-        return await self._process.wait()
-
-
-async def terminate(process):
-    process.kill()
 
 
 @asynccontextmanager
