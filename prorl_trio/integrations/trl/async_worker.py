@@ -1,0 +1,219 @@
+"""TRL's `AsyncGRPOTrainer` with rollouts by a node."""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from prorl_trio.client.sampling import BlockingGroups, JobTemplate, reached_one
+from prorl_trio.integrations.trl.buffer import RolloutBuffer
+from prorl_trio.integrations.trl.logprobs import check_arguments, check_sampling
+from prorl_trio.integrations.trl.model_check import check_tokenizer, model_facts
+from prorl_trio.integrations.trl.rows import advantages_of, placeholder, rows_of
+from prorl_trio.integrations.trl.steps import group_rules
+from prorl_trio.integrations.trl.weights import newest_version
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from prorl_trio.client import BlockingClient
+    from prorl_trio.client.sampling import BatchStatistics, Group
+    from prorl_trio.integrations.trl.rows import Row
+    from prorl_trio.types.models import Outcome, TaskInstance
+
+__all__ = ["RolloutWorker"]
+
+FETCH_S: Final = 5.0
+"""Longest wait for a group in one call of `rollout_buffer.get`, where TRL names none."""
+
+
+class RolloutWorker:
+    """`AsyncGRPOTrainer(rollout_worker=...)`: whole groups from a node (TRL's `RolloutWorkerProtocol`).
+
+        with BlockingClient(url, token) as client:
+            worker = RolloutWorker(client, tasks, args, tokenizer=tokenizer)
+            trainer = AsyncGRPOTrainer(..., args=args, rollout_worker=worker, weight_transfer=WeightTransfer(client))
+            trainer.train()
+
+    Each segment of a rollout is a row: its tokens, mask and log-probabilities as the node recorded them, the advantage
+    of its rollout within the whole group, and the version of its oldest token. Groups come from `client.sampling`: a
+    rollout that failed is sampled again, groups without information are left out, and staleness is bounded when
+    rollouts are begun, so that TRL discards none. Rewards are the node's: `reward_funcs` are not called.
+
+    Made and used in the main process; other processes pass None.
+
+    Args:
+        client: a session of the worker's own: it takes all of the session's outcomes.
+        tasks: see `open_groups`.
+        args: the trainer's `AsyncGRPOConfig`. Group size, groups per update and staleness follow from it.
+        tokenizer: the trainer's, of `transformers`.
+        job: the fields of each rollout's job; or a function of the instance.
+        correct: decides whether a rollout that has a reward is correct: groups of all or of none teach nothing.
+        rows_per_rollout: the most segments that a rollout can have. With more than 1, rollouts are begun with half the
+            lead or less, since a step may then be made of fewer groups.
+        scale_advantages: divide advantages by the standard deviation of their group's rewards.
+        seed: of the order of `tasks`; None: that of `args`.
+        **rules: further fields of `GroupRules`: `dynamic`, `early_stop`, `patience_groups`, ...
+
+    Attributes:
+        rollout_buffer: what TRL takes `RolloutSample`s from.
+        metrics_queue: what TRL takes metrics from, a dict for each group.
+
+    Raises:
+        LogprobsRefused: completions would not be sampled from the policy's own distribution.
+        ConfigError: the tokenizer is not the node's, or `args` leave staleness open.
+    """
+
+    def __init__(
+        self,
+        client: BlockingClient,
+        tasks: Sequence[TaskInstance] | Callable[[int], TaskInstance],
+        args: Any,
+        *,
+        tokenizer: Any,
+        job: JobTemplate | Callable[[TaskInstance], JobTemplate] = JobTemplate(),  # noqa: B008 - it is immutable
+        correct: Callable[[Outcome], bool] = reached_one,
+        rows_per_rollout: int = 1,
+        scale_advantages: bool = True,
+        seed: int | None = None,
+        **rules: Any,
+    ) -> None:
+        self.rollout_buffer = RolloutBuffer(self._fetch)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        check_arguments(args)
+        if isinstance(job, JobTemplate):
+            check_sampling(job.sampling)
+        check_tokenizer(tokenizer, model_facts(client))
+        self._rules = group_rules(args, rows_per_rollout, rules)
+        self._client = client
+        self._tasks = tasks
+        self._options = {"job": job, "correct": correct, "seed": args.seed if seed is None else seed}
+        self._rows_per_rollout = rows_per_rollout
+        self._scale = scale_advantages
+        self._filler_id = int(tokenizer.eos_token_id)
+        self._sample = _sample_class()
+        self._groups: BlockingGroups | None = None
+        self._version = 0
+        self._first = 0
+        self._taken = 0
+        self._advanced = 0
+        self._seen: tuple[float, Any] = (time.monotonic(), None)
+
+    def start(self) -> None:
+        """Begin sampling. Called after the first policy update."""
+        self._first = newest_version(self._client) - self._version
+        self._groups = BlockingGroups(
+            self._client, self._tasks, self._rules, version=self._name(self._version), **self._options
+        )
+        self._seen = (time.monotonic(), None)
+
+    def stop(self) -> None:
+        """End sampling: what is at work is cancelled. Does nothing where nothing was begun."""
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
+
+    def update_model_version(self, model_version: int) -> None:
+        """Admit rollouts of the next policy. See `steps` for the updates at which the sampler is told."""
+        self._version = model_version
+        if self._groups is not None and self._taken >= (self._advanced + 1) * self._rules.groups_per_step:
+            self._groups.advance(self._name(model_version))
+            self._advanced += 1
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Check that rollouts end.
+
+        Raises:
+            ServiceError: the session is over.
+            TimeoutError: for so long none has ended; the message says how the node is.
+        """
+        if self._groups is None:
+            return
+        figures = self._groups.statistics()
+        since_s, before = self._seen
+        if figures != before:
+            self._seen = (time.monotonic(), figures)
+        elif time.monotonic() - since_s > stale_after_s:
+            backends = self._client.list_backends().pool["backends"]
+            states = ", ".join(f"{each['url']} {each['state']} {each['error']}".strip() for each in backends)
+            raise TimeoutError(
+                f"no rollout has ended for {stale_after_s:g} s (heartbeat_stale_after_s); backends: {states or 'none'}."
+                " Nothing is lost: rollouts go on at the node. Look at `prorl-trio status`, or bound what a rollout "
+                "may take with JobTemplate(budgets=...)"
+            )
+
+    def _fetch(self, timeout_s: float | None) -> list[Any]:
+        """Return the rows of the next group. Raises TimeoutError: there was none in time."""
+        if self._groups is None:
+            raise RuntimeError("the worker was not started, or has been stopped")
+        batch = self._groups.take(1, timeout_s=FETCH_S if timeout_s is None else timeout_s)
+        self._taken += len(batch.groups)
+        self.metrics_queue.put_nowait(_metrics(batch.statistics))
+        return [sample for group in batch.groups for sample in self._samples(group)]
+
+    def _samples(self, group: Group) -> list[Any]:
+        rewards = group.rewards
+        samples = []
+        for outcome, advantage in zip(group.outcomes, advantages_of(rewards, scale=self._scale), strict=True):
+            metrics = {"reward": outcome.reward, "reward_std": float(rewards.std()), "rewards/node": outcome.reward}
+            samples += [
+                self._sample(
+                    prompt=[],
+                    completion=[],
+                    input_ids=row.token_ids,
+                    completion_mask=row.mask,
+                    old_log_probs=row.logprobs,
+                    advantage=float(advantage) if row.versions else 0.0,
+                    model_version=min(map(self._number, row.versions), default=self._version),
+                    group_id=group.number,
+                    metrics=dict(metrics),
+                    enqueued_at=time.time(),
+                )
+                for row in self._rows(outcome)
+            ]
+        return samples
+
+    def _rows(self, outcome: Outcome) -> list[Row]:
+        rows = rows_of(outcome)
+        if len(rows) > self._rows_per_rollout:
+            raise ConfigError(
+                f"job {outcome.job_id} has {len(rows)} segments, and rows_per_rollout is {self._rows_per_rollout}: "
+                "staleness cannot be kept. Raise it (and max_staleness)"
+            )
+        return rows or [placeholder(self._filler_id)]
+
+    def _name(self, model_version: int) -> str:
+        """Return the node's name of a version that TRL counts from 0 in each run."""
+        return str(self._first + model_version)
+
+    def _number(self, name: str) -> int:
+        if not name.isdecimal():
+            raise ConfigError(
+                f"a token was sampled by policy version {name!r}, which is no number: use this package's WeightTransfer"
+            )
+        return int(name) - self._first
+
+
+def _metrics(statistics: BatchStatistics) -> dict[str, float]:
+    """Return what TRL logs. It sums what is called `total`, and takes the highest of `max`."""
+    figures = {
+        "rollout/informative_share": statistics.informative_share,
+        "rollout/uninformative_groups_total": float(statistics.solved_groups + statistics.unsolved_groups),
+        "rollout/resampled_total": float(statistics.resampled),
+        "rollout/cancelled_total": float(statistics.cancelled),
+        "rollout/carried_groups": float(statistics.carried_groups),
+        "rollout/running_groups": float(statistics.running_groups),
+        "rollout/duration_ks": statistics.duration_ks,
+        "rollout/group_staleness_max": float(max(statistics.staleness, default=0)),
+    }
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _sample_class() -> Any:
+    try:
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+    except ImportError as error:
+        raise ImportError(f"TRL 1.16 is needed: pip install 'prorl-trio[trl]' ({error})") from error
+    return RolloutSample

@@ -1,0 +1,65 @@
+"""The trainer's tokenizer and model against the node's, before the first rollout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from prorl_trio.chat.vocabulary import vocabulary_digest
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.model_facts import ModelFacts
+
+if TYPE_CHECKING:
+    from prorl_trio.client import BlockingClient
+
+__all__ = ["check_embedding", "check_tokenizer", "model_facts"]
+
+
+def model_facts(client: BlockingClient) -> ModelFacts:
+    """Return the facts of the node's model."""
+    return msgspec.convert(client.status()["model"], ModelFacts)
+
+
+def check_tokenizer(tokenizer: Any, facts: ModelFacts) -> None:
+    """Check that ids mean the same to the trainer as to the node.
+
+    Args:
+        tokenizer: of `transformers`.
+        facts: of the node's model.
+
+    Raises:
+        ConfigError: it is another tokenizer, or one whose end of a sequence is none to the node.
+    """
+    vocabulary = tokenizer.get_vocab()
+    size = max(vocabulary.values()) + 1
+    if size != facts.vocab_size:
+        raise ConfigError(
+            f"the trainer's tokenizer knows ids below {size}, the node's ids below {facts.vocab_size}: they are of "
+            "different models, or tokens were added to one of them. Start the node with the folder that the trainer "
+            "starts from ([model] path)"
+        )
+    if vocabulary_digest(vocabulary) != facts.vocabulary:
+        raise ConfigError(
+            f"the trainer's tokenizer and the node's have {size} ids each and give them to different tokens: they are "
+            "of different models. Start the node with the folder that the trainer starts from ([model] path)"
+        )
+    if tokenizer.eos_token_id not in facts.end_of_turn_ids:
+        raise ConfigError(
+            f"the trainer's tokenizer ends a sequence with id {tokenizer.eos_token_id} ({tokenizer.eos_token!r}), and "
+            f"the node's turns end with {facts.end_of_turn_ids}: every completion would count as cut off. Set "
+            "tokenizer.eos_token to the token that ends a turn"
+        )
+
+
+def check_embedding(rows: int, facts: ModelFacts) -> None:
+    """Check the number of rows of the trainer's embedding or output layer.
+
+    Raises:
+        ConfigError: the engine samples from another number of tokens.
+    """
+    if facts.sampleable is not None and rows != facts.sampleable:
+        raise ConfigError(
+            f"the trainer's model has a vocabulary of {rows}, the node's of {facts.sampleable}: log-probabilities over "
+            "different vocabularies cannot be compared. Train the model that the engines serve"
+        )

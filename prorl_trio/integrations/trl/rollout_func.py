@@ -1,0 +1,182 @@
+"""TRL's `GRPOTrainer` with rollouts by a node."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from prorl_trio.client.sampling import JobTemplate
+from prorl_trio.integrations.trl.logprobs import check_arguments, check_sampling
+from prorl_trio.integrations.trl.model_check import check_embedding, check_tokenizer, model_facts
+from prorl_trio.integrations.trl.rollouts import MAX_TRIES, run_rollouts
+from prorl_trio.integrations.trl.rows import completion_of
+from prorl_trio.integrations.trl.weights import checked, newest_version
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator, Sequence
+
+    from prorl_trio.client import BlockingClient
+    from prorl_trio.client.weights.check import WeightCheck
+    from prorl_trio.types.backends import PauseMode
+    from prorl_trio.types.model_facts import ModelFacts
+    from prorl_trio.types.models import Outcome, TaskInstance
+
+__all__ = ["RolloutFunction", "node_reward"]
+
+logger = logging.getLogger(__name__)
+
+STALL_S: Final = 3600.0
+
+
+class RolloutFunction:
+    """`GRPOTrainer(rollout_func=...)`: rollouts by a node, of the policy as it is now.
+
+        with BlockingClient(url, token) as client:
+            rollouts = RolloutFunction(client, TaskLookup(dataset, instance_of))
+            trainer = GRPOTrainer(..., train_dataset=dataset, rollout_func=rollouts, reward_funcs=node_reward)
+            trainer.train()
+
+    TRL calls it with each prompt `num_generations` times in a row, and gets as many rows back. When the training step
+    has moved, the weights go to the node's engines first. A rollout that failed is sampled again; one that has no
+    reward even then is given the reward None, which TRL leaves out of the baseline. The row of a rollout is its last
+    segment with sampled tokens.
+
+    With `use_vllm=True` TRL itself moves the weights to its vLLM servers, which must be the node's engines, and uses
+    the log-probabilities for its importance sampling correction. Without, it ignores them, and trains as if on-policy.
+
+    Args:
+        client: a session of its own, in each process of the trainer.
+        instance_of: from a prompt, as TRL hands it on, to the task instance; see `TaskLookup`.
+        job: the fields of each rollout's job; or a function of the instance.
+        details: names in `Outcome.details` that are handed to the reward functions, each as a list.
+        max_tries: rollouts of one row before it is given up.
+        stall_s: longest time in which no rollout ends.
+        folder: see `WeightTransfer`.
+        mode: see `WeightTransfer`.
+        timeout_s: see `WeightTransfer`.
+        check: see `WeightTransfer`.
+    """
+
+    __name__ = "prorl_trio"
+
+    def __init__(
+        self,
+        client: BlockingClient,
+        instance_of: Callable[[Any], TaskInstance],
+        *,
+        job: JobTemplate | Callable[[TaskInstance], JobTemplate] = JobTemplate(),  # noqa: B008 - it is immutable
+        details: Sequence[str] = (),
+        max_tries: int = MAX_TRIES,
+        stall_s: float = STALL_S,
+        folder: str | os.PathLike[str] | None = None,
+        mode: PauseMode = "wait",
+        timeout_s: float = 600.0,
+        check: WeightCheck = "values",
+    ) -> None:
+        if isinstance(job, JobTemplate):
+            check_sampling(job.sampling)
+        self._client = client
+        self._instance_of = instance_of
+        self._template: Callable[[TaskInstance], JobTemplate] = (
+            (lambda _instance: job) if isinstance(job, JobTemplate) else job
+        )
+        self._details = tuple(details)
+        self._max_tries = max_tries
+        self._stall_s = stall_s
+        self._folder = folder
+        self._mode: PauseMode = mode
+        self._timeout_s = timeout_s
+        self._check: WeightCheck = check
+        self._facts: ModelFacts | None = None
+        self._step: int | None = None
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Return a row for each prompt.
+
+        Returns:
+            `prompt_ids`, `completion_ids`, `logprobs` (0.0 where nothing was sampled) and `env_mask` (1 where it was):
+            lists of lists. For reward functions: `rollout_reward` (float or None), `rollout_status`, `job_id`,
+            `stop_reason` (None without a trajectory), and those of `details`.
+
+        Raises:
+            ConfigError: the tokenizer or the model is not the node's, or the trainer is set up in a way that a node
+                cannot serve.
+            WeightsRefused: the weights are not finite, or of another model.
+            RolloutsRejected: see `run_rollouts`.
+            TimeoutError: see `run_rollouts`.
+            ServiceError: the session is over.
+        """
+        if self._facts is None:
+            self._facts = model_facts(self._client)
+            _check_trainer(trainer, self._facts)
+        if trainer.state.global_step != self._step:
+            self._update(trainer, self._facts)
+            self._step = trainer.state.global_step
+        outcomes = run_rollouts(
+            self._client,
+            [self._instance_of(prompt) for prompt in prompts],
+            self._template,
+            evaluation=not trainer.model.training,
+            stall_s=self._stall_s,
+            max_tries=self._max_tries,
+        )
+        return self._rows(outcomes, int(trainer.processing_class.eos_token_id))
+
+    def _update(self, trainer: Any, facts: ModelFacts) -> None:
+        """Give the engines the trainer's weights, or after TRL did that, say so to the node."""
+        if trainer.accelerator.is_main_process:
+            version = str(newest_version(self._client) + 1)
+            with self._client.policy_update(version, mode=self._mode, timeout_s=self._timeout_s) as update:
+                if not trainer.use_vllm:
+                    update.load_state_dict(checked(_tensors(trainer), facts), self._folder, check=self._check)
+        trainer.accelerator.wait_for_everyone()
+
+    def _rows(self, outcomes: list[Outcome], filler_id: int) -> dict[str, list[Any]]:
+        rows = [completion_of(outcome, filler_id) for outcome in outcomes]
+        if left_out := sum(row.left_out for row in rows):
+            logger.warning(
+                "%d sampled tokens in earlier segments are not trained on: GRPOTrainer has one row a rollout; "
+                "AsyncGRPOTrainer has one a segment",
+                left_out,
+            )
+        return {
+            "prompt_ids": [row.prompt_ids for row in rows],
+            "completion_ids": [row.completion_ids for row in rows],
+            "logprobs": [row.logprobs for row in rows],
+            "env_mask": [row.mask for row in rows],
+            "rollout_reward": [outcome.reward for outcome in outcomes],
+            "rollout_status": [outcome.status for outcome in outcomes],
+            "job_id": [outcome.job_id for outcome in outcomes],
+            "stop_reason": [outcome.trajectory.stop_reason if outcome.trajectory else None for outcome in outcomes],
+            **{name: [outcome.details.get(name) for outcome in outcomes] for name in self._details},
+        }
+
+
+def node_reward(
+    prompts: Sequence[Any], completions: Sequence[Any], rollout_reward: list[float | None], **_columns: Any
+) -> list[float | None]:
+    """Return the node's own rewards: `GRPOTrainer(reward_funcs=node_reward)`. None: the rollout has none."""
+    return rollout_reward
+
+
+def _check_trainer(trainer: Any, facts: ModelFacts) -> None:
+    args = trainer.args
+    check_arguments(args)
+    if trainer.tools:
+        raise ConfigError(
+            "GRPOTrainer(tools=...): TRL would call tools a second time; leave them to the node's handler"
+        )
+    if getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", None) and not trainer.use_vllm:
+        raise ConfigError(
+            "GRPOTrainer(peft_config=...) without use_vllm: adapters are not pushed; AsyncGRPOTrainer merges them first"
+        )
+    check_tokenizer(trainer.processing_class, facts)
+    check_embedding(int(trainer.model.get_input_embeddings().weight.shape[0]), facts)
+
+
+def _tensors(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the model's parameters under the names of its own files."""
+    for name, parameter in trainer.accelerator.unwrap_model(trainer.model).named_parameters():
+        yield name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""), parameter.detach()

@@ -1,0 +1,211 @@
+"""TRL's trainers make steps over a node that is killed meanwhile, on rows equal bit for bit to what was sampled."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from launch.paths import checkout_dir, trainer_python
+from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+from prorl_trio.testing.tiny_model import make_tiny_model
+from support.killable import TOKEN, Killable
+from support.skips import because
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+MIB = 1024 * 1024
+CALL = '<tool_call>\n{"name": "ipython", "arguments": {"code": "%s * 7"}}\n</tool_call>'
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16_000,
+    "eos_token_id": 258,
+    "bos_token_id": 257,
+    "pad_token_id": 256,
+}
+
+
+class Policy:
+    """A made-up policy: it calls a tool, and then is right half of the time. Remembers each completion.
+
+    Attributes:
+        rollouts: the tokens of each rollout that has ended, with a mask and log-probabilities as the engine said them.
+    """
+
+    def __init__(self, tiny):
+        self._tiny = tiny
+        self._random = random.Random(3)
+        self._first = {}
+        self.rollouts = []
+        self.answered = trio.Event()
+
+    def __call__(self, prompt):
+        text = self._tiny.decode(prompt)
+        number = re.findall(r"(\d+) \* 7\?", text)[-1] if "* 7?" in text else "0"
+        if "<tool_response>" not in text:
+            ids, logprobs = self._say(CALL % f"{self._random.randrange(10**9)} * 0 + {number}")
+            self._first[tuple(prompt + ids)] = (len(prompt), logprobs)
+            return ids, logprobs, "stop"
+        ids, logprobs = self._say(rf"\boxed{{{int(number) * 7 + self._random.randrange(2)}}}")
+        opening = next(known for known in self._first if tuple(prompt[: len(known)]) == known)
+        start, first_logprobs = self._first[opening]
+        token_ids = np.array([*prompt, *ids])
+        mask, recorded = np.zeros(len(token_ids), int), np.zeros(len(token_ids), np.float32)
+        for place, said in ((start, first_logprobs), (len(prompt), logprobs)):
+            mask[place : place + len(said)] = 1
+            recorded[place : place + len(said)] = said
+        self.rollouts.append((token_ids, mask, recorded))
+        if len(self.rollouts) == 3:
+            self.answered.set()
+        return ids, logprobs, "stop"
+
+    def _say(self, text):
+        ids = self._tiny.turn(text)
+        return ids, [-self._random.random() for _ in ids]
+
+
+class Rig:
+    """A node, its engine, and the programs of a trainer, in a folder."""
+
+    def __init__(self, folder, node, policy, engine):
+        self._folder, self.node, self.policy, self.engine = folder, node, policy, engine
+        self._url = ""
+
+    async def serve(self):
+        self._url = await self.node.start()
+
+    async def train(self, trainer, **run):
+        """Run the program; return what it wrote to `log.json`."""
+        run |= {"trainer": trainer, "model": str(self._folder / "model"), "url": self._url, "token": TOKEN}
+        (self._folder / "run.json").write_text(json.dumps(run))
+        paths = os.pathsep.join([str(checkout_dir()), str(checkout_dir() / "tests")])
+        done = await trio.run_process(
+            [str(trainer_python("train", "cpu")), Path(__file__).with_name("trl_program.py"), self._folder],
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"},
+            check=False,
+            capture_stdout=True,
+            capture_stderr=True,
+        )
+        assert done.returncode == 0, done.stderr.decode()[-3000:]
+        found = self._folder / "log.json"
+        return json.loads(found.read_text()) if found.exists() else None
+
+    def rows(self):
+        """The rows that were trained on: token ids, mask, log-probabilities; and their advantages."""
+        with np.load(self._folder / "rows.npz") as saved:
+            advantages = saved["advantages"]
+            names = ("ids", "mask", "logprobs")
+            return [tuple(saved[f"{name}-{n}"] for name in names) for n in range(len(advantages))], advantages
+
+    async def kill_in_the_middle(self):
+        await self.policy.answered.wait()
+        await self.node.kill()
+        await self.node.start()
+
+
+@asynccontextmanager
+async def open_rig(folder):
+    if not trainer_python("train", "cpu").exists():
+        pytest.skip(because("the trainers' environment is not set up", "make trainers"))
+    tiny = make_tiny_model(folder / "model")
+    (folder / "model" / "config.json").write_text(json.dumps(LLAMA))
+    policy = Policy(tiny)
+    engine_config = FakeEngineConfig(
+        model=str(folder / "model"),
+        vocab_size=259,
+        end_of_turn_id=tiny.end_of_turn_id,
+        max_model_len=8000,
+        first_token_s=0.05,
+        development=True,
+    )
+    async with (
+        open_fake_engine(script=policy, config=engine_config) as engine,
+        trio.open_nursery() as nursery,
+    ):
+        config = {
+            "model": {"path": str(folder / "model")},
+            "listen": {"port": 0, "endpoint_file": str(folder / "endpoint.json"), "unix_socket": ""},
+            "ledger": {"dir": str(folder / "ledger"), "log_bytes": MIB, "reserve_bytes": MIB, "max_bytes": 64 * MIB},
+            "backends": {"urls": [engine.url], "required": True},
+            "sandbox": {"provider": "process"},
+            "arena": {"enabled": False},
+        }
+        with (folder / "node.log").open("ab") as log:
+            try:
+                rig = Rig(folder, Killable(folder, config, nursery, log), policy, engine)
+                await rig.serve()
+                yield rig
+            finally:
+                nursery.cancel_scope.cancel()
+
+
+def key(row):
+    ids, mask, logprobs = row
+    return ids.astype(np.int64).tobytes(), mask.astype(np.int64).tobytes(), logprobs.astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "async"])
+async def test_steps_on_exactly_what_was_sampled_over_a_kill_of_the_node(tmp_path, trainer):
+    async with open_rig(tmp_path) as rig, trio.open_nursery() as nursery:
+        nursery.start_soon(rig.kill_in_the_middle)
+        log = await rig.train(trainer, steps=3)
+        assert log["steps"] == 3
+        rows, advantages = rig.rows()
+        sampled = {key(row) for row in rig.policy.rollouts}
+        used = [key(row) for row in rows]
+        assert set(used) <= sampled
+        assert len(set(used)) == len(used), "a rollout was trained on twice"
+        assert len(used) >= 24
+        for _, mask, logprobs in rows:
+            assert 0 < mask.sum() < len(mask)
+            assert not logprobs[mask == 0].any()
+        assert np.allclose(advantages[:24].reshape(3, 8).sum(axis=1), 0, atol=1e-5), "groups are whole in each step"
+        assert not any("sample/dropped_stale_total" in entry for entry in log["history"])
+        # every step's weights went to the engine, before the rollouts that were sampled by them
+        assert int(rig.engine.weight_version) >= 3
+
+
+async def test_what_cannot_be_trained_with_is_refused_before_a_rollout(tmp_path):
+    other = make_tiny_model(tmp_path / "other")
+    assert other.end_of_turn_id == 258
+    file = tmp_path / "other" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = sorted(vocabulary)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(content))
+    async with open_rig(tmp_path) as rig:
+        said = await rig.train("refusals", other=str(tmp_path / "other"))
+        assert rig.engine.weight_version in ("", "0")
+        assert not rig.policy.rollouts
+    for name, expected in {
+        "larger": r"ConfigError: .*knows ids below 260, the node's ids below 259",
+        "other": r"ConfigError: .*have 259 ids each and give them to different tokens",
+        "endless": r"ConfigError: .*ends a sequence with id 257 .* the node's turns end with \[.*258",
+        "temperature": r"LogprobsRefused: AsyncGRPOConfig.temperature is 0.7",
+        "top_p": r"LogprobsRefused: AsyncGRPOConfig.top_p is 0.9",
+        "job_temperature": r"LogprobsRefused: .*have temperature 0.7",
+        "job_top_p": r"LogprobsRefused: .*have top_p 0.9",
+        "alone": r"ConfigError: .*size must be >= 2, got 1",
+        "uneven": r"ConfigError: an update is trained on 8 rows .* no multiple of num_generations = 3",
+        "budget": r"ConfigError: token_budget is 4096",
+        "on_policy": r"ConfigError: max_staleness is 0, and must be at least 1",
+        "segments": r"ConfigError: max_staleness is 3, and must be at least 4",
+        "vocabulary": r"ConfigError: the trainer's model has a vocabulary of 300, the node's of 259",
+        "missing": r"WeightsRefused: ",
+    }.items():
+        assert re.match(expected, said[name]), (name, said[name])
