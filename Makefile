@@ -30,8 +30,8 @@ setup-dev: python ## only .venv: enough for `make check` and the quick tests
 engine: python ## only the inference engine and the model, in the cache folder (about 4 GB)
 	@$(PYTHON) -m launch.setup engine --engine $(ENGINE)
 
-trainers: python ## the trainers' own environments, for tests and `make learn`, in the cache folder (about 1.3 GB)
-	@$(PYTHON) -m launch.setup train --engine $(ENGINE)
+trainers: python ## the trainers' own environments, for tests and `make learn`, in the cache folder (about 2.5 GB)
+	@$(PYTHON) -m launch.setup train verl --engine $(ENGINE)
 
 lock: python ## resolve what set-up installs again: writes launch/locks/*.txt
 	@$(PYTHON) -m launch.relock
@@ -94,4 +94,4 @@ clean: ## remove what was made in the checkout
 
 clean-cache: python ## remove what was made in the cache folder: engine and trainer environments, the model, tokenizers, peers, images, logs
 	cd "$$($(PYTHON) -c 'from launch.paths import cache_dir; print(cache_dir())')" && \
-		rm -rf engine-* train-* models tokenizers peers apptainer host-pythons runtimes images test-images test-tools lock-tools logs
+		rm -rf engine-* train-* verl-* models tokenizers peers apptainer host-pythons runtimes images test-images test-tools lock-tools logs

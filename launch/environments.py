@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 EngineKind = Literal["cpu", "gpu"]
-TrainerKind = Literal["train"]
+TrainerKind = Literal["train", "verl"]
 
 PROJECT = "prorl-trio"
 RECIPE = 2
@@ -95,6 +95,8 @@ class Environment:
     """Packages that are removed again, since a dependency drags them in where no lock serves."""
     left_out: tuple[str, ...] = ()
     """Packages that its lock never has, although a dependency asks for them, besides those that go with torch."""
+    newest_python: tuple[int, int] | None = None
+    """The last Python that all of it is published for; None: any."""
     with_model: bool = False
     """The demo's policy as a GGUF file comes with it."""
 
@@ -148,6 +150,9 @@ class Environment:
 
 
 _ENGINE_TITLE = "vLLM and what the model's conversion needs"
+_VERL_TITLE = "verl, Ray and the TransferQueue"
+_NOT_FOR_VERL = ("wandb", "tensorboard", "pybind11", "pylatexenc")
+"""Packages that verl asks for, for dashboards and scorers of its own, which its adapter does not use."""
 
 ENVIRONMENTS: Final = (
     Environment(
@@ -191,6 +196,31 @@ ENVIRONMENTS: Final = (
         disk_bytes=9_000_000_000,
         torch_cpu=False,
         with_project_needs=True,
+    ),
+    Environment(
+        lock="verl-cpu",
+        extras=("verl-tests",),
+        title=_VERL_TITLE,
+        imports=("torch", "ray", "verl"),
+        minutes=3,
+        disk_bytes=4_000_000_000,
+        torch_cpu=True,
+        like_engine=("torch",),
+        with_project_needs=True,
+        left_out=_NOT_FOR_VERL,
+        newest_python=(3, 13),
+    ),
+    Environment(
+        lock="verl-gpu",
+        extras=("verl-tests",),
+        title=_VERL_TITLE,
+        imports=("torch", "ray", "verl"),
+        minutes=4,
+        disk_bytes=10_000_000_000,
+        torch_cpu=False,
+        with_project_needs=True,
+        left_out=_NOT_FOR_VERL,
+        newest_python=(3, 13),
     ),
 )
 """To add one: an extra in `pyproject.toml`, an entry here, its lock's name in `LockName`, a trainer's in `TrainerKind`;

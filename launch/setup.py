@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             setup_model(options.engine)
         for trainer in get_args(environments.TrainerKind):
             if trainer in parts:
-                setup_environment(environments.trainer_environment(trainer, options.engine), checkout)
+                _setup_trainer(environments.trainer_environment(trainer, options.engine), checkout)
     except SetupError as error:
         say(f"ERROR\n{error}")
         return 1
@@ -137,6 +137,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     _warn_without_user_namespaces()
     say(f"{' and '.join(parts)} ready ({time.monotonic() - started:.1f} s)")
     return 0
+
+
+def _setup_trainer(environment: environments.Environment, checkout: Path) -> None:
+    newest, here = environment.newest_python, sys.version_info[:2]
+    if newest is not None and here > newest:
+        say(f"{environment.lock}: not published for a Python after {newest[0]}.{newest[1]}; what needs it is skipped")
+        return
+    setup_environment(environment, checkout)
 
 
 def _warn_without_user_namespaces() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WHEELS_ONLY", "LockName", "lock_path", "locked_pip", "requirements_key", "serves"]
 
-LockName = Literal["dev", "engine-cpu", "engine-gpu", "model", "train-cpu", "train-gpu"]
+LockName = Literal["dev", "engine-cpu", "engine-gpu", "model", "train-cpu", "train-gpu", "verl-cpu", "verl-gpu"]
 
 WHEELS_ONLY = ("--only-binary", ":all:")
 """Nothing is compiled: what has no wheel for this machine is an error of pip's, said at once."""

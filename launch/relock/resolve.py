@@ -36,7 +36,7 @@ _PLATFORMS: Final = [*(f"manylinux_2_{minor}_x86_64" for minor in range(NEWEST_G
 _PLATFORMS.extend(("manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"))
 
 _ENVIRONMENT: Final = (
-    "python_full_version < '3.15' and sys_platform == 'linux' and platform_machine == 'x86_64'"
+    "python_full_version < '{before}' and sys_platform == 'linux' and platform_machine == 'x86_64'"
     " and implementation_name == 'cpython'"
 )
 _PROJECT: Final = """\
@@ -81,18 +81,28 @@ def _makers(uv: Path, checkout: Path) -> dict[LockName, Callable[[], str]]:
     for environment in environments.ENVIRONMENTS:
         needs = environments.TORCH_NEEDS if environment.torch_cpu else ()
         wanted = environment.wanted(checkout)
-        makers[environment.lock] = partial(_resolve, uv, environment.lock, wanted, needs, environment.unlocked)
+        newest = environment.newest_python or PYTHONS[-1]
+        makers[environment.lock] = partial(_resolve, uv, environment.lock, wanted, needs, environment.unlocked, newest)
     return makers
 
 
 def _resolve(
-    uv: Path, name: LockName, requirements: list[str], besides: Sequence[str] = (), left_out: Sequence[str] = ()
+    uv: Path,
+    name: LockName,
+    requirements: list[str],
+    besides: Sequence[str] = (),
+    left_out: Sequence[str] = (),
+    newest: tuple[int, int] = PYTHONS[-1],
 ) -> str:
-    """Return the lock of `requirements`; it has what `besides` requires as well, and never a package of `left_out`."""
+    """Return the lock of `requirements` for Pythons up to `newest`.
+
+    It has what `besides` requires as well, and never a package of `left_out`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         project, answer = Path(folder, "pyproject.toml"), Path(folder, "pylock.toml")
         never = [f"{package}; python_version < '3'" for package in left_out]
-        fields = {"requirements": [*requirements, *besides], "environment": _ENVIRONMENT, "left_out": never}
+        environment = _ENVIRONMENT.format(before=_dotted((newest[0], newest[1] + 1)))
+        fields = {"requirements": [*requirements, *besides], "environment": environment, "left_out": never}
         project.write_text(_PROJECT.format_map({name: json.dumps(value) for name, value in fields.items()}))
         argv = [str(uv), "pip", "compile", "--quiet", "--universal", "--only-binary", ":all:"]
         argv += ["--format", "pylock.toml", "--output-file", str(answer), str(project)]
@@ -102,19 +112,20 @@ def _resolve(
         if done.returncode:
             raise SetupError(f"{name}: {done.stderr.strip()}\n{shlex.join(argv)}")
         packages = tomllib.loads(answer.read_text())["packages"]
-    return render(packages, requirements)
+    return render(packages, requirements, newest)
 
 
-def render(packages: list[dict[str, Any]], requirements: list[str]) -> str:
-    """A lock of `packages`, as uv describes them. It names the Pythons for which each of them has a wheel.
+def render(packages: list[dict[str, Any]], requirements: list[str], newest: tuple[int, int] = PYTHONS[-1]) -> str:
+    """A lock of `packages`, as uv describes them. It names the Pythons up to `newest` for which each has a wheel.
 
     Raises:
         SetupError: there is no such Python.
     """
-    served = set(PYTHONS)
+    promised = {version for version in PYTHONS if version <= newest}
+    served = set(promised)
     lines = []
     for package in packages:
-        wanted = {version for version in PYTHONS if _applies(package.get("marker", ""), version)}
+        wanted = {version for version in promised if _applies(package.get("marker", ""), version)}
         hashes: set[str] = set()
         found: set[tuple[int, int]] = set()
         for wheel in package.get("wheels", []):
@@ -125,7 +136,7 @@ def render(packages: list[dict[str, Any]], requirements: list[str]) -> str:
         if not hashes:
             continue
         pins = "".join(f" \\\n    --hash=sha256:{digest}" for digest in sorted(hashes))
-        lines.append(f"{package['name']}=={package['version']}{_condition(wanted)}{pins}")
+        lines.append(f"{package['name']}=={package['version']}{'' if wanted == promised else _condition(wanted)}{pins}")
     if not served:
         raise SetupError(f"there is no Python for which each of {' '.join(requirements)} has wheels")
     head = [
@@ -156,8 +167,6 @@ def _applies(marker: str, version: tuple[int, int]) -> bool:
 
 
 def _condition(versions: set[tuple[int, int]]) -> str:
-    if versions == set(PYTHONS):
-        return ""
     return " ; " + " or ".join(f"python_version == '{_dotted(version)}'" for version in sorted(versions))
 
 

@@ -20,6 +20,7 @@ REQUIREMENTS = {
     "dev": environments.dev_requirements(CHECKOUT),
     "model": [environments.MODEL_FILE],
 } | {environment.lock: environment.wanted(CHECKOUT) for environment in ENVIRONMENTS}
+NEWEST = {environment.lock: environment.newest_python for environment in ENVIRONMENTS}
 LEFT_OUT = {environment.lock: environment.unlocked for environment in ENVIRONMENTS}
 PIN = re.compile(r"([a-z0-9.-]+)==(\S+?)( ; python_version == '3\.\d+'( or python_version == '3\.\d+')*)?")
 
@@ -62,7 +63,8 @@ def test_they_are_made_for_the_requirements_of_today(name):
 @pytest.mark.parametrize("name", REQUIREMENTS)
 @pytest.mark.parametrize("minor", [11, 12, 13, 14])
 def test_they_serve_the_pythons_that_are_promised(name, minor):
-    assert serves(lock_path(name).read_text(), (3, minor), ("Linux", "x86_64"))
+    promised = NEWEST.get(name) is None or (3, minor) <= NEWEST[name]
+    assert serves(lock_path(name).read_text(), (3, minor), ("Linux", "x86_64")) == promised
     assert not serves(lock_path(name).read_text(), (3, minor), ("Linux", "aarch64"))
 
 
@@ -155,6 +157,14 @@ def test_a_python_for_which_something_has_no_wheel_is_not_served():
     assert "# python: 3.11\n" in resolve.render(found, ["a", "b"])
     with pytest.raises(SetupError, match="no Python for which each of a has wheels"):
         resolve.render([package("a", "1", "a-1-cp39-cp39-win_amd64.whl")], ["a"])
+
+
+def test_a_lock_ends_with_the_newest_python_that_it_is_for():
+    """What has no wheel for a later one does not matter, and what all of its Pythons have is under no condition."""
+    found = package("a", "1", "a-1-cp311-cp311-manylinux_2_28_x86_64.whl", "a-1-cp312-cp312-manylinux_2_28_x86_64.whl")
+    lock = resolve.render([{**found, "marker": "python_full_version < '3.13'"}], ["a"], (3, 12))
+    assert "# python: 3.11 3.12\n" in lock
+    assert "a==1 \\\n" in lock
 
 
 def test_two_versions_are_told_apart_by_the_python_that_each_is_for():

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import Outcome
 
-__all__ = ["NodeAgentLoop", "RolloutFailed", "check_sampling", "run_name"]
+__all__ = ["NodeAgentLoop", "RolloutFailed", "builtin", "check_sampling", "run_name"]
 
 DEFAULT_TASK: Final = "prorl_trio.integrations.verl.jobs:task_of_row"
-DEFAULT_CORRECT: Final = "prorl_trio.integrations.verl.jobs:reached_one"
+DEFAULT_CORRECT: Final = "prorl_trio.client.sampling.groups:reached_one"
 
 
 class RolloutFailed(ProrlError):
@@ -72,11 +72,11 @@ class NodeAgentLoop(AgentLoopBase):  # type: ignore[misc] # verl has no types
         check_sampling(rollout)
         self._trained = _trained_sampling(rollout)
         self._limits = RowLimits(int(rollout.prompt_length), int(rollout.response_length))
-        fields = {} if job is None else _builtin(job)
+        fields = {} if job is None else builtin(job)
         fields["tags"] = {"verl": run_name(self.config), **fields.get("tags", {})}
         self._template = JobTemplate(fields, self._limits, loaded(task))
         self._correct = loaded(correct)
-        self._rollouts = rollouts_on(NodeAddress.read(_builtin(node)))
+        self._rollouts = rollouts_on(NodeAddress.read(builtin(node)))
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Do one rollout of a data row, and return its rows. See `AgentLoopBase.run`.
@@ -175,7 +175,7 @@ def _trained_sampling(rollout: Any) -> Sampling:
     return sampling_of({"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k})
 
 
-def _builtin(fields: Any) -> dict[str, Any]:
+def builtin(fields: Any) -> dict[str, Any]:
     """Return a part of a configuration as plain dictionaries and lists."""
     found = OmegaConf.to_container(fields, resolve=True) if OmegaConf.is_config(fields) else dict(fields)
     assert isinstance(found, dict)

@@ -11,14 +11,14 @@ import msgspec
 import numpy as np
 
 from prorl_trio.types.errors import ConfigError
-from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, SamplingParams, TaskInstance
+from prorl_trio.types.models import JobSpec, PolicySpan, SamplingParams, TaskInstance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from prorl_trio.integrations.verl.rows import RowLimits
 
-__all__ = ["JobTemplate", "Sampling", "loaded", "plain", "reached_one", "sampling_of", "task_of_row"]
+__all__ = ["JobTemplate", "Sampling", "loaded", "plain", "sampling_of", "task_of_row"]
 
 OURS: Final = ("job_id", "instance", "group_id")
 """Fields of a `JobSpec` that a configuration does not set: they come from the row."""
@@ -157,11 +157,6 @@ def task_of_row(row: Mapping[str, Any]) -> TaskInstance:
     name = f"{row.get('data_source', 'row')}-{extra.get('index', row.get('index', row.get('uid', '')))}"
     answer = str(reward_model["ground_truth"])
     return TaskInstance(instance_id=name, handler="math", payload={"question": question, "answer": answer})
-
-
-def reached_one(outcome: Outcome) -> bool:
-    """Return True if the reward is 1.0 or more: the default for `correct`."""
-    return outcome.reward is not None and outcome.reward >= 1.0
 
 
 @cache

@@ -1,0 +1,128 @@
+"""verl's rollout servers as a node's backends: registered, held back while their weights change, named by the step.
+
+No verl: plain calls on a `BlockingClient`, and one thread that looks after a node that is started again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Final
+
+from prorl_trio.types.errors import BackendError, ServiceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from prorl_trio.client.blocking import BlockingClient, BlockingPolicyUpdate
+
+__all__ = ["NodeEngines"]
+
+logger = logging.getLogger(__name__)
+
+CHECK_INTERVAL_S: Final = 2.0
+"""Pause between two looks whether the node still has the engines: one that was started again has forgotten them."""
+JOIN_TIMEOUT_S: Final = 10.0
+
+
+class NodeEngines:
+    """The engines of one trainer on one node, which gives their tokens the version `str(step)`.
+
+    All methods block, and belong to one thread. Other backends of the node are removed: it has one policy.
+
+    Args:
+        client: a session of its own. It is closed with this.
+        timeout_s: limit for a pause.
+        check_interval_s: see `CHECK_INTERVAL_S`.
+    """
+
+    def __init__(
+        self, client: BlockingClient, *, timeout_s: float = 600.0, check_interval_s: float = CHECK_INTERVAL_S
+    ) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._check_interval_s = check_interval_s
+        self._urls: list[str] = []
+        self._step = 0
+        self._update: BlockingPolicyUpdate | None = None
+        self._updating_to = 0
+        self._turn = threading.Lock()
+        self._closing = threading.Event()
+        self._watch = threading.Thread(target=self._keep_registered, name="prorl-trio engines", daemon=True)
+
+    def register(self, addresses: Sequence[str], step: int) -> None:
+        """Give the node these engines, which have the weights of `step`, in place of all others it has.
+
+        Args:
+            addresses: `HOST:PORT` of each, as `LLMServerManager.get_addresses` has them, seen from the node.
+            step: see above.
+
+        Raises:
+            BackendError: an engine did not pass the node's probe; the message says why.
+            ServiceError: the session is over.
+        """
+        with self._turn:
+            self._urls = [f"http://{address}" for address in addresses]
+            self._step = step
+            self._open()
+        self._watch.start()
+
+    def begin_update(self, step: int) -> None:
+        """Hold back all completions: from here on the engines may lose their weights. Twice is once.
+
+        What is being sampled is aborted, and goes on from the tokens that came when the update is finished.
+
+        Raises:
+            PolicyUpdateFailed: an engine could not be paused; nothing has changed.
+            ServiceError: the pause took too long, and nothing has changed; or the session is over.
+        """
+        if self._update is not None:
+            return
+        update = self._client.policy_update(str(step), mode="abort", timeout_s=self._timeout_s)
+        with self._turn:
+            update.__enter__()
+            self._update, self._updating_to = update, step
+
+    def finish_update(self) -> None:
+        """Let completions go on: the engines have the weights of the step that the update was begun for.
+
+        Raises:
+            ServiceError: the session is over.
+        """
+        if self._update is None:
+            return
+        with self._turn:
+            update, self._update = self._update, None
+            self._step = self._updating_to
+            update.__exit__(None, None, None)
+            if self._missing():  # the node was started again meanwhile
+                self._open()
+
+    def close(self) -> None:
+        """End the session. The node keeps the engines."""
+        self._closing.set()
+        if self._watch.is_alive():
+            self._watch.join(JOIN_TIMEOUT_S)
+        self._client.close()
+
+    def _open(self) -> None:
+        for url in set(self._client.list_backends().urls) - set(self._urls):
+            self._client.remove_backend(url)
+        # The version first: what an engine samples as soon as it is there is to have it.
+        self._client.resume(str(self._step))
+        for url in self._missing():
+            self._client.add_backend(url)
+
+    def _missing(self) -> list[str]:
+        there = self._client.list_backends().urls
+        return [url for url in self._urls if url not in there]
+
+    def _keep_registered(self) -> None:
+        while not self._closing.wait(self._check_interval_s):
+            with self._turn:
+                try:
+                    if self._update is None and (missing := self._missing()):
+                        logger.warning("the node has forgotten %s: it was started again", ", ".join(missing))
+                        self._open()
+                except (ServiceError, BackendError) as exc:
+                    logger.warning("the node's backends cannot be looked after now: %s", exc)

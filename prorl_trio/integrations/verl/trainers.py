@@ -1,0 +1,102 @@
+"""verl's trainers (V1), which tell a node when weights change and of which step they are. Needs verl.
+
+    python -m prorl_trio.integrations.verl.main_ppo ...        # in place of: python -m verl.trainer.main_ppo ...
+
+Each trainer that verl has (`trainer.v1.trainer_mode`) gets a class of its own, which brackets verl's own hooks: once it
+is initialised, the rollout servers are registered with the node that the agent loop's configuration names; they are
+held back where verl puts them to sleep or moves weights into them; and they go on under `str(global_steps)`.
+
+Written to verl 0.9.1's interface. The hooks are tested; weights that NCCL moves are not, as that needs GPUs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+try:
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+    from verl.utils.import_utils import resolve_config_path
+except ImportError as exc:
+    raise ImportError("this needs verl: pip install 'prorl-trio[verl]'") from exc
+
+from prorl_trio.integrations.verl.agent_loop import NodeAgentLoop, builtin, check_sampling, run_name
+from prorl_trio.integrations.verl.engines import NodeEngines
+from prorl_trio.integrations.verl.node_address import NodeAddress
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["NodeTrainer", "install", "node_of"]
+
+
+class NodeTrainer:
+    """The hooks of a trainer of verl's that keep a node's engines in step. Mixed in before verl's class."""
+
+    config: Any
+    global_steps: int
+    llm_server_manager: Any
+    _engines: NodeEngines
+
+    def on_init_end(self) -> None:
+        """Register the engines, once they have weights. What an earlier trainer of this run has left is cancelled.
+
+        Raises:
+            ConfigError: the configuration cannot be trained with.
+            BackendError: the node cannot use an engine.
+            ServiceError: the node cannot be reached.
+        """
+        check_sampling(self.config.actor_rollout_ref.rollout)
+        client = node_of(self.config).connect_blocking()
+        client.cancel_on_node(tags={"verl": run_name(self.config)}, reason="its trainer was started again")
+        _hook(self, "on_init_end")()
+        self._engines = NodeEngines(client)
+        self._engines.register(self._servers().get_addresses(), self.global_steps)
+
+    def on_sample_end(self) -> None:
+        """Hold the engines back where they now give their memory to the trainer."""
+        if self._servers() is self.llm_server_manager:
+            self._engines.begin_update(self.global_steps)
+        _hook(self, "on_sample_end")()
+
+    def on_step_end(self) -> None:
+        """Hold the engines back while they get the weights of this step, and let them go on under its number.
+
+        If verl's own hook raises, they stay held back: nobody knows which weights they have.
+        """
+        self._engines.begin_update(self.global_steps)
+        _hook(self, "on_step_end")()
+        self._engines.finish_update()
+
+    def _servers(self) -> Any:
+        """Return the manager of the servers that rollouts use: those beside the trainer, if it has such."""
+        return getattr(self, "standalone_server_manager", self.llm_server_manager)
+
+
+def install() -> None:
+    """Replace each of verl's registered trainers by one that keeps a node's engines in step. Twice is once."""
+    for mode, trainer in list(TRAINER_REGISTRY.items()):
+        if not issubclass(trainer, NodeTrainer):
+            TRAINER_REGISTRY[mode] = type(f"Node{trainer.__name__}", (NodeTrainer, trainer), {})
+
+
+def node_of(config: Any) -> NodeAddress:
+    """Return the node that the configuration's agent loop has its rollouts on.
+
+    Raises:
+        ConfigError: no agent loop of the file at `agent_loop_config_path` is a `NodeAgentLoop`.
+    """
+    path = config.actor_rollout_ref.rollout.agent.agent_loop_config_path
+    loops = OmegaConf.load(resolve_config_path(path)) if path else []
+    ours = f"{NodeAgentLoop.__module__}.{NodeAgentLoop.__qualname__}"
+    for loop in loops:
+        if loop.get("_target_") == ours:
+            return NodeAddress.read(builtin(loop.node))
+    raise ConfigError(f"rollout.agent.agent_loop_config_path={path}: no agent loop there has _target_: {ours}")
+
+
+def _hook(trainer: NodeTrainer, name: str) -> Callable[[], None]:
+    """Return verl's own hook, which follows this class's in its order of resolution."""
+    hook: Callable[[], None] = getattr(super(NodeTrainer, trainer), name)
+    return hook
