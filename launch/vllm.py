@@ -18,7 +18,7 @@ from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from launch.environments import EngineKind
 
@@ -53,6 +53,7 @@ async def open_vllm(
     dtype: str = "",
     startup_timeout_s: float = 300.0,
     extra_args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> AsyncIterator[VllmProcess]:
     """Start vLLM's OpenAI server on the loopback interface, wait until it has answered a request, end it on leaving.
 
@@ -70,6 +71,7 @@ async def open_vllm(
         dtype: of weights and activations; empty: see `default_dtype`.
         startup_timeout_s: from the start of the process to the answer to the first request.
         extra_args: more of vLLM's own options; they overrule ours.
+        env: variables besides those of `vllm_env`, or in their place.
 
     Raises:
         BackendError: it ended, or was not ready in time, or is unfit. Carries the end of the log.
@@ -82,7 +84,9 @@ async def open_vllm(
     command += ["--model", str(model_dir), "--dtype", dtype, "--max-model-len", str(max_model_len), "--enforce-eager"]
     command += extra_args
     log_offset = await trio.to_thread.run_sync(_size, log_file)
-    async with open_supervised(command, env=vllm_env(), log_file=log_file, grace_s=_GRACE_S) as server:
+    async with open_supervised(
+        command, env=vllm_env() | dict(env or {}), log_file=log_file, grace_s=_GRACE_S
+    ) as server:
         problem = f"was not ready within {startup_timeout_s:g} s"
         with trio.move_on_after(startup_timeout_s):
             problem = await _problem_until_ready(url, server, startup_timeout_s)

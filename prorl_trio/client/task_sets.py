@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
-from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from prorl_trio.client.word_problems import FAMILIES, word_problem
+from prorl_trio.client.word_problems import easy_problem
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 
@@ -22,7 +21,6 @@ __all__ = ["TASK_SETS", "load_task_set"]
 MAX_BAD_LINES: Final = 5
 """Limit of the bad lines that an error names."""
 SUMS: Final = 100
-EASY_FAMILIES: Final = ("sum", "difference", "product", "gain", "boxes", "twice")
 ASKED_FOR_A_PROGRAM: Final = "Write a Python program for this question, and print the answer:"
 _ANSWER: Final = re.compile(r"####\s*(.+?)\s*$")
 
@@ -61,8 +59,6 @@ def load_sums() -> list[TaskInstance]:
     An untrained model of a hundred million parameters, which follows no format, answers about a third of them. So the
     last number that it says is the answer, and every fourth question asks for a program.
     """
-    numbers = (number for number in count() if FAMILIES[number % len(FAMILIES)].name in EASY_FAMILIES)
-    problems = [word_problem(number, one_digit=True) for number in islice(numbers, SUMS)]
     return [
         problem.instance(
             question=f"{ASKED_FOR_A_PROGRAM} {problem.question}" if place % 4 == 3 else problem.question,
@@ -71,7 +67,7 @@ def load_sums() -> list[TaskInstance]:
             describe_tools=False,
             plain_answer=True,
         )
-        for place, problem in enumerate(problems)
+        for place, problem in enumerate(map(easy_problem, range(SUMS)))
     ]
 
 

@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "DRILLS",
+    "EASY",
     "FAMILIES",
     "NAMES",
     "THINGS",
     "Family",
     "Split",
     "WordProblem",
+    "drill",
+    "easy_problem",
     "held_out_number",
     "word_problem",
     "word_problems",
@@ -48,7 +52,7 @@ class Family(NamedTuple):
     solve: Callable[..., int | None]
     ranges: dict[str, range]
     train: tuple[str, ...]
-    held_out: tuple[str, ...]
+    held_out: tuple[str, ...] = ()
 
 
 class WordProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,14 +77,13 @@ _DIGITS: Final = range(2, 10)
 _SMALL: Final = range(2, 20)
 _LARGE: Final = range(12, 100)
 
-FAMILIES: Final = (
+DRILLS: Final = (
     Family(
         "sum",
         "{a} + {b}",
         lambda a, b: a + b,
         {"a": _LARGE, "b": _LARGE},
         ("What is {a} + {b}?", "Compute {a} + {b}.", "Add {a} and {b}.", "{a} plus {b} is what?"),
-        ("Calculate {a} + {b}.", "How much is {a} plus {b}?", "Find the sum of {a} and {b}."),
     ),
     Family(
         "difference",
@@ -88,7 +91,6 @@ FAMILIES: Final = (
         lambda a, b: a - b if a > b else None,
         {"a": _LARGE, "b": _LARGE},
         ("What is {a} - {b}?", "Compute {a} - {b}.", "Subtract {b} from {a}.", "{a} minus {b} is what?"),
-        ("Calculate {a} - {b}.", "How much is {a} minus {b}?", "Take {b} away from {a}."),
     ),
     Family(
         "product",
@@ -96,7 +98,53 @@ FAMILIES: Final = (
         lambda a, b: a * b,
         {"a": _LARGE, "b": _SMALL},
         ("What is {a} * {b}?", "Compute {a} * {b}.", "Multiply {a} by {b}.", "{a} times {b} is what?"),
-        ("Calculate {a} * {b}.", "How much is {a} times {b}?", "Find the product of {a} and {b}."),
+    ),
+    Family(
+        "quotient",
+        "{a} // {b}",
+        lambda a, b: a // b if a % b == 0 and a > b else None,
+        {"a": _LARGE, "b": _SMALL},
+        ("What is {a} / {b}?", "Compute {a} / {b}.", "Divide {a} by {b}."),
+    ),
+)
+"""Bare sums that are in no task set: to demonstrate how a calculation is done by a program."""
+
+FAMILIES: Final = (
+    Family(
+        "more",
+        "{a} + {b}",
+        lambda a, b: a + b,
+        {"a": _LARGE, "b": _LARGE},
+        (
+            "{n} has {a} {t}. {m} has {b} more than {n}. How many {t} does {m} have?",
+            "{n} is {a} years old. {m} is {b} years older. How old is {m}?",
+            "A pen costs {a} cents. A book costs {b} cents more. How many cents does the book cost?",
+            "What is {b} more than {a}?",
+            "{n} ran {a} miles and {m} ran {b} miles more than {n}. How many miles did {m} run?",
+        ),
+        (
+            "{n} owns {a} {t}, and {m} owns {b} more. How many {t} does {m} own?",
+            "A tree is {a} feet tall. A tower is {b} feet taller. How many feet tall is the tower?",
+            "{n} scored {a} points. {m} scored {b} points more. How many points did {m} score?",
+        ),
+    ),
+    Family(
+        "fewer",
+        "{a} - {b}",
+        lambda a, b: a - b if a > b else None,
+        {"a": _LARGE, "b": _LARGE},
+        (
+            "{n} has {a} {t}. {m} has {b} fewer than {n}. How many {t} does {m} have?",
+            "{n} is {a} years old. {m} is {b} years younger. How old is {m}?",
+            "A book costs {a} cents. A pen costs {b} cents less. How many cents does the pen cost?",
+            "What is {b} less than {a}?",
+            "{n} ran {a} miles and {m} ran {b} miles less than {n}. How many miles did {m} run?",
+        ),
+        (
+            "{n} owns {a} {t}, and {m} owns {b} fewer. How many {t} does {m} own?",
+            "A tower is {a} feet tall. A tree is {b} feet shorter. How many feet tall is the tree?",
+            "{n} scored {a} points. {m} scored {b} points less. How many points did {m} score?",
+        ),
     ),
     Family(
         "gain",
@@ -171,19 +219,37 @@ FAMILIES: Final = (
         ),
     ),
     Family(
+        "pairs",
+        "{a} * {b}",
+        lambda a, b: a * b,
+        {"a": _LARGE, "b": _SMALL},
+        (
+            "A field is {a} feet long and {b} feet wide. What is its area in square feet?",
+            "A car drives {a} miles in an hour. How many miles does it drive in {b} hours?",
+            "{n} earns {a} dollars an hour. How many dollars does {n} earn in {b} hours?",
+            "A machine makes {a} {t} in a minute. How many {t} does it make in {b} minutes?",
+        ),
+        (
+            "A garden is {a} yards long and {b} yards wide. How many square yards is that?",
+            "A train goes {a} miles in an hour. How far does it go in {b} hours, in miles?",
+            "{n} is paid {a} dollars for a day. How many dollars is {n} paid for {b} days?",
+        ),
+    ),
+    Family(
         "three",
         "{a} + {b} + {c}",
         lambda a, b, c: a + b + c,
         {"a": _LARGE, "b": _LARGE, "c": _LARGE},
         (
             "{n} has {a} red, {b} blue and {c} green {t}. How many {t} does {n} have?",
-            "What is {a} + {b} + {c}?",
             "There are {a} {t} in one box, {b} in another and {c} in a third. How many {t} are there in all?",
             "{n} walked {a} steps, then {b} steps, then {c} steps. How many steps is that?",
+            "{n} has {a} {t}, buys {b} and finds {c}. How many {t} does {n} have now?",
+            "A pen costs {a} cents, a book {b} cents and a bag {c} cents. How many cents do all three cost?",
         ),
         (
             "A shelf holds {a} black, {b} white and {c} yellow {t}. What is the number of {t} on the shelf?",
-            "Calculate {a} + {b} + {c}.",
+            "A train has {a} cars, a second one {b} and a third one {c}. How many cars do they have altogether?",
             "{n} got {a} {t} on Monday, {b} on Tuesday and {c} on Friday. How many {t} altogether?",
         ),
     ),
@@ -197,10 +263,11 @@ FAMILIES: Final = (
             "What is twice {a}?",
             "Double the number {a}.",
             "{n} is {a} years old. {m} is twice as old. How old is {m}?",
+            "A pen costs {a} cents. A book costs twice as much. How many cents does the book cost?",
         ),
         (
             "{n} owns {a} {t}, and {m} owns double that number. How many {t} does {m} own?",
-            "How much is two times {a}?",
+            "A tree is {a} feet tall. A tower is twice as tall. How many feet tall is the tower?",
             "A shelf holds {a} {t}, and a table twice that number. How many {t} are on the table?",
         ),
     ),
@@ -212,12 +279,13 @@ FAMILIES: Final = (
         (
             "There are {a} boxes with {b} {t} in each, and {c} more {t}. How many {t} are there?",
             "{n} has {c} {t} and buys {a} bags of {b} {t}. How many {t} does {n} have now?",
-            "What is {a} * {b} + {c}?",
             "{n} reads {b} pages a day for {a} days, and then {c} more. How many pages does {n} read?",
+            "A room has {a} rows of {b} chairs and {c} other chairs. How many chairs are in the room?",
+            "{n} had {c} dollars and earned {b} dollars an hour for {a} hours. How many dollars does {n} have?",
         ),
         (
             "{n} fills {a} jars with {b} {t} each and has another {c} {t} on a plate. How many {t} altogether?",
-            "Calculate {a} * {b} + {c}.",
+            "{n} owns {c} coins and earns {b} coins a day. How many coins does {n} own after {a} days?",
             "A hall has {a} tables with {b} guests at each, and {c} guests who stand. How many guests are in the hall?",
         ),
     ),
@@ -228,13 +296,14 @@ FAMILIES: Final = (
         {"a": _SMALL, "b": _SMALL, "c": _LARGE},
         (
             "{n} has {c} dollars and buys {a} books for {b} dollars each. How many dollars are left?",
-            "What is {c} - {a} * {b}?",
             "There are {c} {t}. {n} takes {b} {t} each day for {a} days. How many {t} are left?",
             "{n} has {c} {t} and gives {b} to each of {a} friends. How many {t} does {n} have now?",
+            "Of {c} {t}, {n} packs {b} into each of {a} boxes. How many {t} are not packed?",
+            "{n} had {c} dollars and bought {a} tickets for {b} dollars each. How many dollars does {n} have?",
         ),
         (
             "{n} owns {c} coins and pays {b} coins for each of {a} hats. How many coins remain?",
-            "Calculate {c} - {a} * {b}.",
+            "{n} has a rope of {c} feet and cuts off {a} pieces of {b} feet. How many feet remain?",
             "A shelf holds {c} {t}. {n} removes {a} packs of {b} {t}. What is the number of {t} on the shelf?",
         ),
     ),
@@ -245,17 +314,25 @@ FAMILIES: Final = (
         {"a": _SMALL, "b": _SMALL, "c": _SMALL},
         (
             "A pen costs {a} dollars and a book {b}. How many dollars do {c} of each cost?",
-            "What is ({a} + {b}) * {c}?",
             "Each box has {a} red and {b} blue {t}. How many {t} are in {c} boxes?",
             "{n} makes {a} {t} and {m} makes {b} {t} each day. How many {t} do they make in {c} days?",
+            "{c} children each have {a} red and {b} green {t}. How many {t} do they have together?",
+            "A room has {c} rows with {a} chairs on the left and {b} on the right. How many chairs are there?",
         ),
         (
             "Every jar holds {a} black and {b} white {t}. How many {t} do {c} jars hold?",
-            "Calculate ({a} + {b}) * {c}.",
+            "A hall has {c} tables with {a} women and {b} men at each. How many guests are in the hall?",
             "{n} runs {a} miles and swims {b} miles every week. How many miles is that in {c} weeks?",
         ),
     ),
 )  # fmt: skip
+
+EASY: Final = tuple(
+    family
+    for family in (*DRILLS, *FAMILIES)
+    if family.name in ("sum", "difference", "product", "gain", "boxes", "twice")
+)
+"""Families of which an untrained model solves some."""
 
 NAMES: Final[dict[Split, tuple[str, ...]]] = {
     "train": ("Tom", "Anna", "Ben", "Lucy", "Sam", "Mia", "Paul", "Ella", "Max", "Rose"),
@@ -272,29 +349,44 @@ def held_out_number(number: int) -> bool:
     return number % 4 == 3
 
 
-def word_problem(number: int, *, split: Split = "train", seed: int = 0, one_digit: bool = False) -> WordProblem:
+def drill(number: int, *, seed: int = 0) -> WordProblem:
+    """Return drill `number`, with the numbers of problems to train on. The kinds take turns."""
+    return _problem(DRILLS, number, "train", f"drill-{seed}")
+
+
+def easy_problem(number: int, *, seed: int = 0) -> WordProblem:
+    """Return a drill or a problem to train on of an easy family; all its numbers have one digit (not the answer)."""
+    return _problem(EASY, number, "train", f"easy-{seed}", among=_DIGITS)
+
+
+def word_problem(number: int, *, split: Split = "train", seed: int = 0) -> WordProblem:
     """Return problem `number` of a split: a pure function.
 
-    The families take turns, so any twelve in a row have each once. With `one_digit` all its numbers have one digit
-    (the answer may have more).
+    The families take turns, so any twelve in a row have each once.
     """
-    family = FAMILIES[number % len(FAMILIES)]
-    rng = Random(f"{seed}-{split}-{number}")
-    numbers, answer = _numbers(family, split, rng, _DIGITS if one_digit else None)
-    wording = rng.choice(family.train if split == "train" else family.held_out)
-    first, second = rng.sample(NAMES[split], 2)
-    return WordProblem(
-        problem_id=f"{family.name}-{split}-{seed}-{number}",
-        family=family.name,
-        question=wording.format(n=first, m=second, t=rng.choice(THINGS[split]), **numbers),
-        answer=answer,
-        program=f"print({family.expression.format(**numbers)})",
-    )
+    return _problem(FAMILIES, number, split, f"{split}-{seed}")
 
 
 def word_problems(count: int, *, split: Split = "train", seed: int = 0, start: int = 0) -> list[WordProblem]:
     """Return `count` problems from number `start` on; multiples of twelve have equally many of each family."""
     return [word_problem(number, split=split, seed=seed) for number in range(start, start + count)]
+
+
+def _problem(
+    families: tuple[Family, ...], number: int, split: Split, stream: str, among: range | None = None
+) -> WordProblem:
+    family = families[number % len(families)]
+    rng = Random(f"{stream}-{number}")
+    numbers, answer = _numbers(family, split, rng, among)
+    wording = rng.choice(family.train if split == "train" else family.held_out)
+    first, second = rng.sample(NAMES[split], 2)
+    return WordProblem(
+        problem_id=f"{family.name}-{stream}-{number}",
+        family=family.name,
+        question=wording.format(n=first, m=second, t=rng.choice(THINGS[split]), **numbers),
+        answer=answer,
+        program=f"print({family.expression.format(**numbers)})",
+    )
 
 
 def _numbers(family: Family, split: Split, rng: Random, among: range | None) -> tuple[dict[str, int], int]:

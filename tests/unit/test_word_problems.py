@@ -8,9 +8,11 @@ from string import Formatter
 import pytest
 
 from prorl_trio.client.word_problems import (
+    DRILLS,
     FAMILIES,
     NAMES,
     THINGS,
+    drill,
     held_out_number,
     word_problem,
     word_problems,
@@ -56,8 +58,19 @@ def test_training_and_held_out_problems_share_no_wording_no_name_and_no_thing():
     assert len(set(wordings)) == len(wordings)
 
 
+def test_drills_are_right_and_in_no_task_set(capsys):
+    tasks = {problem.question for problem in word_problems(MANY)}
+    for number in range(200):
+        problem = drill(number, seed=1)
+        exec(problem.program)
+        assert capsys.readouterr().out == f"{problem.answer}\n"
+        assert problem.question not in tasks
+        assert not any(map(held_out_number, numbers(problem.question)))
+    assert not {family.name for family in DRILLS} & {family.name for family in FAMILIES}
+
+
 def test_every_wording_says_all_numbers_of_its_family_once():
-    for family in FAMILIES:
+    for family in (*DRILLS, *FAMILIES):
         for wording in (*family.train, *family.held_out):
             fields = [name for _, name, _, _ in Formatter().parse(wording) if name in family.ranges]
             assert sorted(fields) == sorted(family.ranges), wording

@@ -1,0 +1,35 @@
+"""The policy in training: loaded in float32, with the threads it is given."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from prorl_trio.learn.trainer import Recipe, Trainer
+
+if TYPE_CHECKING:
+    from launch.learning.record import Settings
+
+__all__ = ["make_trainer", "recipe_of"]
+
+
+def recipe_of(settings: Settings, learning_rate: float | None = None) -> Recipe:
+    """Return how the policy of a run is trained; `learning_rate` in place of the run's."""
+    return Recipe(
+        objective=settings.objective,
+        learning_rate=learning_rate or settings.learning_rate,
+        longest=settings.max_turns * settings.max_output_tokens,
+        tokens_per_pack=settings.tokens_per_pack,
+    )
+
+
+def make_trainer(settings: Settings, recipe: Recipe) -> Trainer:
+    """Return a trainer of `settings.model`, on a GPU if there is one, else on the CPU."""
+    torch.manual_seed(settings.seed)
+    logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32, attn_implementation="sdpa")
+    return Trainer(model.to(device), recipe)

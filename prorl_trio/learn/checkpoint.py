@@ -1,0 +1,72 @@
+"""Checkpoints that a killed run goes on from: each is whole, or not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import torch
+from safetensors.torch import load_model, save_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from prorl_trio.learn.trainer import Trainer
+
+__all__ = ["latest_checkpoint", "load_checkpoint", "save_checkpoint"]
+
+_PREFIX: Final = "step-"
+_WEIGHTS: Final = "model.safetensors"
+_OPTIMIZER: Final = "optimizer.pt"
+_STATE: Final = "state.json"
+
+
+def save_checkpoint(folder: Path, trainer: Trainer, step: int, state: dict[str, Any], *, keep: int = 2) -> Path:
+    """Write `folder/step-NNNNNN`: weights, optimizer, random state, and `state`, which is the caller's and JSON.
+
+    It has its name only when all of it is on the disk. Of older ones the last `keep` - 1 stay.
+    """
+    target = folder / f"{_PREFIX}{step:06d}"
+    part = folder / f".{target.name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    save_model(trainer.model, str(part / _WEIGHTS), metadata={"format": "pt"})
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    random = {"cpu": torch.get_rng_state(), "cuda": cuda}
+    torch.save({"optimizer": trainer.optimizer.state_dict(), "random": random}, part / _OPTIMIZER)
+    (part / _STATE).write_bytes(msgspec.json.encode({"step": step, **state}))
+    for path in (*part.iterdir(), part):
+        _sync(path)
+    shutil.rmtree(target, ignore_errors=True)
+    part.rename(target)
+    _sync(folder)
+    for old in sorted(folder.glob(f"{_PREFIX}*"))[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest whole checkpoint in `folder`; None if there is none."""
+    return max(folder.glob(f"{_PREFIX}*"), default=None)
+
+
+def load_checkpoint(checkpoint: Path, trainer: Trainer) -> dict[str, Any]:
+    """Bring `trainer`, and the random generators, to where they were; return the `state`, with its `step`."""
+    load_model(trainer.model, checkpoint / _WEIGHTS, device=str(trainer.device))
+    saved = torch.load(checkpoint / _OPTIMIZER, map_location="cpu", weights_only=True)
+    trainer.optimizer.load_state_dict(saved["optimizer"])
+    torch.set_rng_state(saved["random"]["cpu"])
+    if saved["random"]["cuda"]:
+        torch.cuda.set_rng_state_all(saved["random"]["cuda"])
+    state: dict[str, Any] = msgspec.json.decode((checkpoint / _STATE).read_bytes())
+    return state
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
