@@ -38,7 +38,7 @@ _LOGPROB_STYLES: Final = ((-0.11, "green"), (-0.7, ""), (-2.3, "yellow"), (-np.i
 MAX_ERRORS: Final = 3
 MAX_ERROR_CHARS: Final = 400
 MAX_GROUPS: Final = 40
-MAX_NAME_CHARS: Final = 60
+MAX_NAME_CHARS: Final = 36
 
 
 def summary_table(summary: Summary, outcomes: Sequence[Outcome]) -> Table:
@@ -85,8 +85,8 @@ def group_table(groups: Sequence[tuple[str, Sequence[Outcome]]]) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("group", no_wrap=True, max_width=MAX_NAME_CHARS)
     for column in ("rewards", "mean", "spread"):
-        table.add_column(column, no_wrap=True, justify="right")
-    table.add_column("ended")
+        table.add_column(column, no_wrap=True, min_width=len(column), justify="right")
+    table.add_column("ended", overflow="fold")
     for name, group in groups[:MAX_GROUPS]:
         rewards = [outcome.reward for outcome in group if outcome.reward is not None]
         ends = Counter(_end_of(outcome) for outcome in group)

@@ -21,7 +21,7 @@ __all__ = ["TASK_SETS", "load_task_set"]
 MAX_BAD_LINES: Final = 5
 """Limit of the bad lines that an error names."""
 SUMS: Final = 100
-ASKED_FOR_A_PROGRAM: Final = "Write a Python program for this question, and print the answer:"
+ASKED_FOR_A_PROGRAM: Final = "Write a Python program that prints the answer."
 _ANSWER: Final = re.compile(r"####\s*(.+?)\s*$")
 
 
@@ -61,7 +61,7 @@ def load_sums() -> list[TaskInstance]:
     """
     return [
         problem.instance(
-            question=f"{ASKED_FOR_A_PROGRAM} {problem.question}" if place % 4 == 3 else problem.question,
+            question=f"{problem.question} {ASKED_FOR_A_PROGRAM}" if place % 4 == 3 else problem.question,
             system_prompt="You are a helpful assistant.",
             instruction="",
             describe_tools=False,

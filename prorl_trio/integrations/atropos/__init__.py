@@ -1,0 +1,8 @@
+"""Atropos: rollouts of a node as one of the environments whose groups a trainer takes from Atropos' API server."""
+
+from __future__ import annotations
+
+from prorl_trio.integrations.atropos.environment import AtroposEnvironment, open_environment
+from prorl_trio.integrations.atropos.scored_data import ScoredData, scored_data
+
+__all__ = ["AtroposEnvironment", "ScoredData", "open_environment", "scored_data"]

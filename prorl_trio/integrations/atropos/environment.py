@@ -1,0 +1,332 @@
+"""An environment of Atropos: registered at its API server, to which it sends groups of rollouts."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+import trio
+
+from ipc.nursery import open_single_nursery
+from prorl_trio.inference.engines.http import ConnectFailed, HttpClient, HttpError, HttpLimits
+from prorl_trio.integrations.atropos.scored_data import scored_data
+from prorl_trio.types.errors import ConfigError, ServiceError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from prorl_trio.client.sampling import Group, Groups
+    from prorl_trio.integrations.atropos.scored_data import ScoredData
+
+__all__ = ["AtroposEnvironment", "AtroposStatistics", "open_environment"]
+
+REQUEST_TIMEOUT_S: Final = 60.0
+"""Time for one request. A server in the middle of serving a large batch answers nobody else."""
+POLL_S: Final = 0.5
+"""Interval of asking the server: it tells nothing by itself."""
+MAX_TRIES: Final = 6
+MIN_BACKOFF_S: Final = 0.5
+CLOSE_TIMEOUT_S: Final = 5.0
+_STATUS_OK: Final = 200
+_FIRST_SERVER_ERROR: Final = 500
+_JSON: Final = (("Content-Type", "application/json"),)
+
+T = TypeVar("T")
+
+
+class _Registered(msgspec.Struct):
+    """The answer of `POST /register-env`; `status` is not `success` before the trainer has asked for a batch."""
+
+    status: str
+    env_id: int = -1
+    wandb_name: str = ""
+    starting_step: int = 0
+    num_steps: int = -1
+
+
+class _Info(msgspec.Struct):
+    """The answer of `GET /info`."""
+
+    batch_size: int
+    max_token_len: int
+
+
+class _Status(msgspec.Struct):
+    """The answer of `GET /status-env`; queues are counted in groups of this environment's size."""
+
+    current_step: int
+    queue_size: int
+    self_queue_size: int = 0
+
+
+class _Latest(msgspec.Struct):
+    """The part of the answer of `GET /latest_example` that names the group which came last."""
+
+    group_overrides: dict[str, Any] | None = None
+
+
+class AtroposStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot.
+
+    Attributes:
+        groups: sent.
+        rows: in them.
+        too_long: groups with a row that the trainer does not take, not sent.
+        unsure: parts of groups of which it could not be found out whether the server had them when a connection was
+            lost; they were not sent again.
+        waited_s: time in which the queue of the server was full.
+    """
+
+    groups: int
+    rows: int
+    too_long: int
+    unsure: int
+    waited_s: float
+
+
+class AtroposEnvironment:
+    """A registered environment. Made by `open_environment`.
+
+    Attributes:
+        env_id: the server's number of it.
+        name: as the server calls it.
+        batch_size: sequences of one step of the trainer's; 0 or less: it does not say.
+        max_token_len: longer or equally long rows are not taken; 0 or less: no limit.
+        num_steps: after which the trainer ends; 0 or less: it does not say.
+        step: the trainer's, as last heard of.
+    """
+
+    def __init__(
+        self, http: HttpClient, registered: _Registered, info: _Info, *, group_size: int, max_batches_ahead: int
+    ) -> None:
+        self.env_id = registered.env_id
+        self.name = registered.wandb_name
+        self.batch_size = info.batch_size
+        self.max_token_len = info.max_token_len
+        self.num_steps = registered.num_steps
+        self.step = registered.starting_step
+        self._http = http
+        self._group_size = group_size
+        self._max_queue = max_batches_ahead * max(1, info.batch_size // group_size)
+        self._groups = self._rows = self._too_long = self._unsure = 0
+        self._waited_s = 0.0
+
+    def statistics(self) -> AtroposStatistics:
+        """Return what was sent so far."""
+        return AtroposStatistics(
+            groups=self._groups,
+            rows=self._rows,
+            too_long=self._too_long,
+            unsure=self._unsure,
+            waited_s=self._waited_s,
+        )
+
+    async def feed(self, groups: Groups) -> None:
+        """Send one group after the other until the trainer has made its last step, or until cancelled.
+
+        The step of the trainer is the policy version of `groups`: open them with `version=str(environment.step)`.
+
+        Raises:
+            ServiceError, ConfigError: as `Groups.take` and `send`.
+        """
+        async with open_single_nursery() as nursery:
+            nursery.start_soon(self._advance, groups, nursery.cancel_scope)
+            while True:
+                batch = await groups.take(1)
+                for group in batch.groups:
+                    await self.send(group)
+
+    async def send(self, group: Group) -> bool:
+        """Wait until the server has room, then send the group; return False if the trainer takes no rows so long.
+
+        The server has room while fewer groups than `max_batches_ahead` steps need are waiting. What it has is never
+        sent again: after a lost connection it is asked for what it has, and where that does not tell, the group is
+        taken as sent and counted as `unsure`. Cancelled in the middle of sending, it may or may not have arrived.
+
+        Raises:
+            ServiceError: the server does not answer after `MAX_TRIES` tries, or refuses what it is sent.
+            ConfigError, ValueError: see `scored_data`; or the group has another size than was registered.
+        """
+        if len(group.outcomes) != self._group_size:
+            raise ConfigError(f"group {group.group_id} has {len(group.outcomes)} rollouts, not {self._group_size}")
+        parts = scored_data(group, self.env_id)
+        longest = max(len(row) for part in parts for row in part.tokens)
+        if 0 < self.max_token_len <= longest:
+            self._too_long += 1
+            return False
+        for part in parts:
+            await self._post(part, await self._wait_for_room())
+            self._rows += len(part.tokens)
+        self._groups += 1
+        return True
+
+    async def _advance(self, groups: Groups, scope: trio.CancelScope) -> None:
+        """Tell `groups` of each step of the trainer's; cancel `scope` after the last one."""
+        told = self.step
+        while True:
+            if 0 < self.num_steps <= self.step:
+                scope.cancel()
+            if self.step > told:
+                told = self.step
+                await groups.advance(str(told))
+            await trio.sleep(POLL_S)
+            await self._status()
+
+    async def _wait_for_room(self) -> _Status:
+        began_s = trio.current_time()
+        while (status := await self._status()).queue_size >= self._max_queue:
+            await trio.sleep(POLL_S)
+            self._waited_s += trio.current_time() - began_s
+            began_s = trio.current_time()
+        return status
+
+    async def _post(self, part: ScoredData, before: _Status) -> None:
+        """Send one part once. `before` is what the server had."""
+        body = msgspec.json.encode(part)
+        problem = ""
+        for number in range(MAX_TRIES):
+            if number:
+                await trio.sleep(MIN_BACKOFF_S * 2**number)
+            try:
+                response = await self._http.request(
+                    "POST", "/scored_data", body=body, headers=_JSON, timeout_s=REQUEST_TIMEOUT_S
+                )
+            except ConnectFailed as exc:
+                problem = str(exc)
+                continue
+            except HttpError as exc:
+                problem = str(exc)
+            else:
+                if response.status == _STATUS_OK:
+                    return
+                problem = f"status {response.status}: {response.body[:400].decode(errors='replace')}"
+                if response.status < _FIRST_SERVER_ERROR:
+                    break
+            if await self._has(part, before):
+                return
+        raise ServiceError(f"Atropos did not take group {part.group_overrides['group_id']}: {problem}")
+
+    async def _has(self, part: ScoredData, before: _Status) -> bool:
+        """Return whether the server has a part that was sent when a connection was lost; True where it cannot tell."""
+        await trio.sleep(POLL_S)  # so that it has done what it was doing
+        latest = await self._get("/latest_example", _Latest)
+        if latest.group_overrides == part.group_overrides:
+            return True
+        now = await self._status()
+        if now.self_queue_size > before.self_queue_size:
+            return True  # nobody else adds to it
+        if now.current_step == before.current_step:
+            return False
+        self._unsure += 1  # a batch was taken meanwhile, and others' groups came after: it may have been in it
+        return True
+
+    async def _status(self) -> _Status:
+        body = msgspec.json.encode({"env_id": self.env_id})
+        status = await self._get("/status-env", _Status, body)
+        self.step = max(self.step, status.current_step)
+        return status
+
+    async def _get(self, path: str, kind: type[T], body: bytes = b"") -> T:
+        return await _ask(self._http, "GET", path, kind, body)
+
+
+@asynccontextmanager
+async def open_environment(
+    url: str,
+    *,
+    name: str,
+    group_size: int,
+    max_token_length: int,
+    weight: float = 1.0,
+    min_batch_allocation: float | None = None,
+    max_batches_ahead: int = 3,
+    patience_s: float = 600.0,
+) -> AsyncIterator[AtroposEnvironment]:
+    """Register an environment at Atropos' API server (`run-api`), and say goodbye to it when the block is left.
+
+    Args:
+        url: origin of the server, `http://127.0.0.1:8000`.
+        name: of the environment.
+        group_size: rollouts of each group; `GroupRules.size`.
+        max_token_length: longest row to be expected. The server weighs environments with it.
+        weight: the share of this environment among others.
+        min_batch_allocation: the least share of each batch.
+        max_batches_ahead: steps' worth of groups that may wait in the server's queue.
+        patience_s: longest wait for the server, and for its trainer to ask for a first batch: before that, no
+            environment is registered.
+
+    Raises:
+        ServiceError: nobody answers as such a server does, or the trainer did not start in time.
+        ConfigError: the trainer's batches cannot be made of groups of this size.
+    """
+    # No connection is kept: a request on one that was closed meanwhile would be sent twice.
+    http = HttpClient(url, limits=HttpLimits(keep_alive_s=0.0))
+    try:
+        body = msgspec.json.encode(
+            {
+                "max_token_length": max_token_length,
+                "desired_name": name,
+                "weight": weight,
+                "group_size": group_size,
+                "min_batch_allocation": min_batch_allocation,
+            }
+        )
+        registered = await _register(http, body, patience_s)
+        try:
+            info = await _ask(http, "GET", "/info", _Info)
+            if info.batch_size > 0 and info.batch_size % group_size:
+                raise ConfigError(
+                    f"batches of {info.batch_size} sequences, as the trainer at {url} takes them, cannot be made of "
+                    f"groups of {group_size}: choose a size that divides it"
+                )
+            yield AtroposEnvironment(http, registered, info, group_size=group_size, max_batches_ahead=max_batches_ahead)
+        finally:
+            with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+                await _disconnect(http, registered.env_id)
+    finally:
+        http.close()
+
+
+async def _register(http: HttpClient, body: bytes, patience_s: float) -> _Registered:
+    """Ask until the trainer has started."""
+    problem = "it was not asked"
+    with trio.move_on_after(patience_s):
+        while True:
+            try:
+                registered = await _ask(http, "POST", "/register-env", _Registered, body)
+                if registered.status == "success":
+                    return registered
+                problem = registered.status
+            except ServiceError as exc:
+                problem = str(exc)
+            await trio.sleep(POLL_S)
+    raise ServiceError(f"no environment could be registered at {http.origin} within {patience_s:g} s: {problem}")
+
+
+async def _disconnect(http: HttpClient, env_id: int) -> None:
+    body = msgspec.json.encode({"env_id": env_id})
+    with suppress(HttpError):  # the server is gone, and with it the registration
+        await http.request("POST", "/disconnect-env", body=body, headers=_JSON, timeout_s=CLOSE_TIMEOUT_S)
+
+
+async def _ask(http: HttpClient, method: str, path: str, kind: type[T], body: bytes = b"") -> T:
+    """Send a request that may be repeated, and return its answer; tries again while the server cannot be reached."""
+    problem = ""
+    for number in range(MAX_TRIES):
+        if number:
+            await trio.sleep(MIN_BACKOFF_S * 2**number)
+        try:
+            response = await http.request(method, path, body=body, headers=_JSON, timeout_s=REQUEST_TIMEOUT_S)
+        except HttpError as exc:
+            problem = str(exc)
+            continue
+        if response.status == _STATUS_OK:
+            try:
+                return msgspec.json.decode(response.body, type=kind)
+            except msgspec.MsgspecError as exc:
+                raise ServiceError(f"{http.origin}{path} is not answered as by Atropos: {exc}") from exc
+        problem = f"status {response.status}: {response.body[:400].decode(errors='replace')}"
+        if response.status < _FIRST_SERVER_ERROR:
+            break
+    raise ServiceError(f"{http.origin}: {method} {path} failed: {problem}")
