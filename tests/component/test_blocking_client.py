@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
@@ -19,50 +19,13 @@ from ipc.session import Accepted, Rejected
 from prorl_trio.client import BlockingClient, ConnectionLost
 from prorl_trio.types.errors import BackendError, Unauthorized
 from support.fake_node import FakeNode, make_outcome, make_spec
-from support.fake_service import TOKEN, Service, open_service
+from support.fake_service import TOKEN, open_service
+from support.node_thread import NodeThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 DEADLINE_S = 30
-
-
-class NodeThread:
-    """A node with its edge in a thread of its own: here it is the trainer that has none."""
-
-    def __init__(self) -> None:
-        self.node = FakeNode()
-        self._service: Service | None = None
-        self._token: trio.lowlevel.TrioToken | None = None
-        self._ready = threading.Event()
-        self._stop = trio.Event()
-        self._thread = threading.Thread(target=trio.run, args=(self._main,), name="node")
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        assert self._ready.wait(DEADLINE_S)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.call(self._stop.set)
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive()
-
-    @property
-    def url(self) -> str:
-        assert self._service is not None
-        return self._service.url
-
-    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run `fn` in the node's loop."""
-        return trio.from_thread.run_sync(fn, *args, trio_token=self._token)
-
-    async def _main(self) -> None:
-        with trio.fail_after(2 * DEADLINE_S):
-            async with open_service(self.node) as service:
-                self._service, self._token = service, trio.lowlevel.current_trio_token()
-                self._ready.set()
-                await self._stop.wait()
 
 
 @pytest.fixture
@@ -248,7 +211,7 @@ def test_a_call_may_follow_an_interrupted_one_at_once(edge: NodeThread):
         client.submit([make_spec("a")])
         for _ in range(100):
             timer = threading.Timer(0.002, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-            with pytest.raises(KeyboardInterrupt):  # noqa: PT012: the signal must find the call or the join
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the signal must find the call or the join
                 timer.start()
                 next(client.results())
             timer.join()

@@ -77,8 +77,10 @@ async def test_batches_are_whole_and_their_manifests_complete(tmp_path):
     assert set(fates) <= {"trained", "carried", "cancelled"}
 
 
-async def test_only_the_member_that_failed_is_sampled_again(autojump_clock=None):
+async def test_only_the_member_that_failed_is_sampled_again():
     random = Random(0)
+    failed: list[tuple[int, int]] = []
+    trained: list[ManifestLine] = []
 
     def fails_sometimes(spec):
         return make_failure(spec) if random.random() < 0.3 else mixed(spec)
@@ -93,10 +95,13 @@ async def test_only_the_member_that_failed_is_sampled_again(autojump_clock=None)
             assert all(
                 (line.cause, line.error_code, line.why) == ("sandbox", "sandbox_lost", "failed") for line in again
             )
+            failed += [(line.group, line.member) for line in again]
+            trained += [line for line in batch.manifest if line.fate == "trained"]
             await groups.advance(str(step))
-        statistics = groups.statistics()
-    per_member = Counter(spec.job_id.rpartition("-")[0] for spec in node.submitted)
-    assert sum(per_member.values()) - len(per_member) == statistics["resampled"] > 0
+        assert groups.statistics()["resampled"] >= len(failed) > 0
+    assert all(line.attempt == 1 + failed.count((line.group, line.member)) for line in trained)
+    per_member = Counter((spec.group_id, spec.job_id.split("-")[-2]) for spec in node.submitted)
+    assert all(per_member[line.job_id.rsplit("-", 2)[0], str(line.member)] == line.attempt for line in trained)
 
 
 @pytest.mark.parametrize(("reward", "what"), [(1.0, "everything is solved"), (0.5, "nothing is solved")])
@@ -274,7 +279,7 @@ async def test_outcomes_of_others_are_handed_over():
         async with open_service(node) as service, connect(service.url, TOKEN, session_id=SESSION) as client:
             spec = JobTemplate().spec("mine", "g", make_task(0))
             await client.submit([spec])
-            node.finish("mine", mixed(spec))
+            node.finish("mine", make_rollout(spec, 1.0))
             node._on_submit = mixed
             async with open_groups(client, TASKS, RULES, on_other=others.append) as groups:
                 await groups.take()

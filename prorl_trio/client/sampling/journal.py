@@ -1,8 +1,8 @@
 """A sampler's state on a disk: a write-ahead log of its events, and the manifest. Blocks on the disk.
 
-`journal` begins with a stored state, and goes on with the events after it; a record is its length, its CRC-32 and
-msgpack. When most of it is history, it is written anew from the present state. `manifest.jsonl` follows from the
-journal: what a kill cut off is written again.
+`journal` begins with a stored state, and goes on with the events after it; a record is where it begins, its length, its
+CRC-32, and msgpack. When most of it is history, it is written anew from the present state. `manifest.jsonl` follows
+from the journal: what a kill cut off is written again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import fcntl
 import os
 import struct
 import zlib
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -21,7 +21,7 @@ from prorl_trio.client.sampling.state import SamplerState
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from typing import BinaryIO
 
@@ -35,7 +35,7 @@ LOCK: Final = "lock"
 FORMAT: Final = 1
 HISTORY_BYTES: Final = 16 * 1024 * 1024
 """The journal is written anew when it is so much longer than twice its stored state."""
-_PREFIX: Final = struct.Struct("<II")
+_PREFIX: Final = struct.Struct("<QII")
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -75,29 +75,22 @@ class SamplerJournal:
         self._folder = folder
         self._path = folder / JOURNAL
         self._journal: BinaryIO | None = None
-        with _named(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            self._manifest = self._open()
-        except BaseException:
-            os.close(self._lock)
-            raise
-
-    def _open(self) -> BinaryIO:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{self._folder} is in use by another trainer; give each a folder of its own") from None
         self.beginning: Beginning | None = None
         self._size = self._begun_bytes = 0
-        with _named(self._folder):
+        with ExitStack() as files, _named(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            files.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"{folder} is in use by another trainer; give each a folder of its own") from None
             if self._path.exists():
-                self._journal = self._path.open("r+b", buffering=1024 * 1024)
+                self._journal = files.enter_context(self._path.open("r+b"))
                 self.beginning = self._read_beginning()
-            manifest = (self._folder / MANIFEST).open("a+b")
-            manifest.truncate(self._manifest_bytes(manifest))
-            return manifest
+            self._manifest = files.enter_context((folder / MANIFEST).open("a+b"))
+            self._manifest.truncate(self._manifest_bytes())
+            self._files = files.pop_all()
 
     @property
     def manifest_path(self) -> Path:
@@ -119,7 +112,7 @@ class SamplerJournal:
             os.fsync(self._manifest.fileno())
             length = self._manifest.seek(0, os.SEEK_END)
             beginning = Beginning(format=FORMAT, session_id=session_id, manifest_bytes=length, state=state)
-            record = _record(_encode(beginning))
+            record = _record(0, _encode(beginning))
             fresh = self._path.with_suffix(".new")
             with fresh.open("wb") as file:
                 file.write(record)
@@ -129,7 +122,7 @@ class SamplerJournal:
             _sync_folder(self._folder)
             if self._journal is not None:
                 self._journal.close()
-            self._journal = self._path.open("r+b")
+            self._journal = self._files.enter_context(self._path.open("r+b"))
             self._size = self._begun_bytes = len(record)
 
     def events(self) -> Iterator[Event]:
@@ -155,7 +148,7 @@ class SamplerJournal:
             ConfigError: they cannot be written.
         """
         assert self._journal is not None
-        record = _record(_encode(events))
+        record = _record(self._size, _encode(events))
         with _named(self._path):
             self._journal.seek(self._size)
             try:
@@ -181,15 +174,12 @@ class SamplerJournal:
 
     def close(self) -> None:
         """Close the files and let go of the folder."""
-        if self._journal is not None:
-            self._journal.close()
-        self._manifest.close()
-        os.close(self._lock)
+        self._files.close()
 
     def _read_beginning(self) -> Beginning:
         payload = self._next_record()
         if payload is None:
-            raise ConfigError(f"{self._path} is no journal of a sampler, or damaged at its beginning")
+            raise ConfigError(f"{self._path} is no journal of a sampler, or is damaged at its beginning")
         self._begun_bytes = self._size
         try:
             found = msgspec.msgpack.decode(payload, type=_FormatOnly).format
@@ -200,29 +190,26 @@ class SamplerJournal:
             raise ConfigError(f"{self._path} is no journal of a sampler: {exc}") from exc
 
     def _next_record(self) -> bytes | None:
-        """Return the record at `_size`, and move there; None at the end, or where a kill cut the last one off.
+        """Return the record at `_size`, and move behind it; None at the end, or where a kill cut the last one off.
 
-        Each record was synced before the next was written, so only the last one may be cut off.
+        Each record was synced before the next was written: if there is a whole one behind it, it is not the last one.
         """
         assert self._journal is not None
         with _named(self._path):
             self._journal.seek(self._size)
-            prefix = self._journal.read(_PREFIX.size)
-            if len(prefix) < _PREFIX.size:
-                return None
-            length, checksum = _PREFIX.unpack(prefix)
-            payload = self._journal.read(length)
-            end = self._size + _PREFIX.size + length
-            if len(payload) == length and zlib.crc32(payload) == checksum:
-                self._size = end
+            payload = _payload(self._journal.read(_PREFIX.size), self._size, self._journal.read)
+            if payload is not None:
+                self._size += _PREFIX.size + len(payload)
                 return payload
-            if end >= self._journal.seek(0, os.SEEK_END):
-                return None
-        raise ConfigError(f"{self._path} is damaged at byte {self._size}: restore it, or begin in a new folder")
+            self._journal.seek(self._size)
+            rest = self._journal.read()
+        if _has_record(rest, self._size):
+            raise ConfigError(f"{self._path} is damaged at byte {self._size}: restore it, or begin in a new folder")
+        return None
 
-    def _manifest_bytes(self, manifest: BinaryIO) -> int:
+    def _manifest_bytes(self) -> int:
         """Return how much of the manifest the stored state vouches for."""
-        there = manifest.seek(0, os.SEEK_END)
+        there = self._manifest.seek(0, os.SEEK_END)
         wanted = 0 if self.beginning is None else self.beginning.manifest_bytes
         if there < wanted:
             raise ConfigError(
@@ -245,8 +232,29 @@ def read_session_id(folder: Path) -> str | None:
     return None if journal.beginning is None else journal.beginning.session_id
 
 
-def _record(payload: bytes) -> bytes:
-    return _PREFIX.pack(len(payload), zlib.crc32(payload)) + payload
+def _record(begin: int, payload: bytes) -> bytes:
+    return _PREFIX.pack(begin, len(payload), zlib.crc32(payload)) + payload
+
+
+def _payload(prefix: bytes, begin: int, read: Callable[[int], bytes]) -> bytes | None:
+    """Return what follows `prefix`, which was read at `begin`; None if that is no whole record."""
+    if len(prefix) < _PREFIX.size:
+        return None
+    claimed, length, checksum = _PREFIX.unpack(prefix)
+    if claimed != begin or not length:
+        return None
+    payload = read(length)
+    return payload if len(payload) == length and zlib.crc32(payload) == checksum else None
+
+
+def _has_record(rest: bytes, begin: int) -> bool:
+    """Return True if there is a whole record anywhere in `rest`, which was read at `begin`."""
+    for at in range(len(rest) - _PREFIX.size):
+        if _PREFIX.unpack_from(rest, at)[0] == begin + at:
+            prefix, after = rest[at : at + _PREFIX.size], at + _PREFIX.size
+            if _payload(prefix, begin + at, lambda length, after=after: rest[after : after + length]) is not None:  # type: ignore[misc]
+                return True
+    return False
 
 
 def _sync_folder(folder: Path) -> None:

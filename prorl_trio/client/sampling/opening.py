@@ -104,6 +104,7 @@ async def open_groups(
     instance_of = instance_source(tasks, seed)
     template_of = job if not isinstance(job, JobTemplate) else lambda _instance, job=job: job
     journal = None if folder is None else await trio.to_thread.run_sync(SamplerJournal, Path(folder))
+    groups: Groups | None = None
     try:
         sampler, lines = await trio.to_thread.run_sync(_restore, journal, client.session_id, rules, version)
         groups = Groups(
@@ -116,13 +117,12 @@ async def open_groups(
             await groups.come_back(Returned(rules, trained))
         async with open_single_nursery() as nursery:
             await nursery.start(groups.serve)
-            try:
-                yield groups
-                await (groups.finish() if cancel_at_end else groups.confirm_taken())
-            finally:
-                groups.fail(ConnectionLost("the block of open_groups has ended"))
-                nursery.cancel_scope.cancel()
+            yield groups
+            nursery.cancel_scope.cancel()  # nothing new is begun from here on
+        await (groups.finish() if cancel_at_end else groups.confirm_taken())
     finally:
+        if groups is not None:
+            groups.fail(ConnectionLost("the block of open_groups has ended"))
         if journal is not None:
             journal.close()
 

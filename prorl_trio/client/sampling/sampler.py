@@ -190,7 +190,7 @@ class GroupSampler:
         state, rules = self.state, self.state.rules
         if version in state.versions:
             raise ValueError(f"version {version!r} was announced before; each update needs a new name")
-        if (batch := self.unconfirmed()) is not None:
+        if (batch := self.unconfirmed()) is not None and batch.version == state.versions[-1]:
             raise ValueError(f"advance to version {version!r}: batch {batch.number} is to be taken again before")
         taken, per_step = state.taken_at[-1], rules.groups_per_step
         left = self._deadlines((*state.ready.values(), *state.running.values()))
