@@ -16,6 +16,7 @@ from prorl_trio.types.backends import (
     DrainBackend,
     ExpectTransfer,
     ListBackends,
+    LoadAdapter,
     LoadWeights,
     PauseBackends,
     RemoveBackends,
@@ -172,6 +173,19 @@ class BackendCalls(abc.ABC):
             BackendsBusy: another step is running; nothing has changed.
         """
         return await self._operate(LoadWeights(folder=folder, timeout_s=timeout_s, holder=holder))
+
+    async def load_adapter(self, name: str, folder: str, timeout_s: float = 600.0, *, holder: str = "") -> UpdateReport:
+        """Have the engines of a paused pool load the LoRA adapter in `folder`, a path as the engines see it.
+
+        It is on trial as weights are: a `resume` with a version has completions sampled with it. Its `name` is to be
+        another one for each version. An engine that failed to load does not raise: see the report.
+
+        Raises:
+            UpdateRefused: the pool is not paused, or completions were kept in engines, which would go on with the
+                former adapter; or the holder's update is over.
+            BackendsBusy: another step is running; nothing has changed.
+        """
+        return await self._operate(LoadAdapter(name=name, folder=folder, timeout_s=timeout_s, holder=holder))
 
     async def resume(self, policy_version: str | None = None, *, holder: str = "") -> UpdateReport:
         """Let completions begin again, recorded under `policy_version` if that is given.

@@ -245,6 +245,17 @@ class BlockingPolicyUpdate:
         staged.write(state)
         self._client._call(self._update.load_staged, staged)
 
+    def load_adapter(
+        self,
+        name: str,
+        folder: str | os.PathLike[str],
+        *,
+        base: str | os.PathLike[str] | None = None,
+        check: WeightCheck = "values",
+    ) -> None:
+        """Have every engine load a LoRA adapter, and wait for that. See `PolicyUpdate.load_adapter`."""
+        self._client._call(partial(self._update.load_adapter, name, folder, base=base, check=check))
+
     @contextmanager
     def transfer(self) -> Iterator[None]:
         """Open a block in which the trainer moves the weights to the engines itself. See `PolicyUpdate.transfer`."""

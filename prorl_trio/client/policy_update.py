@@ -15,7 +15,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.client.errors import PolicyUpdateFailed
-from prorl_trio.client.weights.source import check_weights, stage_weights
+from prorl_trio.client.weights.source import check_adapter_weights, check_weights, stage_weights
 from prorl_trio.types.backends import UpdateReport
 from prorl_trio.types.errors import BackendsBusy, ServiceError
 
@@ -44,6 +44,10 @@ RENEWALS: Final = 3
 """Renewals within one lease."""
 CANNOT_LOAD: Final = (
     "it loads no weights from a folder: start vLLM with VLLM_SERVER_DEV_MODE=1, or move them there by other means"
+)
+NO_ADAPTERS: Final = (
+    "it takes no LoRA adapters: start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True (SGLang with "
+    "--enable-lora), or load whole weights"
 )
 SAYS_NOTHING: Final = (
     "it does not say which weights it has: start vLLM with VLLM_SERVER_DEV_MODE=1, or move them without transfer()"
@@ -178,6 +182,39 @@ class PolicyUpdate:
     async def load_staged(self, staged: StagedWeights) -> None:
         """Have every engine load what was written. Raises PolicyUpdateFailed: see `load_folder`."""
         await self._load(staged.path)
+
+    async def load_adapter(
+        self,
+        name: str,
+        folder: str | os.PathLike[str],
+        *,
+        base: str | os.PathLike[str] | None = None,
+        check: WeightCheck = "values",
+    ) -> None:
+        """Have every engine sample with the LoRA adapter in `folder`, as `NAME-vVERSION`, when the block has ended.
+
+        The adapter before it is unloaded then. Keep its folder until that: a failed update goes back to it. The adapter
+        is checked here first, as `load_folder` checks weights: its tensors are pairs that fit the model's matrices.
+        Whole weights that are loaded later are used without an adapter. The mode of the update is not `keep`.
+
+        Args:
+            name: of the adapter, the same in every version.
+            folder: has `adapter_config.json` and `adapter_model.safetensors`, as PEFT writes them.
+            base: see `load_folder`.
+            check: see `load_folder`.
+
+        Raises:
+            WeightsRefused: the adapter is not whole, or of another model; the message names the tensor.
+            PolicyUpdateFailed: an engine failed, or takes no adapters.
+            UpdateRefused: completions were kept in engines (`keep`): they would go on with the former adapter.
+        """
+        path = await check_adapter_weights(folder, self._backends, base, check)
+        await self._step(
+            lambda client: client.load_adapter(
+                f"{name}-v{self._version}", str(path), self._timeout_s, holder=self._holder
+            ),
+            NO_ADAPTERS,
+        )
 
     @asynccontextmanager
     async def transfer(self) -> AsyncIterator[None]:

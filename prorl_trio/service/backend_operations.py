@@ -17,6 +17,7 @@ from prorl_trio.types.backends import (
     DrainBackend,
     ExpectTransfer,
     ListBackends,
+    LoadAdapter,
     LoadWeights,
     PauseBackends,
     RemoveBackends,
@@ -91,6 +92,10 @@ async def _pause(pool: Backends, wanted: PauseBackends) -> UpdateReport:
 
 async def _renew(pool: Backends, wanted: RenewUpdate) -> UpdateReport:
     return await pool.renew_update(wanted.holder)
+
+
+async def _load_adapter(pool: Backends, wanted: LoadAdapter) -> UpdateReport:
+    return await pool.load_adapter(wanted.name, wanted.folder, wanted.timeout_s, wanted.holder)
 
 
 async def _expect(pool: Backends, wanted: ExpectTransfer) -> UpdateReport:
@@ -174,6 +179,15 @@ TABLE: Final = (
         "/weights",
         "Have the engines load the policy's new weights from a folder, in a pause. They count from the resume with a "
         "version on; a resume without one gives each engine its former weights back.",
+        ("backends_busy", "update_refused"),
+    ),
+    Row(
+        LoadAdapter,
+        _load_adapter,
+        "POST",
+        "/adapter",
+        "Have the engines load a LoRA adapter from a folder, in a pause. From the resume with a version on, "
+        "completions are sampled with it, and the one before is unloaded.",
         ("backends_busy", "update_refused"),
     ),
     Row(

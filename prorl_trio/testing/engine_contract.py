@@ -45,6 +45,7 @@ class EngineUnderTest(msgspec.Struct, frozen=True, kw_only=True):
         max_answer_tokens: enough for that answer.
         streams: the client can stream.
         weights_folder: what it can load the weights from that it has; None: it loads none.
+        adapter_folder: where there is a LoRA adapter for it; None: it takes none.
     """
 
     client: EngineClient
@@ -55,6 +56,7 @@ class EngineUnderTest(msgspec.Struct, frozen=True, kw_only=True):
     max_answer_tokens: int = 256
     streams: bool = True
     weights_folder: str | None = None
+    adapter_folder: str | None = None
 
 
 class EngineContract:
@@ -194,6 +196,33 @@ class EngineContract:
             after = await _generate(engine, GREEDY, max_tokens=4)
             assert after.token_ids == before.token_ids
             assert _distance(after.logprobs, before.logprobs) < LOGPROB_TOLERANCE
+
+    async def test_an_adapter_is_used_from_when_it_is_told_or_never_loaded(self, engine: EngineUnderTest) -> None:
+        """A name that is there already is taken by the later adapter; one that is not is forgotten without an error."""
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            before = await _generate(engine, GREEDY, max_tokens=4)
+            folder = engine.adapter_folder or "/no/such/folder"
+            for _ in range(2):
+                loaded = await engine.client.load_adapter("adapter-v1", folder, timeout_s=CALL_TIMEOUT_S)
+                assert loaded == (engine.adapter_folder is not None)
+            if not loaded:
+                return
+            engine.client.use_adapter("adapter-v1")
+            assert (await _generate(engine, GREEDY, max_tokens=4)).token_ids
+            engine.client.use_adapter("")
+            for _ in range(2):
+                await engine.client.unload_adapter("adapter-v1", timeout_s=CALL_TIMEOUT_S)
+            after = await _generate(engine, GREEDY, max_tokens=4)
+            assert after.token_ids == before.token_ids
+            assert _distance(after.logprobs, before.logprobs) < LOGPROB_TOLERANCE
+
+    async def test_the_label_that_it_was_told_is_the_one_that_it_says(self, engine: EngineUnderTest) -> None:
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            for label in ("contract-1", "contract-2"):
+                if await engine.client.label_weights(label, timeout_s=CALL_TIMEOUT_S):
+                    assert await engine.client.read_label(timeout_s=CALL_TIMEOUT_S) == label
 
     async def test_a_stream_is_the_same_completion(self, engine: EngineUnderTest) -> None:
         with trio.fail_after(TEST_TIMEOUT_S):

@@ -53,6 +53,7 @@ class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The server's description of itself, and its times: `first_token_s`, then `per_token_s` for each further token.
 
     `development`: it can be paused, given other weights and told what they are called, as vLLM in development mode.
+    `adapters`: it takes LoRA adapters.
     A stream has `tokens_per_event` in each event: a real engine's has more where its client, or its core, is slow.
     """
 
@@ -66,6 +67,7 @@ class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     per_token_s: float = 0.0
     tokens_per_event: int = 1
     development: bool = False
+    adapters: bool = False
 
 
 class FakeEngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +97,7 @@ class FakeEngine:
         weights: the folder of those it has now; empty after one failed to load.
         bad_folders: what fails to load.
         weight_version: what it was told last that they are called.
+        adapters: folders of the LoRA adapters that it has, by name.
     """
 
     paused: str | None = None
@@ -105,6 +108,7 @@ class FakeEngine:
         self.config = config
         self.weights = config.model
         self.bad_folders: set[str] = set()
+        self.adapters: dict[str, str] = {}
         self.requests: deque[FakeRequest] = deque(maxlen=1000)
         """The latest completion requests, oldest first."""
         self.request_ids: deque[str] = deque(maxlen=1000)
@@ -211,9 +215,27 @@ class FakeEngine:
         if (call.method, call.path) == ("GET", "/metrics"):
             metrics = f'vllm:num_requests_running{{engine="0"}} {self._running}.0\nvllm:num_requests_waiting 0.0\n'
             return Answer(200, metrics.encode(), "text/plain")
+        if config.adapters and call.path.endswith("load_lora_adapter"):
+            return self._change_adapters(call)
         if config.development and call.method == "POST":
             return self._develop(*call.path.partition("?mode=")[::2], call.body)
         return error_answer(404, "Not Found")
+
+    def _change_adapters(self, call: HttpCall) -> Answer:
+        if call.method != "POST":
+            return error_answer(405, "Method Not Allowed")
+        told = msgspec.json.decode(call.body)
+        name = told["lora_name"]
+        if call.path.endswith("unload_lora_adapter"):
+            if self.adapters.pop(name, None) is None:
+                return error_answer(404, f"The lora adapter '{name}' cannot be found.")
+        elif name in self.adapters:
+            return error_answer(400, f"The lora adapter '{name}' has already been loaded.")
+        elif told["lora_path"] in self.bad_folders:
+            return error_answer(404, f"No adapter found for {told['lora_path']}")
+        else:
+            self.adapters[name] = told["lora_path"]
+        return Answer(200, b"done", "text/plain")
 
     def _develop(self, path: str, mode: str, body: bytes) -> Answer:
         """Answer calls that only a server in development mode offers. A pause does not wait for what runs."""
@@ -259,7 +281,7 @@ class FakeEngine:
 
     def _refusal(self, request: FakeRequest) -> Answer | None:
         config = self.config
-        if request.model != config.model:
+        if request.model != config.model and request.model not in self.adapters:
             return error_answer(404, f"The model `{request.model}` does not exist.")
         if not request.prompt:
             return error_answer(400, "Either prompt or prompt_embeds must be provided and non-empty.")

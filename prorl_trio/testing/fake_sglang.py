@@ -54,6 +54,8 @@ class FakeSglang(FakeEngine):
         }
         if call.method == "GET" and call.path in got:
             return Answer(200, msgspec.json.encode(got[call.path]))
+        if config.adapters and call.path.endswith("load_lora_adapter"):
+            return self._change_adapters(call)
         if call.method == "POST" and (told := self._control(call)) is not None:
             return Answer(200, msgspec.json.encode(told))
         return Answer(404, b'{"detail":"Not Found"}')
@@ -73,7 +75,7 @@ class FakeSglang(FakeEngine):
         asked = msgspec.json.decode(call.body)
         sampling = asked["sampling_params"]
         body = {
-            "model": self.config.model,
+            "model": asked.get("lora_path", self.config.model),
             "prompt": asked["input_ids"],
             "max_tokens": sampling["max_new_tokens"],
             "stop_token_ids": sampling["stop_token_ids"],

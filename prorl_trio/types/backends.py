@@ -20,6 +20,7 @@ __all__ = [
     "EngineAnswer",
     "ExpectTransfer",
     "ListBackends",
+    "LoadAdapter",
     "LoadWeights",
     "PauseBackends",
     "PauseMode",
@@ -175,6 +176,17 @@ class LoadWeights(BackendRequest[UpdateReport], frozen=True):
 
     operation: ClassVar = "load_weights"
     answer: ClassVar = UpdateReport
+    folder: _Folder
+    timeout_s: _Timeout = 600.0
+    holder: _Holder = ""
+
+
+class LoadAdapter(BackendRequest[UpdateReport], frozen=True):
+    """A LoRA adapter: its name in the engines, another one for each version, and its folder, as they see it."""
+
+    operation: ClassVar = "load_adapter"
+    answer: ClassVar = UpdateReport
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=400)]
     folder: _Folder
     timeout_s: _Timeout = 600.0
     holder: _Holder = ""

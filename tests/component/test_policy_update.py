@@ -31,7 +31,7 @@ from support.fake_node import FakeNode
 from support.fake_service import TOKEN, open_service
 from support.faulty_proxy import FaultyProxy
 from support.pausable_engine import A, B, complete, versions
-from support.tiny_weights import make_model, tensors
+from support.tiny_weights import LORA_A, make_adapter, make_model, tensors
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,9 +46,12 @@ async def open_trainer(node):
 
 
 @asynccontextmanager
-async def open_look_alikes(*, development=(True, True), model="fake-model"):
+async def open_look_alikes(*, development=(True, True), model="fake-model", adapters=(False, False)):
     """Two servers behind the pool of a node, and a trainer."""
-    one, other = (FakeEngineConfig(development=each, model=model) for each in development)
+    one, other = (
+        FakeEngineConfig(development=each, model=model, adapters=takes)
+        for each, takes in zip(development, adapters, strict=True)
+    )
     async with open_fake_engine(config=one) as first, open_fake_engine(config=other) as second:
         node = FakeNode()
         node.backends = Backends(made_by(VllmClient))
@@ -577,3 +580,49 @@ async def test_a_transfer_in_plain_calls(pool):
         async with open_service(pool) as service:
             await trio.to_thread.run_sync(train, service.url)
     assert {each.policy_version for each in pool.backends.list()} == {"1"}
+
+
+# ---------------------------------------------------------------- adapters
+
+
+async def test_completions_name_the_adapter_of_their_version(tmp_path, model):
+    async with open_look_alikes(model=str(model), adapters=(True, True)) as (node, client, engines):
+        adapter = make_adapter(tmp_path / "adapter")
+        for version in ("1", "2"):
+            async with client.policy_update(version) as update:
+                await update.load_adapter("policy", adapter)
+            assert await sampled_as(node.backends) == version
+            assert {engine.requests[-1].model for engine in engines if engine.requests} >= {f"policy-v{version}"}
+            assert [engine.adapters for engine in engines] == [{f"policy-v{version}": str(adapter)}] * 2
+        half = make_adapter(tmp_path / "half", {LORA_A: np.ones((2, 8), np.float32)})
+        with pytest.raises(WeightsRefused, match="other half"):
+            await adapt(client, half)
+        engines[1].bad_folders.add(str(adapter))
+        with pytest.raises(PolicyUpdateFailed, match=f"{engines[1].url}: it finds no adapter in {adapter}"):
+            await adapt(client, adapter)
+        assert [engine.adapters for engine in engines] == [{"policy-v2": str(adapter)}] * 2
+        assert await sampled_as(node.backends) == "2"
+
+
+async def adapt(client, folder):
+    async with client.policy_update("3") as update:
+        await update.load_adapter("policy", folder)
+
+
+async def test_an_engine_that_takes_no_adapters_says_what_to_do(tmp_path, model):
+    async with open_look_alikes(model=str(model), adapters=(True, False)) as (node, client, (good, other)):
+        with pytest.raises(PolicyUpdateFailed, match=f"{other.url}: it takes no LoRA adapters: .*--enable-lora"):
+            await adapt(client, make_adapter(tmp_path / "adapter"))
+        assert good.adapters == {}
+        assert await sampled_as(node.backends) == "0"
+
+
+async def test_an_adapter_in_plain_calls(tmp_path, model):
+    def train(url):
+        with BlockingClient(url, TOKEN) as client, client.policy_update("1") as update:
+            update.load_adapter("policy", make_adapter(tmp_path / "adapter"))
+
+    async with open_look_alikes(model=str(model), adapters=(True, True)) as (node, _, engines):
+        async with open_service(node) as service:
+            await trio.to_thread.run_sync(train, service.url)
+        assert all(list(engine.adapters) == ["policy-v1"] for engine in engines)

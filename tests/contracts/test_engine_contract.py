@@ -24,7 +24,7 @@ from prorl_trio.testing.fake_trainer_engine import open_fake_trainer_engine  # n
 POLL_S = 0.05
 
 
-def of_fake(fake, client, *, streams=True, weights_folder=None):
+def of_fake(fake, client, *, streams=True, weights_folder=None, adapter_folder=None):
     """The facts of a fake engine that the contract needs."""
 
     async def count_finished() -> int:
@@ -39,6 +39,7 @@ def of_fake(fake, client, *, streams=True, weights_folder=None):
         count_finished=count_finished,
         streams=streams,
         weights_folder=weights_folder,
+        adapter_folder=adapter_folder,
     )
 
 
@@ -54,18 +55,20 @@ class TestFakeEngine(EngineContract):
 class TestFakeEngineInDevelopmentMode(EngineContract):
     @pytest.fixture
     async def engine(self):
-        async with open_fake_engine(config=FakeEngineConfig(per_token_s=0.002, development=True)) as fake:
+        async with open_fake_engine(
+            config=FakeEngineConfig(per_token_s=0.002, development=True, adapters=True)
+        ) as fake:
             client = VllmClient(fake.url)
-            yield of_fake(fake, client, weights_folder="/weights")
+            yield of_fake(fake, client, weights_folder="/weights", adapter_folder="/adapter")
             await client.aclose()
 
 
 class TestFakeSglang(EngineContract):
     @pytest.fixture
     async def engine(self):
-        async with open_fake_sglang(config=FakeEngineConfig(per_token_s=0.002)) as fake:
+        async with open_fake_sglang(config=FakeEngineConfig(per_token_s=0.002, adapters=True)) as fake:
             client = await EngineRegistry().finder("auto")(fake.url, 5)
-            yield of_fake(fake, client)
+            yield of_fake(fake, client, adapter_folder="/adapter")
             await client.aclose()
 
 

@@ -49,6 +49,8 @@ class PausableEngine(EngineClient):
         self.broken: set[str] = set()
         self.tells_versions = True
         self.lies = ""
+        self.adapters: dict[str, str] = {}
+        self.adapter = ""
         self.says: list[tuple[list[int], FinishReason]] = []
         self.prompts: list[list[int]] = []
         self.told: list[str] = []
@@ -125,6 +127,23 @@ class PausableEngine(EngineClient):
         await self._reach(f"load {folder}", timeout_s)
         self.weights = folder
         return True
+
+    async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> bool:
+        """See `EngineClient.load_adapter`."""
+        await self._reach("load adapter", timeout_s)
+        if "no adapters" in self.broken:
+            return False
+        self.adapters[name] = folder
+        return True
+
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
+        """See `EngineClient.unload_adapter`."""
+        await self._reach("unload adapter", timeout_s)
+        self.adapters.pop(name, None)
+
+    def use_adapter(self, name: str) -> None:
+        """See `EngineClient.use_adapter`."""
+        self.adapter = name
 
     async def resume(self, *, timeout_s: float) -> None:
         """See `EngineClient.resume`."""

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["CONFIG", "make_model", "tensors"]
+__all__ = ["CONFIG", "LORA_A", "LORA_B", "make_adapter", "make_model", "pair", "tensors"]
 
 CONFIG: dict[str, Any] = {
     "architectures": ["TinyForCausalLM"],
@@ -36,4 +36,21 @@ def make_model(folder: Path, state: dict[str, np.ndarray] | None = None, **confi
     save_file(tensors() if state is None else state, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+LORA_A = "base_model.model.model.layers.0.mlp.lora_A.weight"
+LORA_B = "base_model.model.model.layers.0.mlp.lora_B.weight"
+
+
+def pair() -> dict[str, np.ndarray]:
+    """Those of an adapter of rank 2 for that model's one matrix."""
+    return {LORA_A: np.ones((2, 8), np.float32), LORA_B: np.ones((4, 2), np.float32)}
+
+
+def make_adapter(folder: Path, state: dict[str, np.ndarray] | None = None) -> Path:
+    """Write a LoRA adapter, as PEFT does, and return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(pair() if state is None else state, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
     return folder

@@ -257,3 +257,74 @@ async def test_one_that_is_added_while_others_are_asked_is_asked_as_well(autojum
         await pool.backends.add(C)
         await trio.sleep(60)
         assert pool.engines[C].label == "1"
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def adapters(pool, url=A):
+    return list(pool.engines[url].adapters), pool.engines[url].adapter
+
+
+async def adapt(pool, version, *, mode="wait"):
+    await pool.backends.pause(mode, 5)
+    return await pool.backends.load_adapter(f"lora-v{version}", f"/w/{version}", 5)
+
+
+async def test_an_adapter_is_used_from_the_resume_on_and_the_one_before_is_unloaded(autojump_clock):
+    async with open_pool(A, B) as pool, pool.backends.lease("t") as lease:
+        for version in ("1", "2"):
+            assert answers(await adapt(pool, version)) == {A: "loaded", B: "loaded"}
+            assert pool.engines[A].adapter != f"lora-v{version}"
+            await pool.backends.resume(version)
+            assert adapters(pool) == ([f"lora-v{version}"], f"lora-v{version}")
+            assert versions(await complete(lease)) == [(version, 0, 1)]
+        await pool.backends.pause("wait", 5)
+        await pool.backends.resume("3")  # other weights by other means: the adapter stays
+        assert adapters(pool) == (["lora-v2"], "lora-v2")
+        await pool.backends.pause("wait", 5)
+        await pool.backends.load_weights("/w/4", 5)
+        await pool.backends.resume("4")  # whole weights
+        assert adapters(pool) == ([], "")
+
+
+async def test_an_adapter_that_one_engine_fails_to_load_is_used_by_none(autojump_clock):
+    async with open_pool(A, B) as pool:
+        await adapt(pool, "1")
+        await pool.backends.resume("1")
+        pool.engines[B].broken.add("load adapter")
+        assert answers(await adapt(pool, "2")) == {A: "loaded", B: "failed"}
+        with pytest.raises(UpdateRefused, match=f"{B}: it did not load"):
+            await pool.backends.resume("2")
+        pool.engines[B].broken.clear()
+        pool.engines[A].broken.add("unload adapter")
+        assert answers(await pool.backends.resume()) == {A: "resumed", B: "resumed"}
+        assert adapters(pool) == (["lora-v1", "lora-v2"], "lora-v1"), "one that stays loaded is no harm"
+        assert adapters(pool, B) == (["lora-v1"], "lora-v1")
+        assert {each.policy_version for each in pool.backends.list()} == {"1"}
+
+
+async def test_the_adapter_in_use_stays_if_the_update_to_it_is_made_again_and_fails(autojump_clock):
+    async with open_pool(A, B) as pool:
+        await adapt(pool, "1")
+        await pool.backends.resume("1")
+        await adapt(pool, "1")
+        await pool.backends.resume()
+        assert adapters(pool) == (["lora-v1"], "lora-v1")
+
+
+async def test_engines_that_take_no_adapters_say_so(autojump_clock):
+    async with open_pool(A, B) as pool:
+        pool.engines[B].broken.add("no adapters")
+        assert answers(await adapt(pool, "1")) == {A: "loaded", B: "not_offered"}
+        await pool.backends.resume()
+        assert adapters(pool) == ([], "")
+
+
+async def test_kept_completions_would_go_on_with_the_former_adapter_so_it_is_refused(autojump_clock):
+    async with open_pool(A) as pool, pool.backends.lease("t") as lease, trio.open_nursery() as nursery:
+        nursery.start_soon(complete, lease)
+        await trio.sleep(0.5)
+        with pytest.raises(UpdateRefused, match="1 completions were kept"):
+            await adapt(pool, "1", mode="keep")
+        await pool.backends.resume()

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from prorl_trio.client.weights import store as stores
 from prorl_trio.client.weights import write as writing
+from prorl_trio.client.weights.adapter import check_adapter
 from prorl_trio.client.weights.check import check_folder
 from prorl_trio.client.weights.errors import WeightsRefused
 from prorl_trio.client.weights.model_folder import ModelFolder
@@ -22,7 +23,7 @@ from prorl_trio.client.weights.store import WeightStore
 from prorl_trio.client.weights.tensors import raw_tensor
 from prorl_trio.client.weights.values import all_finite, stored_all_finite
 from prorl_trio.client.weights.write import write_model
-from support.tiny_weights import CONFIG, make_model, tensors
+from support.tiny_weights import CONFIG, LORA_A, LORA_B, make_adapter, make_model, pair, tensors
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -264,6 +265,37 @@ def test_a_state_dict_that_is_not_the_models_is_refused(tmp_path, base, tensor, 
     with pytest.raises(WeightsRefused) as caught:
         written(tmp_path, base, state)
     assert caught.value.tensor == tensor
+
+
+# ---------------------------------------------------------------- an adapter
+
+
+def adapter_refused(folder, base, **options):
+    with pytest.raises(WeightsRefused) as caught:
+        check_adapter(folder, [base], **options)
+    return caught.value
+
+
+def test_an_adapter_is_pairs_that_fit_the_models_matrices(tmp_path, base):
+    check_adapter(make_adapter(tmp_path / "whole"), [base])
+    joined = {name.replace("mlp", "joined"): array for name, array in pair().items()}
+    check_adapter(make_adapter(tmp_path / "joined", joined), [base])
+    assert adapter_refused(make_adapter(tmp_path / "half", {LORA_A: pair()[LORA_A]}), base).tensor == LORA_A
+    other_model = {**pair(), LORA_A: np.ones((2, 9), np.float32)}
+    assert adapter_refused(make_adapter(tmp_path / "other", other_model), base).tensor == LORA_B
+    other_rank = {**pair(), LORA_B: np.ones((4, 3), np.float32)}
+    assert adapter_refused(make_adapter(tmp_path / "rank", other_rank), base).tensor == LORA_B
+    nan = make_adapter(tmp_path / "nan", {**pair(), LORA_B: np.full((4, 2), np.inf, np.float32)})
+    assert adapter_refused(nan, base).tensor == LORA_B
+    check_adapter(nan, [base], "headers")
+
+
+def test_what_is_no_adapter_is_refused(tmp_path, base):
+    assert "no rank" in str(adapter_refused(tmp_path, base))
+    empty = make_adapter(tmp_path / "empty", tensors())
+    assert "no tensor MODULE.lora_A.weight" in str(adapter_refused(empty, base))
+    (empty / "adapter_model.safetensors").unlink()
+    assert "cannot be read" in str(adapter_refused(empty, base))
 
 
 # ---------------------------------------------------------------- private folders

@@ -23,6 +23,7 @@ __all__ = [
     "embedding_of",
     "is_head",
     "missing_names",
+    "read_json",
     "unknown_name",
 ]
 
@@ -70,7 +71,7 @@ class ModelFolder(NamedTuple):
         if not path.is_dir():
             raise WeightsRefused(f"{path}: no such folder is visible from here")
         files = sorted(path.glob("*.safetensors"))
-        index = _read_json(path / INDEX).get("weight_map", {})
+        index = read_json(path / INDEX).get("weight_map", {})
         if index:
             files = [path / name for name in sorted(set(index.values()))]
         if not files:
@@ -84,7 +85,7 @@ class ModelFolder(NamedTuple):
         for name, file_name in index.items():
             if name not in tensors or tensors[name].path.name != file_name:
                 raise WeightsRefused(f"{path}: {INDEX} says that {name} is in {file_name}, and it is not", name)
-        return cls(path, tensors, _read_json(path / CONFIG))
+        return cls(path, tensors, read_json(path / CONFIG))
 
     @property
     def types(self) -> dict[str, TensorType]:
@@ -172,7 +173,7 @@ def _vocabulary(name: str) -> str:
     return ""
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Return the object in the file; an empty one where there is no such file."""
     try:
         with path.open("rb") as file:

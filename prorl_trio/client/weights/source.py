@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import trio
 
+from prorl_trio.client.weights.adapter import check_adapter
 from prorl_trio.client.weights.check import check_folder
 from prorl_trio.client.weights.errors import WeightsRefused
 from prorl_trio.client.weights.model_folder import ModelFolder
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from prorl_trio.client.weights.tensors import StateDict
     from prorl_trio.types.backends import UpdatedBackend
 
-__all__ = ["StagedWeights", "check_weights", "stage_weights"]
+__all__ = ["StagedWeights", "check_adapter_weights", "check_weights", "stage_weights"]
 
 MAX_MODELS: Final = 16
 """Limit of the different models that one pool's engines may serve."""
@@ -62,6 +63,23 @@ async def check_weights(
         path = Path(folder).absolute()
         if check != "none":
             check_folder(path, _bases(backends, base), check)
+        return path
+
+    return await trio.to_thread.run_sync(run)
+
+
+async def check_adapter_weights(
+    folder: str | os.PathLike[str],
+    backends: Sequence[UpdatedBackend],
+    base: str | os.PathLike[str] | None,
+    check: WeightCheck,
+) -> Path:
+    """Check the adapter in `folder`, and return its absolute path. See `check_weights`."""
+
+    def run() -> Path:
+        path = Path(folder).absolute()
+        if check != "none":
+            check_adapter(path, _bases(backends, base), check)
         return path
 
     return await trio.to_thread.run_sync(run)

@@ -120,7 +120,8 @@ class Prompt(msgspec.Struct, frozen=True):
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """A request as it goes to the engine that `info` is known of, to hold the answer against. See `CompletionRequest`.
 
-    `probing`: sample past the end of turn, and send nothing a second time.
+    `probing`: sample past the end of turn, and send nothing a second time. `adapter`: the LoRA adapter to sample with;
+    empty: none.
     """
 
     prompt: Prompt
@@ -132,6 +133,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     sink: TokenSink | None = None
     probing: bool = False
+    adapter: str = ""
 
 
 def checked_completion(

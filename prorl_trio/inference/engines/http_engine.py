@@ -52,6 +52,7 @@ __all__ = ["JSON_CONTENT", "PROBE_PROMPT", "PROBE_TOKENS", "REFUSED_STATUSES", "
 MAX_REQUEST_ID_CHARS = 200
 MISSING_STATUSES = frozenset({403, 404, 405, 501})
 """An endpoint that a server does not have, or has switched off."""
+METHOD_NOT_ALLOWED = 405
 REFUSED_STATUSES = frozenset({400, 413, 422})
 """For what is in the request."""
 PROBE_PROMPT = [1, 2, 3]
@@ -109,6 +110,7 @@ class HttpEngineClient(EngineClient):
         self._random = random or Random()
         self._on_call = on_call
         self._info: EngineInfo | None = None
+        self._adapter = ""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._http!r}>"
@@ -167,6 +169,7 @@ class HttpEngineClient(EngineClient):
             timeout_s=request.timeout_s,
             cache_salt=request.cache_salt,
             sink=request.sink,
+            adapter=self._adapter,
         )
         started_s, result = trio.current_time(), "cancelled"
         try:
@@ -191,6 +194,10 @@ class HttpEngineClient(EngineClient):
         reader = LoadReader()
         found = await self._get("/metrics", timeout_s, on_data=reader.feed)
         return None if found is None else reader.load()
+
+    def use_adapter(self, name: str) -> None:
+        """See `EngineClient.use_adapter`."""
+        self._adapter = name
 
     async def aclose(self) -> None:
         """Close every connection. Calls in flight raise `BackendError`. Idempotent."""
@@ -327,6 +334,28 @@ class HttpEngineClient(EngineClient):
             return CompletionTimedOut(f"{self.url}: {exc}")
         breach = isinstance(exc, ResponseMalformed | ResponseTooLarge)
         return BackendError(f"{self.url}: {exc}", retryable=not breach)
+
+    async def _load_adapter(self, load: str, unload: str, name: str, folder: str, timeout_s: float) -> bool:
+        """Post an adapter to the path `load`, after unloading one of its name, which a failed update may have left."""
+        started_s = trio.current_time()
+        try:
+            there = await self._http.request("GET", load, timeout_s=timeout_s)
+        except HttpError as exc:
+            raise self._failed(exc) from exc
+        if there.status != METHOD_NOT_ALLOWED:  # a server that has it, has it for POST
+            return False
+        await self._unload_adapter(unload, name, timeout_s)
+        left_s = max(0.0, started_s + timeout_s - trio.current_time())
+        if not await self._control(load, left_s, {"lora_name": name, "lora_path": folder}):
+            raise BackendError(f"{self.url}: it finds no adapter in {folder}", retryable=False)
+        return True
+
+    async def _unload_adapter(self, unload: str, name: str, timeout_s: float) -> None:
+        """Post to the path `unload`. That there is no adapter of that name is no error."""
+        try:
+            await self._control(unload, timeout_s, {"lora_name": name})
+        except RequestRefused:
+            await trio.lowlevel.checkpoint()
 
     def _unfit(self, reason: str) -> BackendError:
         return BackendError(f"{self.url}: not fit for token-exact rollouts: {reason}", retryable=False)

@@ -234,6 +234,32 @@ class EngineClient(abc.ABC):
         await trio.lowlevel.checkpoint()
         return False
 
+    async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> bool:
+        """Have it load a LoRA adapter from `folder`, a path as the engine sees it, in place of one of that name.
+
+        Nothing is sampled with it before `use_adapter`. False, and nothing happened, where it takes no adapters.
+
+        Raises:
+            BackendError: it takes them and failed, or gave no answer.
+        """
+        await trio.lowlevel.checkpoint()
+        return False
+
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
+        """Have it forget an adapter. One that it does not have is no error.
+
+        Raises:
+            BackendError: it failed.
+        """
+        await trio.lowlevel.checkpoint()
+
+    def use_adapter(self, name: str) -> None:
+        """Have every completion from now on sampled with this adapter, which was loaded; empty: with the model alone.
+
+        Only of clients whose `load_adapter` returned True is this asked.
+        """
+        raise NotImplementedError(f"{self.url}: it takes no adapter, and {name!r} was to be used")
+
     async def resume(self, *, timeout_s: float) -> None:
         """End a `pause` that returned True.
 

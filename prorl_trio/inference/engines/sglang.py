@@ -35,6 +35,8 @@ GENERATE: Final = "/generate"
 MODEL_INFO: Final = ("/model_info", "/get_model_info")
 SERVER_INFO: Final = ("/server_info", "/get_server_info")
 """Each under its name of today and that of older servers."""
+LOAD_ADAPTER: Final = "/load_lora_adapter"
+UNLOAD_ADAPTER: Final = "/unload_lora_adapter"
 PAUSE_MODES: Final[dict[PauseMode, str]] = {"wait": "retract", "abort": "abort", "keep": "retract"}
 """`retract` puts requests back in line and forgets what the old weights made of them, so that it is computed anew."""
 
@@ -57,13 +59,17 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /generate`. `extra_key` keeps prefixes apart. No `rid`: a repeated one is refused."""
+    """`POST /generate`. `extra_key` keeps prefixes apart, `lora_path` names an adapter.
+
+    No `rid`: a repeated one is refused.
+    """
 
     input_ids: msgspec.Raw
     sampling_params: SamplingFields
     return_logprob: bool = True
     stream: bool = False
     extra_key: str | msgspec.UnsetType = msgspec.UNSET
+    lora_path: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class FinishedBecause(msgspec.Struct, frozen=True):
@@ -140,6 +146,14 @@ class SglangClient(HttpEngineClient):
         model = await self._first(MODEL_INFO, ModelInfo, timeout_s)
         return label_of(model.weight_version if model else None)
 
+    async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> bool:
+        """See `EngineClient.load_adapter`. By `--enable-lora` only."""
+        return await self._load_adapter(LOAD_ADAPTER, UNLOAD_ADAPTER, name, folder, timeout_s)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
+        """See `EngineClient.unload_adapter`."""
+        await self._unload_adapter(UNLOAD_ADAPTER, name, timeout_s)
+
     async def resume(self, *, timeout_s: float) -> None:
         """See `EngineClient.resume`."""
         await self._control("/continue_generation", timeout_s, {})
@@ -192,6 +206,7 @@ def _request(wanted: Wanted) -> bytes:
             ),
             stream=wanted.sink is not None,
             extra_key=wanted.cache_salt or msgspec.UNSET,
+            lora_path=wanted.adapter or msgspec.UNSET,
         )
     )
 

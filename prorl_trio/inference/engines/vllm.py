@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import PauseMode
 
 __all__ = ["VllmClient"]
+
+LOAD_ADAPTER: Final = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER: Final = "/v1/unload_lora_adapter"
 
 
 class VllmClient(HttpEngineClient):
@@ -74,6 +77,14 @@ class VllmClient(HttpEngineClient):
         left_s = max(0.0, started_s + timeout_s - trio.current_time())
         await self._control("/reset_prefix_cache", left_s)
         return True
+
+    async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> bool:
+        """See `EngineClient.load_adapter`. By `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` only."""
+        return await self._load_adapter(LOAD_ADAPTER, UNLOAD_ADAPTER, name, folder, timeout_s)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
+        """See `EngineClient.unload_adapter`."""
+        await self._unload_adapter(UNLOAD_ADAPTER, name, timeout_s)
 
     async def resume(self, *, timeout_s: float) -> None:
         """See `EngineClient.resume`."""

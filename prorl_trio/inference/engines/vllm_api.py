@@ -201,7 +201,7 @@ class WeightInfo(msgspec.Struct, frozen=True):
 
 def completion_request(wanted: Wanted) -> bytes:
     """Return the JSON body that asks for one continuation at the path that the engine has for it."""
-    model, prompt, sampling = wanted.info.model, wanted.prompt.text, wanted.sampling
+    model, prompt, sampling = wanted.adapter or wanted.info.model, wanted.prompt.text, wanted.sampling
     how: dict[str, Any] = {
         "max_tokens": wanted.max_tokens,
         "temperature": sampling.temperature,

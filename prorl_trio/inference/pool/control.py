@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.versions import VersionOrder
     from prorl_trio.types.backends import PauseMode
 
-__all__ = ["EngineControl", "OtherWeights", "WeightsOnTrial"]
+__all__ = ["AdapterOnTrial", "EngineControl", "OtherWeights", "WeightsOnTrial"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,13 @@ class WeightsOnTrial(NamedTuple):
 
     folder: str
     timeout_s: float
+    loaded: bool
+
+
+class AdapterOnTrial(NamedTuple):
+    """A LoRA adapter that an engine was told to load in a pause. `loaded`: it said that it has it."""
+
+    name: str
     loaded: bool
 
 
@@ -53,6 +60,7 @@ class EngineControl:
         weights: what those of its version can be loaded from again, if that is known.
         trial: the ones it may have instead, until a resume announces them or takes them back.
         named: what they were called on trial; empty: nothing.
+        adapter, adapter_trial: the LoRA adapter that it samples with (empty: none), and the one on trial.
     """
 
     def __init__(self, client: EngineClient, info: EngineInfo, versions: VersionOrder) -> None:
@@ -62,7 +70,10 @@ class EngineControl:
         self.weights = info.weights
         self.trial: WeightsOnTrial | None = None
         self.named = ""
+        self.adapter = ""
+        self.adapter_trial: AdapterOnTrial | None = None
         self.paused = False
+        self._outdated: list[str] = []
         self._versions = versions
         self._lock = trio.Lock()
 
@@ -78,7 +89,7 @@ class EngineControl:
             info = msgspec.structs.replace(info, policy_version=known.policy_version)
         if info.label in (UNNAMED, "") or info.label != known.label:  # with what it was started with, at best
             self.weights = info.weights if versions.current == UNKNOWN_VERSION else ""
-        self.trial, self.named = None, ""
+        self.trial, self.adapter_trial, self.named = None, None, ""
         self.info = info
         versions.note(info.policy_version)
 
@@ -132,6 +143,26 @@ class EngineControl:
             self.paused, self.trial = before
             return False
 
+    async def load_adapter(self, name: str, folder: str, timeout_s: float) -> bool:
+        """Have it load an adapter on trial; False if it takes none. It may be paused or not.
+
+        Raises:
+            BackendError: it failed; the adapter stays on trial.
+        """
+        async with self._lock:
+            before, self.adapter_trial = self.adapter_trial, AdapterOnTrial(name, loaded=False)
+            if await self.client.load_adapter(name, folder, timeout_s=timeout_s):
+                self.adapter_trial = AdapterOnTrial(name, loaded=True)
+                return True
+            self.adapter_trial = before
+            return False
+
+    @property
+    def failed_to_load(self) -> bool:
+        """Return whether weights or an adapter are on trial that it never said it has."""
+        trials = (self.trial, self.adapter_trial)
+        return any(trial is not None and not trial.loaded for trial in trials)
+
     def expect_transfer(self, timeout_s: float) -> None:
         """Note that a trainer moves weights there itself: on trial until a resume, and it counts as paused."""
         self.paused, self.trial = True, WeightsOnTrial("", timeout_s, loaded=False)
@@ -165,8 +196,26 @@ class EngineControl:
             self.weights = self.trial.folder
         elif policy_version != self.info.policy_version:  # somebody else has moved them
             self.weights = ""
-        self.trial, self.named = None, ""
+        if self.trial is not None or self.adapter_trial is not None:  # whole weights have no adapter
+            self._use_adapter("" if self.adapter_trial is None else self.adapter_trial.name)
+        self.trial, self.adapter_trial, self.named = None, None, ""
         self.info = msgspec.structs.replace(self.info, policy_version=policy_version)
+
+    def _use_adapter(self, name: str) -> None:
+        if name != self.adapter:
+            self._outdated += [self.adapter] if self.adapter else []
+            self.adapter = name
+            self.client.use_adapter(name)
+
+    async def unload_outdated(self, timeout_s: float) -> None:
+        """Have it forget adapters that nothing is sampled with any more. One that fails to is logged."""
+        async with self._lock:
+            while self._outdated:
+                name = self._outdated.pop()
+                try:
+                    await self.client.unload_adapter(name, timeout_s=timeout_s)
+                except BackendError as exc:
+                    logger.warning("backend %s keeps the adapter %s: %s", self.client.url, name, exc)
 
     async def unpause(self, timeout_s: float) -> None:
         """Resume it if it was paused here, also if it is just being told to pause: then after that.
@@ -206,6 +255,10 @@ class EngineControl:
         if self.trial is not None:
             await self._take_back(self.trial)
             self.trial = None
+        if self.adapter_trial is not None:
+            if self.adapter_trial.name != self.adapter:
+                self._outdated.append(self.adapter_trial.name)
+            self.adapter_trial = None
         if self.named:  # or tokens of the former weights would be of the later version
             if error := await self.label(self.info.policy_version, timeout_s):
                 raise BackendError(error, retryable=True)

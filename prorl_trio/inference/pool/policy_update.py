@@ -89,6 +89,15 @@ class PolicyUpdates:
         """See `Backends.load_weights`."""
         return await self._try_weights(holder, lambda backend: _load(backend, folder, timeout_s))
 
+    async def load_adapter(self, name: str, folder: str, timeout_s: float, holder: str) -> UpdateReport:
+        """See `Backends.load_adapter`."""
+        if kept := self._admission.in_flight().total():
+            raise UpdateRefused(
+                f"{kept} completions were kept in their engines, which would go on with the former adapter: pause by "
+                "'wait' or 'abort' to load one"
+            )
+        return await self._try_weights(holder, lambda backend: _load_adapter(backend, name, folder, timeout_s))
+
     async def expect_transfer(self, timeout_s: float, holder: str) -> UpdateReport:
         """See `Backends.expect_transfer`."""
         return await self._try_weights(holder, lambda backend: _expect(backend, timeout_s))
@@ -231,7 +240,7 @@ class PolicyUpdates:
         failed = [
             backend.url
             for backend in self._placement.backends()
-            if backend.state != "removed" and (trial := backend.engine.trial) is not None and not trial.loaded
+            if backend.state != "removed" and backend.engine.failed_to_load
         ]
         if failed:
             raise UpdateRefused(
@@ -303,6 +312,10 @@ async def _load(backend: Backend, folder: str, timeout_s: float) -> Told:
     return "loaded" if await backend.engine.load_weights(folder, timeout_s) else "not_offered", ""
 
 
+async def _load_adapter(backend: Backend, name: str, folder: str, timeout_s: float) -> Told:
+    return "loaded" if await backend.engine.load_adapter(name, folder, timeout_s) else "not_offered", ""
+
+
 async def _expect(backend: Backend, timeout_s: float) -> Told:
     backend.engine.expect_transfer(timeout_s)
     await trio.lowlevel.checkpoint()
@@ -322,6 +335,7 @@ async def _resume(backend: Backend, timeout_s: float) -> Told:
     engine = backend.engine
     was_paused = engine.paused
     await engine.unpause(timeout_s)
+    await engine.unload_outdated(timeout_s)
     return "resumed" if was_paused else "not_offered", ""
 
 

@@ -294,6 +294,19 @@ class Backends:
         """
         return await self._updates.load_weights(folder, timeout_s, holder)
 
+    async def load_adapter(self, name: str, folder: str, timeout_s: float, holder: str = "") -> UpdateReport:
+        """Have every engine that takes LoRA adapters load the one in `folder`, as the engines see it, in a pause.
+
+        It is on trial as weights are: from a `resume` with a version on, completions are sampled with it, and the one
+        before is unloaded. Whole weights that are loaded later are used without an adapter. A failure is reported.
+
+        Raises:
+            UpdateRefused: the pool is not paused, or completions were kept in engines; or the update of `holder` is
+                over.
+            BackendsBusy: another step is under way, or another holder's update.
+        """
+        return await self._updates.load_adapter(name, folder, timeout_s, holder)
+
     async def resume(self, policy_version: str | None = None, holder: str = "") -> UpdateReport:
         """Let completions begin again, recorded under `policy_version` if that is given. A pool need not be paused.
 
