@@ -29,7 +29,7 @@ from prorl_trio.service.rest.app import ENDPOINTS
 from prorl_trio.types.models import JobSpec, TaskInstance
 from support.fake_node import FakeNode, make_outcome
 from support.fake_service import TOKEN, open_service
-from support.tiny_weights import make_model
+from support.tiny_weights import make_adapter, make_model, tensors
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -110,9 +110,14 @@ async def test_programs_of_trainers_run_and_end_by_themselves(block, capsys, mon
     monkeypatch.setenv("PRORL_TOKEN", TOKEN)
     monkeypatch.chdir(tmp_path)
     instance = TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})
-    names = {"token": TOKEN, "specs": [JobSpec(job_id=f"job-{n}", instance=instance) for n in range(4)]}
+    names = {
+        "token": TOKEN,
+        "state": tensors(),
+        "specs": [JobSpec(job_id=f"job-{n}", instance=instance) for n in range(4)],
+    }
     for folder in (tmp_path, tmp_path / "step-2"):
         make_model(folder)
+    make_adapter(tmp_path / "adapter")
     node = Node(fails="q1-3")
     with trio.fail_after(30):
         await node.backends.add("http://engine:1")  # what updates of the policy are for

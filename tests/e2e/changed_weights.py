@@ -1,6 +1,6 @@
 """Run by the engine's Python, in the trainer's place: change a model, or ask it what it thinks of sampled tokens.
 
-python changed_weights.py change MODEL_DIR NEW_DIR     writes the model with other weights, as after a step of training
+python changed_weights.py change MODEL_DIR FOLDER PATH...    writes models and an adapter, as after a step of training
 python changed_weights.py compare CASES.json           ->  [mean absolute difference, for each case]
 """
 
@@ -12,17 +12,63 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+RANK = 4
+ALPHA = 8
 
-def change(model_dir: str, new_dir: str) -> None:
-    """Every matrix of every second layer is scaled: enough to be told from the old model, still a model of language."""
-    shutil.copytree(model_dir, new_dir)
+
+def change(model_dir: str, folder: str) -> None:
+    """Write `new`, `written`, `adapter` and `merged` into `folder`.
+
+    In `new`, a matrix of every second layer is scaled: enough to be told from the old model, still a model of language.
+    `written` is the same by our writer, from the state dict. `merged` is the old model with `adapter` in its matrices.
+    """
+    root = Path(folder)
+    new, merged = root / "new", root / "merged"
+    shutil.copytree(model_dir, new)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
     with torch.no_grad():
         for layer in model.model.layers[::2]:
             layer.mlp.down_proj.weight.mul_(0.8)
-    model.save_pretrained(new_dir)
+    model.save_pretrained(new)
+    write_state(model, Path(model_dir), root / "written")
+    files = [load_file(each / "model.safetensors") for each in (new, root / "written")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    shutil.copytree(model_dir, merged)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    adapt(model, root / "adapter")
+    model.save_pretrained(merged)
+
+
+def write_state(model: torch.nn.Module, model_dir: Path, folder: Path) -> None:
+    """Write the state dict as `load_state_dict` does: it has the tied output layer, which the files have not."""
+    from prorl_trio.client.weights.model_folder import ModelFolder
+    from prorl_trio.client.weights.write import write_model
+
+    state = model.state_dict()
+    assert "lm_head.weight" in state
+    folder.mkdir()
+    write_model(state, folder, ModelFolder.read(model_dir))
+
+
+def adapt(model: torch.nn.Module, folder: Path) -> None:
+    """Write a LoRA adapter as PEFT does, and add it to the model's own matrices."""
+    torch.manual_seed(0)
+    tensors = {}
+    with torch.no_grad():
+        for number, layer in enumerate(model.model.layers):
+            matrix = layer.self_attn.q_proj.weight
+            low, high = torch.randn(RANK, matrix.shape[1]) * 0.05, torch.randn(matrix.shape[0], RANK) * 0.2
+            name = f"base_model.model.model.layers.{number}.self_attn.q_proj"
+            tensors |= {f"{name}.lora_A.weight": low, f"{name}.lora_B.weight": high}
+            matrix.add_(high @ low * (ALPHA / RANK))
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 def compare(cases: str) -> list[float]:
@@ -41,6 +87,7 @@ def compare(cases: str) -> list[float]:
 
 if __name__ == "__main__":
     if sys.argv[1] == "change":
+        sys.path += sys.argv[4:]  # where our package is, and what it needs that the engine does not
         change(sys.argv[2], sys.argv[3])
     else:
         print(json.dumps(compare(sys.argv[2])))  # noqa: T201
