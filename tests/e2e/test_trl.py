@@ -1,4 +1,8 @@
-"""TRL's trainers make steps over a node that is killed meanwhile, on rows equal bit for bit to what was sampled."""
+"""The programs of `docs/train-with-trl.md`, as it prints them, on a node that is killed meanwhile.
+
+The real trainers make real steps, of a small model, on rows that are equal bit for bit to what the engine sampled. Two
+shims let them do it without a GPU: `support.trl_on_cpu`.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +99,15 @@ class Rig:
         paths = os.pathsep.join([str(checkout_dir()), str(checkout_dir() / "tests")])
         done = await trio.run_process(
             [str(trainer_python("train", "cpu")), Path(__file__).with_name("trl_program.py"), self._folder],
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"},
+            cwd=self._folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": paths,
+                "PRORL_URL": self._url,
+                "PRORL_TOKEN": TOKEN,
+                "OMP_NUM_THREADS": "1",
+                "TRL_EXPERIMENTAL_SILENCE": "1",
+            },
             check=False,
             capture_stdout=True,
             capture_stderr=True,

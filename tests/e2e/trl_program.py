@@ -1,45 +1,30 @@
 """Training runs of TRL's, in the trainers' environment: what `test_trl` starts, with a folder of its own.
 
-`run.json` there says which; `rows.npz` gets the rows as they reach TRL's own loss, `log.json` the trainer's log.
+`run.json` there says which. The trainers are the programs of the guide, as it prints them. `rows.npz` gets the rows as
+they reach TRL's own loss, and `log.json` the trainer's log.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
-from trl import GRPOConfig, GRPOTrainer
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl import GRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
 
-from prorl_trio import BlockingClient, TaskInstance
+from prorl_trio import BlockingClient, SamplingParams, TaskInstance
 from prorl_trio.client.sampling import JobTemplate
-from prorl_trio.integrations.trl import RolloutFunction, RolloutWorker, TaskLookup, WeightTransfer, node_reward
-from prorl_trio.types.models import SamplingParams
+from prorl_trio.integrations.trl import RolloutFunction, RolloutWorker, WeightTransfer
 from support import trl_on_cpu
 
-ON_CPU = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [], "save_strategy": "no"}
-
-
-def make_weights(folder):
-    """Add random weights to a folder that has a model's configuration."""
-    set_seed(1)
-    LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).save_pretrained(folder)
-
-
-def tasks(count):
-    return [
-        TaskInstance(instance_id=f"q{n}", handler="math", payload={"question": f"{n} * 7?", "answer": str(n * 7)})
-        for n in range(count)
-    ]
-
-
-def messages(task):
-    return [{"role": "user", "content": task.payload["question"]}]
+GUIDE = Path(__file__).parents[2] / "docs" / "train-with-trl.md"
+PROGRAMS = {"async": 0, "grpo": 1}
+"""The place of each program in the guide."""
 
 
 class Trained:
@@ -59,62 +44,32 @@ class Trained:
         self.advantages.append(float(advantage))
 
 
-def grpo(run, folder, client, trained):
-    """`GRPOTrainer`; watched are the tensors of each batch that it computes a loss of."""
-    rows = [{"prompt": messages(task), "n": n} for n, task in enumerate(tasks(4))]
-    lookup = TaskLookup(rows, lambda row: tasks(4)[row["n"]])
+def watch_grpo(trained):
+    """Keep the tensors of each batch that `GRPOTrainer` computes a loss of."""
+    compute = GRPOTrainer._compute_loss
 
-    class Watched(GRPOTrainer):
-        def _compute_loss(self, model, inputs):
-            for prompt, prompt_mask, completion, mask, tool_mask, logprobs, advantage in zip(
-                *(inputs[name].numpy() for name in ("prompt_ids", "prompt_mask", "completion_ids")),
-                *(inputs[name].numpy() for name in ("completion_mask", "tool_mask", "sampling_per_token_logps")),
-                inputs["advantages"],
-                strict=True,
-            ):
-                prompt, length = prompt[prompt_mask.astype(bool)], mask.sum()
-                nothing = np.zeros(len(prompt))
-                trained.add(
-                    np.concatenate([prompt, completion[:length]]),
-                    np.concatenate([nothing, tool_mask[:length]]),
-                    np.concatenate([nothing, logprobs[:length]]),
-                    advantage,
-                )
-            return super()._compute_loss(model, inputs)
+    def watch(trainer, model, inputs):
+        for prompt, prompt_mask, completion, mask, tool_mask, logprobs, advantage in zip(
+            *(inputs[name].numpy() for name in ("prompt_ids", "prompt_mask", "completion_ids")),
+            *(inputs[name].numpy() for name in ("completion_mask", "tool_mask", "sampling_per_token_logps")),
+            inputs["advantages"],
+            strict=True,
+        ):
+            prompt, length = prompt[prompt_mask.astype(bool)], mask.sum()
+            nothing = np.zeros(len(prompt))
+            trained.add(
+                np.concatenate([prompt, completion[:length]]),
+                np.concatenate([nothing, tool_mask[:length]]),
+                np.concatenate([nothing, logprobs[:length]]),
+                advantage,
+            )
+        return compute(trainer, model, inputs)
 
-    args = GRPOConfig(
-        output_dir=str(folder / "out"),
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_steps=run["steps"],
-        learning_rate=1e-3,
-        **ON_CPU,
-    )
-    return Watched(
-        model=run["model"],
-        args=args,
-        train_dataset=Dataset.from_list(rows),
-        reward_funcs=node_reward,
-        rollout_func=RolloutFunction(client, lookup),
-    )
+    GRPOTrainer._compute_loss = watch
 
 
-def async_arguments(run, folder, **others):
-    settings = {
-        "output_dir": str(folder / "out"),
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "token_budget": 0,
-        "max_steps": run.get("steps", 1),
-        "learning_rate": 1e-3,
-        "max_staleness": 2,
-    }
-    return AsyncGRPOConfig(**{**settings, **ON_CPU, **others})
-
-
-def async_grpo(run, folder, client, trained):
-    """`AsyncGRPOTrainer`; watched is what its collator gets, and what that makes of it."""
+def watch_async(trained):
+    """Keep what the collator of `AsyncGRPOTrainer` is given, and look at what it makes of it."""
     collate = DataCollatorForRollout.torch_call
 
     def watch(collator, examples):
@@ -128,30 +83,43 @@ def async_grpo(run, folder, client, trained):
         return batch
 
     DataCollatorForRollout.torch_call = watch
-    tokenizer = AutoTokenizer.from_pretrained(run["model"])
-    args = async_arguments(run, folder)
-    return AsyncGRPOTrainer(
-        model=run["model"],
-        args=args,
-        train_dataset=Dataset.from_list([{"prompt": messages(task)} for task in tasks(12)]),
-        processing_class=tokenizer,
-        rollout_worker=RolloutWorker(client, tasks(12), args, tokenizer=tokenizer),
-        weight_transfer=WeightTransfer(client),
-    )
 
 
-def refusals(run, folder, client):
+def train(run, folder):
+    """Run a program of the guide with another model, fewer steps, and without a GPU."""
+    trained = Trained()
+    {"grpo": watch_grpo, "async": watch_async}[run["trainer"]](trained)
+    program = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[PROGRAMS[run["trainer"]]]
+    changes = {
+        "/models/Qwen3-0.6B": run["model"],
+        "max_steps=200": f"max_steps={run['steps']}",
+        'report_to="none"': 'report_to="none", use_cpu=True',
+    }
+    for said, meant in changes.items():
+        assert program.count(said) == 1
+        program = program.replace(said, meant)
+    names = {}
+    exec(compile(program, str(GUIDE), "exec"), names)
+    trainer = names["trainer"]
+    np.savez(folder / "rows.npz", advantages=trained.advantages, **trained.arrays)
+    return {"history": trainer.state.log_history, "steps": trainer.state.global_step}
+
+
+def refusals(run, folder):
     """Return how each wrong set-up is answered."""
-    tokenizer = AutoTokenizer.from_pretrained(run["model"])
-    larger, endless = (AutoTokenizer.from_pretrained(run["model"]) for _ in range(2))
+    tokenizer, larger, endless = (AutoTokenizer.from_pretrained(run["model"]) for _ in range(3))
     larger.add_tokens(["<one more>"])
     endless.eos_token = "<|im_start|>"
-    args = async_arguments(run, folder)
+    tasks = [TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})]
     hot = JobTemplate(sampling=SamplingParams(temperature=0.7))
     nucleus = JobTemplate(sampling=SamplingParams(top_p=0.9))
 
-    def worker(args=args, tokenizer=tokenizer, **options):
-        return lambda: RolloutWorker(client, tasks(4), args, tokenizer=tokenizer, **options)
+    def worker(tokenizer=tokenizer, job=None, rows_per_rollout=1, **settings):
+        rows = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
+        steps = {"output_dir": str(folder / "out"), "token_budget": 0, "max_staleness": 2, "report_to": "none"}
+        args = AsyncGRPOConfig(**{**rows, **steps, "bf16": False, **settings})
+        options = {"job": job or JobTemplate(), "rows_per_rollout": rows_per_rollout}
+        return said(lambda: RolloutWorker(client, tasks, args, tokenizer=tokenizer, **options))
 
     def transfer(rows):
         moving = WeightTransfer(client)
@@ -162,22 +130,23 @@ def refusals(run, folder, client):
         finally:
             moving.destroy()
 
-    return {
-        "larger": said(worker(tokenizer=larger)),
-        "other": said(worker(tokenizer=AutoTokenizer.from_pretrained(run["other"]))),
-        "endless": said(worker(tokenizer=endless)),
-        "temperature": said(worker(async_arguments(run, folder, temperature=0.7))),
-        "top_p": said(worker(async_arguments(run, folder, top_p=0.9))),
-        "job_temperature": said(worker(job=hot)),
-        "job_top_p": said(lambda: RolloutFunction(client, lambda _: tasks(1)[0], job=nucleus)),
-        "alone": said(worker(async_arguments(run, folder, num_generations=1))),
-        "uneven": said(worker(async_arguments(run, folder, num_generations=3))),
-        "budget": said(worker(async_arguments(run, folder, token_budget=4096))),
-        "on_policy": said(worker(async_arguments(run, folder, max_staleness=0))),
-        "segments": said(worker(async_arguments(run, folder, max_staleness=3), rows_per_rollout=2)),
-        "vocabulary": said(lambda: transfer(300)),
-        "missing": said(lambda: transfer(259)),
-    }
+    with BlockingClient(run["url"], run["token"]) as client:
+        return {
+            "larger": worker(larger),
+            "other": worker(AutoTokenizer.from_pretrained(run["other"])),
+            "endless": worker(endless),
+            "temperature": worker(temperature=0.7),
+            "top_p": worker(top_p=0.9),
+            "job_temperature": worker(job=hot),
+            "job_top_p": said(lambda: RolloutFunction(client, lambda _: tasks[0], job=nucleus)),
+            "alone": worker(num_generations=1),
+            "uneven": worker(num_generations=3),
+            "budget": worker(token_budget=4096),
+            "on_policy": worker(max_staleness=0),
+            "segments": worker(max_staleness=3, rows_per_rollout=2),
+            "vocabulary": said(lambda: transfer(300)),
+            "missing": said(lambda: transfer(259)),
+        }
 
 
 def said(make):
@@ -190,18 +159,11 @@ def said(make):
 
 def main(folder):
     run = json.loads((folder / "run.json").read_text())
-    make_weights(run["model"])
+    set_seed(1)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(run["model"])).save_pretrained(run["model"])
     trl_on_cpu.install()
-    with BlockingClient(run["url"], run["token"]) as client:
-        if run["trainer"] == "refusals":
-            (folder / "log.json").write_text(json.dumps(refusals(run, folder, client)))
-            return
-        trained = Trained()
-        trainer = {"grpo": grpo, "async": async_grpo}[run["trainer"]](run, folder, client, trained)
-        trainer.train()
-        np.savez(folder / "rows.npz", advantages=trained.advantages, **trained.arrays)
-        log = {"history": trainer.state.log_history, "steps": trainer.state.global_step}
-        (folder / "log.json").write_text(json.dumps(log))
+    found = (refusals if run["trainer"] == "refusals" else train)(run, folder)
+    (folder / "log.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
