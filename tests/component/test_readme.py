@@ -151,6 +151,10 @@ def test_files_of_a_guide_pass_their_own_tests(document, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+ELSEWHERE = {"datasets", "torch", "trl", "verl"}
+"""Packages of trainers' own environments, in which the programs that import them are run by end-to-end tests."""
+
+
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_compiles_and_what_it_imports_exists(block):
     tree = ast.parse(block.text)
@@ -161,6 +165,8 @@ def test_python_compiles_and_what_it_imports_exists(block):
             for alias in node.names:
                 importlib.import_module(alias.name)
         elif isinstance(node, ast.ImportFrom) and node.module not in shown:
+            if node.module.partition(".")[0] in ELSEWHERE:
+                continue
             module = importlib.import_module(node.module)
             missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
             assert not missing, node.module
