@@ -101,12 +101,14 @@ class NodeAgentLoop(AgentLoopBase):  # type: ignore[misc] # verl has no types
             pad = self.tokenizer.pad_token_id
             rows = [masked_row(outcome, 0 if pad is None else pad, self._limits)]
         with_logprobs = bool(sampling_params.get("logprobs"))
-        step = _step_before(row)
-        outputs = [self._output(outcome, each, len(rows), step, with_logprobs=with_logprobs) for each in rows]
+        before = _step_before(row)
+        outputs = [self._output(outcome, each, len(rows), before, with_logprobs=with_logprobs) for each in rows]
         return outputs if is_v1 else outputs[-1]
 
-    def _output(self, outcome: Outcome, row: Row, rows: int, step: int, *, with_logprobs: bool) -> AgentLoopOutput:
-        steps = [_step(version, outcome) for version in row.versions] or [step]
+    def _output(
+        self, outcome: Outcome, row: Row, rows: int, before: int | None, *, with_logprobs: bool
+    ) -> AgentLoopOutput:
+        steps = [_step(version, outcome) for version in row.versions]
         turns = outcome.trajectory.turns if outcome.trajectory is not None else []
         return AgentLoopOutput(
             prompt_ids=row.prompt_ids.tolist(),
@@ -126,8 +128,8 @@ class NodeAgentLoop(AgentLoopBase):  # type: ignore[misc] # verl has no types
                     "has_reward": float(outcome.reward is not None),
                     "cut_tokens": float(row.cut),
                 },
-                "min_global_steps": min(steps),
-                "max_global_steps": max(steps),
+                "min_global_steps": min(steps, default=before),
+                "max_global_steps": max(steps, default=before),
                 "turn_scores": [],
                 "tool_rewards": [],
                 "job_id": outcome.job_id,
@@ -196,6 +198,9 @@ def _step(version: str, outcome: Outcome) -> int:
     return int(version)
 
 
-def _step_before(row: Mapping[str, Any]) -> int:
-    """Return the step whose weights a rollout of this row began with at the earliest, where its tokens do not say."""
-    return max(0, int(row.get("global_steps", 1)) - 1)
+def _step_before(row: Mapping[str, Any]) -> int | None:
+    """Return the step whose weights rollouts of a row begin with, which a row without sampled tokens does not say.
+
+    None: verl does not say either (V0).
+    """
+    return max(0, int(row["global_steps"]) - 1) if "global_steps" in row else None
