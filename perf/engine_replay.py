@@ -96,7 +96,9 @@ async def replay(
 
     async def work(waiting: Iterator[Sequence[RecordedTurn]]) -> None:
         for turns in waiting:
-            start_s, calls, ids = trio.current_time() - began_s, [], []
+            start_s = trio.current_time() - began_s
+            calls: list[Call] = []
+            ids: list[int] = []
             for turn in turns:
                 ids = [*([] if turn.fresh else ids), *turn.new_ids]
                 call_s = trio.current_time() - began_s

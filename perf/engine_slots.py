@@ -88,9 +88,14 @@ def account(rollouts: Sequence[PlacedRollout], slots: int, *, tail: bool) -> Slo
 
     The tail begins when the last rollout has started: from then on slots get empty. Seconds of tools and between calls
     are taken to be spread evenly over a rollout.
+
+    Raises:
+        ValueError: all rollouts start at second 0, and the time before the tail is asked for.
     """
     last_start_s = max(rollout.start_s for rollout in rollouts)
     end_s = max(rollout.end_s for rollout in rollouts) if tail else last_start_s
+    if end_s <= 0:
+        raise ValueError(f"{len(rollouts)} rollouts in {slots} slots: all of the run is its tail")
     calls_s = tools_s = between_s = tokens = empty_after_s = used_s = 0.0
     for rollout in rollouts:
         here_s = max(0.0, min(rollout.end_s, end_s) - rollout.start_s)

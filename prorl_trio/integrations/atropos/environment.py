@@ -16,7 +16,7 @@ from prorl_trio.types.errors import ConfigError, ServiceError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from prorl_trio.client.sampling import Group, Groups
+    from prorl_trio.client.sampling import Group, GroupRules, Groups
     from prorl_trio.integrations.atropos.scored_data import ScoredData
 
 __all__ = ["AtroposEnvironment", "AtroposStatistics", "open_environment"]
@@ -72,7 +72,6 @@ class AtroposStatistics(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         groups: sent.
         rows: in them.
-        too_long: groups with a row that the trainer does not take, not sent.
         unsure: parts of groups of which it could not be found out whether the server had them when a connection was
             lost; they were not sent again.
         waited_s: time in which the queue of the server was full.
@@ -80,7 +79,6 @@ class AtroposStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     groups: int
     rows: int
-    too_long: int
     unsure: int
     waited_s: float
 
@@ -109,7 +107,7 @@ class AtroposEnvironment:
         self._http = http
         self._group_size = group_size
         self._max_queue = max_batches_ahead * max(1, info.batch_size // group_size)
-        self._groups = self._rows = self._too_long = self._unsure = 0
+        self._groups = self._rows = self._unsure = 0
         self._waited_s = 0.0
 
     def statistics(self) -> AtroposStatistics:
@@ -117,28 +115,47 @@ class AtroposEnvironment:
         return AtroposStatistics(
             groups=self._groups,
             rows=self._rows,
-            too_long=self._too_long,
             unsure=self._unsure,
             waited_s=self._waited_s,
         )
 
-    async def feed(self, groups: Groups) -> None:
+    async def feed(self, groups: Groups, rules: GroupRules) -> None:
         """Send one group after the other until the trainer has made its last step, or until cancelled.
 
-        The step of the trainer is the policy version of `groups`: open them with `version=str(environment.step)`.
+        The trainer's steps are the policy versions of `groups`, which was opened with `rules` and with
+        `version=str(environment.step)`. `rules.groups_per_step`: this environment's groups in one batch of the trainer.
 
         Raises:
             ServiceError, ConfigError: as `Groups.take` and `send`.
         """
+        version, taken = "", 0  # of the last batch, and the groups taken at that version
+
+        async def advance() -> None:
+            """Announce each step, but not before as many groups were taken as one takes: the sampler counts in steps.
+
+            The server makes all the batches at once that it can, so the trainer may be ahead for a while.
+            """
+            told, announced = self.step, ""
+            while not 0 < self.num_steps <= self.step:
+                if told < self.step and taken >= rules.groups_per_step and announced in ("", version):
+                    told += 1
+                    announced = str(told)
+                    await groups.advance(announced)
+                await trio.sleep(POLL_S)
+                await self._status()
+            nursery.cancel_scope.cancel()
+
         async with open_single_nursery() as nursery:
-            nursery.start_soon(self._advance, groups, nursery.cancel_scope)
+            nursery.start_soon(advance)
             while True:
                 batch = await groups.take(1)
+                taken = len(batch.groups) + (taken if batch.version == version else 0)
+                version = batch.version
                 for group in batch.groups:
                     await self.send(group)
 
-    async def send(self, group: Group) -> bool:
-        """Wait until the server has room, then send the group; return False if the trainer takes no rows so long.
+    async def send(self, group: Group) -> None:
+        """Wait until the server has room, then send the group.
 
         The server has room while fewer groups than `max_batches_ahead` steps need are waiting. What it has is never
         sent again: after a lost connection it is asked for what it has, and where that does not tell, the group is
@@ -146,32 +163,22 @@ class AtroposEnvironment:
 
         Raises:
             ServiceError: the server does not answer after `MAX_TRIES` tries, or refuses what it is sent.
-            ConfigError, ValueError: see `scored_data`; or the group has another size than was registered.
+            ConfigError, ValueError: see `scored_data`; or the group has another size than was registered, or a row that
+                is too long for the trainer.
         """
         if len(group.outcomes) != self._group_size:
             raise ConfigError(f"group {group.group_id} has {len(group.outcomes)} rollouts, not {self._group_size}")
         parts = scored_data(group, self.env_id)
         longest = max(len(row) for part in parts for row in part.tokens)
         if 0 < self.max_token_len <= longest:
-            self._too_long += 1
-            return False
+            raise ConfigError(
+                f"group {group.group_id} has a row of {longest} tokens, and the trainer takes fewer than "
+                f"{self.max_token_len}: bound them by JobTemplate(max_trajectory_tokens={self.max_token_len - 1})"
+            )
         for part in parts:
             await self._post(part, await self._wait_for_room())
             self._rows += len(part.tokens)
         self._groups += 1
-        return True
-
-    async def _advance(self, groups: Groups, scope: trio.CancelScope) -> None:
-        """Tell `groups` of each step of the trainer's; cancel `scope` after the last one."""
-        told = self.step
-        while True:
-            if 0 < self.num_steps <= self.step:
-                scope.cancel()
-            if self.step > told:
-                told = self.step
-                await groups.advance(str(told))
-            await trio.sleep(POLL_S)
-            await self._status()
 
     async def _wait_for_room(self) -> _Status:
         began_s = trio.current_time()
