@@ -1,9 +1,10 @@
-"""A trainer's loop: groups of rollouts, their advantages, a step of the optimizer, new weights in every engine.
+"""A trainer's loop: groups of rollouts worth training on, their advantages, a step, new weights in every engine.
 
 PRORL_URL=ws://127.0.0.1:8700 PRORL_TOKEN=... python examples/trainer_loop.py [FOLDER]
 
 FOLDER is where the engines find the weights; they load them in a pause, and completions go on under the new version.
-For a node without a GPU, see `examples/local_node.py`. Without trio, take `BlockingClient`: its calls have these names.
+For a node without a GPU, see `examples/local_node.py`. Without trio, take `BlockingClient` and `BlockingGroups`: their
+calls have these names.
 """
 
 from __future__ import annotations
@@ -11,79 +12,68 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import trio
 
-from prorl_trio import JobSpec, Outcome, Rejected, RolloutClient, SamplingParams, TaskInstance, connect, pad_batch
+from prorl_trio import SamplingParams, TaskInstance, connect, pad_batch
+from prorl_trio.client.sampling import GroupRules, JobTemplate, open_groups
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from prorl_trio.client.sampling import Batch
+
 STEPS = 2
-ROLLOUTS = 4  # of each question: a group, whose mean is the baseline
-QUESTIONS = [(6, 7), (12, 12)]
+RULES = GroupRules(size=4, groups_per_step=2, max_staleness=0)  # 1: sample on while training, at most one update old
+JOB = JobTemplate(sampling=SamplingParams(temperature=1.0, max_output_tokens=256), max_turns=3)
 PAD_TOKEN_ID = 0
 
 
-def jobs_of(step: int) -> list[JobSpec]:
-    """Make the rollouts of one step. Their ids are chosen here: to submit one again does no harm."""
-    sampling = SamplingParams(temperature=1.0, max_output_tokens=256)
-    jobs = []
-    for a, b in QUESTIONS:
-        payload = {"question": f"What is {a} * {b}?", "answer": str(a * b)}
-        task = TaskInstance(instance_id=f"{a}x{b}", handler="math", payload=payload)
-        for n in range(ROLLOUTS):
-            group = f"step{step}-{task.instance_id}"
-            jobs.append(JobSpec(job_id=f"{group}-{n}", group_id=group, instance=task, sampling=sampling, max_turns=3))
-    return jobs
+def task(number: int) -> TaskInstance:
+    """Make the task of a group; a sequence of tasks does as well, and is shuffled epoch after epoch."""
+    a, b = 2 + number % 8, 2 + number // 8 % 8
+    payload = {"question": f"What is {a} * {b}?", "answer": str(a * b)}
+    return TaskInstance(instance_id=f"{a}x{b}", handler="math", payload=payload)
 
 
-async def roll_out(client: RolloutClient, jobs: list[JobSpec]) -> list[Outcome]:
-    """Submit `jobs` and return the outcomes that have a reward. None stands for a failure of the infrastructure."""
-    for answer in await client.submit(jobs):
-        if isinstance(answer, Rejected):
-            say(f"{answer.job_id} was rejected: {answer.message}")
-    return [outcome async for outcome in client.results() if outcome.reward is not None]
+def advantages_of(batch: Batch) -> npt.NDArray[np.float32]:
+    """Return each rollout's reward less the mean of its group, over their spread: never 0, for they are informative."""
+    rewards = np.stack([group.rewards for group in batch.groups])  # [groups, size]
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    return (centred / rewards.std(axis=1, keepdims=True)).reshape(-1)
 
 
-def advantages_of(outcomes: list[Outcome]) -> npt.NDArray[np.float32]:
-    """Return each reward less the mean of its group."""
-    groups = defaultdict(list)
-    for outcome in outcomes:
-        groups[outcome.group_id].append(outcome.reward or 0.0)
-    return np.array([(outcome.reward or 0.0) - np.mean(groups[outcome.group_id]) for outcome in outcomes], np.float32)
-
-
-def train(outcomes: list[Outcome], folder: Path) -> str:
+def train(taken: Batch, folder: Path) -> str:
     """Take a step of REINFORCE over the sampled tokens, write the new weights to `folder`, and say how it went."""
-    batch = pad_batch(outcomes, pad_token_id=PAD_TOKEN_ID)  # [rows, tokens], a row for each segment
-    advantages = advantages_of(outcomes)[batch.item][:, None]
+    batch = pad_batch(taken.outcomes, pad_token_id=PAD_TOKEN_ID)  # [rows, tokens], a row for each segment
+    advantages = advantages_of(taken)[batch.item][:, None]
     # Here your model computes the log-probabilities anew; `batch.logprobs` are those of the engine that sampled.
     loss = -(advantages * batch.logprobs * batch.loss_mask).sum() / batch.loss_mask.sum()
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # yours: save_pretrained(folder)
-    reward = np.mean([outcome.reward or 0.0 for outcome in outcomes])
-    return f"{len(outcomes)} rollouts by {batch.policy_versions}, reward {reward:.2f}, loss {loss:.3f}"
-
-
-def say(line: str) -> None:
-    """Print `line`."""
-    sys.stdout.write(f"{line}\n")
+    statistics = taken.statistics
+    return (
+        f"{len(taken.outcomes)} rollouts by {batch.policy_versions}, reward {statistics.reward_mean:.2f}, loss "
+        f"{loss:.3f}; {statistics.solved_groups + statistics.unsolved_groups} groups taught nothing"
+    )
 
 
 async def main(folder: Path) -> None:
     """Train for `STEPS` steps."""
-    async with connect(os.environ["PRORL_URL"], os.environ["PRORL_TOKEN"]) as client:
+    async with (
+        connect(os.environ["PRORL_URL"], os.environ["PRORL_TOKEN"]) as client,
+        open_groups(client, task, RULES, job=JOB) as groups,
+    ):
         for step in range(1, STEPS + 1):
-            outcomes = await roll_out(client, jobs_of(step))
-            said = await trio.to_thread.run_sync(train, outcomes, folder)
-            say(f"step {step}: {said}")
+            taken = await groups.take()  # exactly `groups_per_step` groups, all of them whole
+            said = await trio.to_thread.run_sync(train, taken, folder)
+            sys.stdout.write(f"step {step}: {said}\n")
             # The engines pause, load the folder and go on. An error in the block leaves the old version everywhere.
-            async with client.policy_update(f"step-{step}") as update:
+            async with client.policy_update(str(step)) as update:
                 await update.load_folder(folder)
+            await groups.advance(str(step))
 
 
 if __name__ == "__main__":
