@@ -43,7 +43,8 @@ def advantages_of(batch: Batch) -> npt.NDArray[np.float32]:
     """Return each rollout's reward less the mean of its group, over their spread: never 0, for they are informative."""
     rewards = np.stack([group.rewards for group in batch.groups])  # [groups, size]
     centred = rewards - rewards.mean(axis=1, keepdims=True)
-    return (centred / rewards.std(axis=1, keepdims=True)).reshape(-1)
+    advantages: npt.NDArray[np.float32] = (centred / rewards.std(axis=1, keepdims=True)).reshape(-1)
+    return advantages
 
 
 def train(taken: Batch, folder: Path) -> str:
