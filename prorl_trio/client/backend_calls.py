@@ -36,9 +36,10 @@ from prorl_trio.types.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from prorl_trio.client.requests import FrameT, RequestFrame
+    from prorl_trio.client.weights.store import WeightStores
     from prorl_trio.types.backends import AnswerT, BackendRequest, PauseMode
 
 __all__ = ["BackendCalls"]
@@ -51,7 +52,16 @@ class BackendCalls(abc.ABC):
 
     Each method returns when the node has answered, and raises ServiceError when the session is over. A cancel withdraws
     the request: it changes nothing, unless the node had carried it out before.
+
+    Attributes:
+        weight_stores: the folders of the weights that `PolicyUpdate.load_state_dict` wrote.
     """
+
+    weight_stores: WeightStores
+
+    @abc.abstractmethod
+    def run_in_background(self, afn: Callable[[], Awaitable[None]]) -> None:
+        """Run `afn` until it returns or the client is closed. It must not raise."""
 
     @abc.abstractmethod
     async def _ask(self, answer_type: type[FrameT], build: Callable[[int], RequestFrame]) -> FrameT:

@@ -78,7 +78,6 @@ class RolloutClient(ResultCalls, BackendCalls):
         self._max_message_bytes = max_message_bytes
         self._turns = trio.Semaphore(MAX_CALLS)
         self.weight_stores = WeightStores()
-        """Folders of the weights that `PolicyUpdate.load_state_dict` wrote."""
 
     def __repr__(self) -> str:
         state = self._state
@@ -275,7 +274,7 @@ class RolloutClient(ResultCalls, BackendCalls):
         return open_policy_update([self], version, mode=mode, timeout_s=timeout_s)
 
     def run_in_background(self, afn: Callable[[], Awaitable[None]]) -> None:
-        """Run `afn` until it returns or the client is closed. It must not raise."""
+        """See `BackendCalls.run_in_background`."""
 
         async def run() -> None:
             with trio.CancelScope() as scope:

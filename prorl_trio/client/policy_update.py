@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import uuid
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import trio
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
-    from prorl_trio.client.client import RolloutClient
+    from prorl_trio.client.backend_calls import BackendCalls
     from prorl_trio.client.weights.check import WeightCheck
     from prorl_trio.client.weights.source import StagedWeights
     from prorl_trio.client.weights.tensors import StateDict
@@ -33,7 +31,7 @@ __all__ = ["PolicyUpdate", "open_policy_update"]
 
 logger = logging.getLogger(__name__)
 
-Ask: TypeAlias = "Callable[[RolloutClient], Awaitable[UpdateReport]]"
+Ask: TypeAlias = "Callable[[BackendCalls], Awaitable[UpdateReport]]"
 
 BUSY_RETRY_S: Final = 0.1
 """Pause between two tries of a resume, while the node still undoes a cancelled step before it."""
@@ -56,7 +54,7 @@ SAYS_NOTHING: Final = (
 
 @asynccontextmanager
 async def open_policy_update(
-    clients: Sequence[RolloutClient], version: str, *, mode: PauseMode = "wait", timeout_s: float = 600.0
+    clients: Sequence[BackendCalls], version: str, *, mode: PauseMode = "wait", timeout_s: float = 600.0
 ) -> AsyncIterator[PolicyUpdate]:
     """Pause the backends of several nodes for the block, and resume all with `version`, or none.
 
@@ -91,7 +89,7 @@ class PolicyUpdate:
         report: the result of the last step for each backend; `undo` does not set it.
     """
 
-    def __init__(self, clients: Sequence[RolloutClient], version: str, mode: PauseMode, timeout_s: float) -> None:
+    def __init__(self, clients: Sequence[BackendCalls], version: str, mode: PauseMode, timeout_s: float) -> None:
         self._clients = clients
         self._stores = clients[0].weight_stores
         self._version = version
@@ -102,6 +100,9 @@ class PolicyUpdate:
         self._last_step_s = 0.0
         self._renewing = trio.CancelScope()
         self._announced = False
+        self._staged = False
+        self._replaced = False
+        """Whole weights were moved, so that no engine has those before it."""
         self._written: Path | None = None
         self.report: UpdateReport | None = None
 
@@ -130,7 +131,9 @@ class PolicyUpdate:
             WeightsRefused: the weights are not whole, or of another model; the message names the tensor.
             PolicyUpdateFailed: an engine failed, or offers no such load.
         """
-        await self._load(await check_weights(folder, self._backends, base, check))
+        path = await check_weights(folder, self._backends, base, check)
+        self._written = None
+        await self._load(path)
 
     async def load_state_dict(
         self,
@@ -175,12 +178,12 @@ class PolicyUpdate:
         Raises:
             WeightsRefused: see `load_state_dict`.
         """
-        staged = await stage_weights(self._stores, folder, self._backends, base, check)
-        self._written = staged.path
-        return staged
+        self._staged = True
+        return await stage_weights(self._stores, folder, self._backends, base, check)
 
     async def load_staged(self, staged: StagedWeights) -> None:
         """Have every engine load what was written. Raises PolicyUpdateFailed: see `load_folder`."""
+        self._written = staged.path
         await self._load(staged.path)
 
     async def load_adapter(
@@ -237,6 +240,7 @@ class PolicyUpdate:
 
     async def begin_transfer(self) -> None:
         """Begin the block of `transfer`."""
+        self._replaced, self._written = True, None
         await self._step(lambda client: client.expect_transfer(self._timeout_s, holder=self._holder))
 
     async def end_transfer(self) -> None:
@@ -271,7 +275,8 @@ class PolicyUpdate:
         self._announced = True
         self.report = await self._resume(self._version)
         self._renewing.cancel()
-        await trio.to_thread.run_sync(self._stores.keep_only, self._written)
+        if self._replaced:
+            await trio.to_thread.run_sync(self._stores.use, self._written)
         for url, why in _failed(self.report).items():
             logger.warning("backend %s has the weights of version %s, but: %s", url, self._version, why)
 
@@ -289,8 +294,8 @@ class PolicyUpdate:
         except ServiceError as exc:
             logger.error("the update to %s is given up, but the backends are not resumed: %s", self._version, exc)
             return
-        if self._written is not None and not self._announced:
-            await trio.to_thread.run_sync(partial(shutil.rmtree, self._written, ignore_errors=True))
+        if self._staged and not self._announced:
+            await trio.to_thread.run_sync(self._stores.discard_unused)
         for url, why in _failed(report).items():
             logger.error("backend %s is given no tasks until it has its weights again: %s", url, why)
 
@@ -300,6 +305,7 @@ class PolicyUpdate:
         return [] if self.report is None else self.report.backends
 
     async def _load(self, folder: Path) -> None:
+        self._replaced = True
         await self._step(
             lambda client: client.load_weights(str(folder), self._timeout_s, holder=self._holder), CANNOT_LOAD
         )
@@ -341,7 +347,7 @@ class PolicyUpdate:
     async def _resume(self, version: str | None) -> UpdateReport:
         deadline_s = trio.current_time() + self._timeout_s
 
-        async def resume_one(client: RolloutClient) -> UpdateReport:
+        async def resume_one(client: BackendCalls) -> UpdateReport:
             while True:
                 try:
                     return await client.resume(version, holder=self._holder)

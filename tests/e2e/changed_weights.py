@@ -6,6 +6,7 @@ python changed_weights.py compare CASES.json           ->  [mean absolute differ
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sys
@@ -74,8 +75,9 @@ def adapt(model: torch.nn.Module, folder: Path) -> None:
 def compare(cases: str) -> list[float]:
     """Each case: `model`, `token_ids`, and the recorded `logprobs` of those from `start` on."""
     means = []
+    load = functools.cache(lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
     for case in json.loads(Path(cases).read_text()):
-        model = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32).eval()
+        model = load(case["model"])
         start, recorded = case["start"], torch.tensor(case["logprobs"])
         ids = torch.tensor(case["token_ids"][: start + len(recorded)]).unsqueeze(0)
         with torch.inference_mode():

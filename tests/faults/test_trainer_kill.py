@@ -27,7 +27,7 @@ from prorl_trio.client import BlockingClient, policy_update
 from prorl_trio.client.weights import store
 from safetensors.numpy import load_file
 
-policy_update.LEASE_S, store.AFTER_KILL_S = 1.0, 3
+policy_update.LEASE_S, store.AFTER_KILL_S = 3.0, 8
 url, token, model, folder = sys.argv[1:]
 state = load_file(model + "/model.safetensors")
 with BlockingClient(url, token) as client:

@@ -313,6 +313,18 @@ async def test_the_adapter_in_use_stays_if_the_update_to_it_is_made_again_and_fa
         assert adapters(pool) == (["lora-v1"], "lora-v1")
 
 
+async def test_under_an_adapter_the_whole_weights_stay_those_that_engines_are_put_back_to(autojump_clock):
+    async with open_pool(A, B) as pool:
+        await adapt(pool, "1")
+        await pool.backends.resume("1")
+        await pool.backends.pause("wait", 5)
+        pool.engines[B].broken.add("load /w/2")
+        assert answers(await pool.backends.load_weights("/w/2", 5)) == {A: "loaded", B: "failed"}
+        assert answers(await pool.backends.resume()) == {A: "resumed", B: "resumed"}
+        assert [pool.engines[url].weights for url in (A, B)] == ["first", "first"]
+        assert adapters(pool) == (["lora-v1"], "lora-v1")
+
+
 async def test_engines_that_take_no_adapters_say_so(autojump_clock):
     async with open_pool(A, B) as pool:
         pool.engines[B].broken.add("no adapters")

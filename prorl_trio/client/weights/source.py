@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import UpdatedBackend
 
 __all__ = ["StagedWeights", "check_adapter_weights", "check_weights", "stage_weights"]
+
+logger = logging.getLogger(__name__)
 
 MAX_MODELS: Final = 16
 """Limit of the different models that one pool's engines may serve."""
@@ -62,7 +65,12 @@ async def check_weights(
     def run() -> Path:
         path = Path(folder).absolute()
         if check != "none":
-            check_folder(path, _bases(backends, base), check)
+            bases = _bases(backends, base)
+            if not bases:
+                logger.warning(
+                    "%s is compared with nothing: no model of the engines is visible here; name a base", path
+                )
+            check_folder(path, bases, check)
         return path
 
     return await trio.to_thread.run_sync(run)

@@ -58,7 +58,7 @@ class WeightStore:
         return folder
 
     def keep_only(self, folder: Path | None) -> None:
-        """Remove all folders but this one, which is in use from now on. None: all."""
+        """Remove all folders but this one. None: all."""
         if self._root is not None:
             for other in self._root.iterdir():
                 if other != folder:
@@ -98,6 +98,7 @@ class WeightStores:
 
     def __init__(self) -> None:
         self._stores: dict[Path, WeightStore] = {}
+        self._in_use: Path | None = None
 
     @property
     def used(self) -> bool:
@@ -108,10 +109,15 @@ class WeightStores:
         """See `WeightStore.new_folder`."""
         return self._stores.setdefault(parent, WeightStore(parent)).new_folder()
 
-    def keep_only(self, folder: Path | None) -> None:
-        """Remove every folder but this one; None: every one."""
+    def use(self, folder: Path | None) -> None:
+        """Remove every folder but this one, which engines have from now on; None: every one."""
+        self._in_use = folder
+        self.discard_unused()
+
+    def discard_unused(self) -> None:
+        """Remove every folder but the one in use."""
         for store in self._stores.values():
-            store.keep_only(folder)
+            store.keep_only(self._in_use)
 
     def close(self) -> None:
         """Remove everything. Idempotent."""

@@ -194,7 +194,7 @@ class EngineControl:
         """Record what it samples next under this version: its weights on trial are the policy's now."""
         if self.trial is not None:
             self.weights = self.trial.folder
-        elif policy_version != self.info.policy_version:  # somebody else has moved them
+        elif policy_version != self.info.policy_version and self.adapter_trial is None:  # somebody else has moved them
             self.weights = ""
         if self.trial is not None or self.adapter_trial is not None:  # whole weights have no adapter
             self._use_adapter("" if self.adapter_trial is None else self.adapter_trial.name)
