@@ -126,7 +126,12 @@ class BlockingClient:
     resume = _blocking(RolloutClient.resume)
 
     def policy_update(
-        self, version: str, *, mode: PauseMode = "wait", timeout_s: float = 600.0
+        self,
+        version: str,
+        *,
+        mode: PauseMode = "wait",
+        timeout_s: float = 600.0,
+        max_idle_s: float | None = None,
     ) -> BlockingPolicyUpdate:
         """Return a block in which the backends are paused; see `RolloutClient.policy_update`.
 
@@ -135,7 +140,10 @@ class BlockingClient:
 
         An exception in the block, or a Ctrl-C, leaves the old version everywhere.
         """
-        return BlockingPolicyUpdate(self, PolicyUpdate([self._client], version, mode, timeout_s))
+        return BlockingPolicyUpdate(
+            self,
+            PolicyUpdate([self._client], version, mode=mode, timeout_s=timeout_s, max_idle_s=max_idle_s),
+        )
 
     def host(self, open_block: Callable[[RolloutClient], AbstractAsyncContextManager[T]]) -> Hosted[T]:
         """Enter an async block over this client in its loop, and stay in it until `Hosted.leave`, or the client's end.

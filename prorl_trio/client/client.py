@@ -244,7 +244,12 @@ class RolloutClient(ResultCalls, BackendCalls):
         )
 
     def policy_update(
-        self, version: str, *, mode: PauseMode = "wait", timeout_s: float = 600.0
+        self,
+        version: str,
+        *,
+        mode: PauseMode = "wait",
+        timeout_s: float = 600.0,
+        max_idle_s: float | None = None,
     ) -> AbstractAsyncContextManager[PolicyUpdate]:
         """Open a block that replaces the policy's weights: backends pause in it, and resume under `version` after it.
 
@@ -258,8 +263,8 @@ class RolloutClient(ResultCalls, BackendCalls):
             version: completions are recorded under it from the block's end on.
             mode: the fate of completions in flight: `wait` for them; `abort` them, to be continued afterwards from the
                 tokens that were received; or `keep` them, to go on with the new weights.
-            timeout_s: limit for the pause, for each load, for the time between two steps in the block, and for the way
-                back to the old version.
+            timeout_s: limit for the pause, for each load, and for the way back to the old version.
+            max_idle_s: how long the block may take between two steps, as for training in it; None: `timeout_s`.
 
         Raises:
             PolicyUpdateFailed: an engine could not be paused, failed to load, or says afterwards that it has other
@@ -268,10 +273,10 @@ class RolloutClient(ResultCalls, BackendCalls):
             PauseTimeout: the pause took too long; nothing has changed.
             BackendsBusy: another pause or resume is running, or another trainer's update; nothing has changed.
             UpdateRefused: the block ignored a load that failed; or the node has given the update up, as it heard
-                nothing of this client for `LEASE_S`, or the block took longer than `timeout_s` without a step.
+                nothing of this client for `LEASE_S`, or the block took longer than `max_idle_s` without a step.
             ServiceError: the session is over.
         """
-        return open_policy_update([self], version, mode=mode, timeout_s=timeout_s)
+        return open_policy_update([self], version, mode=mode, timeout_s=timeout_s, max_idle_s=max_idle_s)
 
     def run_in_background(self, afn: Callable[[], Awaitable[None]]) -> None:
         """See `BackendCalls.run_in_background`."""

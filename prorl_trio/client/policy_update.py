@@ -54,7 +54,12 @@ SAYS_NOTHING: Final = (
 
 @asynccontextmanager
 async def open_policy_update(
-    clients: Sequence[BackendCalls], version: str, *, mode: PauseMode = "wait", timeout_s: float = 600.0
+    clients: Sequence[BackendCalls],
+    version: str,
+    *,
+    mode: PauseMode = "wait",
+    timeout_s: float = 600.0,
+    max_idle_s: float | None = None,
 ) -> AsyncIterator[PolicyUpdate]:
     """Pause the backends of several nodes for the block, and resume all with `version`, or none.
 
@@ -67,7 +72,7 @@ async def open_policy_update(
 
     After an exception or a cancel, leaving blocks for up to `timeout_s` until the old version is back.
     """
-    update = PolicyUpdate(clients, version, mode, timeout_s)
+    update = PolicyUpdate(clients, version, mode=mode, timeout_s=timeout_s, max_idle_s=max_idle_s)
     try:
         await update.begin()
         yield update
@@ -83,20 +88,30 @@ async def open_policy_update(
 class PolicyUpdate:
     """A change of the policy's weights while the backends are paused. See `RolloutClient.policy_update`.
 
-    The nodes give it up if the trainer is lost, or begins no step for `timeout_s`.
+    The nodes give it up if the trainer is lost, or begins no step for `max_idle_s`.
 
     Attributes:
         report: the result of the last step for each backend; `undo` does not set it.
     """
 
-    def __init__(self, clients: Sequence[BackendCalls], version: str, mode: PauseMode, timeout_s: float) -> None:
+    def __init__(
+        self,
+        clients: Sequence[BackendCalls],
+        version: str,
+        *,
+        mode: PauseMode,
+        timeout_s: float,
+        max_idle_s: float | None,
+    ) -> None:
         self._clients = clients
         self._stores = clients[0].weight_stores
         self._version = version
         self._mode: PauseMode = mode
         self._timeout_s = timeout_s
+        self._max_idle_s = timeout_s if max_idle_s is None else max_idle_s
         self._holder = _holder_name(version)
         self._begun = False
+        self._in_step = False
         self._last_step_s = 0.0
         self._renewing = trio.CancelScope()
         self._announced = False
@@ -312,9 +327,12 @@ class PolicyUpdate:
 
     async def _step(self, ask: Ask, not_offered: str = "") -> None:
         """Carry a step out on all nodes; `not_offered` is why an engine fails that does not offer it, if it does."""
-        self._last_step_s = trio.current_time()
-        self.report = report = await self._all(ask)
-        self._last_step_s = trio.current_time()
+        self._in_step = True
+        try:
+            self.report = report = await self._all(ask)
+        finally:
+            self._in_step = False
+            self._last_step_s = trio.current_time()
         failed = _failed(report)
         if not_offered:
             failed |= {each.url: not_offered for each in report.backends if each.engine == "not_offered"}
@@ -363,11 +381,11 @@ class PolicyUpdate:
         with self._renewing:
             while True:
                 await trio.sleep(LEASE_S / RENEWALS)
-                if trio.current_time() - self._last_step_s > self._timeout_s:
+                if not self._in_step and trio.current_time() - self._last_step_s > self._max_idle_s:
                     logger.error(
                         "the update to %s had no step for %g s: its backends go back to the old version",
                         self._version,
-                        self._timeout_s,
+                        self._max_idle_s,
                     )
                     return
                 try:

@@ -457,7 +457,7 @@ async def test_a_block_that_never_ends_is_given_up_by_the_node(watched, monkeypa
     monkeypatch.setattr(policy_update, "LEASE_S", 0.6)
 
     async def hang(client):
-        async with client.policy_update("1", timeout_s=1.5) as update:
+        async with client.policy_update("1", timeout_s=20, max_idle_s=1.5) as update:
             await update.load_folder("/w/1", check="none")
             while watched.backends.admission.closed:
                 await trio.sleep(0.01)

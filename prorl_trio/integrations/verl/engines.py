@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 CHECK_INTERVAL_S: Final = 2.0
 """Pause between two looks whether the node still has the engines: one that was started again has forgotten them."""
 JOIN_TIMEOUT_S: Final = 10.0
+MAX_TRAINING_S: Final = 24 * 3600.0
+"""Longest that an update may stay begun: where engines and trainer share GPUs, verl trains in it."""
 
 
 class NodeEngines:
@@ -78,7 +80,9 @@ class NodeEngines:
         """
         if self._update is not None:
             return
-        update = self._client.policy_update(str(step), mode="abort", timeout_s=self._timeout_s)
+        update = self._client.policy_update(
+            str(step), mode="abort", timeout_s=self._timeout_s, max_idle_s=MAX_TRAINING_S
+        )
         with self._turn:
             update.__enter__()
             self._update, self._updating_to = update, step
