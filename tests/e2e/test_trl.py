@@ -213,10 +213,9 @@ async def test_what_cannot_be_trained_with_is_refused_before_a_rollout(tmp_path)
         "job_temperature": r"LogprobsRefused: .*have temperature 0.7",
         "job_top_p": r"LogprobsRefused: .*have top_p 0.9",
         "alone": r"ConfigError: .*size must be >= 2, got 1",
-        "uneven": r"ConfigError: an update is trained on 8 rows .* no multiple of num_generations = 3",
         "budget": r"ConfigError: token_budget is 4096",
         "on_policy": r"ConfigError: max_staleness is 0, and must be at least 1",
-        "segments": r"ConfigError: max_staleness is 3, and must be at least 4",
+        "segments": r"ConfigError: max_staleness is 1, and must be at least 2",
         "vocabulary": r"ConfigError: the trainer's model has a vocabulary of 300, the node's of 259",
         "missing": r"WeightsRefused: ",
     }.items():

@@ -140,10 +140,9 @@ def refusals(run, folder):
             "job_temperature": worker(job=hot),
             "job_top_p": said(lambda: RolloutFunction(client, lambda _: tasks[0], job=nucleus)),
             "alone": worker(num_generations=1),
-            "uneven": worker(num_generations=3),
             "budget": worker(token_budget=4096),
             "on_policy": worker(max_staleness=0),
-            "segments": worker(max_staleness=3, rows_per_rollout=2),
+            "segments": worker(max_staleness=1, rows_per_rollout=2),
             "vocabulary": said(lambda: transfer(300)),
             "missing": said(lambda: transfer(259)),
         }

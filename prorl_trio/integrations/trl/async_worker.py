@@ -51,8 +51,8 @@ class RolloutWorker:
         tokenizer: the trainer's, of `transformers`.
         job: the fields of each rollout's job; or a function of the instance.
         correct: decides whether a rollout that has a reward is correct: groups of all or of none teach nothing.
-        rows_per_rollout: the most segments that a rollout can have. With more than 1, rollouts are begun with half the
-            lead or less, since a step may then be made of fewer groups.
+        rows_per_rollout: the most segments that a rollout can have. The more, the later rollouts are begun, since a
+            step may then be made of fewer groups.
         scale_advantages: divide advantages by the standard deviation of their group's rewards.
         seed: of the order of `tasks`; None: that of `args`.
         **rules: further fields of `GroupRules`: `dynamic`, `early_stop`, `patience_groups`, ...
@@ -97,16 +97,15 @@ class RolloutWorker:
         self._groups: BlockingGroups | None = None
         self._version = 0
         self._first = 0
+        self._block = 0
         self._taken = 0
-        self._advanced = 0
         self._seen: tuple[float, Any] = (time.monotonic(), None)
 
     def start(self) -> None:
         """Begin sampling. Called after the first policy update."""
         self._first = newest_version(self._client) - self._version
-        self._groups = BlockingGroups(
-            self._client, self._tasks, self._rules, version=self._name(self._version), **self._options
-        )
+        self._groups = BlockingGroups(self._client, self._tasks, self._rules, version="0", **self._options)
+        self._block = self._taken = 0
         self._seen = (time.monotonic(), None)
 
     def stop(self) -> None:
@@ -116,11 +115,8 @@ class RolloutWorker:
             self._groups = None
 
     def update_model_version(self, model_version: int) -> None:
-        """Admit rollouts of the next policy. See `steps` for the updates at which the sampler is told."""
+        """Note the version that is in use. Staleness is bounded by rows, not by updates: see `steps`."""
         self._version = model_version
-        if self._groups is not None and self._taken >= (self._advanced + 1) * self._rules.groups_per_step:
-            self._groups.advance(self._name(model_version))
-            self._advanced += 1
 
     def check_health(self, stale_after_s: float) -> None:
         """Check that rollouts end.
@@ -148,6 +144,10 @@ class RolloutWorker:
         """Return the rows of the next group. Raises TimeoutError: there was none in time."""
         if self._groups is None:
             raise RuntimeError("the worker was not started, or has been stopped")
+        if self._taken == self._rules.groups_per_step:
+            self._block += 1
+            self._groups.advance(str(self._block))
+            self._taken = 0
         batch = self._groups.take(1, timeout_s=FETCH_S if timeout_s is None else timeout_s)
         self._taken += len(batch.groups)
         self.metrics_queue.put_nowait(_metrics(batch.statistics))
@@ -184,10 +184,6 @@ class RolloutWorker:
             )
         return rows or [placeholder(self._filler_id)]
 
-    def _name(self, model_version: int) -> str:
-        """Return the node's name of a version that TRL counts from 0 in each run."""
-        return str(self._first + model_version)
-
     def _number(self, name: str) -> int:
         if not name.isdecimal():
             raise ConfigError(
@@ -206,7 +202,6 @@ def _metrics(statistics: BatchStatistics) -> dict[str, float]:
         "rollout/carried_groups": float(statistics.carried_groups),
         "rollout/running_groups": float(statistics.running_groups),
         "rollout/duration_ks": statistics.duration_ks,
-        "rollout/group_staleness_max": float(max(statistics.staleness, default=0)),
     }
     return {name: value for name, value in figures.items() if value is not None}
 

@@ -1,10 +1,13 @@
-"""The arithmetic of `AsyncGRPOTrainer`'s steps: how many groups a policy update is trained on, and how old they get.
+"""The arithmetic by which `AsyncGRPOTrainer` never has a reason to throw a row away.
 
-A step takes R rows from the rollout buffer, whatever groups they are of, and the loader one micro-batch more, ahead of
-time. A group of n rollouts gives n rows, or up to M * n where rollouts have up to M segments. So with M = 1 an update
-is trained on B = R / n groups, and the bound of staleness that admission keeps (`client.sampling`) is TRL's. With M > 1
-it may take M updates until B groups are used up. The sampler is then told of an update once they are, so its bound S is
-one of (S + 1) * M updates.
+TRL takes R rows from the rollout buffer between two policy updates, whatever groups they are of, and some ahead of
+time. A row may lie T updates behind when it is taken (`max_staleness`). A group of n rollouts gives n * M rows at most,
+where rollouts have up to M segments. So updates do not come after a fixed number of groups, and the sampler is given
+another clock: it is told of a "version" whenever B = R / n groups and all their rows were taken, and is bound to S of
+those. A group that is begun in one of them is among the next (S + 1) * B that are taken, and until its last row is, at
+most (S + 1) * B * n * M are. In that time there are at most (S + 1) * B * n * M / R updates, rounded up: at most T for
+
+    S = T * R / (B * n * M) - 1, rounded down.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ def rows_per_update(args: Any) -> int:
 
 
 def group_rules(args: Any, rows_per_rollout: int, options: Mapping[str, Any]) -> GroupRules:
-    """Return the rules of sampling by which TRL never discards a row as stale.
+    """Return the rules of sampling, in the sampler's own clock.
 
     Args:
         args: an `AsyncGRPOConfig`.
@@ -51,20 +54,15 @@ def group_rules(args: Any, rows_per_rollout: int, options: Mapping[str, Any]) ->
         ConfigError: there are no such rules, or `options` has one that follows from `args`.
     """
     rows, size = rows_per_update(args), args.num_generations
-    if rows % size:
+    groups = max(1, rows // size)
+    max_staleness = args.max_staleness * rows // (groups * size * rows_per_rollout) - 1
+    if max_staleness < 0:
+        least = -(-groups * size * rows_per_rollout // rows)
         raise ConfigError(
-            f"an update is trained on {rows} rows (per_device_train_batch_size {args.per_device_train_batch_size} * "
-            f"processes {args.world_size} * gradient_accumulation_steps {args.gradient_accumulation_steps} * "
-            f"weight_sync_steps {args.weight_sync_steps}), which is no multiple of num_generations = {size}"
+            f"max_staleness is {args.max_staleness}, and must be at least {least} with {rows} rows an update, groups "
+            f"of {size} and up to {rows_per_rollout} rows a rollout: AsyncGRPOTrainer takes rows ahead of its updates"
         )
-    max_staleness = args.max_staleness if rows_per_rollout == 1 else args.max_staleness // rows_per_rollout - 1
-    if max_staleness < 1:
-        least = 1 if rows_per_rollout == 1 else 2 * rows_per_rollout
-        raise ConfigError(
-            f"max_staleness is {args.max_staleness}, and must be at least {least} with rollouts of up to "
-            f"{rows_per_rollout} rows: AsyncGRPOTrainer takes a micro-batch ahead of each step"
-        )
-    derived = {"size": size, "groups_per_step": rows // size, "max_staleness": max_staleness}
+    derived = {"size": size, "groups_per_step": groups, "max_staleness": max_staleness}
     if clash := sorted(set(options) & set(derived)):
         raise ConfigError(f"{', '.join(clash)}: follows from AsyncGRPOConfig; set it there")
     try:
