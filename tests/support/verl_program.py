@@ -6,7 +6,8 @@
 and the TransferQueue. The plan says the model, the agent loops' file and the data rows; the result has what came out.
 
 Shims for a machine without GPUs, and for speed: the workers get no client of LLM servers, as the node calls the engine;
-and `workers` puts a dictionary (`Queue`) in place of the TransferQueue, which needs Ray.
+`workers` puts a dictionary (`Queue`) in place of the TransferQueue, which needs Ray, and `Servers` in place of rollout
+servers and of what moves weights into them, which need GPUs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +25,12 @@ import verl.trainer.ppo.v1.agent_loop_tq as v1
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.protocol import DataProto
+from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils import tensordict_utils
 
+from prorl_trio.integrations.verl.main_ppo import NodeTaskRunner
 from prorl_trio.integrations.verl.rollouts import close_all
+from prorl_trio.integrations.verl.trainers import install, node_of
 
 DEFAULTS = Path(verl.__file__).parent / "trainer/config/_generated_ppo_trainer.yaml"
 ARRAYS = ("prompts", "responses", "response_mask", "loss_mask", "rollout_log_probs", "rm_scores")
@@ -77,12 +82,15 @@ def columns(plan):
     """The data rows as verl's data set has them: `uid`, `raw_prompt`, `extra_info`, `index`."""
     tasks = plan["tasks"]
     instances = [{"instance_id": f"q{n}", "handler": "talk", "payload": task} for n, task in enumerate(tasks)]
-    found = {
+    found: dict[str, list[object]] = {
         "uid": [f"prompt{n}" for n in range(len(tasks))],
         "raw_prompt": [[{"role": "user", "content": task["question"]}] for task in tasks],
         "extra_info": [{"index": n, "task": instance} for n, instance in enumerate(instances)],
     }
-    arrays = {name: np.array([*values, None], dtype=object)[:-1] for name, values in found.items()}
+    arrays: dict[str, np.ndarray] = {}
+    for name, values in found.items():
+        arrays[name] = np.empty(len(values), dtype=object)
+        arrays[name][:] = values
     return arrays | {"index": np.arange(len(tasks))}
 
 
@@ -136,18 +144,76 @@ async def refusals(plan):
     return said
 
 
+class Servers:
+    """In place of verl's rollout servers and their weights, which need GPUs: it notes what the node knows meanwhile."""
+
+    def __init__(self, plan, node):
+        self._addresses, self._node, self.calls = [plan["engine"]], node, []
+
+    def get_addresses(self):
+        return self._addresses
+
+    def __getattr__(self, name):
+        def call(*args):
+            paused = self._node.status()["backends"]["paused"]
+            self.calls.append([name, *args, "held back" if paused else "open"])
+
+        return call
+
+
+def hooks(plan):
+    """verl's own hooks in the order of its `fit`, for two steps of each trainer; what they did, and when."""
+    install()
+    config = config_of(plan)
+    done = {}
+    with node_of(config).connect_blocking() as node:
+        for mode in ("sync", "colocate_async", "separate_async"):
+            servers = Servers(plan, node)
+            trainer = object.__new__(get_trainer_cls(mode))  # without the workers that its constructor starts
+            trainer.config, trainer.global_steps, trainer.timing_raw = config, 0, {}
+            trainer.llm_server_manager = trainer.checkpoint_manager = servers
+            trainer.curr_step_profile = trainer.prev_step_profile = False
+            if mode == "separate_async":
+                trainer.standalone_server_manager = trainer.standalone_checkpoint_manager = servers
+                trainer.llm_server_manager = None
+                trainer._enable_hybrid_replicas, trainer._step_sample_wait_seconds = False, 0.0
+                trainer._sample_start, trainer.hybrid_rollout_config = 0.0, OmegaConf.create({"enable_switch": False})
+            trainer.on_init_end()
+            for trainer.global_steps in (1, 2):
+                trainer.on_sample_end()
+                servers.calls.append(["train", "held back" if node.status()["backends"]["paused"] else "open"])
+                trainer.on_step_end()
+                servers.calls.append(["version", versions(node), "open"])
+            trainer._engines.close()
+            done[mode] = servers.calls
+    return done
+
+
+def versions(node):
+    """The version under which each engine samples."""
+    return sorted({each.policy_version for each in node.resume().backends})
+
+
 async def workers(plan):
-    return {"v1": await run_v1(plan), "v0": await run_v0(plan), "refused": await refusals(plan)}
+    found = {"v1": await run_v1(plan), "v0": await run_v0(plan), "refused": await refusals(plan)}
+    return found | {"hooks": hooks(plan), "task_runner": NodeTaskRunner.__ray_metadata__.class_name}
 
 
 def cluster(plan):
     """The rows that come out of V1's replay buffer, as its trainer takes them."""
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # short, for its sockets
+        return in_cluster(plan, folder)
+
+
+def in_cluster(plan, folder):
     import ray
     import transfer_queue
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
     config = config_of(plan)
-    ray.init(num_cpus=16, include_dashboard=False)  # more than there are: verl's actors ask for one each
+    ray.init(
+        num_cpus=16, include_dashboard=False, _temp_dir=folder
+    )  # more than there are: verl's actors ask for one each
     transfer_queue.init(config.transfer_queue)
     create = {"config": config, "llm_client": None, "teacher_client": None, "reward_loop_worker_handles": None}
     manager = v1.AgentLoopManagerTQ.create(**create)
