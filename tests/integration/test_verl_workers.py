@@ -34,7 +34,22 @@ async def test_rows_are_what_the_node_recorded_through_a_kill_and_a_policy_updat
     assert found["refused"]["truncated"].startswith("ConfigError: rollout.top_p=0.9")
     assert "raw log-probabilities of tokens sampled at temperature 0.5" in found["refused"]["hot"]
     assert found["refused"]["penalty"].startswith("ConfigError: repetition_penalty is 1.5")
+    assert found["task_runner"] == "NodeTaskRunner"
+    check_hooks(found["hooks"])
     assert rig.doubled == []
+
+
+def check_hooks(done):
+    """Weights move, and servers sleep, only while the node holds completions back; then the step is their version."""
+    asleep = [["sleep_replicas", "held back"], ["train", "held back"]]
+    for mode, steps in done.items():
+        expected = [["update_weights", 0, "open"]]  # nothing is registered yet
+        for step in (1, 2):
+            resumes = [["resume_generation_replicas", "held back"]] if mode == "colocate_async" else []
+            expected += [["abort_replicas", "held back"]] if mode == "colocate_async" else []
+            expected += [["train", "open"]] if mode == "separate_async" else asleep
+            expected += [["update_weights", step, "held back"], *resumes, ["version", [str(step)], "open"]]
+        assert steps == expected, mode
 
 
 def is_second_turn(rig, asked):

@@ -155,7 +155,7 @@ class Servers:
 
     def __getattr__(self, name):
         def call(*args):
-            paused = self._node.status()["backends"]["paused"]
+            paused = self._node.status()["backends"]["admission"]["paused"]
             self.calls.append([name, *args, "held back" if paused else "open"])
 
         return call
@@ -181,7 +181,9 @@ def hooks(plan):
             trainer.on_init_end()
             for trainer.global_steps in (1, 2):
                 trainer.on_sample_end()
-                servers.calls.append(["train", "held back" if node.status()["backends"]["paused"] else "open"])
+                servers.calls.append(
+                    ["train", "held back" if node.status()["backends"]["admission"]["paused"] else "open"]
+                )
                 trainer.on_step_end()
                 servers.calls.append(["version", versions(node), "open"])
             trainer._engines.close()

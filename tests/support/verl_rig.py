@@ -105,9 +105,9 @@ class Rig:
     async def run_verl(self, what, *, task_status=trio.TASK_STATUS_IGNORED):
         """Run the program in verl's environment; return what it found. It has begun when it says so."""
         folder = self.folder
-        (folder / "plan.json").write_text(
-            json.dumps(PLAN | {"model": str(folder / "model"), "agent_loops": self.loops})
-        )
+        plan = PLAN | {"model": str(folder / "model"), "agent_loops": self.loops}
+        plan["engine"] = self.engine.url.removeprefix("http://")
+        (folder / "plan.json").write_text(json.dumps(plan))
         env = os.environ | {
             "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
             "PRORL_TOKEN": TOKEN,
