@@ -46,6 +46,7 @@ MIN_COMPLETED_SHARE: Final = 0.95
 """With fewer completed rollouts a run measures failures."""
 TEMPERATURE: Final = 0.7
 """So that the model writes programs that run, more often than not."""
+WARM_UP_ROLLOUTS: Final = 2
 TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 NOTES: Final = (
     "share: sampled tokens per second of the run over those of the bare loop. Without the tail both are taken to the "
@@ -139,7 +140,7 @@ async def measure(engine: VllmProcess, node: NodeProcess, model: str, scale: Sca
     rounds: list[Round] = []
     async with connect(node.url, node.token) as client:
         tell("warming up")
-        await _run(client, _jobs(scale, number=-1)[: scale.slots])
+        await _run(client, _jobs(scale, number=-1)[:WARM_UP_ROLLOUTS])
         for number in range(scale.rounds):
             jobs = _jobs(scale, number=number)
             tell(f"round {number + 1} of {scale.rounds}: {len(jobs)} rollouts through the node")
@@ -251,7 +252,10 @@ def report_of(rounds: list[Round], scale: Scale) -> Report:
         "engine.run_tokens_per_s": run.tokens_per_s,
         "engine.bare_tokens_per_s": bare.tokens_per_s,
     }
+    run_ms, bare_ms = _engine_ms_per_token(rounds)
     details = {
+        "engine.cpu_ms_per_token": run_ms,
+        "engine.bare_cpu_ms_per_token": bare_ms,
         "engine.rollouts": float(sum(len(r.run) for r in rounds)),
         "engine.calls": float(sum(len(rollout.calls) for r in rounds for rollout in r.run)),
         "engine.sandbox_cpu_s": sum(r.run_cpu.sandboxes_s for r in rounds) / sum(len(r.run) for r in rounds),
@@ -298,7 +302,7 @@ def _slot_table(run: Slots, bare: Slots, steady_run: Slots, steady_bare: Slots) 
 
 
 def _cpu_table(rounds: list[Round]) -> Table:
-    """Return who had the cores. Others on the machine, and what is idle, are not told apart."""
+    """Return who had the cores, and the CPU that a token took the engine: idle time and others are not told apart."""
     cores = len(os.sched_getaffinity(0))
     table = Table(title=f"CPU seconds, and their share of {cores} cores")
     table.add_column("")
@@ -309,7 +313,15 @@ def _cpu_table(rounds: list[Round]) -> Table:
     for name, said in (("engine_s", "engine"), ("node_s", "node"), ("sandboxes_s", "sandboxes that have ended")):
         seconds = [sum(getattr(cpu, name) for cpu in kind) for kind in used]
         table.add_row(said, *(f"{s:.1f} ({s / (wall * cores):.1%})" for s, wall in zip(seconds, walls, strict=True)))
+    table.add_row("engine, ms a token", *(f"{ms:.2f}" for ms in _engine_ms_per_token(rounds)))
     return table
+
+
+def _engine_ms_per_token(rounds: list[Round]) -> tuple[float, float]:
+    """Return the engine's milliseconds of CPU for a token, of the runs and of the bare loops."""
+    tokens = sum(call.tokens for r in rounds for rollout in r.run for call in rollout.calls)
+    run_s, bare_s = sum(r.run_cpu.engine_s for r in rounds), sum(r.bare_cpu.engine_s for r in rounds)
+    return 1e3 * run_s / tokens, 1e3 * bare_s / tokens
 
 
 def _kinds(rounds: list[Round]) -> tuple[list[list[PlacedRollout]], list[list[PlacedRollout]]]:
