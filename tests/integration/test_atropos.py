@@ -198,6 +198,18 @@ async def test_a_lost_connection_neither_doubles_nor_loses_a_group(server, train
         nursery.cancel_scope.cancel()
 
 
+async def test_an_environment_that_was_killed_after_sending_does_not_send_again(server, trainer):
+    await trainer.register(batch_size=2 * SIZE)
+    async with open_sized(server) as killed:
+        await killed.send(made_up_group(0))
+    async with open_sized(server) as environment:
+        assert environment.env_id == killed.env_id + 1
+        await environment.send(made_up_group(0), again=True)
+        await environment.send(made_up_group(1), again=True)
+    assert group_ids(await trainer.batch()) == ["g0", "g1"]
+    assert (await trainer.call("GET", "/status"))["queue_size"] == 0
+
+
 async def test_rows_that_are_too_long_for_the_trainer_are_an_error(server, trainer):
     await trainer.register(batch_size=SIZE, max_token_len=10)
     async with open_sized(server) as environment:

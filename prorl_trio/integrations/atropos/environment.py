@@ -152,14 +152,19 @@ class AtroposEnvironment:
                 taken = len(batch.groups) + (taken if batch.version == version else 0)
                 version = batch.version
                 for group in batch.groups:
-                    await self.send(group)
+                    await self.send(group, again=batch.again)
 
-    async def send(self, group: Group) -> None:
+    async def send(self, group: Group, *, again: bool = False) -> None:
         """Wait until the server has room, then send the group.
 
         The server has room while fewer groups than `max_batches_ahead` steps need are waiting. What it has is never
         sent again: after a lost connection it is asked for what it has, and where that does not tell, the group is
         taken as sent and counted as `unsure`. Cancelled in the middle of sending, it may or may not have arrived.
+
+        Args:
+            group: of the size that was registered.
+            again: it may have been sent before, by a process that was killed. Then it is not sent if it is what the
+                server got last, as it is where no other environment has sent since.
 
         Raises:
             ServiceError: the server does not answer after `MAX_TRIES` tries, or refuses what it is sent.
@@ -168,15 +173,17 @@ class AtroposEnvironment:
         """
         if len(group.outcomes) != self._group_size:
             raise ConfigError(f"group {group.group_id} has {len(group.outcomes)} rollouts, not {self._group_size}")
-        parts = scored_data(group, self.env_id)
-        longest = max(len(row) for part in parts for row in part.tokens)
+        parts = await trio.to_thread.run_sync(_encoded, group, self.env_id)
+        longest = max(len(row) for part, _ in parts for row in part.tokens)
         if 0 < self.max_token_len <= longest:
             raise ConfigError(
                 f"group {group.group_id} has a row of {longest} tokens, and the trainer takes fewer than "
                 f"{self.max_token_len}: bound them by JobTemplate(max_trajectory_tokens={self.max_token_len - 1})"
             )
-        for part in parts:
-            await self._post(part, await self._wait_for_room())
+        latest = await self._get("/latest_example", _Latest) if again else _Latest()
+        sent = [number for number, (part, _) in enumerate(parts) if part.group_overrides == latest.group_overrides]
+        for part, body in parts[sent[0] + 1 if sent else 0 :]:
+            await self._post(part, body, await self._wait_for_room())
             self._rows += len(part.tokens)
         self._groups += 1
 
@@ -188,9 +195,8 @@ class AtroposEnvironment:
             began_s = trio.current_time()
         return status
 
-    async def _post(self, part: ScoredData, before: _Status) -> None:
+    async def _post(self, part: ScoredData, body: bytes, before: _Status) -> None:
         """Send one part once. `before` is what the server had."""
-        body = msgspec.json.encode(part)
         problem = ""
         for number in range(MAX_TRIES):
             if number:
@@ -293,6 +299,11 @@ async def open_environment(
                 await _disconnect(http, registered.env_id)
     finally:
         http.close()
+
+
+def _encoded(group: Group, env_id: int) -> list[tuple[ScoredData, bytes]]:
+    """Return the parts of a group with their JSON. Blocks, for the tenths of a second that long rollouts take."""
+    return [(part, msgspec.json.encode(part)) for part in scored_data(group, env_id)]
 
 
 async def _register(http: HttpClient, body: bytes, patience_s: float) -> _Registered:
