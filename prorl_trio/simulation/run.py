@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import ModelConfig, NodeConfig
 from prorl_trio.inference.engines.protocol import made_by
+from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.node.parts import open_backends, open_node_sandboxes
 from prorl_trio.pipeline.pipeline import Job, Pipeline, open_pipeline
 from prorl_trio.simulation.engine import SimulatedEngine
@@ -38,10 +39,21 @@ from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, TaskInstance
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
     from prorl_trio.simulation.config import SimulationConfig
     from prorl_trio.types.models import Outcome, Status
 
-__all__ = ["SimulationReport", "Wait", "run_simulation"]
+__all__ = [
+    "SimulatedNode",
+    "SimulationReport",
+    "Wait",
+    "open_simulated_node",
+    "run_in_simulated_time",
+    "run_simulation",
+]
+
+T = TypeVar("T")
 
 NEVER_S: Final = 1e12
 """Nobody watches for stuck jobs here."""
@@ -127,13 +139,30 @@ class _Trainer:
 
 def run_simulation(config: SimulationConfig) -> SimulationReport:
     """Simulate, in simulated time. Not from within a trio loop."""
+    return run_in_simulated_time(_simulate, config)
+
+
+def run_in_simulated_time(afn: Callable[[SimulationConfig, ChatFormat], Awaitable[T]], config: SimulationConfig) -> T:
+    """Run `afn(config, chat_format)` in a loop of its own, in which waiting takes no time, and return its result."""
     with tempfile.TemporaryDirectory(prefix="prorl-simulation-") as folder:
         make_tiny_model(Path(folder))  # the pipeline wants one; no simulated job reads or writes text
         chat_format = ChatFormat.load(Path(folder))
-    return trio.run(_simulate, config, chat_format, clock=trio.testing.MockClock(autojump_threshold=0))
+    return trio.run(afn, config, chat_format, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-async def _simulate(config: SimulationConfig, chat_format: ChatFormat) -> SimulationReport:
+class SimulatedNode(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a simulated node."""
+
+    resources: Resources
+    backends: Backends
+    pipeline: Pipeline
+    provider: SimulatedProvider
+    engines: list[SimulatedEngine]
+
+
+@asynccontextmanager
+async def open_simulated_node(config: SimulationConfig, chat_format: ChatFormat) -> AsyncIterator[SimulatedNode]:
+    """Run the pipeline of `config` in the block, in a loop on simulated time, for any jobs."""
     stages = msgspec.structs.replace(config.stages, init_queue=max(config.jobs, config.stages.init_queue))
     node = NodeConfig(
         model=ModelConfig(path=""),
@@ -163,7 +192,6 @@ async def _simulate(config: SimulationConfig, chat_format: ChatFormat) -> Simula
         backends = await stack.enter_async_context(
             open_backends(pool, made_by(engines.__getitem__), random=Random(f"{config.seed} backends"))
         )
-        trainer = _Trainer(config.jobs)
         resources = Resources(
             config=node,
             chat_format=chat_format,
@@ -173,15 +201,27 @@ async def _simulate(config: SimulationConfig, chat_format: ChatFormat) -> Simula
         service = await stack.enter_async_context(open_single_nursery())
         host = await stack.enter_async_context(open_node_sandboxes(provider, config.sandbox, None))
         pipeline = await stack.enter_async_context(open_pipeline(resources, host, service))
-        meter = UseMeter(_sources(config, pipeline, provider, trainer, list(engines.values())), lambda: trainer.steady)
+        yield SimulatedNode(
+            resources=resources,
+            backends=backends,
+            pipeline=pipeline,
+            provider=provider,
+            engines=list(engines.values()),
+        )
+
+
+async def _simulate(config: SimulationConfig, chat_format: ChatFormat) -> SimulationReport:
+    async with open_simulated_node(config, chat_format) as node:
+        trainer = _Trainer(config.jobs)
+        meter = UseMeter(_sources(config, node.pipeline, node.provider, trainer, node.engines), lambda: trainer.steady)
         trio.lowlevel.add_instrument(meter)
-        await _submit_all(config, resources, pipeline, trainer)
+        await _submit_all(config, node.resources, node.pipeline, trainer)
         await trainer.all_over.wait()
         trio.lowlevel.remove_instrument(meter)
-        retried, moves = pipeline.statistics()["retried"], backends.statistics()["moves"]
+        retried, moves = node.pipeline.statistics()["retried"], node.backends.statistics()["moves"]
     assert isinstance(retried, int)
     assert isinstance(moves, dict)
-    return _report(trainer, meter, retried, moves, list(engines.values()))
+    return _report(trainer, meter, retried, moves, node.engines)
 
 
 async def _submit_all(config: SimulationConfig, resources: Resources, pipeline: Pipeline, trainer: _Trainer) -> None:

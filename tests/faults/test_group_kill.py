@@ -41,6 +41,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def progress(folder):
+    """Return how many batches were taken, again or not, and how many checkpoints there are."""
+    taken = folder / "taken"
+    lines = taken.read_bytes().count(b"\n") if taken.exists() else 0
+    return lines + len(list(folder.glob("step-*.json")))
+
+
 async def train(folder, *, steps, kills, seed, deadline_s):
     """Run node and trainer until the trainer has all steps, killing them meanwhile."""
     tiny = make_tiny_model(folder / "model")
@@ -78,7 +85,7 @@ async def train(folder, *, steps, kills, seed, deadline_s):
             for process in processes.values():
                 nursery.start_soon(process.run)
             times = {processes[name]: count for name, count in kills.items()}
-            await kill_at_random(times, random.Random(seed), lambda: len(list(folder.glob("step-*.json"))), steps)
+            await kill_at_random(times, random.Random(seed), lambda: progress(folder), 2 * steps)
             await processes["trainer"].done.wait()
             nursery.cancel_scope.cancel()
     assert {name: processes[name].kills for name in kills} == kills

@@ -47,11 +47,14 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def _train(folder: Path, batch: Batch) -> None:
+def _note(folder: Path, batch: Batch) -> None:
     plain = msgspec.structs.replace(batch, again=False)
     line = TakenLine(batch.number, zlib.crc32(msgspec.msgpack.encode(plain)))
     with (folder / "taken").open("ab") as file:
         file.write(msgspec.json.encode(line) + b"\n")
+
+
+def _save(folder: Path, batch: Batch) -> None:
     content = Checkpoint(batch.number, [outcome.job_id for outcome in batch.outcomes])
     fresh = folder / f"step-{batch.number}.new"
     with fresh.open("wb") as file:
@@ -74,8 +77,9 @@ async def _work(url: str, token: str, folder: Path, steps: int) -> None:
         for step in range(trained + 1, steps + 1):
             batch = await groups.take()
             assert (batch.number, batch.version) == (step, str(step - 1))
+            _note(folder, batch)
             await trio.sleep(TRAINING_S)
-            _train(folder, batch)
+            _save(folder, batch)
             await groups.advance(str(step))
 
 
