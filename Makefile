@@ -14,7 +14,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
 
 .NOTPARALLEL:
-.PHONY: help setup setup-dev engine trainers lock apptainer apptainer-if-possible demo doctor check test e2e soak format clean clean-cache
+.PHONY: help setup setup-dev engine trainers lock apptainer apptainer-if-possible demo learn doctor check test e2e soak format clean clean-cache
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,10 @@ apptainer: ## install Apptainer on Debian/Ubuntu (root or sudo; names the system
 
 apptainer-if-possible:
 	@[ "$(APPTAINER)" = no ] || launch/apptainer.sh --if-possible
+
+learn: setup trainers ## a real policy learns to use a tool: an hour on two cores (QUICK=1: three minutes)
+	@$(VENV)/prorl-trio learn $(if $(QUICK),--quick) $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
+		$(if $(RESUME),--resume $(RESUME))
 
 demo: setup ## the main job: a real model solves real problems in real sandboxes
 	@$(VENV)/prorl-trio demo

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from prorl_trio.learn.trainer import Recipe, Trainer
 
@@ -29,7 +28,6 @@ def recipe_of(settings: Settings, learning_rate: float | None = None) -> Recipe:
 def make_trainer(settings: Settings, recipe: Recipe) -> Trainer:
     """Return a trainer of `settings.model`, on a GPU if there is one, else on the CPU."""
     torch.manual_seed(settings.seed)
-    logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32, attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32, attn_implementation="sdpa")
     return Trainer(model.to(device), recipe)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch
-from safetensors.torch import load_model, save_model
+from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["latest_checkpoint", "load_checkpoint", "save_checkpoint"]
 
 _PREFIX: Final = "step-"
-_WEIGHTS: Final = "model.safetensors"
-_OPTIMIZER: Final = "optimizer.pt"
-_STATE: Final = "state.json"
+_WEIGHTS, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.pt", "state.json"
 
 
 def save_checkpoint(folder: Path, trainer: Trainer, step: int, state: dict[str, Any], *, keep: int = 2) -> Path:
@@ -32,9 +30,10 @@ def save_checkpoint(folder: Path, trainer: Trainer, step: int, state: dict[str, 
     part = folder / f".{target.name}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    save_model(trainer.model, str(part / _WEIGHTS), metadata={"format": "pt"})
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    random = {"cpu": torch.get_rng_state(), "cuda": cuda}
+    weights = trainer.model.state_dict()  # of weights that are tied, engines want the first one's name
+    first = {weight.data_ptr(): name for name, weight in reversed(weights.items())}
+    save_file({name: weights[name] for name in first.values()}, part / _WEIGHTS, metadata={"format": "pt"})
+    random = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
     torch.save({"optimizer": trainer.optimizer.state_dict(), "random": random}, part / _OPTIMIZER)
     (part / _STATE).write_bytes(msgspec.json.encode({"step": step, **state}))
     for path in (*part.iterdir(), part):
@@ -54,7 +53,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def load_checkpoint(checkpoint: Path, trainer: Trainer) -> dict[str, Any]:
     """Bring `trainer`, and the random generators, to where they were; return the `state`, with its `step`."""
-    load_model(trainer.model, checkpoint / _WEIGHTS, device=str(trainer.device))
+    trainer.model.load_state_dict(load_file(checkpoint / _WEIGHTS), strict=False)
     saved = torch.load(checkpoint / _OPTIMIZER, map_location="cpu", weights_only=True)
     trainer.optimizer.load_state_dict(saved["optimizer"])
     torch.set_rng_state(saved["random"]["cpu"])
@@ -66,7 +65,5 @@ def load_checkpoint(checkpoint: Path, trainer: Trainer) -> dict[str, Any]:
 
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,8 +1,8 @@
 """The objectives of policy-gradient training, as pure functions of tensors.
 
-A rollout i of a group of G has the reward r_i and the sampled tokens t = 1 .. |o_i|. An objective is: an advantage for
-each rollout, what a token loses by it (`token_loss`), and the weight of each token in the sum (`token_weights`). The
-weights are of the whole batch, so that the sum does not depend on how the batch is cut into micro-batches.
+A rollout i of a group of G has the reward r_i and the sampled tokens t = 1 .. |o_i|. An objective is: the advantage of
+a rollout, what each of its tokens loses (`token_loss`), and the weight of a token in the sum (`token_weights`). Weights
+are of the whole batch, so that the sum does not depend on how the batch is cut into micro-batches.
 
     GRPO     DeepSeekMath, arXiv 2402.03300: (r - mean) / std over the group; mean over tokens, then over rollouts
     Dr. GRPO arXiv 2503.20783: r - mean, without std; sum over tokens, divided by the same constant for all
@@ -20,17 +20,6 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "OBJECTIVES",
-    "Objective",
-    "advantages",
-    "importance_weights",
-    "kl_estimate",
-    "overlong_penalty",
-    "token_loss",
-    "token_weights",
-]
-
 STD_FLOOR: Final = 1e-4
 """Added to a group's standard deviation before it divides."""
 
@@ -39,12 +28,11 @@ class Objective(NamedTuple):
     """The choices that make an objective.
 
     Attributes:
-        baseline: `group`, the mean of the group; `others`, the mean of the others in it.
+        baseline: the mean reward of the `group`, or of the `others` in it.
         scaled: whether the advantage is divided by the group's standard deviation.
         clip: how far the ratio may fall below 1 and rise above it; None: REINFORCE, without a ratio.
-        per: which sum is a mean. `token`: all tokens weigh the same. `rollout`: all rollouts do, and the tokens in
-            each. `constant`: all tokens weigh 1 / (rollouts * longest possible one). `sum`: the log-probability of a
-            rollout is the sum of its tokens', and all rollouts weigh the same.
+        per: the sum that is a mean. `token`: all tokens weigh the same. `rollout`: all rollouts do, and the tokens of
+            each. `constant`: a token weighs 1 / (rollouts * longest possible one). `sum`: 1 / rollouts.
     """
 
     baseline: Literal["group", "others"]
@@ -75,19 +63,19 @@ def advantages(objective: Objective, rewards: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, longest: int, cache: int) -> Tensor:
-    """Return what DAPO adds to the rewards of long rollouts (equation 13): float [N] from the lengths [N].
+    """Return what DAPO adds to the rewards of rollouts by their lengths [N] (equation 13): float [N].
 
-    0 up to `longest` - `cache` tokens, then falling in a straight line to -1 at `longest`, and -1 beyond it. It goes
-    on top of the reward for training only: whether a group is informative is a matter of right and wrong.
+    0 up to `longest` - `cache` tokens, then in a straight line to -1 at `longest`, and -1 beyond. It is for training
+    only: whether a group is informative is a matter of right and wrong.
     """
     return ((longest - cache - lengths.float()) / cache).clamp(-1.0, 0.0)
 
 
 def token_weights(objective: Objective, lengths: Tensor, longest: int) -> Tensor:
-    """Return the weight of each token of a rollout in the batch's sum: float [N], for rollouts of `lengths` [N] > 0.
+    """Return the weight of each token of a rollout in the batch's sum: float [N] from `lengths` [N] > 0.
 
-    `lengths` are of *all* rollouts of the batch: of all its micro-batches, and all its devices. `longest` is the
-    constant of Dr. GRPO: the tokens that a rollout may have at most.
+    `lengths` are of *all* rollouts of the batch, in whatever micro-batch or device they are. `longest` is Dr. GRPO's
+    constant: the tokens that a rollout may have at most.
     """
     rollouts = torch.full_like(lengths, len(lengths), dtype=torch.float32)
     match objective.per:
@@ -102,16 +90,11 @@ def token_weights(objective: Objective, lengths: Tensor, longest: int) -> Tensor
 
 
 def token_loss(objective: Objective, new: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-    """Return the loss of each token, before weights: float [T], each argument as well.
+    """Return the loss of each token, before weights: float [T], as each argument.
 
     With the ratio p = exp(new - old): -min(p A, clip(p, 1 - low, 1 + high) A), the pessimistic bound of PPO. Without a
-    clip: -A new, whose gradient is REINFORCE's.
-
-    Args:
-        objective: says how to clip.
-        new: log-probabilities of the sampled tokens under the weights in training, with gradient.
-        old: the same under the weights that the update began from, without.
-        advantage: that of the token's rollout.
+    clip: -A new, whose gradient is REINFORCE's. `new` are log-probabilities under the weights in training, `old` those
+    under the weights that the update began from, and `advantage` is that of the token's rollout.
     """
     if objective.clip is None:
         return -advantage * new
@@ -123,19 +106,18 @@ def token_loss(objective: Objective, new: Tensor, old: Tensor, advantage: Tensor
 def importance_weights(old: Tensor, sampled: Tensor, cap: float) -> Tensor:
     """Return the truncated importance weights of tokens: min(exp(old - sampled), cap), float [T], without gradient.
 
-    The engine sampled with probability exp(sampled), which differs from the trainer's: other kernels, and, where a
-    rollout is some updates old, other weights. Weighted by this the gradient's expectation is that of the trainer's
-    policy, up to the cap, which bounds its variance (V-trace, arXiv 1802.01561; truncated importance sampling, Yao et
-    al. 2025, between engine and trainer). `sampled` must be of the whole distribution at the trainer's temperature.
+    The engine sampled with probability exp(sampled): by other kernels than the trainer's, and for a rollout that is
+    some updates old by other weights. Weighted by this, the gradient is in expectation that of the trainer's policy, up
+    to the cap, which bounds its variance (V-trace, arXiv 1802.01561; between engine and trainer: Yao et al. 2025).
+    `sampled` must be of the whole vocabulary at the trainer's temperature.
     """
     return (old - sampled).detach().exp().clamp(max=cap)
 
 
 def kl_estimate(new: Tensor, reference: Tensor) -> Tensor:
-    """Return an unbiased, never negative estimate of KL(new || reference) at each sampled token: float [T].
+    """Return an unbiased, never negative estimate of KL(new || reference) at each token: float [T] (Schulman's k3).
 
-    exp(d) - d - 1 with d = reference - new (Schulman's k3), which GRPO adds with a factor. DAPO, and our default, do
-    without.
+    exp(d) - d - 1 with d = reference - new. GRPO adds it with a factor; DAPO, and our default, do without.
     """
     difference = reference - new
     return difference.exp() - difference - 1.0

@@ -36,11 +36,10 @@ class Pack(NamedTuple):
     """T tokens in one sequence, of which S were sampled.
 
     Attributes:
-        token_ids: int64 [1, T]. `positions`: int64 [1, T], of each token in its own row.
+        token_ids, positions: int64 [1, T]; each token, and its place in its own row.
         attention: bool [1, 1, T, T]; whether the token of a line sees that of a column.
         before: int64 [S]; where each sampled token's predecessor lies, whose output predicts it.
-        targets: int64 [S], the sampled tokens. `sampled`: float32 [S], their log-probabilities in the engine.
-        rollout: int64 [S]; whose they are.
+        targets, sampled, rollout: the sampled tokens, their log-probabilities in the engine, and whose they are [S].
     """
 
     token_ids: Tensor
@@ -70,7 +69,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
 def pack_rows(rows: Sequence[Row], max_tokens: int, device: str | torch.device = "cpu") -> Iterator[Pack]:
     """Yield packs of at most `max_tokens` tokens with all `rows`, in order; a longer row has a pack for itself.
 
-    Neighbours that have the same tokens before the first sampled one share these.
+    Neighbours share the tokens before the first sampled one, where they have the same.
     """
     trees: list[list[Row]] = []
     size = 0

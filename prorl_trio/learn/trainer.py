@@ -26,17 +26,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How a policy is trained.
 
     Attributes:
-        objective: a name in `objectives.OBJECTIVES`.
-        learning_rate: of AdamW, without weight decay.
+        objective: a name in `objectives.OBJECTIVES`. `learning_rate`: of AdamW, without weight decay.
         max_gradient_norm: gradients beyond it are scaled down to it.
         minibatches: optimizer steps for each batch. With more than one the ratio leaves 1, and clips.
-        importance_cap: see `objectives.importance_weights`.
-        temperature: the rollouts'; log-probabilities are those of logits divided by it.
-        longest: tokens that a rollout may sample at most.
-        overlong_cache: how many tokens before `longest` the penalty of long rollouts begins; 0: no such penalty.
+        importance_cap: see `objectives.importance_weights`. `temperature`: the rollouts', which divides logits.
+        longest: tokens that a rollout may sample. `overlong_cache`: how many before it the penalty begins; 0: none.
         kl_weight: factor of the divergence from the reference model; 0: there is none.
         tokens_per_pack: of a micro-batch, which bounds memory and changes nothing else.
-        autocast: run the model in bfloat16; its weights and the optimizer stay as they are.
+        autocast: run the model in bfloat16; weights and optimizer stay as they are.
     """
 
     objective: str = "dapo"
@@ -54,11 +51,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class UpdateFigures:
-    """The figures of an update, over its `tokens`.
-
-    `clipped` and `capped` count those whose ratio was out of its bounds, and whose importance weight met its cap.
-    `gradient_norm` is the last mini-batch's, before it was scaled down.
-    """
+    """The figures of an update: its tokens, those whose ratio was out of bounds, whose importance weight was capped."""
 
     loss: float = 0.0
     gradient_norm: float = 0.0
@@ -69,10 +62,7 @@ class UpdateFigures:
 
 @dataclass
 class Trainer:
-    """A causal language model of `transformers` in training, on the device that it is on.
-
-    `reference`, a frozen model of the same kind, is asked where `recipe.kl_weight` is not 0.
-    """
+    """A `transformers` causal language model in training, on its device; `reference`: a frozen one, for `kl_weight`."""
 
     model: Any
     recipe: Recipe
@@ -99,21 +89,17 @@ class Trainer:
         for batch in batches:
             for number, pack in enumerate(batch.packs()):
                 loss = self._loss(batch, pack, batch.old[number] if batch.old else None, figures)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 figures.loss += loss.item()
             figures.gradient_norm = self._descend()
         return figures
 
     def imitate(self, rows: Sequence[Row]) -> float:
-        """Take one step of supervised training on the masked tokens of `rows`; return their mean loss, in nats.
-
-        Raises:
-            FloatingPointError: as `update`.
-        """
+        """Take one step of supervised training on the masked tokens of `rows`; return their mean loss, in nats."""
         total, tokens = 0.0, sum(int(row.loss_mask.sum()) for row in rows)
         for pack in pack_rows(rows, self.recipe.tokens_per_pack, self.device):
             loss = -self.log_probs(pack).sum() / tokens
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.item()
         self._descend()
         return total
@@ -160,11 +146,11 @@ class Trainer:
     def _descend(self) -> float:
         """Take the step of the gradients that were added up, and forget them; return their norm."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.max_gradient_norm)
-        if finite := bool(torch.isfinite(norm)):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        if not finite:
+        if not torch.isfinite(norm):
+            self.optimizer.zero_grad()
             raise FloatingPointError(f"the norm of the gradient is {norm.item()}; no step was taken")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return float(norm)
 
 
@@ -184,12 +170,9 @@ class _Minibatch:
             lengths[row.rollout] += int(row.loss_mask.sum())
         if recipe.overlong_cache:
             rewards = rewards + objectives.overlong_penalty(lengths, recipe.longest, recipe.overlong_cache)
-        each = [
-            objectives.advantages(trainer.objective, part) for part in rewards.split([len(group) for group in groups])
-        ]
-        self.advantage = torch.cat(each).to(trainer.device)
-        weight = objectives.token_weights(trainer.objective, lengths.clamp(min=1), recipe.longest)
-        self.weight = weight.to(trainer.device)
+        parts, objective = rewards.split([len(group) for group in groups]), trainer.objective
+        self.advantage = torch.cat([objectives.advantages(objective, part) for part in parts]).to(trainer.device)
+        self.weight = objectives.token_weights(objective, lengths.clamp(min=1), recipe.longest).to(trainer.device)
 
     def packs(self) -> Iterator[Pack]:
         """Yield the micro-batches, the same each time."""

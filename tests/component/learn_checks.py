@@ -1,12 +1,15 @@
 """Checks of the reference trainer, run in the trainers' environment by `test_learn.py`: one process for all of them.
 
-Each function `check_*` is one. A folder of its own is its argument.
+Each function `check_*` is one. A folder of its own is its argument. With `--model-for PROGRAM` it makes a tiny model in
+the folder `MODEL`, and runs the program.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import runpy
 import sys
 import tempfile
 import traceback
@@ -14,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from prorl_trio.learn.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -39,6 +43,15 @@ def close(actual, expected, tolerance=1e-6):
     actual = torch.as_tensor(actual, dtype=torch.float64)
     expected = torch.as_tensor(expected, dtype=torch.float64)
     assert torch.allclose(actual, expected, rtol=0, atol=tolerance), (actual, expected)
+
+
+def refused(kind, call, *args):
+    """The message of the exception of that kind that a call raises."""
+    try:
+        call(*args)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{call} raised nothing")
 
 
 # ---------------------------------------------------------------- objectives, by hand and against plain Python
@@ -312,7 +325,7 @@ def check_the_gradient_of_an_update_is_that_of_the_formula(_):
     """The loss written down without packs, masks or micro-batches, and differentiated by torch."""
     groups = outcomes()
     for name in OBJECTIVES:
-        trainer, figures = update(groups, objective=name)
+        _, figures = update(groups, objective=name)
         model, objective = tiny_model(), OBJECTIVES[name]
         rollouts = [each for group in groups for each in group]
         new = [torch.cat([log_probs_alone(model, row) for row in rows_of([each])]) for each in rollouts]
@@ -365,12 +378,7 @@ def check_a_gradient_that_is_not_finite_changes_nothing(_):
     broken = outcome("x", math.nan, groups[0][0].trajectory.segments)
     trainer = Trainer(tiny_model(), Recipe(longest=LONGEST))
     before = weights_of(trainer)
-    try:
-        trainer.update([[broken, *groups[0][1:]], *groups[1:]])
-    except FloatingPointError as error:
-        assert "nan" in str(error)
-    else:
-        raise AssertionError("nothing was raised")
+    assert "nan" in refused(FloatingPointError, trainer.update, [[broken, *groups[0][1:]], *groups[1:]])
     assert torch.equal(weights_of(trainer), before)
     trainer.update(groups)
     assert not torch.equal(weights_of(trainer), before)
@@ -380,12 +388,7 @@ def check_a_gradient_that_is_not_finite_changes_nothing(_):
 def check_groups_without_rewards_are_refused(_):
     trainer, groups = Trainer(tiny_model(), Recipe()), outcomes(groups=1)
     for wrong in (groups[0][:1], [*groups[0][:2], outcome("x", None, groups[0][0].trajectory.segments)]):
-        try:
-            trainer.update([wrong])
-        except ValueError as error:
-            assert "two or more rollouts" in str(error)
-        else:
-            raise AssertionError("nothing was raised")
+        assert "two or more rollouts" in refused(ValueError, trainer.update, [wrong])
 
 
 def check_the_gap_is_the_mean_over_all_sampled_tokens(_):
@@ -496,11 +499,19 @@ def check_the_weights_of_a_checkpoint_are_those_that_transformers_reads(folder):
     trainer, _ = update(outcomes())
     trainer.model.config.save_pretrained(save_checkpoint(folder, trainer, 1, {}))
     loaded = LlamaForCausalLM.from_pretrained(latest_checkpoint(folder))
+    names = load_file(latest_checkpoint(folder) / "model.safetensors").keys()
+    assert "model.embed_tokens.weight" in names, "an engine that ties the output layer reads the embedding alone"
+    assert "lm_head.weight" not in names
     assert torch.equal(weights_of(Trainer(loaded, Recipe())), weights_of(trainer))
 
 
 def main():
     torch.set_num_threads(1)
+    if sys.argv[1] == "--model-for":
+        tiny_model().save_pretrained(os.environ["MODEL"])
+        Path(os.environ["MODEL"], "tokenizer.json").write_text("{}")
+        runpy.run_path(sys.argv[2], run_name="__main__")
+        return
     results = {}
     for name, check in list(globals().items()):
         if name.startswith("check_"):
