@@ -30,9 +30,9 @@ def save_checkpoint(folder: Path, trainer: Trainer, step: int, state: dict[str, 
     part = folder / f".{target.name}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    weights = trainer.model.state_dict()  # of weights that are tied, engines want the first one's name
-    first = {weight.data_ptr(): name for name, weight in reversed(weights.items())}
-    save_file({name: weights[name] for name in first.values()}, part / _WEIGHTS, metadata={"format": "pt"})
+    # Copies: tied weights go under each of their names, for an engine may have its own copy of the output layer.
+    weights = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    save_file(weights, part / _WEIGHTS, metadata={"format": "pt"})
     random = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
     torch.save({"optimizer": trainer.optimizer.state_dict(), "random": random}, part / _OPTIMIZER)
     (part / _STATE).write_bytes(msgspec.json.encode({"step": step, **state}))
@@ -53,7 +53,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def load_checkpoint(checkpoint: Path, trainer: Trainer) -> dict[str, Any]:
     """Bring `trainer`, and the random generators, to where they were; return the `state`, with its `step`."""
-    trainer.model.load_state_dict(load_file(checkpoint / _WEIGHTS), strict=False)
+    trainer.model.load_state_dict(load_file(checkpoint / _WEIGHTS))
     saved = torch.load(checkpoint / _OPTIMIZER, map_location="cpu", weights_only=True)
     trainer.optimizer.load_state_dict(saved["optimizer"])
     torch.set_rng_state(saved["random"]["cpu"])

@@ -23,7 +23,7 @@ __all__ = ["Recipe", "Trainer", "UpdateFigures"]
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How a policy is trained.
+    """The settings by which a policy is trained.
 
     Attributes:
         objective: a name in `objectives.OBJECTIVES`. `learning_rate`: of AdamW, without weight decay.

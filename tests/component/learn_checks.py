@@ -500,8 +500,7 @@ def check_the_weights_of_a_checkpoint_are_those_that_transformers_reads(folder):
     trainer.model.config.save_pretrained(save_checkpoint(folder, trainer, 1, {}))
     loaded = LlamaForCausalLM.from_pretrained(latest_checkpoint(folder))
     names = load_file(latest_checkpoint(folder) / "model.safetensors").keys()
-    assert "model.embed_tokens.weight" in names, "an engine that ties the output layer reads the embedding alone"
-    assert "lm_head.weight" not in names
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= names, "engines keep copies of a tied output layer"
     assert torch.equal(weights_of(Trainer(loaded, Recipe())), weights_of(trainer))
 
 

@@ -44,7 +44,8 @@ def write_model(state: StateDict, folder: Path, base: ModelFolder, check: Weight
     """Write tensors as a model in the empty `folder`; configuration and tokenizer are copied from `base`.
 
     Each tensor is checked and written as it comes, and one at a time is in memory. An output layer that is tied to the
-    embedding, and that the model does not store, is left out. Blocks; for worker threads.
+    embedding is written, too, where it is given: vLLM on a CPU keeps a copy of it, which it renews by its name alone.
+    Blocks; for worker threads.
 
     Args:
         state: see `StateDict`. Its names are those of the model's own files.
@@ -92,8 +93,6 @@ class _Writer:
             self._check_tensor(name, kind, flat)
         if self._base.tied and (is_head(name) or embedding_of([name])):
             self._tied[name] = (kind, zlib.crc32(flat.data))
-            if is_head(name) and name not in self._base.tensors and embedding_of(self._base.tensors):
-                return
         self._names.append(name)
         self._file_for(name, kind).add(name, kind, flat)
 
