@@ -30,7 +30,7 @@ def save_checkpoint(folder: Path, trainer: Trainer, step: int, state: dict[str, 
     part = folder / f".{target.name}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    # Copies: tied weights go under each of their names, for an engine may have its own copy of the output layer.
+    # Tied weights go under each of their names, since an engine may have its own copy of the output layer.
     weights = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
     save_file(weights, part / _WEIGHTS, metadata={"format": "pt"})
     random = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
@@ -64,6 +64,5 @@ def load_checkpoint(checkpoint: Path, trainer: Trainer) -> dict[str, Any]:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
+    os.fsync(descriptor := os.open(path, os.O_RDONLY))
     os.close(descriptor)

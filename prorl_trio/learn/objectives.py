@@ -65,17 +65,15 @@ def advantages(objective: Objective, rewards: Tensor) -> Tensor:
 def overlong_penalty(lengths: Tensor, longest: int, cache: int) -> Tensor:
     """Return what DAPO adds to the rewards of rollouts by their lengths [N] (equation 13): float [N].
 
-    0 up to `longest` - `cache` tokens, then in a straight line to -1 at `longest`, and -1 beyond. It is for training
-    only: whether a group is informative is a matter of right and wrong.
+    0 up to `longest` - `cache` tokens, then in a straight line to -1 at `longest`, and -1 beyond.
     """
     return ((longest - cache - lengths.float()) / cache).clamp(-1.0, 0.0)
 
 
 def token_weights(objective: Objective, lengths: Tensor, longest: int) -> Tensor:
-    """Return the weight of each token of a rollout in the batch's sum: float [N] from `lengths` [N] > 0.
+    """Return the weight of each token of a rollout in the batch's sum: float [N], by the lengths [N] of *all* rollouts.
 
-    `lengths` are of *all* rollouts of the batch, in whatever micro-batch or device they are. `longest` is Dr. GRPO's
-    constant: the tokens that a rollout may have at most.
+    `longest`, the tokens that a rollout may have at most, is Dr. GRPO's constant.
     """
     rollouts = torch.full_like(lengths, len(lengths), dtype=torch.float32)
     match objective.per:

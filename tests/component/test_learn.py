@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -89,6 +90,11 @@ async def test_the_loop_of_the_guide_trains_and_updates_the_policy(tmp_path):
         await node.backends.aclose()
     assert said == "1 0.50 56\n2 0.50 56\n3 0.50 56\n"
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-000002", "step-000003"]
+
+
+def test_an_import_without_torch_says_which_extra_has_it():
+    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'prorl-trio[train]'")):
+        importlib.import_module("prorl_trio.learn")
 
 
 def test_the_reference_trainer_is_short():

@@ -152,7 +152,7 @@ def test_files_of_a_guide_pass_their_own_tests(document, tmp_path):
 
 
 ELSEWHERE = {"datasets", "torch", "trl", "verl"}
-"""Packages of trainers' own environments, in which the programs that import them are run by end-to-end tests."""
+"""Packages of trainers' own environments, in which tests run the programs that import them."""
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
@@ -165,7 +165,7 @@ def test_python_compiles_and_what_it_imports_exists(block):
             for alias in node.names:
                 importlib.import_module(alias.name)
         elif isinstance(node, ast.ImportFrom) and node.module not in shown:
-            if node.module.partition(".")[0] in ELSEWHERE:
+            if node.module.partition(".")[0] in ELSEWHERE or node.module.startswith("prorl_trio.learn."):
                 continue
             module = importlib.import_module(node.module)
             missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
