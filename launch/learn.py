@@ -42,7 +42,6 @@ QUICK: dict[str, Any] = {
     "demonstrations": 4,
     "held_out": 12,
     "evaluate_every": 2,
-    "checkpoint_every": 1,
 }
 """The settings with which everything happens, and little is learned, in three minutes."""
 

@@ -50,7 +50,7 @@ def describe(event: Event) -> Text:
             line.append(f"greedy {record.greedy:.2f}  T = 1 {record.sampled:.2f}", style="bold green")
             return line.append(f"  tool used in {record.tool_share:.0%}  gap {record.gap:.4f}", style="dim")
         case Stepped(record, of):
-            seconds = record.wait_s + record.update_s + record.sync_s + record.evaluate_s + record.checkpoint_s
+            seconds = record.wait_s + record.update_s + record.sync_s + record.checkpoint_s
             line = Text(f"step {record.step:3}/{of}  ")
             line.append(f"reward {record.reward_sampled or record.reward:.2f}", style="bold")
             line.append(f"  informative {record.informative_share or 0.0:.0%}  {record.length:.0f} tokens")

@@ -44,7 +44,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         demonstration_steps, demonstrations: of supervised training: how many, and how many demonstrations in each.
         held_out: problems of each evaluation, solved once greedily and once at temperature 1.
         evaluate_every: steps.
-        checkpoint_every: steps.
         max_output_tokens: of a turn. `max_turns`: of a rollout.
         tokens_per_pack: see `Recipe`.
     """
@@ -63,7 +62,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     demonstration_learning_rate: float = 1e-4
     held_out: int = 96
     evaluate_every: int = 5
-    checkpoint_every: int = 5
     max_output_tokens: int = 48
     max_turns: int = 3
     tokens_per_pack: int = 1024
@@ -102,7 +100,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     capped: float
     wait_s: float
     update_s: float
-    sync_s: float
+    sync_s: float = 0.0
     engine_busy: float | None = None
     engine_running: float | None = None
     engine_tokens_per_s: float | None = None

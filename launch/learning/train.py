@@ -72,7 +72,7 @@ def train(folder: Path) -> None:
     trainer = make_trainer(record.settings, recipe_of(record.settings))
     state = load_checkpoint(checkpoint, trainer)
     record.cut(state["step"])
-    run = _Run(folder, trainer, record)
+    run = _Run(folder, trainer, record, state["step"])
     url, token = os.environ["PRORL_URL"], os.environ["PRORL_TOKEN"]
     with (
         BlockingClient(url, token, session_id=f"learn-{folder.name}") as client,
@@ -115,62 +115,62 @@ def _job(settings: Settings) -> JobTemplate:
 class _Run:
     """A run at work: its trainer, its record, and the step it is at."""
 
-    def __init__(self, folder: Path, trainer: Trainer, record: RunRecord) -> None:
+    def __init__(self, folder: Path, trainer: Trainer, record: RunRecord, step: int) -> None:
         self.folder = folder
         self.trainer = trainer
         self.record = record
         self.settings: Settings = record.settings
+        self.step = step
+        """The updates so far, which is the policy's version, too."""
         self.events = EventLog(folder / EVENTS)
         self._before = record.wall_s, record.cpu_s
         self._began = time.monotonic(), time.process_time()
 
-    @property
-    def step(self) -> int:
-        """The updates so far, which is the policy's version, too."""
-        return len(self.record.steps)
-
     def go(self, client: BlockingClient, examiner: BlockingClient, groups: BlockingGroups) -> None:
-        """Take the steps that are left."""
-        if not self.record.evaluations:
-            self.evaluate(examiner, "before")
-        while self.step < self.settings.steps:
-            self.take_step(client, examiner, groups)
-        self.save()
+        """Take the steps that are left, and evaluate on the way."""
+        if groups.version != str(self.step):  # it was killed between the checkpoint and this
+            groups.advance(str(self.step))
+        while True:
+            due = self.step % self.settings.evaluate_every == 0 or self.step == self.settings.steps
+            if due and self.step not in [each.step for each in self.record.evaluations]:
+                self.evaluate(examiner)
+            if self.step == self.settings.steps:
+                break
+            self.take_step(client, groups)
         draw_curve(self.record, self.folder)
 
-    def take_step(self, client: BlockingClient, examiner: BlockingClient, groups: BlockingGroups) -> None:
-        """Wait for a batch, train on it, and give the engine the new weights."""
+    def take_step(self, client: BlockingClient, groups: BlockingGroups) -> None:
+        """Wait for a batch, train on it, write a checkpoint, and give the engine the new weights.
+
+        In this order a run that is killed anywhere can go on: a version is announced once its weights are on the disk.
+        """
         clock = _Clock()
         with EngineLoad(os.environ["PRORL_ENGINE_URL"]) as load:
             batch = groups.take(timeout_s=ROLLOUTS_TIMEOUT_S)
         wait_s = clock.lap()
         figures = self.trainer.update([group.outcomes for group in batch.groups])
         update_s = clock.lap()
-        version = str(self.step + 1)
-        with client.policy_update(version, mode="keep", timeout_s=UPDATE_TIMEOUT_S) as update:
+        self.step += 1
+        self.record.steps.append(_step_record(self.record, batch, figures, load, wait_s=wait_s, update_s=update_s))
+        self.save()
+        save_checkpoint(self.folder / CHECKPOINTS, self.trainer, self.step, {"batch": batch.number})
+        checkpoint_s = clock.lap()
+        with client.policy_update(str(self.step), mode="keep", timeout_s=UPDATE_TIMEOUT_S) as update:
             update.load_state_dict(self.trainer.model.state_dict(), base=self.settings.model)
-        groups.advance(version)
-        sync_s = clock.lap()
-        times = {"wait_s": wait_s, "update_s": update_s, "sync_s": sync_s}
-        self.record.steps.append(_step_record(self.record, batch, figures, load, times))
-        last = self.step == self.settings.steps
-        if last or self.step % self.settings.evaluate_every == 0:
-            self.evaluate(examiner, "after")
-        evaluate_s = clock.lap()
-        if last or self.step % self.settings.checkpoint_every == 0:
-            save_checkpoint(self.folder / CHECKPOINTS, self.trainer, self.step, {"batch": batch.number})
-            groups.confirm(batch.number)
-        self.note(evaluate_s=evaluate_s, checkpoint_s=clock.lap())
+        groups.advance(str(self.step))
+        groups.confirm(batch.number)
+        self.note(checkpoint_s=checkpoint_s, sync_s=clock.lap())
+        self.events.write(Stepped(record=self.record.steps[-1], of=self.settings.steps))
 
     def note(self, **times: float) -> None:
-        """Complete the record of the step with the `times` of what came after it, and tell of it."""
-        step = msgspec.structs.replace(self.record.steps[-1], **times)
-        self.record.steps[-1] = step
-        self.events.write(Stepped(record=step, of=self.settings.steps))
+        """Add to the record of the last step the times of what came after it."""
+        if self.record.steps:
+            self.record.steps[-1] = msgspec.structs.replace(self.record.steps[-1], **times)
         self.save()
 
-    def evaluate(self, examiner: BlockingClient, when: str) -> None:
+    def evaluate(self, examiner: BlockingClient) -> None:
         """Solve the held-out problems, and keep some of the trajectories for people."""
+        clock = _Clock()
         held_out = solve_held_out(examiner, self.settings, f"held-out-{uuid.uuid4().hex[:8]}")
         complete = [outcome for outcome in held_out.sampled if outcome.trajectory is not None]
         evaluation = Evaluation(
@@ -188,9 +188,10 @@ class _Run:
         )
         self.record.evaluations.append(evaluation)
         self.events.write(Evaluated(record=evaluation))
+        when = "after" if self.step else "before"
         title = f"Held-out problems {when} training, after {self.step} updates"
         write_examples(self.folder / f"examples-{when}.md", title, held_out.sampled[:EXAMPLES])
-        self.save()
+        self.note(evaluate_s=clock.lap())
         draw_curve(self.record, self.folder)
 
     def wall_s(self) -> float:
@@ -218,9 +219,9 @@ class _Clock:
 
 
 def _step_record(
-    record: RunRecord, batch: Batch, figures: UpdateFigures, load: EngineLoad, times: dict[str, float]
+    record: RunRecord, batch: Batch, figures: UpdateFigures, load: EngineLoad, *, wait_s: float, update_s: float
 ) -> StepRecord:
-    """Return the record of the step that was just taken; what comes after it is still missing."""
+    """Return the record of the step that was just taken, without the times of what comes after it."""
     outcomes = [outcome for group in batch.groups for outcome in group.outcomes]
     ended = [line for line in batch.manifest if line.fate != "carried"]
     decided = [line.reward for line in ended if line.fate in _DECIDED and line.reward is not None]
@@ -242,8 +243,9 @@ def _step_record(
         capped=figures.capped / figures.tokens,
         engine_busy=load.busy / looks if load.looks else None,
         engine_running=load.running / looks if load.looks else None,
-        engine_tokens_per_s=load.tokens / times["wait_s"] if load.looks else None,
-        **times,
+        engine_tokens_per_s=load.tokens / wait_s if load.looks else None,
+        wait_s=wait_s,
+        update_s=update_s,
     )
 
 
