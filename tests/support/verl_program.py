@@ -56,19 +56,20 @@ class Queue:
 
 
 def config_of(plan, **changes):
-    """verl's own defaults, with the plan's model, agent loop and lengths."""
+    """verl's own defaults, the settings that the guide shows, and the plan's model, agent loop and lengths."""
+    defaults = OmegaConf.load(DEFAULTS)
+    OmegaConf.set_struct(defaults, True)  # a setting that verl does not know is an error
     rollout = {
-        "name": "vllm",
         "n": plan["n"],
-        "calculate_log_probs": True,
         "prompt_length": plan["prompt_length"],
         "response_length": plan["response_length"],
-        "agent": {"num_workers": 1, "default_agent_loop": "node", "agent_loop_config_path": plan["agent_loops"]},
+        "agent": {"num_workers": 1, "agent_loop_config_path": plan["agent_loops"]},
         **changes,
     }
     storage = {"total_storage_size": 1000, "num_data_storage_units": 1}
     config = OmegaConf.merge(
-        OmegaConf.load(DEFAULTS),
+        defaults,
+        OmegaConf.from_dotlist(plan["settings"]),
         {
             "actor_rollout_ref": {"rollout": rollout, "model": {"path": plan["model"]}},
             "transfer_queue": {"enable": True, "backend": {"SimpleStorage": storage}},
@@ -81,11 +82,10 @@ def config_of(plan, **changes):
 def columns(plan):
     """The data rows as verl's data set has them: `uid`, `raw_prompt`, `extra_info`, `index`."""
     tasks = plan["tasks"]
-    instances = [{"instance_id": f"q{n}", "handler": "talk", "payload": task} for n, task in enumerate(tasks)]
     found: dict[str, list[object]] = {
         "uid": [f"prompt{n}" for n in range(len(tasks))],
         "raw_prompt": [[{"role": "user", "content": task["question"]}] for task in tasks],
-        "extra_info": [{"index": n, "task": instance} for n, instance in enumerate(instances)],
+        "extra_info": [{"index": n, "payload": task} for n, task in enumerate(tasks)],
     }
     arrays: dict[str, np.ndarray] = {}
     for name, values in found.items():

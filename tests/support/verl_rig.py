@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,8 @@ from support.skips import because
 
 TOKEN = "a-token-for-tests-0123456789"
 TESTS = Path(__file__).parents[1]
+PAGE = (TESTS.parent / "docs/train-with-verl.md").read_text()
+"""The guide: what is run here is what it shows."""
 STEP = 4
 """The step whose weights the engine has: those that training step 5 begins with."""
 
@@ -40,6 +44,11 @@ PLAN = {
         {"question": "What? " + "?" * 80, "answer": "41"},  # longer than a prompt may be, and wrong
     ],
 }
+
+
+def shown(language):
+    """The first block of the guide in that language."""
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[0]
 
 
 def verl_python():
@@ -83,6 +92,7 @@ class Rig:
         """Kill it, and start it again with what is on its disk; return when it is observed again."""
         self.process.kill()
         await self.process.wait()
+        self.engine.release()
         await self.start()
         await self._observer.status()
 
@@ -106,11 +116,11 @@ class Rig:
         """Run the program in verl's environment; return what it found. It has begun when it says so."""
         folder = self.folder
         plan = PLAN | {"model": str(folder / "model"), "agent_loops": self.loops}
+        plan["settings"] = re.findall(r"^    (\S+=\S+)", shown("sh"), re.MULTILINE)
         plan["engine"] = self.engine.url.removeprefix("http://")
         (folder / "plan.json").write_text(json.dumps(plan))
         env = os.environ | {
-            "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
-            "PRORL_TOKEN": TOKEN,
+            "PYTHONPATH": f"{TESTS.parent}:{TESTS}:{folder}",
             "HOME": str(folder),
             "OMP_NUM_THREADS": "1",
             "RAY_raylet_start_wait_time_s": "120",
@@ -130,15 +140,13 @@ class Rig:
 
     @property
     def loops(self):
-        """The file of verl's `agent_loop_config_path`."""
-        file = self.folder / "agent_loops.yaml"
-        file.write_text(
-            "- name: node\n"
-            "  _target_: prorl_trio.integrations.verl.agent_loop.NodeAgentLoop\n"
-            f"  node: {{endpoint_file: {self.folder / 'endpoint.json'}}}\n"
-            "  job: {max_turns: 4, max_trajectory_tokens: 2000, retry: {max_attempts: 1}}\n"
-        )
-        return str(file)
+        """The file of verl's `agent_loop_config_path`, and the module of tasks that it names, as the guide has them."""
+        said = shown("yaml").replace("/shared", str(self.folder))
+        # Beyond what fits a row, so that there is something to cut.
+        said = said.replace("max_turns: 8\n", "max_turns: 8\n    max_trajectory_tokens: 2000\n")
+        (self.folder / "my_tasks.py").write_text(shown("python").replace('"shell"', '"talk"'))
+        (self.folder / "agent_loops.yaml").write_text(said)
+        return str(self.folder / "agent_loops.yaml")
 
 
 async def _kill(process):
@@ -160,13 +168,14 @@ async def open_rig(folder):
 
     config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=4000, per_token_s=0.03)
     async with open_fake_engine(script=script, config=config) as engine, trio.open_nursery() as nursery:
-        node = {
-            "model": {"path": str(folder / "model")},
-            "listen": {"port": 0, "token": TOKEN, "endpoint_file": str(folder / "endpoint.json")},
-            "ledger": {"dir": str(folder / "ledger")},
-            "sandbox": {"provider": "process", "max_warm": 0},
-            "arena": {"enabled": False},
-        }
+        node = tomllib.loads(shown("toml"))
+        node["model"]["path"] = str(folder / "model")
+        node["listen"] |= {"host": "127.0.0.1", "port": 0, "endpoint_file": str(folder / "endpoint.json")}
+        node["listen"]["token_file"] = str(folder / "prorl-token")
+        node["ledger"]["dir"] = str(folder / "ledger")
+        node |= {"sandbox": {"provider": "process", "max_warm": 0}, "arena": {"enabled": False}}
+        (folder / "prorl-token").write_text(f"{TOKEN}\n")
+        (folder / "prorl-token").chmod(0o600)
         (folder / "node.toml").write_bytes(msgspec.toml.encode(node))
         rig = Rig(folder, tiny, engine, nursery)
         await rig.start()

@@ -2,6 +2,8 @@
 
 verl makes one of these for each rollout, from the file that `agent_loop_config_path` names, and calls `run`. Both of
 its trainers do: V1 (`trainer.use_v1`), which takes a list of rows or an exception, and V0, which takes one row.
+
+The other seam, `agent_loop_manager_class`, would have to write rows into verl's queues itself, in forms of its releases.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ DEFAULT_CORRECT: Final = "prorl_trio.client.sampling.groups:reached_one"
 
 
 class RolloutFailed(ProrlError):
-    """A rollout has no reward, by no fault of the policy's. verl's V1 marks its prompt as failed."""
+    """A rollout has no reward, by no fault of the policy's.
+
+    verl's V1 marks its prompt as failed, and samples another if its `sync_refill_failed_groups` says so.
+    """
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(

@@ -70,7 +70,10 @@ class NodeTrainer:
         self._engines.finish_update()
 
     def _servers(self) -> Any:
-        """Return the manager of the servers that rollouts use: those beside the trainer, if it has such."""
+        """Return the manager of the servers that rollouts use: those beside the trainer, if it has such.
+
+        The ones on its own GPUs are then idle: `actor_rollout_ref.hybrid_engine=False` saves them.
+        """
         return getattr(self, "standalone_server_manager", self.llm_server_manager)
 
 
