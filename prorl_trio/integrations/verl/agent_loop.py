@@ -3,7 +3,8 @@
 verl makes one of these for each rollout, from the file that `agent_loop_config_path` names, and calls `run`. Both of
 its trainers do: V1 (`trainer.use_v1`), which takes a list of rows or an exception, and V0, which takes one row.
 
-The other seam, `agent_loop_manager_class`, would have to write rows into verl's queues itself, in forms of its releases.
+The other seam, `agent_loop_manager_class`, would have to write rows into verl's queues itself, as each release
+has them.
 """
 
 from __future__ import annotations
