@@ -9,7 +9,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Final
 
-from prorl_trio.types.errors import BackendError, ServiceError
+from prorl_trio.types.errors import BackendError, ServiceError, UpdateRefused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,9 +97,11 @@ class NodeEngines:
             return
         with self._turn:
             update, self._update = self._update, None
-            self._step = self._updating_to
-            update.__exit__(None, None, None)
-            if self._missing():  # the node was started again meanwhile
+            self._step = step = self._updating_to
+            try:
+                update.__exit__(None, None, None)
+            except UpdateRefused as exc:  # the node was started again meanwhile, and knows of no update
+                logger.warning("the engines have the weights of step %d, and the node is told so again: %s", step, exc)
                 self._open()
 
     def close(self) -> None:
