@@ -9,7 +9,7 @@ has them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 try:
     from omegaconf import OmegaConf
@@ -17,7 +17,8 @@ try:
 except ImportError as exc:
     raise ImportError("this needs verl: pip install 'prorl-trio[verl]'") from exc
 
-from prorl_trio.integrations.verl.jobs import JobTemplate, Sampling, loaded, sampling_of
+from prorl_trio.client.sampling.opening import reached_one
+from prorl_trio.integrations.verl.jobs import JobTemplate, Sampling, loaded, sampling_of, task_of_row
 from prorl_trio.integrations.verl.node_address import NodeAddress
 from prorl_trio.integrations.verl.rollouts import rollouts_on
 from prorl_trio.integrations.verl.rows import Row, RowLimits, masked_row, rows_of, turns_of
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import Outcome
 
 __all__ = ["NodeAgentLoop", "RolloutFailed", "builtin", "check_sampling", "run_name"]
-
-DEFAULT_TASK: Final = "prorl_trio.integrations.verl.jobs:task_of_row"
-DEFAULT_CORRECT: Final = "prorl_trio.client.sampling.groups:reached_one"
 
 
 class RolloutFailed(ProrlError):
@@ -54,10 +52,9 @@ class NodeAgentLoop(AgentLoopBase):  # type: ignore[misc] # verl has no types
     Args:
         node: see `NodeAddress`.
         job: fields that all jobs have, see `JobTemplate`.
-        task: `package.module:function`, which returns the `TaskInstance` of a data row; see `task_of_row`.
+        task: `package.module:function`, which returns the `TaskInstance` of a data row; None: `task_of_row`.
         correct: `package.module:function`, which tells of an outcome that has a reward whether it is correct: what
-            `algorithm.filter_groups.metric=acc` filters by.
-        run: goes into every job's tag `verl`, by which a trainer that comes back finds what it has left.
+            `algorithm.filter_groups.metric=acc` filters by. None: one with a reward of 1.0 or more is.
         **verl: what verl passes.
 
     Raises:
@@ -69,8 +66,8 @@ class NodeAgentLoop(AgentLoopBase):  # type: ignore[misc] # verl has no types
         *,
         node: Mapping[str, Any],
         job: Mapping[str, Any] | None = None,
-        task: str = DEFAULT_TASK,
-        correct: str = DEFAULT_CORRECT,
+        task: str | None = None,
+        correct: str | None = None,
         **verl: Any,
     ) -> None:
         super().__init__(**verl)
@@ -80,8 +77,8 @@ class NodeAgentLoop(AgentLoopBase):  # type: ignore[misc] # verl has no types
         self._limits = RowLimits(int(rollout.prompt_length), int(rollout.response_length))
         fields = {} if job is None else builtin(job)
         fields["tags"] = {"verl": run_name(self.config), **fields.get("tags", {})}
-        self._template = JobTemplate(fields, self._limits, loaded(task))
-        self._correct = loaded(correct)
+        self._template = JobTemplate(fields, self._limits, task_of_row if task is None else loaded(task))
+        self._correct = reached_one if correct is None else loaded(correct)
         self._rollouts = rollouts_on(NodeAddress.read(builtin(node)))
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
