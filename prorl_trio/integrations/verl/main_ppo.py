@@ -15,7 +15,7 @@ except ImportError as exc:
 
 __all__ = ["NodeTaskRunner", "main"]
 
-_TaskRunner: Any = main_ppo.TaskRunnerV1.__ray_metadata__.modified_class
+_TaskRunner: Any = main_ppo.TaskRunnerV1.__ray_metadata__.modified_class.__ray_actor_class__
 """verl's class, of which Ray has made an actor."""
 
 
