@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 from random import Random
 from types import SimpleNamespace
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -181,3 +184,110 @@ def test_no_row_is_older_than_trl_allows_and_no_step_waits_for_ever(
         made[0].work_on()
         worker.update_model_version(now[0])
     assert max(ages) <= args.max_staleness
+
+
+# ---------------------------------------------------------------- the worker over groups that a test makes
+
+
+class Given:
+    """`BlockingGroups` with given outcomes. `figures` are its statistics."""
+
+    def __init__(self, *outcomes):
+        self.figures, self.closed = {"ended": 0}, False
+        self._batches = [batch(group) for group in outcomes]
+
+    def take(self, k, *, timeout_s):
+        if not self._batches:
+            raise TimeoutError
+        return self._batches.pop(0)
+
+    def advance(self, version):
+        pass
+
+    def statistics(self):
+        return dict(self.figures)
+
+    def close(self):
+        self.closed = True
+
+
+def batch(outcomes):
+    rewards = np.array([each.reward for each in outcomes], np.float32)
+    group = SimpleNamespace(number=3, outcomes=outcomes, rewards=rewards)
+    figures = dict.fromkeys(("solved_groups", "unsolved_groups", "resampled", "cancelled", "carried_groups"), 1)
+    statistics = SimpleNamespace(**figures, running_groups=1, informative_share=0.5, duration_ks=None)
+    return SimpleNamespace(groups=[group], statistics=statistics)
+
+
+@pytest.fixture
+def open_worker(monkeypatch):
+    """A function that starts a worker over outcomes; the node's versions began at 5, and TRL counts from 1."""
+
+    def start(*outcomes, client=None, **options):
+        given = Given(*outcomes)
+        monkeypatch.setattr(async_worker, "BlockingGroups", lambda *_, **__: given)
+        monkeypatch.setattr(async_worker, "_sample_class", lambda: SimpleNamespace)
+        monkeypatch.setattr(async_worker, "check_tokenizer", lambda *_: None)
+        monkeypatch.setattr(async_worker, "model_facts", lambda _: None)
+        monkeypatch.setattr(async_worker, "newest_version", lambda _: 5)
+        worker = RolloutWorker(client, [], arguments(), tokenizer=SimpleNamespace(eos_token_id=9), **options)
+        worker.update_model_version(1)
+        worker.start()
+        return worker, given
+
+    return start
+
+
+def nothing_said(reward):
+    return msgspec.structs.replace(rollout("n", "5", 1, False), trajectory=None, reward=reward)
+
+
+def test_every_segment_is_a_row_with_the_advantage_of_its_rollout_and_its_oldest_version(open_worker):
+    spans = [PolicySpan(start=n, end=n + 1, policy_version=str(6 + n), engine="fake 1") for n in (1, 0)]
+    mixed = Segment.from_arrays([1, 2], [-0.5, -1], [1, 1], spans)
+    both = msgspec.structs.replace(rollout("a", "7", 2, True), reward=1.0)
+    record = msgspec.structs.replace(both.trajectory, segments=[both.trajectory.segments[0], mixed])
+    group = [msgspec.structs.replace(both, trajectory=record), rollout("b", "5", 1, False), nothing_said(0.0)]
+    worker, _ = open_worker(group, rows_per_rollout=2)
+    worker.update_model_version(3)
+    rows = [worker.rollout_buffer.get() for _ in range(4)]
+    assert [row.model_version for row in rows] == [3, 2, 1, 3]
+    assert np.allclose([row.advantage for row in rows], [2**0.5, 2**0.5, -(0.5**0.5), 0.0])
+    assert [row.input_ids.tolist() for row in rows] == [[1, 2], [1, 2], [1, 2], [9, 9]]
+    assert {row.group_id for row in rows} == {3}
+    assert [row.metrics["reward"] for row in rows] == [1.0, 1.0, 0.0, 0.0]
+    logged = worker.metrics_queue.get_nowait()
+    assert logged["rollout/informative_share"] == 0.5
+    assert "rollout/duration_ks" not in logged
+
+
+def test_more_segments_than_were_announced_are_an_error(open_worker):
+    worker, _ = open_worker([rollout("a", "5", 2, True), rollout("b", "5", 1, False)])
+    with pytest.raises(ConfigError, match="job a has 2 segments, and rows_per_rollout is 1"):
+        worker.rollout_buffer.get()
+
+
+def test_a_version_that_is_no_number_is_an_error(open_worker):
+    worker, _ = open_worker([rollout("a", "mine", 1, True), rollout("b", "mine", 1, False)])
+    with pytest.raises(ConfigError, match="policy version 'mine'"):
+        worker.rollout_buffer.get()
+
+
+def test_a_worker_is_well_as_long_as_rollouts_end(open_worker, monkeypatch):
+    pool = {"backends": [{"url": "http://e", "state": "down", "error": "no answer"}]}
+    client = SimpleNamespace(list_backends=lambda: SimpleNamespace(pool=pool))
+    clock = [0.0]
+    monkeypatch.setattr(async_worker.time, "monotonic", lambda: clock[0])
+    worker, given = open_worker(client=client)
+    for ended, at_s in [(0, 0), (0, 299), (1, 301), (1, 600)]:
+        clock[0], given.figures["ended"] = at_s, ended
+        worker.check_health(300)
+    clock[0] = 602
+    with pytest.raises(TimeoutError, match=r"no rollout has ended for 300 s .* http://e down no answer"):
+        worker.check_health(300)
+    with pytest.raises(queue.Empty):
+        worker.rollout_buffer.get(timeout=0.1)
+    worker.stop()
+    worker.stop()
+    assert given.closed
+    worker.check_health(0)
