@@ -20,6 +20,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from launch.learning.demonstrations import demonstrations
+from prorl_trio.chat.format import ChatFormat
+from prorl_trio.client.word_problems import drill
 from prorl_trio.learn.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from prorl_trio.learn.objectives import (
     OBJECTIVES,
@@ -33,6 +36,7 @@ from prorl_trio.learn.objectives import (
 )
 from prorl_trio.learn.rows import Row, pack_rows, rows_of
 from prorl_trio.learn.trainer import Recipe, Trainer
+from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, Timing, Trajectory
 
 VOCABULARY = 50
@@ -459,6 +463,25 @@ def sampled_group(trainer, seed):
 def mean_log_prob(trainer, rollouts):
     with torch.no_grad():
         return float(torch.cat([log_probs_alone(trainer.model, row) for row in rows_of(rollouts)]).mean())
+
+
+# ---------------------------------------------------------------- demonstrations
+
+
+def check_demonstrations_are_what_a_node_would_have_recorded(folder):
+    tokenizer = make_tiny_model(folder)
+    rows = demonstrations(ChatFormat.load(folder), 8, seed=3)
+    assert len({row.token_ids.tobytes() for row in rows}) == 8
+    assert [row.rollout for row in rows] == list(range(8))
+    for number, row in enumerate(rows):
+        problem = drill(number, seed=3)
+        said = f"```python\n{problem.program}\n```<|im_end|>", f"\\boxed{{{problem.answer}}}<|im_end|>"
+        assert tokenizer.decode(row.token_ids.tolist()) == (
+            f"<|im_start|>system\nUse Python.<|im_end|>\n<|im_start|>user\n{problem.question}<|im_end|>\n"
+            f"<|im_start|>assistant\n{said[0]}\n<|im_start|>user\n<tool_response>\n{problem.answer}\n"
+            f"</tool_response><|im_end|>\n<|im_start|>assistant\n{said[1]}"
+        )
+        assert tokenizer.decode(row.token_ids[row.loss_mask == 1].tolist()) == "".join(said)
 
 
 # ---------------------------------------------------------------- checkpoints
