@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineSeen", "RecordedTurn", "recorded_turns", "replay", "watch_engine"]
 
 CALL_TIMEOUT_S: Final = 600.0
-POLL_S: Final = 0.5
+POLL_S: Final = 1.0
 POLL_TIMEOUT_S: Final = 30.0
 OK: Final = 200
 
@@ -142,7 +142,7 @@ class EngineSeen(msgspec.Struct):
 
 @asynccontextmanager
 async def watch_engine(url: str) -> AsyncIterator[EngineSeen]:
-    """Look at vLLM's metrics every half second while the block runs; the figures are complete when it is left."""
+    """Look at vLLM's metrics each second while the block runs; the figures are complete when it is left."""
     seen, http = EngineSeen(), HttpClient(url)
 
     async def read() -> tuple[float, float]:
