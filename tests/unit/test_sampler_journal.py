@@ -1,0 +1,166 @@
+"""The journal of a sampler: cut off at any byte, damaged, written anew, on a full disk, and of another format."""
+
+from __future__ import annotations
+
+import errno
+
+import msgspec
+import pytest
+
+from prorl_trio.client.sampling import GroupRules, JobTemplate, ManifestLine
+from prorl_trio.client.sampling.events import Advanced, Arrived, Opened, Taken
+from prorl_trio.client.sampling.journal import HISTORY_BYTES, JOURNAL, MANIFEST, SamplerJournal, read_session_id
+from prorl_trio.client.sampling.sampler import GroupSampler
+from prorl_trio.types.errors import ConfigError
+from support.sampled import make_failure, make_rollout, make_task
+
+RULES = GroupRules(size=2, groups_per_step=2, max_staleness=1)
+
+
+class World:
+    """A trainer and a node that always do the same: what comes of a rollout depends on its id."""
+
+    def __init__(self, folder):
+        self.journal = SamplerJournal(folder)
+        if self.journal.beginning is None:
+            self.sampler = GroupSampler.begin("run", RULES, "0")
+            self.journal.begin("s", self.sampler.state)
+        else:
+            self.sampler = GroupSampler(self.journal.beginning.state)
+            try:
+                self.journal.write_lines([line for e in self.journal.events() for line in self.sampler.apply(e).lines])
+            except ConfigError:
+                self.journal.close()
+                raise
+
+    def commit(self, *events):
+        self.journal.append(events)
+        for event in events:
+            self.journal.write_lines(self.sampler.apply(event).lines)
+
+    def step(self):
+        """Do the first thing that can be done; return False when three batches were taken."""
+        state = self.sampler.state
+        pending = [job_id for job_id, _ in self.sampler.pending().submit]
+        if state.next_batch == 4:
+            return False
+        if (groups := self.sampler.choose(2)) is not None:
+            self.commit(Taken(groups, confirms=True))
+        elif state.taken_at[-1] == 2:
+            self.commit(Advanced(str(self.sampler.version + 1), confirms=True))
+        elif room := self.sampler.room():
+            self.commit(*[Opened(make_task(state.next_group + n), JobTemplate()) for n in range(room)])
+        else:
+            spec = self.sampler.spec(min(pending))
+            _, group, member, attempt = spec.job_id.split("-")
+            if attempt == "1" and member == "0" and int(group[1:]) % 2:
+                self.commit(Arrived(make_failure(spec), correct=False))
+            else:
+                right = member == "0" or int(group[1:]) % 3 == 0
+                self.commit(Arrived(make_rollout(spec, float(right)), correct=right))
+        return True
+
+
+def lines_of(folder):
+    return msgspec.json.Decoder(ManifestLine).decode_lines((folder / MANIFEST).read_bytes())
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """The files of a run that nobody killed, and their state."""
+    world = World(tmp_path / "whole")
+    while world.step():
+        pass
+    world.journal.close()
+    return (tmp_path / "whole" / JOURNAL).read_bytes(), lines_of(tmp_path / "whole"), world.sampler.state
+
+
+def test_a_run_that_is_killed_at_any_byte_goes_on_to_the_same_end(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.fdatasync", lambda _file: None)  # nobody takes the power away
+    monkeypatch.setattr("os.fsync", lambda _file: None)
+    journal, lines, state = whole
+    assert {line.fate for line in lines} == {"trained", "resampled", "uninformative"}
+    began = SamplerJournal(tmp_path / "whole")
+    first = began._begun_bytes
+    began.close()
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    for length in range(first, len(journal) + 1, 83):
+        (folder / JOURNAL).write_bytes(journal[:length] + bytes(5) * (length % 2))  # some blocks of a file are empty
+        # The manifest is behind the journal, or its last line is cut off.
+        (folder / MANIFEST).write_bytes(msgspec.json.Encoder().encode_lines(lines)[: 50 * (length % 5)])
+        world = World(folder)
+        while world.step():
+            pass
+        world.journal.close()
+        assert lines_of(folder) == lines
+        assert msgspec.msgpack.encode(world.sampler.state) == msgspec.msgpack.encode(state)
+
+
+def test_damage_is_told_from_a_kill(whole, tmp_path):
+    journal, _, _ = whole
+    for at in range(len(journal) // 2, len(journal) - 1500, 197):
+        damaged = bytearray(journal)
+        damaged[at] ^= 0xFF
+        (tmp_path / "whole" / JOURNAL).write_bytes(damaged)
+        with pytest.raises(ConfigError, match="is damaged at byte"):
+            World(tmp_path / "whole")
+    (tmp_path / "whole" / JOURNAL).write_bytes(journal)
+    assert read_session_id(tmp_path / "whole") == "s"
+    (tmp_path / "whole" / MANIFEST).unlink()
+    World(tmp_path / "whole").journal.close()  # as far as the journal has its events, the manifest is made again
+
+
+def test_it_is_written_anew_when_it_is_mostly_history(tmp_path, monkeypatch):
+    monkeypatch.setattr("prorl_trio.client.sampling.journal.HISTORY_BYTES", 2_000)
+    assert HISTORY_BYTES > 1_000_000
+    world = World(tmp_path)
+    anew = 0
+    while world.step():
+        if world.journal.mostly_history:
+            world.journal.begin("s", world.sampler.state)
+            anew += 1
+            assert not world.journal.mostly_history
+    state = msgspec.msgpack.encode(world.sampler.state)
+    lines = lines_of(tmp_path)
+    world.journal.close()
+    assert anew > 0
+    assert (tmp_path / JOURNAL).stat().st_size < 100_000
+    again = World(tmp_path)
+    again.journal.close()
+    assert msgspec.msgpack.encode(again.sampler.state) == state
+    assert lines_of(tmp_path) == lines
+    # Lines before the stored state cannot be made again.
+    (tmp_path / MANIFEST).write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"manifest\.jsonl has 0 bytes, and the journal beside it says at least"):
+        World(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["fdatasync", "fsync"])
+def test_a_disk_that_fails_leaves_what_was_there(tmp_path, monkeypatch, call):
+    world = World(tmp_path)
+    world.step()
+    state = msgspec.msgpack.encode(world.sampler.state)
+
+    def fails(_file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"os.{call}", fails)
+        write = world.step if call == "fdatasync" else lambda: world.journal.begin("s", world.sampler.state)
+        with pytest.raises(ConfigError, match="No space left"):
+            write()
+    assert msgspec.msgpack.encode(world.sampler.state) == state
+    world.step()
+    state = msgspec.msgpack.encode(world.sampler.state)
+    world.journal.close()
+    again = World(tmp_path)
+    again.journal.close()
+    assert msgspec.msgpack.encode(again.sampler.state) == state
+
+
+def test_what_is_no_journal_is_refused(tmp_path):
+    (tmp_path / JOURNAL).write_bytes(b"hello, this is a text and no journal at all")
+    with pytest.raises(ConfigError, match="is no journal of a sampler"):
+        SamplerJournal(tmp_path)
+    assert read_session_id(tmp_path / "nothing") is None
