@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from prorl_trio.agent.style import AgentStyle
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.client import BlockingClient, RolloutClient, connect
+    from prorl_trio.client.sampling import BlockingGroups, GroupRules, JobTemplate, open_groups
     from prorl_trio.handlers.base import AgentHandler, Evaluation
     from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
@@ -58,6 +59,7 @@ __all__ = [
     "AgentStyle",
     "BashTool",
     "BlockingClient",
+    "BlockingGroups",
     "Budgets",
     "ChatMessage",
     "EditorTool",
@@ -65,9 +67,11 @@ __all__ = [
     "EvaluationError",
     "FinishTool",
     "GroupPolicy",
+    "GroupRules",
     "HandlerError",
     "IpythonTool",
     "JobSpec",
+    "JobTemplate",
     "MalformedJob",
     "NewDialogue",
     "Observation",
@@ -102,6 +106,7 @@ __all__ = [
     "TransferReport",
     "Turn",
     "connect",
+    "open_groups",
     "pad_batch",
     "run_agent",
     "run_sub_agent",
@@ -115,6 +120,7 @@ _HOMES = {
     "prorl_trio.agent.style": "AgentStyle",
     "prorl_trio.chat.conversation": "ParsedTurn",
     "prorl_trio.client": "BlockingClient RolloutClient connect",
+    "prorl_trio.client.sampling": "BlockingGroups GroupRules JobTemplate open_groups",
     "prorl_trio.handlers.base": "AgentHandler Evaluation",
     "prorl_trio.sandbox.provider": "ProviderReport SandboxProvider SandboxSpec",
     "prorl_trio.sandbox.sandbox": "Sandbox",

@@ -6,6 +6,7 @@ from prorl_trio.client.sampling.batch import Batch, BatchStatistics, Group, Mani
 from prorl_trio.client.sampling.blocking import BlockingGroups
 from prorl_trio.client.sampling.errors import NothingToLearn, RolloutsFail
 from prorl_trio.client.sampling.groups import Groups
+from prorl_trio.client.sampling.journal import read_session_id
 from prorl_trio.client.sampling.opening import open_groups, reached_one
 from prorl_trio.client.sampling.rules import GroupRules, JobTemplate
 
@@ -22,4 +23,5 @@ __all__ = [
     "RolloutsFail",
     "open_groups",
     "reached_one",
+    "read_session_id",
 ]
