@@ -26,7 +26,7 @@ from prorl_trio.client.weights.model_folder import ModelFolder
 from prorl_trio.config import ModelConfig, NodeConfig, SandboxConfig
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.core import open_node
-from prorl_trio.types.models import ChatMessage
+from prorl_trio.types.models import ChatMessage, SamplingParams
 from support.completions import asked, begun
 from support.fake_service import TOKEN, open_service
 from support.skips import because
@@ -38,6 +38,8 @@ TOKENS_BEFORE = 24
 TOKENS = 80
 CALL_S = 400.0
 AGREES = 0.05
+GREEDY = SamplingParams(temperature=0.0)
+"""A sampled story may end by itself before the pause."""
 QUESTION = [ChatMessage(role="user", content="Tell me a long story about a fox and a lighthouse.")]
 
 
@@ -58,11 +60,12 @@ async def sample_across(node, client, mode, folder, version, prompt):
             enough.set()
         return False
 
-    partial = begun(asked(prompt, TOKENS, request_id=mode, timeout_s=CALL_S), stop=look)
+    partial = begun(asked(prompt, TOKENS, sampling=GREEDY, request_id=mode, timeout_s=CALL_S), stop=look)
 
     async def sample():
         async with node.backends.lease(mode) as lease:
             got.append(await lease.attempt(partial))
+        enough.set()
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(sample)
@@ -87,7 +90,9 @@ async def fail_to_update(node, client, url, prompt):
 
 async def sample(node, prompt, name):
     async with node.backends.lease(name) as lease:
-        return await lease.attempt(begun(asked(prompt, TOKENS_BEFORE, request_id=name, timeout_s=CALL_S)))
+        return await lease.attempt(
+            begun(asked(prompt, TOKENS_BEFORE, sampling=GREEDY, request_id=name, timeout_s=CALL_S))
+        )
 
 
 async def update_with_tensors(node, client, prompt, old):
