@@ -35,6 +35,7 @@ async def test_rows_are_what_the_node_recorded_through_a_kill_and_a_policy_updat
     assert found["refused"]["truncated"].startswith("ConfigError: rollout.top_p=0.9")
     assert "raw log-probabilities of tokens sampled at temperature 0.5" in found["refused"]["hot"]
     assert found["refused"]["penalty"].startswith("ConfigError: repetition_penalty is 1.5")
+    assert "the node's tokenizer has other tokens than verl's" in found["refused"]["tokenizer"]
     assert found["task_runner"] == "NodeTaskRunner"
     check_hooks(found["hooks"])
     assert rig.doubled == []

@@ -23,6 +23,7 @@ import torch
 import verl
 import verl.trainer.ppo.v1.agent_loop_tq as v1
 from omegaconf import OmegaConf
+from transformers import AutoTokenizer
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.protocol import DataProto
 from verl.trainer.ppo.v1 import get_trainer_cls
@@ -30,7 +31,8 @@ from verl.utils import tensordict_utils
 
 from prorl_trio.integrations.verl.main_ppo import NodeTaskRunner
 from prorl_trio.integrations.verl.rollouts import close_all
-from prorl_trio.integrations.verl.trainers import install, node_of
+from prorl_trio.integrations.verl.trainers import check_tokenizer, install, node_of
+from prorl_trio.types.errors import ConfigError
 
 DEFAULTS = Path(verl.__file__).parent / "trainer/config/_generated_ppo_trainer.yaml"
 ARRAYS = ("prompts", "responses", "response_mask", "loss_mask", "rollout_log_probs", "rm_scores")
@@ -162,7 +164,10 @@ class Servers:
 
 
 def hooks(plan):
-    """verl's own hooks in the order of its `fit`, for two steps of each trainer; what they did, and when."""
+    """verl's own hooks in the order of its `fit`, for two steps of each trainer; what they did, and when.
+
+    And what is said to a tokenizer of another model.
+    """
     install()
     config = config_of(plan)
     done = {}
@@ -171,6 +176,7 @@ def hooks(plan):
             servers = Servers(plan, node)
             trainer = object.__new__(get_trainer_cls(mode))  # without the workers that its constructor starts
             trainer.config, trainer.global_steps, trainer.timing_raw = config, 0, {}
+            trainer.tokenizer = AutoTokenizer.from_pretrained(plan["model"])
             trainer.llm_server_manager = trainer.checkpoint_manager = servers
             trainer.curr_step_profile = trainer.prev_step_profile = False
             if mode == "separate_async":
@@ -188,7 +194,12 @@ def hooks(plan):
                 servers.calls.append(["version", versions(node), "open"])
             trainer._engines.close()
             done[mode] = servers.calls
-    return done
+        trainer.tokenizer.add_tokens(["<of another model>"])
+        try:
+            check_tokenizer(trainer.tokenizer, node)
+        except ConfigError as exc:
+            return done, str(exc)
+    raise AssertionError("another tokenizer was taken")
 
 
 def versions(node):
@@ -198,7 +209,8 @@ def versions(node):
 
 async def workers(plan):
     found = {"v1": await run_v1(plan), "v0": await run_v0(plan), "refused": await refusals(plan)}
-    return found | {"hooks": hooks(plan), "task_runner": NodeTaskRunner.__ray_metadata__.class_name}
+    done, found["refused"]["tokenizer"] = hooks(plan)
+    return found | {"hooks": done, "task_runner": NodeTaskRunner.__ray_metadata__.class_name}
 
 
 def cluster(plan):

@@ -123,7 +123,7 @@ class Rig:
             "PYTHONPATH": f"{TESTS.parent}:{TESTS}:{folder}",
             "HOME": str(folder),
             "OMP_NUM_THREADS": "1",
-            "RAY_raylet_start_wait_time_s": "120",
+            "RAY_raylet_start_wait_time_s": "300",
             "HF_HUB_OFFLINE": "1",
         }
         argv = [str(verl_python()), "-m", "support.verl_program", what, "plan.json", "result.json"]

@@ -20,6 +20,7 @@ try:
 except ImportError as exc:
     raise ImportError("this needs verl: pip install 'prorl-trio[verl]'") from exc
 
+from prorl_trio.chat.vocabulary import vocabulary_digest
 from prorl_trio.integrations.verl.agent_loop import NodeAgentLoop, builtin, check_sampling, run_name
 from prorl_trio.integrations.verl.engines import NodeEngines
 from prorl_trio.integrations.verl.node_address import NodeAddress
@@ -28,13 +29,16 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["NodeTrainer", "install", "node_of"]
+    from prorl_trio.client import BlockingClient
+
+__all__ = ["NodeTrainer", "check_tokenizer", "install", "node_of"]
 
 
 class NodeTrainer:
     """The hooks of a trainer of verl's that keep a node's engines in step. Mixed in before verl's class."""
 
     config: Any
+    tokenizer: Any
     global_steps: int
     llm_server_manager: Any
     _engines: NodeEngines
@@ -43,12 +47,13 @@ class NodeTrainer:
         """Register the engines, once they have weights. What an earlier trainer of this run has left is cancelled.
 
         Raises:
-            ConfigError: the configuration cannot be trained with.
+            ConfigError: the configuration cannot be trained with, or the node has another model's tokenizer.
             BackendError: the node cannot use an engine.
             ServiceError: the node cannot be reached.
         """
         check_sampling(self.config.actor_rollout_ref.rollout)
         client = node_of(self.config).connect_blocking()
+        check_tokenizer(self.tokenizer, client)
         client.cancel_on_node(tags={"verl": run_name(self.config)}, reason="its trainer was started again")
         _hook(self, "on_init_end")()
         self._engines = NodeEngines(client)
@@ -82,6 +87,20 @@ def install() -> None:
     for mode, trainer in list(TRAINER_REGISTRY.items()):
         if not issubclass(trainer, NodeTrainer):
             TRAINER_REGISTRY[mode] = type(f"Node{trainer.__name__}", (NodeTrainer, trainer), {})
+
+
+def check_tokenizer(tokenizer: Any, client: BlockingClient) -> None:
+    """Check that ids mean the same to verl as to the node.
+
+    Raises:
+        ConfigError: the node was started with another model's tokenizer.
+    """
+    ours, theirs = vocabulary_digest(tokenizer.get_vocab()), client.status()["model"]["vocabulary"]
+    if ours != theirs:
+        raise ConfigError(
+            f"the node's tokenizer has other tokens than verl's (digests {theirs[:12]} and {ours[:12]}): start the "
+            "node with the model that verl trains ([model] path)"
+        )
 
 
 def node_of(config: Any) -> NodeAddress:
