@@ -141,7 +141,7 @@ async def test_versions_go_on_from_the_nodes_own(tmp_path):
     def use(client, engine):
         with client.policy_update("7") as update:
             update.load_folder(base)
-        transfer = WeightTransfer(client, folder=tmp_path)
+        transfer = WeightTransfer(client, folder=tmp_path, base=base)
         transfer.init_weight_transfer()
         for version in ("8", "9"):
             transfer.pause()
@@ -299,7 +299,8 @@ async def test_weights_go_to_the_engines_when_the_step_has_moved_and_only_then(t
 
     def use(client, engine):
         trainer = trainer_of(Policy(tensors(2.0)))
-        function = RolloutFunction(client, lambda prompt: instance(prompt), folder=tmp_path, details=["missing"])
+        transfer = WeightTransfer(client, folder=tmp_path)
+        function = RolloutFunction(client, instance, transfer=transfer, details=["missing"])
         seen = []
         for step, vllm in [(0, False), (0, False), (1, False), (2, True)]:
             trainer.state.global_step, trainer.use_vllm = step, vllm

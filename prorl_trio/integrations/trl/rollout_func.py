@@ -10,16 +10,13 @@ from prorl_trio.integrations.trl.logprobs import check_arguments, check_sampling
 from prorl_trio.integrations.trl.model_check import check_embedding, check_tokenizer, model_facts
 from prorl_trio.integrations.trl.rollouts import MAX_TRIES, run_rollouts
 from prorl_trio.integrations.trl.rows import completion_of
-from prorl_trio.integrations.trl.weights import checked, newest_version
+from prorl_trio.integrations.trl.weights import WeightTransfer
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterator, Sequence
 
     from prorl_trio.client import BlockingClient
-    from prorl_trio.client.weights.check import WeightCheck
-    from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.model_facts import ModelFacts
     from prorl_trio.types.models import Outcome, TaskInstance
 
@@ -53,10 +50,7 @@ class RolloutFunction:
         details: names in `Outcome.details` that are handed to the reward functions, each as a list.
         max_tries: rollouts of one row before it is given up.
         stall_s: longest time in which no rollout ends.
-        folder: see `WeightTransfer`.
-        mode: see `WeightTransfer`.
-        timeout_s: see `WeightTransfer`.
-        check: see `WeightTransfer`.
+        transfer: the weights' way to the engines; None: `WeightTransfer(client)`.
     """
 
     __name__ = "prorl_trio"
@@ -70,10 +64,7 @@ class RolloutFunction:
         details: Sequence[str] = (),
         max_tries: int = MAX_TRIES,
         stall_s: float = STALL_S,
-        folder: str | os.PathLike[str] | None = None,
-        mode: PauseMode = "wait",
-        timeout_s: float = 600.0,
-        check: WeightCheck = "values",
+        transfer: WeightTransfer | None = None,
     ) -> None:
         if isinstance(job, JobTemplate):
             check_sampling(job.sampling)
@@ -85,11 +76,8 @@ class RolloutFunction:
         self._details = tuple(details)
         self._max_tries = max_tries
         self._stall_s = stall_s
-        self._folder = folder
-        self._mode: PauseMode = mode
-        self._timeout_s = timeout_s
-        self._check: WeightCheck = check
-        self._facts: ModelFacts | None = None
+        self._transfer = WeightTransfer(client) if transfer is None else transfer
+        self._checked = False
         self._step: int | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
@@ -108,11 +96,12 @@ class RolloutFunction:
             TimeoutError: see `run_rollouts`.
             ServiceError: the session is over.
         """
-        if self._facts is None:
-            self._facts = model_facts(self._client)
-            _check_trainer(trainer, self._facts)
+        if not self._checked:
+            _check_trainer(trainer, model_facts(self._client))
+            self._transfer.init_weight_transfer()
+            self._checked = True
         if trainer.state.global_step != self._step:
-            self._update(trainer, self._facts)
+            self._update(trainer)
             self._step = trainer.state.global_step
         outcomes = run_rollouts(
             self._client,
@@ -124,13 +113,13 @@ class RolloutFunction:
         )
         return self._rows(outcomes, int(trainer.processing_class.eos_token_id))
 
-    def _update(self, trainer: Any, facts: ModelFacts) -> None:
+    def _update(self, trainer: Any) -> None:
         """Give the engines the trainer's weights, or after TRL did that, say so to the node."""
         if trainer.accelerator.is_main_process:
-            version = str(newest_version(self._client) + 1)
-            with self._client.policy_update(version, mode=self._mode, timeout_s=self._timeout_s) as update:
-                if not trainer.use_vllm:
-                    update.load_state_dict(checked(_tensors(trainer), facts), self._folder, check=self._check)
+            self._transfer.pause()
+            if not trainer.use_vllm:
+                self._transfer.send_weights(_tensors(trainer))
+            self._transfer.resume()
         trainer.accelerator.wait_for_everyone()
 
     def _rows(self, outcomes: list[Outcome], filler_id: int) -> dict[str, list[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from prorl_trio.integrations.trl.model_check import check_embedding, model_facts
@@ -18,9 +17,7 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.model_facts import ModelFacts
 
-__all__ = ["WeightTransfer", "checked", "newest_version"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["WeightTransfer", "newest_version"]
 
 _VOCABULARY_TENSORS = ("embed_tokens.weight", "wte.weight", "lm_head.weight")
 
@@ -33,6 +30,7 @@ class WeightTransfer:
     Args:
         client: a session on the node; the rollout worker's, or another one.
         folder: on a file system that all engines see; None: /dev/shm, for engines on this host.
+        base: the model folder that the engines were started with; None: what they say, if it is visible here.
         mode: the fate of completions that are being sampled; see `RolloutClient.policy_update`.
         timeout_s: for the pause, and for the load.
         check: of the weights before they are loaded; see `PolicyUpdate.load_folder`.
@@ -43,12 +41,14 @@ class WeightTransfer:
         client: BlockingClient,
         *,
         folder: str | os.PathLike[str] | None = None,
+        base: str | os.PathLike[str] | None = None,
         mode: PauseMode = "wait",
         timeout_s: float = 600.0,
         check: WeightCheck = "values",
     ) -> None:
         self._client = client
         self._folder = folder
+        self._base = base
         self._mode: PauseMode = mode
         self._timeout_s = timeout_s
         self._check: WeightCheck = check
@@ -78,7 +78,8 @@ class WeightTransfer:
         assert self._open is not None, "TRL pauses first"
         assert self._facts is not None, "TRL initializes first"
         try:
-            self._open.load_state_dict(checked(iterator, self._facts), self._folder, check=self._check)
+            tensors = _checked(iterator, self._facts)
+            self._open.load_state_dict(tensors, self._folder, base=self._base, check=self._check)
         except BaseException as error:
             self._leave(error)
             raise
@@ -99,7 +100,7 @@ class WeightTransfer:
         update.__exit__(type(error) if error is not None else None, error, None)
 
 
-def checked(tensors: Iterable[tuple[str, Any]], facts: ModelFacts) -> Iterator[tuple[str, Any]]:
+def _checked(tensors: Iterable[tuple[str, Any]], facts: ModelFacts) -> Iterator[tuple[str, Any]]:
     """Yield the tensors, and check those that have a row for each token.
 
     Raises:
