@@ -50,6 +50,8 @@ LOAD_TIMEOUT_S = 60.0
 LOG_TAIL_BYTES = 3000
 MAX_MODEL_TOKENS = 512
 RUN_WORKERS = 48
+MAX_OBSERVATION_CHARS = 160
+"""A traceback has no more: every token of it is read by the engine, and again by the trainer."""
 SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
 """Engine and trainer take turns on the same cores: a thread that waits for another must not keep it from running."""
 console = Console(highlight=False)
@@ -170,7 +172,7 @@ def _node_config(folder: Path, settings: Settings, engine_url: str, provider: st
         "backends": {"urls": [engine_url], "required": True},
         "sandbox": {"provider": provider},
         "stages": {"run_workers": RUN_WORKERS},
-        "agent": {"max_nudges": 0},
+        "agent": {"max_nudges": 0, "max_observation_chars": MAX_OBSERVATION_CHARS},
         "ledger": {"dir": str(folder / "ledger")},  # so that a run that goes on finds its session
     }
 

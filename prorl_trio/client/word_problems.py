@@ -106,6 +106,34 @@ DRILLS: Final = (
         {"a": _LARGE, "b": _SMALL},
         ("What is {a} / {b}?", "Compute {a} / {b}.", "Divide {a} by {b}."),
     ),
+    Family(
+        "sum_of_three",
+        "{a} + {b} + {c}",
+        lambda a, b, c: a + b + c,
+        {"a": _LARGE, "b": _LARGE, "c": _LARGE},
+        ("What is {a} + {b} + {c}?", "Compute {a} + {b} + {c}."),
+    ),
+    Family(
+        "product_and_sum",
+        "{a} * {b} + {c}",
+        lambda a, b, c: a * b + c,
+        {"a": _SMALL, "b": _SMALL, "c": _LARGE},
+        ("What is {a} * {b} + {c}?", "Compute {a} * {b} + {c}."),
+    ),
+    Family(
+        "product_taken_away",
+        "{c} - {a} * {b}",
+        lambda a, b, c: c - a * b if c > a * b else None,
+        {"a": _SMALL, "b": _SMALL, "c": _LARGE},
+        ("What is {c} - {a} * {b}?", "Compute {c} - {a} * {b}."),
+    ),
+    Family(
+        "product_of_a_sum",
+        "({a} + {b}) * {c}",
+        lambda a, b, c: (a + b) * c,
+        {"a": _SMALL, "b": _SMALL, "c": _SMALL},
+        ("What is ({a} + {b}) * {c}?", "Compute ({a} + {b}) * {c}."),
+    ),
 )
 """Bare sums that are in no task set: to demonstrate how a calculation is done by a program."""
 
