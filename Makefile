@@ -51,7 +51,7 @@ apptainer-if-possible:
 
 learn: setup trainers ## a real policy learns to use a tool: an hour on two cores (QUICK=1: three minutes)
 	@$(VENV)/prorl-trio learn $(if $(QUICK),--quick) $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
-		$(if $(RESUME),--resume $(RESUME))
+		$(if $(RESUME),--resume $(RESUME)) $(if $(NO_DYNAMIC),--no-dynamic)
 
 demo: setup ## the main job: a real model solves real problems in real sandboxes
 	@$(VENV)/prorl-trio demo
