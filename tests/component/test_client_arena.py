@@ -159,6 +159,30 @@ async def test_outcomes_are_views_of_the_nodes_memory_until_the_next_is_asked_fo
             assert node.arena.statistics().blocks_used == 0
 
 
+async def test_a_batch_of_outcomes_owns_its_memory_and_is_not_acknowledged_before_it_is_said(tmp_path):
+    with trio.fail_after(30):
+        async with open_node(tmp_path / "n", 3) as node:
+            async with connect(f"ws://127.0.0.1:{node.port}", TOKEN, shared_memory=True) as client:
+                await node.attached.wait()
+                while len(batch := await client.next_batch(0, 2)) < 2:
+                    await trio.lowlevel.checkpoint()
+                assert client.cursor == 0
+                assert not node.buffers[0].released
+                assert [cursor for cursor, _ in await client.next_batch(2, 2)] == [3]
+                assert client.cursor == 2
+                while not node.buffers[1].released:
+                    await trio.lowlevel.checkpoint()
+                assert not node.buffers[2].released
+                again = node.arena.open_nowait(TOKENS)
+                again.append([7] * TOKENS)
+                for number, (cursor, outcome) in enumerate(batch):
+                    assert cursor == number + 1
+                    outcome.check()
+                    assert is_outcome(outcome, number)
+                again.release()
+            assert not node.buffers[2].released, "what was not acknowledged comes again"
+
+
 async def test_without_being_asked_for_nothing_is_mapped(tmp_path):
     with trio.fail_after(30):
         async with open_node(tmp_path / "n", 1) as node:

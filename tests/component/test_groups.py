@@ -293,3 +293,39 @@ async def test_an_error_of_the_callers_own_function_comes_out():
     with pytest.raises(ZeroDivisionError):
         async with opened(FakeNode(mixed), correct=broken) as groups:
             await groups.take()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_after_an_error_only_a_run_with_a_folder_stays_at_the_node(tmp_path, kept):
+    node = FakeNode()
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012 - the trainer ends in the middle
+        async with opened(node, folder=tmp_path if kept else None):
+            await node.wait_live(24)
+            raise ZeroDivisionError
+    assert bool(node.live) == kept
+
+
+async def test_a_node_that_forgot_its_jobs_gets_them_again(tmp_path):
+    with trio.fail_after(20):
+        async with open_service(before := FakeNode()) as service:
+            port = service.port
+            async with (
+                connect(service.url, TOKEN, session_id=SESSION) as client,
+                open_groups(client, TASKS, RULES, folder=tmp_path, cancel_at_end=False) as groups,
+            ):
+                await before.wait_live(24)
+                first = min(before.live)
+                before.finish(first, mixed(before.live[first]))
+                while not groups.statistics()["ended"]:
+                    await trio.sleep(0.01)
+        node = FakeNode(mixed)
+        async with (
+            open_service(node, port=port) as service,
+            connect(service.url, TOKEN, session_id=SESSION) as client,
+            open_groups(client, TASKS, RULES, folder=tmp_path) as groups,
+        ):
+            assert len((await groups.take()).groups) == 3
+        again = {spec.job_id for spec in node.submitted} & {spec.job_id for spec in before.submitted}
+        assert again == {spec.job_id for spec in before.submitted} - {first}
+    names = [line.job_id for line in lines_in(tmp_path)]
+    assert sorted(names) == sorted({spec.job_id for spec in (*before.submitted, *node.submitted)})

@@ -226,10 +226,38 @@ class Sampling(RuleBasedStateMachine):
         if not hasattr(self, "sampler"):
             return
         self.replays()
+        self.gets_on()
         self.apply(Finished())
         counts = self.sampler.state.totals
         assert counts.submitted == len(self.submitted)
         assert sorted(line.job_id for line in self.lines) == sorted(self.submitted), "each in exactly one line"
+
+    def gets_on(self):
+        """Whatever has happened: if rollouts end from now on, and the trainer keeps its rules, there are batches."""
+        sampler, version = GroupSampler(stored(self.sampler.state)), 1000
+        while (batch := sampler.unconfirmed()) is not None:
+            sampler.apply(GivenAgain(batch.number, confirms=True))
+        steps = 0
+        while steps < 5:
+            if sampler.trouble() is not None:
+                sampler.apply(Renewed())
+            for _ in range(sampler.room()):
+                sampler.apply(Opened(make_task(0), JobTemplate()))
+            missing = self.rules.groups_per_step - sampler.state.taken_at[-1]
+            if missing <= 0:
+                version += 1
+                sampler.check_advance(str(version))
+                sampler.apply(Advanced(str(version), confirms=True))
+                steps += 1
+                continue
+            if (groups := sampler.choose(missing)) is not None:
+                sampler.apply(Taken(groups, confirms=True))
+                continue
+            pending = sampler.pending().submit
+            assert pending, sampler.progress()
+            for job_id, _ in pending:
+                right = job_id.split("-")[-2] == "0"
+                sampler.apply(Arrived(make_rollout(sampler.spec(job_id), float(right)), right))
 
     def replays(self):
         """The journal, or any stored state and the journal after it, leads to the same state."""

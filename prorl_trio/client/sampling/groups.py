@@ -194,14 +194,21 @@ class Groups:
         Raises:
             ConfigError: the journal cannot be written.
         """
-        given = self._sampler.state.given
-        confirmed = [Confirmed(given[-1].number)] if given and self._confirms else []
-        effects = await self._commit(lambda: [*confirmed, Finished()], dispatch=False)
+        effects = await self._commit(lambda: [*self._confirmed(), Finished()], dispatch=False)
         await self._flush()
-        if not effects.cancel:
+        await self._cancel_at_node(effects.cancel)
+
+    async def abandon(self) -> None:
+        """Cancel at the node what is at work, for a run that nobody can come back to."""
+        pending = self._sampler.pending()
+        await self._cancel_at_node([*(job_id for job_id, _ in pending.submit), *pending.cancel])
+
+    async def _cancel_at_node(self, job_ids: list[str]) -> None:
+        if not job_ids:
+            await trio.lowlevel.checkpoint()
             return
         with trio.move_on_after(CANCEL_TIMEOUT_S), suppress(ServiceError):
-            await self._client.cancel(effects.cancel, "the trainer's run is over", ahead=True)
+            await self._client.cancel(job_ids, "the trainer's run is over", ahead=True)
 
     async def come_back(self, event: Returned) -> None:
         """Take note of it that this is another trainer than the one that began the run."""
@@ -209,9 +216,14 @@ class Groups:
 
     async def confirm_taken(self) -> None:
         """Confirm what `take` returned, if batches are confirmed by what comes next."""
-        given = self._sampler.state.given[: len(self._sampler.state.handed_at)]
-        if given and self._confirms and self._failure is None:
-            await self._commit(lambda: [Confirmed(given[-1].number)])
+        if self._failure is None:
+            await self._commit(self._confirmed)
+
+    def _confirmed(self) -> list[Event]:
+        """Return the event that confirms what was handed out, if it is not for the trainer to do."""
+        state = self._sampler.state
+        handed_out = state.given[: len(state.handed_at)]
+        return [Confirmed(handed_out[-1].number)] if handed_out and self._confirms else []
 
     def fail(self, failure: ServiceError | ConfigError) -> None:
         """Have every call raise `failure` from now on. Only the first one counts."""

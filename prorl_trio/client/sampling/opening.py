@@ -94,7 +94,7 @@ async def open_groups(
         seed: of the order of `tasks`.
         confirm: a batch is confirmed by the next `take` or `advance` (`next`), or by `Groups.confirm` (`explicit`).
         cancel_at_end: leaving the block without an exception ends the run: what is at work is cancelled. False: it
-            goes on at the node, for a trainer that comes back. So it does after an exception.
+            goes on at the node, for a trainer that comes back. So it does after an exception, if there is a `folder`.
         on_other: is given outcomes that are not of this run, before they are acknowledged. By default they are logged.
 
     Raises:
@@ -120,6 +120,11 @@ async def open_groups(
             yield groups
             nursery.cancel_scope.cancel()  # nothing new is begun from here on
         await (groups.finish() if cancel_at_end else groups.confirm_taken())
+    except BaseException:
+        if groups is not None and journal is None:  # nobody can come back to it
+            with trio.CancelScope(shield=True):  # it has a time limit of its own
+                await groups.abandon()
+        raise
     finally:
         if groups is not None:
             groups.fail(ConnectionLost("the block of open_groups has ended"))
