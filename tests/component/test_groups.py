@@ -51,7 +51,8 @@ async def opened(node, rules=RULES, tasks=TASKS, **options):
             yield groups
 
 
-async def test_batches_are_whole_and_their_manifests_complete(tmp_path):
+async def test_batches_are_whole_and_their_manifests_complete(tmp_path, monkeypatch):
+    monkeypatch.setattr("prorl_trio.client.sampling.journal.HISTORY_BYTES", 1_000)  # it is written anew all the time
     node = FakeNode(mixed)
     template = JobTemplate(sampling=SamplingParams(max_output_tokens=7), max_turns=3, tags={"run": "a"})
     async with opened(node, folder=tmp_path, job=template) as groups:
@@ -65,6 +66,8 @@ async def test_batches_are_whole_and_their_manifests_complete(tmp_path):
             final = [line for line in batch.manifest if line.fate != "carried"]
             assert [line for line in lines_in(tmp_path) if line.batch == step] == final
             await groups.advance(str(step))
+            live_bytes = len(msgspec.msgpack.encode(groups._sampler.state))
+            assert (tmp_path / JOURNAL).stat().st_size < 4 * live_bytes + 10_000
         assert groups.last_batch == 4
         assert groups.version == "4"
     assert {spec.max_turns for spec in node.submitted} == {3}
