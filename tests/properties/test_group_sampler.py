@@ -99,6 +99,18 @@ class Sampling(RuleBasedStateMachine):
         for index, job_id in enumerate(sorted(j for j, s in self.outstanding.items() if s.group_id == chosen)):
             self.end(data, job_id, ("right", "wrong")[index % 2] if how == "mixed" else how)
 
+    @precondition(lambda self: self.outstanding)
+    @rule(data=st.data())
+    def member_fails_for_good(self, data):
+        job_id = data.draw(st.sampled_from(sorted(self.outstanding)))
+        for _ in range(self.rules.max_tries):
+            member, _, attempt = job_id.rpartition("-")
+            self.end(data, job_id, "fails")
+            job_id = f"{member}-{int(attempt) + 1}"
+            if job_id not in self.outstanding:
+                break
+        assert isinstance(self.sampler.trouble(), NothingToLearn | RolloutsFail)
+
     def end(self, data, job_id, how):
         spec = self.outstanding.pop(job_id)
         if how == "fails":
@@ -215,7 +227,16 @@ class Sampling(RuleBasedStateMachine):
         kept = [batch.number for batch in self.sampler.state.given]
         trained = data.draw(st.sampled_from([None, *kept]))
         self.apply(Returned(self.rules, trained))
+        if (again := self.sampler.unconfirmed()) is not None:
+            assert self.sampler.state.versions[-1] == again.version, "the run is where the trainer is"
         assert [batch.number for batch in self.sampler.state.given] == [n for n in kept if n > (trained or 0)]
+
+    @invariant()
+    def batches_count_at_the_version_at_which_they_are_given(self):
+        state = self.sampler.state
+        still_to_give = sum(len(batch.groups) for batch in state.given[len(state.handed_at) :])
+        assert sum(state.taken_at) == state.totals.trained_groups - still_to_give
+        assert len(state.taken_at) == len(state.versions)
 
     @invariant()
     def never_two_lines(self):

@@ -75,6 +75,35 @@ def test_the_formula_alone_would_let_slow_groups_get_stale():
     assert pick([(3, 3)], [2], k=1, version=1, per_step=1, slots=1) == [3]
 
 
+def test_slow_groups_are_waited_for_before_they_get_stale():
+    rules = GroupRules(size=2, groups_per_step=1, max_staleness=2, ahead=3.0)
+    sampler = GroupSampler.begin("run", rules, "0")
+    outstanding: dict = {}
+
+    def end(slow):
+        for job_id in [job_id for job_id in outstanding if slow == (job_id.split("-")[1] in ("g0", "g1"))]:
+            right = job_id.split("-")[2] == "0"
+            outcome = make_rollout(outstanding.pop(job_id), float(right), versions=[sampler.state.versions[0]])
+            sampler.apply(Arrived(outcome, right))
+
+    waited = []
+    for step in range(1, 8):
+        for _ in range(sampler.room()):
+            effects = sampler.apply(Opened(make_task(sampler.state.next_group), JobTemplate()))
+            outstanding |= {job_id: sampler.spec(job_id) for job_id, _ in effects.submit}
+        end(slow=False)
+        if (groups := sampler.choose(1)) is None:
+            waited.append(step)
+            end(slow=True)
+            groups = sampler.choose(1)
+        assert groups is not None
+        sampler.apply(Taken(groups, confirms=True))
+        (group,) = sampler.state.given[-1].groups
+        assert int(sampler.state.versions[-1]) - int(group.submitted_version) <= 2
+        sampler.apply(Advanced(str(step), confirms=True))
+    assert waited == [2], "the two slow ones of version 0 are due at versions 1 and 2"
+
+
 def test_over_submission_follows_the_share_of_informative_groups():
     assert expected_share([]) == 0.5
     assert expected_share([True] * 64) > 0.95
