@@ -27,6 +27,7 @@ from launch.learning.record import (
     CHECKPOINTS,
     CURVE,
     EVENTS,
+    SETTINGS,
     Evaluation,
     RunRecord,
     StepRecord,
@@ -72,6 +73,8 @@ def train(folder: Path) -> None:
     trainer = make_trainer(record.settings, recipe_of(record.settings))
     state = load_checkpoint(checkpoint, trainer)
     record.cut(state["step"])
+    if not record.evaluations:
+        record.wall_s = time.time() - (folder / SETTINGS).stat().st_mtime  # the start of all parts counts
     run = _Run(folder, trainer, record, state["step"])
     url, token = os.environ["PRORL_URL"], os.environ["PRORL_TOKEN"]
     with (
@@ -153,10 +156,10 @@ class _Run:
         self.step += 1
         self.record.steps.append(_step_record(self.record, batch, figures, load, wait_s=wait_s, update_s=update_s))
         self.save()
-        save_checkpoint(self.folder / CHECKPOINTS, self.trainer, self.step, {"batch": batch.number})
+        checkpoint = save_checkpoint(self.folder / CHECKPOINTS, self.trainer, self.step, {"batch": batch.number})
         checkpoint_s = clock.lap()
         with client.policy_update(str(self.step), mode="keep", timeout_s=UPDATE_TIMEOUT_S) as update:
-            update.load_state_dict(self.trainer.model.state_dict(), base=self.settings.model)
+            update.load_folder(checkpoint, base=self.settings.model, check="headers")
         groups.advance(str(self.step))
         groups.confirm(batch.number)
         self.note(checkpoint_s=checkpoint_s, sync_s=clock.lap())
