@@ -124,6 +124,7 @@ class Rig:
             "HOME": str(folder),
             "OMP_NUM_THREADS": "1",
             "RAY_raylet_start_wait_time_s": "300",
+            "RAY_agent_register_timeout_ms": "300000",
             "HF_HUB_OFFLINE": "1",
         }
         argv = [str(verl_python()), "-m", "support.verl_program", what, "plan.json", "result.json"]
