@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -225,6 +226,8 @@ def in_cluster(plan, folder):
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
     config = config_of(plan)
+    # Ray waits 30 s for its agent, which is not long where that is compiled only then.
+    subprocess.run([sys.executable, "-c", "import ray.dashboard.agent"], check=True)
     ray.init(
         num_cpus=16, include_dashboard=False, _temp_dir=folder
     )  # more than there are: verl's actors ask for one each

@@ -124,9 +124,9 @@ class Rig:
             "HOME": str(folder),
             "OMP_NUM_THREADS": "1",
             "RAY_raylet_start_wait_time_s": "300",
-            "RAY_agent_register_timeout_ms": "300000",
             "HF_HUB_OFFLINE": "1",
         }
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # each of Ray's processes imports the same modules
         argv = [str(verl_python()), "-m", "support.verl_program", what, "plan.json", "result.json"]
         with (folder / "verl.log").open("wb") as log:
             run = partial(
