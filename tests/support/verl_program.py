@@ -228,9 +228,8 @@ def in_cluster(plan, folder):
     config = config_of(plan)
     # Ray waits 30 s for its agent, which is not long where that is compiled only then.
     subprocess.run([sys.executable, "-c", "import ray.dashboard.agent"], check=True)
-    ray.init(
-        num_cpus=16, include_dashboard=False, _temp_dir=folder
-    )  # more than there are: verl's actors ask for one each
+    # More processors than there are: verl's actors ask for one each.
+    ray.init(num_cpus=16, include_dashboard=False, _temp_dir=folder)
     transfer_queue.init(config.transfer_queue)
     create = {"config": config, "llm_client": None, "teacher_client": None, "reward_loop_worker_handles": None}
     manager = v1.AgentLoopManagerTQ.create(**create)
