@@ -36,8 +36,9 @@ def change(model_dir: str, folder: str) -> None:
     model.save_pretrained(new)
     write_state(model, Path(model_dir), root / "written")
     files = [load_file(each / "model.safetensors") for each in (new, root / "written")]
-    assert files[0].keys() == files[1].keys()
+    assert files[0].keys() | {"lm_head.weight"} == files[1].keys()
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    assert torch.equal(files[1]["lm_head.weight"], files[0]["model.embed_tokens.weight"])
     shutil.copytree(model_dir, merged)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     adapt(model, root / "adapter")
@@ -45,7 +46,7 @@ def change(model_dir: str, folder: str) -> None:
 
 
 def write_state(model: torch.nn.Module, model_dir: Path, folder: Path) -> None:
-    """Write the state dict as `load_state_dict` does: it has the tied output layer, which the files have not."""
+    """Write the state dict as `load_state_dict` does, with the tied output layer that `save_pretrained` leaves out."""
     from prorl_trio.client.weights.model_folder import ModelFolder
     from prorl_trio.client.weights.write import write_model
 
