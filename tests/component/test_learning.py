@@ -138,6 +138,7 @@ async def test_events_are_shown_as_they_are_written_and_those_of_before_are_not(
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(follow, path, console, seen)
+            await trio.lowlevel.checkpoint()
             for number in (2, 3):
                 log.write(Shown(step=number, of=12, loss=0.25))
                 with path.open("ab") as file:
