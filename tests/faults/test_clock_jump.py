@@ -49,6 +49,8 @@ DATES_FOR_PEOPLE = {
     "prorl_trio/chat/template.py": "the same; a dialogue keeps the one at which it began",
     "launch/image_store.py": "when an image was made",
     "launch/image_commands.py": "how long an image was not used",
+    "launch/learning/train.py": "how long a run has taken since its folder was made, in another process",
+    "prorl_trio/integrations/trl/async_worker.py": "TRL's own field, when a row was made",
 }
 """Who may look at the wall clock, and what for."""
 

@@ -17,6 +17,7 @@ from support.cancel_sweep import cancel_sweep
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
 OPEN = {"paused": False, "waiting": 0, "completions_in_flight": 0}
+NOTHING = {"open_leases": 0, "waiting": 0, "moves": {}, "admission": OPEN, "updating": "", "backends": []}
 
 
 class FakeClient(EngineClient):
@@ -75,7 +76,7 @@ async def test_added_listed_leased_removed(backends, clients, autojump_clock):
         assert lease.client is clients[A]
         assert clients[A].closed == 0
     assert clients[A].closed == 1
-    assert backends.statistics() == {"open_leases": 0, "waiting": 0, "moves": {}, "admission": OPEN, "backends": []}
+    assert backends.statistics() == NOTHING
 
 
 async def test_statistics_can_be_sent(backends):
@@ -85,6 +86,7 @@ async def test_statistics_can_be_sent(backends):
     assert packed == {
         "open_leases": 1,
         "admission": OPEN,
+        "updating": "",
         "waiting": 0,
         "moves": {},
         "backends": [
@@ -97,6 +99,7 @@ async def test_statistics_can_be_sent(backends):
                 "weight": 1.0,
                 "max_tasks": 0,
                 "error": "",
+                "policy_version": "0",
                 "engine_running": None,
                 "engine_waiting": None,
                 "kv_usage": None,
@@ -230,7 +233,7 @@ async def test_a_removed_backends_client_is_closed_also_when_the_last_task_is_ca
             scope.cancel()
             await trio.sleep_forever()
     assert clients[A].closed == 1
-    assert backends.statistics() == {"open_leases": 0, "waiting": 0, "moves": {}, "admission": OPEN, "backends": []}
+    assert backends.statistics() == NOTHING
 
 
 async def test_repin_moves_to_another_backend(backends, clients):

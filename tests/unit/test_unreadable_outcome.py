@@ -16,9 +16,9 @@ TOO_DEEP = b"\x81\xa7details" + b"\x81\xa1x" * 100_000
 
 @pytest.mark.parametrize("damaged", [b"\xc1", NOT_UTF8, TOO_DEEP, b"\xc0"])
 @pytest.mark.parametrize("by_reference", [False, True])
-async def test_whatever_the_damage_is(damaged: bytes, by_reference: bool):
+async def test_whatever_the_damage_is(damaged: bytes, by_reference: bool, nursery):
     state = ClientState("s", 0)
-    client = RolloutClient(state, 1_000_000)
+    client = RolloutClient(state, 1_000_000, nursery)
     raw = msgspec.Raw(damaged)
     frame = OutcomeFrame(1, "job-1", raw) if not by_reference else OutcomeRefFrame(1, "job-1", raw, [])
     state.take(frame)
