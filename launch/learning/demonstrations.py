@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from prorl_trio.chat.conversation import Conversation
-from prorl_trio.client.word_problems import drill
+from prorl_trio.client.word_problems import demonstrated
 from prorl_trio.learn.rows import Row
 from prorl_trio.types.models import ChatMessage
 
@@ -20,11 +20,11 @@ PAYLOAD: Final[dict[str, Any]] = {"system_prompt": "Use Python.", "instruction":
 
 
 def demonstrations(chat: ChatFormat, number: int, *, seed: int) -> list[Row]:
-    """Return `number` bare sums, each solved by a call of the tool and an answer.
+    """Return `number` problems, each solved by a call of the tool and an answer.
 
-    What word problems ask for is not shown: it is left to be found out.
+    Ten of the twelve families of word problems are not among them: what those ask for is left to be found out.
     """
-    return [_row(chat, drill(each, seed=seed), each) for each in range(number)]
+    return [_row(chat, demonstrated(each, seed=seed), each) for each in range(number)]
 
 
 def _row(chat: ChatFormat, problem: WordProblem, rollout: int) -> Row:

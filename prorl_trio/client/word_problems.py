@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "DEMONSTRATED",
     "DRILLS",
     "EASY",
     "FAMILIES",
@@ -25,7 +26,7 @@ __all__ = [
     "Family",
     "Split",
     "WordProblem",
-    "drill",
+    "demonstrated",
     "easy_problem",
     "held_out_number",
     "word_problem",
@@ -106,36 +107,8 @@ DRILLS: Final = (
         {"a": _LARGE, "b": _SMALL},
         ("What is {a} / {b}?", "Compute {a} / {b}.", "Divide {a} by {b}."),
     ),
-    Family(
-        "sum_of_three",
-        "{a} + {b} + {c}",
-        lambda a, b, c: a + b + c,
-        {"a": _LARGE, "b": _LARGE, "c": _LARGE},
-        ("What is {a} + {b} + {c}?", "Compute {a} + {b} + {c}."),
-    ),
-    Family(
-        "product_and_sum",
-        "{a} * {b} + {c}",
-        lambda a, b, c: a * b + c,
-        {"a": _SMALL, "b": _SMALL, "c": _LARGE},
-        ("What is {a} * {b} + {c}?", "Compute {a} * {b} + {c}."),
-    ),
-    Family(
-        "product_taken_away",
-        "{c} - {a} * {b}",
-        lambda a, b, c: c - a * b if c > a * b else None,
-        {"a": _SMALL, "b": _SMALL, "c": _LARGE},
-        ("What is {c} - {a} * {b}?", "Compute {c} - {a} * {b}."),
-    ),
-    Family(
-        "product_of_a_sum",
-        "({a} + {b}) * {c}",
-        lambda a, b, c: (a + b) * c,
-        {"a": _SMALL, "b": _SMALL, "c": _SMALL},
-        ("What is ({a} + {b}) * {c}?", "Compute ({a} + {b}) * {c}."),
-    ),
 )
-"""Bare sums that are in no task set: to demonstrate how a calculation is done by a program."""
+"""Bare calculations, which are no problems to train on."""
 
 FAMILIES: Final = (
     Family(
@@ -318,39 +291,38 @@ FAMILIES: Final = (
         ),
     ),
     Family(
-        "change",
-        "{c} - {a} * {b}",
-        lambda a, b, c: c - a * b if c > a * b else None,
-        {"a": _SMALL, "b": _SMALL, "c": _LARGE},
+        "gap",
+        "{a} - {b}",
+        lambda a, b: a - b if a > b else None,
+        {"a": _LARGE, "b": _LARGE},
         (
-            "{n} has {c} dollars and buys {a} books for {b} dollars each. How many dollars are left?",
-            "There are {c} {t}. {n} takes {b} {t} each day for {a} days. How many {t} are left?",
-            "{n} has {c} {t} and gives {b} to each of {a} friends. How many {t} does {n} have now?",
-            "Of {c} {t}, {n} packs {b} into each of {a} boxes. How many {t} are not packed?",
-            "{n} had {c} dollars and bought {a} tickets for {b} dollars each. How many dollars does {n} have?",
+            "{n} has {a} {t} and {m} has {b}. How many more {t} does {n} have than {m}?",
+            "{n} is {a} years old and {m} is {b}. By how many years is {n} older?",
+            "A book costs {a} cents and a pen {b} cents. How many cents more does the book cost?",
+            "By how much is {a} larger than {b}?",
+            "{n} needs {a} dollars and has {b}. How many dollars does {n} still need?",
         ),
         (
-            "{n} owns {c} coins and pays {b} coins for each of {a} hats. How many coins remain?",
-            "{n} has a rope of {c} feet and cuts off {a} pieces of {b} feet. How many feet remain?",
-            "A shelf holds {c} {t}. {n} removes {a} packs of {b} {t}. What is the number of {t} on the shelf?",
+            "{n} owns {a} {t}, and {m} owns {b}. How many {t} more than {m} does {n} own?",
+            "A tower is {a} feet tall and a tree {b} feet. By how many feet is the tower taller?",
+            "{n} scored {a} points and {m} scored {b}. By how many points did {n} win?",
         ),
     ),
     Family(
-        "both_together",
-        "({a} + {b}) * {c}",
-        lambda a, b, c: (a + b) * c,
-        {"a": _SMALL, "b": _SMALL, "c": _SMALL},
+        "rate",
+        "{a} // {b}",
+        lambda a, b: a // b if a % b == 0 and a > b else None,
+        {"a": _LARGE, "b": _SMALL},
         (
-            "A pen costs {a} dollars and a book {b}. How many dollars do {c} of each cost?",
-            "Each box has {a} red and {b} blue {t}. How many {t} are in {c} boxes?",
-            "{n} makes {a} {t} and {m} makes {b} {t} each day. How many {t} do they make in {c} days?",
-            "{c} children each have {a} red and {b} green {t}. How many {t} do they have together?",
-            "A room has {c} rows with {a} chairs on the left and {b} on the right. How many chairs are there?",
+            "{n} drives {a} miles in {b} hours. How many miles is that in one hour?",
+            "{n} reads {a} pages in {b} days, the same number each day. How many pages a day is that?",
+            "A machine makes {a} {t} in {b} minutes. How many {t} does it make in one minute?",
+            "{n} earns {a} dollars in {b} hours. How many dollars does {n} earn in an hour?",
         ),
         (
-            "Every jar holds {a} black and {b} white {t}. How many {t} do {c} jars hold?",
-            "A hall has {c} tables with {a} women and {b} men at each. How many guests are in the hall?",
-            "{n} runs {a} miles and swims {b} miles every week. How many miles is that in {c} weeks?",
+            "A train goes {a} miles in {b} hours. How many miles does it go in one hour?",
+            "{n} is paid {a} dollars for {b} days. How many dollars is {n} paid for a day?",
+            "{n} runs {a} laps in {b} weeks, equally many every week. How many laps a week is that?",
         ),
     ),
 )  # fmt: skip
@@ -361,6 +333,11 @@ EASY: Final = tuple(
     if family.name in ("sum", "difference", "product", "gain", "boxes", "twice")
 )
 """Families of which an untrained model solves some."""
+
+DEMONSTRATED: Final = tuple(
+    next(family for family in (*DRILLS, *FAMILIES) if family.name == name)
+    for name in ("sum", "gain", "difference", "boxes", "product", "gain", "quotient", "boxes")
+)
 
 NAMES: Final[dict[Split, tuple[str, ...]]] = {
     "train": ("Tom", "Anna", "Ben", "Lucy", "Sam", "Mia", "Paul", "Ella", "Max", "Rose"),
@@ -377,9 +354,12 @@ def held_out_number(number: int) -> bool:
     return number % 4 == 3
 
 
-def drill(number: int, *, seed: int = 0) -> WordProblem:
-    """Return drill `number`, with the numbers of problems to train on. The kinds take turns."""
-    return _problem(DRILLS, number, "train", f"drill-{seed}")
+def demonstrated(number: int, *, seed: int = 0) -> WordProblem:
+    """Return problem `number` of those that a policy is shown solved, with the numbers of the split to train on.
+
+    In turn a bare calculation, of each of four kinds, and a story, of the families `gain` and `boxes` alone.
+    """
+    return _problem(DEMONSTRATED, number, "train", f"demonstrated-{seed}")
 
 
 def easy_problem(number: int, *, seed: int = 0) -> WordProblem:

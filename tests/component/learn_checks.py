@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.learning.demonstrations import demonstrations
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.client.word_problems import drill
+from prorl_trio.client.word_problems import demonstrated
 from prorl_trio.learn.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from prorl_trio.learn.objectives import (
     OBJECTIVES,
@@ -474,7 +474,7 @@ def check_demonstrations_are_what_a_node_would_have_recorded(folder):
     assert len({row.token_ids.tobytes() for row in rows}) == 8
     assert [row.rollout for row in rows] == list(range(8))
     for number, row in enumerate(rows):
-        problem = drill(number, seed=3)
+        problem = demonstrated(number, seed=3)
         said = f"```python\n{problem.program}\n```<|im_end|>", f"\\boxed{{{problem.answer}}}<|im_end|>"
         assert tokenizer.decode(row.token_ids.tolist()) == (
             f"<|im_start|>system\nUse Python.<|im_end|>\n<|im_start|>user\n{problem.question}<|im_end|>\n"
