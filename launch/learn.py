@@ -50,6 +50,8 @@ LOAD_TIMEOUT_S = 60.0
 LOG_TAIL_BYTES = 3000
 MAX_MODEL_TOKENS = 512
 RUN_WORKERS = 48
+BLOCK_TOKENS = 32
+"""Of the engine's cache. Prompts have 50 to 100 tokens: of blocks of 128, a CPU's default, none would be shared."""
 MAX_OBSERVATION_CHARS = 160
 """A traceback has no more: every token of it is read by the engine, and again by the trainer."""
 SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
@@ -130,7 +132,7 @@ async def _run(folder: Path, provider: str) -> None:
                 log_file=folder / "vllm.log",
                 dtype="float32",
                 max_model_len=MAX_MODEL_TOKENS,
-                extra_args=["--enable-scale-out"],
+                extra_args=["--enable-scale-out", "--block-size", str(BLOCK_TOKENS)],
                 env={"VLLM_SERVER_DEV_MODE": "1", **SHARED_CORES},
             )
             async with engine as server:
