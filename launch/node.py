@@ -60,6 +60,7 @@ async def open_node_process(config: dict[str, object], *, folder: Path, log_file
     token = secrets.token_urlsafe(32)
     endpoint_file, config_file = folder / "endpoint.json", folder / "node.toml"
     listen = {"port": 0, "endpoint_file": str(endpoint_file)}
+    endpoint_file.unlink(missing_ok=True)  # that of a node before it, in a run that goes on
     await trio.to_thread.run_sync(config_file.write_bytes, msgspec.toml.encode({**config, "listen": listen}))
     command = [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(config_file)]
     env = {**os.environ, "PRORL_TOKEN": token}
