@@ -51,7 +51,7 @@ LOG_TAIL_BYTES = 3000
 MAX_MODEL_TOKENS = 512
 RUN_WORKERS = 48
 BLOCK_TOKENS = 32
-"""Of the engine's cache. Prompts have 50 to 100 tokens: of blocks of 128, a CPU's default, none would be shared."""
+"""Tokens of a block of the engine's cache. Prompts have 50 to 100; of blocks of 128, the default, none is shared."""
 MAX_OBSERVATION_CHARS = 160
 """A traceback has no more: every token of it is read by the engine, and again by the trainer."""
 SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
