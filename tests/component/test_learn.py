@@ -45,7 +45,7 @@ def in_the_trainers_environment(*argv, cwd=None, **env):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What became of each check: nothing, or where it failed. All run in one process."""
+    """Return where each check failed, or nothing. All run in one process."""
     path = tmp_path_factory.mktemp("learn") / "results.json"
     in_the_trainers_environment(SCRIPT, path)
     return json.loads(path.read_text())

@@ -76,7 +76,7 @@ async def update_state(client, version, folder, *, value=1.0, **options):
 
 
 class AllBut:
-    """Of every folder but one, an engine loads nothing."""
+    """The folders that an engine loads nothing of: every one but one."""
 
     def __init__(self, good):
         self.good = str(good)

@@ -106,7 +106,7 @@ async def update_with_tensors(node, client, prompt, old):
 
 
 async def update_by_own_means(node, client, url, prompt, new):
-    """As a trainer with a transfer of its own does: the engine is told by the trainer, and asked by the node."""
+    """Do as a trainer with a transfer of its own: the trainer tells the engine, and the node asks it."""
 
     def tell(path, body):
         request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})

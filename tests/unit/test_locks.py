@@ -160,7 +160,7 @@ def test_a_python_for_which_something_has_no_wheel_is_not_served():
 
 
 def test_a_lock_ends_with_the_newest_python_that_it_is_for():
-    """What has no wheel for a later one does not matter, and what all of its Pythons have is under no condition."""
+    """A lack of wheels for a later one does not matter, and packages of all its Pythons are under no condition."""
     found = package("a", "1", "a-1-cp311-cp311-manylinux_2_28_x86_64.whl", "a-1-cp312-cp312-manylinux_2_28_x86_64.whl")
     lock = resolve.render([{**found, "marker": "python_full_version < '3.13'"}], ["a"], (3, 12))
     assert "# python: 3.11 3.12\n" in lock

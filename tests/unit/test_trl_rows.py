@@ -1,4 +1,4 @@
-"""What TRL is given of a rollout: the recorded tokens, bit for bit, and nothing that it could not train with."""
+"""The rows that TRL is given of a rollout: the recorded tokens, bit for bit, nothing it could not train with."""
 
 from __future__ import annotations
 

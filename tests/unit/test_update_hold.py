@@ -1,4 +1,4 @@
-"""One update of the policy at a time: who has the pool, for how long, and what engines must say before it goes on."""
+"""Updates of the policy, one at a time: who has the pool, for how long, and what engines must say before it goes on."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from prorl_trio.client.sampling.sampler import Effects, GroupSampler
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, ConfigError, ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.client.sampling.batch import Batch, ManifestLine
@@ -230,9 +230,9 @@ class Groups:
         self._failure = self._failure or failure
         self._notify()
 
-    async def _guard(self, work: Callable[[], object]) -> None:
+    async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await work()  # type: ignore[misc]
+            await work()
         except (ServiceError, ConfigError) as exc:
             self.fail(exc)
 
@@ -384,7 +384,7 @@ class Groups:
                 if name not in lost and name not in job_ids:
                     raise ServiceError(describe_rejection(answer))
             if lost:
-                await self._commit(lambda lost=lost: [Lost(name) for name in lost])  # type: ignore[misc]
+                await self._commit(partial(list, [Lost(name) for name in lost]))
 
     async def _cancel(self, job_ids: Sequence[str]) -> None:
         # `ahead`: the submit of one of them may still be on its way.

@@ -12,6 +12,7 @@ import os
 import struct
 import zlib
 from contextlib import ExitStack, contextmanager
+from io import BytesIO
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -252,7 +253,7 @@ def _has_record(rest: bytes, begin: int) -> bool:
     for at in range(len(rest) - _PREFIX.size):
         if _PREFIX.unpack_from(rest, at)[0] == begin + at:
             prefix, after = rest[at : at + _PREFIX.size], at + _PREFIX.size
-            if _payload(prefix, begin + at, lambda length, after=after: rest[after : after + length]) is not None:  # type: ignore[misc]
+            if _payload(prefix, begin + at, BytesIO(rest[after:]).read) is not None:
                 return True
     return False
 

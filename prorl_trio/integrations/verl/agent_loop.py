@@ -143,9 +143,9 @@ class NodeAgentLoop(AgentLoopBase):  # type: ignore[misc] # verl has no types
         )
 
     def _check_logprobs(self, outcome: Outcome, rows: list[Row]) -> None:
-        assert outcome.trajectory is not None or not rows
+        segments = [] if outcome.trajectory is None else outcome.trajectory.segments
         for row in rows:
-            for span in outcome.trajectory.segments[row.segment].spans:  # type: ignore[union-attr]
+            for span in segments[row.segment].spans:
                 if not self._trained.tells(span):
                     raise ConfigError(
                         f"job {outcome.job_id!r}: {span.engine} tells {span.logprob_kind} log-probabilities of tokens "

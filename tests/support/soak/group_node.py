@@ -51,7 +51,7 @@ class DiceHandler(AgentHandler):
         """None is needed."""
 
     async def run(self, context: RolloutContext) -> None:
-        """One turn, after some time."""
+        """Take a turn, after some time."""
         job_id = context.spec.job_id
         await trio.sleep(LONGEST_S * _dice("takes", job_id))
         if _dice("fails", job_id) < 1 / FAILS_ONE_IN:
