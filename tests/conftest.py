@@ -22,8 +22,9 @@ VLLM_TIMEOUT_S = 400
 LONG_TEST_TIMEOUT_S = 3600
 MEMORY = Path("/dev/shm")
 
-# A job that a shell put into the background ignores SIGINT, and so would whatever the tests start and interrupt.
+# A job that a shell put into the background ignores SIGINT, and one of nohup SIGHUP; so would what the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_configure(config):

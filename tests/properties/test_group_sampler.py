@@ -293,6 +293,6 @@ class Sampling(RuleBasedStateMachine):
 
 
 Sampling.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSampling = Sampling.TestCase

@@ -1,4 +1,4 @@
-"""What a test leaves behind in its process: descriptors, threads, children. The test itself is to be blamed for it.
+"""What a test leaves in its process: descriptors, threads, children, muted loggers. The test itself is to be blamed.
 
 Each test is looked at when its own fixtures have gone, and each module when those of the module have. What fixtures of
 a longer life hold is no leak. Garbage is collected as well, so that a warning of it ("unclosed socket", "coroutine was
@@ -9,6 +9,7 @@ at what was made since the last one, so it takes some milliseconds.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import threading
 import time
@@ -94,7 +95,7 @@ def find_leaks(before, owned=()):
         if time.monotonic() > deadline:
             break
         time.sleep(_POLL_S)
-    left = new(descriptors(), known)
+    left = new({**descriptors(), **muted_loggers()}, known)
     closed = [] if others else [name for key, name in held_by_garbage.items() if key not in left]
     garbage = [f"{name}, which only the garbage collector closed" for name in closed]
     return [*left.values(), *new(threads(), known).values(), *new_children(known), *garbage]
@@ -102,7 +103,7 @@ def find_leaks(before, owned=()):
 
 def holdings():
     """What this process has, by a key that nothing else gets; and all processes, to look at later ones only."""
-    return {**descriptors(), **threads(), **{("process", pid): "" for pid in processes()}}
+    return {**descriptors(), **threads(), **muted_loggers(), **{("process", pid): "" for pid in processes()}}
 
 
 def new(now, before):
@@ -128,6 +129,12 @@ def threads():
     """All but those of trio's cache that wait for work: they end after 10 s without."""
     idle = {worker._thread for worker in list(THREAD_CACHE._idle_workers)}
     return {("thread", thread.ident): f"thread {thread.name}" for thread in threading.enumerate() if thread not in idle}
+
+
+def muted_loggers():
+    """Those that a `logging.config` disabled because they existed: later tests would miss their words."""
+    loggers = logging.root.manager.loggerDict.items()
+    return {("logger", name): f"muted logger {name}" for name, logger in loggers if getattr(logger, "disabled", False)}
 
 
 def processes():

@@ -57,9 +57,7 @@ def test_capacity_is_that_of_areal():
                 ours = capacity(
                     per_step=per_step,
                     max_staleness=max_staleness,
-                    version=version,
                     taken_here=0,
-                    taken=taken,
                     ready=ready,
                     running=running,
                 )

@@ -7,9 +7,11 @@ import logging
 import pytest
 import trio
 
+from prorl_trio.inference.pool.control import EngineControl
+from prorl_trio.inference.pool.versions import VersionOrder
 from prorl_trio.types.errors import BackendsBusy, UpdateRefused
 from support.cancel_sweep import cancel_sweep
-from support.pausable_engine import A, B, C, complete, open_pool, versions
+from support.pausable_engine import A, B, C, PausableEngine, complete, open_pool, versions
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -340,3 +342,21 @@ async def test_kept_completions_would_go_on_with_the_former_adapter_so_it_is_ref
         with pytest.raises(UpdateRefused, match="1 completions were kept"):
             await adapt(pool, "1", mode="keep")
         await pool.backends.resume()
+
+
+# ------------------------------------------------------------------------------------------- engines without labels
+
+
+async def test_a_completion_that_ends_while_an_engine_is_asked_makes_no_label_it_was_not_told():
+    engine = PausableEngine(A)
+    control = EngineControl(engine, await engine.probe(timeout_s=5), VersionOrder())
+
+    async def no_label(policy_version, *, timeout_s):
+        return False
+
+    async def says_its_own(*, timeout_s):
+        control.heard("0", control.info)  # of a completion, meanwhile
+        return "0"
+
+    engine.label_weights, engine.read_label = no_label, says_its_own
+    assert await control.confirm("1", 5, tell=True)

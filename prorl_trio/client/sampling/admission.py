@@ -30,24 +30,20 @@ PRIOR_GROUPS: Final = 4.0
 """Before anything is known, the share is a half, with the weight of four groups (a Beta(2, 2) prior)."""
 
 
-def capacity(
-    *, per_step: int, max_staleness: int, version: int, taken_here: int, taken: int, ready: int, running: int
-) -> int:
+def capacity(*, per_step: int, max_staleness: int, taken_here: int, ready: int, running: int) -> int:
     """Return how many groups may be begun now; below 0 if there are too many.
 
-    AReaL's formula, with one difference: steps that took fewer groups than `per_step` give no room later.
+    AReaL's formula, in which each step before this one took `per_step` groups: one that took fewer gives no room now,
+    and one that took more takes none away.
 
     Args:
         per_step: B.
         max_staleness: in updates.
-        version: updates so far.
         taken_here: groups taken at this version.
-        taken: groups taken at all.
         ready: whole groups that wait.
         running: groups at work.
     """
-    spent = max(taken_here, taken - version * per_step)
-    return (max_staleness + 1) * per_step - spent - ready - running
+    return (max_staleness + 1) * per_step - taken_here - ready - running
 
 
 def expected_share(recent: Sequence[bool]) -> float:

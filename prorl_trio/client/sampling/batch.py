@@ -27,6 +27,7 @@ Why = Literal[
     "waiting",  # carried: its group is whole
     "running",  # carried: its group is not
     "early_stop",  # cancelled: the batch was complete without it
+    "came_back",  # cancelled: the trainer came back at an earlier version, where it would have got too old
     "finished",  # cancelled: the run was over
 ]
 """The reason of a fate, as a closed set."""
@@ -101,7 +102,7 @@ class BatchStatistics(msgspec.Struct, frozen=True, kw_only=True):
         reward_mean: of the rollouts in the batch.
         resampled: rollouts sampled again since the batch before.
         resampled_share: of all rollouts that ended since the run began: the waste by resampling.
-        cancelled: rollouts cancelled since the batch before, by `early_stop`.
+        cancelled: rollouts cancelled since the batch before.
         carried_groups: whole groups that wait for a later batch. `running_groups`: those at work.
         staleness: number of groups in the batch, by staleness.
         duration_ks: Kolmogorov-Smirnov distance between the durations of the groups trained on lately and of those

@@ -194,7 +194,8 @@ class GroupSampler:
             raise ValueError(f"advance to version {version!r}: batch {batch.number} is to be taken again before")
         taken, per_step = state.taken_at[-1], rules.groups_per_step
         left = self._deadlines((*state.ready.values(), *state.running.values()))
-        if taken >= per_step or keeps_deadlines(left, version=self.version + 1, per_step=per_step, slots=per_step):
+        slots = per_step - self._to_give()  # what is given again comes before
+        if taken >= per_step or keeps_deadlines(left, version=self.version + 1, per_step=per_step, slots=slots):
             return
         raise ValueError(
             f"advance to version {version!r}: {taken} groups were taken at version {state.versions[-1]!r}, and "
@@ -230,15 +231,13 @@ class GroupSampler:
             case GivenAgain():
                 self._give_again(event)
             case Advanced():
-                self._confirm_handed_out(event.confirms)
-                self.state.versions.append(event.version)
-                self.state.taken_at.append(0)
+                self._advance(event)
             case Confirmed():
                 self._confirm(event.number)
             case Renewed():
                 self._renew(effects)
             case Returned():
-                self._return(event)
+                self._return(event, effects)
             case Finished():
                 self._finish(effects)
         return effects
@@ -346,7 +345,7 @@ class GroupSampler:
             count(state, "trained", len(group.members))
         count(state, "trained_groups", len(taken))
         if state.rules.early_stop == "cancel":
-            self._cancel_running("early_stop", effects)
+            self._cancel(list(state.running.values()), "early_stop", effects)
         state.taken_at[-1] += len(taken)
         batch = Batch(
             number=state.next_batch,
@@ -367,12 +366,11 @@ class GroupSampler:
         state.taken_at[-1] += len(state.given[len(state.handed_at)].groups)
         state.handed_at.append(self.version)
 
-    def _cancel_running(self, why: Why, effects: Effects) -> None:
-        """Cancel the groups at work. They are remembered until their outcomes say how much time they had."""
+    def _cancel(self, groups: Iterable[GroupState], why: Why, effects: Effects) -> None:
+        """Cancel groups at work. They are remembered until their outcomes say how much time they had."""
         state = self.state
-        groups, state.running, state.stuck = list(state.running.values()), {}, []
         for group in groups:
-            state.leaving[group.number] = group
+            state.leaving[group.number] = state.running.pop(group.number)
             for index, member in enumerate(group.members):
                 name = job_id(state.run, group, index)
                 if member.stuck:  # it was not submitted
@@ -384,6 +382,7 @@ class GroupSampler:
                 if member.outcome is None:
                     effects.cancel.append(name)
             self._leave_if_ended(group)
+        state.stuck = [each for each in state.stuck if each[0] in state.running]
 
     def _leave_if_ended(self, group: GroupState) -> None:
         state = self.state
@@ -412,18 +411,54 @@ class GroupSampler:
             member.stuck, member.failures, member.causes = False, 0, {}
             self._submit(state.running[number], index, effects)
 
-    def _return(self, event: Returned) -> None:
-        """Go back to where the trainer is: to the version at which the first batch that it does not have was taken."""
+    def _return(self, event: Returned, effects: Effects) -> None:
+        """Go to where the trainer is: to the version at which the first batch that it does not have was taken.
+
+        That may be before the present version, or after it: the trainer before this one may have had less.
+        """
         state = self.state
         state.rules = event.rules
-        if event.trained is not None:
-            self._confirm(event.trained)
-        for batch, version in zip(state.given, state.handed_at, strict=False):
-            state.taken_at[version] -= len(batch.groups)
-        state.handed_at = []
+        trained, present = event.trained or 0, len(state.versions)
+        names = [*state.versions, *state.undone]
+        taken_at = [*state.taken_at, *(0 for _ in state.undone)]
+        for place, batch in enumerate(state.given):
+            groups = len(batch.groups)
+            if place < len(state.handed_at):
+                taken_at[state.handed_at[place]] -= groups * (batch.number > trained)
+            elif batch.number <= trained:
+                taken_at[names.index(batch.version) if batch.version in names else present - 1] += groups
+        state.given, state.handed_at = [batch for batch in state.given if batch.number > trained], []
+        kept = len(names)
         if state.given:
-            version = state.versions.index(state.given[0].version)
-            del state.versions[version + 1 :], state.taken_at[version + 1 :]
+            kept = names.index(state.given[0].version) + 1 if state.given[0].version in names else present
+        state.versions, state.undone = names[:kept], names[kept:]
+        state.taken_at = [*taken_at[: kept - 1], sum(taken_at[kept - 1 :])]
+        self._cancel(self._overdue(), "came_back", effects)
+
+    def _overdue(self) -> list[GroupState]:
+        """Return the groups at work that would get too old at a version before the one they were begun at.
+
+        What they still sample is of this version now, and the batches to give again come before them.
+        """
+        state, per_step = self.state, self.state.rules.groups_per_step
+        slots = per_step - state.taken_at[-1] - self._to_give()
+        ahead = [group for group in state.running.values() if group.born > self.version]
+        kept = self._deadlines([*state.ready.values(), *(each for each in state.running.values() if each not in ahead)])
+        overdue = []
+        for group in ahead:
+            group.born, group.born_version = self.version, state.versions[-1]
+            kept += self._deadlines([group])
+            if not keeps_deadlines(kept, version=self.version, per_step=per_step, slots=slots):
+                del kept[-1]
+                overdue.append(group)
+        return overdue
+
+    def _advance(self, event: Advanced) -> None:
+        state = self.state
+        self._confirm_handed_out(event.confirms)
+        state.undone = state.undone[1:] if state.undone[:1] == [event.version] else []
+        state.versions.append(event.version)
+        state.taken_at.append(0)
 
     def _finish(self, effects: Effects) -> None:
         state = self.state
@@ -431,7 +466,7 @@ class GroupSampler:
             indices = range(len(group.members))
             self._add(effects, *(fate_of(state, group, index, "carried", "waiting") for index in indices))
         state.ready = {}
-        self._cancel_running("finished", effects)
+        self._cancel(list(state.running.values()), "finished", effects)
         effects.cancel = list(self._jobs)
         self._jobs, state.leaving = {}, {}
         state.lines = []
@@ -445,12 +480,14 @@ class GroupSampler:
         return capacity(
             per_step=rules.groups_per_step,
             max_staleness=rules.max_staleness,
-            version=self.version,
             taken_here=state.taken_at[-1],
-            taken=state.totals.trained_groups,
-            ready=len(state.ready),
+            ready=len(state.ready) + self._to_give(),
             running=len(state.running),
         )
+
+    def _to_give(self) -> int:
+        """Return how many groups are in batches to give again, which count at the version at which that is."""
+        return sum(len(batch.groups) for batch in self.state.given[len(self.state.handed_at) :])
 
     def _deadlines(self, groups: Iterable[GroupState]) -> list[int]:
         return [group.born + self.state.rules.max_staleness for group in groups]

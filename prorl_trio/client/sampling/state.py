@@ -70,6 +70,7 @@ class SamplerState(msgspec.Struct, kw_only=True):
     Attributes:
         run: first part of the ids of its jobs and groups.
         versions: the policy's, from the run's first one on. `taken_at`: how many groups were taken at each.
+        undone: the versions after those, which the trainer had reached before it came back without them.
         running, ready, leaving: groups by number: at work; whole and waiting for a batch; cancelled, whose outcomes are
             still to come.
         next_group, next_batch: numbers.
@@ -88,6 +89,7 @@ class SamplerState(msgspec.Struct, kw_only=True):
     rules: GroupRules
     versions: list[str]
     taken_at: list[int]
+    undone: list[str] = []
     running: dict[int, GroupState] = {}
     ready: dict[int, GroupState] = {}
     leaving: dict[int, GroupState] = {}

@@ -175,14 +175,16 @@ class EngineControl:
             BackendError: it failed to answer.
         """
         async with self._lock:
+            names = True  # it has names for its weights
             if tell:
                 self.named = policy_version
                 if error := await self.label(policy_version, timeout_s):
                     raise BackendError(error, retryable=True)
-                if not self.info.label:
-                    self.named = ""  # it cannot be told
+                names = bool(self.info.label)  # as it answered; a completion that ends meanwhile may tell of another
+                if not names:
+                    self.named = ""
             heard = await self.client.read_label(timeout_s=timeout_s)
-            if heard not in ("", policy_version) and (self.info.label or not tell):
+            if heard not in ("", policy_version) and names:
                 raise OtherWeights(self.client.url, heard, policy_version)
             if heard and not tell and self.trial is not None and not self.trial.folder:
                 self.named = policy_version

@@ -1,0 +1,115 @@
+"""Trainers that come back to a run with more, or with less, than the one before them had."""
+
+from __future__ import annotations
+
+import pytest
+
+from prorl_trio.client.sampling import GroupRules, JobTemplate
+from prorl_trio.client.sampling.events import Advanced, Arrived, Confirmed, GivenAgain, Opened, Returned, Taken
+from prorl_trio.client.sampling.sampler import GroupSampler
+from support.sampled import make_rollout, make_task
+
+
+def begin(**rules):
+    rules = GroupRules(**{"size": 2, "groups_per_step": 1, **rules})
+    return GroupSampler.begin("run", rules, "0")
+
+
+def open_group(sampler):
+    number = sampler.state.next_group
+    effects = sampler.apply(Opened(make_task(number), JobTemplate()))
+    return [job_id for job_id, _ in effects.submit]
+
+
+def end(sampler, job_ids):
+    version = sampler.state.versions[-1]
+    for job_id in job_ids:
+        right = job_id.split("-")[2] == "0"
+        outcome = make_rollout(sampler.spec(job_id), float(right), versions=[version])
+        sampler.apply(Arrived(outcome, right))
+
+
+def take_a_step(sampler):
+    """One batch of one group, and the update that it is trained on in."""
+    end(sampler, open_group(sampler))
+    sampler.apply(Taken(sampler.choose(1), confirms=False))
+    sampler.apply(Advanced(str(sampler.version + 1), confirms=False))
+
+
+def come_back(sampler, trained):
+    return sampler.apply(Returned(sampler.state.rules, trained))
+
+
+@pytest.mark.parametrize(("trained", "version"), [(1, "1"), (2, "2"), (3, "3")])
+def test_one_without_a_checkpoint_and_then_one_with_it(trained, version):
+    sampler = begin()
+    for _ in range(3):
+        take_a_step(sampler)
+    come_back(sampler, None)
+    assert sampler.state.versions == ["0"]
+    assert sampler.unconfirmed().number == 1
+    come_back(sampler, trained)
+    assert sampler.state.versions == ["0", "1", "2", "3"][: int(version) + 1]
+    assert sampler.state.taken_at == [*[1] * trained, 0]
+    assert (again := sampler.unconfirmed()) is None or again.number == trained + 1
+    assert sampler.room() == (again is None)
+
+
+def test_versions_of_another_path_replace_those_that_were_undone():
+    sampler = begin()
+    take_a_step(sampler)
+    take_a_step(sampler)
+    come_back(sampler, None)
+    sampler.apply(GivenAgain(1, confirms=False))
+    sampler.apply(Advanced("other", confirms=False))
+    sampler.apply(Confirmed(1))
+    come_back(sampler, None)
+    assert sampler.state.versions == ["0", "other"]
+    assert sampler.state.taken_at == [1, 0]
+    assert sampler.unconfirmed().number == 2
+
+
+def test_groups_to_give_again_leave_no_room_for_others():
+    sampler = begin(groups_per_step=2)
+    first, second = open_group(sampler), open_group(sampler)
+    end(sampler, first)
+    sampler.apply(Taken(sampler.choose(1), confirms=False))
+    come_back(sampler, None)
+    end(sampler, second)
+    assert sampler.room() == 0  # the place of the first is taken by the batch that is given again
+
+
+def test_groups_that_would_get_too_old_at_the_version_before_are_cancelled():
+    sampler = begin()
+    take_a_step(sampler)
+    running = open_group(sampler)
+    end(sampler, running[:1])
+    effects = come_back(sampler, None)  # to version 0, at which batch 1 comes first; the group was begun at 1
+    assert effects.cancel == running[1:]
+    assert [(line.job_id, line.fate, line.why) for line in effects.lines] == [
+        (job_id, "cancelled", "came_back") for job_id in running
+    ]
+    assert not sampler.state.running
+
+
+def test_groups_that_are_not_too_old_at_the_version_before_go_on():
+    sampler = begin(max_staleness=1)
+    take_a_step(sampler)
+    running = open_group(sampler)
+    assert not come_back(sampler, None).cancel
+    sampler.apply(GivenAgain(1, confirms=False))
+    sampler.apply(Advanced("1", confirms=False))
+    end(sampler, running)
+    sampler.apply(Taken(sampler.choose(1), confirms=False))
+    assert sampler.state.given[-1].groups[0].staleness <= 1
+
+
+def test_a_step_that_took_too_many_keeps_none_from_being_sampled_later():
+    sampler = begin()
+    take_a_step(sampler)
+    take_a_step(sampler)
+    come_back(sampler, None)
+    for number in (1, 2):
+        sampler.apply(GivenAgain(number, confirms=False))  # without a step between
+    sampler.apply(Advanced("1", confirms=False))
+    assert sampler.room() == 1
