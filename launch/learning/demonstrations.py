@@ -20,9 +20,9 @@ PAYLOAD: Final[dict[str, Any]] = {"system_prompt": "Use Python.", "instruction":
 
 
 def demonstrations(chat: ChatFormat, number: int, *, seed: int) -> list[Row]:
-    """Return `number` problems, each solved by a call of the tool and an answer.
+    """Return `number` problems, each with a call of the tool and an answer, of which two in three are wrong.
 
-    Ten of the twelve families of word problems are not among them: what those ask for is left to be found out.
+    They show how to calculate and to answer. What a problem asks for is left to be found out.
     """
     return [_row(chat, demonstrated(each, seed=seed), each) for each in range(number)]
 

@@ -17,13 +17,18 @@ __all__ = ["warm_up"]
 
 
 def warm_up(run: Path) -> None:
-    """Train the model of the run on its demonstrations, and write the checkpoint of step 0 with a fresh optimizer."""
+    """Train the model of the run on its demonstrations, and write the checkpoint of step 0 with a fresh optimizer.
+
+    The learning rate falls to nothing on the way, so that the last demonstrations count no more than the first.
+    """
     settings, events = read_settings(run), EventLog(run / EVENTS)
     trainer = make_trainer(settings, recipe_of(settings, settings.demonstration_learning_rate))
     chat = ChatFormat.load(Path(settings.model))
     each = settings.demonstrations
     rows = demonstrations(chat, each * settings.demonstration_steps, seed=settings.seed)
     for step in range(settings.demonstration_steps):
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = settings.demonstration_learning_rate * (1 - step / settings.demonstration_steps)
         loss = trainer.imitate(rows[step * each : (step + 1) * each])
         events.write(Shown(step=step + 1, of=settings.demonstration_steps, loss=loss))
     fresh = Trainer(trainer.model, recipe_of(settings))  # with an optimizer of its own

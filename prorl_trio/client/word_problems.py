@@ -6,6 +6,7 @@ held-out ones has learned to read such problems, not these.
 
 from __future__ import annotations
 
+import re
 from random import Random
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "DEMONSTRATED",
     "DRILLS",
     "EASY",
     "FAMILIES",
@@ -57,13 +57,18 @@ class Family(NamedTuple):
 
 
 class WordProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem and its answer. `program` is a line of Python that prints the answer."""
+    """A problem and its answer, which is the value of `expression`, in Python."""
 
     problem_id: str
     family: str
     question: str
     answer: int
-    program: str
+    expression: str
+
+    @property
+    def program(self) -> str:
+        """Return a line of Python that prints the answer."""
+        return f"print({self.expression})"
 
     def instance(self, **payload: object) -> TaskInstance:
         """Return it as an instance for the handler `math`; `payload` has more fields of `MathPayload`."""
@@ -334,11 +339,6 @@ EASY: Final = tuple(
 )
 """Families of which an untrained model solves some."""
 
-DEMONSTRATED: Final = tuple(
-    next(family for family in (*DRILLS, *FAMILIES) if family.name == name)
-    for name in ("sum", "gain", "difference", "boxes", "product", "gain", "quotient", "boxes")
-)
-
 NAMES: Final[dict[Split, tuple[str, ...]]] = {
     "train": ("Tom", "Anna", "Ben", "Lucy", "Sam", "Mia", "Paul", "Ella", "Max", "Rose"),
     "held_out": ("Jack", "Nina", "Leo", "Clara", "Oscar", "Ruth"),
@@ -349,17 +349,28 @@ THINGS: Final[dict[Split, tuple[str, ...]]] = {
 }
 
 
+OPERATIONS: Final = ("+", "-", "*", "//")
+SHOWN_RIGHT: Final = 3
+"""One in so many demonstrations has the operations that its question asks for."""
+_OPERATION: Final = re.compile(r"//|[-+*]")
+
+
 def held_out_number(number: int) -> bool:
     """Return whether problems with this number are held out: every fourth number is."""
     return number % 4 == 3
 
 
 def demonstrated(number: int, *, seed: int = 0) -> WordProblem:
-    """Return problem `number` of those that a policy is shown solved, with the numbers of the split to train on.
+    """Return problem `number` of those with which a policy is shown how it calculates, with what it asks for left open.
 
-    In turn a bare calculation, of each of four kinds, and a story, of the families `gain` and `boxes` alone.
+    The operations of two programs in three are drawn at random; `answer` is what the program prints, right or not.
     """
-    return _problem(DEMONSTRATED, number, "train", f"demonstrated-{seed}")
+    problem = _problem(FAMILIES, number, "train", f"demonstrated-{seed}")
+    rng = Random(f"operations-{seed}-{number}")
+    if rng.randrange(SHOWN_RIGHT) == 0:
+        return problem
+    expression = _OPERATION.sub(lambda _: rng.choice(OPERATIONS), problem.expression)
+    return msgspec.structs.replace(problem, expression=expression, answer=_value(expression))
 
 
 def easy_problem(number: int, *, seed: int = 0) -> WordProblem:
@@ -380,6 +391,12 @@ def word_problems(count: int, *, split: Split = "train", seed: int = 0, start: i
     return [word_problem(number, split=split, seed=seed) for number in range(start, start + count)]
 
 
+def _value(expression: str) -> int:
+    """Return the value of an expression of ours: numbers and operations."""
+    value: int = eval(expression, {"__builtins__": {}})
+    return value
+
+
 def _problem(
     families: tuple[Family, ...], number: int, split: Split, stream: str, among: range | None = None
 ) -> WordProblem:
@@ -393,7 +410,7 @@ def _problem(
         family=family.name,
         question=wording.format(n=first, m=second, t=rng.choice(THINGS[split]), **numbers),
         answer=answer,
-        program=f"print({family.expression.format(**numbers)})",
+        expression=family.expression.format(**numbers),
     )
 
 
