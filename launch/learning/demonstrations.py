@@ -20,7 +20,7 @@ PAYLOAD: Final[dict[str, Any]] = {"system_prompt": "Use Python.", "instruction":
 
 
 def demonstrations(chat: ChatFormat, number: int, *, seed: int) -> list[Row]:
-    """Return `number` problems, each with a call of the tool and an answer, of which two in three are wrong.
+    """Return `number` problems, each with a call of the tool and an answer: what the call printed, mostly wrong.
 
     They show how to calculate and to answer. What a problem asks for is left to be found out.
     """

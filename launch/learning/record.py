@@ -56,7 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     dynamic: bool = True
     max_staleness: int = 1
     objective: str = "dapo"
-    learning_rate: float = 1e-5
+    learning_rate: float = 4e-5
     demonstration_steps: int = 12
     demonstrations: int = 8
     demonstration_learning_rate: float = 1e-4

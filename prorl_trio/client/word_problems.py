@@ -350,8 +350,6 @@ THINGS: Final[dict[Split, tuple[str, ...]]] = {
 
 
 OPERATIONS: Final = ("+", "-", "*", "//")
-SHOWN_RIGHT: Final = 3
-"""One in so many demonstrations has the operations that its question asks for."""
 _OPERATION: Final = re.compile(r"//|[-+*]")
 
 
@@ -361,14 +359,12 @@ def held_out_number(number: int) -> bool:
 
 
 def demonstrated(number: int, *, seed: int = 0) -> WordProblem:
-    """Return problem `number` of those with which a policy is shown how it calculates, with what it asks for left open.
+    """Return problem `number` of those that show a policy how it calculates, but not what a question asks for.
 
-    The operations of two programs in three are drawn at random; `answer` is what the program prints, right or not.
+    The operations are drawn at random; `answer` is what the program prints, right or not.
     """
     problem = _problem(FAMILIES, number, "train", f"demonstrated-{seed}")
     rng = Random(f"operations-{seed}-{number}")
-    if rng.randrange(SHOWN_RIGHT) == 0:
-        return problem
     expression = _OPERATION.sub(lambda _: rng.choice(OPERATIONS), problem.expression)
     return msgspec.structs.replace(problem, expression=expression, answer=_value(expression))
 

@@ -58,7 +58,7 @@ def test_training_and_held_out_problems_share_no_wording_no_name_and_no_thing():
     assert len(set(wordings)) == len(wordings)
 
 
-def test_demonstrations_calculate_what_they_answer_and_are_right_in_one_of_three(capsys):
+def test_demonstrations_calculate_what_they_answer_and_are_right_by_chance_alone(capsys):
     right = 0
     for number in range(1200):
         problem = demonstrated(number, seed=1)
@@ -69,7 +69,7 @@ def test_demonstrations_calculate_what_they_answer_and_are_right_in_one_of_three
         operands = [int(operand) for operand in re.findall(r"\d+", problem.expression)]
         free = [name for name in re.findall(r"\d+|\{(\w)\}", family.expression) if name]
         right += family.solve(**dict(zip(free, operands[-len(free) :], strict=True))) == problem.answer
-    assert right == pytest.approx(1200 * (1 / 3 + 2 / 3 / 4), rel=0.1)  # those drawn are right in one of four at best
+    assert right < 1200 / 4 * 1.1  # of four operations, one is right, or one each time
 
 
 def test_no_drill_is_a_family_to_train_on():
