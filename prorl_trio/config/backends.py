@@ -98,7 +98,8 @@ class BackendConfig(Table, frozen=True):
             before it: one that a time-out, a lost connection or a pause cuts is continued from the slices it has. A few
             are streamed, to learn an engine's pace, and all those that might take half of `request_timeout_s`. 0: in
             one piece, and what is cut is sampled again, which favours short completions.
-        required: refuse to start when a backend does not pass its probe; else it is `down`, and joins when it does.
+        required: refuse to start when a backend does not pass its probe; else it is `down`, and joins when it does. One
+            that is paused is no reason to refuse.
         probe_timeout_s: time for one probe of a backend.
         request_timeout_s: time for each slice; a stream goes on from what it has then.
         max_connections_per_backend: calls of one backend at once; more wait.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ipc.arena import open_arena
 from ipc.nursery import open_single_nursery
 from prorl_trio.inference.engines.http import split_origin
+from prorl_trio.inference.engines.protocol import EnginePaused
 from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.sandbox.host import open_sandbox_host
@@ -68,8 +69,9 @@ async def open_backends(
 ) -> AsyncIterator[Backends]:
     """Probe the configured backends, all at once, and yield the pool with them; it is watched during the block.
 
-    A backend that fails is `down`, and joins when a later probe passes. `find_client` and `random` are those of
-    `Backends`. On leaving, calls in flight fail.
+    A backend that fails is `down`, and joins when a later probe passes. So is one that is paused, also if backends are
+    `required`: a node that was killed in a policy update comes back before anybody resumes its engines. `find_client`
+    and `random` are those of `Backends`. On leaving, calls in flight fail.
 
     Raises:
         BackendError: backends are `required`, and one did not pass its probe.
@@ -91,7 +93,7 @@ async def open_backends(
             for url in config.urls:
                 probes.start_soon(_add, backends, url, config.weights.get(url), failed)
         for url, error in failed.items():
-            if config.required:
+            if config.required and not isinstance(error, EnginePaused):
                 raise error
             logger.warning("backend %s is down, and joins when it is up: %s", url, error)
             backends.expect(url, config.weights.get(url), str(error))

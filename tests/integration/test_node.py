@@ -264,6 +264,26 @@ async def test_a_required_backend_that_is_down_stops_the_start(tmp_path):
             pytest.fail("the node started")
 
 
+async def test_a_required_backend_that_is_paused_joins_when_it_is_resumed(tmp_path):
+    make_tiny_model(tmp_path)
+    engine_config = FakeEngineConfig(vocab_size=259, development=True)
+    async with open_fake_engine(config=engine_config) as engine:
+        engine.pause("wait")
+        config = NodeConfig(
+            model=ModelConfig(path=str(tmp_path)),
+            sandbox=SandboxConfig(provider="process"),
+            backends=BackendConfig(urls=[engine.url], required=True, probe_timeout_s=5.0),
+        )
+        with trio.fail_after(60):
+            async with open_node(config) as node:
+                (backend,) = node.backends.statistics()["backends"]
+                assert backend.state == "down"
+                assert f"POST {engine.url}/resume" in backend.error
+                engine.resume()
+                while not node.backends.list():
+                    await trio.sleep(0.05)
+
+
 async def test_a_full_node_rejects_with_advice_and_a_patient_client_gets_in(tmp_path):
     says = [r"\boxed{42}"] * 8
     limits = AdmissionConfig(max_live=2)
