@@ -17,7 +17,7 @@ __all__ = ["HeldOut", "solve_held_out"]
 
 RESULT_TIMEOUT_S = 300.0
 HELD_OUT_SEED = 2
-"""Of problems that nobody had looked at when the families, the demonstrations and the recipe were chosen."""
+"""The seed of problems that nobody had looked at when the families, the demonstrations and the recipe were chosen."""
 
 
 class HeldOut(NamedTuple):
