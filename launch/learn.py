@@ -49,7 +49,7 @@ TRAINER_GRACE_S = 10.0
 LOAD_TIMEOUT_S = 60.0
 LOG_TAIL_BYTES = 3000
 MAX_MODEL_TOKENS = 512
-RUN_WORKERS = 48
+RUN_WORKERS = 64
 BLOCK_TOKENS = 32
 """Tokens of a block of the engine's cache. Prompts have 50 to 100; of blocks of 128, the default, none is shared."""
 MAX_OBSERVATION_CHARS = 160
@@ -65,7 +65,7 @@ class TrainingFailed(ServiceError):
 
 @click.command()
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the demonstrations and problems.")
-@click.option("--steps", type=click.IntRange(1), help="Policy updates (50; with --quick 2).")
+@click.option("--steps", type=click.IntRange(1), help="Policy updates (30; with --quick 2).")
 @click.option(
     "--no-dynamic", is_flag=True, help="Train on every group, also where all or none are right: for comparison."
 )

@@ -146,23 +146,26 @@ class _Run:
         """Wait for a batch, train on it, write a checkpoint, and give the engine the new weights.
 
         In this order a run that is killed anywhere can go on: a version is announced once its weights are on the disk.
+        The engine is paused while the trainer computes, since they share the cores. Rollouts go on up to where they
+        need it, and then are sampled together: for many the engine takes hardly longer than for one.
         """
         clock = _Clock()
         with EngineLoad(os.environ["PRORL_ENGINE_URL"]) as load:
             batch = groups.take(timeout_s=ROLLOUTS_TIMEOUT_S)
         wait_s = clock.lap()
-        figures = self.trainer.update([group.outcomes for group in batch.groups])
-        update_s = clock.lap()
-        self.step += 1
-        self.record.steps.append(_step_record(self.record, batch, figures, load, wait_s=wait_s, update_s=update_s))
-        self.save()
-        checkpoint = save_checkpoint(self.folder / CHECKPOINTS, self.trainer, self.step, {"batch": batch.number})
-        checkpoint_s = clock.lap()
-        with client.policy_update(str(self.step), mode="keep", timeout_s=UPDATE_TIMEOUT_S) as update:
+        with client.policy_update(str(self.step + 1), mode="keep", timeout_s=UPDATE_TIMEOUT_S) as update:
+            sync_s = clock.lap()
+            figures = self.trainer.update([group.outcomes for group in batch.groups])
+            update_s = clock.lap()
+            self.step += 1
+            self.record.steps.append(_step_record(self.record, batch, figures, load, wait_s=wait_s, update_s=update_s))
+            self.save()
+            checkpoint = save_checkpoint(self.folder / CHECKPOINTS, self.trainer, self.step, {"batch": batch.number})
+            checkpoint_s = clock.lap()
             update.load_folder(checkpoint, base=self.settings.model, check="headers")
         groups.advance(str(self.step))
         groups.confirm(batch.number)
-        self.note(checkpoint_s=checkpoint_s, sync_s=clock.lap())
+        self.note(checkpoint_s=checkpoint_s, sync_s=sync_s + clock.lap())
         self.events.write(Stepped(record=self.record.steps[-1], of=self.settings.steps))
 
     def note(self, **times: float) -> None:

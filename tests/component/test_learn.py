@@ -1,4 +1,4 @@
-"""The reference trainer. Its checks are in `learn_checks.py`: torch is in an environment of its own."""
+"""The reference trainer. Its checks are in `support.learn_checks`: torch is in an environment of its own."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from support.fake_node import FakeNode, make_outcome
 from support.fake_service import TOKEN, open_service
 from support.skips import because
 
-SCRIPT = Path(__file__).with_name("learn_checks.py")
+TESTS = Path(__file__).parents[1]
 CHECKS = [
     node.name
-    for node in ast.parse(SCRIPT.read_text()).body
+    for path in sorted(TESTS.glob("support/learn_checks/*.py"))
+    for node in ast.parse(path.read_text()).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
 ]
+PROGRAM = ("-m", "support.learn_checks")
 MAX_LINES = 500
 
 pytestmark = pytest.mark.timeout(300)
@@ -37,7 +39,13 @@ def in_the_trainers_environment(*argv, cwd=None, **env):
     python = trainer_python("train")
     if not python.exists():
         pytest.skip(because("the trainers' environment is not set up", "make trainers"))
-    env = {**os.environ, "PYTHONPATH": str(checkout_dir()), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{checkout_dir()}:{TESTS}",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **env,
+    }
     done = subprocess.run([python, *argv], env=env, cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -47,7 +55,7 @@ def in_the_trainers_environment(*argv, cwd=None, **env):
 def results(tmp_path_factory):
     """Return where each check failed, or nothing. All run in one process."""
     path = tmp_path_factory.mktemp("learn") / "results.json"
-    in_the_trainers_environment(SCRIPT, path)
+    in_the_trainers_environment(*PROGRAM, path)
     return json.loads(path.read_text())
 
 
@@ -84,7 +92,7 @@ async def test_the_loop_of_the_guide_trains_and_updates_the_policy(tmp_path):
         async with open_service(node) as service:
             env = {"PRORL_URL": service.url, "PRORL_TOKEN": TOKEN, "MODEL": str(tmp_path / "model"), "DEVICE": "cpu"}
             said = await trio.to_thread.run_sync(
-                lambda: in_the_trainers_environment(SCRIPT, "--model-for", program, cwd=tmp_path, **env)
+                lambda: in_the_trainers_environment(*PROGRAM, "--model-for", program, cwd=tmp_path, **env)
             )
             assert node.backends.policy_version == "3"
         await node.backends.aclose()
