@@ -21,6 +21,12 @@ from support.learn_checks.made_up import (
 )
 
 
+def latest(folder):
+    checkpoint = latest_checkpoint(folder)
+    assert checkpoint is not None
+    return checkpoint
+
+
 def check_demonstrations_are_what_a_node_would_have_recorded(folder):
     tokenizer = make_tiny_model(folder)
     rows = demonstrations(ChatFormat.load(folder), 8, seed=3)
@@ -49,7 +55,7 @@ def check_a_run_that_goes_on_from_a_checkpoint_is_the_same_run(folder):
     save_checkpoint(folder, first, 2, {"batch": 2})
     drawn = torch.rand(3)
     second = Trainer(tiny_model(seed=9), recipe)
-    assert load_checkpoint(latest_checkpoint(folder), second) == {"step": 2, "batch": 2}
+    assert load_checkpoint(latest(folder), second) == {"step": 2, "batch": 2}
     assert torch.equal(torch.rand(3), drawn)
     for seed in range(2, 4):
         second.update(outcomes(seed=seed))
@@ -62,16 +68,16 @@ def check_only_whole_checkpoints_count_and_old_ones_go(folder):
     for step in (1, 2, 3):
         save_checkpoint(folder, trainer, step, {})
     (folder / ".step-000004.part").mkdir()
-    assert latest_checkpoint(folder).name == "step-000003"
+    assert latest(folder).name == "step-000003"
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-000002", "step-000003"]
     save_checkpoint(folder, trainer, 4, {})
-    assert latest_checkpoint(folder).name == "step-000004"
+    assert latest(folder).name == "step-000004"
 
 
 def check_the_weights_of_a_checkpoint_are_those_that_transformers_reads(folder):
     trainer, _ = update(outcomes())
     trainer.model.config.save_pretrained(save_checkpoint(folder, trainer, 1, {}))
-    loaded = LlamaForCausalLM.from_pretrained(latest_checkpoint(folder))
-    names = load_file(latest_checkpoint(folder) / "model.safetensors").keys()
+    loaded = LlamaForCausalLM.from_pretrained(latest(folder))
+    names = load_file(latest(folder) / "model.safetensors").keys()
     assert {"model.embed_tokens.weight", "lm_head.weight"} <= names, "engines keep copies of a tied output layer"
     assert torch.equal(weights_of(Trainer(loaded, Recipe())), weights_of(trainer))

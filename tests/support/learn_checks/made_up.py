@@ -40,7 +40,6 @@ def tiny_model(seed=0):
         num_key_value_heads=2,
         max_position_embeddings=128,
         tie_word_embeddings=True,
-        attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config)
 
