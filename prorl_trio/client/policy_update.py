@@ -13,7 +13,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.client.errors import PolicyUpdateFailed
-from prorl_trio.client.weights.source import check_adapter_weights, check_weights, stage_weights
+from prorl_trio.client.weights.source import check_adapter_weights, check_weights, name_tied_head, stage_weights
 from prorl_trio.types.backends import UpdateReport
 from prorl_trio.types.errors import BackendsBusy, ServiceError
 
@@ -133,7 +133,8 @@ class PolicyUpdate:
         The folder is checked here first, from the headers of its safetensors files and their bytes: a node need not see
         it. Its tensors must be those of the model that the engines serve: all of them, no others, with their shapes
         and dtypes (an engine converts between float32, bfloat16 and float16), and without NaN and infinity; fields of
-        its `config.json` must agree. A tied output layer may be there or not.
+        its `config.json` must agree. A tied output layer may be there or not; where it is not, engines on this host are
+        given it all the same, by a folder of links in /dev/shm: vLLM on a CPU has a copy that it renews by name alone.
 
         Args:
             folder: has `model.safetensors`, or several such files, with or without an index.
@@ -147,8 +148,12 @@ class PolicyUpdate:
             PolicyUpdateFailed: an engine failed, or offers no such load.
         """
         path = await check_weights(folder, self._backends, base, check)
-        self._written = None
-        await self._load(path)
+        linked = None
+        if check != "none":
+            self._staged = True
+            linked = await name_tied_head(self._stores, path, self._backends, base)
+        self._written = linked
+        await self._load(linked or path)
 
     async def load_state_dict(
         self,

@@ -23,7 +23,8 @@ ALPHA = 8
 def change(model_dir: str, folder: str) -> None:
     """Write `new`, `written`, `adapter` and `merged` into `folder`.
 
-    In `new`, a matrix of every second layer is scaled: enough to be told from the old model, still a model of language.
+    In `new`, a matrix of every second layer is scaled, and the embedding, which is the output layer, too: enough to be
+    told from the old model, still a model of language.
     `written` is the same by our writer, from the state dict. `merged` is the old model with `adapter` in its matrices.
     """
     root = Path(folder)
@@ -33,6 +34,7 @@ def change(model_dir: str, folder: str) -> None:
     with torch.no_grad():
         for layer in model.model.layers[::2]:
             layer.mlp.down_proj.weight.mul_(0.8)
+        model.model.embed_tokens.weight[::2].mul_(0.97)
     model.save_pretrained(new)
     write_state(model, Path(model_dir), root / "written")
     files = [load_file(each / "model.safetensors") for each in (new, root / "written")]

@@ -233,6 +233,12 @@ def test_a_state_dict_becomes_a_folder_like_the_models_own(tmp_path, base):
     assert all((array == 2.0).all() for array in read.values())
 
 
+def test_a_tied_output_layer_that_is_not_given_is_written_too(tmp_path, base):
+    found = ModelFolder.read(written(tmp_path, base, tensors(2.0)))
+    assert set(found.tensors) == {*tensors(), HEAD}
+    assert (load_file(found.tensors[HEAD].path)[HEAD] == 2.0).all()
+
+
 @pytest.mark.parametrize("form", [dict, lambda s: iter(s.items()), lambda s: [{name: s[name]} for name in s]])
 def test_mappings_pairs_and_lists_of_mappings_are_the_same(tmp_path, base, form):
     assert set(load_file(written(tmp_path, base, form(tensors())) / "model.safetensors")) == set(tensors())
@@ -240,9 +246,11 @@ def test_mappings_pairs_and_lists_of_mappings_are_the_same(tmp_path, base, form)
 
 def test_what_does_not_fit_one_file_is_in_several_with_an_index(tmp_path, base, monkeypatch):
     monkeypatch.setattr(writing, "SHARD_BYTES", 1)
-    folder = written(tmp_path, base, tensors())
+    folder = written(tmp_path, base, {**tensors(), HEAD: tensors()[EMBEDDING]})
     files = sorted(folder.glob("*.safetensors"))
-    assert [file.name for file in files] == ["model-00002.safetensors", "model-00003.safetensors", "model.safetensors"]
+    assert [file.name for file in files] == [
+        *("model-00002.safetensors", "model-00003.safetensors", "model-00004.safetensors", "model.safetensors")
+    ]
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert all(name in load_file(folder / index[name]) for name in tensors())
     check_folder(folder, [base])

@@ -15,6 +15,7 @@ from prorl_trio.client.weights.check import check_folder
 from prorl_trio.client.weights.errors import WeightsRefused
 from prorl_trio.client.weights.model_folder import ModelFolder
 from prorl_trio.client.weights.store import SHARED_MEMORY
+from prorl_trio.client.weights.tied import lacks_head, link_with_head
 from prorl_trio.client.weights.write import write_model
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from prorl_trio.client.weights.tensors import StateDict
     from prorl_trio.types.backends import UpdatedBackend
 
-__all__ = ["StagedWeights", "check_adapter_weights", "check_weights", "stage_weights"]
+__all__ = ["StagedWeights", "check_adapter_weights", "check_weights", "name_tied_head", "stage_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,32 @@ async def check_weights(
     return await trio.to_thread.run_sync(run)
 
 
+async def name_tied_head(
+    stores: WeightStores, folder: Path, backends: Sequence[UpdatedBackend], base: str | os.PathLike[str] | None
+) -> Path | None:
+    """Return a folder like `folder` that names its tied output layer, too; None where that is not needed.
+
+    It is made in shared memory, so for engines on this host only. An engine elsewhere that keeps a copy of the layer
+    (vLLM on a CPU) needs a folder that names it.
+
+    Raises:
+        WeightsRefused: shared memory has no room.
+    """
+
+    def run() -> Path | None:
+        found = ModelFolder.read(folder)
+        if not lacks_head(found, _bases(backends, base)) or _elsewhere(backends):
+            return None
+        linked = stores.new_folder(SHARED_MEMORY)
+        try:
+            link_with_head(found, linked)
+        except OSError as exc:
+            raise WeightsRefused(f"{linked}: the output layer cannot be written there: {exc.strerror}") from exc
+        return linked
+
+    return await trio.to_thread.run_sync(run)
+
+
 async def check_adapter_weights(
     folder: str | os.PathLike[str],
     backends: Sequence[UpdatedBackend],
@@ -110,8 +137,7 @@ async def stage_weights(
                 f"the engines' own model is not visible from here ({known}), and configuration and tokenizer are "
                 "copied from it: name a folder that has it with base=..."
             )
-        elsewhere = [each.url for each in backends if not is_this_host(urlsplit(each.url).hostname or "")]
-        if parent is None and elsewhere:
+        if parent is None and (elsewhere := _elsewhere(backends)):
             raise WeightsRefused(
                 f"{', '.join(elsewhere)}: not on this host, so it does not see its {SHARED_MEMORY}: name a folder "
                 "that all engines see with folder=..."
@@ -131,6 +157,11 @@ def is_this_host(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _elsewhere(backends: Sequence[UpdatedBackend]) -> list[str]:
+    """Return the URLs of the engines that are not on this host."""
+    return [each.url for each in backends if not is_this_host(urlsplit(each.url).hostname or "")]
 
 
 def _bases(backends: Sequence[UpdatedBackend], base: str | os.PathLike[str] | None) -> tuple[ModelFolder, ...]:

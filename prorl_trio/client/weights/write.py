@@ -12,6 +12,7 @@ from prorl_trio.client.weights.check import check_names
 from prorl_trio.client.weights.errors import WeightsRefused
 from prorl_trio.client.weights.model_folder import (
     INDEX,
+    ModelFolder,
     compare_type,
     embedding_of,
     is_head,
@@ -19,6 +20,7 @@ from prorl_trio.client.weights.model_folder import (
 )
 from prorl_trio.client.weights.safetensors import TensorFile
 from prorl_trio.client.weights.tensors import named_tensors, raw_tensor
+from prorl_trio.client.weights.tied import lacks_head, write_head
 from prorl_trio.client.weights.values import all_finite
 
 if TYPE_CHECKING:
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from prorl_trio.client.weights.check import WeightCheck
-    from prorl_trio.client.weights.model_folder import ModelFolder
     from prorl_trio.client.weights.safetensors import TensorType
     from prorl_trio.client.weights.tensors import StateDict
 
@@ -44,8 +45,7 @@ def write_model(state: StateDict, folder: Path, base: ModelFolder, check: Weight
     """Write tensors as a model in the empty `folder`; configuration and tokenizer are copied from `base`.
 
     Each tensor is checked and written as it comes, and one at a time is in memory. An output layer that is tied to the
-    embedding is written, too, where it is given: vLLM on a CPU keeps a copy of it, which it renews by its name alone.
-    Blocks; for worker threads.
+    embedding is written, too, given or not: see `tied`. Blocks; for worker threads.
 
     Args:
         state: see `StateDict`. Its names are those of the model's own files.
@@ -65,6 +65,8 @@ def write_model(state: StateDict, folder: Path, base: ModelFolder, check: Weight
     except BaseException:
         writer.abandon()
         raise
+    if lacks_head(found := ModelFolder.read(folder), [base]):
+        write_head(found, folder)
     for source in sorted(base.path.iterdir()):
         if _is_configuration(source):
             shutil.copyfile(source, folder / source.name)
