@@ -176,7 +176,8 @@ async def test_two_versions_in_one_completion_and_logprobs_of_the_weights_that_s
                 kept = await sample_across(node, client, "keep", old, "v2", prompt)
                 after = await fail_to_update(node, client, server.url, prompt)
                 tensors = await update_with_tensors(node, client, prompt, old)
-                restored, moved = await update_by_own_means(node, client, server.url, prompt, new)
+                named = tmp_path / "written"  # it names the output layer; whoever moves weights alone sees to that
+                restored, moved = await update_by_own_means(node, client, server.url, prompt, named)
                 adapted = await update_to_adapter(node, client, prompt, tmp_path / "adapter", old)
                 whole = {"v2": after, "v3": tensors, "v4": moved, "v6": adapted}
                 assert {each.spans[0].policy_version: each for each in whole.values()} == whole
