@@ -50,7 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     seed: int = 0
-    steps: int = 30
+    steps: int = 28
     groups: int = 10
     rollouts: int = 6
     dynamic: bool = True
