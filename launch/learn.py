@@ -88,9 +88,9 @@ def learn(
 ) -> None:
     """Watch a real policy learn to use a tool.
 
-    SmolLM2-135M sees 96 problems solved by a Python cell, and then learns by GRPO with dynamic sampling to solve word
-    problems: vLLM samples, each rollout has a sandbox, and the weights change while rollouts run. On two cores that
-    takes up to an hour. The folder of the run gets curve.png, curve.json and trajectories before and after.
+    SmolLM2-135M is shown Python cells with operations drawn at random, and then learns by GRPO with dynamic sampling to
+    solve word problems: vLLM samples, each rollout has a sandbox, and the weights change while rollouts run. On two
+    cores that takes about an hour. The folder of the run gets curve.png, curve.json and trajectories before and after.
 
     Ctrl-C ends everything; --resume goes on from the last checkpoint.
     """

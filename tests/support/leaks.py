@@ -1,4 +1,4 @@
-"""What a test leaves in its process: descriptors, threads, children, muted loggers. The test itself is to be blamed.
+"""Leaks of tests in their process: descriptors, threads, children, muted loggers. The test itself is to be blamed.
 
 Each test is looked at when its own fixtures have gone, and each module when those of the module have. What fixtures of
 a longer life hold is no leak. Garbage is collected as well, so that a warning of it ("unclosed socket", "coroutine was

@@ -30,7 +30,7 @@ def end(sampler, job_ids):
 
 
 def take_a_step(sampler):
-    """One batch of one group, and the update that it is trained on in."""
+    """Take a batch of one group, and advance by the update that it is trained on in."""
     end(sampler, open_group(sampler))
     sampler.apply(Taken(sampler.choose(1), confirms=False))
     sampler.apply(Advanced(str(sampler.version + 1), confirms=False))

@@ -43,7 +43,7 @@ from prorl_trio.client.sampling.events import (
 from prorl_trio.client.sampling.state import GroupState, MemberState, SamplerState, Totals, group_id, job_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from prorl_trio.client.sampling.batch import Why
     from prorl_trio.client.sampling.rules import GroupRules
@@ -433,20 +433,18 @@ class GroupSampler:
             kept = names.index(state.given[0].version) + 1 if state.given[0].version in names else present
         state.versions, state.undone = names[:kept], names[kept:]
         state.taken_at = [*taken_at[: kept - 1], sum(taken_at[kept - 1 :])]
-        self._cancel(self._overdue(), "came_back", effects)
+        early = [group for group in state.running.values() if group.born > self.version]
+        for group in early:  # what they still sample is of this version
+            group.born, group.born_version = self.version, state.versions[-1]
+        self._cancel(self._overdue(early), "came_back", effects)
 
-    def _overdue(self) -> list[GroupState]:
-        """Return the groups at work that would get too old at a version before the one they were begun at.
-
-        What they still sample is of this version now, and the batches to give again come before them.
-        """
+    def _overdue(self, early: Sequence[GroupState]) -> list[GroupState]:
+        """Return those of `early`, groups at work, that would get too old: batches to give again come before them."""
         state, per_step = self.state, self.state.rules.groups_per_step
         slots = per_step - state.taken_at[-1] - self._to_give()
-        ahead = [group for group in state.running.values() if group.born > self.version]
-        kept = self._deadlines([*state.ready.values(), *(each for each in state.running.values() if each not in ahead)])
+        kept = self._deadlines([*state.ready.values(), *(each for each in state.running.values() if each not in early)])
         overdue = []
-        for group in ahead:
-            group.born, group.born_version = self.version, state.versions[-1]
+        for group in early:
             kept += self._deadlines([group])
             if not keeps_deadlines(kept, version=self.version, per_step=per_step, slots=slots):
                 del kept[-1]

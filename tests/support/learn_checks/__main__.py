@@ -34,7 +34,7 @@ def main():
                     try:
                         check(Path(folder))
                         results[name] = ""
-                    except Exception:
+                    except Exception:  # whatever a check raises is its result
                         results[name] = traceback.format_exc()
     Path(sys.argv[1]).write_text(json.dumps(results))
 
