@@ -13,6 +13,7 @@ from prorl_trio.client.word_problems import (
     NAMES,
     THINGS,
     demonstrated,
+    easy_problem,
     held_out_number,
     word_problem,
     word_problems,
@@ -70,6 +71,14 @@ def test_demonstrations_calculate_what_they_answer_and_are_right_by_chance_alone
         free = [name for name in re.findall(r"\d+|\{(\w)\}", family.expression) if name]
         right += family.solve(**dict(zip(free, operands[-len(free) :], strict=True))) == problem.answer
     assert right < 1200 / 4 * 1.1  # of four operations, one is right, or one each time
+
+
+def test_easy_problems_are_right_and_of_small_numbers(capsys):
+    for number in range(200):
+        problem = easy_problem(number, seed=1)
+        exec(problem.program)
+        assert capsys.readouterr().out == f"{problem.answer}\n"
+        assert all(2 <= operand < 10 for operand in numbers(problem.question))
 
 
 def test_no_drill_is_a_family_to_train_on():
