@@ -219,7 +219,8 @@ class Exec(_Wire, frozen=True):
     `cwd` empty is where shells start; `env` is added to the tools' environment. After `timeout_s` it is killed, and
     however it ends, so is what it left running. Of stdout and of stderr at most `max_output_bytes` are kept each.
     `user` is a name or a number that the image knows; empty is that of all tools. With an `input_id` that is not 0,
-    more input follows in `ExecInput` calls, which may be sent at once.
+    more input follows in `ExecInput` calls, which may be sent at once. With `stream` all of the output is sent as it
+    comes as well, as chunks of the streams `stdout` and `stderr`; the program waits while the caller reads slowly.
     """
 
     argv: list[str]
@@ -230,6 +231,7 @@ class Exec(_Wire, frozen=True):
     max_output_bytes: int = 1024 * 1024
     user: str = ""
     input_id: int = 0
+    stream: bool = False
 
 
 class ExecInput(_Wire, frozen=True):

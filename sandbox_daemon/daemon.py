@@ -231,7 +231,7 @@ class _Calls:
             case EditFile():
                 return await self._editor.run(call)
             case Exec():
-                return await self._run_exec(call)
+                return await self._run_exec(call, context.send_chunk)
             case ExecInput():
                 return await self._inputs.take(call)
             case FileRead():

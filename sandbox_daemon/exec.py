@@ -21,7 +21,7 @@ from sandbox_daemon.processes import kill_until_gone
 from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from ipc.sandbox_calls import Exec
     from sandbox_daemon.accounts import Account
@@ -37,7 +37,7 @@ PIPE_READ_BYTES = 64 * 1024
 KILL_DEADLINE_S = 2.0
 """For what was killed to be gone."""
 DRAIN_TIMEOUT_S = 1.0
-"""For the rest of the output, once everything of the command is gone that can be found."""
+"""For more of the output, once everything of the command is gone that can be found."""
 
 _CODES = {
     errno.ENOENT: "not_found",
@@ -50,6 +50,7 @@ _CODES = {
 
 async def run_exec(
     request: Exec,
+    send_output: Callable[[str, bytes], Awaitable[None]],
     reaper: ChildReaper,
     *,
     inputs: ExecInputs,
@@ -64,6 +65,7 @@ async def run_exec(
 
     Args:
         request: the program with its arguments and limits.
+        send_output: gets its output as it comes, if streamed, with the stream's name.
         reaper: starts it, and hears of its end.
         limiter: of the threads in which blocking work is done.
         inputs: where more of its input comes from than `request` holds.
@@ -85,7 +87,7 @@ async def run_exec(
     with inputs.expect(request.input_id) if request.input_id else nullcontext() as more:
         command = await _start(request, reaper, {**env, **own, **request.env}, request.cwd or cwd, account, limiter)
         try:
-            return await _run(command, request, more)
+            return await _run(command, request, more, send_output if request.stream else None)
         finally:
             for pipe in (command.stdin, command.stdout, command.stderr):
                 await trio.aclose_forcefully(pipe)
@@ -118,14 +120,52 @@ async def _account(user: str, limiter: trio.CapacityLimiter) -> Account | None:
         raise CallError("io", f"user: {user!r} could not be looked up: {exc}") from exc
 
 
-async def _run(command: _Command, request: Exec, more: Pieces | None) -> ExecResult:
+class _Drain:
+    """Takes all that comes out of a pipe."""
+
+    def __init__(
+        self, pipe: trio.lowlevel.FdStream, max_bytes: int, send: Callable[[bytes], Awaitable[None]] | None
+    ) -> None:
+        self._pipe = pipe
+        self._send = send
+        self._sending = False
+        self._ended = trio.Event()
+        self.output = OutputBuffer(max_bytes)
+
+    async def serve(self) -> None:
+        """Read until nobody can write any more."""
+        while piece := await self._pipe.receive_some(PIPE_READ_BYTES):
+            self.output.append(piece)
+            if self._send is not None:
+                self._sending = True
+                await self._send(bytes(piece))
+                self._sending = False
+        self._ended.set()
+
+    async def wait_ended(self) -> None:
+        """Return at the end of the output; or before it, when nothing comes for `DRAIN_TIMEOUT_S` that can be sent."""
+        seen_bytes = -1
+        while not self._ended.is_set() and (self._sending or seen_bytes < self.output.total_bytes):
+            seen_bytes = self.output.total_bytes
+            with trio.move_on_after(DRAIN_TIMEOUT_S):
+                await self._ended.wait()
+
+
+async def _run(
+    command: _Command,
+    request: Exec,
+    more: Pieces | None,
+    send_output: Callable[[str, bytes], Awaitable[None]] | None,
+) -> ExecResult:
     started_s = trio.current_time()
-    stdout, stderr = OutputBuffer(request.max_output_bytes), OutputBuffer(request.max_output_bytes)
+    stdout, stderr = (
+        _Drain(pipe, request.max_output_bytes, None if send_output is None else partial(send_output, name))
+        for name, pipe in (("stdout", command.stdout), ("stderr", command.stderr))
+    )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_feed, command.stdin, request.stdin, more)
-        out_drained, err_drained = trio.Event(), trio.Event()
-        nursery.start_soon(_drain, command.stdout, stdout, out_drained)
-        nursery.start_soon(_drain, command.stderr, stderr, err_drained)
+        nursery.start_soon(stdout.serve)
+        nursery.start_soon(stderr.serve)
         try:
             with trio.move_on_after(request.timeout_s) as patience:
                 await command.child.wait()
@@ -134,11 +174,10 @@ async def _run(command: _Command, request: Exec, more: Pieces | None) -> ExecRes
             with trio.move_on_after(KILL_DEADLINE_S, shield=True):
                 await kill_until_gone(command.members)
                 await command.child.wait()  # reaped, too: no zombie has its pid when this returns
-        with trio.move_on_after(DRAIN_TIMEOUT_S):
-            await out_drained.wait()
-            await err_drained.wait()
+        await stdout.wait_ended()
+        await stderr.wait_ended()
         nursery.cancel_scope.cancel()
-    out, err = stdout.capped(), stderr.capped()
+    out, err = stdout.output.capped(), stderr.output.capped()
     return ExecResult(
         exit_code=None if patience.cancelled_caught else command.child.exit_code,
         stdout=out.data,
@@ -158,12 +197,6 @@ async def _feed(stdin: trio.lowlevel.FdStream, content: bytes, more: Pieces | No
             while more is not None and not last:
                 piece, last = await more.receive()
                 await stdin.send_all(piece)
-
-
-async def _drain(pipe: trio.lowlevel.FdStream, output: OutputBuffer, drained: trio.Event) -> None:
-    while piece := await pipe.receive_some(PIPE_READ_BYTES):
-        output.append(piece)
-    drained.set()
 
 
 async def _start(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ipc.limits import Breach
     from ipc.rpc import RpcClient
     from ipc.sandbox_calls import SandboxCall
+    from prorl_trio.sandbox.program import OnOutput
 
 __all__ = ["DaemonSandbox"]
 
@@ -64,11 +65,13 @@ class DaemonSandbox(Sandbox):
     async def wait_lost(self) -> None:
         await self._rpc.wait_closed()
 
-    async def call(self, request: SandboxCall, reply_type: type[T], timeout_s: float) -> T:
+    async def call(
+        self, request: SandboxCall, reply_type: type[T], timeout_s: float, on_output: OnOutput | None = None
+    ) -> T:
         if self._lost:
             raise SandboxLost(self._lost, from_inside=self._lost_from_inside)
         try:
-            reply = await self._rpc.call(request, reply_type, timeout_s=timeout_s)
+            reply = await self._rpc.call(request, reply_type, timeout_s=timeout_s, on_chunk=on_output)
         except CallFailed as exc:
             raise self._error_of(exc) from exc
         except (FrameTooLarge, UnicodeEncodeError) as exc:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from ipc.sandbox_calls import SandboxCall
+    from prorl_trio.sandbox.program import OnOutput
     from prorl_trio.sandbox.provider import SandboxProvider
 
 __all__ = ["HostedSandbox", "OnOpen", "SandboxHost", "Start", "open_sandbox_host"]
@@ -66,8 +67,10 @@ class HostedSandbox(Sandbox):
         state = "gone" if self._gone.is_set() else "closing" if self._closing.is_set() else "live"
         return f"<HostedSandbox {self.sandbox_id}: {state}>"
 
-    async def call(self, request: SandboxCall, reply_type: type[T], timeout_s: float) -> T:
-        return await self._sandbox.call(request, reply_type, timeout_s)
+    async def call(
+        self, request: SandboxCall, reply_type: type[T], timeout_s: float, on_output: OnOutput | None = None
+    ) -> T:
+        return await self._sandbox.call(request, reply_type, timeout_s, on_output)
 
     async def wait_lost(self) -> None:
         await self._sandbox.wait_lost()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -30,13 +30,15 @@ from ipc.sandbox_calls import (
     Pong,
     SandboxCall,
 )
+from prorl_trio.sandbox.program import Program
 from prorl_trio.sandbox.transfer import DEFAULT_TRANSFER, download_tree, upload_tree
 from prorl_trio.types.errors import HandlerError, SandboxLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from pathlib import Path
 
+    from prorl_trio.sandbox.program import OnOutput
     from prorl_trio.sandbox.transfer import TransferOptions, TransferReport
 
 __all__ = ["FILE_PIECE_BYTES", "MAX_OUTPUT_BYTES", "MAX_STDIN_BYTES", "Sandbox", "ShellBusy", "ShellIdle"]
@@ -90,10 +92,14 @@ class Sandbox(abc.ABC):
         self._input_ids = count(1)
 
     @abc.abstractmethod
-    async def call(self, request: SandboxCall, reply_type: type[T], timeout_s: float) -> T:
+    async def call(
+        self, request: SandboxCall, reply_type: type[T], timeout_s: float, on_output: OnOutput | None = None
+    ) -> T:
         """Have `request` carried out inside, and return its answer, a `reply_type`.
 
         The verbs below make one call after the other, but for the input of a program, which is sent while it runs.
+        `on_output` is called, in this task and in order, with what a request that asks for it (`stream`) has streamed;
+        what it raises ends the call.
 
         Raises:
             SandboxLost: it is gone, or has not answered within `timeout_s`, which is the end of it.
@@ -198,6 +204,7 @@ class Sandbox(abc.ABC):
         stdin: bytes = b"",
         max_output_bytes: int = 1024 * 1024,
         user: str = "",
+        on_output: OnOutput | None = None,
     ) -> ExecResult:
         """Run a program once, without a shell, in a fresh session: for evaluators. Nothing of it is left afterwards.
 
@@ -214,6 +221,8 @@ class Sandbox(abc.ABC):
             user: whom it runs as, a name or a number that the image knows; empty is whom everything runs as here. A
                 sandbox has one user, and another is refused, but for Apptainer with `sandbox.fakeroot`, where tools are
                 root and may become any user, if the node's own has a range of them (/etc/subuid).
+            on_output: called with `stdout` or `stderr` and each piece of it as it comes: all of the output, whatever
+                `max_output_bytes` keeps for the result. What it raises ends the program.
 
         Raises:
             FileNotFoundError, PermissionError: the program, `cwd` or `user`, as seen inside. It did not run.
@@ -232,14 +241,55 @@ class Sandbox(abc.ABC):
             max_output_bytes=max_output_bytes,
             user=user,
             input_id=next(self._input_ids) if len(stdin) > FILE_PIECE_BYTES else 0,
+            stream=on_output is not None,
         )
         if not call.input_id:
-            return await self._act(call, ExecResult, timeout_s + ACTION_MARGIN_S)
+            async with self._turn:
+                return await self.call(call, ExecResult, timeout_s + ACTION_MARGIN_S, on_output)
         async with self._turn, open_single_nursery() as nursery:
             nursery.start_soon(self._send_input, call.input_id, stdin, timeout_s + ACTION_MARGIN_S)
-            result = await self.call(call, ExecResult, timeout_s + ACTION_MARGIN_S)
+            result = await self.call(call, ExecResult, timeout_s + ACTION_MARGIN_S, on_output)
             nursery.cancel_scope.cancel()
         return result
+
+    @asynccontextmanager
+    async def open_program(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        user: str = "",
+        max_stderr_bytes: int = 64 * 1024,
+    ) -> AsyncIterator[Program]:
+        """Run a program to talk to: for evaluators that ask it one thing after the other.
+
+        It is the sandbox's one action while the block lasts: other verbs wait for its end. On leaving the block it is
+        killed, with all it started. Arguments as in `exec`; of its stderr at most `max_stderr_bytes` are kept.
+
+        Raises:
+            SandboxCallFailed: it wrote more than `MAX_UNREAD_BYTES` that were not received. Other errors as `exec`. All
+                of them end the block.
+        """
+        _check_limits(timeout_s, max_stderr_bytes)
+        call = Exec(
+            argv=list(argv),
+            timeout_s=timeout_s,
+            cwd=cwd,
+            env=dict(env or {}),
+            max_output_bytes=max_stderr_bytes,
+            user=user,
+            input_id=next(self._input_ids),
+            stream=True,
+        )
+        async with self._turn, open_single_nursery() as nursery:
+            program = Program(self.call, call, timeout_s + ACTION_MARGIN_S)
+            nursery.start_soon(program.serve)
+            try:
+                yield program
+            finally:
+                nursery.cancel_scope.cancel()
 
     async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
         """The whole file at the absolute `path` inside.

@@ -7,8 +7,8 @@ few expressions, and fails on request. Uploads and downloads read and write this
 from __future__ import annotations
 
 import errno
+import math
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
     from ipc.sandbox_calls import SandboxCall, SandboxReply
+    from prorl_trio.sandbox.program import OnOutput
 
 __all__ = ["FakeProvider", "FakeSandbox"]
 
@@ -99,14 +100,6 @@ class FakeProvider(SandboxProvider):
             sandbox.lose("it was closed")
 
 
-@dataclass(slots=True)
-class _Input:
-    """The input of a program that runs."""
-
-    data: bytearray = field(default_factory=bytearray)
-    ended: trio.Event = field(default_factory=trio.Event)
-
-
 class FakeSandbox(Sandbox):
     """State in dictionaries. `lose` ends it as a crash would.
 
@@ -130,7 +123,7 @@ class FakeSandbox(Sandbox):
         self._why_lost = ""
         self._shell = FakeShell(env, self._lost)
         self._python = FakePython()
-        self._inputs: dict[int, _Input] = {}
+        self._inputs: dict[int, tuple[trio.MemorySendChannel[ExecInput], trio.MemoryReceiveChannel[ExecInput]]] = {}
 
     def lose(self, reason: str) -> None:
         """Every call from now on, and the one going on, raises `SandboxLost`."""
@@ -140,10 +133,15 @@ class FakeSandbox(Sandbox):
     async def wait_lost(self) -> None:
         await self._lost.wait()
 
-    async def call(self, request: SandboxCall, reply_type: type[T], timeout_s: float) -> T:
+    async def call(
+        self, request: SandboxCall, reply_type: type[T], timeout_s: float, on_output: OnOutput | None = None
+    ) -> T:
         await self.call_gate.wait()
         self._raise_if_lost()
-        reply = await self._answer(request)
+        if isinstance(request, Exec):
+            reply: SandboxReply = await self._exec(request, on_output)
+        else:
+            reply = await self._answer(request)
         if not isinstance(reply, reply_type):
             raise TypeError(f"{type(request).__name__} is answered by {type(reply).__name__}")
         return reply
@@ -154,19 +152,19 @@ class FakeSandbox(Sandbox):
                 return await self._bash(request)
             case IpythonRun() | IpythonRestart():
                 return self._ipython(request)
-            case Exec():
-                return await self._exec(request)
             case ExecInput():
-                sent = self._inputs.setdefault(request.input_id, _Input())
-                sent.data += request.data
-                if request.last:
-                    sent.ended.set()
+                self._input(request.input_id)[0].send_nowait(request)
                 return ExecInputTaken(wanted=True)
             case Ping():
                 return Pong(uptime_s=0.0, open_fds=0)
         if action := _file_action(request):
             self.actions.append(action)
         return self._files.answer(request)
+
+    def _input(self, input_id: int) -> tuple[trio.MemorySendChannel[ExecInput], trio.MemoryReceiveChannel[ExecInput]]:
+        if input_id not in self._inputs:
+            self._inputs[input_id] = trio.open_memory_channel[ExecInput](math.inf)
+        return self._inputs[input_id]
 
     def _raise_if_lost(self) -> None:
         if self._why_lost:
@@ -214,27 +212,38 @@ class FakeSandbox(Sandbox):
         self._python = FakePython()
         return IpythonRestarted(pid=1)
 
-    async def _exec(self, request: Exec) -> ExecResult:
+    async def _exec(self, request: Exec, on_output: OnOutput | None) -> ExecResult:
         if request.user:
             raise PermissionError(errno.EACCES, f"user: {request.user!r} is another one than everything here runs as")
         program, *words = request.argv
         self.actions.append(" ".join(request.argv))
         if program not in ("true", "false", "echo", "cat", "sleep"):
             raise FileNotFoundError(errno.ENOENT, program)
-        stdin = request.stdin
+        written = bytearray()
+
+        def write(data: bytes) -> None:
+            written.extend(data)
+            if on_output is not None and request.stream and data:
+                on_output("stdout", data)
+
         with trio.move_on_after(request.timeout_s) as patience:
             await trio.lowlevel.checkpoint()
-            if request.input_id:
-                rest = self._inputs.setdefault(request.input_id, _Input())
-                await rest.ended.wait()
-                stdin += bytes(rest.data)
-            elif program == "sleep":
-                with trio.move_on_after(float(words[0])):
-                    await self._lost.wait()
+            match program:
+                case "cat":
+                    write(request.stdin)
+                    last = not request.input_id
+                    while not last:
+                        piece = await self._input(request.input_id)[1].receive()
+                        write(piece.data)
+                        last = piece.last
+                case "echo":
+                    write(f"{' '.join(words)}\n".encode())
+                case "sleep":
+                    with trio.move_on_after(float(words[0])):
+                        await self._lost.wait()
         self._inputs.pop(request.input_id, None)
         self._raise_if_lost()
-        written = stdin if program == "cat" else f"{' '.join(words)}\n".encode() if program == "echo" else b""
-        kept, dropped = cap_bytes(written, request.max_output_bytes)
+        kept, dropped = cap_bytes(bytes(written), request.max_output_bytes)
         return ExecResult(
             exit_code=None if patience.cancelled_caught else int(program == "false"),
             stdout=kept,

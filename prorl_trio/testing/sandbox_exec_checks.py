@@ -13,10 +13,14 @@ from prorl_trio.testing.sandbox_check import ACTION_TIMEOUT_S, Contract, checked
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from prorl_trio.sandbox.sandbox import Sandbox
+
 __all__ = [
     "EXEC_CHECKS",
     "check_files_that_may_not_be_written",
     "check_long_input",
+    "check_programs_that_are_talked_to",
+    "check_streamed_output",
     "check_users",
     "check_what_exec_leaves",
 ]
@@ -70,6 +74,52 @@ async def check_long_input(contract: Contract) -> None:
         assert (await sandbox.exec(["cat"], timeout_s=ACTION_TIMEOUT_S, stdin=b"short")).stdout == b"short"
 
 
+async def check_streamed_output(contract: Contract) -> None:
+    """All of it arrives, in order, whatever the result keeps; what the receiver raises ends the program."""
+    content = random.Random(2).randbytes(1024) * 8 * 1024
+    came: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+    async with checked_sandbox(contract) as sandbox:
+        result = await sandbox.exec(
+            ["cat"],
+            timeout_s=ACTION_TIMEOUT_S,
+            stdin=content,
+            max_output_bytes=1000,
+            on_output=lambda stream, data: came[stream].extend(data),
+        )
+        assert came == {"stdout": content, "stderr": b""}
+        assert result.stdout_dropped_bytes >= len(content) - 1000
+
+        def refuse(stream: str, data: bytes) -> None:
+            raise ZeroDivisionError(f"{stream}: {len(data)}")
+
+        await raises(ZeroDivisionError, sandbox.exec(["echo", "x"], timeout_s=ACTION_TIMEOUT_S, on_output=refuse))
+        assert (await sandbox.exec(["true"], timeout_s=ACTION_TIMEOUT_S)).exit_code == 0
+
+
+async def check_programs_that_are_talked_to(contract: Contract) -> None:
+    """Each answer comes before the next question; a program ends with its block, its input or its time."""
+    async with checked_sandbox(contract) as sandbox:
+        async with sandbox.open_program(["cat"], timeout_s=ACTION_TIMEOUT_S) as program:
+            for number in range(20):
+                await program.send(b"%d\n" % number)
+                assert await program.receive_some() == b"%d\n" % number
+            await program.send_eof()
+            assert await program.receive_some() == b""
+            assert (await program.wait()).exit_code == 0
+        async with sandbox.open_program(["cat"], timeout_s=ACTION_TIMEOUT_S):
+            pass
+        async with sandbox.open_program(["sleep", "7000"], timeout_s=0.2) as program:
+            assert await program.receive_some() == b""
+            assert (await program.wait()).timed_out
+        await raises(FileNotFoundError, _end_of(sandbox, "/no/such/program"))
+        assert (await sandbox.exec(["true"], timeout_s=ACTION_TIMEOUT_S)).exit_code == 0
+
+
+async def _end_of(sandbox: Sandbox, program: str) -> None:
+    async with sandbox.open_program([program], timeout_s=ACTION_TIMEOUT_S) as running:
+        await running.wait()
+
+
 async def check_users(contract: Contract) -> None:
     """A program runs as the sandbox's own user by any of its names; another user is refused in words, or is that."""
     async with checked_sandbox(contract) as sandbox:
@@ -92,5 +142,7 @@ EXEC_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
     check_files_that_may_not_be_written,
     check_what_exec_leaves,
     check_long_input,
+    check_streamed_output,
+    check_programs_that_are_talked_to,
     check_users,
 )

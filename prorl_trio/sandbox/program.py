@@ -1,0 +1,106 @@
+"""A program in a sandbox that is talked to while it runs: input goes in and output comes out piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+import msgspec
+import trio
+
+from ipc.sandbox_calls import Exec, ExecInput, ExecInputTaken, ExecResult
+from prorl_trio.types.errors import SandboxCallFailed
+
+if TYPE_CHECKING:
+    from ipc.sandbox_calls import SandboxCall
+
+__all__ = ["INPUT_PIECE_BYTES", "MAX_UNREAD_BYTES", "CallSandbox", "OnOutput", "Program"]
+
+INPUT_PIECE_BYTES: Final = 4 * 1024 * 1024
+"""Input travels in pieces of at most this size: well below the largest frame."""
+
+MAX_UNREAD_BYTES: Final = 64 * 1024 * 1024
+"""Largest output of a program that nobody has taken. A program that writes more without being read is ended."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+OnOutput = Callable[[str, bytes], None]
+"""Called with the name of a stream, `stdout` or `stderr`, and its next piece. What it raises ends the program."""
+
+
+class CallSandbox(Protocol):
+    """`Sandbox.call`."""
+
+    async def __call__(
+        self, request: SandboxCall, reply_type: type[T], timeout_s: float, on_output: OnOutput | None = None
+    ) -> T:
+        """See `Sandbox.call`."""
+
+
+class Program:
+    """A running program. Made by `Sandbox.open_program`; one task sends, one receives."""
+
+    def __init__(self, call: CallSandbox, request: Exec, timeout_s: float) -> None:
+        self._call = call
+        self._request = request
+        self._timeout_s = timeout_s
+        self._pieces: list[bytes] = []
+        self._unread_bytes = 0
+        self._news = trio.Event()
+        self._result: ExecResult | None = None
+
+    def __repr__(self) -> str:
+        return f"<Program {self._request.argv[0]!r}: {'running' if self._result is None else self._result.exit_code}>"
+
+    async def send(self, data: bytes) -> None:
+        """Write to its standard input. Returns when the program's pipe has taken all but the last piece.
+
+        Raises:
+            trio.BrokenResourceError: it has ended, or closed its input.
+        """
+        for start in range(0, len(data), INPUT_PIECE_BYTES):
+            await self._send(data[start : start + INPUT_PIECE_BYTES], last=False)
+
+    async def send_eof(self) -> None:
+        """End its input. Errors as `send`."""
+        await self._send(b"", last=True)
+
+    async def _send(self, data: bytes, *, last: bool) -> None:
+        piece = ExecInput(input_id=self._request.input_id, data=data, last=last)
+        if not (await self._call(piece, ExecInputTaken, self._timeout_s)).wanted:
+            raise trio.BrokenResourceError(f"{self._request.argv[0]} reads no more")
+
+    async def receive_some(self) -> bytes:
+        """Return the next bytes that it wrote to its standard output, as soon as there are any; nothing at the end."""
+        await trio.lowlevel.checkpoint()
+        while not self._pieces and self._result is None:
+            self._news = trio.Event()
+            await self._news.wait()
+        data = b"".join(self._pieces)
+        self._pieces.clear()
+        self._unread_bytes = 0
+        return data
+
+    async def wait(self) -> ExecResult:
+        """Return its result when it has ended: `stderr` as `exec` has it, `stdout` empty, for that was received."""
+        await trio.lowlevel.checkpoint()
+        while self._result is None:
+            self._news = trio.Event()
+            await self._news.wait()
+        return self._result
+
+    async def serve(self) -> None:
+        """Run it to its end. Errors as `Sandbox.exec`."""
+        result = await self._call(self._request, ExecResult, self._timeout_s, self._take)
+        self._result = msgspec.structs.replace(result, stdout=b"", stdout_dropped_bytes=0)
+        self._news.set()
+
+    def _take(self, stream: str, data: bytes) -> None:
+        if stream != "stdout":
+            return
+        self._unread_bytes += len(data)
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            program = self._request.argv[0]
+            raise SandboxCallFailed(f"{program} wrote more than {MAX_UNREAD_BYTES} bytes that nobody has read")
+        self._pieces.append(data)
+        self._news.set()
