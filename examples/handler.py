@@ -50,7 +50,6 @@ class RepairHandler(AgentHandler):
     """Serves all jobs of a node: what belongs to one job is kept in its `context`."""
 
     name = "repair"
-    after_run = "refresh"  # a fresh sandbox for `eval`, started while the agent still works
 
     def validate(self, payload: Mapping[str, Any]) -> None:
         msgspec.convert(payload, RepairTask)  # an error rejects the job when it is submitted
@@ -75,12 +74,12 @@ class RepairHandler(AgentHandler):
             context.answer = None
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        assert context.sandbox is not None
         if context.answer is None:
             return Evaluation(reward=0.0, details={"module": None})
-        await context.sandbox.write_file(MODULE, context.answer.encode())
-        await context.sandbox.write_file(TEST, self._task(context).test.encode())
-        tested = await context.sandbox.exec(["python3", TEST], timeout_s=60)
+        async with context.open_sandbox(self.sandbox_spec(context)) as fresh:
+            await fresh.write_file(MODULE, context.answer.encode())
+            await fresh.write_file(TEST, self._task(context).test.encode())
+            tested = await fresh.exec(["python3", TEST], timeout_s=60)
         context.log_evaluation(tested.stderr.decode(errors="replace"))
         return Evaluation(reward=float(tested.exit_code == 0), details={"module": context.answer})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,11 +14,11 @@ from prorl_trio.agent.bounded_text import BoundedText
 from prorl_trio.agent.dialogues import MAX_DIALOGUES, Dialogues
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.token_memory import RolloutTokens, TokenMemory
-from prorl_trio.types.errors import TooManyDialogues
+from prorl_trio.types.errors import SandboxUnavailable, TooManyDialogues
 from prorl_trio.types.models import Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from contextlib import AbstractContextManager
 
     from prorl_trio.agent.activity import Charge
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from prorl_trio.chat.format import ChatFormat
     from prorl_trio.config import NodeConfig
     from prorl_trio.inference.pool.pool import Backends
+    from prorl_trio.sandbox.host import HostedSandbox, SandboxHost
+    from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import JobSpec, Segment, StopReason, Turn
 
@@ -72,8 +74,9 @@ class RolloutContext:
     own agent's; `dialogues` has those of agents it asked, too. `tools` are what the task's own agent was offered.
     `answer` is what the agent gave as final.
     `tokens` is where the conversation is recorded, released when the attempt is over and its outcome delivered.
-    `activity` is what those who watch see; `on_turn` is called with each recorded turn. `stage_scope` and `uncharged_s`
-    are the pipeline's: the scope of the stage the job is in, and the seconds of it that no budget is charged for.
+    `activity` is what those who watch see; `on_turn` is called with each recorded turn. `sandboxes`, `stage_scope` and
+    `uncharged_s` are the pipeline's: where sandboxes come from, the scope of the stage the job is in, and the seconds
+    of it that no budget is charged for.
     """
 
     spec: JobSpec
@@ -89,6 +92,7 @@ class RolloutContext:
     activity: Activity = field(default_factory=Activity)
     on_turn: Callable[[Turn], None] | None = None
     evaluation_log: BoundedText = field(default_factory=lambda: BoundedText(MAX_EVALUATION_LOG_CHARS))
+    sandboxes: SandboxHost | None = None
     stage_scope: trio.CancelScope | None = None
     uncharged_s: float = 0.0
     _lines: int = 0
@@ -101,6 +105,31 @@ class RolloutContext:
         If a budget is used up, and most of it in such blocks, `charge` is the cause.
         """
         return self.activity.waiting(what, charge)
+
+    @asynccontextmanager
+    async def open_sandbox(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        """Open a sandbox beside the agent's, which nobody has used; on leaving the block nothing of it is left.
+
+        For evaluators: the agent has left nothing in it. Open it when the agent is done, and has given an answer at
+        all: one that waits while RUN goes on doubles what is live, to save the half second of a start.
+
+        Raises:
+            SandboxUnavailable: it does not start.
+        """
+        sandbox = await self.start_sandbox(spec)
+        try:
+            yield sandbox
+        finally:
+            await sandbox.aclose()  # noqa: ASYNC102 - it shields itself
+
+    async def start_sandbox(self, spec: SandboxSpec) -> HostedSandbox:
+        """Return a sandbox that nobody has used, and that lives until its `aclose`. Errors as `open_sandbox`."""
+        if self.sandboxes is None:
+            raise SandboxUnavailable("there are no sandboxes before INIT, and none where no node runs the job")
+        with self.waiting(f"sandbox start (image {spec.image})", "sandbox"):
+            sandbox = await self.sandboxes.open(spec)
+        self.activity.progress()
+        return sandbox
 
     @contextmanager
     def standing_in_line(self, what: str, charge: Charge, *, at_most_s: float) -> Iterator[None]:

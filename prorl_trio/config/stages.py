@@ -28,7 +28,6 @@ class StagesConfig(Table, frozen=True):
         init_queue: jobs that may wait for INIT; a full queue rejects submissions.
         ready_queue: jobs that may wait for RUN, with a sandbox each; a full queue holds INIT up.
         eval_queue: jobs that may wait for EVAL; a full queue holds RUN up.
-        max_refreshing: fresh sandboxes for evaluations, of handlers that want one, that may start while RUN goes on.
     """
 
     init_workers: Count = 4
@@ -37,7 +36,6 @@ class StagesConfig(Table, frozen=True):
     init_queue: Count = 10_000
     ready_queue: Count = 16
     eval_queue: Count = 1_000
-    max_refreshing: Count = 8
 
 
 class AdmissionConfig(Table, frozen=True):

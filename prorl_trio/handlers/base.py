@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AfterRun", "AgentHandler", "Evaluation"]
 
-AfterRun = Literal["release", "keep", "refresh"]
-"""The fate of the sandbox between RUN and EVAL: ended at once; kept for the evaluator; or replaced by a fresh one of
-the same kind, in which the agent has left nothing, and which is started while RUN goes on."""
+AfterRun = Literal["release", "keep"]
+"""The fate of the agent's sandbox between RUN and EVAL: ended at once, or kept for the evaluator. An evaluator that
+wants one in which the agent has left nothing opens it itself, by `RolloutContext.open_sandbox`."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,10 +65,7 @@ class AgentHandler(abc.ABC):
         """The sandbox this job needs, opened before `init`; None for a job without tools."""
 
     async def init(self, context: RolloutContext) -> None:  # noqa: B027 - a hook, not an obligation
-        """Make the agent's sandbox ready: upload files, start shells. Charged to the INIT budget. Default: nothing.
-
-        It is not called for the fresh sandbox that `eval` gets after `after_run = "refresh"`.
-        """
+        """Make the agent's sandbox ready: upload files, start shells. Charged to the INIT budget. Default: nothing."""
 
     @abc.abstractmethod
     async def run(self, context: RolloutContext) -> None:

@@ -47,8 +47,8 @@ class JobSink(Protocol):
 class Job:
     """A live rollout. Owned by the pipeline from `submit` until its outcome is delivered.
 
-    `sandbox` is what the job owns now, `fresh_sandbox` what it will have for its evaluation. `scope` is there while the
-    job can be interrupted: in a stage, or waiting to get into a queue. `used_s` is what `total_s` is charged with.
+    `sandbox` is the agent's, which outlives a stage. `scope` is there while the job can be interrupted: in a stage, or
+    waiting to get into a queue. `used_s` is what `total_s` is charged with.
     """
 
     def __init__(
@@ -64,7 +64,6 @@ class Job:
         self.accepted_s = trio.current_time()
         self.used_s = 0.0
         self.sandbox: HostedSandbox | None = None
-        self.fresh_sandbox: HostedSandbox | None = None
         self.scope: trio.CancelScope | None = None
         self.cancel_reason: str | None = None
         self.cancel_code: ErrorCode = "cancelled"
@@ -90,20 +89,18 @@ class Job:
         if self.cancel_reason is None:
             self.cancel_reason, self.cancel_code = reason, code
 
-    async def release(self, timeout_s: float) -> list[str]:
-        """End the sandboxes that the job owns, shielded.
+    async def release(self, timeout_s: float) -> str:
+        """End the sandbox that the job owns, shielded.
 
-        Return the ids of those that did not close within `timeout_s`: they are no longer the job's, and the sandbox
-        host goes on with them.
+        Return its id if it did not close within `timeout_s`, else nothing: it is no longer the job's, and the sandbox
+        host goes on with it.
         """
-        owned = [sandbox for sandbox in (self.sandbox, self.fresh_sandbox) if sandbox is not None]
-        for sandbox in owned:
-            sandbox.close_soon()
-        with trio.move_on_after(timeout_s, shield=True):  # noqa: ASYNC912 - nothing to wait for where it owns none
-            for sandbox in owned:
-                await sandbox.aclose()
-        self.sandbox = self.fresh_sandbox = self.context.sandbox = None
-        return [sandbox.sandbox_id for sandbox in owned if not sandbox.gone]
+        sandbox, self.sandbox, self.context.sandbox = self.sandbox, None, None
+        if sandbox is None:
+            return ""
+        with trio.move_on_after(timeout_s, shield=True):
+            await sandbox.aclose()
+        return "" if sandbox.gone else sandbox.sandbox_id
 
     @property
     def priority(self) -> int:

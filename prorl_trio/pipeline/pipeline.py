@@ -26,7 +26,7 @@ from prorl_trio.pipeline.stages import WorkStage
 from prorl_trio.pipeline.staleness import BeginLimit, may_begin
 from prorl_trio.pipeline.watchdog import watch_jobs
 from prorl_trio.supervision import service_task
-from prorl_trio.types.errors import Draining, SandboxUnavailable
+from prorl_trio.types.errors import Draining
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from prorl_trio.agent.context import Resources
     from prorl_trio.chat.token_memory import RolloutTokens
     from prorl_trio.pipeline.observer import JobView, Observer
-    from prorl_trio.sandbox.host import HostedSandbox, SandboxHost
-    from prorl_trio.sandbox.provider import SandboxSpec
+    from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.types.errors import ErrorCode
     from prorl_trio.types.models import Outcome, Stage, Status, TerminalStatus
 
@@ -44,7 +43,7 @@ __all__ = ["Job", "JobSink", "Pipeline", "open_pipeline"]
 logger = logging.getLogger(__name__)
 
 CLEANUP_TIMEOUT_S: Final = 30.0
-"""Longest a job's end may take to close its sandboxes, whatever else is going on."""
+"""Longest a job's end may take to close its sandbox, whatever else is going on."""
 SHUTDOWN_REASON: Final = "the node is shutting down"
 
 
@@ -76,7 +75,6 @@ class Pipeline:
         self._begins = BeginLimit()
         self._resources = resources
         sizes = resources.config.stages
-        self._refreshes = trio.Semaphore(sizes.max_refreshing)
         self.stages = (
             WorkStage(
                 "init",
@@ -257,12 +255,12 @@ class Pipeline:
             await self._end_queued(job)
 
     async def _init(self, job: Job) -> None:
+        job.context.sandboxes = self._sandboxes
         if job.resources.tokens.arena is not None:
             job.context.tokens = await self._reserve_tokens(job)
         spec = job.handler.sandbox_spec(job.context)
         if spec is not None:
-            job.sandbox = await self._open_sandbox(job, spec)
-            job.context.sandbox = job.sandbox
+            job.sandbox = job.context.sandbox = await job.context.start_sandbox(spec)
         await job.handler.init(job.context)
 
     async def _reserve_tokens(self, job: Job) -> RolloutTokens:
@@ -273,49 +271,11 @@ class Pipeline:
             return await resources.tokens.reserve(tokens, timeout_s=at_most_s)
 
     async def _run(self, job: Job) -> None:
-        after_run = job.handler.after_run
-        if after_run == "refresh" and job.sandbox is not None:
-            await self._run_and_refresh(job)
-        else:
-            await job.handler.run(job.context)
-            if after_run == "release":
-                await self._release(job)
+        await job.handler.run(job.context)
+        if job.handler.after_run == "release":
+            await self._release(job)
         if job.context.conversation is not None:
             job.context.conversation.seal()
-
-    async def _run_and_refresh(self, job: Job) -> None:
-        """RUN, while the evaluator's sandbox is opened if there is a place for one in advance; else afterwards."""
-        spec = job.handler.sandbox_spec(job.context)
-        assert spec is not None
-        async with open_single_nursery() as nursery:
-            nursery.start_soon(self._open_fresh, job, spec)
-            await job.handler.run(job.context)
-        assert job.sandbox is not None
-        await job.sandbox.aclose()
-        job.sandbox = job.context.sandbox = None
-        job.sandbox, job.fresh_sandbox = job.fresh_sandbox, None
-        if job.sandbox is None:
-            job.sandbox = await self._open_sandbox(job, spec)
-        job.context.sandbox = job.sandbox
-
-    async def _open_fresh(self, job: Job, spec: SandboxSpec) -> None:
-        """Open the evaluator's sandbox in advance. If that fails, it is tried again after RUN."""
-        try:
-            self._refreshes.acquire_nowait()
-        except trio.WouldBlock:
-            return
-        try:
-            job.fresh_sandbox = await self._sandboxes.open(spec)
-        except SandboxUnavailable as exc:
-            logger.warning("job %s: no sandbox for its evaluation yet: %s", job.spec.job_id, exc)
-        finally:
-            self._refreshes.release()
-
-    async def _open_sandbox(self, job: Job, spec: SandboxSpec) -> HostedSandbox:
-        with job.context.waiting(f"sandbox start (image {spec.image})", "sandbox"):
-            sandbox = await self._sandboxes.open(spec)
-        job.context.activity.progress()
-        return sandbox
 
     async def _eval(self, job: Job) -> None:
         job.evaluation = check_evaluation(job, await job.handler.eval(job.context))
@@ -374,7 +334,7 @@ class Pipeline:
         """
         overdue = await job.release(CLEANUP_TIMEOUT_S)
         if overdue:
-            logger.error("%r ends before its sandboxes %s have closed", job, ", ".join(overdue))
+            logger.error("%r ends before its sandbox %s has closed", job, overdue)
 
     async def _end(self, job: Job, outcome: Outcome) -> None:
         """Release what the job owns, then deliver. Whatever happens, this runs to its end."""

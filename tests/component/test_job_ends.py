@@ -407,34 +407,60 @@ async def test_a_groups_deadline_does_not_count_its_time_in_queues(rig):
 # ---------------------------------------------------------------- a fresh sandbox for the evaluation
 
 
-async def test_the_evaluator_gets_a_sandbox_the_agent_has_not_seen(rig):
-    async def run(context):
-        while len(rig.provider.live) < 2:
-            await trio.lowlevel.checkpoint()
+class JudgesElsewhere(Plays):
+    """Evaluates in a sandbox of its own."""
 
-    handler = Plays(run=run, after_run="refresh")
+    def __init__(self, judge=None, **played):
+        super().__init__(**played)
+        self.judge = judge
+        self.judged_in = None
+
+    async def eval(self, context):
+        assert context.sandbox is None
+        async with context.open_sandbox(SandboxSpec()) as fresh:
+            self.judged_in = fresh.sandbox_id
+            if self.judge is not None:
+                await self.judge(fresh)
+        return Evaluation(reward=1.0, details={})
+
+
+async def test_the_evaluator_gets_a_sandbox_the_agent_has_not_seen_when_the_agent_is_done(rig):
+    async def run(context):
+        assert len(rig.provider.live) == 1
+
+    handler = JudgesElsewhere(run=run)
     async with pipeline(rig):
         outcome = await end(rig, handler)
+        assert rig.provider.live == []
     assert outcome.status == "completed"
-    assert len(set(handler.ran_in)) == 2
     assert rig.provider.opened_total == 2
-
-
-async def test_without_a_place_in_advance_it_is_opened_afterwards(rig):
-    async with pipeline(rig):
-        while rig.pipeline._refreshes.value:
-            rig.pipeline._refreshes.acquire_nowait()
-        handler = Plays(after_run="refresh")
-        assert (await end(rig, handler)).status == "completed"
-    assert len(set(handler.ran_in)) == 2
+    assert handler.judged_in not in handler.ran_in
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), SandboxLost("x")])
-async def test_a_failed_run_leaves_no_fresh_sandbox(rig, error):
+async def test_a_failed_evaluation_leaves_no_sandbox(rig, error):
+    handler = JudgesElsewhere(judge=raising(error))
     async with pipeline(rig):
-        outcome = await end(rig, Plays(run=raising(error), after_run="refresh"))
-        assert outcome.status == "failed"
+        outcome = await end(rig, handler)
         assert rig.provider.live == []
+    assert outcome.status == "failed"
+    assert outcome.reward is None
+
+
+async def test_a_cancel_ends_the_evaluators_sandbox(rig):
+    judging = trio.Event()
+
+    async def judge(fresh):
+        judging.set()
+        await trio.sleep_forever()
+
+    async with pipeline(rig):
+        job = Job(rig.spec(), JudgesElsewhere(judge=judge), rig.resources, rig.observer)
+        rig.pipeline.submit(job)
+        await judging.wait()
+        await rig.pipeline.cancel(job, "enough")
+        assert rig.provider.live == []
+    assert rig.observer.outcomes[job.spec.job_id].status == "cancelled"
 
 
 # ---------------------------------------------------------------- resizing

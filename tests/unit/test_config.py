@@ -52,7 +52,6 @@ def test_a_missing_file(tmp_path):
         ("rest", "idle_timeout_s", "nan", "> 0"),
         ("stages", "run_workers", 0, ">= 1"),
         ("stages", "ready_queue", 0, ">= 1"),
-        ("stages", "max_refreshing", 0, ">= 1"),
         ("budgets", "run_s", -1, "> 0"),
         ("budgets", "run_s", "nan", "> 0"),
         ("budgets", "total_s", "inf", "<= 3"),
