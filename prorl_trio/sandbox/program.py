@@ -9,7 +9,7 @@ import msgspec
 import trio
 
 from ipc.sandbox_calls import Exec, ExecInput, ExecInputTaken, ExecResult
-from prorl_trio.types.errors import SandboxCallFailed
+from prorl_trio.types.errors import RolloutError, SandboxCallFailed
 
 if TYPE_CHECKING:
     from ipc.sandbox_calls import SandboxCall
@@ -38,7 +38,11 @@ class CallSandbox(Protocol):
 
 
 class Program:
-    """A running program. Made by `Sandbox.open_program`; one task sends, one receives."""
+    """A running program. Made by `Sandbox.open_program`; one task sends, one receives.
+
+    What went wrong with it is raised by `send`, `receive_some` and `wait`: that it could not be started, that it wrote
+    more than `MAX_UNREAD_BYTES` which nobody received (`SandboxCallFailed`), and all else that `Sandbox.exec` names.
+    """
 
     def __init__(self, call: CallSandbox, request: Exec, timeout_s: float) -> None:
         self._call = call
@@ -48,6 +52,7 @@ class Program:
         self._unread_bytes = 0
         self._news = trio.Event()
         self._result: ExecResult | None = None
+        self._failure: Exception | None = None
 
     def __repr__(self) -> str:
         return f"<Program {self._request.argv[0]!r}: {'running' if self._result is None else self._result.exit_code}>"
@@ -67,6 +72,7 @@ class Program:
 
     async def _send(self, data: bytes, *, last: bool) -> None:
         piece = ExecInput(input_id=self._request.input_id, data=data, last=last)
+        self._raise_failure()
         if not (await self._call(piece, ExecInputTaken, self._timeout_s)).wanted:
             raise trio.BrokenResourceError(f"{self._request.argv[0]} reads no more")
 
@@ -74,8 +80,7 @@ class Program:
         """Return the next bytes that it wrote to its standard output, as soon as there are any; nothing at the end."""
         await trio.lowlevel.checkpoint()
         while not self._pieces and self._result is None:
-            self._news = trio.Event()
-            await self._news.wait()
+            await self._wait_news()
         data = b"".join(self._pieces)
         self._pieces.clear()
         self._unread_bytes = 0
@@ -85,14 +90,25 @@ class Program:
         """Return its result when it has ended: `stderr` as `exec` has it, `stdout` empty, for that was received."""
         await trio.lowlevel.checkpoint()
         while self._result is None:
-            self._news = trio.Event()
-            await self._news.wait()
+            await self._wait_news()
         return self._result
 
+    async def _wait_news(self) -> None:
+        self._raise_failure()
+        self._news = trio.Event()
+        await self._news.wait()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
     async def serve(self) -> None:
-        """Run it to its end. Errors as `Sandbox.exec`."""
-        result = await self._call(self._request, ExecResult, self._timeout_s, self._take)
-        self._result = msgspec.structs.replace(result, stdout=b"", stdout_dropped_bytes=0)
+        """Run it to its end, whatever that is."""
+        try:
+            result = await self._call(self._request, ExecResult, self._timeout_s, self._take)
+            self._result = msgspec.structs.replace(result, stdout=b"", stdout_dropped_bytes=0)
+        except (OSError, ValueError, RolloutError) as exc:
+            self._failure = exc
         self._news.set()
 
     def _take(self, stream: str, data: bytes) -> None:

@@ -268,9 +268,7 @@ class Sandbox(abc.ABC):
         It is the sandbox's one action while the block lasts: other verbs wait for its end. On leaving the block it is
         killed, with all it started. Arguments as in `exec`; of its stderr at most `max_stderr_bytes` are kept.
 
-        Raises:
-            SandboxCallFailed: it wrote more than `MAX_UNREAD_BYTES` that were not received. Other errors as `exec`. All
-                of them end the block.
+        The errors of `exec` are raised by what is asked of the program.
         """
         _check_limits(timeout_s, max_stderr_bytes)
         call = Exec(

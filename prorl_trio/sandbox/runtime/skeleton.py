@@ -20,6 +20,8 @@ USER: Final = "agent"
 _SYSTEM_DIRS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _EMPTY: Final = "srv"
 _EMPTY_FILE: Final = "etc/empty"
+_WORKSPACE: Final = "workspace"
+"""Where agents that write code are told to: in an image it can be made, here it is the one folder that is writable."""
 _EMPTY_DIRS: Final = (_EMPTY, "dev", "proc", "sys", "tmp", "var", "run", "mnt", HOME[1:], "usr")
 
 _SOURCES: Final = ("/usr/local/src", "/usr/src")
@@ -103,6 +105,7 @@ def build_skeleton(root: Path) -> None:
     for name in _EMPTY_DIRS:
         (root / name).mkdir(parents=True, exist_ok=True)
     (root / "var/tmp").symlink_to("/tmp")
+    (root / _WORKSPACE).symlink_to(HOME)
     for name in _SYSTEM_DIRS:
         if os.path.islink(f"/{name}"):
             (root / name).symlink_to(os.readlink(f"/{name}"))

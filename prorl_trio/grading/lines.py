@@ -1,0 +1,136 @@
+"""Programs that are asked and answer by lines, each within a time, and started again after their end."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+
+from prorl_trio.grading.drivers.values import decode_line, encode_line
+from prorl_trio.types.errors import SandboxCallFailed, SandboxLost
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager
+
+    from prorl_trio.grading.verdict import TestStatus
+    from prorl_trio.sandbox.program import Program
+
+__all__ = ["MAX_LINE_BYTES", "CandidateEnded", "CandidateProcess", "Lines", "open_candidate"]
+
+MAX_LINE_BYTES: Final = 16 * 1024 * 1024
+"""Longest line that is taken from a program."""
+MAX_STDERR_CHARS: Final = 2000
+
+
+class CandidateEnded(Exception):
+    """The candidate's process gives no answer any more. `status` is what becomes of the test that asked."""
+
+    def __init__(self, status: TestStatus, message: str) -> None:
+        super().__init__(message)
+        self.status: TestStatus = status
+
+
+class Lines:
+    """The lines of a program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._rest = bytearray()
+
+    async def send(self, line: bytes) -> None:
+        """Write a line, which has its newline. Errors as `Program.send`."""
+        await self.program.send(line)
+
+    async def receive(self) -> bytes:
+        """Return the next line, without its newline; nothing after the last. Errors as `Program.receive_some`.
+
+        Raises:
+            ValueError: it is longer than `MAX_LINE_BYTES`.
+        """
+        searched = 0
+        while (end := self._rest.find(b"\n", searched)) < 0:
+            searched = len(self._rest)
+            if searched > MAX_LINE_BYTES:
+                raise ValueError(f"a line of more than {MAX_LINE_BYTES} bytes")
+            piece = await self.program.receive_some()
+            if not piece:
+                return b""
+            self._rest += piece
+        line = bytes(self._rest[:end])
+        del self._rest[: end + 1]
+        return line
+
+
+class CandidateProcess:
+    """The candidate's module, in a process that is started when it is first asked, and again after each end."""
+
+    def __init__(
+        self, stack: AsyncExitStack, open_driver: Callable[[], AbstractAsyncContextManager[Program]], preamble: str
+    ) -> None:
+        self._stack = stack
+        self._open_driver = open_driver
+        self._preamble = preamble
+        self._lines: Lines | None = None
+
+    async def ask(self, request: bytes, *, timeout_s: float) -> dict[str, Any]:
+        """Return the answer to a line: `value`, or `raised` and `message`.
+
+        `timeout_s` is for the answer, and as much again for the start of the process where there is none.
+
+        Raises:
+            CandidateEnded: there is no answer. The process is gone.
+            SandboxLost: not from inside. There is no verdict.
+        """
+        try:
+            if self._lines is None:
+                await self._start(timeout_s)
+            return await self._exchange(request, timeout_s)
+        except CandidateEnded:
+            self._lines = None
+            await self._stack.aclose()
+            raise
+
+    async def _start(self, timeout_s: float) -> None:
+        self._lines = Lines(await self._stack.enter_async_context(self._open_driver()))
+        loaded = await self._exchange(encode_line({"preamble": self._preamble}), timeout_s)
+        if "value" not in loaded:
+            raise CandidateEnded("error", f"the solution cannot be loaded: {_said(loaded)}")
+
+    async def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
+        assert self._lines is not None
+        try:
+            with trio.fail_after(timeout_s):
+                await self._lines.send(request)
+                line = await self._lines.receive()
+                if line:
+                    return decode_line(line)
+                result = await self._lines.program.wait()
+        except trio.TooSlowError:
+            raise CandidateEnded("timed_out", f"no answer in {timeout_s:g} s") from None
+        except trio.BrokenResourceError:
+            raise CandidateEnded("error", "the solution's process reads no more") from None
+        except ValueError as exc:
+            raise CandidateEnded("error", f"no answer: {exc}") from exc
+        except SandboxLost as exc:
+            if not exc.from_inside:
+                raise
+            raise CandidateEnded("lost", str(exc)) from exc
+        except (OSError, SandboxCallFailed) as exc:
+            raise CandidateEnded("error", f"the sandbox cannot run it any more: {exc}") from exc
+        stderr = result.stderr[-MAX_STDERR_CHARS:].decode(errors="replace")
+        raise CandidateEnded("error", f"its process ended with exit code {result.exit_code}: {stderr}")
+
+
+def _said(answer: dict[str, Any]) -> str:
+    return f"{answer.get('raised')}: {answer.get('message')}"
+
+
+@asynccontextmanager
+async def open_candidate(
+    open_driver: Callable[[], AbstractAsyncContextManager[Program]], *, preamble: str
+) -> AsyncIterator[CandidateProcess]:
+    """Make a process to ask, which `open_driver` starts; nothing of it is left after the block."""
+    async with AsyncExitStack() as stack:
+        yield CandidateProcess(stack, open_driver, preamble)
