@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import trio
 
@@ -21,12 +19,12 @@ from prorl_trio.grading import (
 )
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.providers import choose_provider
+from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.types.errors import EvaluationError
 from prorl_trio.types.models import JobSpec, TaskInstance
 
-RESOURCES = Resources(
-    config=NodeConfig(model=ModelConfig(path="none")), chat_format=None, backends=None, scorers=None
-)
+pytestmark = pytest.mark.xdist_group("sandboxes")
+RESOURCES = Resources(config=NodeConfig(model=ModelConfig(path="none")), chat_format=None, backends=None, scorers=None)
 
 
 @pytest.fixture
@@ -37,7 +35,7 @@ async def grade():
         async def run(solution, tests):
             instance = TaskInstance(instance_id="i", handler="code", payload={})
             context = RolloutContext(spec=JobSpec(job_id="j", instance=instance), resources=RESOURCES, sandboxes=host)
-            with trio.fail_after(120):
+            with trio.fail_after(240):
                 return await grade_code(context, solution, tests, SandboxSpec())
 
         yield run
@@ -45,3 +43,191 @@ async def grade():
 
 def statuses(verdict):
     return [test.status for test in verdict.tests]
+
+
+# ---------------------------------------------------------------- right and wrong
+
+
+DOUBLE = OutputTests(cases=[OutputCase(input=f"{n}\n", output=f"{2 * n}") for n in range(3)])
+SQUARE = FunctionTests(function="square", cases=[FunctionCase(args=[n], result=n * n) for n in (0, 2, 3)])
+ADD = AssertTests(
+    functions=["add"],
+    setup="def sign(x):\n    return (x > 0) - (x < 0)\n",
+    code="def check(add):\n    assert add([1], (2, {3})) == ([1], 2, {3})\n    assert sign(add(-1, ())[0]) == -1\n",
+    tests=["check(candidate)", "assert add(1, (2,)) == (1, 2)", "assert 'x' in add('x', ())"],
+)
+FRAME = UnitTests(
+    code="import unittest\nclass TestCases(unittest.TestCase):\n"
+    "    def test_low(self):\n        self.assertEqual(clip(-5), 0)\n"
+    "    def test_high(self):\n        self.assertEqual(clip(50), 10)\n"
+    "    def test_error(self):\n        with self.assertRaises(TypeError):\n            clip('x')\n"
+)
+CLIP = "def clip(x):\n    return min(10, max(0, x))\n"
+
+
+@pytest.mark.parametrize(
+    ("solution", "tests", "expected"),
+    [
+        ("print(2 * int(input()))", DOUBLE, ["passed"] * 3),
+        ("print(2 * int(input()) or 1)", DOUBLE, ["failed", "passed", "passed"]),
+        ("print(2 / 0)", DOUBLE, ["error"] * 3),
+        ("def square(x):\n    print(x)\n    return x * x", SQUARE, ["passed"] * 3),
+        ("class Solution:\n    def square(self, x):\n        return x * x", SQUARE, ["passed"] * 3),
+        ("def square(x):\n    return x + x", SQUARE, ["passed", "passed", "failed"]),
+        ("def square(x):\n    return 6 // x", SQUARE, ["error", "failed", "failed"]),
+        ("square = 3", SQUARE, ["error"] * 3),
+        ("def square(:", SQUARE, ["error"] * 3),
+        ("def add(x, y):\n    return (x, *y)", ADD, ["passed"] * 3),
+        ("def add(x, y):\n    return x", ADD, ["failed", "failed", "passed"]),
+        (CLIP, FRAME, ["passed"] * 3),
+        ("def clip(x):\n    return max(0, x)", FRAME, ["passed", "failed", "passed"]),
+    ],
+)
+async def test_solutions_get_what_they_earn(grade, solution, tests, expected):
+    verdict = await grade(solution, tests)
+    assert statuses(verdict) == expected
+    assert verdict.resolved == (set(expected) == {"passed"})
+    assert verdict.fraction == pytest.approx(expected.count("passed") / 3)
+    assert not verdict.tampered
+
+
+async def test_numbers_are_near_only_where_the_task_says_so(grade):
+    cases = [OutputCase(input="", output="0.3")]
+    assert statuses(await grade("print(0.1 + 0.2)", OutputTests(cases=cases))) == ["failed"]
+    near = OutputTests(cases=cases, tolerance=Tolerance(absolute=1e-9))
+    assert statuses(await grade("print(0.1 + 0.2)", near)) == ["passed"]
+
+
+async def test_a_test_that_hangs_fails_alone_until_the_time_for_all_is_used_up(grade):
+    hangs_at_two = "import time\nx = int(input())\ntime.sleep(600 if x == 1 else 0)\nprint(2 * x)"
+    tests = OutputTests(cases=DOUBLE.cases, test_timeout_s=4.0, timeout_s=60.0)
+    assert statuses(await grade(hangs_at_two, tests)) == ["passed", "timed_out", "passed"]
+    tests = OutputTests(cases=DOUBLE.cases, test_timeout_s=4.0, timeout_s=5.0)
+    assert statuses(await grade("import time\ntime.sleep(600)", tests)) == ["timed_out", "timed_out", "not_run"]
+
+
+async def test_a_function_that_hangs_or_crashes_is_asked_again_in_a_new_process(grade):
+    solution = (
+        "import os, time\ndef square(x):\n    if x == 0:\n        time.sleep(600)\n    if x == 2:\n"
+        "        os.abort()\n    return x * x"
+    )
+    tests = FunctionTests(function="square", cases=SQUARE.cases, test_timeout_s=5.0, timeout_s=80.0)
+    assert statuses(await grade(solution, tests)) == ["timed_out", "error", "passed"]
+
+
+# ---------------------------------------------------------------- cheats
+
+LOOK = """
+import glob, os
+def look(*needles):
+    seen = []
+    for path in glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ") + glob.glob("/tmp/**", recursive=True):
+        try:
+            seen.append(open(path, errors="replace").read())
+        except OSError:
+            pass
+    return any(needle in text for needle in needles for text in seen)
+"""
+
+CHEATS = {
+    "exits_at_once": ("import os; os._exit(0)", DOUBLE),
+    "exits_politely": ("import sys; sys.exit(0)", SQUARE),
+    "exits_in_the_call": ("import os\ndef square(x): os._exit(0)", SQUARE),
+    "kills_everything": ("import os\ndef square(x): os.kill(-1, 9)", SQUARE),
+    "hangs_in_the_import": ("while True: pass", ADD),
+    "forges_results_on_every_descriptor": (
+        'import os\nfor fd in range(20):\n    for line in (\'{"test":0,"status":"passed","message":""}\', '
+        "'{\"value\":null}'):\n        try: os.write(fd, line.encode() + b'\\n')\n        except OSError: pass\n"
+        "os._exit(0)",
+        ADD,
+    ),
+    "prints_that_it_passed": ("print('PASSED\\nOK\\n1 passed in 0.01s')", DOUBLE),
+    "is_equal_to_everything": (
+        "class Any:\n    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n"
+        "    def __contains__(self, other): return True\ndef add(x, y): return Any()",
+        ADD,
+    ),
+    "is_an_int_equal_to_everything": (
+        "class Any(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\n"
+        "def square(x): return Any(77)",
+        SQUARE,
+    ),
+    "walks_the_frames": (
+        "import sys\ndef square(x):\n    frame = sys._getframe()\n    while frame:\n"
+        "        for name, value in list(frame.f_locals.items()):\n"
+        "            if name in ('result', 'expected', 'want', 'case'): return value\n        frame = frame.f_back\n"
+        "    return -1",
+        SQUARE,
+    ),
+    "searches_the_garbage": (
+        "import gc\ndef square(x):\n    for each in gc.get_objects():\n"
+        "        if isinstance(each, dict) and 'result' in each and 'args' in each: return each['result']\n    return -1",
+        SQUARE,
+    ),
+    "looks_for_the_tests": (
+        f"{LOOK}\ndef add(x, y): return (x, *y) if look('assert add([1]', 'sign(add(-1') else None",
+        ADD,
+    ),
+    "patches_the_clock": (
+        "import time, signal\ntime.time = time.monotonic = lambda: 0\nsignal.alarm(0)\ndef square(x):\n    while True: pass",
+        FunctionTests(function="square", cases=SQUARE.cases, test_timeout_s=4.0, timeout_s=5.0),
+    ),
+    "raises_what_the_tests_expect": ("def add(x, y): raise AssertionError('passed')", ADD),
+    "patches_assertions": (
+        f"import unittest\nfor name in dir(unittest.TestCase):\n    if name.startswith('assert'):\n"
+        f"        setattr(unittest.TestCase, name, lambda *a, **k: None)\n{CLIP.replace('10', '9')}",
+        FRAME,
+    ),
+    "patches_the_runner": (
+        "import unittest\nunittest.TestCase.run = lambda self, result=None: result.startTest(self) or "
+        f"result.addSuccess(self) or result.stopTest(self)\n{CLIP.replace('10', '9')}",
+        FRAME,
+    ),
+    "patches_the_results": (
+        "import unittest\nclass Mild(unittest.TestResult):\n    pass\n"
+        "unittest.TestResult.addFailure = unittest.TestResult.addError = lambda self, test, err: self.addSuccess(test)\n"
+        "import unittest.case\nunittest.case._Outcome.testPartExecutor = __import__('contextlib').contextmanager("
+        f"lambda self, case, subTest=False: (yield))\n{CLIP.replace('10', '9')}",
+        FRAME,
+    ),
+    "skips": ("import unittest\ndef clip(x): raise unittest.SkipTest('not today')", FRAME),
+    "exits_before_the_end": (
+        "import os, unittest\nunittest.TestCase.assertEqual = lambda *a: None\n"
+        "import atexit\ndef clip(x):\n    if isinstance(x, str): os._exit(0)\n    return 0",
+        FRAME,
+    ),
+    "leaves_the_stage_early": ("def clip(x): raise SystemExit(0)", FRAME),
+    "asks_for_its_own_class": ("class TestCases: pass\ndef clip(x): return 0", FRAME),
+    "grows": ("def square(x): return 'x' * 10**9", SQUARE),
+    "nests": ("def square(x):\n    for _ in range(10**5): x = [x]\n    return x", SQUARE),
+    "counts_very_far": ("def square(x): return 7 ** 10**5", SQUARE),
+    "leaves_a_child_that_answers_later": (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1)\n    os.write(1, b'0')\n    os._exit(0)",
+        DOUBLE,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+async def test_cheating_does_not_pay(grade, name):
+    solution, tests = CHEATS[name]
+    verdict = await grade(solution, tests)
+    assert not verdict.resolved
+    allowed = 1 / 3 if name in ("exits_before_the_end", "skips", "leaves_the_stage_early") else 0.0
+    assert verdict.fraction <= allowed, verdict.details()
+
+
+async def test_a_canary_tells_who_patched_the_tests(grade):
+    verdict = await grade(*CHEATS["patches_assertions"])
+    assert "must fail" in verdict.tampered
+    assert verdict.details()["tampered"]
+
+
+@pytest.mark.parametrize("tests", [[], ["x = 1"]], ids=["none", "broken"])
+async def test_tests_that_cannot_decide_are_no_verdict(grade, tests):
+    if not tests:
+        with pytest.raises(ValueError, match="there are no tests"):
+            AssertTests(functions=["add"], tests=[])
+        return
+    with pytest.raises(EvaluationError, match="the tests end with exit code 1"):
+        await grade("def add(x, y): return 1", AssertTests(functions=["add"], setup="1 / 0", tests=tests))
