@@ -13,7 +13,7 @@ from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.client.collect import make_jobs
 from prorl_trio.client.progress import run_jobs
 from prorl_trio.client.recording import run_folder
-from prorl_trio.client.task_sets import load_task_set
+from prorl_trio.client.task_sets import TASK_SETS, load_task_set
 from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ __all__ = ["submit"]
 
 @click.command()
 @connection_options
-@click.option("--tasks", required=True, help="The task set `gsm8k`, or a JSONL file of task instances.")
+@click.option("--tasks", required=True, help=f"A task set ({', '.join(sorted(TASK_SETS))}), or a JSONL file of tasks.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many instances.")
 @click.option("--rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts per instance.")
 @click.option("--max-turns", type=click.IntRange(min=1), default=4, show_default=True, help="Per rollout.")

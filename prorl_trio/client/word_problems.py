@@ -76,6 +76,7 @@ class WordProblem(msgspec.Struct, frozen=True, kw_only=True):
             instance_id=self.problem_id,
             handler="math",
             payload={"question": self.question, "answer": str(self.answer), **payload},
+            family=self.family,
         )
 
 

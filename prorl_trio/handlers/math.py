@@ -12,7 +12,7 @@ from prorl_trio.agent.style import AgentStyle
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.final_answer import extract_boxed, last_number
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.tools import FinishTool, IpythonTool, ToolSet
+from prorl_trio.tools import FinishTool, IpythonTool, ThinkTool, ToolSet
 from prorl_trio.types.errors import HostileAnswer, SandboxUnavailable
 from prorl_trio.types.field_errors import malformed_job
 from prorl_trio.types.models import ChatMessage, ToolCall
@@ -49,7 +49,8 @@ class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     right. `system_prompt` and `instruction` (what follows the question in the user's message) replace ours. Without
     `describe_tools` the prompt does not list the tools: for a policy that was trained to write ```python blocks. With
     `plain_answer` a message without a call ends the rollout if it has a number; the last one is the answer where none
-    is boxed: for a policy that knows no boxes.
+    is boxed: for a policy that knows no boxes. `think` offers the tool of that name, too; `details["thoughts"]` counts
+    its calls.
     """
 
     question: str
@@ -58,6 +59,7 @@ class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     instruction: str = INSTRUCTION
     describe_tools: bool = True
     plain_answer: bool = False
+    think: bool = False
 
     def __post_init__(self) -> None:
         if not self.question.strip():
@@ -112,7 +114,7 @@ class MathHandler(AgentHandler):
             ChatMessage(role="user", content=f"{payload.question}\n\n{payload.instruction}".strip()),
         ]
         tools = ToolSet(
-            [IpythonTool(), FinishTool()],
+            [IpythonTool(), *([ThinkTool()] if payload.think else []), FinishTool()],
             max_observation_chars=context.resources.config.agent.max_observation_chars,
             described=payload.describe_tools,
         )
@@ -121,8 +123,9 @@ class MathHandler(AgentHandler):
     async def eval(self, context: RolloutContext) -> Evaluation:
         """1.0 if the final answer equals a gold one, else 0.0; no answer is 0.0, and one that the scorer fails at."""
         payload = _payload(context.spec.instance.payload)
+        counts = {"thoughts": _thoughts(context)} if payload.think else {}
         if context.answer is None:
-            return Evaluation(reward=0.0, details={"answer": None, "gold": payload.answer})
+            return Evaluation(reward=0.0, details={"answer": None, "gold": payload.answer, **counts})
         verdict: dict[str, Any] = {}
         for gold in payload.golds:
             verdict = await _compare(context, context.answer, gold)
@@ -130,8 +133,14 @@ class MathHandler(AgentHandler):
                 break
         return Evaluation(
             reward=1.0 if verdict["equal"] else 0.0,
-            details={"answer": context.answer, "gold": payload.answer, **verdict},
+            details={"answer": context.answer, "gold": payload.answer, **counts, **verdict},
         )
+
+
+def _thoughts(context: RolloutContext) -> int:
+    """Return how often the agent called `think`."""
+    calls = [call for turn in context.turns for call in turn.tool_calls]
+    return sum(call.name == ThinkTool.name and not call.error for call in calls)
 
 
 async def _compare(context: RolloutContext, answer: str, gold: str) -> dict[str, Any]:

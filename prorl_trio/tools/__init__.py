@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prorl_trio.tools.base import Observation, Tool, ToolSet
-from prorl_trio.tools.builtin import BashTool, FinishTool, IpythonTool
+from prorl_trio.tools.builtin import BashTool, FinishTool, IpythonTool, ThinkTool
 from prorl_trio.tools.editor import EditorTool
 
-__all__ = ["BashTool", "EditorTool", "FinishTool", "IpythonTool", "Observation", "Tool", "ToolSet"]
+__all__ = ["BashTool", "EditorTool", "FinishTool", "IpythonTool", "Observation", "ThinkTool", "Tool", "ToolSet"]

@@ -1,4 +1,4 @@
-"""The tools every handler may offer: `ipython`, `bash` and `finish`."""
+"""The tools every handler may offer: `ipython`, `bash`, `think` and `finish`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import ToolOutcome
 
-__all__ = ["BashTool", "FinishTool", "IpythonTool", "render_bash", "render_cell"]
+__all__ = ["BashTool", "FinishTool", "IpythonTool", "ThinkTool", "render_bash", "render_cell"]
 
 
 QUIET_TIMEOUT_S: Final = 30.0
@@ -200,6 +200,23 @@ def _keys(text: str) -> bytes:
     if text in CONTROL_KEYS:
         return CONTROL_KEYS[text]
     return text.encode(errors="replace") if not text or text.endswith("\n") else f"{text}\n".encode(errors="replace")
+
+
+class ThinkTool(Tool):
+    """Records a thought, and does nothing else: it is in the turn's calls, as every call is."""
+
+    name = "think"
+    description = "Write a thought down: a plan, or a check of what you have. It changes nothing and tells nothing new."
+    parameters: ClassVar[Mapping[str, Any]] = {
+        "type": "object",
+        "properties": {"thought": {"type": "string", "description": "The thought."}},
+        "required": ["thought"],
+    }
+
+    async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
+        """Never fails; any JSON value is a thought."""
+        del arguments, sandbox, timeout_s
+        return Observation(text="Your thought has been recorded.")
 
 
 class FinishTool(Tool):

@@ -171,11 +171,15 @@ class RetryPolicy(_Model, frozen=True):
 
 
 class TaskInstance(_Model, frozen=True):
-    """A task of a task set. `handler` names who can do it; `payload` is that handler's own, validated by it."""
+    """A task of a task set. `handler` names who can do it; `payload` is that handler's own, validated by it.
+
+    `family` is the part of its task set that reports count it in (`aime25`, say); it changes nothing else.
+    """
 
     instance_id: str
     handler: str
     payload: dict[str, Any]
+    family: str = ""
 
 
 class JobSpec(_Model, frozen=True):

@@ -108,6 +108,22 @@ async def test_finish_ends_the_episode_with_its_answer(rig):
     assert (context.stop_reason, context.answer) == ("finished", "42")
 
 
+async def test_a_thought_is_recorded_and_changes_nothing(rig):
+    thought = '<tool_call>{"name": "think", "arguments": {"thought": "six sevens"}}</tool_call>'
+    payload = {**rig.spec().instance.payload, "think": True}
+    instance = TaskInstance(instance_id="q", handler="math", payload=payload)
+    async with rig.open():
+        context = await rollout(rig, thought, thought, r"\boxed{42}", instance=instance)
+        evaluation = await MathHandler().eval(context)
+        without = await rollout(rig, thought, r"\boxed{42}")
+        assert "thoughts" not in (await MathHandler().eval(without)).details
+    assert [turn.tool_results for turn in context.turns] == [[ToolResult()], [ToolResult()], []]
+    assert context.turns[0].tool_calls[0].arguments == {"thought": "six sevens"}
+    assert (evaluation.reward, evaluation.details["thoughts"]) == (1.0, 2)
+    assert [tool["function"]["name"] for tool in context.tools] == ["ipython", "think", "finish"]
+    assert [result.outcome for result in without.turns[0].tool_results] == ["unknown"]
+
+
 async def test_calls_after_finish_are_not_run(rig):
     finish = '<tool_call>{"name": "finish", "arguments": {"answer": "1"}}</tool_call>'
     async with rig.open():

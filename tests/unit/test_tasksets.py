@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import json
 import re
+import zipfile
 
 import pytest
 
 from prorl_trio.client.task_sets import load_task_set
+from prorl_trio.client.task_sets.competition import COMPMATH
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.types.errors import ConfigError
 
@@ -72,3 +75,78 @@ def test_every_bad_line_is_told_and_what_becomes_of_the_good_ones(tmp_path):
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ConfigError, match="gsm8k"):
         load_task_set("gsm9k")
+
+
+COMPMATH_ROW = {
+    "id": "aime25-0",
+    "question": "How many?",
+    "expected_answer": "70",
+    "subset_for_metrics": "aime25",
+    "reference_solution": "70, as one sees",
+}
+
+
+@pytest.fixture
+def wheels(monkeypatch, tmp_path):
+    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path))
+    (tmp_path / "wheels").mkdir()
+    return tmp_path / "wheels" / "nemo_gym-0.7.0-py3-none-any.whl"
+
+
+def test_compmath_is_read_from_its_wheel(wheels):
+    with zipfile.ZipFile(wheels, "w") as wheel:
+        wheel.writestr(COMPMATH.member, json.dumps(COMPMATH_ROW) + "\n")
+    (instance,) = load_task_set("compmath")
+    assert (instance.instance_id, instance.family) == ("aime25-0", "aime25")
+    MathHandler().validate(instance.payload)
+    assert instance.payload == {"question": "How many?", "answer": "70"}
+
+
+def test_without_its_wheel_compmath_says_how_to_fetch_it(wheels):
+    with pytest.raises(ConfigError) as caught:
+        load_task_set("compmath")
+    assert (
+        "pip download --no-deps --only-binary=:all: --python-version 3.13.14 "
+        f"--dest {wheels.parent} nemo-gym==0.7.0" in str(caught.value)
+    )
+
+
+@pytest.mark.parametrize("content", [b"no zip file", None, b"{}\n"])
+def test_a_damaged_wheel_is_named(wheels, content):
+    if content == b"no zip file":
+        wheels.write_bytes(content)
+    else:
+        with zipfile.ZipFile(wheels, "w") as wheel:
+            wheel.writestr("other" if content is None else COMPMATH.member, content or b"")
+    with pytest.raises(ConfigError, match="nemo"):
+        load_task_set("compmath")
+
+
+def test_rows_of_a_problem_and_its_answer_are_read_as_they_are(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [
+        {"problem": "a?", "answer": "\\frac{1}{2}", "solution": "long"},
+        {"question": "b?", "answer": 204, "id": 7, "year": 2025},
+        {"problem": "c?", "expected_answer": 0.5, "unique_id": "c/1", "subject": "Algebra", "level": 2},
+        {"instance_id": "d", "handler": "math", "payload": {"question": "d?", "answer": "1"}, "family": "f"},
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    found = load_task_set(str(file))
+    assert [(each.instance_id, each.family, each.payload["answer"]) for each in found] == [
+        ("rows-1", "", "\\frac{1}{2}"),
+        ("7", "", "204"),
+        ("c/1", "Algebra", "0.5"),
+        ("d", "f", "1"),
+    ]
+    for instance in found:
+        MathHandler().validate(instance.payload)
+
+
+@pytest.mark.parametrize(
+    "row", [{"problem": "a?"}, {"problem": 3, "answer": "1"}, {"problem": "a?", "answer": True}, [1]]
+)
+def test_a_row_without_problem_and_answer_is_no_instance(tmp_path, row):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match="line 1"):
+        load_task_set(str(file))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from prorl_trio.client.task_sets.competition import load_compmath, read_math_row
 from prorl_trio.client.task_sets.maths import load_gsm8k, load_sums
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
@@ -18,13 +19,20 @@ __all__ = ["TASK_SETS", "load_task_set"]
 
 MAX_BAD_LINES: Final = 5
 """Limit of the bad lines that an error names."""
-TASK_SETS: Final[dict[str, Callable[[], list[TaskInstance]]]] = {"gsm8k": load_gsm8k, "sums": load_sums}
+TASK_SETS: Final[dict[str, Callable[[], list[TaskInstance]]]] = {
+    "compmath": load_compmath,
+    "gsm8k": load_gsm8k,
+    "sums": load_sums,
+}
+ROW_READERS: Final[tuple[Callable[[dict[str, Any], str], TaskInstance | None], ...]] = (read_math_row,)
+"""Each takes a row that is no `TaskInstance`, and the name that it has from its place in the file. The first wins."""
 
 
 def load_task_set(name_or_path: str) -> list[TaskInstance]:
-    """Return the instances of a named task set, or of a JSONL file with one `TaskInstance` per line.
+    """Return the instances of a named task set, or of a JSONL file with one instance per line.
 
-    Each line has `instance_id`, `handler` and `payload`; empty lines are skipped. Blocks on the disk.
+    Each line has `instance_id`, `handler`, `payload` and, if it likes, `family`; or it is a row that one of
+    `ROW_READERS` knows (without a `handler`). Empty lines are skipped. Blocks on the disk.
 
     Raises:
         ConfigError: unknown name, unreadable or empty file, malformed lines (named by their numbers and field paths),
@@ -46,7 +54,7 @@ def load_task_set(name_or_path: str) -> list[TaskInstance]:
         if not line.strip():
             continue
         try:
-            instance = msgspec.json.decode(line, type=TaskInstance)
+            instance = _read_line(line, f"{path.stem}-{number}")
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             bad.append(f"line {number}: {exc}")
             continue
@@ -58,6 +66,16 @@ def load_task_set(name_or_path: str) -> list[TaskInstance]:
     if not instances:
         raise ConfigError(f"{path} holds no task instance")
     return list(instances.values())
+
+
+def _read_line(line: bytes, name: str) -> TaskInstance:
+    """Return the instance that a line is. Raises msgspec.DecodeError, UnicodeDecodeError."""
+    row = msgspec.json.decode(line)
+    if isinstance(row, dict) and "handler" not in row:
+        found = next((instance for read in ROW_READERS if (instance := read(row, name)) is not None), None)
+        if found is not None:
+            return found
+    return msgspec.convert(row, TaskInstance)
 
 
 def _bad_lines(path: Path, bad: list[str], good: int) -> str:
