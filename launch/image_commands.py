@@ -18,11 +18,13 @@ from launch.image_store import build_image, check_image, pull_image, references_
 from launch.progress import SetupError
 from launch.recipes import convert_recipe, definition_of
 from prorl_trio.config import SandboxConfig
-from prorl_trio.sandbox.images import find_image, is_reference, list_images
+from prorl_trio.sandbox.images.compose import compose_image
+from prorl_trio.sandbox.images.layers import store_layer
+from prorl_trio.sandbox.images.store import find_image, is_reference, list_images
 from prorl_trio.sandbox.providers.registry import choose_provider
 
 if TYPE_CHECKING:
-    from prorl_trio.sandbox.images import StoredImage
+    from prorl_trio.sandbox.images.store import StoredImage
 
 __all__ = ["image"]
 
@@ -112,6 +114,29 @@ def unpack(name: str) -> None:
     _say(unpack_image(name))
 
 
+@image.command()
+@click.argument("folder", type=click.Path(path_type=Path), metavar="FOLDER")
+@click.option("--at", default="/", show_default=True, help="Where sandboxes see it: the path of a folder.")
+def layer(folder: Path, at: str) -> None:
+    """Store a folder as a layer, once by its content, and print its digest: for `layers` of a task, and `compose`."""
+    try:
+        click.echo(store_layer(folder, at).record.digest)
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+@image.command()
+@click.argument("name", metavar="IMAGE")
+@click.argument("layers", nargs=-1, required=True, metavar="LAYER...")
+@click.option("--base", default="host", show_default=True, help="The image below: `host`, a path or a stored name.")
+def compose(name: str, layers: tuple[str, ...], base: str) -> None:
+    """Give a base and stored layers over it, lowest first, a name in the store. Nothing is copied."""
+    try:
+        _say(compose_image(name, base, layers))
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
 @image.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_(as_json: bool) -> None:
@@ -166,6 +191,8 @@ def _say(stored: StoredImage) -> None:
 
 
 def _kind(stored: StoredImage) -> str:
+    if stored.record.layers:
+        return f"{len(stored.record.layers)} layers over {stored.record.base}" if stored.record.base else "layers"
     return " + ".join(kind for kind, path in (("sif", stored.sif), ("directory", stored.root)) if path is not None)
 
 

@@ -18,7 +18,8 @@ from launch.progress import SetupError, run_step
 from launch.sif import squashfs_offset_bytes
 from launch.venv import exclusive
 from prorl_trio.sandbox.cache import cache_dir
-from prorl_trio.sandbox.images import (
+from prorl_trio.sandbox.images.locate import locate_image
+from prorl_trio.sandbox.images.store import (
     RECORD_NAME,
     ROOT_NAME,
     SIF_NAME,
@@ -28,7 +29,6 @@ from prorl_trio.sandbox.images import (
     image_folder,
     images_dir,
     is_reference,
-    locate_image,
     name_of_file,
 )
 from prorl_trio.sandbox.provider import SandboxSpec

@@ -13,7 +13,7 @@ from prorl_trio.inference.engines.protocol import EnginePaused
 from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.sandbox.host import open_sandbox_host
-from prorl_trio.sandbox.images import locate_image
+from prorl_trio.sandbox.images.locate import locate_root
 from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import BackendError, ConfigError, SandboxUnavailable
@@ -134,7 +134,7 @@ def warn_of_image(config: SandboxConfig) -> None:
     if config.image == "host" or config.provider == "process":
         return
     try:
-        locate_image(config.image)
+        locate_root(config.image)
     except SandboxUnavailable as exc:
         logger.warning("sandbox.image: until it is there, rollouts that use it fail: %s", exc)
 

@@ -27,6 +27,11 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             path of an unpacked root directory or of a `.sif` file, or what `prorl-trio image` has stored: the reference
             it was pulled by, or the name it was built as. Such an image needs no Python and no bash; its tools have its
             own libraries, PATH and variables. bubblewrap takes directories only (`prorl-trio image unpack`).
+        layers: what is seen over the image, lowest first, where a higher one hides what a lower one has: `sha256:` and
+            the digest of a stored layer (`images.layers.store_layer`, `prorl-trio image layer`), or the absolute path
+            of a folder, which must not change meanwhile. Nothing is copied; what is written over it is thrown away.
+            Over `host` they may have no folder of its userland (/usr, /bin, ...), and nothing in /tmp or the home
+            directory.
         network: False gives an empty network namespace with loopback only.
         env: variables for the tools. Nothing of the node's environment is passed on.
         start_timeout_s: from the start of the process to the daemon's handshake.
@@ -35,6 +40,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """
 
     image: str = "host"
+    layers: tuple[str, ...] = ()
     network: bool = False
     env: dict[str, str] = {}
     start_timeout_s: float = 30.0
@@ -63,6 +69,8 @@ class SandboxProvider(abc.ABC):
     """False: runs code as the node itself. For tests only, and said so loudly when a node starts with it."""
     has_fakeroot: ClassVar[bool] = False
     """Tools may be root inside, as `sandbox.fakeroot` asks for."""
+    has_layers: ClassVar[bool] = True
+    """Lays the `layers` of a spec over its image. False: it refuses them, with `SandboxUnavailable`."""
 
     @classmethod
     def configured(cls, config: SandboxConfig) -> Self:

@@ -32,6 +32,7 @@ from ipc.sandbox_calls import (
     Ping,
     Pong,
 )
+from prorl_trio.sandbox.images.locate import check_host_layers, locate_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
 from prorl_trio.sandbox.sandbox import Sandbox, ShellBusy, ShellIdle
 from prorl_trio.testing.fake_files import FakeFiles
@@ -40,7 +41,7 @@ from prorl_trio.testing.fake_shell import FakeShell, cap_bytes
 from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
     from ipc.sandbox_calls import SandboxCall, SandboxReply
     from prorl_trio.sandbox.program import OnOutput
@@ -88,6 +89,8 @@ class FakeProvider(SandboxProvider):
         if spec.image != "host":
             raise SandboxUnavailable(f"image {spec.image} does not exist; the fake has only `host`")
         sandbox = FakeSandbox(f"fake-{next(self._ids)}", dict(spec.env))
+        if spec.layers:
+            sandbox.files.update(await trio.to_thread.run_sync(_files_of, spec.layers))
         self.live.append(sandbox)
         self.opened_total += 1
         try:
@@ -252,6 +255,14 @@ class FakeSandbox(Sandbox):
             timed_out=patience.cancelled_caught,
             stdout_dropped_bytes=dropped,
         )
+
+
+def _files_of(layers: Sequence[str]) -> dict[str, bytes]:
+    """The content of each file in `layers`, where a later one hides an earlier one's."""
+    folders = locate_root("host", layers).layers
+    check_host_layers(folders)
+    files = ((folder, path) for folder in folders for path in folder.rglob("*") if path.is_file())
+    return {f"/{path.relative_to(folder)}": path.read_bytes() for folder, path in files}
 
 
 def _file_action(request: SandboxCall) -> str:

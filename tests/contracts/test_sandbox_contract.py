@@ -13,7 +13,14 @@ from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.reaper import identify, wait_gone
 from prorl_trio.sandbox.runtime.runtime import process_runtime
 from prorl_trio.testing.fake_sandbox import FakeProvider
-from prorl_trio.testing.sandbox_contract import CORE_CHECKS, ISOLATION_CHECKS, PROCESS_CHECKS, Contract
+from prorl_trio.testing.sandbox_contract import (
+    CORE_CHECKS,
+    ISOLATION_CHECKS,
+    LAYER_CHECKS,
+    NO_LAYER_CHECKS,
+    PROCESS_CHECKS,
+    Contract,
+)
 from prorl_trio.testing.sandbox_process_checks import (
     check_what_a_daemon_killed_from_inside_leaves,
     check_what_a_killed_daemon_leaves,
@@ -23,6 +30,7 @@ from prorl_trio.testing.sandbox_process_checks import (
 def _cases():
     for name, provider in {"fake": FakeProvider, **PROVIDERS}.items():
         checks = CORE_CHECKS if name == "fake" else CORE_CHECKS + PROCESS_CHECKS
+        checks += LAYER_CHECKS if provider.has_layers else NO_LAYER_CHECKS
         for check in checks + (ISOLATION_CHECKS if provider.isolated else ()):
             yield pytest.param(name, check, id=f"{name}-{check.__name__.removeprefix('check_')}")
 

@@ -21,7 +21,8 @@ from launch.image_commands import image as command
 from launch.image_store import check_image, pull_image, references_in, unpack_image
 from launch.progress import SetupError
 from launch.sif import squashfs_offset_bytes
-from prorl_trio.sandbox.images import find_image, images_dir, list_images, locate_image
+from prorl_trio.sandbox.images.locate import locate_image
+from prorl_trio.sandbox.images.store import find_image, images_dir, list_images
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider, find_apptainer
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider

