@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.grading.code_tests import CodeTests
+    from prorl_trio.grading.compare import Tolerance
     from prorl_trio.grading.lines import CandidateProcess
     from prorl_trio.grading.verdict import TestStatus
     from prorl_trio.grading.verifier import Verifier
@@ -150,16 +151,18 @@ async def _grade_functions(verifier: Verifier, tests: FunctionTests, clock: _Clo
             if "value" not in answer:
                 said = f"{answer.get('raised')}: {answer.get('message')}"
                 return result(status="error", message=said, seconds=seconds)
-            same = await _compare(_same_decoded, answer["value"], case.result, tests.tolerance)
+            right = [case.result, *case.alternatives]
+            same = await _compare(_is_any, answer["value"], right, tests.tolerance)
             message = "" if same else "another result is expected"
             return result(status="passed" if same else "failed", message=message, seconds=seconds)
 
         return await _one_by_one(tests.test_ids, clock, run)
 
 
-def _same_decoded(encoded: Any, expected: Any, tolerance: Any) -> bool:
+def _is_any(encoded: Any, right: list[Any], tolerance: Tolerance | None) -> bool:
     try:
-        return same_value(decode(encoded), expected, tolerance)
+        value = decode(encoded)
+        return any(same_value(value, expected, tolerance) for expected in right)
     except (ValueError, RecursionError, OverflowError):
         return False  # nothing that the driver makes: the candidate has written it itself
 
@@ -275,6 +278,7 @@ async def _grade_unittests(verifier: Verifier, tests: UnitTests, clock: _Clock) 
         timeout_s=clock.left_s,
         stdin=encode_line({"canary": canary}),
         cwd=WORK_DIR,
+        env={"MPLBACKEND": "Agg"},
     )
     reported = _reported(ended.stdout)
     missing: TestStatus = "missing"

@@ -52,11 +52,12 @@ class OutputTests(_Tests, frozen=True, tag="output"):
 
 
 class FunctionCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Arguments of a call, and the result that is expected."""
+    """Arguments of a call, and the result that is expected; any of the `alternatives` is as right."""
 
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     result: Any
+    alternatives: list[Any] = []
 
 
 class FunctionTests(_Tests, frozen=True, tag="function"):

@@ -78,7 +78,15 @@ class Verifier:
         """Show that the candidate's code is waited for: its time is the policy's."""
         return self._context.waiting("the candidate's program", "agent_budget")
 
-    async def run(self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", cwd: str = "") -> Run:
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: bytes = b"",
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+    ) -> Run:
         """Run a program of the candidate's; its time is the policy's.
 
         Raises:
@@ -88,7 +96,7 @@ class Verifier:
         try:
             with self.charged_to_agent():
                 result = await self.sandbox.exec(
-                    argv, timeout_s=timeout_s, stdin=stdin, cwd=cwd, max_output_bytes=MAX_OUTPUT_BYTES
+                    argv, timeout_s=timeout_s, stdin=stdin, cwd=cwd, env=env, max_output_bytes=MAX_OUTPUT_BYTES
                 )
         except SandboxLost as exc:
             if not exc.from_inside:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +14,7 @@ from prorl_trio.grading import SOLUTION_PATH, CodeTests, grade_code
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, ToolSet
-from prorl_trio.types.errors import SandboxCallFailed
+from prorl_trio.types.errors import SandboxCallFailed, SandboxUnavailable
 from prorl_trio.types.field_errors import malformed_job
 from prorl_trio.types.models import ChatMessage
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_SOLUTION_BYTES", "CodeHandler", "CodePayload"]
 
+FOLDER: Final = os.path.dirname(SOLUTION_PATH)
+FOLDER_TIMEOUT_S: Final = 30.0
 MAX_SOLUTION_BYTES: Final = 512 * 1024
 """A longer solution is none."""
 
@@ -87,9 +90,14 @@ class CodeHandler(AgentHandler):
     async def init(self, context: RolloutContext) -> None:
         """Put the solution's file into its place, or at least make its folder."""
         assert context.sandbox is not None
-        await context.sandbox.write_file(
-            SOLUTION_PATH, _payload(context.spec.instance.payload).starter.encode(errors="replace")
-        )
+        starter = _payload(context.spec.instance.payload).starter
+        if starter:
+            await context.sandbox.write_file(SOLUTION_PATH, starter.encode(errors="replace"))
+            return
+        made = await context.sandbox.exec(["mkdir", "-p", FOLDER], timeout_s=FOLDER_TIMEOUT_S)
+        if made.exit_code != 0:
+            said = made.stderr.decode(errors="replace").strip()
+            raise SandboxUnavailable(f"image {self.sandbox_spec(context).image}: {FOLDER} cannot be made: {said}")
 
     async def run(self, context: RolloutContext) -> None:
         """Let the agent work, and take its solution out of its sandbox."""

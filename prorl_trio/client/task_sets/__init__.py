@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from prorl_trio.client.task_sets.code import (
+    load_dataframebench,
+    load_dataframebench_test,
+    load_humaneval,
+    read_eurus_row,
+    read_livecodebench_row,
+)
 from prorl_trio.client.task_sets.competition import load_compmath, read_math_row
 from prorl_trio.client.task_sets.maths import load_gsm8k, load_sums
 from prorl_trio.types.errors import ConfigError
@@ -21,10 +28,17 @@ MAX_BAD_LINES: Final = 5
 """Limit of the bad lines that an error names."""
 TASK_SETS: Final[dict[str, Callable[[], list[TaskInstance]]]] = {
     "compmath": load_compmath,
+    "dataframebench": load_dataframebench,
+    "dataframebench-test": load_dataframebench_test,
     "gsm8k": load_gsm8k,
+    "humaneval": load_humaneval,
     "sums": load_sums,
 }
-ROW_READERS: Final[tuple[Callable[[dict[str, Any], str], TaskInstance | None], ...]] = (read_math_row,)
+ROW_READERS: Final[tuple[Callable[[dict[str, Any], str], TaskInstance | None], ...]] = (
+    read_livecodebench_row,
+    read_eurus_row,
+    read_math_row,
+)
 """Each takes a row that is no `TaskInstance`, and the name that it has from its place in the file. The first wins."""
 
 
@@ -55,7 +69,7 @@ def load_task_set(name_or_path: str) -> list[TaskInstance]:
             continue
         try:
             instance = _read_line(line, f"{path.stem}-{number}")
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except (msgspec.DecodeError, ValueError, KeyError, TypeError) as exc:
             bad.append(f"line {number}: {exc}")
             continue
         if instance.instance_id in instances:

