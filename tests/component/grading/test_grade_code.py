@@ -219,7 +219,7 @@ async def test_cheating_does_not_pay(grade, name):
     solution, tests = CHEATS[name]
     verdict = await grade(solution, tests)
     assert not verdict.resolved
-    allowed = 1 / 3 if name in ("exits_before_the_end", "skips", "leaves_the_stage_early") else 0.0
+    allowed = 1 / 3 if name == "asks_for_its_own_class" else 0.0  # of a low clip it is right
     assert verdict.fraction <= allowed, verdict.details()
 
 
