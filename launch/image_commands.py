@@ -19,7 +19,8 @@ from launch.progress import SetupError
 from launch.recipes import convert_recipe, definition_of
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.images.compose import compose_image
-from prorl_trio.sandbox.images.layers import store_layer
+from prorl_trio.sandbox.images.layers import list_layers, store_layer
+from prorl_trio.sandbox.images.removal import measure_store, prune, remove_image
 from prorl_trio.sandbox.images.store import find_image, is_reference, list_images
 from prorl_trio.sandbox.providers.registry import choose_provider
 
@@ -146,7 +147,7 @@ def list_(as_json: bool) -> None:
         rows = [
             {**msgspec.to_builtins(found.record), "kind": _kind(found), "path": str(_place(found))} for found in images
         ]
-        click.echo(msgspec.json.format(msgspec.json.encode(rows)))
+        _print_json(rows)
         return
     table = Table("name", "kind", "MiB", "digest", "used")
     for found in images:
@@ -155,6 +156,67 @@ def list_(as_json: bool) -> None:
         used = "today" if days < 1 else f"{days} days ago"
         table.add_row(record.name, _kind(found), f"{record.size_bytes / _MIB:.0f}", record.digest[:19], used)
     Console().print(table)
+
+
+@image.command("layers")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_stored_layers(as_json: bool) -> None:
+    """List the stored layers, and the images that are made of them."""
+    named: dict[str, list[str]] = {}
+    for found in list_images():
+        for digest in found.record.layers:
+            named.setdefault(digest, []).append(found.record.name)
+    rows = [(layer.record, named.get(layer.record.digest, [])) for layer in list_layers()]
+    if as_json:
+        _print_json([{**msgspec.to_builtins(record), "images": images} for record, images in rows])
+        return
+    table = Table()
+    table.add_column("digest", overflow="fold")
+    for title in ("MiB", "entries", "images"):
+        table.add_column(title)
+    for record, images in rows:
+        shown = ", ".join(images[:3]) + (f" and {len(images) - 3} others" if len(images) > 3 else "")
+        table.add_row(record.digest, f"{record.size_bytes / _MIB:.1f}", str(record.entries), shown)
+    Console().print(table)
+
+
+@image.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def du(as_json: bool) -> None:
+    """Say what images take on disk. What several share counts once in the total."""
+    use = measure_store()
+    if as_json:
+        _print_json({**use._asdict(), "images": [found._asdict() for found in use.images]})
+        return
+    table = Table("image", "own MiB", "shared MiB")
+    for found in sorted(use.images, key=lambda found: -found.own_bytes):
+        table.add_row(found.name, f"{found.own_bytes / _MIB:.1f}", f"{found.shared_bytes / _MIB:.1f}")
+    table.add_row("layers of no image", f"{use.unnamed_bytes / _MIB:.1f}", "")
+    table.add_row("downloads", f"{use.downloads_bytes / _MIB:.1f}", "")
+    table.add_row("total", f"{use.total_bytes / _MIB:.1f}", "")
+    Console().print(table)
+
+
+@image.command("rm")
+@click.argument("names", nargs=-1, required=True, metavar="IMAGE...")
+def remove(names: tuple[str, ...]) -> None:
+    """Remove images with the layers that only they have, or layers by their digests. Not what a sandbox uses."""
+    failed = 0
+    for name in names:
+        try:
+            remove_image(name)
+        except ValueError as error:
+            failed += 1
+            click.secho(f"error: {error}", fg="red", err=True)
+    sys.exit(1 if failed else 0)
+
+
+@image.command("prune")
+@click.option("--days", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Unused for so long.")
+def prune_(days: float) -> None:
+    """Remove layers that no image names and no sandbox has used for a while, and what killed commands left."""
+    for digest in prune(days * _DAY_S):
+        click.echo(digest)
 
 
 @image.command()
@@ -184,6 +246,10 @@ async def _verify(images: list[StoredImage]) -> dict[str, str]:
 def runtime() -> None:
     """Make the self-contained Python that sandboxes in other images than `host` run on. Some seconds, once."""
     click.echo(build_bundle())
+
+
+def _print_json(value: object) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
 def _say(stored: StoredImage) -> None:

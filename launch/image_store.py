@@ -18,6 +18,7 @@ from launch.progress import SetupError, run_step
 from launch.sif import squashfs_offset_bytes
 from launch.venv import exclusive
 from prorl_trio.sandbox.cache import cache_dir
+from prorl_trio.sandbox.images.layers import find_layer, folder_digest
 from prorl_trio.sandbox.images.locate import locate_image
 from prorl_trio.sandbox.images.store import (
     RECORD_NAME,
@@ -170,20 +171,32 @@ def references_in(tasks: Path) -> list[str]:
 async def check_image(image: StoredImage, provider: SandboxProvider) -> str:
     """Return what is wrong with a stored image, or nothing: its checksum differs, or no sandbox of it runs `true`.
 
-    Reads every byte of its .sif file. Cancellable.
+    Reads every byte of its .sif file, or of those layers that were stored from folders. Cancellable.
     """
     if image.sif is not None:
         digest = await trio.to_thread.run_sync(_digest, image.sif, abandon_on_cancel=True)
         if digest != image.record.digest:
             return f"changed since it was stored: {digest}, not {image.record.digest}"
-    place = image.root or image.sif
-    spec = SandboxSpec(image=str(place), start_timeout_s=_START_TIMEOUT_S)
+    for digest in image.record.layers:
+        if problem := await trio.to_thread.run_sync(_check_layer, digest, abandon_on_cancel=True):
+            return problem
+    place = image.record.name if image.record.layers else str(image.root or image.sif)
+    spec = SandboxSpec(image=place, start_timeout_s=_START_TIMEOUT_S)
     try:
         async with provider.open_sandbox(spec) as sandbox:
             done = await sandbox.exec(["true"], timeout_s=_ACTION_TIMEOUT_S)
     except (ProrlError, FileNotFoundError, PermissionError) as exc:
         return str(exc)
     return "" if done.exit_code == 0 else f"`true` ended with exit code {done.exit_code}"
+
+
+def _check_layer(digest: str) -> str:
+    layer = find_layer(digest)
+    if layer is None:
+        return f"layer {digest} is not in the store"
+    if layer.record.source == "folder" and (found := folder_digest(layer.content)) != digest:
+        return f"layer {digest} changed since it was stored: {found}"
+    return ""
 
 
 def _place(

@@ -70,6 +70,8 @@ class SandboxDir:
         self.control = path / "c"
         self.home = path / "home"
         self.socket = self.control / SOCKET_NAME
+        self.held = contextlib.ExitStack()
+        """Closed when the sandbox has ended: what it keeps from others until then, as its image."""
 
 
 class RunDir:
@@ -173,18 +175,19 @@ class RunDir:
         finally:
             gone = False
             with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
-                gone = await run_blocking(_remove_sandbox_dir, folder.path)
+                gone = await run_blocking(_remove_sandbox_dir, folder)
             if not gone:
                 logger.error("something of sandbox %s outlived its end; the node goes on with it", folder.sandbox_id)
                 self.remains.add(folder.path)
                 self._remains_came.set()
 
 
-def _remove_sandbox_dir(path: Path) -> bool:
+def _remove_sandbox_dir(folder: SandboxDir) -> bool:
     """Remove it, unless what its records name is still there: they are needed then."""
-    if reaper.has_remains(path):
+    folder.held.close()
+    if reaper.has_remains(folder.path):
         return False
-    shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(folder.path, ignore_errors=True)
     return True
 
 

@@ -21,6 +21,7 @@ from prorl_trio.sandbox.images.store import (
     images_dir,
     is_reference,
 )
+from prorl_trio.sandbox.images.uses import store_lock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +60,11 @@ def record_image(name: str, base: str, layers: Sequence[str]) -> StoredImage:
     Raises:
         ValueError: a layer is not there.
     """
+    with store_lock():  # nobody takes a layer away between the look at it and its being named
+        return _record_image(name, base, layers)
+
+
+def _record_image(name: str, base: str, layers: Sequence[str]) -> StoredImage:
     size_bytes = 0
     for digest in layers:
         if (layer := find_layer(digest)) is None:

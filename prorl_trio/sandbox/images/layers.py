@@ -16,7 +16,7 @@ import tarfile
 import tempfile
 import time
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -26,16 +26,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "CONTENT_NAME",
     "LAYER_RECORD_NAME",
     "LayerRecord",
     "StoredLayer",
     "find_layer",
+    "folder_digest",
     "is_digest",
     "layer_folder",
     "layers_dir",
     "list_layers",
+    "measure_folder",
     "place_layer",
     "remove_tree",
+    "staged_layer",
     "store_layer",
 ]
 
@@ -60,12 +64,14 @@ class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
         size_bytes: on disk.
         entries: files, folders and links.
         made_at_s: Unix time.
+        source: a stored `folder`, or an image of a `registry`, whose stream had more in it than a folder can keep.
     """
 
     digest: str
     size_bytes: int
     entries: int
     made_at_s: float
+    source: Literal["folder", "registry"] = "folder"
 
 
 class StoredLayer(NamedTuple):
@@ -78,6 +84,16 @@ class StoredLayer(NamedTuple):
     def content(self) -> Path:
         """The folder that sandboxes see from their root."""
         return self.folder / CONTENT_NAME
+
+    @property
+    def used_at_s(self) -> float:
+        """Return when a sandbox was last started with it, or when it was made. Unix time."""
+        return (self.folder / LAYER_RECORD_NAME).stat().st_mtime
+
+    def touch(self) -> None:
+        """Note that it is being used. Nothing happens in a store this user may not write."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder / LAYER_RECORD_NAME)
 
 
 def is_digest(layer: str) -> bool:
@@ -134,16 +150,19 @@ def store_layer(source: Path, at: str = "/") -> StoredLayer:
         raise ValueError(f"a layer is seen at an absolute path without `..`, not at {at!r}")
     if not source.is_dir():
         raise ValueError(f"{source} is no folder: a layer is made of one")
-    with _staged() as staging:
+    with staged_layer() as staging:
         target = staging / CONTENT_NAME / str(place).lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)
         _copy_folder(source, target)
-        digest, size_bytes, entries = _digest_of(staging / CONTENT_NAME)
-        return place_layer(staging, digest, size_bytes=size_bytes, entries=entries)
+        digest = folder_digest(staging / CONTENT_NAME)
+        size_bytes, entries = measure_folder(staging / CONTENT_NAME)
+        record = LayerRecord(digest=digest, size_bytes=size_bytes, entries=entries, made_at_s=time.time())
+        return place_layer(staging, record)
 
 
 @contextlib.contextmanager
-def _staged() -> Iterator[Path]:
+def staged_layer() -> Iterator[Path]:
+    """A folder to make a layer in, whose content is to be in `CONTENT_NAME`; removed unless it is placed. Blocks."""
     layers_dir().mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=layers_dir()))
     try:
@@ -152,17 +171,16 @@ def _staged() -> Iterator[Path]:
         remove_tree(staging)
 
 
-def place_layer(staging: Path, digest: str, *, size_bytes: int, entries: int) -> StoredLayer:
-    """Give a layer that was made in `staging` its record and its place, if no other has taken that meanwhile."""
-    record = LayerRecord(digest=digest, size_bytes=size_bytes, entries=entries, made_at_s=time.time())
+def place_layer(staging: Path, record: LayerRecord) -> StoredLayer:
+    """Give a layer that was made in `staging` its record and its place, unless another has taken that. Blocks."""
     (staging / LAYER_RECORD_NAME).write_bytes(msgspec.json.encode(record))
     staging.chmod(0o755)
     (staging / CONTENT_NAME).chmod(0o755)
-    folder = layer_folder(digest)
+    folder = layer_folder(record.digest)
     try:
         staging.rename(folder)
     except OSError:
-        if (stored := find_layer(digest)) is None:
+        if (stored := find_layer(record.digest)) is None:
             raise
         return stored
     return StoredLayer(record, folder)
@@ -202,15 +220,18 @@ class _HashingFile:
         return len(data)
 
 
-def _digest_of(root: Path) -> tuple[str, int, int]:
-    """The digest of a folder as a layer, its size on disk in bytes, and the number of its entries."""
+def measure_folder(root: Path) -> tuple[int, int]:
+    """Return the size on disk in bytes of what is in a folder, and how many entries that is. Blocks."""
+    sizes = [path.lstat().st_blocks * _BLOCK_BYTES for path in _walk(root)]
+    return sum(sizes), len(sizes)
+
+
+def folder_digest(root: Path) -> str:
+    """The digest of a folder as a layer. Reads all of it. Blocks."""
     sink = _HashingFile()
-    size_bytes = entries = 0
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]
         for path in _walk(root):
             status = path.lstat()
-            size_bytes += status.st_blocks * _BLOCK_BYTES
-            entries += 1
             entry = tarfile.TarInfo(str(path.relative_to(root)))
             entry.mode = stat.S_IMODE(status.st_mode)
             if stat.S_ISLNK(status.st_mode):
@@ -223,7 +244,7 @@ def _digest_of(root: Path) -> tuple[str, int, int]:
                 entry.size = status.st_size
                 with path.open("rb") as file:
                     tar.addfile(entry, file)
-    return f"sha256:{sink.sha256.hexdigest()}", size_bytes, entries
+    return f"sha256:{sink.sha256.hexdigest()}"
 
 
 def _walk(folder: Path) -> Iterator[Path]:

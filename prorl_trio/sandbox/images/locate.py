@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prorl_trio.sandbox.images.layers import find_layer, is_digest
-from prorl_trio.sandbox.images.store import find_image, is_reference, name_of_file
+from prorl_trio.sandbox.images.store import find_image, image_folder, is_reference, name_of_file
+from prorl_trio.sandbox.images.uses import hold, image_use, layer_use
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["ImageRoot", "check_host_layers", "locate_image", "locate_root"]
+__all__ = ["ImageRoot", "check_host_layers", "locate_image", "locate_root", "open_root"]
 
 HOST: Final = "host"
+_MAX_LOOKS: Final = 5
 
 _COVERED_BY_HOST: Final = (
     *("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "dev", "proc", "sys", "tmp", "home/agent", "opt/prorl"),
@@ -57,6 +60,41 @@ def locate_root(image: str, layers: Sequence[str] = (), *, directories: bool = F
     return ImageRoot(_unpacked(image, base) if directories and not base.is_dir() else base, over)
 
 
+@contextmanager
+def open_root(image: str, layers: Sequence[str] = (), *, directories: bool = False) -> Iterator[ImageRoot]:
+    """The parts of a sandbox's root, as `locate_root` has them, which nobody removes during the block. Blocks.
+
+    Raises:
+        SandboxUnavailable: one of them is not there; with what to do.
+    """
+    with ExitStack() as stack:
+        for _ in range(_MAX_LOOKS):
+            # Held first, then looked at: what is held and there, stays.
+            names = _uses(image, layers)
+            stack.enter_context(hold(names))
+            found = locate_root(image, layers, directories=directories)
+            if _uses(image, layers) == names:
+                yield found
+                return
+    raise SandboxUnavailable(f"image {image} is being replaced again and again", retryable=True)
+
+
+def _uses(image: str, layers: Iterable[str]) -> frozenset[str]:
+    """Return the names in `uses` of what a sandbox would be started from, there or not."""
+    names = {layer_use(layer) for layer in layers if is_digest(layer)}
+    while image and image != HOST:
+        if not is_reference(image) and (path := Path(image)).exists():
+            if path.is_file():
+                names.add(image_use(image_folder(name_of_file(path))))
+            break
+        names.add(image_use(image_folder(image)))
+        if (stored := find_image(image)) is None:
+            break
+        names.update(map(layer_use, stored.record.layers))
+        image = str(stored.sif or "") if not stored.record.layers else stored.record.base
+    return frozenset(names)
+
+
 def locate_image(image: str) -> Path:
     """The root directory or .sif file of an image without layers; a directory where both are stored. Blocks.
 
@@ -93,6 +131,7 @@ def _locate_layer(layer: str, image: str = "") -> Path:
                 f"layer {layer}{of_image} is not in the store; `prorl-trio image layer FOLDER` stores one, `prorl-trio "
                 "image layers` lists them"
             )
+        stored.touch()
         return stored.content
     if not layer.startswith("/"):
         raise SandboxUnavailable(

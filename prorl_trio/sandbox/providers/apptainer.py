@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from prorl_trio.sandbox.images.layers import CONTENT_NAME
-from prorl_trio.sandbox.images.locate import check_host_layers, locate_root
+from prorl_trio.sandbox.images.locate import check_host_layers, open_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
 from prorl_trio.sandbox.providers.probe import PROBE_TIMEOUT_S, run_probe
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
@@ -116,7 +116,7 @@ class ApptainerProvider(SandboxProvider):
             raise SandboxUnavailable(f"no apptainer or singularity program in PATH; {_INSTALL}")
         if self._fakeroot and spec.image != "host" and os.geteuid() == 0:
             raise SandboxUnavailable(f"image {spec.image}: {_NO_FAKEROOT_AS_ROOT}")
-        found = locate_root(spec.image, spec.layers)
+        found = folder.held.enter_context(open_root(spec.image, spec.layers))
         config = self._write_config(spec, folder)
         argv = [*_exec_argv(self._executable, network=spec.network, config=config, fakeroot=self._fakeroot)]
         mounts = [*proc_mounts(run_dir.root)]

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
-from prorl_trio.sandbox.images.locate import check_host_layers, locate_root
+from prorl_trio.sandbox.images.locate import check_host_layers, open_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
 from prorl_trio.sandbox.providers.probe import run_probe
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
@@ -138,7 +138,7 @@ class BubblewrapProvider(SandboxProvider):
     def _plan(self, spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
         if self._executable is None:
             raise SandboxUnavailable(f"no bwrap program; {_INSTALL}")
-        found = locate_root(spec.image, spec.layers, directories=True)
+        found = folder.held.enter_context(open_root(spec.image, spec.layers, directories=True))
         if found.base is None:
             check_host_layers(found.layers)
             runtime = host_runtime(self._packages)
