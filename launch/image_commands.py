@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.bundle import build_bundle
-from launch.image_store import build_image, check_image, pull_image, references_in, unpack_image
+from launch.image_store import build_image, check_image, pull_sif, references_in, unpack_image
 from launch.progress import SetupError
 from launch.recipes import convert_recipe, definition_of
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.images.compose import compose_image
 from prorl_trio.sandbox.images.layers import list_layers, store_layer
+from prorl_trio.sandbox.images.names import SUITES, parse_reference
+from prorl_trio.sandbox.images.pull import PullError, PullRules, pull_image
 from prorl_trio.sandbox.images.removal import measure_store, prune, remove_image
 from prorl_trio.sandbox.images.store import find_image, is_reference, list_images
 from prorl_trio.sandbox.providers.registry import choose_provider
@@ -54,31 +57,53 @@ def image() -> None:
 @image.command()
 @click.argument("references", nargs=-1, metavar="[REFERENCE]...")
 @click.option("--tasks", type=click.Path(path_type=Path), help="Pull all that a JSONL task file names in `image`.")
+@click.option("--suite", type=click.Choice([*SUITES]), help="With --tasks: a row without an image has this suite's.")
 @click.option("--again", is_flag=True, help="Also what is stored already: its tag may have moved.")
 @click.option("--no-https", is_flag=True, help="The registry speaks plain HTTP.")
-def pull(references: tuple[str, ...], tasks: Path | None, again: bool, no_https: bool) -> None:
-    """Pull docker://, library:// or oras:// images into the store. What is there is left alone.
+@click.option("--jobs", type=click.IntRange(1, 64), default=4, show_default=True, help="Images at once.")
+@click.option("--max-gib", type=click.FloatRange(min=0), default=0.0, help="Disk space of the store; 0: no limit.")
+@click.option("--sif", is_flag=True, help="As one file each, by Apptainer, instead of layers that images share.")
+def pull(
+    references: tuple[str, ...],
+    tasks: Path | None,
+    suite: str | None,
+    again: bool,
+    no_https: bool,
+    jobs: int,
+    max_gib: float,
+    sif: bool,
+) -> None:
+    """Pull docker:// images into the store, layer by layer; library:// and oras:// ones by Apptainer.
 
-    With --tasks one that fails does not hold the others up; the exit code is 1 then, and the same command goes on.
+    What is there is left alone. What broke off goes on where it was. With --tasks one that fails does not hold the
+    others up; the exit code is 1 then, and the same command goes on.
     """
     wanted = [*references]
     if tasks is not None:
-        wanted += [name for name in references_in(tasks) if is_reference(name)]
+        wanted += [name for name in references_in(tasks, suite or "") if is_reference(name)]
         if not wanted:
             click.echo(f"{tasks} names no image of a registry: there is nothing to pull")
     elif not references:
         raise click.UsageError("name a REFERENCE, or a task file with --tasks")
+
+    def pull_one(reference: str) -> StoredImage:
+        if sif or not reference.startswith("docker://"):
+            return pull_sif(reference, again=again, plain_http=no_https)
+        plain_http = (parse_reference(reference).host,) if no_https else ()
+        rules = PullRules(max_store_bytes=int(max_gib * 2**30), plain_http=plain_http)
+        return pull_image(reference, rules, again=again)
+
     failed = 0
-    for reference in dict.fromkeys(wanted):
-        try:
-            _say(pull_image(reference, again=again, plain_http=no_https))
-        except SetupError as error:
-            if tasks is None:
-                raise
-            failed += 1
-            click.secho(f"error: {reference}: {error}", fg="red", err=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        pulls = {reference: pool.submit(pull_one, reference) for reference in dict.fromkeys(wanted)}
+        for reference, future in pulls.items():
+            try:
+                _say(future.result())
+            except (SetupError, PullError, ValueError) as error:
+                failed += 1
+                click.secho(f"error: {reference}: {error}", fg="red", err=True)
     if failed:
-        raise click.ClickException(f"{failed} of {len(set(wanted))} images were not pulled")
+        raise click.ClickException(f"{failed} of {len(pulls)} images were not pulled")
 
 
 @image.command()

@@ -20,6 +20,7 @@ from launch.venv import exclusive
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.images.layers import find_layer, folder_digest
 from prorl_trio.sandbox.images.locate import locate_image
+from prorl_trio.sandbox.images.names import SUITES
 from prorl_trio.sandbox.images.store import (
     RECORD_NAME,
     ROOT_NAME,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.sandbox.provider import SandboxProvider
 
-__all__ = ["build_image", "check_image", "pull_image", "references_in", "unpack_image"]
+__all__ = ["build_image", "check_image", "pull_sif", "references_in", "unpack_image"]
 
 _STAGING: Final = ".new-"
 _OFFLINE_HINT: Final = (
@@ -58,8 +59,8 @@ _START_TIMEOUT_S: Final = 60.0
 _ACTION_TIMEOUT_S: Final = 20.0
 
 
-def pull_image(reference: str, *, again: bool = False, plain_http: bool = False) -> StoredImage:
-    """Have the image of a registry in the store: pull it unless it is there. Waits while another process does so.
+def pull_sif(reference: str, *, again: bool = False, plain_http: bool = False) -> StoredImage:
+    """Have the image of a registry in the store as one file, by Apptainer. Waits while another process does so.
 
     Layers are kept beside the images, so that images with layers in common take each once.
 
@@ -143,8 +144,12 @@ def unpack_image(image: str) -> StoredImage:
     return _place(name_of_file(source), make, size_bytes=source.stat().st_size)
 
 
-def references_in(tasks: Path) -> list[str]:
+def references_in(tasks: Path, suite: str = "") -> list[str]:
     """The images of a JSONL task file, each once, in order: the field `image` of a line, or of its `payload`.
+
+    Args:
+        tasks: the file.
+        suite: one of `names.SUITES`: a row without an image has the one of its `instance_id`.
 
     Raises:
         SetupError: it cannot be read; or a line that is no JSON object, by its number.
@@ -163,6 +168,8 @@ def references_in(tasks: Path) -> list[str]:
             raise SetupError(f"{tasks}, line {number}: {exc}") from exc
         payload = row.get("payload")
         image = row.get("image") or (payload.get("image") if isinstance(payload, dict) else None)
+        if image is None and suite and isinstance(row.get("instance_id"), str):
+            image = SUITES[suite](row["instance_id"])
         if isinstance(image, str):
             found[image] = None
     return list(found)

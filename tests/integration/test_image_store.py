@@ -18,7 +18,7 @@ import trio
 from click.testing import CliRunner
 
 from launch.image_commands import image as command
-from launch.image_store import check_image, pull_image, references_in, unpack_image
+from launch.image_store import check_image, pull_sif, references_in, unpack_image
 from launch.progress import SetupError
 from launch.sif import squashfs_offset_bytes
 from prorl_trio.sandbox.images.locate import locate_image
@@ -133,7 +133,7 @@ def cache(tmp_path, monkeypatch, runtime):
 
 @pytest.fixture
 def pulled(cache, registry):
-    stored = pull_image(registry.reference, plain_http=True)
+    stored = pull_sif(registry.reference, plain_http=True)
     registry.requested.clear()
     return stored
 
@@ -170,9 +170,9 @@ async def test_unpacked_image_runs_with_bubblewrap_in_the_same_environment(pulle
 
 
 def test_what_is_stored_is_not_pulled_again(pulled, registry):
-    assert pull_image(registry.reference, plain_http=True) == pulled
+    assert pull_sif(registry.reference, plain_http=True) == pulled
     assert registry.requested == []
-    renewed = pull_image(registry.reference, again=True, plain_http=True)
+    renewed = pull_sif(registry.reference, again=True, plain_http=True)
     assert registry.requested
     assert renewed.folder == pulled.folder
     assert [stored.record for stored in list_images()] == [renewed.record]
@@ -190,7 +190,7 @@ def test_its_record_says_what_it_is(pulled, registry):
 
 def test_two_at_once_pull_once(cache, registry):
     registry.requested.clear()
-    code = f"from launch.image_store import pull_image; pull_image({registry.reference!r}, plain_http=True)"
+    code = f"from launch.image_store import pull_sif; pull_sif({registry.reference!r}, plain_http=True)"
     processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) for _ in range(2)]
     assert [process.wait(TIMEOUT_S) for process in processes] == [0, 0]
     assert len([path for path in registry.requested if "/blobs/" in path]) == len(registry.blobs)
@@ -199,20 +199,20 @@ def test_two_at_once_pull_once(cache, registry):
 
 def test_a_failed_pull_says_what_to_do_and_leaves_nothing(cache):
     with pytest.raises(SetupError, match=r"(?s)copy the \.sif file here"):
-        pull_image("docker://127.0.0.1:9/tiny:1", plain_http=True)
+        pull_sif("docker://127.0.0.1:9/tiny:1", plain_http=True)
     assert [path for path in images_dir().iterdir() if path.name not in {".locks", ".layers"}] == []
     with pytest.raises(SetupError, match="no reference"):
-        pull_image("debian")
+        pull_sif("debian")
 
 
 def test_what_a_killed_pull_left_is_removed_by_the_next(cache, registry):
-    stored = pull_image(registry.reference, plain_http=True)
+    stored = pull_sif(registry.reference, plain_http=True)
     left = images_dir() / f".new-{stored.folder.name}-x"
     (left / "root").mkdir(parents=True)
     (left / "root").chmod(0o500)
     stranger = images_dir() / ".new-another-12345678-x"
     stranger.mkdir()
-    pull_image(registry.reference, again=True, plain_http=True)
+    pull_sif(registry.reference, again=True, plain_http=True)
     assert not left.exists()
     assert stranger.exists()
 
@@ -222,7 +222,7 @@ def test_commands(cache, registry, tmp_path):
     tasks = tmp_path / "tasks.jsonl"
     rows = [{"image": registry.reference}, {"payload": {"image": registry.reference}}, {"payload": {}}]
     tasks.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    done = run(command, ["pull", "--no-https", "--tasks", str(tasks)])
+    done = run(command, ["pull", "--sif", "--no-https", "--tasks", str(tasks)])
     assert (done.exit_code, done.output.count("sha256:")) == (0, 1), done.output
     (listed,) = json.loads(run(command, ["list", "--json"]).output)
     assert (listed["name"], listed["kind"]) == (registry.reference, "sif")
@@ -240,7 +240,7 @@ def test_one_of_a_batch_that_fails_does_not_hold_the_others_up(cache, registry, 
     tasks = tmp_path / "tasks.jsonl"
     images = ("docker://127.0.0.1:9/missing:1", "host", registry.reference)
     tasks.write_text("\n".join(json.dumps({"image": image}) for image in images))
-    done = CliRunner().invoke(command, ["pull", "--no-https", "--tasks", str(tasks)])
+    done = CliRunner().invoke(command, ["pull", "--sif", "--no-https", "--tasks", str(tasks)])
     assert done.exit_code == 1
     assert "1 of 2 images were not pulled" in done.output
     assert find_image(registry.reference) is not None

@@ -54,26 +54,28 @@ def compose_image(name: str, base: str, layers: Sequence[str]) -> StoredImage:
     return record_image(name, base, (*below, *layers))
 
 
-def record_image(name: str, base: str, layers: Sequence[str]) -> StoredImage:
+def record_image(name: str, base: str, layers: Sequence[str], digest: str = "") -> StoredImage:
     """Store the record of an image whose layers are stored. See `compose_image`.
+
+    `digest` is that of a registry's manifest; by default it is made of the base's name and the layers' digests.
 
     Raises:
         ValueError: a layer is not there.
     """
+    digest = digest or f"sha256:{hashlib.sha256(msgspec.json.encode([base, *layers])).hexdigest()}"
     with store_lock():  # nobody takes a layer away between the look at it and its being named
-        return _record_image(name, base, layers)
+        return _record_image(name, base, layers, digest)
 
 
-def _record_image(name: str, base: str, layers: Sequence[str]) -> StoredImage:
+def _record_image(name: str, base: str, layers: Sequence[str], image_digest: str) -> StoredImage:
     size_bytes = 0
     for digest in layers:
         if (layer := find_layer(digest)) is None:
             raise ValueError(f"layer {digest} of image {name} is not in the store: `prorl-trio image layers` lists all")
         size_bytes += layer.record.size_bytes
-    digest = hashlib.sha256(msgspec.json.encode([base, *layers])).hexdigest()
     record = ImageRecord(
         name=name,
-        digest=f"sha256:{digest}",
+        digest=image_digest,
         size_bytes=size_bytes,
         made_at_s=time.time(),
         base=base,

@@ -65,6 +65,7 @@ class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
         entries: files, folders and links.
         made_at_s: Unix time.
         source: a stored `folder`, or an image of a `registry`, whose stream had more in it than a folder can keep.
+        opaque: folders, relative to its root, in which nothing of what lies below it is to be seen.
     """
 
     digest: str
@@ -72,6 +73,7 @@ class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
     entries: int
     made_at_s: float
     source: Literal["folder", "registry"] = "folder"
+    opaque: tuple[str, ...] = ()
 
 
 class StoredLayer(NamedTuple):
@@ -239,6 +241,9 @@ def folder_digest(root: Path) -> str:
                 tar.addfile(entry)
             elif stat.S_ISDIR(status.st_mode):
                 entry.type = tarfile.DIRTYPE
+                tar.addfile(entry)
+            elif stat.S_ISCHR(status.st_mode):  # what an overlay takes for "nothing here"
+                entry.type = tarfile.CHRTYPE
                 tar.addfile(entry)
             else:
                 entry.size = status.st_size

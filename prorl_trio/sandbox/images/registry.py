@@ -1,0 +1,224 @@
+"""A client of registries that speak the OCI distribution protocol: manifests, and blobs from any byte on.
+
+It waits where a registry asks to (429, Retry-After), for all processes that share the store; gets and renews tokens;
+and tries again what broke, within a limit. Proxies are those of the environment. Blocks: for a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import http.client
+import random
+import re
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from prorl_trio.sandbox.cache import cache_dir
+from prorl_trio.sandbox.images.credentials import find_credentials
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
+
+    from prorl_trio.sandbox.images.names import Reference
+
+__all__ = ["Registry", "RegistryError"]
+
+READ_TIMEOUT_S: Final = 60.0
+"""Longest silence of a registry, in a connection's set-up or between two pieces of an answer."""
+FIRST_BACKOFF_S: Final = 1.0
+MAX_BACKOFF_S: Final = 60.0
+MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
+
+_PASSING: Final = frozenset({408, 429, 500, 502, 503, 504})
+_CHALLENGE: Final = re.compile(r'(\w+)="([^"]*)"')
+_MANIFESTS: Final = ", ".join(
+    (
+        "application/vnd.oci.image.index.v1+json",
+        "application/vnd.oci.image.manifest.v1+json",
+        "application/vnd.docker.distribution.manifest.list.v2+json",
+        "application/vnd.docker.distribution.manifest.v2+json",
+    )
+)
+
+
+class RegistryError(Exception):
+    """A registry has refused something, or not answered in time. Says what, and what to do."""
+
+
+class _Token(msgspec.Struct):
+    token: str = ""
+    access_token: str = ""
+
+
+class Registry:
+    """The registry that a reference names. For any number of threads.
+
+    Args:
+        reference: whose host and repository are asked.
+        plain_http: it speaks no TLS.
+        patience_s: how long one request may be waited for and tried again while nothing of it comes.
+    """
+
+    def __init__(self, reference: Reference, *, plain_http: bool, patience_s: float) -> None:
+        self._reference = reference
+        scheme = "http" if plain_http else "https"
+        self._base = f"{scheme}://{reference.api_host}/v2/{reference.repository}"
+        self._patience_s = patience_s
+        self._pause = _Pause(reference.host)
+        self._lock = threading.Lock()
+        self._authorization = ""
+
+    def manifest(self, version: str) -> tuple[bytes, str]:
+        """The manifest of a tag or digest, and its media type.
+
+        Raises:
+            RegistryError: see there.
+        """
+        with self._request(f"manifests/{version}", {"Accept": _MANIFESTS}) as answer:
+            content = answer.read(MAX_MANIFEST_BYTES + 1)
+            media_type = answer.headers.get_content_type()
+        if len(content) > MAX_MANIFEST_BYTES:
+            raise RegistryError(f"{self._name}: the manifest {version} has more than {MAX_MANIFEST_BYTES} bytes")
+        return content, media_type
+
+    def blob(self, digest: str, offset: int) -> HTTPResponse:
+        """The answer to a request for a blob from byte `offset` on. Its status is 206, or 200 for all of the blob.
+
+        Raises:
+            RegistryError: see there.
+        """
+        return self._request(f"blobs/{digest}", {"Range": f"bytes={offset}-"} if offset else {})
+
+    @property
+    def _name(self) -> str:
+        return f"{self._reference.host}/{self._reference.repository}"
+
+    def _request(self, path: str, headers: dict[str, str]) -> HTTPResponse:
+        give_up_at = time.monotonic() + self._patience_s
+        backoff_s = FIRST_BACKOFF_S
+        asked_for_token = False
+        while True:
+            self._pause.wait(give_up_at, self._name)
+            request = urllib.request.Request(f"{self._base}/{path}", headers=headers)
+            authorization = self._authorization
+            if authorization:  # for this host alone, and not for the one that it may send us on to
+                request.add_unredirected_header("Authorization", authorization)
+            try:
+                answer: HTTPResponse = urllib.request.urlopen(request, timeout=READ_TIMEOUT_S)
+            except urllib.error.HTTPError as error:
+                with error:
+                    if error.code == 401 and not asked_for_token:
+                        asked_for_token = True
+                        self._authorize(error.headers.get("WWW-Authenticate", ""), authorization)
+                        continue
+                    if error.code not in _PASSING:
+                        raise RegistryError(self._refusal(path, error)) from error
+                    wait_s = _retry_after_s(error.headers.get("Retry-After"))
+                    why = f"HTTP {error.code}"
+                    if wait_s is not None or error.code == 429:
+                        self._pause.until(time.time() + (backoff_s if wait_s is None else wait_s))
+            except (OSError, http.client.HTTPException) as error:
+                wait_s, why = None, str(error) or type(error).__name__
+            else:
+                return answer
+            asked_for_token = False
+            wait_s = backoff_s * random.uniform(0.8, 1.2) if wait_s is None else wait_s
+            if time.monotonic() + wait_s > give_up_at:
+                raise RegistryError(
+                    f"{self._name}: {path} was not had within {self._patience_s:g} s; the last answer: {why}, next try "
+                    f"in {wait_s:.0f} s. What has been downloaded is kept: pull again later{_advice(why)}"
+                )
+            time.sleep(wait_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _refusal(self, path: str, error: urllib.error.HTTPError) -> str:
+        said = error.read(500).decode(errors="replace").strip()
+        advice = {
+            401: "; its credentials are wrong, or there are none: `docker login` or `apptainer registry login`",
+            403: "; these credentials may not read it",
+            404: "; there is no such image, or it wants credentials: `docker login` or `apptainer registry login`",
+        }.get(error.code, "")
+        return f"{self._name}: {path} was refused with HTTP {error.code}{advice}. It said: {said or 'nothing'}"
+
+    def _authorize(self, challenge: str, tried: str) -> None:
+        """Get what `WWW-Authenticate` asks for, unless another thread has done so meanwhile."""
+        with self._lock:
+            if self._authorization != tried:
+                return
+            kind, _, rest = challenge.partition(" ")
+            known = find_credentials(self._reference.host)
+            if kind.lower() == "basic":
+                if known is None:
+                    raise RegistryError(f"{self._name} wants credentials: `docker login {self._reference.host}`")
+                self._authorization = known.header
+            elif kind.lower() == "bearer":
+                fields = dict(_CHALLENGE.findall(rest))
+                realm = fields.pop("realm", "")
+                fields.setdefault("scope", f"repository:{self._reference.repository}:pull")
+                request = urllib.request.Request(f"{realm}?{urllib.parse.urlencode(fields)}")
+                if known is not None:
+                    request.add_unredirected_header("Authorization", known.header)
+                self._authorization = f"Bearer {self._token(request)}"
+            else:
+                raise RegistryError(
+                    f"{self._name} wants a kind of authorization that is not known: {challenge[:200]!r}"
+                )
+
+    def _token(self, request: urllib.request.Request) -> str:
+        try:
+            with urllib.request.urlopen(request, timeout=READ_TIMEOUT_S) as answer:
+                token = msgspec.json.decode(answer.read(MAX_MANIFEST_BYTES), type=_Token)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise RegistryError(
+                f"{self._name}: no token was given for it ({error}); are the credentials right? `docker login "
+                f"{self._reference.host}`"
+            ) from error
+        return token.token or token.access_token
+
+
+def _advice(why: str) -> str:
+    return ", or log in for a higher limit" if why == "HTTP 429" else ""
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    """Seconds of a `Retry-After`, which has seconds or a date; None if it has neither."""
+    if value is None:
+        return None
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(value))
+    with contextlib.suppress(ValueError, TypeError):
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    return None
+
+
+class _Pause:
+    """The time before which a registry wants no further request, as a file for all processes of the store."""
+
+    def __init__(self, host: str) -> None:
+        self._path = cache_dir() / "images" / ".hosts" / re.sub(r"[^A-Za-z0-9.]", "-", host)
+
+    def until(self, time_s: float) -> None:
+        """Note the Unix time that it has asked for."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(f"{time_s}")
+
+    def wait(self, give_up_at: float, name: str) -> None:
+        """Wait for that time; not where it lies beyond `give_up_at`, of the monotonic clock."""
+        try:
+            left_s = float(self._path.read_text()) - time.time()
+        except (OSError, ValueError):
+            return
+        if left_s > give_up_at - time.monotonic():
+            raise RegistryError(
+                f"{name}: the registry limits requests, and wants none for {left_s:.0f} s more. What has been "
+                "downloaded is kept: pull again later, or log in for a higher limit"
+            )
+        if left_s > 0:
+            time.sleep(left_s)
