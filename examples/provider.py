@@ -69,8 +69,8 @@ class UnshareProvider(SandboxProvider):
 
 def plan(spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
     """Say how one sandbox is started: a command in front of the daemon's, and the variables of daemon and tools."""
-    if spec.image != "host":
-        raise SandboxUnavailable(f"image {spec.image}: the provider `unshare` has no images; use `host`")
+    if spec.image != "host" or spec.layers:
+        raise SandboxUnavailable(f"{(spec.image, *spec.layers)}: the provider `unshare` has no images and no layers")
     runtime = process_runtime(str(run_dir.lib))
     tool_env = {**runtime.tool_env, "HOME": str(folder.home)}
     network = () if spec.network else ("--net",)

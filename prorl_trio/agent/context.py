@@ -14,6 +14,7 @@ from prorl_trio.agent.bounded_text import BoundedText
 from prorl_trio.agent.dialogues import MAX_DIALOGUES, Dialogues
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.token_memory import RolloutTokens, TokenMemory
+from prorl_trio.sandbox.images.store import is_reference
 from prorl_trio.types.errors import SandboxUnavailable, TooManyDialogues
 from prorl_trio.types.models import Trajectory
 
@@ -126,6 +127,10 @@ class RolloutContext:
         """Return a sandbox that nobody has used, and that lives until its `aclose`. Errors as `open_sandbox`."""
         if self.sandboxes is None:
             raise SandboxUnavailable("there are no sandboxes before INIT, and none where no node runs the job")
+        if is_reference(spec.image):
+            at_most_s = self.resources.config.sandbox.images.timeout_s
+            with self.standing_in_line(f"image {spec.image}", "sandbox", at_most_s=at_most_s):
+                await self.sandboxes.wait_image(spec.image)
         with self.waiting(f"sandbox start (image {spec.image})", "sandbox"):
             sandbox = await self.sandboxes.open(spec)
         self.activity.progress()

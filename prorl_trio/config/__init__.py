@@ -7,7 +7,7 @@ from prorl_trio.config.backends import BackendConfig, HealthConfig, LoadConfig, 
 from prorl_trio.config.listen import ListenConfig, RestConfig
 from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
 from prorl_trio.config.node import NodeConfig, OnHangup, load_config
-from prorl_trio.config.sandbox import SandboxConfig, ScoringConfig
+from prorl_trio.config.sandbox import ImagesConfig, SandboxConfig, ScoringConfig
 from prorl_trio.config.stages import AdmissionConfig, BudgetConfig, StagesConfig
 from prorl_trio.config.storage import ArenaConfig, LedgerConfig
 
@@ -18,6 +18,7 @@ __all__ = [
     "BackendConfig",
     "BudgetConfig",
     "HealthConfig",
+    "ImagesConfig",
     "LedgerConfig",
     "ListenConfig",
     "LoadConfig",

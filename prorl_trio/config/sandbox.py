@@ -11,7 +11,34 @@ from ipc.limits import SandboxLimits
 from prorl_trio.config.quantities import Amount, Count, Seconds, SecondsOrZero
 from prorl_trio.config.table import Table
 
-__all__ = ["SandboxConfig", "ScoringConfig"]
+__all__ = ["ImagesConfig", "SandboxConfig", "ScoringConfig"]
+
+
+class ImagesConfig(Table, frozen=True):
+    """Images of registries (`docker://...`) that a task names and the store does not have.
+
+    They are pulled once, by one process of the machine, while all who want them wait; see `docs/images.md`.
+
+    Attributes:
+        pull: pull them in INIT. Without it, what was not pulled beforehand is refused.
+        max_concurrent_pulls: images at once.
+        max_concurrent_layers: layers of one image at once.
+        timeout_s: time that a rollout waits for its image, charged to no budget; the pull goes on after that.
+        patience_s: time for which a registry may ask to wait, or fail, before a pull fails.
+        max_store_bytes: disk space of the whole store; 0 for no such limit. Pulled images that are not in use make
+            room, the least recently used first.
+        min_free_bytes: so much of the store's disk stays free, for all else that is on it.
+        plain_http: registries, with their ports, that speak no TLS.
+    """
+
+    pull: bool = True
+    max_concurrent_pulls: Count = 4
+    max_concurrent_layers: Count = 4
+    timeout_s: Seconds = 3600.0
+    patience_s: Seconds = 900.0
+    max_store_bytes: Amount = 0
+    min_free_bytes: Amount = 1024 * 1024 * 1024
+    plain_http: tuple[str, ...] = ()
 
 
 class SandboxConfig(Table, frozen=True):
@@ -23,7 +50,8 @@ class SandboxConfig(Table, frozen=True):
         provider: what isolates tools: `apptainer`, `bubblewrap`, `process` (which isolates nothing), or one that an
             installed package offers. `auto` takes apptainer, then bubblewrap, whichever passes its probe first.
         image: for handlers that name none: `host` (this machine's userland, read-only), an unpacked root directory, a
-            `.sif` file, or a name of the image store.
+            `.sif` file, a name of the image store, or the reference of an image in a registry.
+        images: pulls of images that are not in the store.
         packages: Python packages, installed beside the node, that tools find in the image `host` besides the promised
             ones.
         network: let tools use this machine's network.
@@ -40,6 +68,7 @@ class SandboxConfig(Table, frozen=True):
 
     provider: str = "auto"
     image: str = "host"
+    images: ImagesConfig = ImagesConfig()
     packages: tuple[str, ...] = ()
     network: bool = False
     fakeroot: bool = False

@@ -14,6 +14,8 @@ from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.locate import locate_root
+from prorl_trio.sandbox.images.pull import PullRules
+from prorl_trio.sandbox.images.puller import PullLimits
 from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import BackendError, ConfigError, SandboxUnavailable
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from ipc.arena import Arena
-    from prorl_trio.config import ArenaConfig, BackendConfig, SandboxConfig
+    from prorl_trio.config import ArenaConfig, BackendConfig, ImagesConfig, SandboxConfig
     from prorl_trio.inference.engines.http_engine import OnCall
     from prorl_trio.inference.engines.protocol import ClientFinder
     from prorl_trio.sandbox.host import OnOpen, SandboxHost
@@ -155,4 +157,19 @@ def open_node_sandboxes(
         max_concurrent_starts_per_image=config.max_concurrent_starts_per_image,
         warm=warm,
         on_open=on_open,
+        pulls=_pull_limits(config.images) if config.images.pull and provider.has_layers else None,
+    )
+
+
+def _pull_limits(config: ImagesConfig) -> PullLimits:
+    return PullLimits(
+        rules=PullRules(
+            max_store_bytes=config.max_store_bytes,
+            min_free_bytes=config.min_free_bytes,
+            max_downloads=config.max_concurrent_layers,
+            patience_s=config.patience_s,
+            plain_http=config.plain_http,
+        ),
+        max_concurrent=config.max_concurrent_pulls,
+        timeout_s=config.timeout_s,
     )

@@ -14,6 +14,7 @@ import msgspec
 import trio
 
 from ipc.nursery import single_exception
+from prorl_trio.sandbox.images.puller import ImagePuller
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.run_dir import remains_count
 from prorl_trio.sandbox.sandbox import Sandbox
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from ipc.sandbox_calls import SandboxCall
+    from prorl_trio.sandbox.images.puller import PullLimits
     from prorl_trio.sandbox.program import OnOutput
     from prorl_trio.sandbox.provider import SandboxProvider
 
@@ -111,8 +113,10 @@ class SandboxHost:
         gates: StartGates,
         pool: WarmPool[HostedSandbox],
         on_open: OnOpen | None = None,
+        puller: ImagePuller | None = None,
     ) -> None:
         self._provider = provider
+        self._puller = puller
         self._nursery = nursery
         self._gates = gates
         self._pool = pool
@@ -148,7 +152,21 @@ class SandboxHost:
             "warm_evicted_total": self._warm_evicted_total,
             "close_overdue_total": self._overdue_total,
             "remains": remains_count(),
+            **({} if self._puller is None else self._puller.statistics()),
         }
+
+    async def wait_image(self, image: str) -> None:
+        """Return when sandboxes of `image` can be started: it is pulled if it is of a registry and not in the store.
+
+        `open` does so as well. For those who do not want the time of a pull to count as that of a start.
+
+        Raises:
+            SandboxUnavailable: it could not be pulled.
+        """
+        if self._puller is None:
+            await trio.lowlevel.checkpoint()
+        else:
+            await self._puller.wait_image(image)
 
     async def open(self, spec: SandboxSpec) -> HostedSandbox:
         """Return a sandbox that nobody has used: a warm one that answers, or a new one.
@@ -250,6 +268,7 @@ class SandboxHost:
         hosted: HostedSandbox | None = None
         try:
             async with AsyncExitStack() as stack:
+                await self.wait_image(spec.image)
                 sandbox, start_s = await self._start(spec, max_attempts, stack)
                 hosted = HostedSandbox(sandbox, self._count_overdue)
                 give_away(hosted, start_s)
@@ -310,16 +329,19 @@ async def open_sandbox_host(
     max_concurrent_starts_per_image: int = 4,
     warm: WarmLimits | None = None,
     on_open: OnOpen | None = None,
+    pulls: PullLimits | None = None,
 ) -> AsyncIterator[SandboxHost]:
     """Open a host for sandboxes of `provider`. On leaving the block all of them are ended, whatever they are doing.
 
-    `warm`: how many to start in advance; by default none. `on_open` is called for every sandbox handed out.
+    `warm`: how many to start in advance; by default none. `on_open` is called for every sandbox handed out. `pulls`:
+    the limits of pulls of images that are not in the store; by default none is pulled.
     """
     pool: WarmPool[HostedSandbox] = WarmPool(warm or WarmLimits())
     gates = StartGates(max_concurrent_starts, max_concurrent_starts_per_image)
     with single_exception():
         async with provider.open_shared(), trio.open_nursery() as nursery:
-            host = SandboxHost(provider, nursery, gates, pool, on_open)
+            puller = None if pulls is None else ImagePuller(pulls, nursery)
+            host = SandboxHost(provider, nursery, gates, pool, on_open, puller)
             try:
                 if pool.limits.max_warm > 0:
                     nursery.start_soon(service_task(host._follow_pool, "warm sandboxes"))

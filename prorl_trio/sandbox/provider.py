@@ -69,8 +69,9 @@ class SandboxProvider(abc.ABC):
     """False: runs code as the node itself. For tests only, and said so loudly when a node starts with it."""
     has_fakeroot: ClassVar[bool] = False
     """Tools may be root inside, as `sandbox.fakeroot` asks for."""
-    has_layers: ClassVar[bool] = True
-    """Lays the `layers` of a spec over its image. False: it refuses them, with `SandboxUnavailable`."""
+    has_layers: ClassVar[bool] = False
+    """Lays the `layers` of a spec over its image, and takes images of layers. False: it refuses them, with
+    `SandboxUnavailable`."""
 
     @classmethod
     def configured(cls, config: SandboxConfig) -> Self:

@@ -64,6 +64,7 @@ class FakeProvider(SandboxProvider):
 
     name: ClassVar[str] = "fake"
     isolated: ClassVar[bool] = False
+    has_layers: ClassVar[bool] = True
 
     def __init__(self, *, start_s: float = 0.0, failures: Iterable[SandboxUnavailable] = ()) -> None:
         self.start_s = start_s

@@ -7,6 +7,7 @@ the environment; so each is a layer of its own, and nothing is copied when a san
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -51,6 +52,8 @@ _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _STAGING: Final = ".new-"
 _ID_LENGTH: Final = 20
 """Hexadecimal digits in a folder's name. Short, for a mount names all layers in one page; 80 bits tell them apart."""
+_UNLOCKED_S: Final = 60.0
+"""A folder of a layer in the making is locked at once; so long after it was made, it is."""
 _BLOCK_BYTES: Final = 512
 """The unit of `st_blocks`."""
 
@@ -164,13 +167,38 @@ def store_layer(source: Path, at: str = "/") -> StoredLayer:
 
 @contextlib.contextmanager
 def staged_layer() -> Iterator[Path]:
-    """A folder to make a layer in, whose content is to be in `CONTENT_NAME`; removed unless it is placed. Blocks."""
+    """A folder to make a layer in, whose content is to be in `CONTENT_NAME`; removed unless it is placed. Blocks.
+
+    What a process has left that was killed is removed first: its lock on the folder ended with it.
+    """
     layers_dir().mkdir(parents=True, exist_ok=True)
+    _sweep(time.time() - _UNLOCKED_S)
     staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=layers_dir()))
+    lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield staging
     finally:
+        os.close(lock)
         remove_tree(staging)
+
+
+def _sweep(older_than_s: float) -> None:
+    for left in layers_dir().glob(f"{_STAGING}*"):
+        try:
+            if left.stat().st_mtime > older_than_s:
+                continue
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            remove_tree(left)
+        finally:
+            os.close(lock)
 
 
 def place_layer(staging: Path, record: LayerRecord) -> StoredLayer:

@@ -63,6 +63,7 @@ class ApptainerProvider(SandboxProvider):
 
     name: ClassVar[str] = "apptainer"
     isolated: ClassVar[bool] = True
+    has_layers: ClassVar[bool] = True
     has_fakeroot: ClassVar[bool] = True
 
     def __init__(

@@ -99,6 +99,7 @@ class BubblewrapProvider(SandboxProvider):
 
     name: ClassVar[str] = "bubblewrap"
     isolated: ClassVar[bool] = True
+    has_layers: ClassVar[bool] = True
 
     def __init__(
         self, runtime_dir: Path | None = None, *, executable: str | None = None, packages: tuple[str, ...] = ()

@@ -33,7 +33,6 @@ class ProcessProvider(SandboxProvider):
 
     name: ClassVar[str] = "process"
     isolated: ClassVar[bool] = False
-    has_layers: ClassVar[bool] = False
 
     def __init__(self, runtime_dir: Path | None = None) -> None:
         """`runtime_dir`: see `run_dir.open_run_dir`."""
