@@ -13,7 +13,7 @@ import trio
 
 from launch.paths import cache_dir, default_engine
 from launch.supervised import Supervised, open_supervised
-from prorl_trio.inference.engines.http import HttpClient, HttpError
+from prorl_trio.http.client import HttpClient, HttpError
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.types.errors import BackendError
 

@@ -23,7 +23,7 @@ from perf.children import open_child
 from perf.peers.environments import PEERS
 from perf.peers.server import free_port, open_peer_server
 from prorl_trio.config import Strategy
-from prorl_trio.inference.engines.http import HttpClient, HttpError, HttpLimits
+from prorl_trio.http.client import HttpClient, HttpError, HttpLimits
 from prorl_trio.inference.engines.protocol import Completion, CompletionRequest, EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.simulation.config import Distribution

@@ -29,7 +29,7 @@ from launch.paths import engine_python, model_dir
 from launch.vllm import open_vllm
 from perf.balance_batch import Batch, Work
 from perf.harness import Options, Report, run_benchmark, tell
-from prorl_trio.inference.engines.http import HttpClient
+from prorl_trio.http.client import HttpClient
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends

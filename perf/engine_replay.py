@@ -10,7 +10,7 @@ import msgspec
 import trio
 
 from perf.engine_slots import Call, PlacedRollout
-from prorl_trio.inference.engines.http import HttpClient, HttpLimits
+from prorl_trio.http.client import HttpClient, HttpLimits
 from prorl_trio.inference.engines.vllm_api import COMPLETIONS, AnswerPart, CompletionsBody, tokens_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from ipc.nursery import open_single_nursery
 from perf.children import Child
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.server import free_port, open_peer_server
-from prorl_trio.inference.engines.http import HttpClient, HttpLimits
+from prorl_trio.http.client import HttpClient, HttpLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

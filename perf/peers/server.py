@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from perf.peers.environments import Peer, PeerUnavailable, peer_python
-from prorl_trio.inference.engines.http import HttpClient, HttpError
+from prorl_trio.http.client import HttpClient, HttpError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ipc.arena import open_arena
 from ipc.nursery import open_single_nursery
-from prorl_trio.inference.engines.http import split_origin
+from prorl_trio.http.client import split_origin
 from prorl_trio.inference.engines.protocol import EnginePaused
 from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.pool.pool import Backends

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import trio
 
+from prorl_trio.http.client import HttpClient, HttpLimits
+from prorl_trio.http.retries import RetryPolicy
 from prorl_trio.inference.engines.completion_stream import EventLines
-from prorl_trio.inference.engines.http import HttpClient, HttpLimits
 from prorl_trio.inference.engines.load_report import LoadReader, LoadReport
 from prorl_trio.inference.engines.protocol import EnginePaused, RequestRefused
 from prorl_trio.inference.engines.registry import EngineRegistry
-from prorl_trio.inference.engines.retries import RetryPolicy
 from prorl_trio.inference.engines.sglang import SglangClient
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.testing.fake_engine import FakeEngine, open_fake_engine, open_look_alike

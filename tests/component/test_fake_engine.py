@@ -10,8 +10,8 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.inference.engines.http import HttpClient
-from prorl_trio.inference.engines.retries import RetryPolicy
+from prorl_trio.http.client import HttpClient
+from prorl_trio.http.retries import RetryPolicy
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.testing.fake_engine import (
     FakeEngineConfig,

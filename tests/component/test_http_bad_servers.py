@@ -7,7 +7,7 @@ import socket
 import pytest
 import trio
 
-from prorl_trio.inference.engines.http import (
+from prorl_trio.http.client import (
     ConnectFailed,
     ConnectionLost,
     HttpClient,

@@ -10,7 +10,7 @@ import trio
 import trio.testing
 import trustme
 
-from prorl_trio.inference.engines.http import (
+from prorl_trio.http.client import (
     ClientClosed,
     ConnectFailed,
     HttpClient,

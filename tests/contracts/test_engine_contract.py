@@ -13,7 +13,7 @@ import trio
 
 pytest.register_assert_rewrite("prorl_trio.testing.engine_contract")
 
-from prorl_trio.inference.engines.http import HttpClient  # noqa: E402
+from prorl_trio.http.client import HttpClient  # noqa: E402
 from prorl_trio.inference.engines.registry import EngineRegistry  # noqa: E402
 from prorl_trio.inference.engines.vllm import VllmClient  # noqa: E402
 from prorl_trio.testing.engine_contract import EngineContract, EngineUnderTest  # noqa: E402

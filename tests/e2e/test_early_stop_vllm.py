@@ -14,7 +14,7 @@ import trio
 from launch.paths import model_dir
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.inference.engines.http import HttpClient
+from prorl_trio.http.client import HttpClient
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends

@@ -15,7 +15,7 @@ from launch import venv
 from launch.paths import cache_dir
 from launch.progress import SetupError
 from launch.supervised import open_supervised
-from prorl_trio.inference.engines.http import HttpClient, HttpError
+from prorl_trio.http.client import HttpClient, HttpError
 from support.skips import because
 
 if TYPE_CHECKING:

@@ -11,17 +11,7 @@ from urllib.parse import quote
 import msgspec
 import trio
 
-from prorl_trio.inference.engines.answers import (
-    ContractBroken,
-    NotStreamed,
-    Prompt,
-    Wanted,
-    context_limit,
-    error_message,
-    logprob_kind,
-)
-from prorl_trio.inference.engines.completion_stream import CompletionStream, StreamPart
-from prorl_trio.inference.engines.http import (
+from prorl_trio.http.client import (
     ConnectFailed,
     ConnectionLost,
     HttpClient,
@@ -32,6 +22,17 @@ from prorl_trio.inference.engines.http import (
     ResponseMalformed,
     ResponseTooLarge,
 )
+from prorl_trio.http.retries import RETRYABLE_STATUSES, RetryPolicy
+from prorl_trio.inference.engines.answers import (
+    ContractBroken,
+    NotStreamed,
+    Prompt,
+    Wanted,
+    context_limit,
+    error_message,
+    logprob_kind,
+)
+from prorl_trio.inference.engines.completion_stream import CompletionStream, StreamPart
 from prorl_trio.inference.engines.load_report import LoadReader, LoadReport
 from prorl_trio.inference.engines.protocol import (
     CannotStream,
@@ -43,7 +44,6 @@ from prorl_trio.inference.engines.protocol import (
     EnginePaused,
     RequestRefused,
 )
-from prorl_trio.inference.engines.retries import RETRYABLE_STATUSES, RetryPolicy
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded
 from prorl_trio.types.models import SamplingParams
 

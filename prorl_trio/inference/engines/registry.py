@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from random import Random
     from typing import Unpack
 
+    from prorl_trio.http.retries import RetryPolicy
     from prorl_trio.inference.engines.http_engine import OnCall
-    from prorl_trio.inference.engines.retries import RetryPolicy
 
 __all__ = ["AUTO", "ClientOptions", "EngineRegistry"]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgspec
 
+from prorl_trio.http.retries import RETRYABLE_STATUSES
 from prorl_trio.inference.engines.answers import (
     UNNAMED,
     ContractBroken,
@@ -22,7 +23,6 @@ from prorl_trio.inference.engines.answers import (
 from prorl_trio.inference.engines.completion_stream import StreamPart
 from prorl_trio.inference.engines.http_engine import PROBE_PROMPT, PROBE_TOKENS, REFUSED_STATUSES, HttpEngineClient
 from prorl_trio.inference.engines.protocol import Completion, EngineInfo, RequestRefused
-from prorl_trio.inference.engines.retries import RETRYABLE_STATUSES
 from prorl_trio.inference.engines.vllm_api import ModelList, VersionRun, runs_of, served_model
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded
 

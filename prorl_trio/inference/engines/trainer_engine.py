@@ -10,6 +10,7 @@ from typing import ClassVar, Final
 
 import msgspec
 
+from prorl_trio.http.client import HttpError
 from prorl_trio.inference.engines.answers import (
     UNNAMED,
     ContractBroken,
@@ -19,7 +20,6 @@ from prorl_trio.inference.engines.answers import (
     Wanted,
     checked_completion,
 )
-from prorl_trio.inference.engines.http import HttpError
 from prorl_trio.inference.engines.http_engine import JSON_CONTENT, PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient
 from prorl_trio.inference.engines.protocol import Completion, EngineInfo
 

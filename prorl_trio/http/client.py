@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client for engines: one origin, a bounded keep-alive pool, FIFO waiting, cancel = close.
+"""A small HTTP/1.1 client of one origin: a bounded keep-alive pool, FIFO waiting, cancel = close.
 
 Every change of the pool's state is synchronous; `await` happens only on a connection that one task holds alone. No
 proxy, no redirect, no cookie, no compression: an engine on the cluster's network needs none.
@@ -15,7 +15,7 @@ import h11
 import msgspec
 import trio
 
-from prorl_trio.inference.engines.http_connection import (
+from prorl_trio.http.connection import (
     ClientClosed,
     ConnectFailed,
     ConnectionLost,
