@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Activity", "Charge"]
 
-Charge = Literal["sandbox", "inference", "evaluator", "handler", "agent_budget"]
+Charge = Literal["sandbox", "inference", "evaluator", "handler", "node", "agent_budget"]
 """The account that time is charged to: the cause that is named when a budget is used up. Time on `agent_budget` is the
 policy's own, and never the cause."""
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.host import HostedSandbox, SandboxHost
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
+    from prorl_trio.search.service import Search
     from prorl_trio.types.models import JobSpec, Segment, StopReason, Turn
 
 __all__ = ["MAX_EVALUATION_LOG_CHARS", "Resources", "RolloutContext"]
@@ -52,6 +53,8 @@ class Resources:
     backends: Backends
     scorers: ScorerPool
     tokens: TokenMemory = field(default_factory=TokenMemory)
+    search: Search | None = None
+    """None: agents of this node cannot search."""
 
     def max_trajectory_tokens(self, spec: JobSpec, longest: int | None = None) -> int:
         """Return the longest context that a rollout may have, in tokens.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from prorl_trio.types.errors import BackendError, ContextLengthExceeded, StaleTr
 from prorl_trio.types.models import PRIORITY, ChatMessage, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from prorl_trio.agent.budget import ToolTime
     from prorl_trio.agent.context import RolloutContext
@@ -40,6 +40,7 @@ __all__ = [
     "AgentEnd",
     "BeforeTurn",
     "NewDialogue",
+    "asking_service",
     "lease_backend",
     "run_agent",
     "run_sub_agent",
@@ -151,6 +152,26 @@ async def run_sub_agent(
             return AgentEnd(await agent.work(max_turns), agent.answer)
     finally:
         conversation.seal()
+
+
+@contextmanager
+def asking_service(context: RolloutContext, what: str) -> Iterator[None]:
+    """Wait, in a tool of the agent at work, for a service of the node's: a search, say.
+
+    What a service takes to answer is charged to the agent, as the time of its tools is. The time of one that fails (an
+    exception leaves the block), or hangs until a budget ends the wait, is charged to the stage, and is nobody's doing.
+
+    Raises:
+        RuntimeError: it was not called from within the `run_agent` of this rollout.
+    """
+    asker = _at_work.get()
+    if asker is None or asker.context is not context or asker.tool_time is None:
+        raise RuntimeError("asking_service works inside a tool's call only")
+    since_s = trio.current_time()
+    with asker.tool_time.given_away():
+        with context.waiting(what, "node"):
+            yield
+        asker.budget.produced(since_s)
 
 
 _at_work: ContextVar[_Agent | None] = ContextVar("_at_work", default=None)

@@ -12,6 +12,7 @@ from prorl_trio.config.listen import ListenConfig, RestConfig
 from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
 from prorl_trio.config.quantities import Count, SecondsOrZero
 from prorl_trio.config.sandbox import SandboxConfig, ScoringConfig
+from prorl_trio.config.search import SearchConfig
 from prorl_trio.config.stages import AdmissionConfig, BudgetConfig, StagesConfig
 from prorl_trio.config.storage import ArenaConfig, LedgerConfig
 from prorl_trio.config.table import Table
@@ -51,6 +52,7 @@ class NodeConfig(Table, frozen=True):
     budgets: BudgetConfig = BudgetConfig()
     agent: AgentConfig = AgentConfig()
     scoring: ScoringConfig = ScoringConfig()
+    search: SearchConfig = SearchConfig()
     arena: ArenaConfig = ArenaConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -16,7 +16,9 @@ from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.node import Node
 from prorl_trio.node.parts import engine_finder, open_backends, open_node_arena, open_node_sandboxes, warn_of_image
 from prorl_trio.pipeline.pipeline import open_pipeline
+from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.search.service import open_search
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -85,6 +87,7 @@ async def open_node(
         backends = await stack.enter_async_context(open_backends(config.backends, find_client))
         scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers, config.scoring))
         sandboxes = await stack.enter_async_context(open_node_sandboxes(provider, config.sandbox, on_sandbox_open))
+        search = await stack.enter_async_context(open_search(config.search, cache_dir() / "search"))
         if tokens is None:
             tokens = TokenMemory(stack.enter_context(open_node_arena(config.arena)))
         resources = Resources(
@@ -93,8 +96,12 @@ async def open_node(
             backends=backends,
             scorers=scorers,
             tokens=tokens,
+            search=search,
         )
         for name in handlers.names:
             await handlers.get(name).prepare(resources)
         pipeline = await stack.enter_async_context(open_pipeline(resources, sandboxes, service, observers=observers))
-        yield Node(config, handlers, pipeline, backends, sandboxes, provider, resources, outbox)
+        node = Node(config, handlers, pipeline, backends, sandboxes, provider, resources, outbox)
+        if search is not None:
+            node.describe("search", search.statistics)
+        yield node

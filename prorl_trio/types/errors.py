@@ -34,6 +34,7 @@ __all__ = [
     "SandboxCallFailed",
     "SandboxLost",
     "SandboxUnavailable",
+    "SearchUnavailable",
     "ServiceError",
     "StaleTrajectory",
     "TokenDrift",
@@ -60,6 +61,7 @@ ErrorCode = Literal[
     "token_drift",  # a prompt does not begin with the tokens recorded
     "stale",  # more policy updates lie between its tokens than `max_staleness` allows
     "agent_fault",  # the policy did what its task forbids
+    "search_unavailable",  # the node's search answers nobody
     "handler_raised",  # the handler's own code failed
     "evaluator_crashed",  # it raised, or its process died
     "evaluator_timeout",  # it gave no score within its time-out or the EVAL budget
@@ -314,6 +316,13 @@ class SandboxCallFailed(RolloutError):
 
     cause = "sandbox"
     error_code = "sandbox_failed"
+
+
+class SearchUnavailable(RolloutError):
+    """The node's search answers nobody: nobody's doing. A query that it alone fails at is told to the policy."""
+
+    cause = "node"
+    error_code = "search_unavailable"
 
 
 class HandlerError(RolloutError):

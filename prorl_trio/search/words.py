@@ -1,0 +1,28 @@
+"""The words by which documents and queries are compared: one rule for both."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Final
+
+__all__ = ["WORDS_VERSION", "words_of"]
+
+WORDS_VERSION: Final = 1
+"""Raised when `words_of` changes: indexes that were made by another rule are made anew."""
+_WORD: Final = re.compile(r"\w+")
+_STOP_WORDS: Final = frozenset({
+    "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "from", "if", "in", "into", "is", "it", "its",
+    "of", "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was", "were",
+    "what", "which", "who", "will", "with",
+})  # fmt: skip
+MAX_WORD_CHARS: Final = 64
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text: letters and digits, without case and compatibility forms, without stop words.
+
+    A word of more than `MAX_WORD_CHARS` characters (a sequence, an encoded file) counts by its beginning.
+    """
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return [word[:MAX_WORD_CHARS] for word in _WORD.findall(folded) if word not in _STOP_WORDS]
