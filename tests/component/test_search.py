@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -30,19 +31,12 @@ FAST = RetryPolicy(max_attempts=3, first_delay_s=0.001)
 pytestmark = pytest.mark.timeout(60)
 
 
-class open_at:
+@asynccontextmanager
+async def open_at(server, **fields):
     """A `Search` of the endpoint of a fake server, with fast retries."""
-
-    def __init__(self, server, **fields):
-        self.config = SearchConfig(backend="retrieve", url=server.url, **fields)
-
-    async def __aenter__(self):
-        self.opened = open_search(self.config, None)
-        search = await self.opened.__aenter__()
-        return Search(search.backend, self.config, retry=FAST)
-
-    async def __aexit__(self, *exc_info):
-        await self.opened.__aexit__(*exc_info)
+    config = SearchConfig(backend="retrieve", url=server.url, **fields)
+    async with open_search(config, None) as search:
+        yield Search(search.backend, config, retry=FAST)
 
 
 # ---------------------------------------------------------------- whose doing
