@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.client import RolloutClient
 
-    Node: TypeAlias = Callable[[], AbstractAsyncContextManager[RolloutClient]]
+    Node: TypeAlias = Callable[..., AbstractAsyncContextManager[RolloutClient]]
 
 __all__ = ["connection_options", "with_client"]
 
@@ -75,11 +75,13 @@ def connection_options(command: Callable[..., None]) -> Callable[..., None]:
     return reduce(lambda decorated, option: option(decorated), reversed(_OPTIONS), with_node)
 
 
-def with_client(node: Node, work: Callable[[RolloutClient], Awaitable[_Found]]) -> _Found:
-    """Connect to `node`, and return what `work` returns."""
+def with_client(
+    node: Node, work: Callable[[RolloutClient], Awaitable[_Found]], session_id: str | None = None
+) -> _Found:
+    """Connect to `node`, in a new session or that of `session_id`, and return what `work` returns."""
 
     async def run() -> _Found:
-        async with node() as client:
+        async with node(session_id=session_id) as client:
             return await work(client)
 
     return trio.run(run)

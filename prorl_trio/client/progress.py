@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from prorl_trio.client.recording import Summary
     from prorl_trio.types.models import JobSpec, Outcome
 
-__all__ = ["console", "page", "run_jobs"]
+__all__ = ["RolloutBar", "console", "open_bar", "page", "run_jobs", "warn_if_unready"]
 
 console = Console()
 """Console that commands print to, for people."""
@@ -39,15 +40,36 @@ SAID_EVERY_S = 30.0
 """Interval between progress lines where there is no terminal for a bar."""
 
 
-async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *, model: str, tasks: str) -> Summary:
-    """Submit jobs, show a progress bar, record outcomes in `folder`, print the final tables; return the summary.
+class RolloutBar:
+    """A progress bar of rollouts; where there is no terminal, a line every `SAID_EVERY_S`."""
 
-    First prints a warning if no backend takes rollouts, because the jobs will wait then. Without a terminal, prints a
-    line every `SAID_EVERY_S` instead of the bar. Raises what `collect` raises, and cancels jobs as it does.
-    """
-    for line in _unready(await client.status()):
-        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    info = RunInfo(model=model, tasks=tasks, started=folder.name)
+    def __init__(self, progress: Progress, total: int, done: int) -> None:
+        self._progress = progress
+        self._bar = progress.add_task("rollouts", total=total, completed=done, last="")
+        self._total, self._ended = total, done
+        self._said_s = trio.current_time()
+
+    def expect(self, total: int) -> None:
+        """Expect so many rollouts in all from now on."""
+        self._total = total
+        self._progress.update(self._bar, total=total)
+
+    def ended(self, outcome: Outcome) -> None:
+        """Show that one has ended, and how."""
+        self._ended += 1
+        reward = "" if outcome.reward is None else f" reward {outcome.reward:g}"
+        last = one_line(f"{outcome.instance_id}: {outcome.status}{reward}").plain
+        self._progress.update(self._bar, advance=1, last=last)
+        out = self._progress.console
+        if not out.is_terminal and trio.current_time() >= self._said_s + SAID_EVERY_S:
+            self._said_s = trio.current_time()
+            said = f"{self._ended} of {self._total} rollouts; {last}"
+            out.print(said, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def open_bar(total: int, *, done: int = 0, out: Console | None = None) -> Iterator[RolloutBar]:
+    """Show the progress of `total` rollouts, of which some are `done`, on `out` or the commands' console."""
     columns = (
         TextColumn("rollouts"),
         BarColumn(),
@@ -55,30 +77,33 @@ async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *,
         TimeElapsedColumn(),
         TextColumn("{task.fields[last]}", markup=False),
     )
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("rollouts", total=len(specs), last="")
-        ended, said_s = 0, trio.current_time()
+    with Progress(*columns, console=out or console) as progress:
+        yield RolloutBar(progress, total, done)
 
-        def show(outcome: Outcome) -> None:
-            nonlocal ended, said_s
-            ended += 1
-            reward = "" if outcome.reward is None else f" reward {outcome.reward:g}"
-            last = one_line(f"{outcome.instance_id}: {outcome.status}{reward}").plain
-            progress.update(bar, advance=1, last=last)
-            if not console.is_terminal and trio.current_time() >= said_s + SAID_EVERY_S:
-                said_s = trio.current_time()
-                console.print(
-                    f"{ended} of {len(specs)} rollouts; {last}", markup=False, highlight=False, soft_wrap=True
-                )
 
+async def warn_if_unready(client: RolloutClient, out: Console | None = None) -> None:
+    """Print why no backend of the node takes rollouts now, if none does."""
+    for line in _unready(await client.status()):
+        (out or console).print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *, model: str, tasks: str) -> Summary:
+    """Submit jobs, show a progress bar, record outcomes in `folder`, print the final tables; return the summary.
+
+    First prints a warning if no backend takes rollouts, because the jobs will wait then. Without a terminal, prints a
+    line every `SAID_EVERY_S` instead of the bar. Raises what `collect` raises, and cancels jobs as it does.
+    """
+    await warn_if_unready(client)
+    info = RunInfo(model=model, tasks=tasks, started=folder.name)
+    with open_bar(len(specs)) as bar:
         rejections: list[Rejected] = []
 
         def reject(rejected: Sequence[Rejected]) -> None:
             rejections.extend(rejected)
-            progress.update(bar, total=len(specs) - len(rejected))
+            bar.expect(len(specs) - len(rejected))
             _say(f"{len(rejected)} of {len(specs)} jobs were rejected; the other {len(specs) - len(rejected)} are run")
 
-        summary, outcomes = await collect(client, specs, folder, info, show, reject)
+        summary, outcomes = await collect(client, specs, folder, info, bar.ended, reject)
     if groups := _groups(specs, outcomes):
         console.print(group_table(groups))
     console.print(summary_table(summary, outcomes))

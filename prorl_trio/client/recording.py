@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Self
 import msgspec
 import numpy as np
 
+from prorl_trio.client.msgpack_length import length_of
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import Outcome
 
@@ -23,6 +24,7 @@ __all__ = [
     "OutcomeFile",
     "RunInfo",
     "Summary",
+    "named_path",
     "read_outcomes",
     "read_run_info",
     "run_folder",
@@ -79,19 +81,26 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 class OutcomeFile:
     """A file to which outcomes are appended as one msgpack array. Blocks on the disk.
 
-    The array's count is written after each outcome, so that a killed run, or a full disk, leaves a valid file with the
-    outcomes before.
+    The array's count is written after each outcome, so that a killed run, or a full disk, leaves a file with the
+    outcomes before: `read_outcomes` leaves out what a kill cut off.
+
+    Args:
+        path: of the file.
+        go_on: append to the file that is there, after its last whole outcome. Else it must not be there yet.
 
     Raises:
-        ConfigError: the file exists already, or cannot be written.
+        ConfigError: the file exists already (or does not, with `go_on`), is something else, or cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, go_on: bool = False) -> None:
         self._path = path
-        self._count = 0
-        with _named(path):
-            self._file: FileIO = path.open("xb", buffering=0)
-            self._write(_HEADER.pack(_ARRAY32, 0))
+        self._count, end = _extent(path) if go_on else (0, 0)
+        with named_path(path):
+            self._file: FileIO = path.open("r+b" if go_on else "xb", buffering=0)
+            if go_on:
+                self._file.truncate(end)
+            else:
+                self._write(_HEADER.pack(_ARRAY32, 0))
 
     def append(self, outcome: Outcome) -> None:
         """Write one outcome (some 9 bytes a token), then the new count.
@@ -99,7 +108,7 @@ class OutcomeFile:
         Raises:
             ConfigError: it cannot be written; the file is as before.
         """
-        with _named(self._path):
+        with named_path(self._path):
             end = self._file.seek(0, 2)
             try:
                 self._write(msgspec.msgpack.encode(outcome))
@@ -126,17 +135,32 @@ class OutcomeFile:
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    """Return every outcome of a `trajectories.msgpack`.
+    """Return every whole outcome of a `trajectories.msgpack`.
 
     Raises:
         ConfigError: it cannot be read, or is not such a file.
     """
-    try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=list[Outcome])
-    except OSError as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+    content = _content(path)
+    try:  # what is behind the array was being written when the run was killed
+        return msgspec.msgpack.decode(content[: length_of(content)], type=list[Outcome])
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path} is no file of trajectories: {exc}") from exc
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+
+
+def _extent(path: Path) -> tuple[int, int]:
+    """Return how many outcomes a file has, and where the last whole one ends. Raises ConfigError."""
+    content = _content(path)
+    end = length_of(content)
+    if end is None or not content or content[0] != _ARRAY32:
+        raise ConfigError(f"{path} is no file of trajectories")
+    return _HEADER.unpack_from(content)[1], end
 
 
 def read_run_info(folder: Path) -> RunInfo | None:
@@ -162,7 +186,7 @@ def write_json(path: Path, content: msgspec.Struct) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    with _named(path):
+    with named_path(path):
         path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2))
 
 
@@ -172,7 +196,7 @@ def run_folder(root: Path) -> Path:
     Raises:
         ConfigError: it cannot be made.
     """
-    with _named(root):
+    with named_path(root):
         return _new_folder(root)
 
 
@@ -189,8 +213,8 @@ def _new_folder(root: Path) -> Path:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Raise an OSError of the block as a ConfigError that names `path`."""
+def named_path(path: Path) -> Iterator[None]:
+    """Raise an OSError of the block, which writes, as a ConfigError that names `path`."""
     try:
         yield
     except OSError as exc:

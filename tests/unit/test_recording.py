@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from prorl_trio.chat.format import ChatFormat
+from prorl_trio.client.msgpack_length import length_of
 from prorl_trio.client.recording import (
     OutcomeFile,
     RunInfo,
@@ -64,6 +65,50 @@ def test_the_file_is_valid_after_every_append(tmp_path):
             file.append(an_outcome(str(n)))
     assert len(read_outcomes(path)) == 3
     assert len(msgspec.msgpack.decode(path.read_bytes())) == 3
+
+
+def test_what_a_kill_cut_off_is_left_out_and_written_over(tmp_path):
+    path = tmp_path / "trajectories.msgpack"
+    outcomes = [an_outcome(str(n), trajectory=a_trajectory(make_tiny_model(tmp_path / str(n)))) for n in range(3)]
+    with OutcomeFile(path) as file:
+        file.append(outcomes[0])
+        whole = path.read_bytes()
+    following = msgspec.msgpack.encode(outcomes[1])
+    for cut in range(0, len(following) + 1, 7):  # the count is written last
+        path.write_bytes(whole + following[:cut])
+        assert [outcome.job_id for outcome in read_outcomes(path)] == ["0"]
+        with OutcomeFile(path, go_on=True) as file:
+            file.append(outcomes[2])
+        assert [outcome.job_id for outcome in read_outcomes(path)] == ["0", "2"]
+
+
+@pytest.mark.parametrize("content", [b"", b"no msgpack", b"\xdd\x00\x00\x00\x01", b"\x90"])
+def test_a_file_of_something_else_is_not_gone_on_with(tmp_path, content):
+    path = tmp_path / "other"
+    with pytest.raises(ConfigError, match="other"):
+        OutcomeFile(path, go_on=True)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="other"):
+        OutcomeFile(path, go_on=True)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [None, True, False, -1, 200, 70_000, 2**40, -200, -70_000, -(2**40), 1.5],
+        {str(n): n for n in range(20)},
+        [{"a" * n: b"b" * n} for n in (1, 40, 300, 70_000)],
+        [list(range(70_000)), {str(n): None for n in range(70_000)}],
+        [msgspec.msgpack.Ext(3, b"x" * n) for n in (1, 2, 4, 8, 16, 17, 300, 70_000)],
+    ],
+    ids=["numbers", "map", "texts", "long", "extensions"],
+)
+def test_the_length_of_a_value_is_that_of_its_encoding(value):
+    encoded = msgspec.msgpack.encode(value)
+    assert length_of(encoded + b"\xa1") == len(encoded)
+    assert length_of(encoded[:-1]) is None
+    assert length_of(b"\xc1") is None
 
 
 @pytest.mark.parametrize("content", [b"", b"no msgpack", b"\xdd\x00\x00\x00\x01\x80", b"\x91\x81\xa6job_id\xa1\xff"])

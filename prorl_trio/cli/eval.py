@@ -1,0 +1,152 @@
+"""`prorl-trio eval`: how good a policy is on a task set, with how sure that is."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+from rich.console import Console
+
+from prorl_trio.cli.connection import connection_options, with_client
+from prorl_trio.cli.exit_codes import EXIT_INTERRUPTED, EXIT_JOBS_CUT
+from prorl_trio.client import progress
+from prorl_trio.client.evaluation.folder import open_evaluation
+from prorl_trio.client.evaluation.plan import EvaluationPlan
+from prorl_trio.client.evaluation.run import sample_missing
+from prorl_trio.client.evaluation.shown import print_report, write_report
+from prorl_trio.client.recording import run_folder
+from prorl_trio.client.task_sets import TASK_SETS, load_task_set
+from prorl_trio.types.errors import ServiceError
+from prorl_trio.types.models import SamplingParams
+
+if TYPE_CHECKING:
+    from prorl_trio.cli.connection import Node
+    from prorl_trio.client import RolloutClient
+    from prorl_trio.client.evaluation.folder import EvaluationFolder
+    from prorl_trio.types.models import TaskInstance
+
+__all__ = ["eval"]
+
+OF_THE_PLAN = (
+    "tasks", "limit", "rollouts", "ks", "temperature", "top_p", "max_turns", "max_output_tokens", "attempts", "seed",
+    "model", "out",
+)  # fmt: skip
+"""Options that say what is evaluated: with --resume the folder says it."""
+
+
+@click.command()
+@connection_options
+@click.option("--tasks", help=f"A task set ({', '.join(sorted(TASK_SETS))}), or a JSONL file of tasks.")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first so many tasks.")
+@click.option("--n", "rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts of a task.")
+@click.option("--k", "ks", multiple=True, type=click.IntRange(min=1), help="Of a pass@k; again for more. [1 and N]")
+@click.option("--temperature", type=click.FloatRange(min=0), help="Of sampling; 0 is greedy. [0 for --n 1]")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option("--max-turns", type=click.IntRange(min=1), default=8, show_default=True, help="Per rollout.")
+@click.option("--max-output-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Per turn.")
+@click.option("--attempts", type=click.IntRange(1, 100), default=3, show_default=True, help="If infrastructure fails.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the confidence intervals.")
+@click.option("--model", default="", help="Folder of the model, with which `show` turns tokens into text.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Record below it."
+)
+@click.option("--resume", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Go on with this folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as flat JSON; the rest on standard error.")
+@click.pass_context
+def eval(context: click.Context, /, node: Node, resume: Path | None, as_json: bool, out: Path, **options: Any) -> None:
+    """Score the policy on a task set. Pass@1 and pass@k with confidence intervals, by family.
+
+    N rollouts are sampled of each task, and recorded one by one. Pass@k is the unbiased estimate over the rollouts that
+    have a reward. Those that have none (failed, timed out, cancelled, rejected by the node, or not run) are counted
+    beside it, and the bounds say what the score would be, had all of them been wrong, or right.
+
+    Ctrl-C cancels what runs, records what was done, and says how to go on. What was sampled is not sampled again.
+
+    Exit code: 0 every rollout was completed; 3 some were not, or were rejected, and it says why; 130 interrupted; 1 the
+    node or the task file cannot be used.
+
+    \b
+        prorl-trio eval --tasks compmath
+        prorl-trio eval --tasks compmath --n 8 --temperature 0.6 --k 1 --k 4 --k 8
+        prorl-trio eval --resume runs/20260101-120000
+    """
+    if resume is None:
+        new: tuple[EvaluationPlan, list[TaskInstance]] | None = _new_plan(**options)
+    else:
+        given = [name for name in OF_THE_PLAN if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if given:
+            names = {option.name: option.opts[0] for option in context.command.params}
+            raise click.UsageError(f"--resume goes on with what its folder says: leave {names[given[0]]} out")
+        new = None
+    people = Console(stderr=True) if as_json else progress.console
+    with open_evaluation(resume or run_folder(out), new) as folder:
+        try:
+            is_over = with_client(node, lambda client: _run(client, folder, people), folder.plan.session_id)
+        except ServiceError:
+            write_report(folder)
+            _say_how_to_go_on(folder, people)
+            raise
+        scores, encoded = write_report(folder)
+        print_report(folder, scores, people)
+        if as_json:
+            click.echo(encoded)
+        if not is_over:
+            _say_how_to_go_on(folder, people)
+            sys.exit(EXIT_INTERRUPTED)
+    every = scores[0]
+    sys.exit(0 if every.graded == every.rollouts else EXIT_JOBS_CUT)
+
+
+def _say_how_to_go_on(folder: EvaluationFolder, people: Console) -> None:
+    go_on = f"not over; go on with: prorl-trio eval --resume {shlex.quote(str(folder.path))}"
+    people.print(go_on, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+async def _run(client: RolloutClient, folder: EvaluationFolder, people: Console) -> bool:
+    await progress.warn_if_unready(client, people)
+    total, left = folder.plan.rollouts * len(folder.instances), len(folder.todo())
+    if left < total:
+        said = f"{total - left} of {total} rollouts are recorded in {folder.path}"
+        people.print(said, markup=False, highlight=False, soft_wrap=True)
+    with progress.open_bar(total, done=total - left, out=people) as bar:
+        return await sample_missing(client, folder, bar.ended)
+
+
+def _new_plan(
+    *,
+    tasks: str | None,
+    limit: int | None,
+    rollouts: int,
+    ks: tuple[int, ...],
+    temperature: float | None,
+    top_p: float,
+    max_turns: int,
+    max_output_tokens: int,
+    attempts: int,
+    seed: int,
+    model: str,
+) -> tuple[EvaluationPlan, list[TaskInstance]]:
+    if tasks is None:
+        raise click.UsageError("say what to evaluate on by --tasks, or what to go on with by --resume")
+    if temperature is None and rollouts > 1:
+        raise click.UsageError("greedy rollouts of a task are all alike: with --n say --temperature, too")
+    if too_large := [k for k in ks if k > rollouts]:
+        raise click.UsageError(f"pass@{too_large[0]} needs as many rollouts of a task: --n {too_large[0]}")
+    plan = EvaluationPlan(
+        evaluation_id=uuid.uuid4().hex[:8],
+        session_id=uuid.uuid4().hex,
+        tasks=tasks,
+        rollouts=rollouts,
+        ks=tuple(sorted(set(ks or (1, rollouts)))),
+        sampling=SamplingParams(temperature=temperature or 0.0, top_p=top_p, max_output_tokens=max_output_tokens),
+        max_turns=max_turns,
+        attempts=attempts,
+        seed=seed,
+        model=model,
+    )
+    return plan, load_task_set(tasks)[:limit]

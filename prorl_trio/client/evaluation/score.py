@@ -1,0 +1,128 @@
+"""The scores of an evaluation: pass@k by family, with what has no score beside it and never left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+
+from prorl_trio.client.evaluation.estimate import mean_interval, pass_at_k
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from prorl_trio.types.models import Outcome
+
+__all__ = ["LOST", "FamilyScore", "Lost", "PassAtK", "TaskTally", "score_families", "score_tasks"]
+
+Lost = Literal["failed", "timed_out", "cancelled", "rejected", "missing"]
+"""The reason for which a rollout has no reward: `rejected` by the node, `missing` where it was not run yet; else its
+status."""
+LOST: Final[tuple[Lost, ...]] = ("failed", "timed_out", "cancelled", "rejected", "missing")
+CORRECT: Final = 1.0
+"""Least reward of a correct rollout."""
+
+
+class TaskTally(msgspec.Struct):
+    """Counts of the rollouts of a task: the `graded` ones, which have a reward, and the others by reason."""
+
+    family: str
+    graded: int = 0
+    correct: int = 0
+    rewards: float = 0.0
+    lost: Counter[Lost] = msgspec.field(default_factory=Counter)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count a rollout by its outcome."""
+        if outcome.reward is None:
+            assert outcome.status != "completed"
+            self.lost[outcome.status] += 1
+            return
+        self.graded += 1
+        self.correct += outcome.reward >= CORRECT
+        self.rewards += outcome.reward
+
+
+class PassAtK(msgspec.Struct, frozen=True, kw_only=True):
+    """Pass@k of some tasks: the mean of the tasks' estimates.
+
+    Attributes:
+        k: of it.
+        tasks: those with at least k graded rollouts, over which it is the mean.
+        value: with what has no reward taken as unknown; None where no task has k graded rollouts.
+        low: lower end of its interval; see `estimate.mean_interval`.
+        high: upper end.
+        if_failed: of all tasks, had every rollout without a reward been wrong.
+        if_passed: of all tasks, had every one of them been correct.
+    """
+
+    k: int
+    tasks: int
+    value: float | None
+    low: float | None
+    high: float | None
+    if_failed: float
+    if_passed: float
+
+
+class FamilyScore(msgspec.Struct, frozen=True, kw_only=True):
+    """The score of a family, or of all tasks (`family` is empty). `rollouts` is `graded` and all of `lost` together."""
+
+    family: str
+    tasks: int
+    rollouts: int
+    graded: int
+    lost: dict[Lost, int]
+    reward_mean: float | None
+    passes: list[PassAtK]
+
+
+def score_families(tallies: Sequence[TaskTally], ks: Iterable[int], seed: int) -> list[FamilyScore]:
+    """Return the score of all tasks, then, where there are several families, of each in alphabetical order."""
+    families = sorted({tally.family for tally in tallies})
+    named = [
+        score_tasks(family, [tally for tally in tallies if tally.family == family], ks, seed) for family in families
+    ]
+    return [score_tasks("", tallies, ks, seed), *(named if len(families) > 1 else [])]
+
+
+def score_tasks(family: str, tallies: Sequence[TaskTally], ks: Iterable[int], seed: int) -> FamilyScore:
+    """Return the score of `tallies`, at least one, under the name `family`."""
+    graded = sum(tally.graded for tally in tallies)
+    lost = {why: sum(tally.lost[why] for tally in tallies) for why in LOST}
+    return FamilyScore(
+        family=family,
+        tasks=len(tallies),
+        rollouts=graded + sum(lost.values()),
+        graded=graded,
+        lost=lost,
+        reward_mean=sum(tally.rewards for tally in tallies) / graded if graded else None,
+        passes=[_pass_at_k(tallies, k, seed) for k in ks],
+    )
+
+
+def _pass_at_k(tallies: Sequence[TaskTally], k: int, seed: int) -> PassAtK:
+    estimates = (pass_at_k(tally.graded, tally.correct, k) for tally in tallies)
+    known = [estimate for estimate in estimates if estimate is not None]
+    interval = mean_interval(known, seed)
+    return PassAtK(
+        k=k,
+        tasks=len(known),
+        value=_mean(known) if known else None,
+        low=interval.low if interval else None,
+        high=interval.high if interval else None,
+        if_failed=_mean([_bound(tally, k, passed=False) for tally in tallies]),
+        if_passed=_mean([_bound(tally, k, passed=True) for tally in tallies]),
+    )
+
+
+def _bound(tally: TaskTally, k: int, *, passed: bool) -> float:
+    lost = tally.lost.total()
+    bound = pass_at_k(tally.graded + lost, tally.correct + lost * passed, k)
+    assert bound is not None, "a plan has at least k rollouts of each task"
+    return bound
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

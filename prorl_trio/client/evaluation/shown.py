@@ -1,0 +1,133 @@
+"""The report of an evaluation: a table for people, flat figures for programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from rich.table import Table
+
+from prorl_trio.client.evaluation.estimate import LEVEL
+from prorl_trio.client.evaluation.folder import REPORT
+from prorl_trio.client.evaluation.score import LOST, score_families
+from prorl_trio.client.recording import TRAJECTORIES, named_path
+from prorl_trio.client.report import errors
+from prorl_trio.client.terminal import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from prorl_trio.client.evaluation.folder import EvaluationFolder
+    from prorl_trio.client.evaluation.score import FamilyScore, PassAtK
+
+__all__ = ["count_table", "figures", "print_report", "score_table", "write_report"]
+
+ALL: Final = "all"
+MAX_REJECTIONS: Final = 5
+Figure = str | int | float | None
+
+
+def figures(folder: EvaluationFolder, scores: Sequence[FamilyScore]) -> dict[str, Figure]:
+    """Return the report as one flat mapping; those of a family begin with its name and `/`.
+
+    Shares are in [0, 1]. `pass@K`, its interval (`_low`, `_high`) and its `_tasks` are of rollouts with a reward;
+    `_if_failed` and `_if_passed` are of all tasks, with rollouts that have none taken as wrong and as correct.
+    """
+    plan = folder.plan
+    flat: dict[str, Figure] = {
+        "task_set": plan.tasks,
+        "rollouts_per_task": plan.rollouts,
+        "temperature": plan.sampling.temperature,
+        "confidence": LEVEL,
+        "seed": plan.seed,
+    }
+    for score in scores:
+        prefix = f"{score.family}/" if score.family else ""
+        flat |= {f"{prefix}tasks": score.tasks, f"{prefix}rollouts": score.rollouts, f"{prefix}graded": score.graded}
+        flat |= {f"{prefix}{why}": count for why, count in score.lost.items()}
+        flat[f"{prefix}reward_mean"] = score.reward_mean
+        for passed in score.passes:
+            flat |= {f"{prefix}{name}": value for name, value in _pass_figures(passed).items()}
+    return flat
+
+
+def _pass_figures(passed: PassAtK) -> dict[str, Figure]:
+    name = f"pass@{passed.k}"
+    return {
+        name: passed.value,
+        f"{name}_low": passed.low,
+        f"{name}_high": passed.high,
+        f"{name}_tasks": passed.tasks,
+        f"{name}_if_failed": passed.if_failed,
+        f"{name}_if_passed": passed.if_passed,
+    }
+
+
+def score_table(scores: Sequence[FamilyScore]) -> Table:
+    """Return the table of the scores, in per cent: with intervals, and between the bounds that lost rollouts leave."""
+    table = Table(title="scores, %", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("family", overflow="fold")
+    table.add_column("", no_wrap=True)
+    table.add_column("tasks", justify="right", no_wrap=True)
+    table.add_column("score", justify="right", no_wrap=True)
+    table.add_column(f"{100 * LEVEL:g} % interval", no_wrap=True)
+    table.add_column("bounds", no_wrap=True)
+    for score in scores:
+        for passed in score.passes:
+            known, low, high = map(_per_cent, (passed.value, passed.low, passed.high))
+            bounds = f"{_per_cent(passed.if_failed)} .. {_per_cent(passed.if_passed)}"
+            name, style = one_line(score.family or ALL), "" if score.family else "bold"
+            table.add_row(name, f"pass@{passed.k}", str(passed.tasks), known, f"{low} .. {high}", bounds, style=style)
+    return table
+
+
+def count_table(scores: Sequence[FamilyScore]) -> Table:
+    """Return the table of how many rollouts have a reward, and of what became of the others."""
+    table = Table(title="rollouts", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("family", overflow="fold")
+    for column in ("tasks", "rollouts", "graded", *(why.replace("_", " ") for why in LOST)):
+        table.add_column(column, justify="right", no_wrap=True)
+    for score in scores:
+        counts = (score.tasks, score.rollouts, score.graded, *(score.lost[why] for why in LOST))
+        table.add_row(one_line(score.family or ALL), *map(str, counts), style="" if score.family else "bold")
+    return table
+
+
+def _per_cent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def write_report(folder: EvaluationFolder) -> tuple[list[FamilyScore], bytes]:
+    """Compute the scores, write them to `report.json` in the folder, and return them, also as that JSON.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    scores = score_families(folder.tallies(), folder.plan.ks, folder.plan.seed)
+    encoded = msgspec.json.format(msgspec.json.encode(figures(folder, scores)), indent=2)
+    with named_path(folder.path / REPORT):
+        (folder.path / REPORT).write_bytes(encoded)
+    return scores, encoded
+
+
+def print_report(folder: EvaluationFolder, scores: Sequence[FamilyScore], out: Console) -> None:
+    """Print the table, how to read it, and why rollouts have no reward."""
+    out.print(count_table(scores))
+    out.print(score_table(scores))
+    few = any(passed.tasks < score.tasks for score in scores for passed in score.passes)
+    lines = [
+        f"pass@k over rollouts with a reward, with its {100 * LEVEL:g} % interval (bootstrap over tasks, seed "
+        f"{folder.plan.seed}; Wilson where all tasks are equal); bounds: rollouts without one as all wrong .. all right"
+    ]
+    if few:
+        lines.append("some tasks have fewer than k rollouts with a reward: they are in the bounds alone")
+    for line in lines:
+        out.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+    reasons = Counter(one_line(why).plain for why in folder.rejected.values())
+    for line in [*errors(folder.outcomes), *(why for why, _ in reasons.most_common(MAX_REJECTIONS))]:
+        out.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+    recorded = f"recorded in {folder.path}: {REPORT}, and every rollout in {TRAJECTORIES}"
+    out.print(recorded, markup=False, highlight=False, soft_wrap=True)
