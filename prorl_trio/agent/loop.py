@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -204,6 +205,10 @@ class _Taken(NamedTuple):
     fits: bool
 
 
+def _understood(calls: Sequence[ToolCall]) -> bool:
+    return any(not call.error for call in calls)
+
+
 @dataclass(slots=True)
 class _Agent:
     """An agent at work, with what it has given as its answer.
@@ -222,6 +227,7 @@ class _Agent:
     answer: str | None = None
     said: Sequence[ChatMessage] = ()
     nudges_left: int = 0
+    reflections_left: float = math.inf
     tool_time: ToolTime | None = None
     """The time of the tool that is at work."""
 
@@ -252,6 +258,8 @@ class _Agent:
 
     async def _take_turns(self, max_turns: int) -> StopReason:
         self.nudges_left = self.context.resources.config.agent.max_nudges
+        if self.style.max_reflections is not None:
+            self.reflections_left = self.style.max_reflections
         for turn in range(max_turns):
             if turn:
                 await self._look_back()
@@ -260,16 +268,17 @@ class _Agent:
             taken = await self._take_turn(turn, is_last=turn + 1 == max_turns)
             if self.answer is not None:
                 return "finished"
-            if not taken.calls and not self.nudges_left:
+            if not self._is_answered(taken.calls):
                 return self._reason(taken, "no_tool_call")
             self.nudges_left -= not taken.calls
+            self.reflections_left -= bool(taken.calls) and not _understood(taken.calls)
             if not taken.fits and not await self._look_back():
                 return "context_budget"
         return self._reason(taken, "max_turns")
 
     def _reason(self, last: _Taken, otherwise: StopReason) -> StopReason:
         """Why the loop ends after the turn `last`: what was wrong with that one, if anything was."""
-        understood = any(not call.error for call in last.calls)
+        understood = _understood(last.calls)
         if last.finish_reason == "length" and not understood:
             return "context_budget" if self.room < MIN_TURN_TOKENS else "no_end_of_turn"
         return "parse_error" if last.calls and not understood else otherwise
@@ -303,11 +312,15 @@ class _Agent:
             await self._act(calls, observations)
             if self.answer is None and not calls:
                 self.answer = self.style.final_answer(parsed)
-            if self.answer is None and not is_last and (calls or self.nudges_left):
+            if self.answer is None and not is_last and self._is_answered(calls):
                 fits = self._reply(calls, observations)
         finally:
             self._record(completion, parsed, heard, started_s, sampled_s, calls, observations)
         return _Taken(calls, completion.finish_reason, fits)
+
+    def _is_answered(self, calls: Sequence[ToolCall]) -> bool:
+        """Return whether the policy gets an answer to its turn, or a reminder; if not, its loop is over."""
+        return self.nudges_left > 0 if not calls else _understood(calls) or self.reflections_left > 0
 
     def _reply(self, calls: Sequence[ToolCall], observations: list[Observation]) -> bool:
         """Say to the policy what came of its turn: results, or a reminder.

@@ -15,7 +15,13 @@ class AgentStyle:
     """The reading of a turn without a formal tool call, and the reminder of the policy.
 
     Override what differs; no I/O.
+
+    Attributes:
+        max_reflections: turns of a rollout of which nothing could be understood and whose errors the policy is told;
+            the next one ends the loop with `parse_error`. None: as many as there are turns.
     """
+
+    max_reflections: int | None = None
 
     def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
         """Return the calls that a turn without formal ones still asks for (a fenced block, say). Default: none."""

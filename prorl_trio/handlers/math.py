@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
+from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls, WrittenStyle
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.final_answer import extract_boxed, last_number
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -39,7 +40,8 @@ expression, nothing else."""
 
 NUDGE = "Continue. Compute with the ipython tool, or give the final answer as \\boxed{answer}."
 
-_FENCE = re.compile(r"```(?:python|py|ipython)\s*\n(.*?)```", re.DOTALL)
+LANGUAGES = ("python", "py", "ipython")
+_FENCE = re.compile(rf"```(?:{'|'.join(LANGUAGES)})\s*\n(.*?)```", re.DOTALL)
 
 
 class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -51,6 +53,11 @@ class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     `plain_answer` a message without a call ends the rollout if it has a number; the last one is the answer where none
     is boxed: for a policy that knows no boxes. `think` offers the tool of that name, too; `details["thoughts"]` counts
     its calls.
+
+    `style` is how the policy writes calls: `tools` as its model's family does, or in ```python blocks, of which the
+    first is run; `json` as JSON objects anywhere in its text; `code` as ```python blocks, all of which are run. With
+    `json` and `code` it is told once what is wrong with a call that cannot be read, and the next such turn ends the
+    rollout; `details["format_errors"]` counts these calls.
     """
 
     question: str
@@ -60,6 +67,7 @@ class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     describe_tools: bool = True
     plain_answer: bool = False
     think: bool = False
+    style: Literal["tools", "json", "code"] = "tools"
 
     def __post_init__(self) -> None:
         if not self.question.strip():
@@ -118,12 +126,12 @@ class MathHandler(AgentHandler):
             max_observation_chars=context.resources.config.agent.max_observation_chars,
             described=payload.describe_tools,
         )
-        await run_agent(context, messages, tools, _MathStyle(plain_answer=payload.plain_answer))
+        await run_agent(context, messages, tools, _style(payload, tools))
 
     async def eval(self, context: RolloutContext) -> Evaluation:
         """1.0 if the final answer equals a gold one, else 0.0; no answer is 0.0, and one that the scorer fails at."""
         payload = _payload(context.spec.instance.payload)
-        counts = {"thoughts": _thoughts(context)} if payload.think else {}
+        counts = _counts(context, payload)
         if context.answer is None:
             return Evaluation(reward=0.0, details={"answer": None, "gold": payload.answer, **counts})
         verdict: dict[str, Any] = {}
@@ -137,10 +145,24 @@ class MathHandler(AgentHandler):
         )
 
 
-def _thoughts(context: RolloutContext) -> int:
-    """Return how often the agent called `think`."""
+def _counts(context: RolloutContext, payload: MathPayload) -> dict[str, int]:
+    """Return how often the agent called `think`, and how many of its calls could not be read, where that is asked."""
     calls = [call for turn in context.turns for call in turn.tool_calls]
-    return sum(call.name == ThinkTool.name and not call.error for call in calls)
+    counts = (
+        {"thoughts": sum(call.name == ThinkTool.name and not call.error for call in calls)} if payload.think else {}
+    )
+    return counts if payload.style == "tools" else {**counts, "format_errors": sum(bool(call.error) for call in calls)}
+
+
+def _style(payload: MathPayload, tools: ToolSet) -> AgentStyle:
+    plain = _MathStyle(plain_answer=payload.plain_answer)
+    match payload.style:
+        case "json":
+            return WrittenStyle(JsonCalls(tools), plain)
+        case "code":
+            return WrittenStyle(CodeBlocks(dict.fromkeys(LANGUAGES, (IpythonTool.name, "code"))), plain)
+        case "tools":
+            return plain
 
 
 async def _compare(context: RolloutContext, answer: str, gold: str) -> dict[str, Any]:

@@ -90,6 +90,11 @@ class ToolSet:
         """Names the policy may call."""
         return frozenset(self._tools)
 
+    @property
+    def parameters(self) -> dict[str, Mapping[str, Any]]:
+        """The JSON schema of each tool's arguments, by the tool's name."""
+        return {name: tool.parameters for name, tool in self._tools.items()}
+
     def schemas(self) -> list[dict[str, Any]]:
         """Return the schemas that the chat template shows to the policy, in the order of the tools, if any."""
         return [tool.schema() for tool in self._tools.values()] if self._described else []

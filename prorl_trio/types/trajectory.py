@@ -38,7 +38,7 @@ StopReason = Literal[
     "context_budget",  # no room for another turn in the context or token budget
     "no_tool_call",  # no tool call and no answer, after the nudges allowed
     "no_end_of_turn",  # its last turn reached `max_output_tokens`, with neither call nor answer
-    "parse_error",  # at `max_turns`: no call of its last turn could be understood
+    "parse_error",  # no call of its last turn could be understood: at `max_turns`, or told so often enough before
     "agent_budget",  # the agent's time ran out
     "aborted",  # the rollout was cut short by a failure or a cancel
 ]

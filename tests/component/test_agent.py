@@ -124,6 +124,47 @@ async def test_a_thought_is_recorded_and_changes_nothing(rig):
     assert [result.outcome for result in without.turns[0].tool_results] == ["unknown"]
 
 
+BROKEN = 'Let me see: {"name": "ipython", "arguments": {"code": "6*7"'
+
+
+async def styled(rig, style, *turns, **fields):
+    """One math rollout in a style, and its evaluation."""
+    instance = TaskInstance(instance_id="q", handler="math", payload={**rig.spec().instance.payload, "style": style})
+    context = await rollout(rig, *turns, instance=instance, **fields)
+    return context, await MathHandler().eval(context)
+
+
+async def test_a_policy_that_writes_json_is_told_once_what_is_wrong_and_goes_on(rig):
+    async with rig.open():
+        good = 'So I compute: {"tool": "ipython", "args": {"code": "6*7"}} and see.'
+        context, evaluation = await styled(rig, "json", BROKEN, good, r"It is \boxed{42}.")
+        assert "invalid JSON at line 1 column 48: Expecting ',' delimiter" in rig.tiny.decode(
+            rig.engine.requests[-2].prompt
+        )
+    assert [turn.tool_results for turn in context.turns] == [[ToolResult(outcome="malformed")], [ToolResult()], []]
+    assert context.turns[1].observations == ["42"]
+    assert (context.stop_reason, evaluation.reward) == ("finished", 1.0)
+    assert evaluation.details["format_errors"] == 1
+
+
+async def test_a_policy_cannot_go_on_for_ever_with_calls_that_cannot_be_read(rig):
+    async with rig.open():
+        requests = len(rig.engine.requests)
+        context, evaluation = await styled(rig, "json", *[BROKEN] * 9, max_turns=9)
+        assert len(rig.engine.requests) - requests == 2
+    assert (context.stop_reason, evaluation.reward) == ("parse_error", 0.0)
+    assert evaluation.details == {"answer": None, "gold": "42", "format_errors": 2}
+
+
+async def test_every_block_of_code_is_run_and_an_answer_counts_before_a_broken_one(rig):
+    async with rig.open():
+        context, evaluation = await styled(
+            rig, "code", "```python\n6*7\n```\nand\n```py\n6*7\n```", "\\boxed{42}\n```python\nprint("
+        )
+    assert [turn.observations for turn in context.turns] == [["42", "42"], []]
+    assert (context.stop_reason, evaluation.reward, evaluation.details["format_errors"]) == ("finished", 1.0, 0)
+
+
 async def test_calls_after_finish_are_not_run(rig):
     finish = '<tool_call>{"name": "finish", "arguments": {"answer": "1"}}</tool_call>'
     async with rig.open():

@@ -1,0 +1,169 @@
+"""Calls that a policy writes into its text: as JSON objects, or as blocks of code. For models that know no call syntax.
+
+The chat layer reads a family's own syntax, and a bare JSON call that is the whole text or a whole block. This is for
+what is left: JSON between sentences, under other names, broken; and code that is meant to be run. An attempt that
+cannot be read is a call with an `error`, which says where it breaks: it is what the policy is told.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from prorl_trio.agent.style import PLAIN, AgentStyle
+from prorl_trio.chat.families.call_values import Malformed, decode_json, failed_call, read_call
+from prorl_trio.chat.tool_calls import MAX_TOOL_CALLS_PER_TURN
+from prorl_trio.types.models import ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from prorl_trio.chat.conversation import ParsedTurn
+    from prorl_trio.tools import ToolSet
+
+__all__ = ["CallReader", "CodeBlocks", "JsonCalls", "WrittenStyle"]
+
+EXPECTED: Final = 'a JSON object {"name": "<tool>", "arguments": {...}}'
+_NAMES: Final = ("name", "tool", "tool_name", "action")
+_ARGUMENTS: Final = ("arguments", "parameters", "args", "input", "tool_input", "action_input")
+_KEYS: Final = "|".join((*_NAMES, *_ARGUMENTS, "function"))
+_START: Final = re.compile(rf"""\{{\s*["'](?:{_KEYS})["']\s*:""")
+_SAYS_ARGUMENTS: Final = re.compile(rf"""["'](?:{"|".join(_ARGUMENTS)})["']\s*:""")
+_FENCE: Final = re.compile(r"```")
+_BLOCK: Final = re.compile(r"```([A-Za-z0-9_+-]+)[ \t]*\n(.*?)(```|\Z)", re.DOTALL)
+
+
+class CallReader(Protocol):
+    """Reads calls out of a text. Pure; no text makes it raise."""
+
+    def read(self, text: str) -> list[ToolCall]:
+        """Return the calls in their order, at most `MAX_TOOL_CALLS_PER_TURN`; one that is broken has an `error`."""
+
+
+class JsonCalls:
+    """JSON objects anywhere in a text that name a tool and have arguments.
+
+    The tool is `name`, `tool`, `tool_name` or `action`; the arguments are `arguments`, `parameters`, `args`, `input`,
+    `tool_input` or `action_input`; both may be inside `function`. An object without arguments is a call only if it
+    names a tool, so that other JSON is left alone.
+    """
+
+    def __init__(self, tools: ToolSet) -> None:
+        self._parameters = tools.parameters
+
+    def read(self, text: str) -> list[ToolCall]:
+        """See `CallReader`."""
+        calls: list[ToolCall] = []
+        position = 0
+        while len(calls) < MAX_TOOL_CALLS_PER_TURN and (match := _START.search(text, position)) is not None:
+            start = match.start()
+            try:
+                value, position = decode_json(text, start)
+            except Malformed as exc:
+                position = self._broken_end(text, match.end())
+                raw = text[start:position].rstrip()
+                if self._is_attempt(raw):
+                    calls.append(failed_call(raw, str(exc), EXPECTED))
+                continue
+            call = self._call(value, text[start:position])
+            if call is not None:
+                calls.append(call)
+        return calls
+
+    def _call(self, value: dict[str, Any], raw: str) -> ToolCall | None:
+        """Return the call that an object is; None if it is something else."""
+        inner = value.get("function")
+        if isinstance(inner, dict):
+            value = inner
+        elif isinstance(inner, str):
+            value = {"name": inner, **value}
+        named = next((value[key] for key in _NAMES if key in value), None)
+        given = [value[key] for key in _ARGUMENTS if key in value]
+        if not given and not (isinstance(named, str) and named in self._parameters):
+            return None
+        try:
+            name, arguments = read_call(
+                {"name": named, **({"arguments": given[0]} if given else _others(value))}, self._parameters
+            )
+            self._check_complete(name, arguments)
+        except Malformed as exc:
+            return failed_call(raw, str(exc), EXPECTED, named if isinstance(named, str) else "")
+        return ToolCall(name=name, arguments=arguments, raw=raw)
+
+    def _check_complete(self, name: str, arguments: Mapping[str, Any]) -> None:
+        required = self._parameters[name].get("required", ())
+        missing = [repr(key) for key in required if key not in arguments]
+        if missing:
+            raise Malformed(f"the call of {name} has no argument {', '.join(missing)}")
+
+    def _is_attempt(self, raw: str) -> bool:
+        """Return whether broken JSON was meant as a call: it has arguments, or names a tool."""
+        return _SAYS_ARGUMENTS.search(raw) is not None or any(
+            f'"{name}"' in raw or f"'{name}'" in raw for name in self._parameters
+        )
+
+    @staticmethod
+    def _broken_end(text: str, position: int) -> int:
+        """Return where broken JSON ends: at the end of its block, at the next call, or with the text."""
+        ends = [match.start() for match in (_FENCE.search(text, position), _START.search(text, position)) if match]
+        return min(ends, default=len(text))
+
+
+def _others(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an object without arguments has besides its name, which `read_call` refuses if it is anything."""
+    return {key: each for key, each in value.items() if key not in _NAMES and key != "function"}
+
+
+class CodeBlocks:
+    """Fenced blocks of the languages in `runs`: by language, in lower case, the tool and its argument for the code.
+
+    A block that is not closed is an attempt that broke, as is an empty one. Blocks of other languages are text.
+    """
+
+    def __init__(self, runs: Mapping[str, tuple[str, str]]) -> None:
+        self._runs = runs
+
+    def read(self, text: str) -> list[ToolCall]:
+        """See `CallReader`."""
+        return [call for call, _ in zip(self._blocks(text), range(MAX_TOOL_CALLS_PER_TURN), strict=False)]
+
+    def _blocks(self, text: str) -> Iterator[ToolCall]:
+        for match in _BLOCK.finditer(text):
+            language, code, close = match[1].lower(), match[2], match[3]
+            if language not in self._runs:
+                continue
+            tool, argument = self._runs[language]
+            wrong = "" if close else f"the ```{language} block is not closed"
+            if not code.strip():
+                wrong = f"the ```{language} block is empty"
+            if wrong:
+                yield failed_call(match[0], wrong, f"```{language}, the code, and ``` on a line of its own", tool)
+            else:
+                yield ToolCall(name=tool, arguments={argument: code}, raw=code)
+
+
+class WrittenStyle(AgentStyle):
+    """Another style, of a policy that writes calls as `reader` reads them.
+
+    Where nothing of a turn could be understood, the policy is told what was wrong, `max_reflections` times in a
+    rollout; then the loop ends with `parse_error`. A final answer in the text counts before an attempt that is broken.
+    """
+
+    def __init__(self, reader: CallReader, base: AgentStyle = PLAIN, *, max_reflections: int = 1) -> None:
+        self._reader = reader
+        self._base = base
+        self.max_reflections = max_reflections
+
+    def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
+        """See `AgentStyle`."""
+        calls = self._reader.read(parsed.content)
+        understood = any(not call.error for call in calls)
+        return calls if understood or self._base.final_answer(parsed) is None else []
+
+    def final_answer(self, parsed: ParsedTurn) -> str | None:
+        """See `AgentStyle`."""
+        return self._base.final_answer(parsed)
+
+    def nudge(self) -> str:
+        """See `AgentStyle`."""
+        return self._base.nudge()
