@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-COMMANDS: Final = ("cancel", "eval", "serve", "show", "simulate", "status", "submit", "top")
+COMMANDS: Final = ("cancel", "eval", "regrade", "serve", "show", "simulate", "status", "submit", "top")
 """Each is the function of its name, in the module of its name."""
 PLUGINS: Final = "prorl_trio.commands"
-ASKING: Final = ("eval", "submit", "status", "top", "cancel", "show")
+ASKING: Final = ("eval", "regrade", "submit", "status", "top", "cancel", "show")
 """Commands whose own words say what happens, an error in the end: that a connection is tried again is no news."""
 
 
@@ -70,8 +70,8 @@ class _Commands(LazyGroup):
     "--log-level",
     envvar="PRORL_LOG_LEVEL",
     type=click.Choice(["debug", "info", "warning", "error"]),
-    help="What to log, on standard error; or PRORL_LOG_LEVEL. Default: info; warning for eval, submit, status, top, "
-    "cancel and show.",
+    help="What to log, on standard error; or PRORL_LOG_LEVEL. Default: info; warning for eval, regrade, submit, "
+    "status, top, cancel and show.",
 )
 @click.option(
     "--log-format",

@@ -17,7 +17,7 @@ from prorl_trio.cli.exit_codes import EXIT_INTERRUPTED, EXIT_JOBS_CUT
 from prorl_trio.client import progress
 from prorl_trio.client.evaluation.folder import open_evaluation
 from prorl_trio.client.evaluation.plan import EvaluationPlan
-from prorl_trio.client.evaluation.run import sample_missing
+from prorl_trio.client.evaluation.run import do_missing
 from prorl_trio.client.evaluation.shown import print_report, write_report
 from prorl_trio.client.recording import run_folder
 from prorl_trio.client.task_sets import TASK_SETS, load_task_set
@@ -114,7 +114,7 @@ async def _run(client: RolloutClient, folder: EvaluationFolder, people: Console)
         said = f"{total - left} of {total} rollouts are recorded in {folder.path}"
         people.print(said, markup=False, highlight=False, soft_wrap=True)
     with progress.open_bar(total, done=total - left, out=people) as bar:
-        return await sample_missing(client, folder, bar.ended)
+        return await do_missing(client, folder, bar.ended)
 
 
 def _new_plan(

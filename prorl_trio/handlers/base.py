@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
+from prorl_trio.types.errors import NotRestorable
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from prorl_trio.agent.context import Resources, RolloutContext
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.types.errors import RolloutError
-    from prorl_trio.types.models import Outcome, Stage
+    from prorl_trio.types.models import Outcome, Recorded, Stage
 
 __all__ = ["AfterRun", "AgentHandler", "Evaluation"]
 
@@ -86,6 +88,27 @@ class AgentHandler(abc.ABC):
         Raises:
             EvaluationError: there is no score. Never return 0 in its place.
         """
+
+    def gradable(self, context: RolloutContext) -> dict[str, Any]:
+        """Return the details of an outcome whose evaluation failed: what `restore` needs of them. Must not block.
+
+        Default: nothing.
+        """
+        del context
+        return {}
+
+    def restore(self, context: RolloutContext, recorded: Recorded) -> None:
+        """Put into `context` what `eval` needs of a recorded rollout, as `run` would have left it. Must not block.
+
+        `context.turns` and `context.stop_reason` are restored already; there is no sandbox but what `eval` opens. In
+        `recorded.details` is what `eval` put into `Evaluation.details`, or, if it failed, what `gradable` returned.
+        Default: it cannot be done.
+
+        Raises:
+            NotRestorable: something is missing; the message says what.
+        """
+        del context, recorded
+        raise NotRestorable(f"handler {self.name} does not say how a recorded rollout is graded again")
 
     def on_error(self, context: RolloutContext, stage: Stage, error: RolloutError) -> RolloutError:
         """Look at the error that ends this job in `stage`; return it, or another that names the cause better."""

@@ -12,6 +12,7 @@ from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.grading import SOLUTION_PATH, CodeTests, grade_code
 from prorl_trio.handlers.base import AgentHandler, Evaluation
+from prorl_trio.handlers.restoring import restored_text
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, ToolSet
 from prorl_trio.types.errors import SandboxCallFailed, SandboxUnavailable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.types.models import Recorded
 
 __all__ = ["MAX_SOLUTION_BYTES", "CodeHandler", "CodePayload"]
 
@@ -144,6 +146,14 @@ class CodeHandler(AgentHandler):
                 context.log_evaluation(f"{test.test_id}: {test.status} {test.message}\n")
         reward = verdict.fraction if payload.partial_credit else float(verdict.resolved)
         return Evaluation(reward=reward, details={"solution": context.answer, **verdict.details()})
+
+    def restore(self, context: RolloutContext, recorded: Recorded) -> None:
+        """Restore the solution. See `AgentHandler.restore`."""
+        context.answer = restored_text(recorded, "solution")
+
+    def gradable(self, context: RolloutContext) -> dict[str, Any]:
+        """The solution. See `AgentHandler.gradable`."""
+        return {"solution": context.answer}
 
 
 class _CodeStyle(AgentStyle):

@@ -12,6 +12,7 @@ from prorl_trio.agent.style import AgentStyle
 from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls, WrittenStyle
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.final_answer import extract_boxed, last_number
+from prorl_trio.handlers.restoring import restored_text
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import FinishTool, IpythonTool, ThinkTool, ToolSet
 from prorl_trio.types.errors import HostileAnswer, SandboxUnavailable
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.context import Resources, RolloutContext
     from prorl_trio.chat.conversation import ParsedTurn
+    from prorl_trio.types.models import Recorded
 
 __all__ = ["MathHandler", "MathPayload", "extract_boxed"]
 
@@ -143,6 +145,14 @@ class MathHandler(AgentHandler):
             reward=1.0 if verdict["equal"] else 0.0,
             details={"answer": context.answer, "gold": payload.answer, **counts, **verdict},
         )
+
+    def restore(self, context: RolloutContext, recorded: Recorded) -> None:
+        """Restore the answer. See `AgentHandler.restore`."""
+        context.answer = restored_text(recorded, "answer")
+
+    def gradable(self, context: RolloutContext) -> dict[str, Any]:
+        """The answer. See `AgentHandler.gradable`."""
+        return {"answer": context.answer}
 
 
 def _counts(context: RolloutContext, payload: MathPayload) -> dict[str, int]:

@@ -72,7 +72,7 @@ class Job:
         self._begin(self.accepted_s)
 
     def _begin(self, now_s: float) -> None:
-        self.lifecycle = Lifecycle(now_s)
+        self.lifecycle = Lifecycle(now_s, "queued" if self.spec.recorded is None else "ran")
         self.context = RolloutContext(spec=self.spec, resources=self.resources, on_turn=self._turn_done)
         self.evaluation: Evaluation | None = None
 
@@ -116,6 +116,8 @@ class Job:
         """Report the job as `queued` to its sink and to `observers`, which are told of its later moves as well."""
         self._observers = observers
         self._tell("queued", "")
+        if self.lifecycle.status != "queued":
+            self._tell(self.lifecycle.status, "")
 
     def move(self, to: Status, detail: str = "") -> None:
         """Enter `to` and tell those who watch."""

@@ -3,11 +3,13 @@
 queued -> init -> ready -> run -> ran -> eval -> completed
    |       |       |        |      |       |
    `-------`-------`--------`------`-------`--> failed | cancelled | timed_out
+
+A job that grades a recorded rollout again begins as `ran`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from prorl_trio.types.errors import InternalError
 from prorl_trio.types.models import Timing
@@ -40,8 +42,9 @@ _TIMING_FIELD: Final[dict[Status, str]] = {
 class Lifecycle:
     """The status of one job, and the seconds it spent in each. Callers pass the time, of one monotonic clock."""
 
-    def __init__(self, now_s: float) -> None:
-        self._status: Status = "queued"
+    def __init__(self, now_s: float, status: Literal["queued", "ran"] = "queued") -> None:
+        """Begin with `status`: `ran` is that of a job of which EVAL alone is to be done."""
+        self._status: Status = status
         self._entered_s = now_s
         self._spent_s: dict[str, float] = {}
 

@@ -68,7 +68,17 @@ def not_completed(job: Job, failure: BaseException | None, stage: Stage | None) 
         error_code=error.error_code,
         error=str(error) or type(error).__name__,
         reward=_reward(job, error),
+        details=_gradable(job) if stage == "eval" else {},
     )
+
+
+def _gradable(job: Job) -> dict[str, Any]:
+    """Return what the handler needs to grade the rollout again."""
+    try:
+        return job.handler.gradable(job.context)
+    except Exception:  # a plug-in's hook must not end the node
+        logger.exception("gradable of handler %s", job.handler.name)
+        return {}
 
 
 def raise_bugs(failure: BaseException | None) -> None:
@@ -207,4 +217,5 @@ def _draft(job: Job, status: TerminalStatus, trajectory: Any) -> Outcome:
         evaluation_log=str(job.context.evaluation_log),
         attempt=job.attempt,
         attempts=list(job.attempts),
+        regraded=msgspec.UNSET if spec.recorded is None else True,
     )

@@ -135,15 +135,15 @@ class Pipeline:
         return list(self._jobs.values())
 
     def submit(self, job: Job, *, promised: bool = False) -> None:
-        """Take the job; one that was promised a place also beyond the INIT queue's capacity.
+        """Take the job; one that was promised a place also beyond the capacity of its first stage's queue.
 
         Raises:
             Draining: the workers are gone, or going; nothing was taken.
-            trio.WouldBlock: the INIT queue is full; nothing was taken.
+            trio.WouldBlock: that queue is full; nothing was taken.
         """
         if self._retries is None:
             raise Draining("the node has ended; submit to another one")
-        self.stages[0].queue.put_nowait(job, job.priority, job.session_id, promised=promised)
+        self._first_stage(job).queue.put_nowait(job, job.priority, job.session_id, promised=promised)
         self._jobs[job.spec.job_id] = job
         self._live_of[job.session_id] += 1
         if self._idle.is_set():
@@ -155,6 +155,10 @@ class Pipeline:
             self._groups_changed.set()
             if why:
                 self.cancel_soon(job, why, "early_stop")
+
+    def _first_stage(self, job: Job) -> WorkStage:
+        """Return INIT, or EVAL for a job that grades a recorded rollout."""
+        return self.stages[0 if job.spec.recorded is None else -1]
 
     async def cancel(self, job: Job, reason: str, code: ErrorCode = "cancelled") -> None:
         """Cancel the job wherever it is, and return when nothing of it is left and its outcome is delivered.
@@ -278,6 +282,10 @@ class Pipeline:
             job.context.conversation.seal()
 
     async def _eval(self, job: Job) -> None:
+        if (recorded := job.spec.recorded) is not None:
+            job.context.sandboxes = self._sandboxes
+            job.context.turns, job.context.stop_reason = list(recorded.turns), recorded.stop_reason
+            job.handler.restore(job.context, recorded)
         job.evaluation = check_evaluation(job, await job.handler.eval(job.context))
 
     # ------------------------------------------------------------ ends
@@ -304,8 +312,8 @@ class Pipeline:
         try:
             with scope, job.context.waiting(f"{backoff_s:g} s of back-off before attempt {job.attempt}"):
                 await trio.sleep(backoff_s)
-                await self.stages[0].queue.put(job, job.priority, job.session_id)
-            await self._queued(job, self.stages[0], caught=scope.cancelled_caught)
+                await self._first_stage(job).queue.put(job, job.priority, job.session_id)
+            await self._queued(job, self._first_stage(job), caught=scope.cancelled_caught)
         except BaseException as exc:
             if only_cancelled(exc):
                 await self._cut_off(job, None)  # noqa: ASYNC102 - it shields itself

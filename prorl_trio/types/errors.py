@@ -27,6 +27,7 @@ __all__ = [
     "InternalError",
     "JobCancelled",
     "MalformedJob",
+    "NotRestorable",
     "PauseTimeout",
     "ProrlError",
     "ProtocolError",
@@ -63,6 +64,7 @@ ErrorCode = Literal[
     "agent_fault",  # the policy did what its task forbids
     "search_unavailable",  # the node's search answers nobody
     "handler_raised",  # the handler's own code failed
+    "not_restorable",  # a recorded rollout does not have what its handler grades
     "evaluator_crashed",  # it raised, or its process died
     "evaluator_timeout",  # it gave no score within its time-out or the EVAL budget
     "evaluator_malformed",  # what it returned is no score: a wrong type, NaN, nothing
@@ -330,6 +332,13 @@ class HandlerError(RolloutError):
 
     cause = "handler"
     error_code = "handler_raised"
+
+
+class NotRestorable(RolloutError):
+    """A recorded rollout cannot be graded again: it does not have what its handler grades, or its handler cannot."""
+
+    cause = "handler"
+    error_code = "not_restorable"
 
 
 class TooManyDialogues(HandlerError):

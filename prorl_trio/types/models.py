@@ -36,6 +36,7 @@ __all__ = [
     "LogprobKind",
     "Outcome",
     "PolicySpan",
+    "Recorded",
     "RetryPolicy",
     "SamplingParams",
     "Segment",
@@ -182,6 +183,14 @@ class TaskInstance(_Model, frozen=True):
     family: str = ""
 
 
+class Recorded(_Model, frozen=True):
+    """The part of a rollout's outcome by which it can be graded again: its `details`, how it ended, and its turns."""
+
+    details: dict[str, Any]
+    stop_reason: StopReason
+    turns: list[Turn] = []
+
+
 class JobSpec(_Model, frozen=True):
     """A rollout to do.
 
@@ -201,6 +210,8 @@ class JobSpec(_Model, frozen=True):
     with the new weights from the start. A rollout that is over waits as long as it has to: updates after its last token
     do not end it. Versions that are integers lie as far apart as they say; others as many updates as the node was told
     of between them.
+
+    `recorded`: nothing is sampled; what an earlier rollout of the instance left is graded again, by EVAL alone.
     """
 
     job_id: str
@@ -216,6 +227,7 @@ class JobSpec(_Model, frozen=True):
     retry: RetryPolicy = RetryPolicy()
     max_staleness: int | None = None
     max_trajectory_tokens: int | None = None
+    recorded: Recorded | None = None
 
     def __post_init__(self) -> None:
         if self.max_trajectory_tokens is not None and self.max_trajectory_tokens < 1:
@@ -259,7 +271,7 @@ class Outcome(_Model, frozen=True):
     `status` is `completed`, and `error_code` then says what exactly it was. `details` is the handler's (JSON-like),
     `evaluation_log` the evaluator's, its middle left out if it is long. `trajectory` may be partial or None on failure.
     `attempt` is the number of the attempt this is the outcome of, and `attempts` are those before it that failed;
-    `timing` is of the last one.
+    `timing` is of the last one. `regraded` is True where nothing was sampled, but a recorded rollout graded again.
     """
 
     job_id: str
@@ -277,6 +289,7 @@ class Outcome(_Model, frozen=True):
     evaluation_log: str = ""
     attempt: int = 1
     attempts: list[AttemptRecord] = []
+    regraded: bool | msgspec.UnsetType = msgspec.UNSET
 
     def check(self) -> None:
         """Raise StaleReference if its token arrays are a node's memory that it has taken back. See `Segment.check`."""

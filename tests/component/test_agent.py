@@ -121,7 +121,7 @@ async def test_a_thought_is_recorded_and_changes_nothing(rig):
     assert context.turns[0].tool_calls[0].arguments == {"thought": "six sevens"}
     assert (evaluation.reward, evaluation.details["thoughts"]) == (1.0, 2)
     assert [tool["function"]["name"] for tool in context.tools] == ["ipython", "think", "finish"]
-    assert [result.outcome for result in without.turns[0].tool_results] == ["unknown"]
+    assert [result.outcome for result in without.turns[0].tool_results] == ["malformed"]
 
 
 BROKEN = 'Let me see: {"name": "ipython", "arguments": {"code": "6*7"'

@@ -17,7 +17,7 @@ from prorl_trio.cli import main
 from prorl_trio.client import connect
 from prorl_trio.client.evaluation.folder import open_evaluation
 from prorl_trio.client.evaluation.plan import EvaluationPlan
-from prorl_trio.client.evaluation.run import sample_missing
+from prorl_trio.client.evaluation.run import do_missing
 from prorl_trio.client.evaluation.shown import write_report
 from prorl_trio.client.recording import read_outcomes
 from prorl_trio.types.errors import ConfigError, MalformedJob
@@ -68,7 +68,7 @@ async def sampled(node, path, *, new=True, on_outcome=lambda outcome: None):
     path.mkdir(exist_ok=True)
     with trio.fail_after(30), open_evaluation(path, (PLAN, TASKS) if new else None) as folder:
         async with open_service(node) as service, connect(service.url, TOKEN, session_id=PLAN.session_id) as client:
-            over = await sample_missing(client, folder, on_outcome)
+            over = await do_missing(client, folder, on_outcome)
         return over, json.loads(write_report(folder)[1])
 
 
@@ -129,7 +129,7 @@ async def test_what_a_killed_process_left_at_work_is_waited_for(tmp_path):
                         for spec in list(node.submitted):
                             node.finish(spec.job_id, mixed(spec))
 
-                    assert await sample_missing(client, folder, lambda outcome: None)
+                    assert await do_missing(client, folder, lambda outcome: None)
             assert len(node.submitted) == 12
     assert len(read_outcomes(path / "trajectories.msgpack")) == 12
 

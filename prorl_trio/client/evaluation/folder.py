@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import JobSpec, Outcome, TaskInstance
 
-__all__ = ["PLAN", "REPORT", "TASKS", "EvaluationFolder", "open_evaluation", "write_tasks"]
+__all__ = ["PLAN", "REPORT", "TASKS", "EvaluationFolder", "open_evaluation", "read_plan", "write_tasks"]
 
 PLAN: Final = "evaluation.json"
 TASKS: Final = "tasks.jsonl"
@@ -122,7 +122,7 @@ def open_evaluation(
             file, done = OutcomeFile(path / TRAJECTORIES), []
             write_json(path / PLAN, plan)
         else:
-            plan, instances = _read_plan(path), load_task_set(str(path / TASKS))
+            plan, instances = read_plan(path), load_task_set(str(path / TASKS))
             done = [msgspec.structs.replace(each, trajectory=None) for each in read_outcomes(path / TRAJECTORIES)]
             file = OutcomeFile(path / TRAJECTORIES, go_on=True)
         with file:
@@ -135,7 +135,8 @@ def write_tasks(path: Path, instances: Sequence[TaskInstance]) -> None:
         path.write_bytes(b"".join(msgspec.json.encode(instance) + b"\n" for instance in instances))
 
 
-def _read_plan(path: Path) -> EvaluationPlan:
+def read_plan(path: Path) -> EvaluationPlan:
+    """Return the plan in the folder `path`. Raises ConfigError: there is none."""
     try:
         return msgspec.json.decode((path / PLAN).read_bytes(), type=EvaluationPlan)
     except OSError as exc:
