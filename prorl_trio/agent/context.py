@@ -172,6 +172,10 @@ class RolloutContext:
             if self.stage_scope is not None:
                 self.stage_scope.deadline += seconds
 
+    def stage_left_s(self) -> float:
+        """Return the seconds that are left of the stage's budget; infinite outside of a stage."""
+        return math.inf if self.stage_scope is None else self.stage_scope.deadline - trio.current_time()
+
     def begin_stage(self, scope: trio.CancelScope, own: Charge) -> None:
         """Count the time of a new stage from zero; time in which the job waits for nothing else is charged to `own`."""
         self.stage_scope, self.uncharged_s, self._lines = scope, 0.0, 0

@@ -75,9 +75,7 @@ class _Clock:
 
     def __init__(self, context: RolloutContext, tests: CodeTests) -> None:
         self.test_timeout_s = tests.test_timeout_s
-        self._deadline_s = trio.current_time() + tests.timeout_s
-        if context.stage_scope is not None:
-            self._deadline_s = min(self._deadline_s, context.stage_scope.deadline - EVAL_MARGIN_S)
+        self._deadline_s = trio.current_time() + min(tests.timeout_s, context.stage_left_s() - EVAL_MARGIN_S)
 
     @property
     def left_s(self) -> float:

@@ -9,13 +9,24 @@ import msgspec
 
 from prorl_trio.grading.compare import Tolerance
 
-__all__ = ["AssertTests", "CodeTests", "FunctionCase", "FunctionTests", "OutputCase", "OutputTests", "UnitTests"]
+__all__ = [
+    "AssertTests",
+    "CodeTests",
+    "FunctionCase",
+    "FunctionTests",
+    "OutputCase",
+    "OutputTests",
+    "Tests",
+    "UnitTests",
+]
 
 MAX_TIMEOUT_S = 3600.0
 
 
-class _Tests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
+class Tests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
     """Base of all kinds. `test_timeout_s` is wall time for each test, `timeout_s` for all of them."""
+
+    __test__ = False  # the name is the field's; pytest is not to collect it
 
     test_timeout_s: float = 10.0
     timeout_s: float = 90.0
@@ -40,7 +51,7 @@ class OutputCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     output: str
 
 
-class OutputTests(_Tests, frozen=True, tag="output"):
+class OutputTests(Tests, frozen=True, tag="output"):
     """Programs that read standard input and write standard output. The candidate sees the input."""
 
     cases: list[OutputCase]
@@ -60,7 +71,7 @@ class FunctionCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     alternatives: list[Any] = []
 
 
-class FunctionTests(_Tests, frozen=True, tag="function"):
+class FunctionTests(Tests, frozen=True, tag="function"):
     """Calls of one function with plain values. The candidate sees the arguments.
 
     `function` is a function of the module, or a method of its class `Solution`. `preamble` is executed before the
@@ -77,7 +88,7 @@ class FunctionTests(_Tests, frozen=True, tag="function"):
         return [f"case-{number}" for number in range(len(self.cases))]
 
 
-class AssertTests(_Tests, frozen=True, tag="assert"):
+class AssertTests(Tests, frozen=True, tag="assert"):
     """Code that calls functions and asserts. It runs in a sandbox of its own; the candidate sees the arguments.
 
     `setup` and then `code` are executed once, where the tests are; then each of `tests`, which succeeds if it raises
@@ -101,7 +112,7 @@ class AssertTests(_Tests, frozen=True, tag="assert"):
         return [f"test-{number}" for number in range(len(self.tests))]
 
 
-class UnitTests(_Tests, frozen=True, tag="unittest"):
+class UnitTests(Tests, frozen=True, tag="unittest"):
     """`unittest` cases in the candidate's own process, for functions whose values are not plain (data frames, say).
 
     The candidate's process can find what is expected there. A canary that must fail catches those who make assertions

@@ -71,7 +71,7 @@ class Verifier:
     async def place_drivers(self) -> None:
         """Write the programs of `drivers`. Errors as `place`."""
         folder = files("prorl_trio.grading") / "drivers"
-        names = ("__init__.py", "values.py", "candidate.py", "checker.py", "unittests.py")
+        names = ("__init__.py", "values.py", "candidate.py", "checker.py", "pytest_run.py", "unittests.py")
         await self.place({f"{DRIVERS_DIR}/{PACKAGE}/{name}": (folder / name).read_bytes() for name in names})
 
     def charged_to_agent(self) -> AbstractContextManager[None]:
@@ -113,6 +113,21 @@ class Verifier:
             seconds=result.duration_s,
         )
 
+    async def read_back(self, path: str, *, max_bytes: int) -> bytes | None:
+        """Return a file that the candidate's programs were to write; None if there is none, or it is too long.
+
+        Raises:
+            SandboxLost: not from inside. There is no verdict.
+        """
+        try:
+            return await self.sandbox.read_file(path, max_bytes=max_bytes)
+        except SandboxLost as exc:
+            if not exc.from_inside:
+                raise
+        except (OSError, ValueError, SandboxCallFailed):
+            pass
+        return None
+
     @asynccontextmanager
     async def open_driver(self, name: str, *arguments: str, timeout_s: float) -> AsyncIterator[Program]:
         """Run a driver to talk to, by lines."""
@@ -120,10 +135,14 @@ class Verifier:
             yield program
 
 
-def driver_argv(name: str, *arguments: str) -> list[str]:
-    """Return the command line of a driver: isolated Python, so that no file beside the candidate's is imported."""
+def driver_argv(name: str, *arguments: str, isolated: bool = True) -> list[str]:
+    """Return the command line of a driver.
+
+    It is run by isolated Python, so that nothing beside the candidate's file is imported; unless a repository's tests
+    need what its environment says of Python's paths.
+    """
     find = f"import sys; sys.path.insert(0, {DRIVERS_DIR!r}); from {PACKAGE}.{name} import main; del sys.path[0]"
-    return ["python3", "-I", "-c", f"{find}; main()", *arguments]
+    return ["python3", *(["-I"] if isolated else []), "-c", f"{find}; main()", *arguments]
 
 
 @asynccontextmanager

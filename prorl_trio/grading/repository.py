@@ -1,0 +1,302 @@
+"""Grading of a change to a repository: the patch goes in, the row's own tests go over it, and pytest decides.
+
+Nothing of the agent's but its patch comes here. Files by which a repository tells pytest what to do, and the tests, are
+the row's or the base's, whatever the patch says of them; which were put back is reported. A canary that must fail runs
+before and after the tests, for the patched code shares their process: whoever makes assertions harmless is caught, but
+a patch that spares the canary would still win.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from prorl_trio.grading.drivers.values import decode_line
+from prorl_trio.grading.repository_tests import results_by_id, verdict_of
+from prorl_trio.grading.verdict import TestResult, Verdict
+from prorl_trio.grading.verifier import DRIVERS_DIR, driver_argv, open_verifier
+from prorl_trio.types.errors import EvaluationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.grading.repository_tests import PytestTests
+    from prorl_trio.grading.verifier import Run, Verifier
+    from prorl_trio.sandbox.provider import SandboxSpec
+
+__all__ = ["GIT", "GIT_ENV", "Graded", "grade_repository", "is_hook", "is_test_file"]
+
+PATCH_PATH: Final = f"{DRIVERS_DIR}/patch.diff"
+REPORT_PATH: Final = f"{DRIVERS_DIR}/report.jsonl"
+PREPARE_TIMEOUT_S: Final = 120.0
+MAX_REPORT_BYTES: Final = 256 * 1024 * 1024
+EVAL_MARGIN_S: Final = 15.0
+"""Left of the EVAL budget when the tests end."""
+
+GIT: Final = (
+    *("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.quotePath=false"),
+    *("-c", "user.name=base", "-c", "user.email=base@localhost", "-c", "commit.gpgSign=false", "-c", "gc.auto=0"),
+    *("-c", "core.autocrlf=false", "-c", "safe.directory=*", "-c", "init.defaultBranch=base"),
+)
+"""Git with nothing of what a repository may have configured, as far as a command line can say so."""
+GIT_ENV: Final = {
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_TERMINAL_PROMPT": "0",
+}
+
+APPLY: Final = {
+    "git apply": [*GIT, "apply", "--whitespace=nowarn", PATCH_PATH],
+    "git apply --3way": [*GIT, "apply", "--whitespace=nowarn", "--3way", PATCH_PATH],
+    "git apply --reject": [*GIT, "apply", "--whitespace=nowarn", "--reject", PATCH_PATH],
+    "patch --fuzz=5": ["patch", "--batch", "--forward", "--fuzz=5", "-p1", "-i", PATCH_PATH],
+}
+"""The ways in which SWE-bench applies a patch, in its order. The tree is clean again before each."""
+
+CANARY: Final = """\
+import random
+
+import pytest
+
+NUMBER = random.randrange(10**9)
+
+
+def test_by_statement():
+    assert NUMBER < 0
+
+
+def test_by_raises():
+    with pytest.raises(KeyError):
+        str(NUMBER)
+
+
+def test_by_fail():
+    pytest.fail(str(NUMBER))
+
+
+def test_by_exception():
+    raise ZeroDivisionError(NUMBER)
+"""
+CANARY_TESTS: Final = 4
+
+_TEST_DIRS: Final = frozenset({"test", "tests", "testing"})
+_HOOKS: Final = frozenset({
+    "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py",
+    "usercustomize.py", "pytest.py", "_pytest.py", "unittest.py", "pluggy.py", "noxfile.py",
+})  # fmt: skip
+
+
+def is_test_file(path: str) -> bool:
+    """Return whether a path of a repository is a test's: by its name, or by that of a folder above it."""
+    names = path.split("/")
+    name = names[-1]
+    named = name.endswith(".py") and (name.startswith("test_") or name.endswith(("_test.py", "_tests.py")))
+    return named or name in ("tests.py", "test.py", "conftest.py") or bool(_TEST_DIRS.intersection(names))
+
+
+def is_hook(path: str) -> bool:
+    """Return whether a path is a file by which a repository tells pytest, or Python, what to do before any test."""
+    *folders, name = path.split("/")
+    return name in _HOOKS or name.endswith((".pth", ".pyc")) or bool({"_pytest", "pytest", "unittest"} & {*folders[:1]})
+
+
+class Graded(NamedTuple):
+    """A verdict on a patch. `applied_by` is one of `APPLY`, empty if none did; `restored` are files put back."""
+
+    verdict: Verdict
+    applied_by: str
+    restored: list[str]
+    log: str = ""
+
+
+async def grade_repository(
+    context: RolloutContext,
+    patch: bytes,
+    tests: PytestTests,
+    spec: SandboxSpec,
+    *,
+    repo_dir: str,
+    test_files: Mapping[str, str],
+    removed_test_files: Sequence[str] = (),
+) -> Graded:
+    """Run a row's tests on its repository with a patch, in a sandbox that the agent has never touched.
+
+    Args:
+        context: of the rollout.
+        patch: a unified diff against the repository as `spec` has it.
+        tests: whose results decide.
+        spec: the sandbox; it has the repository at `repo_dir`, git, and `python3` with pytest.
+        repo_dir: absolute.
+        test_files: the content of each file that is written over what the patch left, by its path in the repository.
+        removed_test_files: files that are removed, likewise.
+
+    Raises:
+        EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
+    """
+    async with open_verifier(context, spec) as verifier:
+        repository = _Repository(verifier, repo_dir)
+        await repository.make_base()
+        await verifier.place({PATCH_PATH: patch})
+        applied_by = await repository.apply()
+        if not applied_by:
+            missing = [TestResult(test_id=each, status="not_run", message="no patch") for each in tests.test_ids]
+            return Graded(Verdict(tests=missing), "", [])
+        canary = f"test_{secrets.token_hex(4)}"
+        try:
+            restored = await repository.restore(test_files, removed_test_files)
+            await repository.place_canaries(tests, canary)
+        except _Spoilt as exc:
+            lost = [TestResult(test_id=each, status="not_run", message=str(exc)) for each in tests.test_ids]
+            return Graded(Verdict(tests=lost, tampered=str(exc)), applied_by, [])
+        run = await repository.run_tests(tests, canary, _time_left(context, tests))
+        reported = await _report(verifier) if run.ended != "lost" else None
+        return Graded(_judge(tests, run, reported, canary), applied_by, restored, f"{run.stderr}\n{_text(run.stdout)}")
+
+
+class _Spoilt(Exception):
+    """The patch has left something in the way of the row's own files."""
+
+
+class _Repository:
+    """The repository in the verifier's sandbox."""
+
+    def __init__(self, verifier: Verifier, repo_dir: str) -> None:
+        self._verifier = verifier
+        self._dir = repo_dir
+
+    async def make_base(self) -> None:
+        """Make what is there one commit, before anything of the agent's comes in."""
+        script = f"rm -rf .git && {_git('init -q')} && {_git('add -A -f')} && {_git('commit -q --allow-empty -m base')}"
+        try:
+            await self._prepare(["sh", "-c", script], "the repository cannot be made ready")
+        except _Spoilt as exc:
+            raise EvaluationError(str(exc)) from exc
+        await self._verifier.place_drivers()
+
+    async def apply(self) -> str:
+        """Apply the patch, and return the way that did; empty if none."""
+        for way, argv in APPLY.items():
+            result = await self._verifier.run(argv, timeout_s=PREPARE_TIMEOUT_S, cwd=self._dir, env=GIT_ENV)
+            if result.ended == "exited" and result.exit_code == 0:
+                return way
+            clean = ["sh", "-c", f"{_git('reset -q --hard')} && {_git('clean -q -fdx')}"]
+            again = await self._verifier.run(clean, timeout_s=PREPARE_TIMEOUT_S, cwd=self._dir, env=GIT_ENV)
+            if again.exit_code != 0:
+                return ""
+        return ""
+
+    async def restore(self, test_files: Mapping[str, str], removed: Sequence[str]) -> list[str]:
+        """Put back the tests and hooks that the patch touched, write the row's over them, and return what was put back.
+
+        What is left of a rejected hunk is removed.
+        """
+        listed = await self._prepare(
+            ["sh", "-c", f"{_git('add -A -f')} && {_git('diff --cached --name-only --no-renames -z HEAD')}"],
+            "the changes cannot be listed",
+        )
+        changed = [path for path in listed.stdout.decode(errors="surrogateescape").split("\0") if path]
+        put_back = [path for path in changed if is_test_file(path) or is_hook(path)]
+        for path in put_back:
+            quoted = _quote(path)
+            back = f"{_git('checkout -q HEAD --')} {quoted} 2>/dev/null || rm -rf -- {quoted}"
+            await self._prepare(["sh", "-c", back], f"{path} cannot be put back")
+        own = [path for path in removed if path]
+        if own:
+            await self._prepare(["rm", "-rf", "--", *own], "files cannot be removed")
+        for path, text in test_files.items():
+            # A link in the place of a folder or file would have it written elsewhere.
+            parts = path.split("/")
+            above = ["/".join(parts[: depth + 1]) for depth in range(len(parts))]
+            clear = "; ".join(f"[ ! -L {_quote(each)} ] || rm -f -- {_quote(each)}" for each in above)
+            await self._prepare(["sh", "-c", f"{clear}; [ ! -d {_quote(path)} ] || rm -rf -- {_quote(path)}"], path)
+            await self._write(path, text.encode(errors="surrogateescape"))
+        return put_back
+
+    async def place_canaries(self, tests: PytestTests, canary: str) -> None:
+        """Write the tests that must fail beside the first of the row's."""
+        for path in _canary_paths(tests, canary):
+            await self._write(path, CANARY.encode())
+
+    async def _write(self, path: str, content: bytes) -> None:
+        try:
+            await self._verifier.place({f"{self._dir}/{path}": content})
+        except EvaluationError as exc:
+            raise _Spoilt(str(exc)) from exc
+
+    async def run_tests(self, tests: PytestTests, canary: str, timeout_s: float) -> Run:
+        """Run them between two canaries."""
+        first, last = _canary_paths(tests, canary)
+        arguments = [first, *tests.arguments, last]
+        argv = driver_argv("pytest_run", REPORT_PATH, str(tests.test_timeout_s), *arguments, isolated=False)
+        return await self._verifier.run(argv, timeout_s=timeout_s, cwd=self._dir)
+
+    async def _prepare(self, argv: Sequence[str], what: str) -> Run:
+        """Run a program of ours. Raises `_Spoilt` if it fails: what is there is the patch's doing."""
+        result = await self._verifier.run(argv, timeout_s=PREPARE_TIMEOUT_S, cwd=self._dir, env=GIT_ENV)
+        if result.ended != "exited" or result.exit_code != 0:
+            raise _Spoilt(f"{what} ({result.ended}, exit code {result.exit_code}): {result.stderr}")
+        return result
+
+
+def _judge(tests: PytestTests, run: Run, reported: list[TestResult] | None, canary: str) -> Verdict:
+    if reported is None:  # it has not come to the last canary: nothing that was said before can be believed
+        status = run.ended if run.ended in ("timed_out", "lost") else "missing"
+        return Verdict(tests=[TestResult(test_id=each, status=status, message=run.stderr) for each in tests.test_ids])
+    canaries = [result.status for result in reported if f"{canary}_" in result.test_id.partition("::")[0]]
+    caught = ""
+    if len(canaries) != 2 * CANARY_TESTS:
+        caught = f"{len(canaries)} of {2 * CANARY_TESTS} tests that must fail were reported"
+    elif set(canaries) - {"failed", "error"}:
+        caught = "a test that must fail has not failed"
+    return verdict_of(tests, results_by_id(reported, tests.test_ids), tampered=caught)
+
+
+async def _report(verifier: Verifier) -> list[TestResult] | None:
+    """Return what the tests reported; None if the report is missing, or has no end."""
+    content = await verifier.read_back(REPORT_PATH, max_bytes=MAX_REPORT_BYTES)
+    results: list[TestResult] = []
+    for line in (content or b"").splitlines():
+        try:
+            message = decode_line(line)
+            if "end" in message:
+                return results
+            results.append(msgspec.convert({"test_id": message.pop("test"), **message}, TestResult))
+        except (ValueError, KeyError):
+            continue
+    return None
+
+
+def _time_left(context: RolloutContext, tests: PytestTests) -> float:
+    return max(1.0, min(tests.timeout_s, context.stage_left_s() - EVAL_MARGIN_S))
+
+
+def _canary_paths(tests: PytestTests, canary: str) -> tuple[str, str]:
+    folder = _folder_of(tests.arguments)
+    return os.path.join(folder, f"{canary}_first.py"), os.path.join(folder, f"{canary}_last.py")
+
+
+def _folder_of(arguments: Sequence[str]) -> str:
+    """Return the folder of the first file or folder among pytest's arguments."""
+    for argument in arguments:
+        path = argument.partition("::")[0]
+        if not argument.startswith("-"):
+            return os.path.dirname(path) if re.search(r"\.\w+$", path) else path
+    return ""
+
+
+def _git(words: str) -> str:
+    return f"{' '.join(map(_quote, GIT))} {words}"
+
+
+def _quote(word: str) -> str:
+    return "'" + word.replace("'", "'\"'\"'") + "'"
+
+
+def _text(output: bytes) -> str:
+    return output.decode(errors="replace")

@@ -1,0 +1,232 @@
+"""Software engineering: an agent with bash and an editor changes a repository; its tests decide, elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from prorl_trio.agent.loop import run_agent
+from prorl_trio.agent.style import AgentStyle
+from prorl_trio.grading.repository import GIT, GIT_ENV, grade_repository
+from prorl_trio.grading.repository_tests import PytestTests
+from prorl_trio.handlers.base import AgentHandler, Evaluation
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tools import BashTool, EditorTool, FinishTool, ToolSet
+from prorl_trio.types.errors import NotRestorable, SandboxCallFailed, SandboxUnavailable
+from prorl_trio.types.field_errors import malformed_job
+from prorl_trio.types.models import ChatMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.sandbox.sandbox import Sandbox
+    from prorl_trio.types.models import Recorded
+
+__all__ = ["MAX_PATCH_BYTES", "SweHandler", "SwePayload"]
+
+MAX_PATCH_BYTES: Final = 4 * 1024 * 1024
+"""A longer patch is none."""
+GIT_TIMEOUT_S: Final = 120.0
+
+SYSTEM_PROMPT: Final = "You are a careful software engineer. You find the cause of a problem before you change code."
+
+INSTRUCTION: Final = """\
+The repository is in {repo_dir}. Change it so that the problem is solved: find the cause, mend it, and try what you \
+changed. Hidden tests decide; changes to tests and to their configuration do not count. Call finish when it is done."""
+
+NUDGE: Final = "Go on with the tools. When the problem is solved, call finish."
+
+
+class SwePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`TaskInstance.payload` of a repository to change.
+
+    Attributes:
+        problem_statement: what the agent is asked for.
+        tests: that decide. The agent never sees which.
+        image: of all sandboxes; empty is the node's own. It has git, and `python3` with pytest.
+        layers: over it, lowest first, as `SandboxSpec.layers` has them: an environment, the repository.
+        repo_dir: where the repository is, absolute.
+        env: for all programs inside (PATH, say).
+        test_files: content of the files that are written over what the agent left, by path in the repository.
+        removed_test_files: files that are removed, likewise.
+        source: where the row comes from, and its licence; not used.
+        system_prompt: replaces ours.
+        instruction: follows the statement in the user's message, in place of ours. `{repo_dir}` is filled in.
+    """
+
+    problem_statement: str
+    tests: PytestTests
+    image: str = ""
+    layers: tuple[str, ...] = ()
+    repo_dir: str = "/testbed"
+    env: dict[str, str] = {}
+    test_files: dict[str, str] = {}
+    removed_test_files: list[str] = []
+    source: dict[str, Any] = {}
+    system_prompt: str = SYSTEM_PROMPT
+    instruction: str = INSTRUCTION
+
+    def __post_init__(self) -> None:
+        if not self.problem_statement.strip():
+            raise ValueError("problem_statement is empty")
+        if not self.repo_dir.startswith("/") or self.repo_dir == "/":
+            raise ValueError(f"repo_dir must be the absolute path of a folder, got {self.repo_dir!r}")
+        for path in (*self.test_files, *self.removed_test_files):
+            if path.startswith("/") or ".." in path.split("/") or not path:
+                raise ValueError(f"{path!r} is no path in the repository")
+
+
+class SweHandler(AgentHandler):
+    """SWE-bench-like tasks: the answer is a patch, taken from the agent's sandbox and tested in another."""
+
+    name = "swe"
+
+    def validate(self, payload: Mapping[str, Any]) -> None:
+        """See `AgentHandler.validate`."""
+        _payload(payload)
+
+    def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
+        """The instance's image and layers, without a network unless the node allows one."""
+        sandbox, payload = context.resources.config.sandbox, _payload(context.spec.instance.payload)
+        return SandboxSpec(
+            image=payload.image or sandbox.image,
+            layers=payload.layers,
+            env=payload.env,
+            network=sandbox.network,
+            start_timeout_s=sandbox.start_timeout_s,
+            limits=sandbox.limits,
+        )
+
+    async def init(self, context: RolloutContext) -> None:
+        """Make the repository one commit, so that no history tells what became of it."""
+        assert context.sandbox is not None
+        repo_dir = _payload(context.spec.instance.payload).repo_dir
+        for argv in (
+            ["rm", "-rf", ".git"],
+            [*GIT, "init", "-q"],
+            [*GIT, "add", "-A", "-f"],
+            [*GIT, "commit", "-q", "--allow-empty", "-m", "base"],
+            [*GIT, "tag", BASE],
+        ):
+            done = await context.sandbox.exec(argv, timeout_s=GIT_TIMEOUT_S, cwd=repo_dir, env=GIT_ENV)
+            if done.exit_code != 0:
+                said = done.stderr.decode(errors="replace").strip()
+                raise SandboxUnavailable(f"the repository in {repo_dir} cannot be made ready: {' '.join(argv)}: {said}")
+
+    async def run(self, context: RolloutContext) -> None:
+        """Let the agent work, and take the difference that it made, also when a budget has ended its work."""
+        payload = _payload(context.spec.instance.payload)
+        instruction = payload.instruction.replace("{repo_dir}", payload.repo_dir)
+        messages = [
+            ChatMessage(role="system", content=payload.system_prompt),
+            ChatMessage(role="user", content=f"{payload.problem_statement}\n\n{instruction}".strip()),
+        ]
+        tools = ToolSet(
+            [BashTool(), EditorTool(), FinishTool()],
+            max_observation_chars=context.resources.config.agent.max_observation_chars,
+        )
+        await run_agent(context, messages, tools, _SweStyle())
+        await self.collect(context)
+
+    async def collect(self, context: RolloutContext) -> None:
+        """Make `answer` the patch in base64: text, binary files, modes, new files. None if there is none to be had."""
+        assert context.sandbox is not None
+        context.answer = None
+        try:
+            patch = await _difference(context.sandbox, _payload(context.spec.instance.payload).repo_dir)
+        except (OSError, ValueError, SandboxCallFailed) as exc:  # the repository or its git: the policy has spoilt it
+            context.log_evaluation(f"the difference cannot be taken: {exc}\n")
+        else:
+            context.answer = base64.b64encode(patch).decode() if patch else None
+
+    async def eval(self, context: RolloutContext) -> Evaluation:
+        """1.0 if the tests pass that must, else 0.0; no change is 0.0, without a sandbox."""
+        payload = _payload(context.spec.instance.payload)
+        if context.answer is None:
+            return Evaluation(reward=0.0, details={"patch": None, "resolved": False})
+        patch = base64.b64decode(context.answer)
+        graded = await grade_repository(
+            context,
+            patch,
+            payload.tests,
+            self.sandbox_spec(context),
+            repo_dir=payload.repo_dir,
+            test_files=payload.test_files,
+            removed_test_files=payload.removed_test_files,
+        )
+        context.log_evaluation(graded.log)
+        return Evaluation(
+            reward=float(graded.verdict.resolved),
+            details={
+                "patch": patch.decode(errors="replace"),
+                "patch_base64": context.answer,
+                "applied_by": graded.applied_by,
+                "needed_fuzz": "fuzz" in graded.applied_by,
+                "restored": graded.restored,
+                **graded.verdict.details(),
+            },
+        )
+
+    def gradable(self, context: RolloutContext) -> dict[str, Any]:
+        """The patch. See `AgentHandler.gradable`."""
+        return {"patch_base64": context.answer}
+
+    def restore(self, context: RolloutContext, recorded: Recorded) -> None:
+        """Restore the patch. See `AgentHandler.restore`."""
+        if "patch" in recorded.details and recorded.details["patch"] is None:
+            context.answer = None
+            return
+        stored = recorded.details.get("patch_base64", "")
+        try:
+            base64.b64decode(stored, validate=True)
+        except (binascii.Error, TypeError, ValueError) as exc:
+            raise NotRestorable(f"details.patch_base64 is no base64: {exc}") from exc
+        context.answer = stored
+
+
+class _SweStyle(AgentStyle):
+    def nudge(self) -> str:
+        return NUDGE
+
+
+BASE: Final = "prorl-base"
+"""A tag: the one commit that the agent begins with."""
+
+
+async def _difference(sandbox: Sandbox, repo_dir: str) -> bytes:
+    """Return what differs from the base, with an index of its own: the agent may have staged or committed anything.
+
+    Raises:
+        ValueError: git failed, or there is more than `MAX_PATCH_BYTES`.
+        OSError, SandboxCallFailed: git could not be started.
+    """
+    env = {**GIT_ENV, "GIT_INDEX_FILE": f"/tmp/index-{secrets.token_hex(8)}"}
+    for argv in ([*GIT, "read-tree", BASE], [*GIT, "add", "-A"]):
+        done = await sandbox.exec(argv, timeout_s=GIT_TIMEOUT_S, cwd=repo_dir, env=env)
+        if done.exit_code != 0:
+            raise ValueError(f"{argv[-2]}: {done.stderr.decode(errors='replace').strip()}")
+    patch = bytearray()
+
+    def take(stream: str, data: bytes) -> None:
+        if stream == "stdout":
+            patch.extend(data)
+            if len(patch) > MAX_PATCH_BYTES:
+                raise ValueError(f"the patch has more than {MAX_PATCH_BYTES} bytes")
+
+    words = ("diff", "--cached", "--binary", "--full-index", "--no-ext-diff", "--no-textconv", "--no-color", BASE)
+    done = await sandbox.exec([*GIT, *words], timeout_s=GIT_TIMEOUT_S, cwd=repo_dir, env=env, on_output=take)
+    if done.exit_code != 0:
+        raise ValueError(f"diff: {done.stderr.decode(errors='replace').strip()}")
+    return bytes(patch)
+
+
+def _payload(payload: Mapping[str, Any]) -> SwePayload:
+    try:
+        return msgspec.convert(payload, SwePayload)
+    except msgspec.ValidationError as exc:
+        raise malformed_job(exc, prefix="$.instance.payload") from exc
