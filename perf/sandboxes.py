@@ -1,6 +1,7 @@
-"""The cost of a sandbox: cold and warm starts, ends, and the memory of many live ones.
+"""The cost of a sandbox: cold and warm starts, ends, layers, and the memory of many live ones.
 
-Measured beside `apptainer exec true` and `bwrap true` themselves, in one run.
+Measured beside `apptainer exec true` and `bwrap true` themselves, in one run; an image with layers over it beside the
+image alone, and an environment as a layer beside one that is uploaded.
 
     python -m perf.sandboxes [--quick] [--json FILE]
 """
@@ -21,6 +22,7 @@ import trio
 
 from perf.harness import Case, Options, Report, Series, run_benchmark
 from perf.sandbox_images import build_directory_image, build_sif
+from perf.sandbox_layers import build_environment, build_repository, measure_inits, time_environment
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider, find_apptainer
@@ -39,6 +41,7 @@ __all__ = ["Size", "Start", "benchmark", "measure_live"]
 logger = logging.getLogger(__name__)
 
 COLD_TARGET_MS, WARM_TARGET_MS = 400.0, 10.0
+MAX_LAYERED_RATIO = 1.3
 START_TIMEOUT_S = 60.0
 LIVE_STARTS_AT_ONCE = 4
 KIB_PER_MIB = 1024
@@ -50,10 +53,12 @@ class Size(NamedTuple):
     rounds: int
     warm_opens: int
     live: int
+    uploads: int
+    images: int
 
 
-QUICK = Size(rounds=6, warm_opens=15, live=24)
-FULL = Size(rounds=60, warm_opens=200, live=200)
+QUICK = Size(rounds=6, warm_opens=15, live=24, uploads=2, images=16)
+FULL = Size(rounds=60, warm_opens=200, live=200, uploads=20, images=64)
 
 
 class Start(NamedTuple):
@@ -63,6 +68,7 @@ class Start(NamedTuple):
     provider: SandboxProvider
     image: str
     floor: str
+    layers: tuple[str, ...] = ()
 
 
 async def benchmark(options: Options) -> Report:
@@ -71,7 +77,9 @@ async def benchmark(options: Options) -> Report:
     with tempfile.TemporaryDirectory(prefix="prorl-perf-") as scratch:
         folder = Path(scratch)
         root = await trio.to_thread.run_sync(build_directory_image, folder / "image")
-        starts = await _usable_starts(folder, root)
+        environment = await trio.to_thread.run_sync(build_environment, folder / "environment")
+        repository = await trio.to_thread.run_sync(build_repository, folder / "repository")
+        starts = await _usable_starts(folder, root, (str(environment), str(repository)))
         if not starts:
             raise RuntimeError("neither Apptainer nor bubblewrap works here; `prorl-trio doctor` says why")
         floors = {name: argv for name, argv in _floor_commands(root).items() if name in {s.floor for s in starts}}
@@ -79,16 +87,19 @@ async def benchmark(options: Options) -> Report:
         usual = next((start for start in starts if start.name == "cold.dir"), starts[0])
         series.append(await _measure_warm(usual, size.warm_opens))
         metrics = await measure_live(starts[0], size.live)
+        series += await _measure_environment(usual, environment, size.uploads)
+        metrics |= await measure_inits(usual.provider, str(root), environment, folder, size.images)
     return Report(title="sandboxes: from open() to ready, and the launchers alone", series=series, more_metrics=metrics)
 
 
-async def _usable_starts(folder: Path, root: Path) -> list[Start]:
+async def _usable_starts(folder: Path, root: Path, layers: tuple[str, ...]) -> list[Start]:
     starts: list[Start] = []
     apptainer, bubblewrap = ApptainerProvider(folder), BubblewrapProvider(folder)
     executable = find_apptainer()
     if executable is not None and (await apptainer.probe()).usable:
         floor = "floor.apptainer_exec"
         starts += [Start("cold.host", apptainer, "host", floor), Start("cold.dir", apptainer, str(root), floor)]
+        starts.append(Start("cold.layers", apptainer, str(root), "cold.dir", layers))
         try:
             sif = await trio.to_thread.run_sync(build_sif, executable, root, folder / "image.sif")
         except subprocess.SubprocessError as exc:
@@ -97,6 +108,8 @@ async def _usable_starts(folder: Path, root: Path) -> list[Start]:
             starts.append(Start("cold.sif", apptainer, str(sif), floor))
     if (await bubblewrap.probe()).usable:
         starts.append(Start("cold.bwrap", bubblewrap, "host", "floor.bwrap"))
+        starts.append(Start("cold.bwrap_dir", bubblewrap, str(root), "floor.bwrap"))
+        starts.append(Start("cold.bwrap_layers", bubblewrap, str(root), "cold.bwrap_dir", layers))
     return starts
 
 
@@ -123,7 +136,7 @@ async def _measure_cold(starts: list[Start], floors: dict[str, Sequence[str]], r
                 if name in floors:
                     times = {name: await _time_command(floors[name])}
                 else:
-                    opened_ms, closed_ms = await _time_start(hosts[name], by_name[name].image)
+                    opened_ms, closed_ms = await _time_start(hosts[name], by_name[name])
                     times = {name: opened_ms, name.replace("cold", "close"): closed_ms}
                 if index >= 0:
                     for case_name, taken_ms in times.items():
@@ -135,15 +148,15 @@ async def _measure_cold(starts: list[Start], floors: dict[str, Sequence[str]], r
 def _series(name: str, samples: list[float], floor: str | None) -> Series:
     targets = {"cold.host": COLD_TARGET_MS, "cold.dir": COLD_TARGET_MS, "cold.bwrap": COLD_TARGET_MS}
     targets["warm"] = WARM_TARGET_MS
-    return Series(
-        case=Case(name=name, run=trio.lowlevel.checkpoint, floor=floor, max_p50=targets.get(name)), samples=samples
-    )
+    layered = MAX_LAYERED_RATIO if name.endswith("layers") and floor is not None else None
+    case = Case(name=name, run=trio.lowlevel.checkpoint, floor=floor, max_p50=targets.get(name), max_x_floor=layered)
+    return Series(case=case, samples=samples)
 
 
-async def _time_start(host: SandboxHost, image: str) -> tuple[float, float]:
+async def _time_start(host: SandboxHost, start: Start) -> tuple[float, float]:
     """Milliseconds to open a new one, and to close it."""
     began = time.perf_counter()
-    sandbox = await host.open(SandboxSpec(image=image, start_timeout_s=START_TIMEOUT_S))
+    sandbox = await host.open(SandboxSpec(image=start.image, layers=start.layers, start_timeout_s=START_TIMEOUT_S))
     opened = time.perf_counter()
     await sandbox.aclose()
     closed = time.perf_counter()
@@ -171,6 +184,17 @@ async def _measure_warm(start: Start, opens: int) -> Series:
                 raise RuntimeError(f"a sandbox that should be warm was not: {host.statistics()}")
             await sandbox.aclose()
     return _series("warm", samples, None)
+
+
+async def _measure_environment(start: Start, environment: Path, rounds: int) -> list[Series]:
+    """Milliseconds to a sandbox with an environment of 2,700 files: as a layer, and uploaded."""
+    samples: dict[bool, list[float]] = {True: [], False: []}
+    async with open_sandbox_host(start.provider) as host:
+        for index in range(rounds):
+            for as_layer in (True, False) if index % 2 else (False, True):
+                samples[as_layer].append(await time_environment(host, start.image, environment, as_layer=as_layer))
+    layer, upload = "environment.layer", "environment.upload"
+    return [_series(layer, samples[True], None), _series(upload, samples[False], layer)]
 
 
 async def measure_live(start: Start, count: int) -> dict[str, float]:

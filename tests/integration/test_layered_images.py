@@ -86,8 +86,9 @@ async def test_a_named_image_of_layers_over_the_host(provider, cache, tmp_path):
     compose_image("task", "host", [environment, repository])
     with trio.fail_after(TIMEOUT_S):
         async with provider.open_sandbox(SandboxSpec(image="task")) as sandbox:
-            look = "cat /opt/env/own /testbed/own; echo x > /testbed/new; ls -1 /testbed"
-            done = await sandbox.bash(look, timeout_s=20)
+            done = await sandbox.bash(
+                "cat /opt/env/own /testbed/own; echo x > /testbed/new; ls -1 /testbed", timeout_s=20
+            )
             assert done.output == "environmentrepositorynew\nown\n"
             assert (await sandbox.bash("touch /usr/x /opt/prorl/lib/x", timeout_s=20)).exit_code == 1
             assert (await sandbox.ipython("import numpy; 1 + 1", timeout_s=60)).result == "2"
