@@ -149,6 +149,13 @@ async def test_a_task_that_asks_for_search_is_refused_where_there_is_none(rig):
     assert caught.value.path == "$.instance.payload.tools"
 
 
+def test_a_task_that_no_package_here_can_grade_is_refused():
+    grader = {"kind": "reasoning_gym", "family": "puzzle24", "seed": 1, "version": "0.1.25"}
+    with pytest.raises(MalformedJob, match="does not look at which numbers") as caught:
+        StemHandler().validate(instance(grader).payload)
+    assert caught.value.path == "$.instance.payload.grader.family"
+
+
 async def test_without_bash_and_ipython_there_is_no_sandbox(rig):
     async with open_task(rig, Scripted(), instance(tools=["search"])) as (handler, context):
         assert handler.sandbox_spec(context) is None

@@ -4,11 +4,13 @@ import json
 import re
 import zipfile
 
+import msgspec
 import pytest
 
 from prorl_trio.client.task_sets import load_task_set
 from prorl_trio.client.task_sets.competition import COMPMATH
 from prorl_trio.handlers.math import MathHandler
+from prorl_trio.handlers.stem.payload import read_payload
 from prorl_trio.types.errors import ConfigError
 
 
@@ -150,3 +152,46 @@ def test_a_row_without_problem_and_answer_is_no_instance(tmp_path, row):
     file.write_text(json.dumps(row))
     with pytest.raises(ConfigError, match="line 1"):
         load_task_set(str(file))
+
+
+@pytest.mark.parametrize("name", ["supergpqa", "gpqa-diamond"])
+def test_science_questions_are_25_with_choices_and_a_right_letter(name):
+    instances = load_task_set(name)
+    assert len({instance.instance_id for instance in instances}) == 25
+    for instance in instances:
+        payload = read_payload(instance.payload)
+        assert payload.grader.answer in payload.grader.letters
+        assert payload.prompt.count("\nB. ") == 1
+        assert instance.family
+
+
+@pytest.mark.parametrize(
+    ("row", "letter", "family"),
+    [
+        ({"uuid": "u", "question": "?", "options": ["x", "y"], "answer": "y", "answer_letter": "B"}, "B", ""),
+        (
+            {"question_id": 7, "question": "?", "options": [1, 2, 3], "answer": "C", "category": "physics"},
+            "C",
+            "physics",
+        ),
+    ],
+)
+def test_rows_of_a_question_and_its_options_are_read(tmp_path, row, letter, family):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(msgspec.json.encode(row))
+    (instance,) = load_task_set(str(file))
+    assert (instance.handler, instance.family) == ("stem", family)
+    assert instance.instance_id == str(row.get("uuid", row.get("question_id")))
+    assert read_payload(instance.payload).grader.answer == letter
+
+
+def test_a_row_whose_letter_is_of_no_option_is_no_question_with_choices(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(msgspec.json.encode({"question": "?", "options": ["x", "y"], "answer": "C"}))
+    assert load_task_set(str(file))[0].handler == "math"
+
+
+@pytest.mark.parametrize("name", ["", "x:1:2:3", "x:-1", "x:0", "x:1:", "x:\uff11", ":3", "x:9999999999"])
+def test_a_generated_set_has_a_family_a_number_and_a_seed(name):
+    with pytest.raises(ConfigError, match=r"FAMILY\[:N\[:SEED\]\]|N must be in"):
+        load_task_set(f"reasoning-gym:{name}")

@@ -15,7 +15,9 @@ from prorl_trio.client.task_sets.code import (
     read_livecodebench_row,
 )
 from prorl_trio.client.task_sets.competition import load_compmath, read_math_row
+from prorl_trio.client.task_sets.generated import PREFIX, load_reasoning_gym
 from prorl_trio.client.task_sets.maths import load_gsm8k, load_sums
+from prorl_trio.client.task_sets.science import load_gpqa_diamond, load_supergpqa, read_choice_row
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 
@@ -30,13 +32,16 @@ TASK_SETS: Final[dict[str, Callable[[], list[TaskInstance]]]] = {
     "compmath": load_compmath,
     "dataframebench": load_dataframebench,
     "dataframebench-test": load_dataframebench_test,
+    "gpqa-diamond": load_gpqa_diamond,
     "gsm8k": load_gsm8k,
     "humaneval": load_humaneval,
     "sums": load_sums,
+    "supergpqa": load_supergpqa,
 }
 ROW_READERS: Final[tuple[Callable[[dict[str, Any], str], TaskInstance | None], ...]] = (
     read_livecodebench_row,
     read_eurus_row,
+    read_choice_row,
     read_math_row,
 )
 """Each takes a row that is no `TaskInstance`, and the name that it has from its place in the file. The first wins."""
@@ -44,6 +49,8 @@ ROW_READERS: Final[tuple[Callable[[dict[str, Any], str], TaskInstance | None], .
 
 def load_task_set(name_or_path: str) -> list[TaskInstance]:
     """Return the instances of a named task set, or of a JSONL file with one instance per line.
+
+    `reasoning-gym:FAMILY[:N[:SEED]]` names an endless one (`generated.load_reasoning_gym`).
 
     Each line has `instance_id`, `handler`, `payload` and, if it likes, `family`; or it is a row that one of
     `ROW_READERS` knows (without a `handler`). Empty lines are skipped. Blocks on the disk.
@@ -54,11 +61,13 @@ def load_task_set(name_or_path: str) -> list[TaskInstance]:
     """
     if name_or_path in TASK_SETS:
         return TASK_SETS[name_or_path]()
+    if name_or_path.startswith(PREFIX):
+        return load_reasoning_gym(name_or_path)
     path = Path(name_or_path)
     try:
         lines = path.read_bytes().splitlines()
     except OSError as exc:
-        names = ", ".join(sorted(TASK_SETS))
+        names = ", ".join([*sorted(TASK_SETS), f"{PREFIX}FAMILY"])
         raise ConfigError(
             f"{name_or_path!r} is neither a task set ({names}) nor a readable file: {exc.strerror}"
         ) from exc

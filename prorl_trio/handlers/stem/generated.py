@@ -1,4 +1,4 @@
-"""Verify an answer to a task of reasoning-gym by its own code. Runs in a scoring process.
+"""The families of reasoning-gym that are used, and the answers that their verifiers may see.
 
 Some of its verifiers evaluate the answer as Python. Those see only what cannot do more than to be a value: a literal,
 or a formula of plain names and operators. Families whose verifier takes wrong answers are refused.
@@ -7,12 +7,11 @@ or a formula of plain names and operators. Families whose verifier takes wrong a
 from __future__ import annotations
 
 import ast
-import math
 import re
-from importlib.metadata import version
-from typing import Any, Final
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
 
-__all__ = ["CHECKED_VERSIONS", "REFUSED", "SOLVED", "check_family", "may_be_evaluated", "score"]
+__all__ = ["CHECKED_VERSIONS", "REFUSED", "SOLVED", "check_family", "is_no_number", "may_be_evaluated"]
 
 CHECKED_VERSIONS: Final = frozenset({"0.1.25"})
 """Versions whose verifiers were looked through for what they do to an answer."""
@@ -37,6 +36,7 @@ _SUMS: Final = frozenset({"countdown"})
 """Families whose verifiers give an answer to SymPy's parser, which evaluates it; of numbers alone, or of more."""
 MAX_EVALUATED_CHARS: Final = 1_000
 _FORMULA: Final = re.compile(r"(?:[A-Za-z]+|\d+(?:\.\d+)?|\*\*|[-+*/^()]|\s)*+")
+_NO_NUMBER: Final = re.compile(r"(?<![a-z])(?:nan|inf(?:inity)?)[ij]?(?![a-z])", re.IGNORECASE)
 _FUNCTIONS: Final = frozenset({"sin", "cos", "tan", "exp", "log", "sqrt", "asin", "acos", "atan", "sinh", "cosh", "pi"})
 
 
@@ -44,38 +44,15 @@ def check_family(family: str) -> None:
     """Raise ValueError, with the reason, if this family, or the installed reasoning-gym, is not to be used."""
     if family in REFUSED:
         raise ValueError(f"reasoning-gym's family {family} is refused: {REFUSED[family]}")
-    installed = version("reasoning-gym")
+    try:
+        installed = version("reasoning-gym")
+    except PackageNotFoundError:
+        raise ValueError("reasoning-gym is not installed: pip install 'prorl-trio[reasoning-gym]'") from None
     if installed not in CHECKED_VERSIONS:
         raise ValueError(
             f"reasoning-gym is {installed}; its verifiers are known for "
             f"{', '.join(sorted(CHECKED_VERSIONS))}: install that"
         )
-
-
-def score(payload: dict[str, Any]) -> dict[str, Any]:
-    """Verify `payload["answer"]`, None for the right one, to the task that `family` and `seed` make.
-
-    Returns `score`, which is in [0, 1].
-
-    Raises:
-        ValueError: the task is wrong: another version made it, or its question is another.
-        Otherwise what the verifier raises at an answer.
-    """
-    import reasoning_gym  # here, since the package is an extra
-
-    family: str = payload["family"]
-    check_family(family)
-    if payload["version"] != (installed := version("reasoning-gym")):
-        raise ValueError(f"reasoning-gym {payload['version']} made this task, and {installed} is installed here")
-    dataset = reasoning_gym.create_dataset(family, seed=payload["seed"], size=1)
-    entry = dataset[0]
-    if entry["question"] != payload["question"]:
-        raise ValueError(f"family {family}, seed {payload['seed']}, makes another question than the task has")
-    answer = entry["answer"] if payload["answer"] is None else payload["answer"]
-    if answer is None or not may_be_evaluated(family, answer):
-        return {"score": 0.0}
-    found = float(dataset.score_answer(answer, entry))
-    return {"score": min(1.0, max(0.0, found)) if math.isfinite(found) else 0.0}
 
 
 def may_be_evaluated(family: str, answer: str) -> bool:
@@ -91,6 +68,11 @@ def may_be_evaluated(family: str, answer: str) -> bool:
         known = all(len(name) == 1 or name in _FUNCTIONS for name in names)
         return len(answer) <= MAX_EVALUATED_CHARS and known and _FORMULA.fullmatch(answer) is not None
     return True
+
+
+def is_no_number(answer: str) -> bool:
+    """Return whether an answer has a NaN or an infinity as Python writes them, which pass comparisons of distances."""
+    return _NO_NUMBER.search(answer) is not None
 
 
 def _is_plain(answer: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -11,7 +12,7 @@ from prorl_trio.agent.loop import asking_service, run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.final_answer import extract_boxed
-from prorl_trio.handlers.stem.generated import SOLVED
+from prorl_trio.handlers.stem.generated import SOLVED, check_family
 from prorl_trio.handlers.stem.payload import Generated, Number, ShortAnswer, StemPayload, read_payload
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import BashTool, FinishTool, IpythonTool, SearchTool, ToolSet
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.context import Resources, RolloutContext
     from prorl_trio.chat.conversation import ParsedTurn
-    from prorl_trio.handlers.stem.payload import ToolName
+    from prorl_trio.handlers.stem.payload import Grader, ToolName
     from prorl_trio.tools import Tool
 
 __all__ = ["StemHandler"]
 
 SCORER: Final = "prorl_trio.handlers.stem.scorer:score"
-VERIFIER: Final = "prorl_trio.handlers.stem.generated:score"
+VERIFIER: Final = "prorl_trio.handlers.stem.verifier:score"
 """By name: their imports (pint, reasoning-gym) stay out of the node."""
 WARM_UP_TIMEOUT_S: Final = 60.0
 MAX_ANSWER_CHARS: Final = 20_000
@@ -51,8 +52,9 @@ class StemHandler(AgentHandler):
         self._search_is_there = resources.search is not None
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """See `AgentHandler.validate`. A task that asks for search is refused by a node that has none."""
+        """See `AgentHandler.validate`. A task is refused that asks for what this node has not: search, or a package."""
         found = read_payload(payload)
+        _check_packages(found.grader)
         if "search" in (found.tools or ()) and not self._search_is_there:
             raise MalformedJob(
                 "this node has no search: set search.backend in its node.toml, or leave `tools` out",
@@ -124,6 +126,19 @@ class StemHandler(AgentHandler):
             else:
                 made.append(BashTool() if name == "bash" else IpythonTool())
         return made
+
+
+def _check_packages(grader: Grader) -> None:
+    """Raise MalformedJob if this node lacks what grades such answers."""
+    if isinstance(grader, Generated):
+        try:
+            check_family(grader.family)
+        except ValueError as exc:
+            raise MalformedJob(str(exc), "$.instance.payload.grader.family") from exc
+    if isinstance(grader, Number) and grader.unit and find_spec("pint") is None:
+        raise MalformedJob(
+            "this node cannot read units: pip install 'prorl-trio[stem]' there", "$.instance.payload.grader.unit"
+        )
 
 
 async def _grade(context: RolloutContext, payload: StemPayload, answer: str) -> tuple[float, dict[str, Any]]:
