@@ -17,13 +17,14 @@ CHECKED_VERSIONS: Final = frozenset({"0.1.25"})
 """Versions whose verifiers were looked through for what they do to an answer."""
 SOLVED: Final = 1.0 - 1e-6
 """The least score that counts as solved."""
-ANEW: Final = "its generator makes another task of the same seed in each process"
+ANEW: Final = "its generator does not make the same task of a seed each time"
 REFUSED: Final = {
     "codeio": "it runs programs of its data file on this machine",
     "composite": "it is made of other families: name those",
     "game_of_life_halting": "its verifier takes text that is no answer for a right one",
     "isomorphic_strings": ANEW,
     "knight_swap": ANEW,
+    "list_functions": ANEW,
     "polynomial_multiplication": ANEW,
     "puzzle24": "its verifier does not look at which numbers were asked for",
     "ransom_note": ANEW,
