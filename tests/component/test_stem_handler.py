@@ -17,8 +17,8 @@ from prorl_trio.http.retries import RetryPolicy
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.search.backend import Document, SearchBackend, SearchFailed
 from prorl_trio.search.service import Search
-from prorl_trio.types.errors import EvaluationError, MalformedJob, SearchUnavailable
-from prorl_trio.types.models import TaskInstance
+from prorl_trio.types.errors import EvaluationError, MalformedJob, NotRestorable, SearchUnavailable
+from prorl_trio.types.models import Recorded, TaskInstance
 
 GOLD = Document(document_id="g", title="Gold", text="Gold has atomic number 79.", url="https://example.org/gold")
 CHOICE = {"kind": "choice", "choices": ["72", "79", "29"], "answer": "B"}
@@ -211,6 +211,27 @@ async def test_answers_made_to_hurt_are_worth_nothing_and_the_next_is_graded(rig
             assert (await handler.eval(context)).reward == 0.0, repr(answer)[:60]
         context.answer = {"choice": "b", "number": "7900 cm", "text": "79"}[kind]
         assert (await handler.eval(context)).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [("(B) 79", 1.0), (f"{'gold ' * 200}, 72", None), ("B" * (MAX_ANSWER_CHARS + 1), 0.0), (None, 0.0)],
+)
+async def test_a_recorded_answer_is_graded_as_it_was(rig, answer, reward):
+    async with open_task(rig, None) as (handler, context):
+        context.answer = answer
+        evaluation = await handler.eval(context)
+        assert evaluation.details | handler.gradable(context) == evaluation.details
+        context.answer = None
+        handler.restore(context, Recorded(details=evaluation.details, stop_reason="finished"))
+        assert await handler.eval(context) == evaluation
+    assert reward is None or evaluation.reward == reward
+
+
+async def test_an_outcome_without_an_answer_cannot_be_graded_again(rig):
+    async with open_task(rig, None) as (handler, context):
+        with pytest.raises(NotRestorable, match=r"details\.answer is missing"):
+            handler.restore(context, Recorded(details={"searches": 1}, stop_reason="finished"))
 
 
 async def test_a_task_whose_unit_is_none_has_no_verdict(rig):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls
@@ -95,6 +95,7 @@ _PIECES = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(_PIECES | st.text(max_size=5), max_size=40).map("".join))
 def test_no_text_makes_a_reader_raise(text):
     for reader in (JSON, CODE):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["RegradeSummary", "Regraded", "Regrading"]
 
 ATTEMPTS: Final = 3
-"""Of an evaluation that the infrastructure failed."""
+"""Limit of the attempts at an evaluation that the infrastructure fails."""
 
 
 class Regraded(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,11 +12,12 @@ from prorl_trio.agent.loop import asking_service, run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.final_answer import extract_boxed
+from prorl_trio.handlers.restoring import restored_text
 from prorl_trio.handlers.stem.generated import SOLVED, check_family
 from prorl_trio.handlers.stem.payload import Generated, Number, ShortAnswer, StemPayload, read_payload
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import BashTool, FinishTool, IpythonTool, SearchTool, ToolSet
-from prorl_trio.types.errors import HostileAnswer, MalformedJob, SandboxUnavailable
+from prorl_trio.types.errors import HostileAnswer, MalformedJob, NotRestorable, SandboxUnavailable
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.handlers.stem.payload import Grader, ToolName
     from prorl_trio.tools import Tool
+    from prorl_trio.types.models import Recorded
 
 __all__ = ["StemHandler"]
 
@@ -103,13 +105,25 @@ class StemHandler(AgentHandler):
         """1.0 for a right answer, else 0.0; no answer is 0.0, and one that the scorer fails at."""
         payload, answer = read_payload(context.spec.instance.payload), context.answer
         searches = sum(call.name == "search" for turn in context.turns for call in turn.tool_calls)
-        details: dict[str, Any] = {"answer": answer and answer[:MAX_SHOWN_CHARS], "searches": searches}
+        details = {**_kept(answer), "searches": searches}
         if answer is None or not answer.strip():
             return Evaluation(reward=0.0, details={**details, "answer": None})
         if len(answer) > MAX_ANSWER_CHARS:
-            return Evaluation(reward=0.0, details={**details, "answer_chars": len(answer)})
+            return Evaluation(reward=0.0, details=details)
         reward, verdict = await _grade(context, payload, answer)
         return Evaluation(reward=reward, details={**details, **verdict})
+
+    def gradable(self, context: RolloutContext) -> dict[str, Any]:
+        """The answer. See `AgentHandler.gradable`."""
+        return _kept(context.answer)
+
+    def restore(self, context: RolloutContext, recorded: Recorded) -> None:
+        """Restore the answer; one that was too long is so again. See `AgentHandler.restore`."""
+        answer, chars = restored_text(recorded, "answer"), recorded.details.get("answer_chars", 0)
+        if not isinstance(chars, int):
+            raise NotRestorable(f"details.answer_chars is {chars!r}, and no number")
+        too_long = answer is not None and chars > MAX_ANSWER_CHARS
+        context.answer = (answer or "").ljust(MAX_ANSWER_CHARS + 1, ".") if too_long else answer
 
     def _tools(self, payload: StemPayload) -> list[ToolName]:
         if payload.tools is not None:
@@ -139,6 +153,13 @@ def _check_packages(grader: Grader) -> None:
         raise MalformedJob(
             "this node cannot read units: pip install 'prorl-trio[stem]' there", "$.instance.payload.grader.unit"
         )
+
+
+def _kept(answer: str | None) -> dict[str, Any]:
+    """Return an answer as it is recorded: whole, so that it can be graded again, but for one that is too long."""
+    if answer is None or len(answer) <= MAX_ANSWER_CHARS:
+        return {"answer": answer}
+    return {"answer": answer[:MAX_SHOWN_CHARS], "answer_chars": len(answer)}
 
 
 async def _grade(context: RolloutContext, payload: StemPayload, answer: str) -> tuple[float, dict[str, Any]]:
