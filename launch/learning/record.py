@@ -61,7 +61,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     demonstrations: int = 8
     demonstration_learning_rate: float = 1e-4
     held_out: int = 96
-    evaluate_every: int = 7
+    evaluate_every: int = 6
     max_output_tokens: int = 48
     max_turns: int = 3
     tokens_per_pack: int = 1024

@@ -106,6 +106,13 @@ DRILLS: Final = (
         {"a": _LARGE, "b": _SMALL},
         ("What is {a} * {b}?", "Compute {a} * {b}.", "Multiply {a} by {b}.", "{a} times {b} is what?"),
     ),
+    Family(
+        "quotient",
+        "{a} // {b}",
+        lambda a, b: a // b if a % b == 0 and a > b else None,
+        {"a": _LARGE, "b": _SMALL},
+        ("What is {a} / {b}?", "Compute {a} / {b}.", "Divide {a} by {b}."),
+    ),
 )
 """Bare calculations, which are no problems to train on."""
 
@@ -201,20 +208,21 @@ FAMILIES: Final = (
         ),
     ),
     Family(
-        "earn_and_spend",
-        "{a} * {b} - {c}",
-        lambda a, b, c: a * b - c if a * b > c else None,
-        {"a": _SMALL, "b": _SMALL, "c": _LARGE},
+        "share",
+        "{a} // {b}",
+        lambda a, b: a // b if a % b == 0 and a > b else None,
+        {"a": _LARGE, "b": _SMALL},
         (
-            "{n} earns {a} dollars an hour for {b} hours and spends {c} dollars. How many dollars are left?",
-            "{n} fills {a} boxes with {b} {t} each and sells {c} of them. How many {t} are left?",
-            "A room has {a} rows of {b} chairs, of which {c} are broken. How many chairs are not broken?",
-            "{n} buys {a} bags of {b} {t} and gives {c} to {m}. How many {t} does {n} have now?",
+            "{b} children share {a} {t} equally. How many {t} does each child get?",
+            "{n} puts {a} {t} into {b} boxes, the same number in each. How many {t} are in each box?",
+            "{n} divides {a} {t} among {b} friends. How many {t} does each friend get?",
+            "{a} {t} are packed in bags of {b}. How many bags are there?",
+            "{b} tickets cost {a} dollars. How many dollars does one ticket cost?",
         ),
         (
-            "{n} is paid {a} coins a day for {b} days and hands {c} of them to {m}. How many coins remain?",
-            "{n} owns {a} jars of {b} {t} each, and {c} of these were stolen. How many {t} remain?",
-            "A hall has {a} tables with {b} guests at each. Then {c} guests leave. How many guests remain in the hall?",
+            "{a} {t} are split evenly between {b} players. How many {t} does every player receive?",
+            "{n} fills {b} jars with {a} {t}, equally many in every jar. How many {t} does a jar hold?",
+            "A hall seats {a} guests at tables of {b}. How many tables are in the hall?",
         ),
     ),
     Family(
@@ -307,20 +315,20 @@ FAMILIES: Final = (
         ),
     ),
     Family(
-        "gain_and_loss",
-        "{a} + {b} - {c}",
-        lambda a, b, c: a + b - c if a + b > c else None,
-        {"a": _LARGE, "b": _LARGE, "c": _LARGE},
+        "rate",
+        "{a} // {b}",
+        lambda a, b: a // b if a % b == 0 and a > b else None,
+        {"a": _LARGE, "b": _SMALL},
         (
-            "{n} has {a} {t}, buys {b} more and gives {c} to {m}. How many {t} are left?",
-            "There are {a} {t} in a box. {n} puts in {b} and takes out {c}. How many are there now?",
-            "{n} has {a} dollars, earns {b} and spends {c}. How many dollars are left?",
-            "A bus has {a} people in it. At a stop {b} get on and {c} get off. How many people are in the bus?",
+            "{n} drives {a} miles in {b} hours. How many miles is that in one hour?",
+            "{n} reads {a} pages in {b} days, the same number each day. How many pages a day is that?",
+            "A machine makes {a} {t} in {b} minutes. How many {t} does it make in one minute?",
+            "{n} earns {a} dollars in {b} hours. How many dollars does {n} earn in an hour?",
         ),
         (
-            "{n} owns {a} {t}, finds another {b} and drops {c}. How many {t} remain?",
-            "A shelf holds {a} {t}. {n} adds {b} and removes {c}. What is the number of {t} on the shelf?",
-            "{n} collected {a} {t} on Monday and {b} on Tuesday, but {c} were stolen. How many {t} remain?",
+            "A train goes {a} miles in {b} hours. How many miles does it go in one hour?",
+            "{n} is paid {a} dollars for {b} days. How many dollars is {n} paid for a day?",
+            "{n} runs {a} laps in {b} weeks, equally many every week. How many laps a week is that?",
         ),
     ),
 )  # fmt: skip
@@ -342,8 +350,8 @@ THINGS: Final[dict[Split, tuple[str, ...]]] = {
 }
 
 
-OPERATIONS: Final = ("+", "-", "*")
-_OPERATION: Final = re.compile(r"[-+*]")
+OPERATIONS: Final = ("+", "-", "*", "//")
+_OPERATION: Final = re.compile(r"//|[-+*]")
 
 
 def held_out_number(number: int) -> bool:
