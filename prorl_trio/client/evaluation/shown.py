@@ -86,7 +86,7 @@ def score_table(scores: Sequence[FamilyScore]) -> Table:
 
 def count_table(scores: Sequence[FamilyScore]) -> Table:
     """Return the table of how many rollouts have a reward, and of what became of the others."""
-    table = Table(title="rollouts", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title="rollouts", title_justify="left", box=None, padding=(0, 1, 0, 0))  # in 80 columns
     table.add_column("family", overflow="fold")
     for column in ("tasks", "rollouts", "graded", *(why.replace("_", " ") for why in LOST)):
         table.add_column(column, justify="right", no_wrap=True)
