@@ -21,7 +21,7 @@ from prorl_trio import ProviderReport, SandboxProvider, SandboxSpec, SandboxUnav
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.run_dir import RunDir, SandboxDir, open_shared_run_dir
 from prorl_trio.sandbox.runtime.runtime import process_runtime
-from prorl_trio.testing.sandbox_contract import CORE_CHECKS, PROCESS_CHECKS, Contract
+from prorl_trio.testing.sandbox_contract import CORE_CHECKS, NO_LAYER_CHECKS, PROCESS_CHECKS, Contract
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -88,7 +88,7 @@ async def prove(names: list[str]) -> None:
     report = await UnshareProvider().probe()
     if not report.usable:
         sys.exit(f"unshare cannot be used here: {report.problem}; {report.remedy}")
-    for check in (*CORE_CHECKS, *PROCESS_CHECKS):
+    for check in (*CORE_CHECKS, *PROCESS_CHECKS, *NO_LAYER_CHECKS):
         name = check.__name__.removeprefix("check_")
         if not names or name in names:
             with tempfile.TemporaryDirectory(prefix="unshare-") as folder:

@@ -21,6 +21,8 @@ __all__ = ["build_environment", "build_repository", "measure_inits", "time_envir
 
 ENVIRONMENT_FILES: Final = 2700
 """As a virtual environment of a data-frame package has."""
+ENVIRONMENT_PLACE: Final = "/workspace/env"
+"""Below a folder that a sandbox takes uploads for."""
 FILES_PER_FOLDER: Final = 30
 FILE_BYTES: Final = 12_000
 REPOSITORY_FILES: Final = 120
@@ -28,8 +30,8 @@ START_TIMEOUT_S: Final = 240.0
 
 
 def build_environment(folder: Path) -> Path:
-    """Fill the new layer `folder` with an environment at /opt/env: 2,700 files, 32 MB. Blocks; returns `folder`."""
-    return _fill(folder, "opt/env/lib", ENVIRONMENT_FILES)
+    """Fill the new layer `folder` with an environment of 2,700 files, 32 MB. Blocks; returns `folder`."""
+    return _fill(folder, f"{ENVIRONMENT_PLACE}/lib".lstrip("/"), ENVIRONMENT_FILES)
 
 
 def build_repository(folder: Path) -> Path:
@@ -51,9 +53,11 @@ async def time_environment(host: SandboxHost, image: str, environment: Path, *, 
     began = time.perf_counter()
     sandbox = await host.open(SandboxSpec(image=image, layers=layers, start_timeout_s=START_TIMEOUT_S))
     if not as_layer:
-        await sandbox.upload(environment / "opt/env", "/opt/env")
+        await sandbox.upload(environment / ENVIRONMENT_PLACE.lstrip("/"), ENVIRONMENT_PLACE)
     taken_ms = (time.perf_counter() - began) * 1e3
-    last = f"/opt/env/lib/package{(ENVIRONMENT_FILES - 1) // FILES_PER_FOLDER}/module{ENVIRONMENT_FILES - 1}.py"
+    last = (
+        f"{ENVIRONMENT_PLACE}/lib/package{(ENVIRONMENT_FILES - 1) // FILES_PER_FOLDER}/module{ENVIRONMENT_FILES - 1}.py"
+    )
     if not (await sandbox.read_file(last)).startswith(b"NUMBER"):
         raise RuntimeError(f"the environment is not in {sandbox!r}")
     await sandbox.aclose()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import errno
+import fcntl
 import json
 import os
 import random
@@ -277,6 +279,36 @@ def test_a_disk_that_has_to_stay_free_stays_free(registry, rules):
         pull_image(registry.push("a:1", [tar_of({"a": b"1"})]), rules)
     assert refused.value.full
     assert (list_images(), list_layers()) == ([], [])
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_while_unpacking_is_told_and_left_as_it_was(code, registry, rules, monkeypatch):
+    reference = registry.push("a:1", [tar_of({"a": NOISE})])
+
+    def unpack(blob, media_type, target, on_progress):
+        (target / "half").write_bytes(b"x")
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pull_module, "unpack_layer", unpack)
+        with pytest.raises(PullError, match=os.strerror(code)) as refused:
+            pull_image(reference, rules)
+    assert refused.value.full
+    assert (list_images(), list_layers()) == ([], [])
+    assert [path.name for path in layers_dir().iterdir()] == [".locks"]
+    pull_image(reference, rules)
+
+
+def test_what_a_killed_pull_was_unpacking_is_removed_by_the_next(registry, rules):
+    left, being_made = layers_dir() / ".new-left", layers_dir() / ".new-made"
+    for folder in (left, being_made):
+        folder.mkdir(parents=True)
+        os.utime(folder, (1, 1))
+    lock = os.open(being_made, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    pull_image(registry.push("a:1", [tar_of({"a": b"1"})]), rules)
+    os.close(lock)
+    assert (left.exists(), being_made.exists()) == (False, True)
 
 
 def test_references():

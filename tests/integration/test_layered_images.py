@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import trio
 
+from launch.image_store import check_image
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.compose import compose_image
 from prorl_trio.sandbox.images.layers import store_layer
+from prorl_trio.sandbox.images.locate import locate_root
 from prorl_trio.sandbox.images.pull import PullRules
 from prorl_trio.sandbox.images.puller import PullLimits
 from prorl_trio.sandbox.images.removal import remove_image
-from prorl_trio.sandbox.images.store import list_images
+from prorl_trio.sandbox.images.store import find_image, list_images
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.runtime.host_python import require_host_python
 from support.programs import find_busybox
@@ -92,6 +94,10 @@ async def test_a_named_image_of_layers_over_the_host(provider, cache, tmp_path):
             assert done.output == "environmentrepositorynew\nown\n"
             assert (await sandbox.bash("touch /usr/x /opt/prorl/lib/x", timeout_s=20)).exit_code == 1
             assert (await sandbox.ipython("import numpy; 1 + 1", timeout_s=60)).result == "2"
+        task = find_image("task")
+        assert await check_image(task, provider) == ""
+        (locate_root("task").layers[1] / "testbed/own").write_text("changed")
+        assert f"layer {repository} changed since it was stored" in await check_image(task, provider)
 
 
 @pytest.mark.slow
