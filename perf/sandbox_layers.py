@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["build_environment", "build_repository", "measure_inits", "time_environment"]
 
 ENVIRONMENT_FILES: Final = 2700
-"""As a virtual environment of a data-frame package has."""
+"""The size of a virtual environment with a data-frame package."""
 ENVIRONMENT_PLACE: Final = "/workspace/env"
 """Below a folder that a sandbox takes uploads for."""
 FILES_PER_FOLDER: Final = 30
