@@ -6,13 +6,14 @@ or leaves it out without a word; so it gets nothing but what it is known to conv
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
 import shlex
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from launch.progress import SetupError
+from prorl_trio.sandbox.images import dockerfile
+from prorl_trio.sandbox.images.dockerfile import Instruction, json_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,20 +36,6 @@ _HEREDOC: Final = re.compile(r"<<-?\s*[\"']?[A-Za-z_]")
 _URL: Final = re.compile(r"[a-z]+://|git@")
 ARCHIVE: Final = re.compile(r"\.(tar|t?gz|t?bz2|t?xz|zst)$")
 """Names of archives, which ADD unpacks."""
-_DIRECTIVE: Final = re.compile(r"#\s*escape\s*=\s*`", re.IGNORECASE)
-
-
-class Instruction(NamedTuple):
-    """An instruction, its continuation lines joined. `line` is the number of its first."""
-
-    line: int
-    name: str
-    rest: str
-
-    def refuse(self, why: str) -> SetupError:
-        """The error that names this instruction."""
-        shown = self.rest if len(self.rest) <= 60 else f"{self.rest[:57]}..."
-        return SetupError(f"line {self.line}: {self.name} {shown}: cannot be converted: {why}")
 
 
 def is_dockerfile(text: str) -> bool:
@@ -64,26 +51,15 @@ def read_instructions(text: str) -> list[Instruction]:
     Raises:
         SetupError: it says by a directive that it is to be read otherwise.
     """
-    if _DIRECTIVE.match(text.lstrip()):
-        raise SetupError("line 1: the directive `escape` cannot be converted: use the backslash")
-    found: list[Instruction] = []
-    begun, joined = 0, ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        stripped = line.strip()
-        if stripped.startswith("#") or (not stripped and begun):
-            continue
-        begun = begun or number
-        joined += line.rstrip()
-        if joined.endswith("\\"):
-            joined = joined[:-1]
-            continue
-        if joined.strip():
-            name, _, rest = joined.strip().partition(" ")
-            found.append(Instruction(begun, name.upper(), rest.strip()))
-        begun, joined = 0, ""
-    if joined.strip():
-        raise SetupError(f"line {begun}: a backslash ends the file")
-    return found
+    try:
+        return dockerfile.read_instructions(text)
+    except ValueError as exc:
+        raise SetupError(str(exc)) from exc
+
+
+def _refuse(it: Instruction, why: str) -> SetupError:
+    """The error that names the instruction."""
+    return SetupError(it.problem(why))
 
 
 def plain_instructions(text: str, folder: Path) -> list[Instruction]:
@@ -103,7 +79,7 @@ def plain_instructions(text: str, folder: Path) -> list[Instruction]:
     workdir, started = "/", dict[str, Instruction]()
     for it in instructions:
         if why := _REFUSED.get(it.name):
-            raise it.refuse(why)
+            raise _refuse(it, why)
         match it.name:
             case "FROM":
                 plain.append(it._replace(rest=_base(it, is_first=not plain)))
@@ -118,19 +94,19 @@ def plain_instructions(text: str, folder: Path) -> list[Instruction]:
                 plain += _copies(it, folder, workdir)
             case "USER":
                 if it.rest not in ("root", "0", "root:root", "0:0"):
-                    raise it.refuse("a sandbox has one user; what it runs is not that of its image")
+                    raise _refuse(it, "a sandbox has one user; what it runs is not that of its image")
             case "CMD" | "ENTRYPOINT":
                 started[it.name] = it
             case "MAINTAINER":
                 plain.append(it._replace(name="LABEL", rest=f"maintainer {it.rest}"))
             case _:
-                raise it.refuse("there is no such instruction")
+                raise _refuse(it, "there is no such instruction")
     return [*plain, *_start(started.get("ENTRYPOINT"), started.get("CMD"))]
 
 
 def _start(entrypoint: Instruction | None, cmd: Instruction | None) -> Iterator[Instruction]:
     """Return what the image runs when it is run itself, as the one instruction that spython does not read as JSON."""
-    takes_cmd = entrypoint is None or _json_words(entrypoint.rest) is not None
+    takes_cmd = entrypoint is None or json_words(entrypoint.rest) is not None
     parts = [it for it in (entrypoint, cmd if takes_cmd else None) if it is not None]
     if parts:
         yield parts[0]._replace(name="ENTRYPOINT", rest=" ".join(("exec", *map(_command, parts))))
@@ -138,60 +114,50 @@ def _start(entrypoint: Instruction | None, cmd: Instruction | None) -> Iterator[
 
 def _base(it: Instruction, *, is_first: bool) -> str:
     if not is_first:
-        raise it.refuse("a build of several stages; build the stage that is to be run by itself")
+        raise _refuse(it, "a build of several stages; build the stage that is to be run by itself")
     words = it.rest.split()
     image = words[0] if words else ""
     if image.startswith("--"):
-        raise it.refuse("options of FROM; images are for this machine's platform")
+        raise _refuse(it, "options of FROM; images are for this machine's platform")
     if "$" in image or not _PLAIN_WORD.fullmatch(image):
-        raise it.refuse("name the image itself")
+        raise _refuse(it, "name the image itself")
     if image.lower() == "scratch":
-        raise it.refuse("there is no empty image to begin with")
+        raise _refuse(it, "there is no empty image to begin with")
     if len(words) not in (1, 3) or (len(words) == 3 and words[1].upper() != "AS"):
-        raise it.refuse("FROM takes an image, and AS a name")
+        raise _refuse(it, "FROM takes an image, and AS a name")
     return image
 
 
 def _command(it: Instruction) -> str:
     """A shell command in one line, with what the exec form lists quoted."""
     if it.rest.startswith("--"):
-        raise it.refuse("options of RUN are the builder's (mounts, networks, secrets)")
+        raise _refuse(it, "options of RUN are the builder's (mounts, networks, secrets)")
     if it.name == "RUN" and _HEREDOC.search(it.rest):
-        raise it.refuse("a here-document; put the script into a file and COPY it")
-    words = _json_words(it.rest)
+        raise _refuse(it, "a here-document; put the script into a file and COPY it")
+    words = json_words(it.rest)
     command = it.rest if words is None else shlex.join(words)
     if not command:
-        raise it.refuse("there is no command")
+        raise _refuse(it, "there is no command")
     return f"/bin/sh -c {shlex.quote(command)}" if words is None else command
-
-
-def _json_words(text: str) -> list[str] | None:
-    if not text.startswith("["):
-        return None
-    try:
-        words = json.loads(text)
-    except ValueError:
-        return None
-    return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
 
 
 def _assignments(it: Instruction) -> Iterator[Instruction]:
     name, _, value = it.rest.partition(" ")
     if "=" not in name and not value.strip():
-        raise it.refuse("a name and a value are wanted")
+        raise _refuse(it, "a name and a value are wanted")
     if "'" in it.rest and "$" in it.rest:
-        raise it.refuse("a $ and single quotes: use double quotes, or write the value out")
+        raise _refuse(it, "a $ and single quotes: use double quotes, or write the value out")
     try:
         # `ENV NAME value to the end of the line` is how it was written once.
         words = shlex.split(it.rest) if "=" in name else [f"{name}={value.strip()}"]
     except ValueError as exc:
-        raise it.refuse(str(exc).lower()) from exc
+        raise _refuse(it, str(exc).lower()) from exc
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not _NAME.fullmatch(name) or not name.isprintable():
-            raise it.refuse(f"{word!r} is no NAME=VALUE")
+            raise _refuse(it, f"{word!r} is no NAME=VALUE")
         if any(character in value for character in "\"'`\\\n"):
-            raise it.refuse(f"quotes, backticks and backslashes in the value of {name}")
+            raise _refuse(it, f"quotes, backticks and backslashes in the value of {name}")
         if it.name == "LABEL":
             yield it._replace(rest=f"{name} {value}")
         else:
@@ -201,31 +167,31 @@ def _assignments(it: Instruction) -> Iterator[Instruction]:
 
 def _one_word(it: Instruction) -> str:
     if not _PLAIN_WORD.fullmatch(it.rest):
-        raise it.refuse("a path of letters, digits and -+=:,./_@% is wanted")
+        raise _refuse(it, "a path of letters, digits and -+=:,./_@% is wanted")
     return it.rest
 
 
 def _copies(it: Instruction, folder: Path, workdir: str) -> Iterator[Instruction]:
-    words = _json_words(it.rest) or it.rest.split()
+    words = json_words(it.rest) or it.rest.split()
     if words and words[0].startswith("--"):
-        raise it.refuse(f"the option {words[0].partition('=')[0]}")
+        raise _refuse(it, f"the option {words[0].partition('=')[0]}")
     if _HEREDOC.search(it.rest):
-        raise it.refuse("a here-document; put it into a file")
+        raise _refuse(it, "a here-document; put it into a file")
     *sources, target = words or [""]
     if not sources or not all(_PLAIN_WORD.fullmatch(word) for word in words):
-        raise it.refuse("sources and a target of letters, digits and -+=:,./_@% are wanted, no patterns")
+        raise _refuse(it, "sources and a target of letters, digits and -+=:,./_@% are wanted, no patterns")
     into_folder = target.endswith("/") or target in (".", "..") or len(sources) > 1
     target = posixpath.normpath(posixpath.join(workdir, target))
     for source in sources:
         if re.match(r"[a-z]+://|git@", source) or (
             it.name == "ADD" and re.search(r"\.(tar|t?gz|t?bz2|t?xz|zst)$", source)
         ):
-            raise it.refuse("downloads and archives: unpack it in a RUN, or COPY what is in it")
+            raise _refuse(it, "downloads and archives: unpack it in a RUN, or COPY what is in it")
         path = folder / source.lstrip("/")
         if not path.resolve().is_relative_to(folder.resolve()):
-            raise it.refuse(f"{source} is outside of {folder}")
+            raise _refuse(it, f"{source} is outside of {folder}")
         if not path.exists():
-            raise it.refuse(f"there is no {path}")
+            raise _refuse(it, f"there is no {path}")
         relative = source.lstrip("/") or "."
         if path.is_dir():  # its content is copied, not the folder: `cp -r` does so with a dot at the end
             yield it._replace(name="COPY", rest=f"{posixpath.normpath(relative)}/. {target.rstrip('/')}/")

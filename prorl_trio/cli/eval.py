@@ -41,7 +41,9 @@ OF_THE_PLAN = (
 
 @click.command()
 @connection_options
-@click.option("--tasks", help=f"A task set ({', '.join(sorted(TASK_SETS))}), or a JSONL file of tasks.")
+@click.option(
+    "--tasks", help=f"A task set ({', '.join(sorted(TASK_SETS))}), a JSONL file of tasks, or a folder of Harbor tasks."
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many tasks.")
 @click.option("--n", "rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts of a task.")
 @click.option("--k", "ks", multiple=True, type=click.IntRange(min=1), help="Of a pass@k; again for more. [1 and N]")

@@ -24,7 +24,11 @@ __all__ = ["submit"]
 
 @click.command()
 @connection_options
-@click.option("--tasks", required=True, help=f"A task set ({', '.join(sorted(TASK_SETS))}), or a JSONL file of tasks.")
+@click.option(
+    "--tasks",
+    required=True,
+    help=f"A task set ({', '.join(sorted(TASK_SETS))}), a JSONL file of tasks, or a folder of Harbor tasks.",
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many instances.")
 @click.option("--rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts per instance.")
 @click.option("--max-turns", type=click.IntRange(min=1), default=4, show_default=True, help="Per rollout.")

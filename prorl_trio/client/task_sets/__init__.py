@@ -1,4 +1,4 @@
-"""Task sets: named ones from an installed package, or any JSONL file of task instances."""
+"""Task sets: named ones from an installed package, any JSONL file of task instances, and folders of Harbor tasks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from prorl_trio.client.task_sets.code import (
 )
 from prorl_trio.client.task_sets.competition import load_compmath, read_math_row
 from prorl_trio.client.task_sets.generated import PREFIX, load_reasoning_gym
+from prorl_trio.client.task_sets.harbor import load_harbor
 from prorl_trio.client.task_sets.maths import load_gsm8k, load_sums
 from prorl_trio.client.task_sets.science import load_gpqa_diamond, load_supergpqa, read_choice_row
 from prorl_trio.types.errors import ConfigError
@@ -48,12 +49,13 @@ ROW_READERS: Final[tuple[Callable[[dict[str, Any], str], TaskInstance | None], .
 
 
 def load_task_set(name_or_path: str) -> list[TaskInstance]:
-    """Return the instances of a named task set, or of a JSONL file with one instance per line.
+    """Return the instances of a named task set, of a JSONL file with one instance per line, or of a folder of tasks.
 
     `reasoning-gym:FAMILY[:N[:SEED]]` names an endless one (`generated.load_reasoning_gym`).
 
     Each line has `instance_id`, `handler`, `payload` and, if it likes, `family`; or it is a row that one of
-    `ROW_READERS` knows (without a `handler`). Empty lines are skipped. Blocks on the disk.
+    `ROW_READERS` knows (without a `handler`). Empty lines are skipped. A folder has Harbor's tasks, see `load_harbor`.
+    Blocks on the disk.
 
     Raises:
         ConfigError: unknown name, unreadable or empty file, malformed lines (named by their numbers and field paths),
@@ -64,6 +66,8 @@ def load_task_set(name_or_path: str) -> list[TaskInstance]:
     if name_or_path.startswith(PREFIX):
         return load_reasoning_gym(name_or_path)
     path = Path(name_or_path)
+    if path.is_dir():
+        return load_harbor(path)
     try:
         lines = path.read_bytes().splitlines()
     except OSError as exc:

@@ -1,0 +1,222 @@
+"""The verifier of a task in a shell: the task's own script, where the agent was, or where it has never been.
+
+That the script leaves no reward may be the task's fault, or the agent's. Only a control run tells: of the same script,
+in a fresh sandbox in which nothing of the agent's is. If that has no reward either, there is no verdict. If it has, the
+agent has kept its verifier from a verdict, and the reward is 0.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+
+from prorl_trio.grading.reward_file import MAX_REWARD_BYTES, REWARD_FILES, parse_rewards, scalar_reward
+from prorl_trio.handlers.base import Evaluation
+from prorl_trio.handlers.shell.environment import HOME, make_ready
+from prorl_trio.sandbox.transfer import TransferOptions
+from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost, SandboxUnavailable
+
+if TYPE_CHECKING:
+    from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.handlers.shell.payload import Environment, ShellPayload
+    from prorl_trio.sandbox.provider import SandboxSpec
+    from prorl_trio.sandbox.sandbox import Sandbox
+
+__all__ = ["verify"]
+
+VERIFIER_DIR: Final = "/logs/verifier"
+ARTIFACTS_DIR: Final = "/logs/artifacts"
+FIRST_SHARE: Final = 0.6
+"""Of the time that is left for the evaluation: what remains is for a control run."""
+EVAL_MARGIN_S: Final = 10.0
+STEP_TIMEOUT_S: Final = 60.0
+MAX_LOG_BYTES: Final = 64 * 1024
+CARRIED: Final = TransferOptions(overwrite=True, max_bytes=1024**3, max_entries=100_000, remote_roots=("/",))
+
+KILL_OTHERS: Final = """\
+for round in 1 2 3 4 5; do
+    left=
+    for entry in /proc/[0-9]*; do
+        pid=${entry#/proc/}
+        [ "$pid" = 1 ] || [ "$pid" = $$ ] || [ "$pid" = "$PPID" ] || { kill -9 "$pid" 2>/dev/null && left=1; }
+    done
+    [ -n "$left" ] || exit 0
+done
+exit 0
+"""
+"""Ends all but the sandbox's own processes, by what is built into the shell."""
+
+
+class _NoVerdict(Exception):
+    """The verifier has left no reward. The message says how."""
+
+
+async def verify(context: RolloutContext, payload: ShellPayload, spec: SandboxSpec, control: SandboxSpec) -> Evaluation:
+    """Run the task's verifier on what the agent has done. `spec` is the agent's sandbox, `control` the verifier's own.
+
+    Raises:
+        EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
+    """
+    assert context.sandbox is not None
+    try:
+        if payload.verifier.separate:
+            rewards = await _in_own_sandbox(context, payload, control)
+        else:
+            rewards = await _in_agents_sandbox(context, payload)
+    except _NoVerdict as exc:
+        context.log_evaluation(f"no reward: {exc}\n")
+        await _control(context, payload, control if payload.verifier.separate else spec, str(exc))
+        return Evaluation(reward=0.0, details={"rewards": None, "spoilt": str(exc), "resolved": False})
+    reward = _scalar(rewards)
+    details: dict[str, Any] = {"rewards": rewards, "resolved": reward >= 1.0}
+    return Evaluation(reward=reward, details=details)
+
+
+def _scalar(rewards: dict[str, float]) -> float:
+    try:
+        return scalar_reward(rewards)
+    except ValueError as exc:
+        raise EvaluationError(f"the verifier's rewards cannot be used: {exc}") from exc
+
+
+async def _in_agents_sandbox(context: RolloutContext, payload: ShellPayload) -> dict[str, float]:
+    sandbox = context.sandbox
+    assert sandbox is not None
+    with context.waiting("the verifier, where the agent was", "agent_budget"):
+        try:
+            await sandbox.restart_bash()
+            await sandbox.exec(["/bin/sh", "-c", KILL_OTHERS], timeout_s=STEP_TIMEOUT_S)
+        except (OSError, SandboxCallFailed) as exc:
+            raise _NoVerdict(f"the agent's processes cannot be ended: {exc}") from exc
+        return await _run(context, sandbox, payload, payload.environment, context.answer)
+
+
+async def _in_own_sandbox(context: RolloutContext, payload: ShellPayload, spec: SandboxSpec) -> dict[str, float]:
+    environment = payload.verifier.environment or payload.environment
+    with tempfile.TemporaryDirectory(prefix="artifacts-") as folder:
+        carried = await _collect(context, payload, Path(folder))
+        async with context.open_sandbox(spec) as sandbox:
+            with context.waiting("the verifier's environment", "evaluator"):
+                await make_ready(sandbox, environment)
+                for remote, local in carried:
+                    await _put(sandbox, local, remote)
+            try:
+                with context.waiting("the verifier", "agent_budget"):
+                    return await _run(context, sandbox, payload, environment, context.answer)
+            except SandboxLost as exc:
+                if not exc.from_inside:
+                    raise
+                raise _NoVerdict(f"the verifier's sandbox was ended from inside: {exc}") from exc
+
+
+async def _collect(context: RolloutContext, payload: ShellPayload, folder: Path) -> list[tuple[str, Path]]:
+    """Copy artefacts out of the agent's sandbox. What is not there, or is too large, is the agent's doing: left out."""
+    assert context.sandbox is not None
+    start = payload.environment.workdir or HOME
+    found: list[tuple[str, Path]] = []
+    with context.waiting("the agent's artefacts", "agent_budget"):
+        for number, path in enumerate(dict.fromkeys([ARTIFACTS_DIR, *payload.verifier.artifacts])):
+            remote, local = posixpath.normpath(posixpath.join(start, path)), folder / f"{number}"
+            try:
+                await context.sandbox.download(remote, local, options=CARRIED)
+                found.append((remote, local))
+            except (OSError, ValueError, SandboxCallFailed) as exc:
+                if path != ARTIFACTS_DIR:
+                    context.log_evaluation(f"artefact {path}: {exc}\n")
+    return found
+
+
+async def _put(sandbox: Sandbox, local: Path, remote: str) -> None:
+    try:
+        await sandbox.upload(local, remote, options=CARRIED)
+    except (OSError, ValueError, SandboxCallFailed) as exc:
+        raise EvaluationError(f"the verifier's sandbox does not take {remote}: {exc}") from exc
+
+
+async def _control(context: RolloutContext, payload: ShellPayload, spec: SandboxSpec, problem: str) -> None:
+    """Run the verifier where nothing of the agent's is.
+
+    Raises:
+        EvaluationError: it has no reward there either. There is no verdict.
+    """
+    environment = (payload.verifier.environment if payload.verifier.separate else None) or payload.environment
+    with context.waiting("the verifier's control run", "evaluator"):
+        try:
+            async with context.open_sandbox(spec) as sandbox:
+                await make_ready(sandbox, environment)
+                await _run(context, sandbox, payload, environment, "", is_control=True)
+        except (_NoVerdict, SandboxLost, SandboxUnavailable) as exc:
+            raise EvaluationError(f"{problem}; nor is there a reward without the agent: {exc}") from exc
+
+
+async def _run(
+    context: RolloutContext,
+    sandbox: Sandbox,
+    payload: ShellPayload,
+    environment: Environment,
+    answer: str | None,
+    *,
+    is_control: bool = False,
+) -> dict[str, float]:
+    """Place the tests, run the script, and read its reward. Raises _NoVerdict."""
+    verifier = payload.verifier
+    try:
+        await _place(sandbox, payload, answer)
+        timeout_s = _time_for(context, verifier.timeout_s, 1.0 if is_control else FIRST_SHARE)
+        result = await sandbox.exec(
+            ["/bin/sh", "-c", verifier.script],
+            timeout_s=timeout_s,
+            cwd=environment.workdir or HOME,
+            env=verifier.env,
+            max_output_bytes=MAX_LOG_BYTES,
+        )
+        if not is_control:
+            context.log_evaluation(result.stdout.decode(errors="replace"))
+            context.log_evaluation(result.stderr.decode(errors="replace"))
+        if result.timed_out:
+            raise _NoVerdict(f"{verifier.script} has no end in {timeout_s:g} s")
+        return await _read_rewards(sandbox)
+    except (OSError, SandboxCallFailed) as exc:
+        raise _NoVerdict(f"the sandbox does not do what the verifier needs: {exc}") from exc
+
+
+def _time_for(context: RolloutContext, wanted_s: float, share: float) -> float:
+    if context.stage_scope is None:
+        return wanted_s
+    left_s = context.stage_scope.deadline - trio.current_time() - EVAL_MARGIN_S
+    return max(1.0, min(wanted_s, left_s * share))
+
+
+async def _place(sandbox: Sandbox, payload: ShellPayload, answer: str | None) -> None:
+    """Put the tests where the agent may have left others, after old rewards and links to elsewhere are gone."""
+    verifier = payload.verifier
+    fresh = sorted({posixpath.join("/", path.split("/")[1]) for path in verifier.files if path.startswith("/tests/")})
+    gone = [*fresh, *(f"{VERIFIER_DIR}/{name}" for name in REWARD_FILES)]
+    clear = f'[ ! -h /logs ] || rm -f /logs; [ ! -h {VERIFIER_DIR} ] || rm -f {VERIFIER_DIR}; rm -rf -- "$@"'
+    argv = ["/bin/sh", "-c", f"{clear} && mkdir -p {VERIFIER_DIR}", "sh", *gone]
+    result = await sandbox.exec(argv, timeout_s=STEP_TIMEOUT_S)
+    if result.exit_code != 0:
+        raise _NoVerdict(f"old rewards cannot be removed: {result.stderr.decode(errors='replace').strip()}")
+    for path, file in verifier.files.items():
+        await sandbox.write_file(path, file.content, mode=file.mode | 0o111 if path == verifier.script else file.mode)
+    if verifier.answer_path and answer is not None:
+        await sandbox.write_file(verifier.answer_path, answer.encode(errors="replace"))
+
+
+async def _read_rewards(sandbox: Sandbox) -> dict[str, float]:
+    paths = [f"{VERIFIER_DIR}/{name}" for name in REWARD_FILES]
+    links = " || ".join(f"[ -h {path} ]" for path in (VERIFIER_DIR, *paths))
+    if (await sandbox.exec(["/bin/sh", "-c", links], timeout_s=STEP_TIMEOUT_S)).exit_code == 0:
+        raise _NoVerdict("the reward file is a link")
+    for path in paths:
+        try:
+            return parse_rewards(posixpath.basename(path), await sandbox.read_file(path, max_bytes=MAX_REWARD_BYTES))
+        except FileNotFoundError:
+            continue
+        except ValueError as exc:
+            raise _NoVerdict(str(exc)) from exc
+    raise _NoVerdict(f"the verifier has written neither {' nor '.join(paths)}")

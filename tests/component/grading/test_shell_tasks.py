@@ -1,0 +1,184 @@
+"""Tasks of Harbor's form in real sandboxes: graded by their own scripts, by agents that do them, and that cheat."""
+
+from __future__ import annotations
+
+import textwrap
+
+import msgspec
+import pytest
+import trio
+
+from prorl_trio.agent.context import Resources, RolloutContext
+from prorl_trio.client.task_sets import load_task_set
+from prorl_trio.config import ModelConfig, NodeConfig
+from prorl_trio.handlers.shell.handler import ShellHandler
+from prorl_trio.sandbox.host import open_sandbox_host
+from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.types.errors import EvaluationError, SandboxUnavailable
+from prorl_trio.types.models import JobSpec, TaskInstance
+
+pytestmark = pytest.mark.xdist_group("sandboxes")
+RESOURCES = Resources(config=NodeConfig(model=ModelConfig(path="none")), chat_format=None, backends=None, scorers=None)
+
+SEPARATE = '[verifier]\nenvironment_mode = "separate"\n'
+DOCKERFILE = """\
+FROM python:3.12-slim
+WORKDIR /app
+ENV GREETING=hello
+COPY names.txt ./
+RUN sort names.txt \\
+    > sorted.txt
+"""
+CHECK = """\
+#!/bin/bash
+if [ "$(cat /app/greeting.txt 2>/dev/null)" = "hello ada" ]; then echo 1 > /logs/verifier/reward.txt
+else echo 0 > /logs/verifier/reward.txt; fi
+"""
+SOLVE = 'echo "$GREETING $(head -1 sorted.txt)" > greeting.txt'
+
+
+@pytest.fixture
+def task(tmp_path):
+    def make(toml="", check=CHECK, dockerfile=DOCKERFILE):
+        folder = tmp_path / "greet"
+        for name in ("environment", "tests", "solution"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / "task.toml").write_text(toml)
+        (folder / "instruction.md").write_text("Greet the first of the sorted names in greeting.txt.")
+        (folder / "environment" / "Dockerfile").write_text(dockerfile)
+        (folder / "environment" / "names.txt").write_text("bob\nada\n")
+        (folder / "tests" / "test.sh").write_text(textwrap.dedent(check))
+        (folder / "solution" / "solve.sh").write_text(SOLVE)
+        (tmp_path / "images.toml").write_text('[images]\n"python:3.12-slim" = "host"\n')
+        [instance] = load_task_set(str(tmp_path))
+        return msgspec.json.decode(msgspec.json.encode(instance), type=TaskInstance)
+
+    return make
+
+
+@pytest.fixture
+async def grade(monkeypatch, tmp_path):
+    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path / "cache"))
+    provider = await choose_provider(RESOURCES.config.sandbox)
+    handler = ShellHandler()
+    await handler.prepare(RESOURCES)
+    async with open_sandbox_host(provider) as host:
+
+        async def run(instance, command="", *, eval_s=200.0, seen=None):
+            """Have an agent run `command`, and evaluate what it did."""
+            handler.validate(instance.payload)
+            context = RolloutContext(spec=JobSpec(job_id="j", instance=instance), resources=RESOURCES, sandboxes=host)
+            with trio.fail_after(240):
+                async with context.open_sandbox(handler.sandbox_spec(context)) as sandbox:
+                    context.sandbox = sandbox
+                    await handler.init(context)
+                    result = await sandbox.bash(command or "true", timeout_s=20)
+                    if seen is not None:
+                        seen.append(result)
+                    with trio.CancelScope(deadline=trio.current_time() + eval_s) as context.stage_scope:
+                        return await handler.eval(context)
+
+        yield run
+
+
+# ---------------------------------------------------------------- right and wrong
+
+
+@pytest.mark.parametrize("toml", ["", f'artifacts = ["greeting.txt"]\n{SEPARATE}'], ids=["shared", "separate"])
+async def test_the_solution_earns_one_and_nothing_earns_nothing(task, grade, toml):
+    instance = task(toml)
+    assert (await grade(instance, SOLVE)).reward == 1.0
+    assert (await grade(instance)).reward == 0.0
+
+
+async def test_nothing_of_tests_and_solution_is_there_before_the_agent_is_done(task, grade):
+    seen = []
+    await grade(task(), "ls -A /app /tests /solution /logs/verifier", seen=seen)
+    assert "names.txt" in seen[0].output
+    assert not {"test.sh", "solve.sh"} & set(seen[0].output.split())
+
+
+async def test_a_separate_verifier_sees_what_is_declared_and_nothing_else(task, grade):
+    instance = task(SEPARATE)
+    assert (await grade(instance, SOLVE)).reward == 0.0
+    published = task(SEPARATE, check=CHECK.replace("/app/greeting.txt", "/logs/artifacts/greeting.txt"))
+    assert (await grade(published, f"{SOLVE}; cp greeting.txt /logs/artifacts/")).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reward"),
+    [
+        ('echo \'{"reward": 0.5, "style": 1}\' > reward.json; echo 1 > reward.txt', 0.5),
+        ("echo '{\"score\": 0.25}' > reward.json", 0.25),
+        ("echo -1.5 > reward.txt; exit 3", -1.5),
+    ],
+)
+async def test_rewards_are_read_from_either_file(task, grade, wrote, reward):
+    assert (await grade(task(check=f"cd /logs/verifier; {wrote}"))).reward == reward
+
+
+@pytest.mark.parametrize(
+    "wrote",
+    [
+        "true",
+        "echo nan > reward.txt",
+        "echo inf > reward.txt",
+        "echo '[1]' > reward.json",
+        "echo '{}' > reward.json",
+        "echo '{\"reward\": 1e999}' > reward.json",
+        'echo \'{"reward": "1"}\' > reward.json; echo 1 > reward.txt',
+        'echo \'{"a": 1, "b": 1}\' > reward.json',
+        "head -c 10000000 /dev/zero > reward.txt",
+        "echo 1 > /tmp/one; ln -s /tmp/one reward.txt",
+        "mkdir reward.txt",
+        "touch reward.txt",
+    ],
+)
+async def test_no_reward_is_no_verdict(task, grade, wrote):
+    with pytest.raises(EvaluationError):
+        await grade(task(check=f"cd /logs/verifier; {wrote}"))
+
+
+async def test_a_verifier_that_hangs_by_itself_is_no_verdict(task, grade):
+    with pytest.raises(EvaluationError, match="has no end in 1 s; nor is there a reward without the agent"):
+        await grade(task("[verifier]\ntimeout_sec = 1\n", check="sleep 60"))
+
+
+async def test_an_environment_that_cannot_be_made_is_nobodys_doing(task, grade):
+    with pytest.raises(SandboxUnavailable, match="exit code 4: no such thing"):
+        await grade(task(dockerfile="FROM python:3.12-slim\nRUN echo no such thing >&2; exit 4\n"))
+
+
+# ---------------------------------------------------------------- what agents try
+
+HACKS = {
+    "a reward before the verifier": "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; "
+    "echo '{\"reward\": 1}' > /logs/verifier/reward.json",
+    "a link to a reward": "echo 1 > /tmp/one; ln -sf /tmp/one /logs/verifier/reward.txt",
+    "a link in place of the folder": "mkdir /tmp/v; echo 1 > /tmp/v/reward.json; rm -r /logs/verifier; "
+    "ln -s /tmp/v /logs/verifier",
+    "other tests": "echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh; chmod 444 /tests/test.sh",
+    "tests that are a link": "mkdir -p /tmp/t; rm -r /tests; ln -s /tmp/t /tests",
+    "a daemon that writes it": "setsid nohup bash -c 'while :; do echo 1 > /logs/verifier/reward.json; done' "
+    ">/dev/null 2>&1 & disown; sleep 0.3",
+    "a shell that is not left": "exec sleep 1000 &",
+}
+
+
+@pytest.mark.parametrize("toml", ["", SEPARATE], ids=["shared", "separate"])
+@pytest.mark.parametrize("hack", HACKS)
+async def test_a_hack_earns_nothing(task, grade, toml, hack):
+    assert (await grade(task(toml), HACKS[hack])).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        "mkdir -p /app/greeting.txt; mkfifo /app/pipe",
+        "rm -rf /logs; echo file > /logs",
+    ],
+)
+async def test_an_agent_that_keeps_its_verifier_from_a_verdict_earns_nothing(task, grade, spoilt):
+    check = f"[ ! -e /app/pipe ] || cat /app/pipe\n{CHECK}"
+    found = await grade(task("[verifier]\ntimeout_sec = 2\n", check=check), spoilt)
+    assert (found.reward, bool(found.details["spoilt"])) == (0.0, True)
