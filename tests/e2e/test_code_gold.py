@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
-import trio
 
-from prorl_trio import JobSpec, connect
 from prorl_trio.client.task_sets import load_task_set
 from prorl_trio.client.task_sets.code import HUMANEVAL
-from prorl_trio.types.models import SamplingParams
 from support.code_policy import SolvesByTools, fetch_wheel
+from support.gold_runs import outcomes_of
 
 pytestmark = pytest.mark.slow
-EXAMPLE = Path(__file__).parents[2] / "examples" / "local_node.py"
-
-
-def open_local_node(policy):
-    spec = importlib.util.spec_from_file_location("local_node_example", EXAMPLE)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    return example.open_local_node(policy)
-
-
-async def outcomes_of(policy, instances, *, timeout_s):
-    sampling = SamplingParams(max_output_tokens=8192)
-    jobs = [JobSpec(job_id=each.instance_id, instance=each, sampling=sampling) for each in instances]
-    outcomes = {}
-    with trio.fail_after(timeout_s):
-        async with open_local_node(policy) as node, connect(node.url, node.token) as client:
-            await client.submit(jobs)
-            async for outcome in client.results():
-                outcomes[outcome.job_id] = outcome
-    return outcomes
 
 
 async def test_every_solution_of_humaneval_is_right_and_no_answer_is_none():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from prorl_trio.client.task_sets.agentbench import load_agentbench_os
 from prorl_trio.client.task_sets.code import (
     load_dataframebench,
     load_dataframebench_test,
@@ -30,6 +31,7 @@ __all__ = ["TASK_SETS", "load_task_set"]
 MAX_BAD_LINES: Final = 5
 """Limit of the bad lines that an error names."""
 TASK_SETS: Final[dict[str, Callable[[], list[TaskInstance]]]] = {
+    "agentbench-os": load_agentbench_os,
     "compmath": load_compmath,
     "dataframebench": load_dataframebench,
     "dataframebench-test": load_dataframebench_test,

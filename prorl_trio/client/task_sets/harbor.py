@@ -63,7 +63,7 @@ def _load(task: Path, images: Mapping[str, str]) -> TaskInstance:
     ):
         if (task / name).exists():
             raise ConfigError(f"{task / name}: {why}")
-    files = Files(task)
+    files = Files()
     payload = {
         "instruction": _text(task / "instruction.md"),
         "environment": _environment(sections.environment, task / "environment", images, files),

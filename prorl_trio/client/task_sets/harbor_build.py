@@ -25,23 +25,22 @@ _OPTIONS: Final = "options of an instruction are the builder's"
 class Files:
     """The files of one task on their way into its payload: all of them together within `MAX_TASK_BYTES`."""
 
-    def __init__(self, task: Path) -> None:
-        self._task = task.resolve()
+    def __init__(self) -> None:
         self._size_bytes = 0
 
     def folder(self, source: Path, target: str) -> dict[str, Any]:
         """Return the files below `source` as those below `target`. Raises ConfigError, as `file`."""
         found = sorted(path for path in source.rglob("*") if path.is_symlink() or not path.is_dir())
-        return {posixpath.join(target, path.relative_to(source).as_posix()): self.file(path) for path in found}
+        return {posixpath.join(target, path.relative_to(source).as_posix()): self.file(path, source) for path in found}
 
-    def file(self, path: Path) -> dict[str, Any]:
-        """Return a file with its mode.
+    def file(self, path: Path, within: Path) -> dict[str, Any]:
+        """Return a file of the folder `within`, with its mode.
 
         Raises:
-            ConfigError: it leads out of the task's folder, cannot be read, or there is too much with it; it is named.
+            ConfigError: it leads out of that folder, cannot be read, or there is too much with it; it is named.
         """
-        if not path.resolve().is_relative_to(self._task):
-            raise ConfigError(f"{path} leads out of the task's folder {self._task}")
+        if not path.resolve().is_relative_to(within.resolve()):
+            raise ConfigError(f"{path} leads out of {within}")
         if not path.is_file():
             raise ConfigError(f"{path} is no file: links to folders, pipes and devices do not travel")
         try:
@@ -159,10 +158,14 @@ class _Reader:
         found: dict[str, Any] = {}
         for source in sources:
             path = self._path.parent / source.lstrip("/")
+            if not path.resolve().is_relative_to(self._path.parent.resolve()):
+                raise self._refuse(it, f"{source} is outside of {self._path.parent}")
             if not path.exists():
                 raise self._refuse(it, f"there is no {path}")
             if path.is_dir():
                 found |= self._files.folder(path, target)
             else:
-                found[posixpath.join(target, path.name) if into_folder else target] = self._files.file(path)
+                found[posixpath.join(target, path.name) if into_folder else target] = self._files.file(
+                    path, self._path.parent
+                )
         return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -96,6 +98,21 @@ async def test_nothing_of_tests_and_solution_is_there_before_the_agent_is_done(t
     await grade(task(), "ls -A /app /tests /solution /logs/verifier", seen=seen)
     assert "names.txt" in seen[0].output
     assert not {"test.sh", "solve.sh"} & set(seen[0].output.split())
+
+
+async def test_the_task_of_the_guide_can_be_done(tmp_path, grade):
+    guide = (Path(__file__).parents[3] / "docs" / "harbor.md").read_text()
+    blocks = re.findall(r"```(toml|dockerfile|bash)\n(.*?)```", guide, re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["toml", "dockerfile", "bash", "toml"]
+    names = ("greet/task.toml", "greet/environment/Dockerfile", "greet/tests/test.sh", "images.toml")
+    for name, (_, text) in zip(names, blocks, strict=True):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "greet" / "instruction.md").write_text("Greet the first name.")
+    (tmp_path / "greet" / "environment" / "names.txt").write_text("bob\nada\n")
+    [instance] = load_task_set(str(tmp_path))
+    assert (await grade(instance, "echo hello $(head -1 sorted.txt) > greeting.txt")).reward == 1.0
+    assert (await grade(instance, "echo hello bob > greeting.txt")).reward == 0.0
 
 
 async def test_a_separate_verifier_sees_what_is_declared_and_nothing_else(task, grade):

@@ -1,0 +1,135 @@
+"""Folders of Harbor tasks, read into instances; and what is refused, by its file and key or line."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from prorl_trio.client.task_sets import load_task_set
+from prorl_trio.handlers.shell import payload
+from prorl_trio.handlers.shell.payload import read_payload
+from prorl_trio.types.errors import ConfigError, MalformedJob
+
+
+@pytest.fixture
+def load(tmp_path):
+    def read(toml="", dockerfile="FROM host\n", files=None):
+        written = {
+            "task.toml": toml,
+            "instruction.md": "Do it.",
+            "environment/Dockerfile": dockerfile,
+            "tests/test.sh": "echo 1 > /logs/verifier/reward.txt",
+            "solution/solve.sh": "true # the solution",
+        }
+        for name, content in (written | (files or {})).items():
+            path = tmp_path / "one" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        return load_task_set(str(tmp_path))
+
+    return read
+
+
+def test_a_task_is_its_folder_without_its_solution(load):
+    [instance] = load(
+        'version = "1.0"\nartifacts = ["/app/a", {source = "b"}]\n[metadata]\nauthor = "x"\n'
+        '[agent]\ntimeout_sec = 60\n[verifier]\ntimeout_sec = 30.0\nenv = {A = "1"}\n'
+        '[environment]\nmemory_mb = 512\nstorage_mb = 64\ncpus = 2\nnetwork_mode = "no-network"\n',
+        files={"tests/cases/a.txt": "a"},
+    )
+    task = read_payload(instance.payload)
+    assert (instance.instance_id, instance.handler, task.instruction) == ("one", "shell", "Do it.")
+    assert task.environment.image == "host"
+    assert (task.environment.memory_bytes, task.environment.disk_bytes) == (512 * 1024**2, 64 * 1024**2)
+    assert (task.environment.network, task.agent_timeout_s, task.verifier.timeout_s) == (False, 60, 30)
+    assert task.verifier.artifacts == ["/app/a", "b"]
+    assert sorted(task.verifier.files) == ["/tests/cases/a.txt", "/tests/test.sh"]
+    assert "solution" not in str(instance.payload)
+    assert base64.b64encode(b"true # the solution").decode() not in str(instance.payload)
+
+
+def test_a_dockerfile_is_made_step_by_step(load):
+    [instance] = load(
+        dockerfile='# a comment\nFROM docker.io/library/debian:12 AS base\nENV A=1 B="two words"\nWORKDIR /srv\n'
+        'WORKDIR app\nCOPY a.txt copied/\nRUN ["touch", "a b"]\nRUN echo \\\n  joined\n',
+        files={"environment/a.txt": "content"},
+    )
+    made = read_payload(instance.payload).environment
+    assert (made.image, made.workdir, made.env) == (
+        "docker.io/library/debian:12",
+        "/srv/app",
+        {"A": "1", "B": "two words"},
+    )
+    assert [(list(step.files), step.command.rpartition("; ")[2], step.cwd) for step in made.build] == [
+        ([], "", "/srv"),
+        ([], "", "/srv/app"),
+        (["/srv/app/copied/a.txt"], "", ""),
+        ([], "touch 'a b'", "/srv/app"),
+        ([], "echo   joined", "/srv/app"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        ("[agnt]\n", "task.toml: Object contains unknown field `agnt`"),
+        ("[agent]\ntimeout = 3\n", r"unknown field `timeout` - at `\$.agent`"),
+        ('[verifier]\ntimeout_sec = "3"\n', r"Expected `float`, got `str` - at `\$.verifier.timeout_sec`"),
+        ("[verifier]\ntimeout_sec = -1\n", r"\$.verifier.timeout_sec"),
+        ("[environment\n", "task.toml: Expected"),
+        ('schema_version = "2.0"\n', "schema_version is '2.0'"),
+        ('[agent]\nuser = "alice"\n', "agent.user: 'alice'"),
+        ('[environment]\nnetwork_mode = "allowlist"\n', "environment.network_mode: allowlist"),
+        ("[environment]\ngpus = 1\n", "environment.gpus"),
+        ('[environment]\nenv = {TOKEN = "${TOKEN}"}\n', "environment.env.TOKEN"),
+        ('[[environment.mcp_servers]]\nname = "x"\n', "environment.mcp_servers"),
+        ('[[verifier.collect]]\ncommand = "x"\n', "verifier.collect"),
+        ('[[steps]]\nname = "one"\n', "steps: "),
+        ('[verifier]\nenvironment_mode = "shared"\n[verifier.environment]\n', "environment_mode is shared"),
+    ],
+)
+def test_a_task_toml_is_refused_by_file_and_key(load, toml, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        load(toml)
+    assert "one/task.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("EXPOSE 80", "line 2: EXPOSE 80: cannot be converted"),
+        ("RUN --mount=type=cache true", "line 2: RUN --mount"),
+        ("RUN cat <<END", "a here-document"),
+        ("COPY nothing.txt /", "there is no"),
+        ("COPY *.txt /", "without patterns"),
+        ("COPY ../tests/test.sh /", "is outside of"),
+        ("ENV PATH=/x:$PATH", "without variables"),
+        ("FROM other", "several stages"),
+        ("USER alice", "FROM, RUN, COPY, WORKDIR and ENV"),
+    ],
+)
+def test_a_dockerfile_is_refused_by_file_and_line(load, line, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        load(dockerfile=f"FROM host\n{line}\n")
+    assert "environment/" in str(caught.value)
+
+
+def test_more_than_travels_is_refused_by_the_file(load, monkeypatch):
+    monkeypatch.setattr("prorl_trio.client.task_sets.harbor_build.MAX_TASK_BYTES", 50)
+    with pytest.raises(ConfigError, match=r"tests/a-large: with it the task's files have \d+ bytes; the limit is 50"):
+        load(files={"tests/a-large": "x" * 90})
+
+
+def test_a_link_out_of_its_folder_does_not_travel(load, tmp_path):
+    load()
+    (tmp_path / "one" / "tests" / "link").symlink_to("../solution/solve.sh")
+    with pytest.raises(ConfigError, match=r"tests/link leads out of .*tests"):
+        load()
+
+
+def test_the_node_refuses_more_than_travels_too(load, monkeypatch):
+    [instance] = load()
+    monkeypatch.setattr(payload, "MAX_TASK_BYTES", 10)
+    with pytest.raises(MalformedJob, match=r"/tests/test.sh its files have \d+ bytes; the limit is 10"):
+        read_payload(instance.payload)
