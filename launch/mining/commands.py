@@ -1,0 +1,197 @@
+"""`prorl-trio tasks`: task sets that are mined out of a package index."""
+
+from __future__ import annotations
+
+import os
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+import trio
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ipc.nursery import single_exception
+from launch.mining.index import normal_name, pip_settings
+from launch.mining.miner import Miner, MiningLimits, Wanted
+from launch.mining.rows import Gold, load_tasks, read_gold, read_rows, set_folder, write_lines
+from launch.mining.runs import Bench
+from launch.mining.sets import MINED_SETS
+from launch.mining.verification import CHECKS, verify_row
+from prorl_trio.config import SandboxConfig
+from prorl_trio.sandbox.host import open_sandbox_host
+from prorl_trio.sandbox.images.layers import find_layer
+from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from launch.mining.rows import MinedTask
+    from prorl_trio.types.models import TaskInstance
+
+__all__ = ["tasks"]
+
+_MIB: Final = 1024 * 1024
+_JOBS: Final = click.IntRange(1, 64)
+ROWS: Final = "tasks.jsonl"
+GOLD: Final = "gold.jsonl"
+
+
+@click.group()
+def tasks() -> None:
+    """Mine tasks of software engineering from a package index, verify and export them.
+
+    A task asks for what a release changed, or one hunk of it; the tests of that release decide. The index is the one
+    that pip is set to.
+    """
+
+
+@tasks.command()
+@click.argument("name", metavar="SET")
+@click.argument("packages", nargs=-1, metavar="[PACKAGE]...")
+@click.option("--pairs", type=click.IntRange(min=1), default=4, show_default=True, help="Newest pairs of releases.")
+@click.option("--hunks", type=click.IntRange(min=0), default=8, show_default=True, help="Of a release, to be tried.")
+@click.option("--per-package", type=click.IntRange(min=1), default=10, show_default=True, help="Tasks at most.")
+@click.option("--require", multiple=True, help="What the tests need besides what the packages say.")
+@click.option("--jobs", type=_JOBS, default=os.cpu_count() or 1, help="Candidates at once; default: the cores here.")
+def mine(
+    name: str, packages: tuple[str, ...], pairs: int, hunks: int, per_package: int, require: tuple[str, ...], jobs: int
+) -> None:
+    """Mine packages into the task set SET; without packages, those that a SET of ours is made of (sdist-swe).
+
+    What was tried before is not tried again: the same command goes on where one was interrupted. A candidate that is
+    refused is kept with the reason.
+    """
+    if not packages and name not in MINED_SETS:
+        raise click.UsageError(f"name the packages of {name}; only {', '.join(MINED_SETS)} has some by itself")
+    wanted = [Wanted(normal_name(each), pairs, require) for each in packages] or [*MINED_SETS[name]]
+    limits = MiningLimits(hunks=hunks, per_package=per_package)
+    folder = set_folder(name)
+    settings = pip_settings()
+    console = Console()
+
+    async def run() -> list[str]:
+        with _bar(console) as bar:
+            line = bar.add_task("candidates", total=None)
+
+            def ended(task: MinedTask) -> None:
+                bar.advance(line)
+                reason = f": {' '.join(task.reason.split())[:160]}" if task.reason else ""
+                bar.console.print(f"{task.status} {task.instance_id}{reason}", markup=False, highlight=False)
+
+            async with _open_bench(jobs) as bench:
+                miner = Miner(bench, folder, settings, limits=limits, jobs=jobs, on_ended=ended)
+                return await miner.mine(wanted)
+
+    try:
+        problems = trio.run(run)
+    finally:
+        verified = _write_set(folder)
+    families = {task.row.family for task in verified if task.row is not None}
+    console.print(f"{len(verified)} verified tasks of {len(families)} packages: {folder / ROWS}", soft_wrap=True)
+    for problem in problems:
+        click.secho(f"error: {problem}", fg="red", err=True)
+    if problems:
+        raise click.ClickException(f"{len(problems)} of {len(wanted)} packages were not mined to their end")
+
+
+@tasks.command()
+@click.argument("rows", metavar="FILE_OR_SET")
+@click.option("--gold", type=click.Path(path_type=Path), help="The gold patches; default: gold.jsonl beside the rows.")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first so many rows.")
+@click.option("--jobs", type=_JOBS, default=os.cpu_count() or 1, help="Rows at once; default: the cores here.")
+def verify(rows: str, gold: Path | None, limit: int | None, jobs: int) -> None:
+    """Run each row's tests before a change, with the gold patch, an empty and a test-editing one, each twice.
+
+    Exit code 1 if a check of a row did not end as it must, or could not be made.
+    """
+    path = set_folder(rows) / ROWS if (set_folder(rows) / ROWS).is_file() else Path(rows)
+    found = read_rows(path)[:limit]
+    patches = read_gold(gold or path.with_name(GOLD))
+    console = Console()
+    wrong = trio.run(_verify_all, found, patches, jobs, console)
+    table = Table("row", "check", "what was wrong")
+    for instance_id, verdicts in wrong.items():
+        for check, verdict in verdicts.items():
+            table.add_row(instance_id, check, verdict.replace("[", r"\["))
+    if wrong:
+        console.print(table)
+        raise click.ClickException(f"{len(wrong)} of {len(found)} rows are not as they must be")
+    console.print(f"{len(found)} rows: {', '.join(CHECKS)}: all right, each time")
+
+
+async def _verify_all(
+    rows: list[TaskInstance], patches: dict[str, str], jobs: int, console: Console
+) -> dict[str, dict[str, str]]:
+    """Return the checks that were not right, by row."""
+    wrong: dict[str, dict[str, str]] = {}
+    limiter = trio.CapacityLimiter(jobs)
+
+    async def check(row: TaskInstance) -> None:
+        async with limiter:
+            try:
+                if row.instance_id not in patches:
+                    raise ConfigError("there is no gold patch of it")
+                checks = await verify_row(bench, row, patches[row.instance_id].encode())
+            except (ConfigError, OSError) as exc:
+                checks = {"all": str(exc)}
+        if bad := {name: verdict for name, verdict in checks.items() if verdict != "right"}:
+            wrong[row.instance_id] = bad
+        bar.advance(line)
+
+    with _bar(console) as bar:
+        line = bar.add_task("rows", total=len(rows))
+        async with _open_bench(jobs) as bench, trio.open_nursery() as nursery:
+            for row in rows:
+                nursery.start_soon(check, row)
+    return wrong
+
+
+@tasks.command()
+@click.argument("name", metavar="SET")
+@click.option("--to", type=click.Path(path_type=Path), required=True, help="JSONL file for `submit` and `eval`.")
+@click.option("--gold", type=click.Path(path_type=Path), help="File for the gold patches. Keep it from any agent.")
+def export(name: str, to: Path, gold: Path | None) -> None:
+    """Write the verified rows of a mined set, and say which layers a node needs for them."""
+    verified = [task for task in load_tasks(set_folder(name)).values() if task.row is not None]
+    if not verified:
+        raise click.ClickException(f"{name} has no verified task: prorl-trio tasks mine {name}")
+    write_lines(to, (task.row for task in verified))
+    if gold is not None:
+        write_lines(gold, (Gold(instance_id=task.instance_id, patch=task.gold) for task in verified))
+    click.echo(f"{to}: {len(verified)} tasks. A node needs these layers in its store:")
+    for digest in sorted({layer for task in verified if task.row for layer in task.row.payload["layers"]}):
+        layer = find_layer(digest)
+        size = "missing here" if layer is None else f"{layer.record.size_bytes / _MIB:.1f} MiB"
+        click.echo(f"{digest}  {size}")
+
+
+def _write_set(folder: Path) -> list[MinedTask]:
+    verified = [task for task in load_tasks(folder).values() if task.row is not None]
+    if verified:
+        write_lines(folder / ROWS, (task.row for task in verified))
+        write_lines(folder / GOLD, (Gold(instance_id=task.instance_id, patch=task.gold) for task in verified))
+    return verified
+
+
+def _bar(console: Console) -> Progress:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=console)
+
+
+@asynccontextmanager
+async def _open_bench(jobs: int) -> AsyncIterator[Bench]:
+    config = SandboxConfig()
+    provider = await choose_provider(config)
+    with single_exception():
+        async with open_sandbox_host(provider, max_concurrent_starts=jobs) as host:
+            yield Bench(host, config)

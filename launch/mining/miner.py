@@ -1,0 +1,238 @@
+"""The miner: several candidates at a time, until each is a verified row, or refused with a reason."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+import trio
+
+from launch.mining.candidates import candidates_of, read_releases, refusal, source_folders
+from launch.mining.changes import changed_files
+from launch.mining.environments import environment_variables, make_environment
+from launch.mining.rows import REPO_DIR, MinedTask, choose_tests, load_tasks, overlay_of, save_task
+from launch.mining.runs import SuiteJob
+from launch.mining.sdist import Entry, is_test_module, write_tree
+from launch.mining.statements import hunk_statement, release_statement
+from launch.mining.verification import TIMES, verify_row
+from prorl_trio.sandbox.images.compose import compose_image
+from prorl_trio.sandbox.images.layers import store_layer
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import TaskInstance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from launch.mining.candidates import Candidate
+    from launch.mining.environments import EnvironmentLayer
+    from launch.mining.index import IndexSettings
+    from launch.mining.rows import ChosenTests, TestOverlay
+    from launch.mining.runs import Bench, SuiteRun
+    from launch.mining.sdist import Tree
+
+__all__ = ["Miner", "MiningLimits", "Wanted"]
+
+MAX_FAIL_TO_PASS: Final = 200
+
+
+class Wanted(NamedTuple):
+    """A package to mine: so many of its newest pairs of releases, and what its tests need besides what it says."""
+
+    package: str
+    pairs: int = 4
+    requirements: tuple[str, ...] = ()
+
+
+class MiningLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of mining. Time-outs are for a machine that does other work as well."""
+
+    hunks: int = 8
+    per_package: int = 10
+    test_timeout_s: float = 30.0
+    timeout_s: float = 300.0
+
+
+class Miner:
+    """Mines packages into a folder, which has what became of each candidate. What is in it is not tried again.
+
+    `make_environment` and `settings` are where its packages come from.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        folder: Path,
+        settings: IndexSettings,
+        *,
+        limits: MiningLimits,
+        jobs: int,
+        on_ended: Callable[[MinedTask], None],
+        make_environment: Callable[[str, Sequence[str]], EnvironmentLayer] = make_environment,
+    ) -> None:
+        self._bench = bench
+        self._folder = folder
+        self._settings = settings
+        self._limits = limits
+        self._jobs = trio.CapacityLimiter(jobs)
+        self._on_ended = on_ended
+        self._make_environment = make_environment
+        self._known = load_tasks(folder)
+        self._verified: dict[str, int] = {}
+        for task in self._known.values():
+            if task.row is not None:
+                self._verified[task.row.family] = self._verified.get(task.row.family, 0) + 1
+
+    async def mine(self, wanted: Sequence[Wanted]) -> list[str]:
+        """Mine packages, and return what hindered it, in words: one that cannot be had holds up no other."""
+        problems: list[str] = []
+        async with trio.open_nursery() as nursery:
+            for each in wanted:
+                nursery.start_soon(self._mine_package, each, problems)
+        return problems
+
+    async def _mine_package(self, wanted: Wanted, problems: list[str]) -> None:
+        try:
+            async with self._jobs:
+                releases = await trio.to_thread.run_sync(
+                    read_releases, wanted.package, wanted.pairs + 1, self._settings
+                )
+            for old, new in reversed([*pairwise(releases)]):
+                found = candidates_of(old, new, hunks=self._limits.hunks)
+                while (candidate := await trio.to_thread.run_sync(next, found, None)) is not None:
+                    if self._verified.get(wanted.package, 0) >= self._limits.per_package:
+                        return
+                    async with self._jobs:
+                        await self._try(candidate, wanted)
+        except (ConfigError, OSError) as exc:
+            problems.append(f"{wanted.package}: {exc}")
+
+    async def _try(self, candidate: Candidate, wanted: Wanted) -> None:
+        if candidate.instance_id in self._known:
+            return
+        task = await self._decide(candidate, wanted)
+        await trio.to_thread.run_sync(save_task, task, self._folder)
+        self._known[task.instance_id] = task
+        self._verified[wanted.package] = self._verified.get(wanted.package, 0) + (task.status == "verified")
+        self._on_ended(task)
+
+    async def _decide(self, candidate: Candidate, wanted: Wanted) -> MinedTask:
+        refused = partial(MinedTask, instance_id=candidate.instance_id, status="refused")
+        if reason := refusal(candidate):
+            return refused(reason=reason)
+        requirements = [*candidate.new.metadata.requires, *wanted.requirements]
+        environment = await trio.to_thread.run_sync(self._make_environment, wanted.package, requirements)
+        overlay = overlay_of(candidate.base, candidate.new.tree)
+        base = candidate.base | {path: Entry(content) for path, content in overlay.binary.items()}
+        found = await self._choose(candidate, base, overlay, environment)
+        if isinstance(found, str):
+            return refused(reason=found)
+        chosen, messages = found
+        row = await trio.to_thread.run_sync(
+            partial(_make_row, candidate, base, overlay, environment, chosen, messages, self._limits)
+        )
+        checks = await verify_row(self._bench, row, candidate.gold)
+        wrong = [f"{check}: {verdict}" for check, verdict in checks.items() if verdict != "right"]
+        if wrong:
+            return refused(reason="; ".join(wrong)[:2000], checks=checks)
+        await trio.to_thread.run_sync(compose_image, row.instance_id, "host", row.payload["layers"])
+        gold = candidate.gold.decode()
+        return MinedTask(instance_id=row.instance_id, status="verified", row=row, gold=gold, checks=checks)
+
+    async def _choose(
+        self, candidate: Candidate, base: Tree, overlay: TestOverlay, environment: EnvironmentLayer
+    ) -> tuple[ChosenTests, dict[str, str]] | str:
+        """Return the tests that decide, and how those fail that are to pass; or why there are none."""
+        with tempfile.TemporaryDirectory(prefix="prorl-mine-") as scratch:
+            await trio.to_thread.run_sync(write_tree, base, Path(scratch, REPO_DIR.lstrip("/")))
+            job = SuiteJob(
+                layers=(environment.digest, scratch),
+                env=environment_variables(source_folders(base), REPO_DIR),
+                repo_dir=REPO_DIR,
+                test_files=overlay.files,
+                removed_test_files=overlay.removed,
+                arguments=["-oaddopts=", *sorted(filter(is_test_module, candidate.new.tree))],
+                test_timeout_s=self._limits.test_timeout_s,
+                timeout_s=self._limits.timeout_s,
+            )
+            runs: list[SuiteRun] = []
+            for patch in [None] * TIMES + [candidate.gold] * TIMES:
+                runs.append(await self._bench.run(job, patch))
+                # A run that hangs or dies before the change would make each test look as if the change mended it.
+                if runs[-1].ended != "finished":
+                    which = "before the change" if patch is None else "with the gold patch"
+                    return f"the tests {which}: {runs[-1].ended}: {runs[-1].said[-500:]}"
+                if len(runs) == TIMES + 1:
+                    early = choose_tests([run.results for run in runs[:TIMES]], [runs[-1].results])
+                    if early is None:
+                        return "no test fails before the change and passes after it, or none passes in both"
+        chosen = choose_tests([run.results for run in runs[:TIMES]], [run.results for run in runs[TIMES:]])
+        if chosen is None:
+            return "no test does so each time"
+        if len(chosen.fail_to_pass) > MAX_FAIL_TO_PASS:
+            return f"{len(chosen.fail_to_pass)} tests fail before the change; the limit is {MAX_FAIL_TO_PASS}"
+        before = runs[0].results
+        messages = {test: before[test].message for test in chosen.fail_to_pass if test in before}
+        if candidate.kind == "hunk" and not any(message.strip() for message in messages.values()):
+            return "the tests that fail say nothing that could be the statement"
+        return chosen, messages
+
+
+def _make_row(
+    candidate: Candidate,
+    base: Tree,
+    overlay: TestOverlay,
+    environment: EnvironmentLayer,
+    chosen: ChosenTests,
+    messages: dict[str, str],
+    limits: MiningLimits,
+) -> TaskInstance:
+    with tempfile.TemporaryDirectory(prefix="prorl-mine-") as scratch:
+        write_tree(base, Path(scratch))
+        repository = store_layer(Path(scratch), at=REPO_DIR).record.digest
+    payload: dict[str, Any] = {
+        "problem_statement": _statement(candidate, messages),
+        "image": "host",
+        "layers": [environment.digest, repository],
+        "repo_dir": REPO_DIR,
+        "env": environment_variables(source_folders(base), REPO_DIR),
+        "test_files": overlay.files,
+        "removed_test_files": overlay.removed,
+        "tests": {
+            "kind": "pytest",
+            "arguments": ["-oaddopts=", *chosen.files],
+            "fail_to_pass": chosen.fail_to_pass,
+            "pass_to_pass": chosen.pass_to_pass,
+            "test_timeout_s": 2 * limits.test_timeout_s,
+            "timeout_s": 2 * limits.timeout_s,
+        },
+        "source": _source(candidate, environment),
+    }
+    name = candidate.instance_id
+    return TaskInstance(instance_id=name, handler="swe", payload=payload, family=candidate.new.package)
+
+
+def _statement(candidate: Candidate, messages: dict[str, str]) -> str:
+    new, old = candidate.new, candidate.old
+    if candidate.kind == "release":
+        return release_statement(new.package, old.file.version, new.file.version, candidate.section)
+    return hunk_statement(new.package, new.file.version, candidate.path, messages)
+
+
+def _source(candidate: Candidate, environment: EnvironmentLayer) -> dict[str, Any]:
+    old, new = candidate.old, candidate.new
+    whole = candidate.kind == "release"
+    gold = f"{new.file.name} (source files)" if whole else f"one hunk of {candidate.path} in {new.file.name}"
+    return {
+        "package": new.package,
+        "kind": candidate.kind,
+        "base": old.file.name if whole else f"{new.file.name} without one hunk, with the tests of {old.file.name}",
+        "gold": gold,
+        "licence": new.metadata.licence,
+        "sha256": {old.file.name: old.sha256, new.file.name: new.sha256},
+        "environment": [*environment.installed],
+        "changed_tests": len([path for path in changed_files(old.tree, new.tree) if is_test_module(path)]),
+    }

@@ -1,0 +1,24 @@
+"""Named task sets that a command builds: the packages that they are mined from."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from launch.mining.miner import Wanted
+
+__all__ = ["MINED_SETS"]
+
+MINED_SETS: Final[dict[str, tuple[Wanted, ...]]] = {
+    "sdist-swe": (
+        Wanted("xmltodict", 6),
+        Wanted("sqlparse", 6),
+        Wanted("tomlkit", 6, ("pyyaml",)),
+        Wanted("mistune", 6),
+        Wanted("more-itertools", 4),
+        Wanted("h11", 4),
+        Wanted("click", 6),
+        Wanted("parso", 4),
+        Wanted("wsproto", 3),
+        Wanted("inflect", 4),
+    ),
+}
