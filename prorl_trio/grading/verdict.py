@@ -31,7 +31,7 @@ class TestResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What a verifier found. That it found nothing is no verdict, but an error.
+    """A verifier's finding. Where it found nothing, there is none, but an error.
 
     `tests` are all tests that there should have been. `tampered` says how the candidate was caught at making tests pass
     that must fail; nothing of it counts then.

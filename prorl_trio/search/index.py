@@ -34,7 +34,7 @@ _CHUNK_BYTES: Final = 4 * 1024 * 1024
 
 
 class IndexFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an index. `corpus_bytes` is the size of the corpus that it is of."""
+    """The facts about an index. `corpus_bytes` is the size of the corpus that it is of."""
 
     documents: int
     words: int

@@ -27,7 +27,7 @@ class QueryRefused(Exception):
 
 
 class Search:
-    """What the tool `search` asks. Any number of tasks may ask at once; use `open_search`."""
+    """The service that the tool `search` asks. Any number of tasks may ask at once; use `open_search`."""
 
     def __init__(self, backend: SearchBackend, config: SearchConfig, *, retry: RetryPolicy | None = None) -> None:
         self.backend = backend

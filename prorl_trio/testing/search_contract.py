@@ -43,7 +43,7 @@ class SearchContract:
         assert [each.score for each in found] == sorted((each.score for each in found), reverse=True)
 
     async def test_there_are_no_more_results_than_asked_for(self, backend: SearchBackend) -> None:
-        """One, both, and more than there are."""
+        """A search gives one, both, and no more than there are."""
         assert len(await _search(backend, "chemical element", 1)) == 1
         assert {each.title for each in await _search(backend, "chemical element", 2)} == {"Gold", "Iron"}
         assert len(await _search(backend, "chemical element", 20)) <= len(DOCUMENTS)

@@ -47,7 +47,7 @@ from itertools import *
 from math import *
 from typing import *
 """
-"""Where a problem is a method to fill in, its solutions take these for granted, as the sites do that it comes from."""
+"""Solutions that fill in a method take these for granted, as the sites do that the problems come from."""
 
 
 class _HumanevalRow(msgspec.Struct):

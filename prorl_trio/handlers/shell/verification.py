@@ -31,7 +31,7 @@ __all__ = ["verify"]
 VERIFIER_DIR: Final = "/logs/verifier"
 ARTIFACTS_DIR: Final = "/logs/artifacts"
 FIRST_SHARE: Final = 0.6
-"""Of the time that is left for the evaluation: what remains is for a control run."""
+"""Share of the time that is left for the evaluation; the rest is for a control run."""
 EVAL_MARGIN_S: Final = 10.0
 STEP_TIMEOUT_S: Final = 60.0
 MAX_LOG_BYTES: Final = 64 * 1024

@@ -30,7 +30,7 @@ class _Graded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Choice(_Graded, frozen=True, tag="choice"):
-    """One of several choices, which the question's message lists as A, B, C and so on; `answer` is the right letter."""
+    """A choice among several, which the question's message lists as A, B, C and so on; `answer` is the right letter."""
 
     choices: Annotated[list[str], msgspec.Meta(min_length=2, max_length=len(LETTERS))]
     answer: str

@@ -21,7 +21,7 @@ _SYSTEM_DIRS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _EMPTY: Final = "srv"
 _EMPTY_FILE: Final = "etc/empty"
 _WORKSPACE: Final = "workspace"
-"""Where agents that write code are told to: in an image it can be made, here it is the one folder that is writable."""
+"""The folder in which agents write code. In an image it can be made; here it is the writable one by another name."""
 _EMPTY_DIRS: Final = (_EMPTY, "dev", "proc", "sys", "tmp", "var", "run", "mnt", HOME[1:], "usr")
 
 _SOURCES: Final = ("/usr/local/src", "/usr/src")
