@@ -40,7 +40,7 @@ T = TypeVar("T")
 REPO_DIR: Final = "/testbed"
 PASSED: Final = frozenset({"passed", "xfailed"})
 _UNSTABLE_ID: Final = re.compile(r"0x[0-9a-fA-F]{6,}|[\r\n\x00]")
-"""Parts of a test's name that are there by chance, or cannot be told apart in a list: addresses of objects, ends of lines."""
+"""Parts of a test's name that are there by chance, or cannot be told apart: addresses, ends of lines."""
 
 
 class MinedTask(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,7 +32,10 @@ class SearchFailed(ProrlError):
 
 
 class SearchBackend(abc.ABC):
-    """A source of answers to searches; any number of tasks may ask at once. `prorl_trio.testing.search_contract` is its suite."""
+    """A source of answers to searches, of any number of tasks at once.
+
+    `prorl_trio.testing.search_contract` is its suite.
+    """
 
     name: ClassVar[str]
     max_query_chars: ClassVar[int]

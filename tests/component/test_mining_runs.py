@@ -1,4 +1,4 @@
-"""Mining of a made-up package, from its two archives on an index of this machine to verified rows, in real sandboxes."""
+"""Mining of a made-up package, from two archives on an index of this machine to verified rows, in real sandboxes."""
 
 import http.server
 import io
@@ -15,7 +15,7 @@ from launch.mining import commands
 from launch.mining.environments import packages_folder, seal_environment
 from launch.mining.index import IndexSettings
 from launch.mining.miner import Miner, MiningLimits, Wanted
-from launch.mining.rows import load_tasks, read_rows, set_folder
+from launch.mining.rows import read_rows, set_folder
 from launch.mining.runs import Bench
 from launch.mining.verification import CHECKS, verify_row
 from prorl_trio.client.task_sets import load_task_set
@@ -28,7 +28,8 @@ from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.sandbox.runtime.distributions import closure, installed_files
 
 GAP = "\n".join(f"# {number}" for number in range(9))
-OLD = f"def add(a, b):\n    return a - b\n\n\n{GAP}\n\n\ndef double(a):\n    return 3 * a\n\n\n{GAP}\n\n\ndef same(a):\n    return a\n"
+OLD = f"def add(a, b):\n    return a - b\n\n\n{GAP}\n\n\ndef double(a):\n    return 3 * a\n\n\n{GAP}\n"
+OLD += "\n\ndef same(a):\n    return a\n"
 NEW = OLD.replace("a - b", "a + b").replace("3 * a", "2 * a")
 OLD_TESTS = "from calc import same\n\n\ndef test_same():\n    assert same(1) == 1\n"
 NEW_TESTS = f"""\
