@@ -19,6 +19,7 @@ SOLVED: Final = 1.0 - 1e-6
 """The least score that counts as solved."""
 ANEW: Final = "its generator does not make the same task of a seed each time"
 REFUSED: Final = {
+    "coin_flip": "its verifier takes the beginning of the right number, a lone 0, for all of it",
     "codeio": "it runs programs of its data file on this machine",
     "composite": "it is made of other families: name those",
     "game_of_life_halting": "its verifier takes text that is no answer for a right one",
