@@ -28,10 +28,10 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def handler():
-    (code,) = re.findall(r"```python\n(# shell_handler.py\n.*?)```", GUIDE.read_text(), re.DOTALL)
-    names = {"__name__": "shell_handler"}
+    (code,) = re.findall(r"```python\n(# make_file_handler.py\n.*?)```", GUIDE.read_text(), re.DOTALL)
+    names = {"__name__": "make_file_handler"}
     exec(code, names)
-    return names["ShellHandler"]()
+    return names["MakeFileHandler"]()
 
 
 def fresh_with(path):
@@ -39,7 +39,7 @@ def fresh_with(path):
 
 
 def job(job_id, **payload):
-    return JobSpec(job_id=job_id, instance=TaskInstance(instance_id=job_id, handler="shell", payload=payload))
+    return JobSpec(job_id=job_id, instance=TaskInstance(instance_id=job_id, handler="make_file", payload=payload))
 
 
 async def test_the_handler_of_the_example(tmp_path):
