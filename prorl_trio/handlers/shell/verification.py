@@ -34,6 +34,7 @@ FIRST_SHARE: Final = 0.6
 """Share of the time that is left for the evaluation; the rest is for a control run."""
 EVAL_MARGIN_S: Final = 10.0
 STEP_TIMEOUT_S: Final = 60.0
+STAGED: Final = "/tmp/.carried"
 MAX_LOG_BYTES: Final = 64 * 1024
 CARRIED: Final = TransferOptions(overwrite=True, max_bytes=1024**3, max_entries=100_000, remote_roots=("/",))
 
@@ -49,6 +50,22 @@ done
 exit 0
 """
 """Ends all but the sandbox's own processes, by what is built into the shell."""
+
+
+LAY_OVER: Final = """\
+if [ -d "$1" ]; then mkdir -p -- "$2" && cp -a -- "$1/." "$2"
+else mkdir -p -- "$(dirname -- "$2")" && cp -a -- "$1" "$2"
+fi && rm -rf -- "$1"
+"""
+CLEAR: Final = """\
+for folder in /logs /logs/verifier /tests; do
+    if [ -h $folder ] || [ ! -d $folder ]; then rm -f $folder; fi
+    mkdir -p $folder || exit 1
+done
+rm -rf /tests/* /tests/.[!.]* /tests/..?*
+rm -rf /logs/verifier/reward.json /logs/verifier/reward.txt
+"""
+"""Folders are emptied, and not removed: over a layer that has one, no other can be made."""
 
 
 class _NoVerdict(Exception):
@@ -131,10 +148,16 @@ async def _collect(context: RolloutContext, payload: ShellPayload, folder: Path)
 
 
 async def _put(sandbox: Sandbox, local: Path, remote: str) -> None:
+    """Lay an artefact over what the sandbox has there: folders are merged, as Harbor merges them."""
     try:
-        await sandbox.upload(local, remote, options=CARRIED)
+        await sandbox.upload(local, STAGED, options=CARRIED)
+        argv = ["/bin/sh", "-c", LAY_OVER, "sh", STAGED, remote]
+        result = await sandbox.exec(argv, timeout_s=STEP_TIMEOUT_S)
     except (OSError, ValueError, SandboxCallFailed) as exc:
         raise EvaluationError(f"the verifier's sandbox does not take {remote}: {exc}") from exc
+    if result.exit_code != 0:
+        said = result.stderr.decode(errors="replace").strip()
+        raise EvaluationError(f"the verifier's sandbox does not take {remote}: {said}")
 
 
 async def _control(context: RolloutContext, payload: ShellPayload, spec: SandboxSpec, problem: str) -> None:
@@ -194,11 +217,7 @@ def _time_for(context: RolloutContext, wanted_s: float, share: float) -> float:
 async def _place(sandbox: Sandbox, payload: ShellPayload, answer: str | None) -> None:
     """Put the tests where the agent may have left others, after old rewards and links to elsewhere are gone."""
     verifier = payload.verifier
-    fresh = sorted({posixpath.join("/", path.split("/")[1]) for path in verifier.files if path.startswith("/tests/")})
-    gone = [*fresh, *(f"{VERIFIER_DIR}/{name}" for name in REWARD_FILES)]
-    clear = f'[ ! -h /logs ] || rm -f /logs; [ ! -h {VERIFIER_DIR} ] || rm -f {VERIFIER_DIR}; rm -rf -- "$@"'
-    argv = ["/bin/sh", "-c", f"{clear} && mkdir -p {VERIFIER_DIR}", "sh", *gone]
-    result = await sandbox.exec(argv, timeout_s=STEP_TIMEOUT_S)
+    result = await sandbox.exec(["/bin/sh", "-c", CLEAR], timeout_s=STEP_TIMEOUT_S)
     if result.exit_code != 0:
         raise _NoVerdict(f"old rewards cannot be removed: {result.stderr.decode(errors='replace').strip()}")
     for path, file in verifier.files.items():

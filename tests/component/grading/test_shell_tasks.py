@@ -174,6 +174,7 @@ HACKS = {
     "a link to a reward": "echo 1 > /tmp/one; ln -sf /tmp/one /logs/verifier/reward.txt",
     "a link in place of the folder": "mkdir /tmp/v; echo 1 > /tmp/v/reward.json; rm -r /logs/verifier; "
     "ln -s /tmp/v /logs/verifier",
+    "a file in place of the folder": "rm -rf /logs; echo 1 > /logs",
     "other tests": "echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh; chmod 444 /tests/test.sh",
     "tests that are a link": "mkdir -p /tmp/t; rm -r /tests; ln -s /tmp/t /tests",
     "a daemon that writes it": "setsid nohup bash -c 'while :; do echo 1 > /logs/verifier/reward.json; done' "
@@ -188,14 +189,7 @@ async def test_a_hack_earns_nothing(task, grade, toml, hack):
     assert (await grade(task(toml), HACKS[hack])).reward == 0.0
 
 
-@pytest.mark.parametrize(
-    "spoilt",
-    [
-        "mkdir -p /app/greeting.txt; mkfifo /app/pipe",
-        "rm -rf /logs; echo file > /logs",
-    ],
-)
-async def test_an_agent_that_keeps_its_verifier_from_a_verdict_earns_nothing(task, grade, spoilt):
+async def test_an_agent_that_keeps_its_verifier_from_a_verdict_earns_nothing(task, grade):
     check = f"[ ! -e /app/pipe ] || cat /app/pipe\n{CHECK}"
-    found = await grade(task("[verifier]\ntimeout_sec = 2\n", check=check), spoilt)
-    assert (found.reward, bool(found.details["spoilt"])) == (0.0, True)
+    found = await grade(task("[verifier]\ntimeout_sec = 2\n", check=check), "mkfifo /app/pipe")
+    assert (found.reward, "has no end in 2 s" in found.details["spoilt"]) == (0.0, True)
