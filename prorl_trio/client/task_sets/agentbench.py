@@ -37,7 +37,7 @@ def load_agentbench_os() -> list[TaskInstance]:
     """Return 109 tasks of AgentBench's operating system: of the 119, those whose initial state the wheel has.
 
     An answer is compared with what the task's example says in a sandbox of the verifier's own. Where the agent is to
-    change the system, its own is looked at.
+    change the system, or what is in it is random, the agent's own is looked at.
 
     Raises:
         ConfigError: the wheel that has them is not there, or is damaged.
@@ -93,7 +93,11 @@ def _instance(row: dict[str, Any]) -> TaskInstance:
         payload={
             "instruction": f"{row['description']}\n\n{ASKED}",
             "environment": {"build": _build(row), "network": False},
-            "verifier": {"timeout_s": CHECK_TIMEOUT_S, **_verifier(row["evaluation"], example_of(row))},
+            "verifier": {
+                "timeout_s": CHECK_TIMEOUT_S,
+                **_verifier(row["evaluation"], example_of(row)),
+                "separate": _is_told_by_answer(row["evaluation"]) and "/dev/urandom" not in str(row),
+            },
         },
     )
 
@@ -108,6 +112,12 @@ def _build(row: dict[str, Any]) -> list[dict[str, Any]]:
     script = "RANDOM=3\n" + "\n".join(parts).replace("<random-string>", name)  # the same one wherever it is run
     path = "/tmp/init.sh"
     return [{"files": {path: _file(script)}, "command": f"bash {path}; rm -f {path}", "cwd": HOME}]
+
+
+def _is_told_by_answer(evaluation: dict[str, Any]) -> bool:
+    """Return whether an answer decides, and not the state of the agent's sandbox."""
+    check = evaluation.get("check")
+    return "match" in evaluation or (isinstance(check, list) and not isinstance(check[0], str))
 
 
 def _verifier(evaluation: dict[str, Any], example: str) -> dict[str, Any]:
@@ -130,7 +140,7 @@ def _verifier(evaluation: dict[str, Any], example: str) -> dict[str, Any]:
 
 
 def _asks(files: dict[str, str]) -> dict[str, Any]:
-    return {"files": _placed(files), "separate": True, "answer_path": ANSWER_PATH}
+    return {"files": _placed(files), "answer_path": ANSWER_PATH}
 
 
 def _placed(files: dict[str, str]) -> dict[str, Any]:
