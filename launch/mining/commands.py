@@ -16,10 +16,12 @@ from rich.table import Table
 from ipc.nursery import single_exception
 from launch.mining.index import normal_name, pip_settings
 from launch.mining.miner import Miner, MiningLimits, Wanted
-from launch.mining.rows import Gold, load_tasks, read_gold, read_rows, set_folder, write_lines
+from launch.mining.nearest import PUBLISHED_ROWS, build_published
+from launch.mining.rows import Gold, load_tasks, read_gold, read_rows, save_task, write_lines
 from launch.mining.runs import Bench
 from launch.mining.sets import MINED_SETS
 from launch.mining.verification import CHECKS, verify_row
+from prorl_trio.client.task_sets.mined import MINED_ROWS, mined_set_folder
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.layers import find_layer
@@ -36,7 +38,6 @@ __all__ = ["tasks"]
 
 _MIB: Final = 1024 * 1024
 _JOBS: Final = click.IntRange(1, 64)
-ROWS: Final = "tasks.jsonl"
 GOLD: Final = "gold.jsonl"
 
 
@@ -69,7 +70,7 @@ def mine(
         raise click.UsageError(f"name the packages of {name}; only {', '.join(MINED_SETS)} has some by itself")
     wanted = [Wanted(normal_name(each), pairs, require) for each in packages] or [*MINED_SETS[name]]
     limits = MiningLimits(hunks=hunks, per_package=per_package)
-    folder = set_folder(name)
+    folder = mined_set_folder(name)
     settings = pip_settings()
     console = Console()
 
@@ -91,7 +92,7 @@ def mine(
     finally:
         verified = _write_set(folder)
     families = {task.row.family for task in verified if task.row is not None}
-    console.print(f"{len(verified)} verified tasks of {len(families)} packages: {folder / ROWS}", soft_wrap=True)
+    console.print(f"{len(verified)} verified tasks of {len(families)} packages: {folder / MINED_ROWS}", soft_wrap=True)
     for problem in problems:
         click.secho(f"error: {problem}", fg="red", err=True)
     if problems:
@@ -108,7 +109,7 @@ def verify(rows: str, gold: Path | None, limit: int | None, jobs: int) -> None:
 
     Exit code 1 if a check of a row did not end as it must, or could not be made.
     """
-    path = set_folder(rows) / ROWS if (set_folder(rows) / ROWS).is_file() else Path(rows)
+    path = mined_set_folder(rows) / MINED_ROWS if (mined_set_folder(rows) / MINED_ROWS).is_file() else Path(rows)
     found = read_rows(path)[:limit]
     patches = read_gold(gold or path.with_name(GOLD))
     console = Console()
@@ -151,12 +152,32 @@ async def _verify_all(
 
 
 @tasks.command()
+@click.option("--set", "name", default="sdist-published", show_default=True, help="The set that they become.")
+def published(name: str) -> None:
+    """Put published rows (of SWE-Gym, SWE-rebench) on the nearest source archive, and verify them there.
+
+    They are read from a wheel; where it is not there, the error says how to fetch it. Each is labelled with the archive
+    that it stands on, and refused if one of its tests does otherwise than the row says.
+    """
+    folder, settings = mined_set_folder(name), pip_settings()
+
+    async def run() -> list[MinedTask]:
+        async with _open_bench(1) as bench:
+            return [await build_published(each, bench, settings) for each in PUBLISHED_ROWS]
+
+    for task in trio.run(run):
+        save_task(task, folder)
+        click.echo(f"{task.status} {task.instance_id} {task.reason}".rstrip())
+    click.echo(f"{len(_write_set(folder))} verified tasks: {folder / MINED_ROWS}")
+
+
+@tasks.command()
 @click.argument("name", metavar="SET")
 @click.option("--to", type=click.Path(path_type=Path), required=True, help="JSONL file for `submit` and `eval`.")
 @click.option("--gold", type=click.Path(path_type=Path), help="File for the gold patches. Keep it from any agent.")
 def export(name: str, to: Path, gold: Path | None) -> None:
     """Write the verified rows of a mined set, and say which layers a node needs for them."""
-    verified = [task for task in load_tasks(set_folder(name)).values() if task.row is not None]
+    verified = [task for task in load_tasks(mined_set_folder(name)).values() if task.row is not None]
     if not verified:
         raise click.ClickException(f"{name} has no verified task: prorl-trio tasks mine {name}")
     write_lines(to, (task.row for task in verified))
@@ -172,7 +193,7 @@ def export(name: str, to: Path, gold: Path | None) -> None:
 def _write_set(folder: Path) -> list[MinedTask]:
     verified = [task for task in load_tasks(folder).values() if task.row is not None]
     if verified:
-        write_lines(folder / ROWS, (task.row for task in verified))
+        write_lines(folder / MINED_ROWS, (task.row for task in verified))
         write_lines(folder / GOLD, (Gold(instance_id=task.instance_id, patch=task.gold) for task in verified))
     return verified
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import msgspec
 
 from launch.mining.sdist import Entry, file_kind
-from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 
@@ -31,7 +30,6 @@ __all__ = [
     "read_gold",
     "read_rows",
     "save_task",
-    "set_folder",
     "write_lines",
 ]
 
@@ -122,11 +120,6 @@ def _passed(run: Mapping[str, TestResult], test: str) -> bool:
 
 def _file(test: str) -> str:
     return test.partition("::")[0]
-
-
-def set_folder(name: str) -> Path:
-    """Return the folder of a mined task set in the cache folder. Not created here."""
-    return cache_dir() / "task-sets" / name
 
 
 def save_task(task: MinedTask, folder: Path) -> None:

@@ -19,6 +19,7 @@ from prorl_trio.client.task_sets.competition import load_compmath, read_math_row
 from prorl_trio.client.task_sets.generated import PREFIX, load_reasoning_gym
 from prorl_trio.client.task_sets.harbor import load_harbor
 from prorl_trio.client.task_sets.maths import load_gsm8k, load_sums
+from prorl_trio.client.task_sets.mined import load_sdist_swe
 from prorl_trio.client.task_sets.science import load_gpqa_diamond, load_supergpqa, read_choice_row
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
@@ -38,6 +39,7 @@ TASK_SETS: Final[dict[str, Callable[[], list[TaskInstance]]]] = {
     "gpqa-diamond": load_gpqa_diamond,
     "gsm8k": load_gsm8k,
     "humaneval": load_humaneval,
+    "sdist-swe": load_sdist_swe,
     "sums": load_sums,
     "supergpqa": load_supergpqa,
 }

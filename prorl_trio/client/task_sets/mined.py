@@ -1,0 +1,42 @@
+"""Task sets that a command builds on this machine: tasks that are mined out of a package index."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from prorl_trio.sandbox.cache import cache_dir
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import TaskInstance
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["MINED_ROWS", "load_sdist_swe", "mined_set_folder"]
+
+MINED_ROWS: Final = "tasks.jsonl"
+"""The file of a mined set's rows, in its folder."""
+
+
+def mined_set_folder(name: str) -> Path:
+    """Return the folder of a mined task set: in the cache folder, which no sandbox sees. Not created here."""
+    return cache_dir() / "task-sets" / name
+
+
+def load_sdist_swe() -> list[TaskInstance]:
+    """Return the tasks of the set `sdist-swe`: changes between releases of small packages. Blocks on the disk.
+
+    Raises:
+        ConfigError: it has not been built here; the message has the command.
+    """
+    path = mined_set_folder("sdist-swe") / MINED_ROWS
+    try:
+        return [msgspec.json.decode(line, type=TaskInstance) for line in path.read_bytes().splitlines()]
+    except FileNotFoundError:
+        raise ConfigError(
+            f"task set sdist-swe is built on this machine, and {path} is not there; build it, in about half an hour: "
+            "prorl-trio tasks mine sdist-swe"
+        ) from None
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"{path}: {exc}; write it again: prorl-trio tasks mine sdist-swe") from exc
