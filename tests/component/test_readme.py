@@ -178,7 +178,7 @@ LIMITS = README.partition("## Limits of this version")[2]
 NOT_THERE_YET = {
     "code": "prorl_trio/handlers/code*",
     "shell": "prorl_trio/handlers/shell*",
-    "SWE": "prorl_trio/handlers/swe*",
+    "R2E-Gym": "prorl_trio/**/*r2e*",
     "STEM": "prorl_trio/handlers/stem*",
     "Tavily": "prorl_trio/**/*search*",
     "QEMU": "prorl_trio/**/*qemu*",
