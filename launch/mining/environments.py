@@ -157,7 +157,13 @@ def _install(wanted: list[str], folder: Path) -> None:
 def _index_options(urls: Iterable[str]) -> list[str]:
     """Return the options by which uv asks pip's indexes. A local one that is not there is left out, as pip does."""
     main, *others = [url for url in urls if not url.startswith("file:") or os.path.isdir(urlsplit(url).path)]
-    return ["--index-url", main, *(word for url in others for word in ("--extra-index-url", url))]
+    # As pip does: the best version of any of them.
+    return [
+        "--index-strategy=unsafe-best-match",
+        "--index-url",
+        main,
+        *(word for url in others for word in ("--extra-index-url", url)),
+    ]
 
 
 def _installed(folder: Path) -> tuple[str, ...]:

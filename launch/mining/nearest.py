@@ -43,7 +43,7 @@ TIMEOUT_S: Final = 900.0
 
 
 class PublishedRow(NamedTuple):
-    """A row of a wheel, and the release that it is put on. `requirements` are the tests', besides the release's."""
+    """A row of a wheel, the release that it is put on, and what that and its tests require."""
 
     instance_id: str
     data_set: str
@@ -60,7 +60,7 @@ PUBLISHED_ROWS: Final = (
         "resources_servers/swerl_gen/data/example.jsonl",
         "dask",
         "2022.8.0",
-        ("numpy==1.23.5", "pytest<8"),
+        ("cloudpickle", "fsspec", "numpy==1.23.5", "packaging", "partd", "pytest<8", "pyyaml", "toolz"),
     ),
     PublishedRow(
         "tox-dev__pipdeptree-279",
@@ -104,7 +104,7 @@ def _make_row(published: PublishedRow, settings: IndexSettings) -> tuple[TaskIns
     if with_tests is None or apply_strictly(base, told["patch"].encode()) is None:
         return None, f"a patch of the row does not apply to {file.name} without fuzz"
     metadata = read_metadata(published.package, base)
-    environment = make_environment(published.package, [*metadata.requires, *published.requirements])
+    environment = make_environment(published.package, published.requirements)
     with tempfile.TemporaryDirectory(prefix="prorl-mine-") as scratch:
         write_tree(base, Path(scratch))
         repository = store_layer(Path(scratch), at=REPO_DIR).record.digest
