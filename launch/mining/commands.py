@@ -43,7 +43,7 @@ GOLD: Final = "gold.jsonl"
 
 @click.group()
 def tasks() -> None:
-    """Mine tasks of software engineering from a package index, verify and export them.
+    """Mine, verify and export tasks made of package releases.
 
     A task asks for what a release changed, or one hunk of it; the tests of that release decide. The index is the one
     that pip is set to.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from pathlib import Path
+from importlib.resources import files
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
+import msgspec
+
 from launch.mining.sdist import file_kind
+from prorl_trio.grading.drivers.values import decode_line
 from prorl_trio.grading.verdict import TestResult
+from prorl_trio.grading.verifier import DRIVERS_DIR, PACKAGE, driver_argv
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.types.errors import SandboxLost
 
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Bench", "SuiteJob", "SuiteRun"]
 
-SCRATCH: Final = "/tmp/mining"
 PREPARE_TIMEOUT_S: Final = 120.0
 MAX_REPORT_BYTES: Final = 64 * 1024 * 1024
 _GIT: Final = (
@@ -88,9 +90,11 @@ async def _run_in(sandbox: Sandbox, job: SuiteJob, patch: bytes | None) -> Suite
         await sandbox.exec(["rm", "-rf", "--", *job.removed_test_files], timeout_s=PREPARE_TIMEOUT_S, cwd=job.repo_dir)
     for path, text in job.test_files.items():
         await sandbox.write_file(f"{job.repo_dir}/{path}", text.encode())
-    await sandbox.write_file(f"{SCRATCH}/report.py", (Path(__file__).parent / "report.py").read_bytes())
-    report = f"{SCRATCH}/report.jsonl"
-    argv = ["python3", f"{SCRATCH}/report.py", report, str(job.test_timeout_s), *job.arguments]
+    for name in ("__init__.py", "values.py", "pytest_run.py"):
+        driver = files("prorl_trio.grading") / "drivers" / name
+        await sandbox.write_file(f"{DRIVERS_DIR}/{PACKAGE}/{name}", driver.read_bytes())
+    report = f"{DRIVERS_DIR}/report.jsonl"
+    argv = driver_argv("pytest_run", report, str(job.test_timeout_s), *job.arguments, isolated=False)
     try:
         done = await sandbox.exec(argv, timeout_s=job.timeout_s, cwd=job.repo_dir)
         content = b"" if done.timed_out else await sandbox.read_file(report, max_bytes=MAX_REPORT_BYTES)
@@ -109,7 +113,7 @@ async def _run_in(sandbox: Sandbox, job: SuiteJob, patch: bytes | None) -> Suite
 
 async def _apply(sandbox: Sandbox, job: SuiteJob, patch: bytes) -> str:
     """Apply a patch, and undo what it does to tests. Returns why it does not apply; empty if it does."""
-    place = f"{SCRATCH}/patch.diff"
+    place = f"{DRIVERS_DIR}/patch.diff"
     await sandbox.write_file(place, patch)
     apply = f"{_GIT} apply --whitespace=nowarn {place}" if patch.strip() else "true"
     begin = f"{_GIT} init -q && {_GIT} add -A -f && {_GIT} commit -q --allow-empty -m base"
@@ -133,11 +137,12 @@ def read_report(content: bytes) -> tuple[dict[str, TestResult], bool]:
     whole = False
     for line in content.splitlines():
         try:
-            found = json.loads(line)
-        except ValueError:
+            found = decode_line(line)
+            if "end" in found:
+                whole = True
+            else:
+                result = msgspec.convert({"test_id": found.pop("test"), **found}, TestResult)
+                results[result.test_id] = result
+        except (ValueError, KeyError):
             continue
-        if found.get("end"):
-            whole = True
-        else:
-            results[found["test"]] = TestResult(test_id=found["test"], status=found["status"], message=found["message"])
     return results, whole

@@ -86,5 +86,8 @@ def hunk_statement(package: str, version: str, path: str, messages: Mapping[str,
 
 
 def _indented(message: str) -> str:
-    lines = [line for line in message.splitlines() if line.strip()][-MAX_MESSAGE_LINES:]
+    lines = [line for line in message.splitlines() if line.strip()]
+    # What pytest says of the assertion; the rest is the test itself, which is hidden.
+    said = [line[1:].strip() for line in lines if line.startswith("E ")]
+    lines = (said or lines)[-MAX_MESSAGE_LINES:]
     return "\n".join(f"    {line}" for line in lines)

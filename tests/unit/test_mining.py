@@ -10,7 +10,8 @@ import pytest
 from launch.mining.candidates import Candidate, Release, candidates_of, refusal, source_folders
 from launch.mining.changes import hunks_of, make_patch, merge_source, patch_size, without_hunk
 from launch.mining.environments import packages_folder, seal_environment
-from launch.mining.index import IndexFile, read_page
+from launch.mining.index import IndexFile, IndexSettings, download, read_page
+from launch.mining.nearest import apply_strictly
 from launch.mining.rows import choose_tests, overlay_of
 from launch.mining.runs import read_report
 from launch.mining.sdist import Entry, Metadata, file_kind, read_metadata, read_sdist, write_tree
@@ -60,6 +61,13 @@ def test_pages_in_json_and_in_html_list_final_releases_in_their_order():
     links = "".join(f'<a href="../{name}#sha256=ab">{name}</a>' for name in names)
     page = f'{links}<a href="calc-3.0.tar.gz" data-yanked="">calc</a>'
     assert read_page("calc", page.encode(), "text/html", "http://index/simple/calc/") == found
+
+
+def test_an_archive_that_is_not_what_the_index_says_is_removed(tmp_path):
+    (tmp_path / "calc-1.0.tar.gz").write_bytes(b"something else")
+    with pytest.raises(ConfigError, match="the index says ab"):
+        download(IndexFile("calc-1.0.tar.gz", "1.0", "", "ab"), tmp_path, IndexSettings(()))
+    assert not list(tmp_path.iterdir())
 
 
 def test_archives_are_read_without_their_outer_folder_bytecode_and_ways_out(tmp_path):
@@ -177,6 +185,14 @@ def test_where_modules_are_imported_from():
     assert source_folders(tree(src__calc__init_py="")) == ["src", "."]
     assert source_folders(tree(calc_py="")) == ["."]
     assert isinstance(candidate(), Candidate)
+
+
+def test_a_published_patch_applies_where_it_says_or_not_at_all():
+    old, new = pair()
+    patch = make_patch(old.tree, merge_source(old.tree, new.tree))
+    assert apply_strictly(old.tree, patch)["calc.py"].content.decode() == NEW
+    other = old.tree | {"calc.py": Entry(OLD.replace("# 1", "# one").encode())}
+    assert apply_strictly(other, patch) is None
 
 
 # ---------------------------------------------------------------- statements
