@@ -45,7 +45,7 @@ def test_every_command_explains_itself(command):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("submit", "--tasks", "nope"), 1, "neither a task set (compmath, gsm8k, sums) nor a readable file"),
+        (("submit", "--tasks", "nope"), 1, "nor a readable file: No such file or directory"),
         (("show", "/nope"), 1, "/nope: cannot be read"),
         (("serve", "--config", "/nope.toml"), 1, "/nope.toml: cannot be read"),
         (("status", "--url", "http://x"), 2, "ws://HOST:PORT"),

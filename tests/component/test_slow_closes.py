@@ -58,7 +58,7 @@ async def test_a_sandbox_that_does_not_close_in_time_ends_its_job_alone(rig, mon
             rig.provider.close_gate.set()
             assert [(outcome.status, outcome.error) for outcome in slow] == [("completed", "")] * 3
             assert (overdue, live) == (3, 3)
-            assert "ends before its sandboxes fake-1 have closed" in caplog.text
+            assert "ends before its sandbox fake-1 has closed" in caplog.text
             assert "sandbox fake-1 has not closed in 0.05 s" in caplog.text
             assert (await outcome_of(rig, "next")).status == "completed"
             await trio.testing.wait_all_tasks_blocked()

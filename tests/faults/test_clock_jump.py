@@ -51,6 +51,11 @@ DATES_FOR_PEOPLE = {
     "launch/image_commands.py": "how long an image was not used",
     "launch/learning/train.py": "how long a run has taken since its folder was made, in another process",
     "prorl_trio/integrations/trl/async_worker.py": "TRL's own field, when a row was made",
+    "prorl_trio/sandbox/images/compose.py": "when an image was made",
+    "prorl_trio/sandbox/images/layers.py": "when a layer was made, and how old the files of a killed process are",
+    "prorl_trio/sandbox/images/pull.py": "when an image and its layers were pulled",
+    "prorl_trio/sandbox/images/registry.py": "Retry-After may be a date, and holds for all processes of the machine",
+    "prorl_trio/sandbox/images/removal.py": "which image was used last, over processes and restarts",
 }
 """Who may look at the wall clock, and what for."""
 

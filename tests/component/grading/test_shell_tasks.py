@@ -102,8 +102,8 @@ async def test_nothing_of_tests_and_solution_is_there_before_the_agent_is_done(t
 
 async def test_the_task_of_the_guide_can_be_done(tmp_path, grade):
     guide = (Path(__file__).parents[3] / "docs" / "harbor.md").read_text()
-    blocks = re.findall(r"```(toml|dockerfile|bash)\n(.*?)```", guide, re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["toml", "dockerfile", "bash", "toml"]
+    blocks = re.findall(r"```(ini|dockerfile|bash)\n(.*?)```", guide, re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["ini", "dockerfile", "bash", "ini"]
     names = ("greet/task.toml", "greet/environment/Dockerfile", "greet/tests/test.sh", "images.toml")
     for name, (_, text) in zip(names, blocks, strict=True):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
