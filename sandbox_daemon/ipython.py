@@ -200,11 +200,23 @@ class _Cell:
 
     async def _stop(self, kernel: CellKernel) -> None:
         await kernel.interrupt()
-        with trio.move_on_after(INTERRUPT_GRACE_S):
-            self.done = await kernel.wait_done()
-            return
-        await kernel.kill()
-        await kernel.wait_gone()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_interrupt_again, kernel)
+            with trio.move_on_after(INTERRUPT_GRACE_S) as patience:
+                self.done = await kernel.wait_done()
+            nursery.cancel_scope.cancel()
+        if patience.cancelled_caught:
+            await kernel.kill()
+            await kernel.wait_gone()
+
+
+async def _interrupt_again(kernel: CellKernel) -> None:
+    """Send a second interrupt when half of the time is over.
+
+    Python raises one in whatever it runs just then, and what is raised in a callback of its own is told to nobody.
+    """
+    await trio.sleep(INTERRUPT_GRACE_S / 2)
+    await kernel.interrupt()
 
 
 def _check(request: IpythonRun) -> None:

@@ -117,7 +117,8 @@ async def test_a_lost_sandbox_is_no_fault_of_the_policy(folder):
         while not [entry for entry in world.entries() if entry.status == "failed" or entry.attempt > 1]:
             assert not world.trainer.done.is_set(), "no kill hit a job"
             world.daemons.kill()
-            await trio.sleep(0.1)
+            # Ever more rarely: where a start takes longer than the pause, no job that is run again would ever end.
+            await trio.sleep(0.1 * 1.1**world.daemons.kills)
 
     await soak(folder, kill_until_it_hurts, jobs=6, max_warm=0, deadline_s=120)
 

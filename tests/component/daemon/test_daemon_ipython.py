@@ -417,6 +417,14 @@ async def test_a_cell_cancelled_at_any_step_leaves_a_working_session(sandbox):
     assert await cancel_sweep(partial(cell, sandbox, "x"), check) > 1
 
 
+async def test_a_cell_that_an_interrupt_is_lost_on_gets_another_before_it_is_killed(sandbox):
+    await cell(sandbox, "x = 'kept'")
+    loses_one = "for _ in range(2):\n    try:\n        while True: pass\n    except KeyboardInterrupt: pass"
+    result = await cell(sandbox, loses_one, timeout_s=0.3)
+    assert (result.timed_out, result.restarted) == (True, False)
+    assert (await cell(sandbox, "x")).result == "'kept'"
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("delay_s", [0, 0.0005, 0.001, 0.002, 0.005, 0.02])
 async def test_a_cell_cancelled_early_is_interrupted_and_not_waited_for(sandbox, delay_s):
