@@ -21,11 +21,11 @@ async def test_every_solution_of_humaneval_is_right(quarter):
     instances = load_task_set("humaneval")
     rows = [json.loads(line) for line in gzip.decompress(HUMANEVAL.read("humaneval")).splitlines()]
     assert len(instances) == len(rows) == 164
-    gold = {f"def {row['entry_point']}(": row["prompt"] + row["canonical_solution"] for row in rows}
+    gold = {row["prompt"].strip(): row["prompt"] + row["canonical_solution"] for row in rows}
     outcomes = await outcomes_of(SolvesByTools(gold), instances[quarter::4], timeout_s=280)
     assert len(outcomes) == 41
     assert {name: outcome.error for name, outcome in outcomes.items() if outcome.reward != 1.0} == {}
-    assert {len(outcome.trajectory.turns) for outcome in outcomes.values()} == {3}
+    assert min(len(outcome.trajectory.turns) for outcome in outcomes.values()) > 1
 
 
 async def test_nothing_and_a_solution_of_another_problem_earn_nothing():
