@@ -201,7 +201,7 @@ def _get(url: str, settings: IndexSettings, max_bytes: int) -> tuple[bytes, str]
         except urllib.error.URLError:
             if attempt == ATTEMPTS:
                 raise
-        time.sleep(attempt)
+        time.sleep(attempt)  # seconds of back-off, in a thread or a command of its own
     raise AssertionError("the last attempt returns or raises")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +16,7 @@ from prorl_trio.grading.drivers.values import decode, decode_line, encode, encod
 from prorl_trio.grading.lines import CandidateEnded, Lines, open_candidate
 from prorl_trio.grading.verdict import TestResult, Verdict
 from prorl_trio.grading.verifier import driver_argv, open_verifier
-from prorl_trio.types.errors import EvaluationError
+from prorl_trio.types.errors import EvaluationError, SandboxLost
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -231,19 +232,22 @@ class _Checker:
                 if self._ended and status != "passed":
                     status, said = self._ended[0].status, str(self._ended[0])
                 return TestResult(test_id=test_id, status=status, message=said, seconds=trio.current_time() - began_s)
-            await self._lines.send(encode_line(await self._call(message, deadline_s)))
+            answer = await self._call(message, deadline_s)
+            with suppress(trio.BrokenResourceError):  # it has ended: `_receive` says whose doing that is
+                await self._lines.send(answer + b"\n")
 
-    async def _call(self, call: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    async def _call(self, call: dict[str, Any], deadline_s: float) -> bytes:
+        """Return the candidate's answer as it was written: what is wrong with it is an error of the test."""
         timeout_s = deadline_s - trio.current_time()
         if not self._ended and timeout_s > 0:
             try:
                 with self._box.charged_to_agent():
-                    answer = await self._candidate.ask(encode_line(call), timeout_s=timeout_s)
+                    line = await self._candidate.ask_line(encode_line(call), timeout_s=timeout_s)
                 self._has_answered = True
-                return answer
+                return line
             except CandidateEnded as exc:
                 self._ended.append(exc)
-        return {"lost": str(self._ended[0]) if self._ended else "its time is used up"}
+        return encode_line({"lost": str(self._ended[0]) if self._ended else "its time is used up"}).rstrip()
 
     async def _receive(self, deadline_s: float) -> dict[str, Any] | None:
         """Return the next message; None if there is none, by what the candidate gave the test to compare.
@@ -252,9 +256,17 @@ class _Checker:
             EvaluationError: there is none, and the candidate has no part in that. There is no verdict.
         """
         with trio.move_on_at(deadline_s + EVAL_MARGIN_S):
-            if line := await self._lines.receive():
-                return decode_line(line)
-            result = await self._lines.program.wait()
+            try:
+                if line := await self._lines.receive():
+                    return decode_line(line)
+                result = await self._lines.program.wait()
+            except SandboxLost as exc:
+                if not exc.from_inside:
+                    raise
+                if not self._has_answered:
+                    raise EvaluationError(f"the tests end their own sandbox: {exc}") from exc
+                self._over = str(exc)
+                return None
             said = f"the tests end with exit code {result.exit_code}: {result.stderr.decode(errors='replace')}"
             if not self._has_answered or (result.exit_code == KILLED and not result.breach):
                 raise EvaluationError(said)

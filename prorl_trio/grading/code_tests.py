@@ -40,7 +40,7 @@ class Tests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def test_ids(self) -> list[str]:
-        """Return the id of each test, in order."""
+        """Return the id of each test, in order. Each kind has its own."""
         raise NotImplementedError
 
 

@@ -75,7 +75,14 @@ class CandidateProcess:
         self._lines: Lines | None = None
 
     async def ask(self, request: bytes, *, timeout_s: float) -> dict[str, Any]:
-        """Return the answer to a line: `value`, or `raised` and `message`.
+        """Return the answer to a line: `value`, or `raised` and `message`. See `ask_line`."""
+        try:
+            return decode_line(await self.ask_line(request, timeout_s=timeout_s))
+        except ValueError as exc:
+            raise CandidateEnded("error", f"no answer: {exc}") from exc
+
+    async def ask_line(self, request: bytes, *, timeout_s: float) -> bytes:
+        """Return the answer to a line as it was written, by whatever code of the candidate's: it need not be an answer.
 
         `timeout_s` is for the answer, and as much again for the start of the process where there is none.
 
@@ -94,18 +101,22 @@ class CandidateProcess:
 
     async def _start(self, timeout_s: float) -> None:
         self._lines = Lines(await self._stack.enter_async_context(self._open_driver()))
-        loaded = await self._exchange(encode_line({"preamble": self._preamble}), timeout_s)
+        line = await self._exchange(encode_line({"preamble": self._preamble}), timeout_s)
+        try:
+            loaded = decode_line(line)
+        except ValueError as exc:
+            raise CandidateEnded("error", f"no answer: {exc}") from exc
         if "value" not in loaded:
             raise CandidateEnded("error", f"the solution cannot be loaded: {_said(loaded)}")
 
-    async def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
+    async def _exchange(self, request: bytes, timeout_s: float) -> bytes:
         assert self._lines is not None
         try:
             with trio.fail_after(timeout_s):
                 await self._lines.send(request)
                 line = await self._lines.receive()
                 if line:
-                    return decode_line(line)
+                    return line
                 result = await self._lines.program.wait()
         except trio.TooSlowError:
             raise CandidateEnded("timed_out", f"no answer in {timeout_s:g} s") from None

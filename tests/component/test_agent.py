@@ -128,7 +128,7 @@ BROKEN = 'Let me see: {"name": "ipython", "arguments": {"code": "6*7"'
 
 
 async def styled(rig, style, *turns, **fields):
-    """One math rollout in a style, and its evaluation."""
+    """Play a math rollout in a style, and evaluate it."""
     instance = TaskInstance(instance_id="q", handler="math", payload={**rig.spec().instance.payload, "style": style})
     context = await rollout(rig, *turns, instance=instance, **fields)
     return context, await MathHandler().eval(context)

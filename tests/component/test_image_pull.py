@@ -210,7 +210,7 @@ def test_what_a_layer_removes_is_not_seen(registry, rules):
 
 
 def seen(layers):
-    """What an overlay of plain folders and whiteouts shows."""
+    """Return the tree that an overlay of plain folders and whiteouts shows."""
     files = {}
     for layer in layers:
         for path in sorted(layer.rglob("*")):

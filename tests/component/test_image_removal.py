@@ -1,4 +1,4 @@
-"""What goes from the store of images, and what stays: nothing in use, nothing that others are made of."""
+"""Removal from the store of images: nothing in use goes, nothing that others are made of."""
 
 from __future__ import annotations
 

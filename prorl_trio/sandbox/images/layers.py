@@ -259,7 +259,7 @@ def measure_folder(root: Path) -> tuple[int, int]:
 def folder_digest(root: Path) -> str:
     """The digest of a folder as a layer. Reads all of it. Blocks."""
     sink = _HashingFile()
-    with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]
+    with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]  # a writer is enough
         for path in _walk(root):
             status = path.lstat()
             entry = tarfile.TarInfo(str(path.relative_to(root)))

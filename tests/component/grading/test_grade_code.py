@@ -142,6 +142,18 @@ CHEATS = {
         "os._exit(0)",
         ADD,
     ),
+    "answers_with_what_is_no_value": (
+        "import os\ndef add(x, y):\n    for fd in range(3, 20):\n"
+        "        try: os.write(fd, b'{\"value\":NaN}\\n{\"value\":' + b'[' * 900 + b']' * 900 + b'}\\n')\n"
+        "        except OSError: pass\n    os._exit(0)",
+        ADD,
+    ),
+    "answers_a_call_with_what_is_no_value": (
+        "import os\ndef square(x):\n    for fd in range(3, 20):\n"
+        "        try: os.write(fd, b'{\"value\":NaN}\\n[1]\\n{\"value\":' + b'[' * 900 + b']' * 900 + b'}\\n')\n"
+        "        except OSError: pass\n    os._exit(0)",
+        SQUARE,
+    ),
     "prints_that_it_passed": ("print('PASSED\\nOK\\n1 passed in 0.01s')", DOUBLE),
     "is_equal_to_everything": (
         "class Any:\n    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n"
