@@ -255,7 +255,7 @@ class _Checker:
         Raises:
             EvaluationError: there is none, and the candidate has no part in that. There is no verdict.
         """
-        with trio.move_on_at(deadline_s + EVAL_MARGIN_S):
+        with trio.move_on_at(deadline_s + EVAL_MARGIN_S):  # noqa: ASYNC912 - each way through it waits for the program
             try:
                 if line := await self._lines.receive():
                     return decode_line(line)
