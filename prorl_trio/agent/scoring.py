@@ -12,7 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -38,6 +38,10 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
 
     result: dict[str, Any] | None = None
     error: str = ""
+
+
+class _WorkerKilled(EvaluationError):
+    """The scoring process was killed (SIGKILL): by its machine, or because of what it scored. Nobody can tell."""
 
 
 class _Worker:
@@ -77,6 +81,11 @@ class _Worker:
                 await self.kill()
             raise
 
+    @property
+    def is_running(self) -> bool:
+        """Return whether its process has not ended yet, as far as is known."""
+        return self._process.poll() is None
+
     async def ask(self, payload: Mapping[str, Any]) -> ScoreReply:
         try:
             raw = msgspec.msgpack.encode(payload)
@@ -84,10 +93,8 @@ class _Worker:
             raw = msgspec.msgpack.encode(portable(dict(payload)))
         stdin = self._process.stdin
         assert stdin is not None
-        try:
+        with suppress(trio.BrokenResourceError):  # how it ended is asked for below
             await stdin.send_all(HEADER.pack(len(raw)) + raw)
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
-            raise EvaluationError("the scorer's process is gone") from exc
         return await self._receive()
 
     async def _receive(self) -> ScoreReply:
@@ -112,7 +119,8 @@ class _Worker:
                 # The kernel's limit of CPU time, not ours of wall time: an answer that keeps the scorer busy.
                 if code == -signal.SIGXCPU:
                     raise EvaluationError("the scorer used up its CPU time", error_code="evaluator_timeout")
-                raise EvaluationError(f"the scorer's process ended in the middle of a call (exit status {code})")
+                kind = _WorkerKilled if code == -signal.SIGKILL else EvaluationError
+                raise kind(f"the scorer's process ended in the middle of a call (exit status {code})")
             data += chunk
         return bytes(data)
 
@@ -169,8 +177,14 @@ class ScorerPool:
         raise HostileAnswer(f"the answer cannot be scored, which others can: {failure}") from failure
 
     async def _score(self, function: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        try:
+            return await self._score_once(function, payload, timeout_s)
+        except _WorkerKilled:  # once more: if it is killed again, it may be by what it scores
+            return await self._score_once(function, payload, timeout_s)
+
+    async def _score_once(self, function: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         async with self._limiter:
-            worker = self._take_idle(function) or await self._start(function)
+            worker = await self._take_idle(function) or await self._start(function)
             try:
                 async with worker.killed_on_error():
                     with trio.fail_after(timeout_s):
@@ -192,9 +206,15 @@ class ScorerPool:
         async with self._limiter:
             self._idle.setdefault(function, []).append(await self._start(function))
 
-    def _take_idle(self, function: str) -> _Worker | None:
+    async def _take_idle(self, function: str) -> _Worker | None:
+        """Return a worker that waits for a call; those that have been ended meanwhile are thrown away."""
         idle = self._idle.get(function)
-        return idle.pop() if idle else None
+        while idle:
+            worker = idle.pop()
+            if worker.is_running:
+                return worker
+            await worker.kill()
+        return None
 
     async def _start(self, function: str) -> _Worker:
         """Start a worker; one that idles for another function makes room, so that the limit counts processes.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import trio
@@ -11,7 +12,7 @@ from prorl_trio.types.errors import EvaluationError, HostileAnswer
 
 MODULE = "scorers_under_test"
 SOURCE = """
-import os, sys, time
+import os, sys, signal, time
 def double(payload): return {"value": payload["value"] * 2, "pid": os.getpid()}
 def busy(payload):
     end = time.process_time() + payload["cpu_s"]
@@ -39,6 +40,11 @@ def touchy(payload):
     if how == "reply": return {"value": "x" * 5_000_000}
     if how == "file": open(os.environ.get("TMPDIR", "/tmp") + "/prorl-hostile", "wb").write(bytes(10 ** 8))
     if how == "descriptors": return {"value": len([open("/dev/null") for _ in range(9999)])}
+    if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if how == "is killed":
+        try: os.close(os.open("killed", os.O_CREAT | os.O_EXCL))
+        except FileExistsError: return {"value": answer}
+        os.kill(os.getpid(), signal.SIGKILL)
     return {"value": 0}
 def fork_and_hang(payload):
     if os.fork() == 0:
@@ -94,11 +100,32 @@ HOSTILE = [
     "memory",
     "crash",
     "exit",
+    "kill",
     "raise",
     "reply",
     "file",
     "descriptors",
 ]
+
+
+async def test_what_is_scored_is_not_at_fault_for_a_process_that_was_killed_while_it_waited(scorer):
+    sound = {"answer": "42", "how": ""}
+    with trio.fail_after(60):
+        async with open_scorer_pool(1) as pool:
+            before = await pool.score(scorer("double"), {"value": 4}, timeout_s=20)
+            os.kill(before["pid"], signal.SIGKILL)
+            assert (await pool.score(scorer("double"), {"value": 5}, timeout_s=20, harmless=sound))["value"] == 10
+            assert pool.statistics() == {"busy": 0, "idle": 1}
+
+
+async def test_what_is_scored_is_not_at_fault_for_a_process_that_was_killed_meanwhile(scorer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answer = {"answer": "hostile", "how": "is killed"}
+    with trio.fail_after(60):
+        async with open_scorer_pool(1) as pool:
+            scored = await pool.score(scorer("touchy"), answer, timeout_s=20, harmless={"answer": "42", "how": ""})
+    assert scored == {"value": "hostile"}
+    assert (tmp_path / "killed").exists()
 
 
 @pytest.mark.parametrize("how", HOSTILE)
