@@ -15,8 +15,8 @@ from prorl_trio.grading.compare import same_output, same_value
 from prorl_trio.grading.drivers.values import decode, decode_line, encode, encode_line
 from prorl_trio.grading.lines import CandidateEnded, Lines, open_candidate
 from prorl_trio.grading.verdict import TestResult, Verdict
-from prorl_trio.grading.verifier import driver_argv, open_verifier
-from prorl_trio.types.errors import EvaluationError, SandboxLost
+from prorl_trio.grading.verifier import KILLED, driver_argv, open_verifier
+from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -38,20 +38,22 @@ CANARY_TESTS: Final = 6
 WORK_DIR: Final = "/workspace"
 EVAL_MARGIN_S: Final = 10.0
 """Left of the EVAL budget when the last test ends: for the end of the sandboxes."""
-KILLED: Final = 128 + 9
 CHECKER_MARGIN_S: Final = 30.0
 """For the checker's own work, beyond the time of the tests."""
 
 
-async def grade_code(context: RolloutContext, solution: str, tests: CodeTests, spec: SandboxSpec) -> Verdict:
+async def grade_code(
+    context: RolloutContext, solution: str, tests: CodeTests, spec: SandboxSpec, *, last_try: bool = True
+) -> Verdict:
     """Run the tests on a solution, in sandboxes that the agent has never touched.
 
     What the solution does there (it hangs, crashes, kills its sandbox, prints what it likes) are failed tests.
 
     Raises:
         EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
+        ProgramKilled: it is not the last try. See `again_if_killed`.
     """
-    async with open_verifier(context, spec) as verifier:
+    async with open_verifier(context, spec, last_try=last_try) as verifier:
         await verifier.place({SOLUTION_PATH: solution.encode(errors="replace")})
         clock = _Clock(context, tests)
         match tests:
@@ -62,7 +64,7 @@ async def grade_code(context: RolloutContext, solution: str, tests: CodeTests, s
                 return await _grade_functions(verifier, tests, clock)
             case AssertTests():
                 await verifier.place_drivers()
-                async with open_verifier(context, spec) as checker:
+                async with open_verifier(context, spec, last_try=last_try) as checker:
                     await checker.place_drivers()
                     return await _grade_asserts(verifier, checker, tests, clock)
             case UnitTests():
@@ -135,7 +137,7 @@ async def _grade_output(verifier: Verifier, tests: OutputTests, clock: _Clock) -
 
 async def _grade_functions(verifier: Verifier, tests: FunctionTests, clock: _Clock) -> Verdict:
     open_driver = partial(verifier.open_driver, "candidate", SOLUTION_PATH, timeout_s=clock.left_s + EVAL_MARGIN_S)
-    async with open_candidate(open_driver, preamble=tests.preamble) as candidate:
+    async with open_candidate(open_driver, preamble=tests.preamble, check_end=verifier.check_end) as candidate:
 
         async def run(number: int, timeout_s: float) -> TestResult:
             case, began_s = tests.cases[number], trio.current_time()
@@ -181,9 +183,9 @@ async def _grade_asserts(candidate_box: Verifier, checker_box: Verifier, tests: 
     task = {"setup": tests.setup, "code": tests.code, "functions": tests.functions, "tests": tests.tests}
     async with (
         checker_box.open_driver("checker", timeout_s=whole_s + CHECKER_MARGIN_S) as program,
-        open_candidate(open_driver, preamble=tests.preamble) as candidate,
+        open_candidate(open_driver, preamble=tests.preamble, check_end=candidate_box.check_end) as candidate,
     ):
-        checker = _Checker(Lines(program), candidate, candidate_box, clock)
+        checker = _Checker(Lines(program), candidate, candidate_box, checker_box, clock)
         await checker.start(task)
 
         async def run(number: int, _timeout_s: float) -> TestResult:
@@ -195,10 +197,13 @@ async def _grade_asserts(candidate_box: Verifier, checker_box: Verifier, tests: 
 class _Checker:
     """The program that knows the answers. That it ends, or is silent, is no verdict, unless it waits for an answer."""
 
-    def __init__(self, lines: Lines, candidate: CandidateProcess, box: Verifier, clock: _Clock) -> None:
+    def __init__(
+        self, lines: Lines, candidate: CandidateProcess, candidate_box: Verifier, own_box: Verifier, clock: _Clock
+    ) -> None:
         self._lines = lines
         self._candidate = candidate
-        self._box = box
+        self._candidate_box = candidate_box
+        self._own_box = own_box
         self._clock = clock
         self._ended: list[CandidateEnded] = []
         """At the present test, if the candidate has ended."""
@@ -208,7 +213,8 @@ class _Checker:
 
     async def start(self, task: dict[str, Any]) -> None:
         """Hand it the tests."""
-        await self._lines.send(encode_line(task))
+        with suppress(trio.BrokenResourceError):  # it has ended, or was never there: `_receive` says so
+            await self._lines.send(encode_line(task))
 
     async def next_result(self, test_id: str) -> TestResult:
         """Return the result of the test that it runs now, and answer its calls meanwhile."""
@@ -241,7 +247,7 @@ class _Checker:
         timeout_s = deadline_s - trio.current_time()
         if not self._ended and timeout_s > 0:
             try:
-                with self._box.charged_to_agent():
+                with self._candidate_box.charged_to_agent():
                     line = await self._candidate.ask_line(encode_line(call), timeout_s=timeout_s)
                 self._has_answered = True
                 return line
@@ -260,6 +266,11 @@ class _Checker:
                 if line := await self._lines.receive():
                     return decode_line(line)
                 result = await self._lines.program.wait()
+                self._own_box.check_end("the tests' process", result)
+            except (OSError, SandboxCallFailed) as exc:
+                if self._has_answered:
+                    raise
+                raise EvaluationError(f"the tests cannot be run: {exc}") from exc
             except SandboxLost as exc:
                 if not exc.from_inside:
                     raise

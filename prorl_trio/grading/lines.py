@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from prorl_trio.grading.drivers.values import decode_line, encode_line
-from prorl_trio.types.errors import SandboxCallFailed, SandboxLost
+from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from contextlib import AbstractAsyncContextManager
 
+    from ipc.sandbox_calls import ExecResult
     from prorl_trio.grading.verdict import TestStatus
     from prorl_trio.sandbox.program import Program
 
@@ -22,6 +23,8 @@ __all__ = ["MAX_LINE_BYTES", "CandidateEnded", "CandidateProcess", "Lines", "ope
 MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 """Longest line that is taken from a program."""
 MAX_STDERR_CHARS: Final = 2000
+END_TIMEOUT_S: Final = 5.0
+"""For the end of a process that reads or writes no more: it has ended, or has closed its pipes."""
 
 
 class CandidateEnded(Exception):
@@ -67,11 +70,17 @@ class CandidateProcess:
     """The candidate's module, in a process that is started when it is first asked, and again after each end."""
 
     def __init__(
-        self, stack: AsyncExitStack, open_driver: Callable[[], AbstractAsyncContextManager[Program]], preamble: str
+        self,
+        stack: AsyncExitStack,
+        open_driver: Callable[[], AbstractAsyncContextManager[Program]],
+        preamble: str,
+        check_end: Callable[[str, ExecResult], None],
     ) -> None:
         self._stack = stack
         self._open_driver = open_driver
         self._preamble = preamble
+        self._check_end = check_end
+        self._has_run = False
         self._lines: Lines | None = None
 
     async def ask(self, request: bytes, *, timeout_s: float) -> dict[str, Any]:
@@ -89,6 +98,8 @@ class CandidateProcess:
         Raises:
             CandidateEnded: there is no answer. The process is gone.
             SandboxLost: not from inside. There is no verdict.
+            EvaluationError: Python is not there. There is no verdict.
+            ProgramKilled: as `Verifier.check_end` says.
         """
         try:
             if self._lines is None:
@@ -111,17 +122,16 @@ class CandidateProcess:
 
     async def _exchange(self, request: bytes, timeout_s: float) -> bytes:
         assert self._lines is not None
+        result: ExecResult | None = None
         try:
             with trio.fail_after(timeout_s):
-                await self._lines.send(request)
-                line = await self._lines.receive()
-                if line:
+                if await self._sent(request) and (line := await self._lines.receive()):
+                    self._has_run = True
                     return line
-                result = await self._lines.program.wait()
+                with trio.move_on_after(END_TIMEOUT_S):
+                    result = await self._lines.program.wait()
         except trio.TooSlowError:
             raise CandidateEnded("timed_out", f"no answer in {timeout_s:g} s") from None
-        except trio.BrokenResourceError:
-            raise CandidateEnded("error", "the solution's process reads no more") from None
         except ValueError as exc:
             raise CandidateEnded("error", f"no answer: {exc}") from exc
         except SandboxLost as exc:
@@ -129,9 +139,23 @@ class CandidateProcess:
                 raise
             raise CandidateEnded("lost", str(exc)) from exc
         except (OSError, SandboxCallFailed) as exc:
+            if isinstance(exc, OSError) and not self._has_run:
+                raise EvaluationError(f"the evaluator's sandbox cannot run the driver: {exc}") from exc
             raise CandidateEnded("error", f"the sandbox cannot run it any more: {exc}") from exc
+        self._has_run = True
+        if result is None:
+            raise CandidateEnded("error", "the solution's process lives, but reads or writes no more")
+        self._check_end("the solution's process", result)
         stderr = result.stderr[-MAX_STDERR_CHARS:].decode(errors="replace")
         raise CandidateEnded("error", f"its process ended with exit code {result.exit_code}: {stderr}")
+
+    async def _sent(self, request: bytes) -> bool:
+        assert self._lines is not None
+        try:
+            await self._lines.send(request)
+        except trio.BrokenResourceError:
+            return False
+        return True
 
 
 def _said(answer: dict[str, Any]) -> str:
@@ -140,8 +164,14 @@ def _said(answer: dict[str, Any]) -> str:
 
 @asynccontextmanager
 async def open_candidate(
-    open_driver: Callable[[], AbstractAsyncContextManager[Program]], *, preamble: str
+    open_driver: Callable[[], AbstractAsyncContextManager[Program]],
+    *,
+    preamble: str,
+    check_end: Callable[[str, ExecResult], None],
 ) -> AsyncIterator[CandidateProcess]:
-    """Make a process to ask, which `open_driver` starts; nothing of it is left after the block."""
+    """Make a process to ask, which `open_driver` starts; nothing of it is left after the block.
+
+    `check_end` is told each of its ends, and raises where that is no answer of the candidate's.
+    """
     async with AsyncExitStack() as stack:
-        yield CandidateProcess(stack, open_driver, preamble)
+        yield CandidateProcess(stack, open_driver, preamble, check_end)

@@ -19,7 +19,7 @@ from prorl_trio.grading.drivers.values import decode_line
 from prorl_trio.grading.repository_tests import results_by_id, verdict_of
 from prorl_trio.grading.verdict import TestResult, Verdict
 from prorl_trio.grading.verifier import DRIVERS_DIR, driver_argv, open_verifier
-from prorl_trio.types.errors import EvaluationError
+from prorl_trio.types.errors import EvaluationError, SandboxLost
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -124,6 +124,7 @@ async def grade_repository(
     repo_dir: str,
     test_files: Mapping[str, str],
     removed_test_files: Sequence[str] = (),
+    last_try: bool = True,
 ) -> Graded:
     """Run a row's tests on its repository with a patch, in a sandbox that the agent has never touched.
 
@@ -135,11 +136,13 @@ async def grade_repository(
         repo_dir: absolute.
         test_files: the content of each file that is written over what the patch left, by its path in the repository.
         removed_test_files: files that are removed, likewise.
+        last_try: a program that is killed is the patch's doing. See `again_if_killed`.
 
     Raises:
         EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
+        ProgramKilled: it is not the last try.
     """
-    async with open_verifier(context, spec) as verifier:
+    async with open_verifier(context, spec, last_try=last_try) as verifier:
         repository = _Repository(verifier, repo_dir)
         await repository.make_base()
         await verifier.place({PATCH_PATH: patch})
@@ -227,6 +230,8 @@ class _Repository:
         try:
             await self._verifier.place({f"{self._dir}/{path}": content})
         except EvaluationError as exc:
+            if isinstance(exc.__cause__, SandboxLost):
+                raise
             raise _Spoilt(str(exc)) from exc
 
     async def run_tests(self, tests: PytestTests, canary: str, timeout_s: float) -> Run:

@@ -3,13 +3,17 @@
 Before the candidate's code runs, nothing in this sandbox is the policy's doing: an error is infrastructure, and there
 is no verdict. Once it runs, its time, its crash and the end of the sandbox from inside are the candidate's: the test
 has failed. The end of the sandbox from outside remains an error, without a verdict.
+
+Who killed a program (SIGKILL) that ran into no limit cannot be told: the candidate, or the machine, out of memory. So
+the answer is graded once more, in fresh sandboxes; who is killed there as well has failed.
 """
 
 from __future__ import annotations
 
+import signal
 from contextlib import asynccontextmanager
 from importlib.resources import files
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
 import msgspec
 import trio
@@ -20,21 +24,39 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from ipc.sandbox_calls import ExecResult
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.sandbox.program import Program
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["DRIVERS_DIR", "Run", "Verifier", "driver_argv", "open_verifier"]
+__all__ = [
+    "DRIVERS_DIR",
+    "KILLED",
+    "ProgramKilled",
+    "Run",
+    "Verifier",
+    "again_if_killed",
+    "check_end",
+    "driver_argv",
+    "open_verifier",
+]
 
 DRIVERS_DIR: Final = "/tmp/grading"
 """The folder of the drivers, inside."""
 PACKAGE: Final = "grading_drivers"
 
+KILLED: Final = 128 + signal.SIGKILL
 MAX_OUTPUT_BYTES: Final = 2 * 1024 * 1024
 MAX_STDERR_BYTES: Final = 16 * 1024
 
 End = Literal["exited", "timed_out", "lost", "refused"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class ProgramKilled(Exception):
+    """A program of the evaluation was killed, and no limit of its sandbox says why."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +73,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 class Verifier:
     """A sandbox in which the agent has never been. Made by `open_verifier`."""
 
-    def __init__(self, context: RolloutContext, sandbox: Sandbox) -> None:
+    def __init__(self, context: RolloutContext, sandbox: Sandbox, *, last_try: bool) -> None:
         self._context = context
+        self._last_try = last_try
+        self._has_run = False
         self.sandbox = sandbox
 
     async def place(self, contents: Mapping[str, bytes]) -> None:
@@ -91,6 +115,8 @@ class Verifier:
 
         Raises:
             SandboxLost: not from inside. There is no verdict.
+            EvaluationError: it is the first, and is not there. There is no verdict.
+            ProgramKilled: it was killed, and there is another try.
         """
         started_s = trio.current_time()
         try:
@@ -103,7 +129,11 @@ class Verifier:
                 raise
             return Run(ended="lost", stderr=str(exc), seconds=trio.current_time() - started_s)
         except (OSError, SandboxCallFailed) as exc:
+            if isinstance(exc, OSError) and not self._has_run:
+                raise EvaluationError(f"the evaluator's sandbox cannot run {argv[0]}: {exc}") from exc
             return Run(ended="refused", stderr=str(exc), seconds=trio.current_time() - started_s)
+        self._has_run = True
+        self.check_end(argv[0], result)
         return Run(
             ended="timed_out" if result.timed_out else "exited",
             exit_code=result.exit_code,
@@ -112,6 +142,11 @@ class Verifier:
             stderr=result.stderr[-MAX_STDERR_BYTES:].decode(errors="replace"),
             seconds=result.duration_s,
         )
+
+    def check_end(self, program: str, result: ExecResult) -> None:
+        """Raise `ProgramKilled` if the program was killed, no limit says why, and there is another try."""
+        if not self._last_try:
+            check_end(program, result)
 
     async def read_back(self, path: str, *, max_bytes: int) -> bytes | None:
         """Return a file that the candidate's programs were to write; None if there is none, or it is too long.
@@ -135,6 +170,12 @@ class Verifier:
             yield program
 
 
+def check_end(program: str, result: ExecResult) -> None:
+    """Raise `ProgramKilled` if the program was killed, and no limit of its sandbox says why."""
+    if result.exit_code == KILLED and not result.breach:
+        raise ProgramKilled(f"{program} was killed, and no limit of its sandbox says why")
+
+
 def driver_argv(name: str, *arguments: str, isolated: bool = True) -> list[str]:
     """Return the command line of a driver.
 
@@ -146,11 +187,29 @@ def driver_argv(name: str, *arguments: str, isolated: bool = True) -> list[str]:
 
 
 @asynccontextmanager
-async def open_verifier(context: RolloutContext, spec: SandboxSpec) -> AsyncIterator[Verifier]:
+async def open_verifier(
+    context: RolloutContext, spec: SandboxSpec, *, last_try: bool = True
+) -> AsyncIterator[Verifier]:
     """Open a sandbox for the evaluation of an answer.
 
     Raises:
         SandboxUnavailable: it does not start. There is no verdict.
     """
     async with context.open_sandbox(spec) as sandbox:
-        yield Verifier(context, sandbox)
+        yield Verifier(context, sandbox, last_try=last_try)
+
+
+class Action(Protocol[T_co]):
+    """A piece of an evaluation. At the last try it takes the kill of a program as it takes any other end of it."""
+
+    async def __call__(self, *, last_try: bool) -> T_co:
+        """Return what it comes to. Raises ProgramKilled, unless it is the last try."""
+
+
+async def again_if_killed(context: RolloutContext, action: Action[T_co]) -> T_co:
+    """Return what `action` comes to, at a second try if the first was cut short by a kill that nothing explains."""
+    try:
+        return await action(last_try=False)
+    except ProgramKilled as exc:
+        context.log_evaluation(f"{exc}: once more\n")
+    return await action(last_try=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.grading import SOLUTION_PATH, CodeTests, grade_code
+from prorl_trio.grading.verifier import again_if_killed
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.restoring import restored_text
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -140,7 +142,8 @@ class CodeHandler(AgentHandler):
         payload = _payload(context.spec.instance.payload)
         if context.answer is None:
             return Evaluation(reward=0.0, details={"solution": None, "resolved": False})
-        verdict = await grade_code(context, context.answer, payload.tests, self.sandbox_spec(context))
+        grade = partial(grade_code, context, context.answer, payload.tests, self.sandbox_spec(context))
+        verdict = await again_if_killed(context, grade)
         for test in verdict.tests:
             if test.status != "passed":
                 context.log_evaluation(f"{test.test_id}: {test.status} {test.message}\n")

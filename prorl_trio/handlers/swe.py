@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -13,6 +14,7 @@ from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.grading.repository import GIT, GIT_ENV, grade_repository
 from prorl_trio.grading.repository_tests import PytestTests
+from prorl_trio.grading.verifier import again_if_killed, check_end
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, ToolSet
@@ -138,7 +140,8 @@ class SweHandler(AgentHandler):
         assert context.sandbox is not None
         context.answer = None
         try:
-            patch = await _difference(context.sandbox, _payload(context.spec.instance.payload).repo_dir)
+            repo_dir = _payload(context.spec.instance.payload).repo_dir
+            patch = await again_if_killed(context, partial(_difference, context.sandbox, repo_dir))
         except (OSError, ValueError, SandboxCallFailed) as exc:  # the repository or its git: the policy has spoilt it
             context.log_evaluation(f"the difference cannot be taken: {exc}\n")
         else:
@@ -150,7 +153,8 @@ class SweHandler(AgentHandler):
         if context.answer is None:
             return Evaluation(reward=0.0, details={"patch": None, "resolved": False})
         patch = base64.b64decode(context.answer)
-        graded = await grade_repository(
+        grade = partial(
+            grade_repository,
             context,
             patch,
             payload.tests,
@@ -159,6 +163,7 @@ class SweHandler(AgentHandler):
             test_files=payload.test_files,
             removed_test_files=payload.removed_test_files,
         )
+        graded = await again_if_killed(context, grade)
         context.log_evaluation(graded.log)
         return Evaluation(
             reward=float(graded.verdict.resolved),
@@ -198,16 +203,19 @@ BASE: Final = "prorl-base"
 """A tag: the one commit that the agent begins with."""
 
 
-async def _difference(sandbox: Sandbox, repo_dir: str) -> bytes:
+async def _difference(sandbox: Sandbox, repo_dir: str, *, last_try: bool) -> bytes:
     """Return what differs from the base, with an index of its own: the agent may have staged or committed anything.
 
     Raises:
         ValueError: git failed, or there is more than `MAX_PATCH_BYTES`.
         OSError, SandboxCallFailed: git could not be started.
+        ProgramKilled: git was killed, and there is another try.
     """
     env = {**GIT_ENV, "GIT_INDEX_FILE": f"/tmp/index-{secrets.token_hex(8)}"}
     for argv in ([*GIT, "read-tree", BASE], [*GIT, "add", "-A"]):
         done = await sandbox.exec(argv, timeout_s=GIT_TIMEOUT_S, cwd=repo_dir, env=env)
+        if not last_try:
+            check_end("git", done)
         if done.exit_code != 0:
             raise ValueError(f"{argv[-2]}: {done.stderr.decode(errors='replace').strip()}")
     patch = bytearray()
@@ -220,6 +228,8 @@ async def _difference(sandbox: Sandbox, repo_dir: str) -> bytes:
 
     words = ("diff", "--cached", "--binary", "--full-index", "--no-ext-diff", "--no-textconv", "--no-color", BASE)
     done = await sandbox.exec([*GIT, *words], timeout_s=GIT_TIMEOUT_S, cwd=repo_dir, env=env, on_output=take)
+    if not last_try:
+        check_end("git", done)
     if done.exit_code != 0:
         raise ValueError(f"diff: {done.stderr.decode(errors='replace').strip()}")
     return bytes(patch)

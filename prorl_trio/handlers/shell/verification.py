@@ -3,6 +3,8 @@
 That the script leaves no reward may be the task's fault, or the agent's. Only a control run tells: of the same script,
 in a fresh sandbox in which nothing of the agent's is. If that has no reward either, there is no verdict. If it has, the
 agent has kept its verifier from a verdict, and the reward is 0.
+
+Who killed the script (SIGKILL), where no limit says so, cannot be told either: it is run once more.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from prorl_trio.grading.reward_file import MAX_REWARD_BYTES, REWARD_FILES, parse_rewards, scalar_reward
+from prorl_trio.grading.verifier import ProgramKilled, again_if_killed, check_end
 from prorl_trio.handlers.base import Evaluation
 from prorl_trio.handlers.shell.environment import HOME, make_ready
 from prorl_trio.sandbox.transfer import TransferOptions
@@ -79,11 +82,14 @@ async def verify(context: RolloutContext, payload: ShellPayload, spec: SandboxSp
         EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
     """
     assert context.sandbox is not None
-    try:
+
+    async def grade(*, last_try: bool) -> dict[str, float]:
         if payload.verifier.separate:
-            rewards = await _in_own_sandbox(context, payload, control)
-        else:
-            rewards = await _in_agents_sandbox(context, payload)
+            return await _in_own_sandbox(context, payload, control, last_try=last_try)
+        return await _in_agents_sandbox(context, payload, last_try=last_try)
+
+    try:
+        rewards = await again_if_killed(context, grade)
     except _NoVerdict as exc:
         context.log_evaluation(f"no reward: {exc}\n")
         await _control(context, payload, control if payload.verifier.separate else spec, str(exc))
@@ -100,19 +106,25 @@ def _scalar(rewards: dict[str, float]) -> float:
         raise EvaluationError(f"the verifier's rewards cannot be used: {exc}") from exc
 
 
-async def _in_agents_sandbox(context: RolloutContext, payload: ShellPayload) -> dict[str, float]:
+async def _in_agents_sandbox(context: RolloutContext, payload: ShellPayload, *, last_try: bool) -> dict[str, float]:
     sandbox = context.sandbox
     assert sandbox is not None
     with context.waiting("the verifier, where the agent was", "agent_budget"):
         try:
             await sandbox.restart_bash()
-            await sandbox.exec(["/bin/sh", "-c", KILL_OTHERS], timeout_s=STEP_TIMEOUT_S)
+            ended = await sandbox.exec(["/bin/sh", "-c", KILL_OTHERS], timeout_s=STEP_TIMEOUT_S)
         except (OSError, SandboxCallFailed) as exc:
             raise _NoVerdict(f"the agent's processes cannot be ended: {exc}") from exc
-        return await _run(context, sandbox, payload, payload.environment, context.answer)
+        if not last_try:
+            check_end("sh", ended)
+        if ended.exit_code != 0:
+            raise _NoVerdict(f"the agent's processes cannot be ended: {ended.exit_code}")
+        return await _run(context, sandbox, payload, payload.environment, context.answer, last_try=last_try)
 
 
-async def _in_own_sandbox(context: RolloutContext, payload: ShellPayload, spec: SandboxSpec) -> dict[str, float]:
+async def _in_own_sandbox(
+    context: RolloutContext, payload: ShellPayload, spec: SandboxSpec, *, last_try: bool
+) -> dict[str, float]:
     environment = payload.verifier.environment or payload.environment
     with tempfile.TemporaryDirectory(prefix="artifacts-") as folder:
         carried = await _collect(context, payload, Path(folder))
@@ -123,7 +135,7 @@ async def _in_own_sandbox(context: RolloutContext, payload: ShellPayload, spec: 
                     await _put(sandbox, local, remote)
             try:
                 with context.waiting("the verifier", "agent_budget"):
-                    return await _run(context, sandbox, payload, environment, context.answer)
+                    return await _run(context, sandbox, payload, environment, context.answer, last_try=last_try)
             except SandboxLost as exc:
                 if not exc.from_inside:
                     raise
@@ -184,8 +196,9 @@ async def _run(
     answer: str | None,
     *,
     is_control: bool = False,
+    last_try: bool = True,
 ) -> dict[str, float]:
-    """Place the tests, run the script, and read its reward. Raises _NoVerdict."""
+    """Place the tests, run the script, read its reward. Raises _NoVerdict, and ProgramKilled but at the last try."""
     verifier = payload.verifier
     try:
         await _place(sandbox, payload, answer)
@@ -202,7 +215,12 @@ async def _run(
             context.log_evaluation(result.stderr.decode(errors="replace"))
         if result.timed_out:
             raise _NoVerdict(f"{verifier.script} has no end in {timeout_s:g} s")
+        check_end(verifier.script, result)
         return await _read_rewards(sandbox)
+    except ProgramKilled as exc:
+        if not last_try:
+            raise
+        raise _NoVerdict(str(exc)) from exc
     except (OSError, SandboxCallFailed) as exc:
         raise _NoVerdict(f"the sandbox does not do what the verifier needs: {exc}") from exc
 
@@ -218,6 +236,7 @@ async def _place(sandbox: Sandbox, payload: ShellPayload, answer: str | None) ->
     """Put the tests where the agent may have left others, after old rewards and links to elsewhere are gone."""
     verifier = payload.verifier
     result = await sandbox.exec(["/bin/sh", "-c", CLEAR], timeout_s=STEP_TIMEOUT_S)
+    check_end("sh", result)
     if result.exit_code != 0:
         raise _NoVerdict(f"old rewards cannot be removed: {result.stderr.decode(errors='replace').strip()}")
     for path, file in verifier.files.items():
@@ -229,8 +248,12 @@ async def _place(sandbox: Sandbox, payload: ShellPayload, answer: str | None) ->
 async def _read_rewards(sandbox: Sandbox) -> dict[str, float]:
     paths = [f"{VERIFIER_DIR}/{name}" for name in REWARD_FILES]
     links = " || ".join(f"[ -h {path} ]" for path in (VERIFIER_DIR, *paths))
-    if (await sandbox.exec(["/bin/sh", "-c", links], timeout_s=STEP_TIMEOUT_S)).exit_code == 0:
-        raise _NoVerdict("the reward file is a link")
+    looked = await sandbox.exec(["/bin/sh", "-c", links], timeout_s=STEP_TIMEOUT_S)
+    check_end("sh", looked)
+    if looked.exit_code != 1:
+        raise _NoVerdict(
+            "the reward file is a link" if looked.exit_code == 0 else "the reward file cannot be looked at"
+        )
     for path in paths:
         try:
             return parse_rewards(posixpath.basename(path), await sandbox.read_file(path, max_bytes=MAX_REWARD_BYTES))

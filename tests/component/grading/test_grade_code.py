@@ -32,11 +32,11 @@ async def grade():
     provider = await choose_provider(RESOURCES.config.sandbox)
     async with open_sandbox_host(provider) as host:
 
-        async def run(solution, tests):
+        async def run(solution, tests, spec=SandboxSpec()):  # noqa: B008 - it is immutable
             instance = TaskInstance(instance_id="i", handler="code", payload={})
             context = RolloutContext(spec=JobSpec(job_id="j", instance=instance), resources=RESOURCES, sandboxes=host)
             with trio.fail_after(240):
-                return await grade_code(context, solution, tests, SandboxSpec())
+                return await grade_code(context, solution, tests, spec)
 
         yield run
 
@@ -89,6 +89,12 @@ async def test_solutions_get_what_they_earn(grade, solution, tests, expected):
     assert verdict.resolved == (set(expected) == {"passed"})
     assert verdict.fraction == pytest.approx(expected.count("passed") / 3)
     assert not verdict.tampered
+
+
+@pytest.mark.parametrize("tests", [DOUBLE, SQUARE, ADD, FRAME])
+async def test_without_a_python_there_is_no_verdict(grade, tests):
+    with pytest.raises(EvaluationError, match="python3"):
+        await grade("print(1)", tests, SandboxSpec(env={"PATH": "/nowhere"}))
 
 
 async def test_numbers_are_near_only_where_the_task_says_so(grade):
