@@ -47,6 +47,11 @@ class Killable:
             self._config["listen"]["port"] = int(url.rpartition(":")[2])
         return url
 
+    @property
+    def pid(self) -> int:
+        """The process id of the node that was started last."""
+        return self._process.pid
+
     async def kill(self) -> None:
         """Kill it with -9."""
         self._process.kill()
