@@ -46,12 +46,16 @@ class LocalNode(NamedTuple):
 
 @asynccontextmanager
 async def open_local_node(
-    policy: Callable[[str], str], handlers: Sequence[AgentHandler] = (), *, provider: str = "auto"
+    policy: Callable[[str], str],
+    handlers: Sequence[AgentHandler] = (),
+    *,
+    provider: str = "auto",
+    packages: Sequence[str] = (),
 ) -> AsyncIterator[LocalNode]:
     """Run a node in this process while the block runs, or until SIGTERM or Ctrl-C.
 
     `policy` gets the prompt as text, control tokens included, and returns what the model says. Without `handlers` it
-    has those of the installed packages.
+    has those of the installed packages. `packages` of this environment are in the sandboxes' Python, too.
     """
     with tempfile.TemporaryDirectory(prefix="prorl-") as folder:
         tiny = make_tiny_model(Path(folder) / "model")
@@ -69,7 +73,7 @@ async def open_local_node(
                 "listen": {"port": 0, "token": secrets.token_hex(8), "endpoint_file": f"{folder}/endpoint.json"},
                 "rest": {"enabled": True, "port": 0},
                 "backends": {"urls": [engine.url]},
-                "sandbox": {"provider": provider},
+                "sandbox": {"provider": provider, "packages": [*packages]},
             }
             config = msgspec.convert(node_toml, NodeConfig)
 

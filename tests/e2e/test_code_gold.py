@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
+from importlib.util import find_spec
 
 import pytest
 
 from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.client.task_sets.code import HUMANEVAL
+from prorl_trio.client.task_sets.code import DATAFRAMEBENCH, HUMANEVAL
 from support.code_policy import SolvesByTools, fetch_wheel
 from support.gold_runs import outcomes_of
+from support.skips import because
 
 pytestmark = pytest.mark.slow
+PACKAGES = {"pandas": "pandas", "sklearn": "scikit-learn", "scipy": "scipy", "seaborn": "seaborn"}
+"""What problems about data frames need beside what sandboxes have, by module."""
 
 
 @pytest.mark.parametrize("quarter", range(4))
@@ -36,3 +41,19 @@ async def test_nothing_and_a_solution_of_another_problem_earn_nothing():
     wrong = SolvesByTools({"def ": "def truncate_number(number): return 0\n"})
     outcomes = await outcomes_of(wrong, instances, timeout_s=300)
     assert [(outcome.status, outcome.reward) for outcome in outcomes.values()] == [("completed", 0.0)] * 4
+
+
+@pytest.mark.timeout(3000)
+async def test_a_sample_of_dataframebench_is_right():
+    if not all(map(find_spec, PACKAGES)):
+        reason = "what problems about data frames need is not installed here"
+        pytest.skip(because(reason, f"pip install matplotlib {' '.join(PACKAGES.values())}"))
+    fetch_wheel(DATAFRAMEBENCH["train"])
+    rows = map(json.loads, DATAFRAMEBENCH["train"].read("dataframebench").splitlines())
+    gold = {row["task_id"]: row["ground_truth"]["pandas"] for row in rows}
+    sample = random.Random(0).sample(load_task_set("dataframebench"), 50)
+    policy = SolvesByTools({each.payload["prompt"]: gold[each.instance_id] for each in sample})
+    outcomes = await outcomes_of(policy, sample, timeout_s=2900, packages=[*PACKAGES.values(), "matplotlib"])
+    wrong = {name: outcome.error or outcome.details for name, outcome in outcomes.items() if outcome.reward != 1.0}
+    assert wrong == {}
+    assert len(outcomes) == 50

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from prorl_trio.client.task_sets.wheels import WheelFile
 
-__all__ = ["SolvesByTools", "fetch_wheel"]
+__all__ = ["SolvesByTools", "SolvesInSteps", "Step", "call", "fetch_wheel"]
 
 
 class SolvesByTools:
@@ -37,7 +38,37 @@ class SolvesByTools:
         return call("finish", answer="done")
 
 
-def call(name: str, **arguments: str) -> str:
+class Step(NamedTuple):
+    """A turn: a call of a tool, and a regular expression for what the policy then has to see to go on."""
+
+    tool: str
+    arguments: dict[str, object]
+    sees: str
+
+
+class SolvesInSteps:
+    """Takes the steps that belong to a prompt by a text that occurs in it, and gives up where it sees something else.
+
+    Attributes:
+        surprised: where it gave up: the step's call, and the end of what it saw.
+    """
+
+    def __init__(self, steps: Mapping[str, Sequence[Step]]) -> None:
+        self._steps = steps
+        self.surprised: list[tuple[str, str]] = []
+
+    def __call__(self, prompt: str) -> str:
+        """Return the next turn."""
+        steps = next(steps for text, steps in self._steps.items() if text in prompt)
+        done = prompt.count("<tool_response>")
+        said = prompt.rpartition("<tool_response>")[2].partition("</tool_response>")[0]
+        if done and not re.search(steps[done - 1].sees, said):
+            self.surprised.append((str(steps[done - 1]), said[-1500:]))
+            return call("finish", answer="")
+        return call(steps[done].tool, **steps[done].arguments)
+
+
+def call(name: str, **arguments: object) -> str:
     """Return a tool call as the tiny model's template reads it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 

@@ -20,19 +20,19 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "local_node.py"
 
 
 async def outcomes_of(
-    policy: Callable[[str], str], instances: Sequence[TaskInstance], *, timeout_s: float
+    policy: Callable[[str], str], instances: Sequence[TaskInstance], *, timeout_s: float, packages: Sequence[str] = ()
 ) -> dict[str, Outcome]:
-    """Return the outcomes of a rollout of each instance, by its name."""
+    """Return the outcomes of a rollout of each instance, by its name. Sandboxes have `packages`, too."""
     spec = importlib.util.spec_from_file_location("local_node_example", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     sampling = SamplingParams(max_output_tokens=8192)
-    jobs = [JobSpec(job_id=each.instance_id, instance=each, sampling=sampling) for each in instances]
+    jobs = [JobSpec(job_id=each.instance_id, instance=each, sampling=sampling, max_turns=40) for each in instances]
     outcomes: dict[str, Outcome] = {}
     with trio.fail_after(timeout_s):
-        async with example.open_local_node(policy) as node, connect(node.url, node.token) as client:
+        async with example.open_local_node(policy, packages=packages) as node, connect(node.url, node.token) as client:
             await client.submit(jobs)
             async for outcome in client.results():
                 outcomes[outcome.job_id] = outcome
