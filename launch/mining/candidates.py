@@ -8,14 +8,16 @@ from launch.mining.changes import (
     MAX_GOLD_FILES,
     MAX_GOLD_LINES,
     hunks_of,
+    is_text,
     make_patch,
     merge_source,
     patch_size,
     without_hunk,
 )
 from launch.mining.index import download, list_sdists
-from launch.mining.sdist import file_kind, is_test_module, read_metadata, read_sdist
+from launch.mining.sdist import file_kind, read_metadata, read_sdist
 from launch.mining.statements import changelog_section
+from prorl_trio.grading.repository_files import is_test_module
 from prorl_trio.sandbox.cache import cache_dir
 
 if TYPE_CHECKING:
@@ -101,6 +103,10 @@ def refusal(candidate: Candidate) -> str:
         )
     if not any(map(is_test_module, candidate.new.tree)):
         return "the source archive has no tests"
+    if not candidate.new.metadata.licence:
+        return f"{candidate.new.file.name} states no licence"
+    if not is_text(candidate.gold):
+        return "the gold patch is no UTF-8 text"
     if candidate.kind == "release" and not candidate.section:
         return f"no changelog has a section on {candidate.new.file.version}"
     return ""

@@ -21,6 +21,7 @@ __all__ = [
     "PatchSize",
     "changed_files",
     "hunks_of",
+    "is_text",
     "make_patch",
     "merge_source",
     "patch_size",
@@ -90,6 +91,15 @@ def patch_size(patch: bytes) -> PatchSize:
         elif line.startswith(b"GIT binary patch") or (inside and line.startswith((b"+", b"-"))):
             lines += 1
     return PatchSize(lines, files)
+
+
+def is_text(patch: bytes) -> bool:
+    """Return whether a patch is UTF-8, as a row's has to be."""
+    try:
+        patch.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def hunks_of(patch: bytes) -> list[Hunk]:

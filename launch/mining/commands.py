@@ -18,7 +18,7 @@ from launch.mining.index import normal_name, pip_settings
 from launch.mining.miner import Miner, MiningLimits, Wanted
 from launch.mining.nearest import PUBLISHED_ROWS, build_published
 from launch.mining.rows import Gold, load_tasks, read_gold, read_rows, save_task, write_lines
-from launch.mining.runs import Bench
+from launch.mining.runs import LocalBench
 from launch.mining.sets import MINED_SETS
 from launch.mining.verification import CHECKS, verify_row
 from prorl_trio.client.task_sets.mined import MINED_ROWS, mined_set_folder
@@ -210,9 +210,9 @@ def _bar(console: Console) -> Progress:
 
 
 @asynccontextmanager
-async def _open_bench(jobs: int) -> AsyncIterator[Bench]:
+async def _open_bench(jobs: int) -> AsyncIterator[LocalBench]:
     config = SandboxConfig()
     provider = await choose_provider(config)
     with single_exception():
         async with open_sandbox_host(provider, max_concurrent_starts=jobs) as host:
-            yield Bench(host, config)
+            yield LocalBench(host, config)

@@ -14,29 +14,37 @@ import trio
 from launch.mining.candidates import candidates_of, read_releases, refusal, source_folders
 from launch.mining.changes import changed_files
 from launch.mining.environments import environment_variables, make_environment
+from launch.mining.likeness import find_leak, find_twin
 from launch.mining.rows import REPO_DIR, MinedTask, choose_tests, load_tasks, overlay_of, save_task
-from launch.mining.runs import SuiteJob
-from launch.mining.sdist import Entry, is_test_module, write_tree
+from launch.mining.sdist import Entry, write_tree
 from launch.mining.statements import hunk_statement, release_statement
 from launch.mining.verification import TIMES, verify_row
+from prorl_trio.grading.repository import Suite
+from prorl_trio.grading.repository_files import is_test_module
+from prorl_trio.grading.repository_tests import results_by_id
 from prorl_trio.sandbox.images.compose import compose_image
 from prorl_trio.sandbox.images.layers import store_layer
-from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.errors import ConfigError, RolloutError
 from prorl_trio.types.models import TaskInstance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from launch.mining.candidates import Candidate
     from launch.mining.environments import EnvironmentLayer
     from launch.mining.index import IndexSettings
     from launch.mining.rows import ChosenTests, TestOverlay
-    from launch.mining.runs import Bench, SuiteRun
+    from launch.mining.runs import LocalBench
     from launch.mining.sdist import Tree
+    from prorl_trio.grading.repository import SuiteRun
+    from prorl_trio.grading.verdict import TestResult
 
 __all__ = ["Miner", "MiningLimits", "Wanted"]
 
 MAX_FAIL_TO_PASS: Final = 200
+MAX_SAID_CHARS: Final = 500
+OPTIONS: Final = ("-oaddopts=", "--continue-on-collection-errors")
+"""Of pytest: none of the package's own, which may ask for plug-ins; a module that cannot be imported stops no other."""
 
 
 class Wanted(NamedTuple):
@@ -64,7 +72,7 @@ class Miner:
 
     def __init__(
         self,
-        bench: Bench,
+        bench: LocalBench,
         folder: Path,
         settings: IndexSettings,
         *,
@@ -106,14 +114,20 @@ class Miner:
                     if self._verified.get(wanted.package, 0) >= self._limits.per_package:
                         return
                     async with self._jobs:
-                        await self._try(candidate, wanted)
+                        await self._try(candidate, wanted, problems)
         except (ConfigError, OSError) as exc:
             problems.append(f"{wanted.package}: {exc}")
 
-    async def _try(self, candidate: Candidate, wanted: Wanted) -> None:
+    async def _try(self, candidate: Candidate, wanted: Wanted, problems: list[str]) -> None:
         if candidate.instance_id in self._known:
             return
-        task = await self._decide(candidate, wanted)
+        try:
+            task = await self._decide(candidate, wanted)
+        except (
+            RolloutError
+        ) as exc:  # of the sandboxes: nothing is known of the candidate, and it is tried again next time
+            problems.append(f"{candidate.instance_id}: {exc}")
+            return
         await trio.to_thread.run_sync(save_task, task, self._folder)
         self._known[task.instance_id] = task
         self._verified[wanted.package] = self._verified.get(wanted.package, 0) + (task.status == "verified")
@@ -130,55 +144,65 @@ class Miner:
         found = await self._choose(candidate, base, overlay, environment)
         if isinstance(found, str):
             return refused(reason=found)
-        chosen, messages = found
+        chosen, before = found
+        statement = _statement(candidate, chosen, before)
+        if not statement:
+            return refused(reason="the tests that fail say nothing that could be the statement")
+        if leak := await trio.to_thread.run_sync(find_leak, candidate.gold, statement, base):
+            return refused(reason=leak)
         row = await trio.to_thread.run_sync(
-            partial(_make_row, candidate, base, overlay, environment, chosen, messages, self._limits)
+            partial(_make_row, candidate, base, overlay, environment, chosen, statement, self._limits)
         )
+        gold = candidate.gold.decode()
+        task = MinedTask(instance_id=row.instance_id, status="verified", row=row, gold=gold)
+        if twin := find_twin(task, self._known.values()):
+            return refused(reason=f"it asks for the same as {twin}")
         checks = await verify_row(self._bench, row, candidate.gold)
         wrong = [f"{check}: {verdict}" for check, verdict in checks.items() if verdict != "right"]
         if wrong:
             return refused(reason="; ".join(wrong)[:2000], checks=checks)
         await trio.to_thread.run_sync(compose_image, row.instance_id, "host", row.payload["layers"])
-        gold = candidate.gold.decode()
-        return MinedTask(instance_id=row.instance_id, status="verified", row=row, gold=gold, checks=checks)
+        return msgspec.structs.replace(task, checks=checks)
 
     async def _choose(
         self, candidate: Candidate, base: Tree, overlay: TestOverlay, environment: EnvironmentLayer
-    ) -> tuple[ChosenTests, dict[str, str]] | str:
-        """Return the tests that decide, and how those fail that are to pass; or why there are none."""
+    ) -> tuple[ChosenTests, Mapping[str, TestResult]] | str:
+        """Return the tests that decide, and all results before the change; or why none does."""
         with tempfile.TemporaryDirectory(prefix="prorl-mine-") as scratch:
             await trio.to_thread.run_sync(write_tree, base, Path(scratch, REPO_DIR.lstrip("/")))
-            job = SuiteJob(
-                layers=(environment.digest, scratch),
-                env=environment_variables(source_folders(base), REPO_DIR),
+            suite = Suite(
+                spec=self._bench.spec(
+                    (environment.digest, scratch), environment_variables(source_folders(base), REPO_DIR)
+                ),
                 repo_dir=REPO_DIR,
-                test_files=overlay.files,
-                removed_test_files=overlay.removed,
-                arguments=["-oaddopts=", *sorted(filter(is_test_module, candidate.new.tree))],
+                arguments=[*OPTIONS, *sorted(filter(is_test_module, candidate.new.tree))],
                 test_timeout_s=self._limits.test_timeout_s,
                 timeout_s=self._limits.timeout_s,
+                test_files=overlay.files,
+                removed_test_files=overlay.removed,
             )
-            runs: list[SuiteRun] = []
-            for patch in [None] * TIMES + [candidate.gold] * TIMES:
-                runs.append(await self._bench.run(job, patch))
-                # A run that hangs or dies before the change would make each test look as if the change mended it.
-                if runs[-1].ended != "finished":
-                    which = "before the change" if patch is None else "with the gold patch"
-                    return f"the tests {which}: {runs[-1].ended}: {runs[-1].said[-500:]}"
-                if len(runs) == TIMES + 1:
-                    early = choose_tests([run.results for run in runs[:TIMES]], [runs[-1].results])
-                    if early is None:
-                        return "no test fails before the change and passes after it, or none passes in both"
-        chosen = choose_tests([run.results for run in runs[:TIMES]], [run.results for run in runs[TIMES:]])
-        if chosen is None:
-            return "no test does so each time"
+            before: list[Mapping[str, TestResult]] = []
+            gold: list[Mapping[str, TestResult]] = []
+            for _ in range(TIMES):
+                for patch, results in ((None, before), (candidate.gold, gold)):
+                    run = await self._bench.run(suite, patch)
+                    # A run that hangs or dies before the change would make each test look as if the change mended it.
+                    if run.ended != "finished" or run.tampered:
+                        which = "before the change" if patch is None else "with the gold patch"
+                        said = (run.tampered or run.said)[-MAX_SAID_CHARS:]
+                        return f"the tests {which}: {run.ended}: {said}"
+                    results.append(_by_id(run))
+                chosen = choose_tests(before, gold)
+                if chosen is None:
+                    return "no test fails before the change and passes after it, or none passes in both, each time"
+        assert chosen is not None
         if len(chosen.fail_to_pass) > MAX_FAIL_TO_PASS:
             return f"{len(chosen.fail_to_pass)} tests fail before the change; the limit is {MAX_FAIL_TO_PASS}"
-        before = runs[0].results
-        messages = {test: before[test].message for test in chosen.fail_to_pass if test in before}
-        if candidate.kind == "hunk" and not any(message.strip() for message in messages.values()):
-            return "the tests that fail say nothing that could be the statement"
-        return chosen, messages
+        return chosen, before[0]
+
+
+def _by_id(run: SuiteRun) -> dict[str, TestResult]:
+    return results_by_id(run.results, {result.test_id for result in run.results})
 
 
 def _make_row(
@@ -187,14 +211,14 @@ def _make_row(
     overlay: TestOverlay,
     environment: EnvironmentLayer,
     chosen: ChosenTests,
-    messages: dict[str, str],
+    statement: str,
     limits: MiningLimits,
 ) -> TaskInstance:
     with tempfile.TemporaryDirectory(prefix="prorl-mine-") as scratch:
         write_tree(base, Path(scratch))
         repository = store_layer(Path(scratch), at=REPO_DIR).record.digest
     payload: dict[str, Any] = {
-        "problem_statement": _statement(candidate, messages),
+        "problem_statement": statement,
         "image": "host",
         "layers": [environment.digest, repository],
         "repo_dir": REPO_DIR,
@@ -203,7 +227,7 @@ def _make_row(
         "removed_test_files": overlay.removed,
         "tests": {
             "kind": "pytest",
-            "arguments": ["-oaddopts=", *chosen.files],
+            "arguments": [*OPTIONS, *chosen.files],
             "fail_to_pass": chosen.fail_to_pass,
             "pass_to_pass": chosen.pass_to_pass,
             "test_timeout_s": 2 * limits.test_timeout_s,
@@ -215,10 +239,13 @@ def _make_row(
     return TaskInstance(instance_id=name, handler="swe", payload=payload, family=candidate.new.package)
 
 
-def _statement(candidate: Candidate, messages: dict[str, str]) -> str:
+def _statement(candidate: Candidate, chosen: ChosenTests, before: Mapping[str, TestResult]) -> str:
     new, old = candidate.new, candidate.old
     if candidate.kind == "release":
         return release_statement(new.package, old.file.version, new.file.version, candidate.section)
+    # Of a test that is not there yet, its module may say why: it cannot be imported.
+    names = dict.fromkeys(name if name in before else name.partition("::")[0] for name in chosen.fail_to_pass)
+    messages = {name: before[name].message for name in names if name in before}
     return hunk_statement(new.package, new.file.version, candidate.path, messages)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from launch.mining.index import IndexSettings
-    from launch.mining.runs import Bench
+    from launch.mining.runs import LocalBench
     from launch.mining.sdist import Tree
 
 __all__ = ["PUBLISHED_ROWS", "PublishedRow", "apply_strictly", "build_published"]
@@ -73,12 +73,12 @@ PUBLISHED_ROWS: Final = (
 )
 
 
-async def build_published(published: PublishedRow, bench: Bench, settings: IndexSettings) -> MinedTask:
+async def build_published(published: PublishedRow, bench: LocalBench, settings: IndexSettings) -> MinedTask:
     """Return the row on its archive, verified or refused with the reason.
 
     Raises:
         ConfigError: the wheel, the archive or the environment cannot be had.
-        SandboxUnavailable, SandboxLost, OSError: infrastructure; nothing is known of the row.
+        EvaluationError, SandboxUnavailable, SandboxLost: infrastructure; nothing is known of the row.
     """
     row, gold = await trio.to_thread.run_sync(_make_row, published, settings)
     if row is None:

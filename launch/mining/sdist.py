@@ -11,13 +11,14 @@ import zipfile
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from launch.mining.index import normal_name
+from prorl_trio.grading.repository_files import belongs_to_tests
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["FileKind", "Metadata", "Tree", "file_kind", "is_test_module", "read_metadata", "read_sdist", "write_tree"]
+__all__ = ["FileKind", "Metadata", "Tree", "file_kind", "read_metadata", "read_sdist", "write_tree"]
 
 MAX_FILES: Final = 5_000
 MAX_TREE_BYTES: Final = 64 * 1024 * 1024
@@ -25,16 +26,12 @@ MAX_TREE_BYTES: Final = 64 * 1024 * 1024
 FileKind = Literal["source", "test", "documentation", "packaging"]
 """`test`: tests, their data, and the files that tell pytest what to do. `packaging`: what is made of the release."""
 
-_TEST_DIRS: Final = frozenset({"test", "tests", "testing"})
-_TEST_CONFIGURATION: Final = frozenset(
-    {"conftest.py", "pytest.ini", ".pytest.ini", "pyproject.toml", "setup.cfg", "tox.ini"}
-)
 _DOCUMENT_DIRS: Final = frozenset({"doc", "docs", "example", "examples"})
 _DOCUMENT_NAME: Final = re.compile(
     r"(?i)((readme|changes|changelog|history|news|authors|contributors|contributing|licen[cs]e|copying|todo|security"
     r"|code_of_conduct)(\b.*)?)|.*\.(md|rst)"
 )
-_PACKAGING: Final = re.compile(r"(PKG-INFO|MANIFEST(\.in)?|setup\.py|noxfile\.py|Makefile|\.[^/]*|.*\.lock)")
+_PACKAGING: Final = re.compile(r"(PKG-INFO|MANIFEST(\.in)?|setup\.py|Makefile|\.[^/]*|.*\.lock)")
 _TESTS_EXTRAS: Final = ("test", "tests", "testing")
 
 
@@ -100,21 +97,13 @@ def write_tree(tree: Mapping[str, Entry], folder: Path) -> None:
         target.chmod(0o755 if entry.executable else 0o644)
 
 
-def is_test_module(path: str) -> bool:
-    """Return whether pytest would collect it by its name."""
-    name = path.rpartition("/")[2]
-    return re.fullmatch(r"(test_.*|.*_test|.*_tests|tests?)\.py", name) is not None and file_kind(path) == "test"
-
-
 def file_kind(path: str) -> FileKind:
-    """Return what a file of a repository is for, by its path."""
+    """Return what a file of a repository is for, by its path. Whatever grading puts back is `test`."""
     *folders, name = path.split("/")
-    if name in _TEST_CONFIGURATION or _TEST_DIRS.intersection(folders):
+    if belongs_to_tests(path):
         return "test"
     if any(folder.endswith(".egg-info") for folder in folders) or folders[:1] in ([".github"], [".git"]):
         return "packaging"
-    if re.fullmatch(r"(test_.*|.*_test|.*_tests|tests?)\.py", name):
-        return "test"
     if _DOCUMENT_DIRS.intersection(folders) or _DOCUMENT_NAME.fullmatch(name):
         return "documentation"
     return "packaging" if _PACKAGING.fullmatch(name) else "source"

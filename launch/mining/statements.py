@@ -72,22 +72,24 @@ def release_statement(package: str, old: str, new: str, section: str) -> str:
 
 
 def hunk_statement(package: str, version: str, path: str, messages: Mapping[str, str]) -> str:
-    """Return the statement of a task that asks for one hunk. `messages` say how tests fail, by test."""
-    shown = []
-    for test_id, message in [*messages.items()][:MAX_MESSAGES]:
-        shown.append(f"{test_id}\n\n{_indented(message)}")
-    failures = "\n\n".join(shown)
+    """Return the statement of a task that asks for one hunk; empty if the tests do not say how they fail.
+
+    `messages` are pytest's reports of failed tests, by test. They have the source of the tests, which is hidden: only
+    the lines that pytest marks as the failure itself are shown.
+    """
+    failures = {test_id: said for test_id, message in messages.items() if (said := _failure(message))}
+    if not failures:
+        return ""
+    shown = [*failures.items()][:MAX_MESSAGES]
+    failing = "\n\n".join(f"{test_id}\n\n{said}" for test_id, said in shown)
     more = len(messages) - len(shown)
-    rest = f"\n\n{more} more tests fail." if more > 0 else ""
+    rest = f"\n\n{more} more tests fail." if more else ""
     return (
         f"You have the source of {package} in /testbed, nearly as version {version} has it: something is missing or "
-        f"wrong in {path}. This fails, and must not:\n\n{failures}{rest}"
+        f"wrong in {path}. This fails, and must not:\n\n{failing}{rest}"
     )
 
 
-def _indented(message: str) -> str:
-    lines = [line for line in message.splitlines() if line.strip()]
-    # What pytest says of the assertion; the rest is the test itself, which is hidden.
-    said = [line[1:].strip() for line in lines if line.startswith("E ")]
-    lines = (said or lines)[-MAX_MESSAGE_LINES:]
-    return "\n".join(f"    {line}" for line in lines)
+def _failure(message: str) -> str:
+    said = [line[1:].strip() for line in message.splitlines() if line.startswith("E ") and line[1:].strip()]
+    return "\n".join(f"    {line}" for line in said[:MAX_MESSAGE_LINES])

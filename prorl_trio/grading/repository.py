@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
 
 from prorl_trio.grading.drivers.values import decode_line
+from prorl_trio.grading.repository_files import belongs_to_tests
 from prorl_trio.grading.repository_tests import results_by_id, verdict_of
 from prorl_trio.grading.verdict import TestResult, Verdict
 from prorl_trio.grading.verifier import DRIVERS_DIR, driver_argv, open_verifier
@@ -24,12 +25,12 @@ from prorl_trio.types.errors import EvaluationError, SandboxLost
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from prorl_trio.agent.context import RolloutContext
     from prorl_trio.grading.repository_tests import PytestTests
-    from prorl_trio.grading.verifier import Run, Verifier
+    from prorl_trio.grading.verdict import TestStatus
+    from prorl_trio.grading.verifier import Bench, Run, Verifier
     from prorl_trio.sandbox.provider import SandboxSpec
 
-__all__ = ["GIT", "GIT_ENV", "Graded", "grade_repository", "is_hook", "is_test_file"]
+__all__ = ["GIT", "GIT_ENV", "Graded", "Suite", "SuiteRun", "grade_repository", "run_suite"]
 
 PATCH_PATH: Final = f"{DRIVERS_DIR}/patch.diff"
 REPORT_PATH: Final = f"{DRIVERS_DIR}/report.jsonl"
@@ -85,81 +86,109 @@ def test_by_exception():
 """
 CANARY_TESTS: Final = 4
 
-_TEST_DIRS: Final = frozenset({"test", "tests", "testing"})
-_HOOKS: Final = frozenset({
-    "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py",
-    "usercustomize.py", "pytest.py", "_pytest.py", "unittest.py", "pluggy.py", "noxfile.py",
-})  # fmt: skip
+UNFINISHED: Final[dict[str, TestStatus]] = {
+    "timed_out": "timed_out",
+    "no_report": "missing",
+    "lost": "lost",
+    "not_applied": "not_run",
+    "spoilt": "not_run",
+}
+"""The status of each test, if the run did not come to its end."""
 
 
-def is_test_file(path: str) -> bool:
-    """Return whether a path of a repository is a test's: by its name, or by that of a folder above it."""
-    names = path.split("/")
-    name = names[-1]
-    named = name.endswith(".py") and (name.startswith("test_") or name.endswith(("_test.py", "_tests.py")))
-    return named or name in ("tests.py", "test.py", "conftest.py") or bool(_TEST_DIRS.intersection(names))
+class Suite(NamedTuple):
+    """Tests of a repository: in which sandbox, the files of their own, and how pytest runs them.
+
+    Attributes:
+        spec: the sandbox; it has the repository at `repo_dir`, git, and `python3` with pytest.
+        repo_dir: absolute.
+        arguments: pytest's.
+        test_timeout_s: of each test.
+        timeout_s: of all.
+        test_files: the content of each file that is written over what a patch left, by its path in the repository.
+        removed_test_files: files that are removed, likewise.
+    """
+
+    spec: SandboxSpec
+    repo_dir: str
+    arguments: Sequence[str]
+    test_timeout_s: float
+    timeout_s: float
+    test_files: Mapping[str, str]
+    removed_test_files: Sequence[str] = ()
 
 
-def is_hook(path: str) -> bool:
-    """Return whether a path is a file by which a repository tells pytest, or Python, what to do before any test."""
-    *folders, name = path.split("/")
-    return name in _HOOKS or name.endswith((".pth", ".pyc")) or bool({"_pytest", "pytest", "unittest"} & {*folders[:1]})
+class SuiteRun(NamedTuple):
+    """The end of a run of a repository's tests.
 
+    Attributes:
+        ended: `finished` if pytest came to its end and said so, and only then there are `results`; `spoilt` if the
+            patch left something in the way of the row's own files; `lost` if the tests ended their sandbox.
+        results: of all tests, as they were reported, but for the canaries.
+        tampered: how the patched code was caught at making tests pass that must fail.
+        said: what there is to say of the end: what hindered it, or the last of pytest's standard error.
+        applied_by: one of `APPLY`, empty if none did or there was no patch.
+        restored: files that the patch touched, and that were put back.
+        log: pytest's output.
+    """
 
-class Graded(NamedTuple):
-    """A verdict on a patch. `applied_by` is one of `APPLY`, empty if none did; `restored` are files put back."""
-
-    verdict: Verdict
-    applied_by: str
-    restored: list[str]
+    ended: Literal["finished", "timed_out", "no_report", "lost", "not_applied", "spoilt"]
+    results: Sequence[TestResult] = ()
+    tampered: str = ""
+    said: str = ""
+    applied_by: str = ""
+    restored: Sequence[str] = ()
     log: str = ""
 
 
+class Graded(NamedTuple):
+    """A verdict on a patch, and the run that it is drawn from."""
+
+    verdict: Verdict
+    run: SuiteRun
+
+
 async def grade_repository(
-    context: RolloutContext,
-    patch: bytes,
-    tests: PytestTests,
-    spec: SandboxSpec,
-    *,
-    repo_dir: str,
-    test_files: Mapping[str, str],
-    removed_test_files: Sequence[str] = (),
-    last_try: bool = True,
+    bench: Bench, patch: bytes | None, tests: PytestTests, suite: Suite, *, last_try: bool = True
 ) -> Graded:
     """Run a row's tests on its repository with a patch, in a sandbox that the agent has never touched.
 
     Args:
-        context: of the rollout.
-        patch: a unified diff against the repository as `spec` has it.
+        bench: the job that asks; a `RolloutContext`, if it is a node's.
+        patch: a unified diff against the repository as the sandbox has it; None leaves it as it is.
         tests: whose results decide.
-        spec: the sandbox; it has the repository at `repo_dir`, git, and `python3` with pytest.
-        repo_dir: absolute.
-        test_files: the content of each file that is written over what the patch left, by its path in the repository.
-        removed_test_files: files that are removed, likewise.
+        suite: how these tests are run.
         last_try: a program that is killed is the patch's doing. See `again_if_killed`.
 
     Raises:
         EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
         ProgramKilled: it is not the last try.
     """
-    async with open_verifier(context, spec, last_try=last_try) as verifier:
-        repository = _Repository(verifier, repo_dir)
+    run = await run_suite(bench, patch, suite, last_try=last_try)
+    return Graded(_judge(tests, run), run)
+
+
+async def run_suite(bench: Bench, patch: bytes | None, suite: Suite, *, last_try: bool = True) -> SuiteRun:
+    """Run a repository's tests with a patch, between canaries, whichever of them decide. As `grade_repository`."""
+    async with open_verifier(bench, suite.spec, last_try=last_try) as verifier:
+        repository = _Repository(verifier, suite.repo_dir)
         await repository.make_base()
-        await verifier.place({PATCH_PATH: patch})
-        applied_by = await repository.apply()
-        if not applied_by:
-            missing = [TestResult(test_id=each, status="not_run", message="no patch") for each in tests.test_ids]
-            return Graded(Verdict(tests=missing), "", [])
+        applied_by = ""
+        if patch is not None:
+            await verifier.place({PATCH_PATH: patch})
+            applied_by = await repository.apply()
+            if not applied_by:
+                return SuiteRun("not_applied", said="no patch")
         canary = f"test_{secrets.token_hex(4)}"
         try:
-            restored = await repository.restore(test_files, removed_test_files)
-            await repository.place_canaries(tests, canary)
+            restored = await repository.restore(suite.test_files, suite.removed_test_files)
+            await repository.place_canaries(suite.arguments, canary)
         except _Spoilt as exc:
-            lost = [TestResult(test_id=each, status="not_run", message=str(exc)) for each in tests.test_ids]
-            return Graded(Verdict(tests=lost, tampered=str(exc)), applied_by, [])
-        run = await repository.run_tests(tests, canary, _time_left(context, tests))
+            return SuiteRun("spoilt", tampered=str(exc), said=str(exc), applied_by=applied_by)
+        timeout_s = max(1.0, min(suite.timeout_s, bench.stage_left_s() - EVAL_MARGIN_S))
+        run = await repository.run_tests(suite, canary, timeout_s)
         reported = await _report(verifier) if run.ended != "lost" else None
-        return Graded(_judge(tests, run, reported, canary), applied_by, restored, f"{run.stderr}\n{_text(run.stdout)}")
+        return _end(run, reported, canary)._replace(applied_by=applied_by, restored=restored)
 
 
 class _Spoilt(Exception):
@@ -204,7 +233,7 @@ class _Repository:
             "the changes cannot be listed",
         )
         changed = [path for path in listed.stdout.decode(errors="surrogateescape").split("\0") if path]
-        put_back = [path for path in changed if is_test_file(path) or is_hook(path)]
+        put_back = [path for path in changed if belongs_to_tests(path)]
         for path in put_back:
             quoted = _quote(path)
             back = f"{_git('checkout -q HEAD --')} {quoted} 2>/dev/null || rm -rf -- {quoted}"
@@ -221,9 +250,9 @@ class _Repository:
             await self._write(path, text.encode(errors="surrogateescape"))
         return put_back
 
-    async def place_canaries(self, tests: PytestTests, canary: str) -> None:
+    async def place_canaries(self, arguments: Sequence[str], canary: str) -> None:
         """Write the tests that must fail beside the first of the row's."""
-        for path in _canary_paths(tests, canary):
+        for path in _canary_paths(arguments, canary):
             await self._write(path, CANARY.encode())
 
     async def _write(self, path: str, content: bytes) -> None:
@@ -234,11 +263,11 @@ class _Repository:
                 raise
             raise _Spoilt(str(exc)) from exc
 
-    async def run_tests(self, tests: PytestTests, canary: str, timeout_s: float) -> Run:
+    async def run_tests(self, suite: Suite, canary: str, timeout_s: float) -> Run:
         """Run them between two canaries."""
-        first, last = _canary_paths(tests, canary)
-        arguments = [first, *tests.arguments, last]
-        argv = driver_argv("pytest_run", REPORT_PATH, str(tests.test_timeout_s), *arguments, isolated=False)
+        first, last = _canary_paths(suite.arguments, canary)
+        arguments = [first, *suite.arguments, last]
+        argv = driver_argv("pytest_run", REPORT_PATH, str(suite.test_timeout_s), *arguments, isolated=False)
         return await self._verifier.run(argv, timeout_s=timeout_s, cwd=self._dir)
 
     async def _prepare(self, argv: Sequence[str], what: str) -> Run:
@@ -249,17 +278,27 @@ class _Repository:
         return result
 
 
-def _judge(tests: PytestTests, run: Run, reported: list[TestResult] | None, canary: str) -> Verdict:
+def _end(run: Run, reported: list[TestResult] | None, canary: str) -> SuiteRun:
+    log = f"{run.stderr}\n{_text(run.stdout)}"
     if reported is None:  # it has not come to the last canary: nothing that was said before can be believed
-        status = run.ended if run.ended in ("timed_out", "lost") else "missing"
-        return Verdict(tests=[TestResult(test_id=each, status=status, message=run.stderr) for each in tests.test_ids])
-    canaries = [result.status for result in reported if f"{canary}_" in result.test_id.partition("::")[0]]
+        ended = run.ended if run.ended in ("timed_out", "lost") else "no_report"
+        return SuiteRun(ended, said=run.stderr, log=log)
+    ours = [result for result in reported if f"{canary}_" in result.test_id.partition("::")[0]]
     caught = ""
-    if len(canaries) != 2 * CANARY_TESTS:
-        caught = f"{len(canaries)} of {2 * CANARY_TESTS} tests that must fail were reported"
-    elif set(canaries) - {"failed", "error"}:
+    if len(ours) != 2 * CANARY_TESTS:
+        caught = f"{len(ours)} of {2 * CANARY_TESTS} tests that must fail were reported"
+    elif {result.status for result in ours} - {"failed", "error"}:
         caught = "a test that must fail has not failed"
-    return verdict_of(tests, results_by_id(reported, tests.test_ids), tampered=caught)
+    results = [result for result in reported if result not in ours]
+    return SuiteRun("finished", results, caught, run.stderr, log=log)
+
+
+def _judge(tests: PytestTests, run: SuiteRun) -> Verdict:
+    if run.ended == "finished":
+        return verdict_of(tests, results_by_id(run.results, tests.test_ids), tampered=run.tampered)
+    status = UNFINISHED[run.ended]
+    lost = [TestResult(test_id=each, status=status, message=run.said) for each in tests.test_ids]
+    return Verdict(tests=lost, tampered=run.tampered)
 
 
 async def _report(verifier: Verifier) -> list[TestResult] | None:
@@ -277,12 +316,8 @@ async def _report(verifier: Verifier) -> list[TestResult] | None:
     return None
 
 
-def _time_left(context: RolloutContext, tests: PytestTests) -> float:
-    return max(1.0, min(tests.timeout_s, context.stage_left_s() - EVAL_MARGIN_S))
-
-
-def _canary_paths(tests: PytestTests, canary: str) -> tuple[str, str]:
-    folder = _folder_of(tests.arguments)
+def _canary_paths(arguments: Sequence[str], canary: str) -> tuple[str, str]:
+    folder = _folder_of(arguments)
     return os.path.join(folder, f"{canary}_first.py"), os.path.join(folder, f"{canary}_last.py")
 
 

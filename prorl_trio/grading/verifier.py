@@ -22,9 +22,10 @@ from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from ipc.sandbox_calls import ExecResult
+    from prorl_trio.agent.activity import Charge
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.sandbox.program import Program
     from prorl_trio.sandbox.provider import SandboxSpec
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DRIVERS_DIR",
     "KILLED",
+    "Bench",
     "ProgramKilled",
     "Run",
     "Verifier",
@@ -70,11 +72,28 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
+class Bench(Protocol):
+    """A source of sandboxes and time for an evaluation. A node's job has them in its `RolloutContext`."""
+
+    def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
+        """Open a sandbox that nobody has used; on leaving the block nothing of it is left.
+
+        Raises:
+            SandboxUnavailable: it does not start.
+        """
+
+    def waiting(self, what: str, charge: Charge) -> AbstractContextManager[None]:
+        """Show, while the block runs, that `what` is waited for, and charge the time."""
+
+    def stage_left_s(self) -> float:
+        """Return the seconds that are left for the evaluation; infinite without a limit."""
+
+
 class Verifier:
     """A sandbox in which the agent has never been. Made by `open_verifier`."""
 
-    def __init__(self, context: RolloutContext, sandbox: Sandbox, *, last_try: bool) -> None:
-        self._context = context
+    def __init__(self, bench: Bench, sandbox: Sandbox, *, last_try: bool) -> None:
+        self._bench = bench
         self._last_try = last_try
         self._has_run = False
         self.sandbox = sandbox
@@ -86,7 +105,7 @@ class Verifier:
             EvaluationError: that is not possible. There is no verdict.
         """
         try:
-            with self._context.waiting("files of the evaluation", "evaluator"):
+            with self._bench.waiting("files of the evaluation", "evaluator"):
                 for path, content in contents.items():
                     await self.sandbox.write_file(path, content)
         except (OSError, SandboxCallFailed, SandboxLost) as exc:
@@ -100,7 +119,7 @@ class Verifier:
 
     def charged_to_agent(self) -> AbstractContextManager[None]:
         """Show that the candidate's code is waited for: its time is the policy's."""
-        return self._context.waiting("the candidate's program", "agent_budget")
+        return self._bench.waiting("the candidate's program", "agent_budget")
 
     async def run(
         self,
@@ -187,16 +206,14 @@ def driver_argv(name: str, *arguments: str, isolated: bool = True) -> list[str]:
 
 
 @asynccontextmanager
-async def open_verifier(
-    context: RolloutContext, spec: SandboxSpec, *, last_try: bool = True
-) -> AsyncIterator[Verifier]:
+async def open_verifier(bench: Bench, spec: SandboxSpec, *, last_try: bool = True) -> AsyncIterator[Verifier]:
     """Open a sandbox for the evaluation of an answer.
 
     Raises:
         SandboxUnavailable: it does not start. There is no verdict.
     """
-    async with context.open_sandbox(spec) as sandbox:
-        yield Verifier(context, sandbox, last_try=last_try)
+    async with bench.open_sandbox(spec) as sandbox:
+        yield Verifier(bench, sandbox, last_try=last_try)
 
 
 class Action(Protocol[T_co]):

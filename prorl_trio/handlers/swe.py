@@ -12,7 +12,7 @@ import msgspec
 
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
-from prorl_trio.grading.repository import GIT, GIT_ENV, grade_repository
+from prorl_trio.grading.repository import GIT, GIT_ENV, Suite, grade_repository
 from prorl_trio.grading.repository_tests import PytestTests
 from prorl_trio.grading.verifier import again_if_killed, check_end
 from prorl_trio.handlers.base import AgentHandler, Evaluation
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.config import SandboxConfig
+    from prorl_trio.grading.repository import Graded
+    from prorl_trio.grading.verifier import Bench
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import Recorded
 
-__all__ = ["MAX_PATCH_BYTES", "SweHandler", "SwePayload"]
+__all__ = ["MAX_PATCH_BYTES", "SweHandler", "SwePayload", "grade_change"]
 
 MAX_PATCH_BYTES: Final = 4 * 1024 * 1024
 """A longer patch is none."""
@@ -94,15 +97,7 @@ class SweHandler(AgentHandler):
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
         """The instance's image and layers, without a network unless the node allows one."""
-        sandbox, payload = context.resources.config.sandbox, _payload(context.spec.instance.payload)
-        return SandboxSpec(
-            image=payload.image or sandbox.image,
-            layers=payload.layers,
-            env=payload.env,
-            network=sandbox.network,
-            start_timeout_s=sandbox.start_timeout_s,
-            limits=sandbox.limits,
-        )
+        return _sandbox_spec(_payload(context.spec.instance.payload), context.resources.config.sandbox)
 
     async def init(self, context: RolloutContext) -> None:
         """Make the repository one commit, so that no history tells what became of it."""
@@ -153,26 +148,17 @@ class SweHandler(AgentHandler):
         if context.answer is None:
             return Evaluation(reward=0.0, details={"patch": None, "resolved": False})
         patch = base64.b64decode(context.answer)
-        grade = partial(
-            grade_repository,
-            context,
-            patch,
-            payload.tests,
-            self.sandbox_spec(context),
-            repo_dir=payload.repo_dir,
-            test_files=payload.test_files,
-            removed_test_files=payload.removed_test_files,
-        )
+        grade = partial(grade_change, context, payload, patch, context.resources.config.sandbox)
         graded = await again_if_killed(context, grade)
-        context.log_evaluation(graded.log)
+        context.log_evaluation(graded.run.log)
         return Evaluation(
             reward=float(graded.verdict.resolved),
             details={
                 "patch": patch.decode(errors="replace"),
                 "patch_base64": context.answer,
-                "applied_by": graded.applied_by,
-                "needed_fuzz": "fuzz" in graded.applied_by,
-                "restored": graded.restored,
+                "applied_by": graded.run.applied_by,
+                "needed_fuzz": "fuzz" in graded.run.applied_by,
+                "restored": [*graded.run.restored],
                 **graded.verdict.details(),
             },
         )
@@ -192,6 +178,33 @@ class SweHandler(AgentHandler):
         except (binascii.Error, TypeError, ValueError) as exc:
             raise NotRestorable(f"details.patch_base64 is no base64: {exc}") from exc
         context.answer = stored
+
+
+async def grade_change(
+    bench: Bench, payload: SwePayload, patch: bytes | None, config: SandboxConfig, *, last_try: bool = True
+) -> Graded:
+    """Grade a change to the repository of a row, as an evaluation does. Arguments and errors as `grade_repository`."""
+    suite = Suite(
+        spec=_sandbox_spec(payload, config),
+        repo_dir=payload.repo_dir,
+        arguments=payload.tests.arguments,
+        test_timeout_s=payload.tests.test_timeout_s,
+        timeout_s=payload.tests.timeout_s,
+        test_files=payload.test_files,
+        removed_test_files=payload.removed_test_files,
+    )
+    return await grade_repository(bench, patch, payload.tests, suite, last_try=last_try)
+
+
+def _sandbox_spec(payload: SwePayload, sandbox: SandboxConfig) -> SandboxSpec:
+    return SandboxSpec(
+        image=payload.image or sandbox.image,
+        layers=payload.layers,
+        env=payload.env,
+        network=sandbox.network,
+        start_timeout_s=sandbox.start_timeout_s,
+        limits=sandbox.limits,
+    )
 
 
 class _SweStyle(AgentStyle):

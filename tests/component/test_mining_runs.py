@@ -16,7 +16,7 @@ from launch.mining.environments import packages_folder, seal_environment
 from launch.mining.index import IndexSettings
 from launch.mining.miner import Miner, MiningLimits, Wanted
 from launch.mining.rows import read_rows
-from launch.mining.runs import Bench
+from launch.mining.runs import LocalBench
 from launch.mining.verification import CHECKS, verify_row
 from prorl_trio.client.task_sets import load_task_set
 from prorl_trio.client.task_sets.mined import mined_set_folder
@@ -116,7 +116,7 @@ async def mine(settings, tmp_path, ended, **limits):
     provider = await choose_provider(config)
     async with open_sandbox_host(provider) as host:
         miner = Miner(
-            Bench(host, config),
+            LocalBench(host, config),
             mined_set_folder("calc"),
             settings,
             limits=MiningLimits(timeout_s=120.0, **limits),
@@ -155,7 +155,7 @@ async def test_a_pair_of_releases_becomes_verified_rows(settings, tmp_path):
 
     config = SandboxConfig()
     async with open_sandbox_host(await choose_provider(config)) as host:
-        found = await verify_row(Bench(host, config), hunk.row, b"")
+        found = await verify_row(LocalBench(host, config), hunk.row, b"")
     assert found["gold"].endswith("does not pass (failed); 3 such tests")
     assert found["before"] == found["empty patch"] == found["test-editing patch"] == "right"
 

@@ -11,13 +11,14 @@ from launch.mining.candidates import Candidate, Release, candidates_of, refusal,
 from launch.mining.changes import hunks_of, make_patch, merge_source, patch_size, without_hunk
 from launch.mining.environments import packages_folder, seal_environment
 from launch.mining.index import IndexFile, IndexSettings, download, read_page
+from launch.mining.likeness import find_leak, find_twin
 from launch.mining.nearest import apply_strictly
-from launch.mining.rows import choose_tests, overlay_of
-from launch.mining.runs import read_report
+from launch.mining.rows import MinedTask, choose_tests, overlay_of
 from launch.mining.sdist import Entry, Metadata, file_kind, read_metadata, read_sdist, write_tree
 from launch.mining.statements import changelog_section, hunk_statement
 from prorl_trio.grading.verdict import TestResult
 from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import TaskInstance
 
 
 def tree(**files):
@@ -179,6 +180,8 @@ def test_candidates_are_refused_for_what_they_are():
     assert refusal(candidate(section="", kind="hunk")) == ""
     bare = {path: entry for path, entry in new.tree.items() if "test" not in path}
     assert "no tests" in refusal(candidate(new=release("1.1", bare)))
+    assert "no UTF-8" in refusal(candidate(gold=b"@@ -1 +1 @@\n-\xff\n+a\n"))
+    assert "states no licence" in refusal(candidate(new=new._replace(metadata=Metadata("", ()))))
 
 
 def test_where_modules_are_imported_from():
@@ -214,10 +217,48 @@ def test_the_section_of_a_release_is_found_in_its_changelog(text):
 
 
 def test_the_statement_of_a_hunk_shows_how_tests_fail():
-    text = hunk_statement("calc", "1.1", "calc.py", {f"t::{number}": f"assert {number} == 0" for number in range(5)})
+    messages = {f"t::{number}": f"    f({number}) # hidden\nE   assert {number} == 0" for number in range(5)}
+    text = hunk_statement("calc", "1.1", "calc.py", messages)
     assert "calc.py" in text
     assert "    assert 2 == 0" in text
     assert "2 more tests fail" in text
+    assert "hidden" not in text
+    assert hunk_statement("calc", "1.1", "calc.py", {"t::1": "    f(1)  # hidden"}) == ""
+
+
+# ---------------------------------------------------------------- what must differ
+
+LINES = ["    for each in numbers:", "        total = total + each * weight", "    return total"]
+BLOCK = "".join(f"+{line}\n" for line in LINES)
+GOLD = f"diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1,2 +1,4 @@\n def f():\n{BLOCK}-    pass\n"
+
+
+def test_a_solution_that_can_be_read_off_is_found():
+    copy = "\r\n".join(line.strip() for line in LINES).encode()
+    assert find_leak(GOLD.encode(), "add numbers", {"calc.py": Entry(copy)}) == ""
+    assert find_leak(GOLD.encode(), "add numbers", {"other.py": Entry(copy.replace(b"weight", b"1"))}) == ""
+    found = find_leak(GOLD.encode(), "add numbers", {"calc.py": Entry(b""), "build/calc.py": Entry(b"  " + copy)})
+    assert found == "build/calc.py has lines of the gold patch"
+    assert "total + each" in find_leak(GOLD.encode(), f"Add this:\n\n{LINES[1]}\n", {})
+    assert find_leak(GOLD.encode(), "it shall return total", {}) == ""
+
+
+def mined(name, *, statement="", gold="", tests=("t.py::a",), release="1.1"):
+    source = {"sha256": {f"calc-{release}.tar.gz": "0" * 64}}
+    payload = {"problem_statement": statement or name, "tests": {"fail_to_pass": [*tests]}, "source": source}
+    row = TaskInstance(instance_id=name, handler="swe", payload=payload)
+    return MinedTask(instance_id=name, status="verified", row=row, gold=gold or f"+{name}\n")
+
+
+def test_tasks_that_ask_for_the_same_are_twins():
+    first = mined("first", gold=GOLD)
+    others = [MinedTask(instance_id="no", status="refused"), first]
+    assert find_twin(mined("second", tests=("t.py::b",)), others) == ""
+    assert find_twin(mined("second", release="1.2"), others) == ""
+    assert find_twin(mined("second"), others) == "first"  # the tests of one release
+    moved = GOLD.replace("@@ -1,2 +1,4 @@", "@@ -7,2 +7,4 @@")
+    assert find_twin(mined("second", gold=moved, release="1.2"), others) == "first"
+    assert find_twin(mined("second", statement="first", release="1.2"), others) == "first"
 
 
 # ---------------------------------------------------------------- tests that decide
@@ -265,14 +306,6 @@ def test_data_and_configuration_of_tests_are_the_evaluators():
     assert found.files == {"tests/new.py": "2", "pyproject.toml": "[tool.pytest.ini_options]"}
     assert found.removed == ["tests/old.py"]
     assert found.binary == {"tests/data.bin": b"\xff\xfe"}
-
-
-def test_a_report_without_its_end_is_not_whole():
-    line = json.dumps({"test": "t.py::a b", "status": "passed", "message": ""})
-    assert read_report(f"{line}\nnoise".encode())[1] is False
-    found, whole = read_report(f'{line}\n{{"end": true}}\n'.encode())
-    assert whole
-    assert found["t.py::a b"].status == "passed"
 
 
 def test_an_environment_that_has_the_package_itself_is_refused(tmp_path):

@@ -1,0 +1,37 @@
+"""Paths of a repository that decide on its tests: they are the row's or the base's, whatever a patch says. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+__all__ = ["belongs_to_tests", "is_hook", "is_test_file", "is_test_module"]
+
+_TEST_DIRS: Final = frozenset({"test", "tests", "testing"})
+_TEST_MODULE: Final = re.compile(r"(test_.*|.*_test|.*_tests|tests?)\.py", re.DOTALL)
+_HOOKS: Final = frozenset({
+    "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py",
+    "usercustomize.py", "pytest.py", "_pytest.py", "unittest.py", "pluggy.py", "noxfile.py",
+})  # fmt: skip
+
+
+def is_test_file(path: str) -> bool:
+    """Return whether a path of a repository is a test's: by its name, or by that of a folder above it."""
+    *_, name = names = path.split("/")
+    return is_test_module(path) or name == "conftest.py" or bool(_TEST_DIRS.intersection(names))
+
+
+def is_test_module(path: str) -> bool:
+    """Return whether a path has the name of a module of tests."""
+    return _TEST_MODULE.fullmatch(path.rpartition("/")[2]) is not None
+
+
+def is_hook(path: str) -> bool:
+    """Return whether a path is a file by which a repository tells pytest, or Python, what to do before any test."""
+    *folders, name = path.split("/")
+    return name in _HOOKS or name.endswith((".pth", ".pyc")) or bool({"_pytest", "pytest", "unittest"} & {*folders[:1]})
+
+
+def belongs_to_tests(path: str) -> bool:
+    """Return whether no change of an agent to this path counts: it is a test, its data, or a hook."""
+    return is_test_file(path) or is_hook(path)
