@@ -20,7 +20,7 @@ from launch.mining.nearest import PUBLISHED_ROWS, build_published
 from launch.mining.rows import Gold, load_tasks, read_gold, read_rows, save_task, write_lines
 from launch.mining.runs import LocalBench
 from launch.mining.sets import MINED_SETS
-from launch.mining.verification import CHECKS, verify_row
+from launch.mining.verification import CHECKS, verify_row, verify_rows
 from prorl_trio.client.task_sets.mined import MINED_ROWS, mined_set_folder
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.host import open_sandbox_host
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from launch.mining.rows import MinedTask
-    from prorl_trio.types.models import TaskInstance
 
 __all__ = ["tasks"]
 
@@ -104,51 +103,49 @@ def mine(
 @click.option("--gold", type=click.Path(path_type=Path), help="The gold patches; default: gold.jsonl beside the rows.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many rows.")
 @click.option("--jobs", type=_JOBS, default=os.cpu_count() or 1, help="Rows at once; default: the cores here.")
-def verify(rows: str, gold: Path | None, limit: int | None, jobs: int) -> None:
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="JSONL file for what each check came to, a line for a row; a row that it has is not run again.",
+)
+def verify(rows: str, gold: Path | None, limit: int | None, jobs: int, results: Path | None) -> None:
     """Run each row's tests before a change, with the gold patch, an empty and a test-editing one, each twice.
 
-    Exit code 1 if a check of a row did not end as it must, or could not be made.
+    The tests are graded as a node grades them. Exit code 1 if a check of a row did not end as it must, or could not be
+    made.
     """
     path = mined_set_folder(rows) / MINED_ROWS if (mined_set_folder(rows) / MINED_ROWS).is_file() else Path(rows)
     found = read_rows(path)[:limit]
     patches = read_gold(gold or path.with_name(GOLD))
     console = Console()
-    wrong = trio.run(_verify_all, found, patches, jobs, console)
+
+    async def run() -> dict[str, dict[str, str]]:
+        with _bar(console) as bar:
+            line = bar.add_task("rows", total=len(found))
+            async with _open_bench(jobs) as bench:
+                return await verify_rows(
+                    found,
+                    lambda row: verify_row(bench, row, patches[row.instance_id].encode()),
+                    jobs=jobs,
+                    results=results,
+                    on_ended=lambda: bar.advance(line),
+                )
+
+    missing = sorted({row.instance_id for row in found} - set(patches))
+    if missing:
+        raise ConfigError(f"{len(missing)} rows have no gold patch, the first is {missing[0]}")
+    checked = trio.run(run)
     table = Table("row", "check", "what was wrong")
-    for instance_id, verdicts in wrong.items():
+    wrong = set()
+    for instance_id, verdicts in checked.items():
         for check, verdict in verdicts.items():
-            table.add_row(instance_id, check, verdict.replace("[", r"\["))
+            if verdict != "right":
+                wrong.add(instance_id)
+                table.add_row(instance_id, check, verdict.replace("[", r"\["))
     if wrong:
         console.print(table)
         raise click.ClickException(f"{len(wrong)} of {len(found)} rows are not as they must be")
-    console.print(f"{len(found)} rows: {', '.join(CHECKS)}: all right, each time")
-
-
-async def _verify_all(
-    rows: list[TaskInstance], patches: dict[str, str], jobs: int, console: Console
-) -> dict[str, dict[str, str]]:
-    """Return the checks that were not right, by row."""
-    wrong: dict[str, dict[str, str]] = {}
-    limiter = trio.CapacityLimiter(jobs)
-
-    async def check(row: TaskInstance) -> None:
-        async with limiter:
-            try:
-                if row.instance_id not in patches:
-                    raise ConfigError("there is no gold patch of it")
-                checks = await verify_row(bench, row, patches[row.instance_id].encode())
-            except (ConfigError, OSError) as exc:
-                checks = {"all": str(exc)}
-        if bad := {name: verdict for name, verdict in checks.items() if verdict != "right"}:
-            wrong[row.instance_id] = bad
-        bar.advance(line)
-
-    with _bar(console) as bar:
-        line = bar.add_task("rows", total=len(rows))
-        async with _open_bench(jobs) as bench, trio.open_nursery() as nursery:
-            for row in rows:
-                nursery.start_soon(check, row)
-    return wrong
+    console.print(f"{len(checked)} rows: {', '.join(CHECKS)}: all right, each time")
 
 
 @tasks.command()

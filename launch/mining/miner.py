@@ -44,7 +44,7 @@ __all__ = ["Miner", "MiningLimits", "Wanted"]
 MAX_FAIL_TO_PASS: Final = 200
 MAX_SAID_CHARS: Final = 500
 OPTIONS: Final = ("-oaddopts=", "--continue-on-collection-errors")
-"""Of pytest: none of the package's own, which may ask for plug-ins; a module that cannot be imported stops no other."""
+"""Options of pytest: none of the package's own; and a module that cannot be imported stops no other."""
 
 
 class Wanted(NamedTuple):

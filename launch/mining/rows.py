@@ -23,10 +23,12 @@ __all__ = [
     "ChosenTests",
     "Gold",
     "MinedTask",
+    "RowChecks",
     "TestOverlay",
     "choose_tests",
     "load_tasks",
     "overlay_of",
+    "read_checks",
     "read_gold",
     "read_rows",
     "save_task",
@@ -57,6 +59,13 @@ class Gold(msgspec.Struct, frozen=True, kw_only=True):
 
     instance_id: str
     patch: str
+
+
+class RowChecks(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of each check of a row: `right`, or what was wrong."""
+
+    instance_id: str
+    checks: dict[str, str]
 
 
 class TestOverlay(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +167,18 @@ def read_rows(path: Path) -> list[TaskInstance]:
 def read_gold(path: Path) -> dict[str, str]:
     """Return the gold patches of a file by the names of their rows. Blocks. Errors as `read_rows`."""
     return {gold.instance_id: gold.patch for gold in _lines(path, Gold)}
+
+
+def read_checks(path: Path) -> dict[str, dict[str, str]]:
+    """Return the checks in a file that grows line by line, and cut off a line that was not written to its end. Blocks.
+
+    Errors as `read_rows`; there is nothing in a file that is not there.
+    """
+    if not path.exists():
+        return {}
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+    return {found.instance_id: found.checks for found in _lines(path, RowChecks)}
 
 
 def _lines(path: Path, kind: type[T]) -> list[T]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import trio
 
 from launch.mining.changes import make_patch
+from launch.mining.rows import RowChecks, read_checks
 from launch.mining.runs import payload_of
 from launch.mining.sdist import Entry
 from prorl_trio.sandbox.images.layers import CONTENT_NAME, find_layer
-from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from launch.mining.runs import LocalBench
     from launch.mining.sdist import Tree
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from prorl_trio.handlers.swe import SwePayload
     from prorl_trio.types.models import TaskInstance
 
-__all__ = ["CHECKS", "TIMES", "editing_patch", "verify_row"]
+__all__ = ["CHECKS", "TIMES", "editing_patch", "verify_row", "verify_rows"]
 
 TIMES: Final = 2
 """Runs of each check."""
@@ -61,6 +63,51 @@ async def verify_row(bench: LocalBench, row: TaskInstance, gold: bytes) -> dict[
         verdicts = [_judge(check, payload, await bench.grade(payload, patch)) for _ in range(TIMES)]
         found[check] = next((verdict for verdict in verdicts if verdict != "right"), "right")
     return found
+
+
+async def verify_rows(
+    rows: Sequence[TaskInstance],
+    verify: Callable[[TaskInstance], Awaitable[dict[str, str]]],
+    *,
+    jobs: int,
+    results: Path | None,
+    on_ended: Callable[[], None],
+) -> dict[str, dict[str, str]]:
+    """Verify rows, `jobs` at a time, and return the checks of each by its name; `all` is what hindered them.
+
+    Each is a line of the file `results` when it is done, whatever becomes of the others. A row that is there already is
+    taken from there; one that was hindered is not there, and is verified the next time.
+
+    Raises:
+        ConfigError: the file is none of these.
+    """
+    checked = {} if results is None else await trio.to_thread.run_sync(read_checks, results)
+    limiter, writing = trio.CapacityLimiter(jobs), trio.Lock()
+
+    async def check(row: TaskInstance) -> None:
+        async with limiter:
+            try:
+                checked[row.instance_id] = await verify(row)
+            except (ConfigError, RolloutError, OSError) as exc:
+                checked[row.instance_id] = {"all": str(exc)}
+            else:
+                async with writing:
+                    await trio.to_thread.run_sync(_append, results, row.instance_id, checked[row.instance_id])
+        on_ended()
+
+    async with trio.open_nursery() as nursery:
+        for row in rows:
+            if row.instance_id in checked:
+                on_ended()
+            else:
+                nursery.start_soon(check, row)
+    return {row.instance_id: checked[row.instance_id] for row in rows}
+
+
+def _append(results: Path | None, name: str, checks: dict[str, str]) -> None:
+    if results is not None:
+        with results.open("ab") as file:
+            file.write(msgspec.json.encode(RowChecks(instance_id=name, checks=checks)) + b"\n")
 
 
 def _judge(check: str, payload: SwePayload, graded: Graded) -> str:

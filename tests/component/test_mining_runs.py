@@ -3,7 +3,6 @@
 import http.server
 import io
 import json
-import shutil
 import tarfile
 import threading
 
@@ -12,21 +11,18 @@ import trio
 from click.testing import CliRunner
 
 from launch.mining import commands
-from launch.mining.environments import packages_folder, seal_environment
 from launch.mining.index import IndexSettings
-from launch.mining.miner import Miner, MiningLimits, Wanted
+from launch.mining.miner import Wanted
 from launch.mining.rows import read_rows
 from launch.mining.runs import LocalBench
 from launch.mining.verification import CHECKS, verify_row
 from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.client.task_sets.mined import mined_set_folder
 from prorl_trio.config import SandboxConfig
-from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.layers import CONTENT_NAME, find_layer
 from prorl_trio.sandbox.images.store import find_image
 from prorl_trio.sandbox.providers.registry import choose_provider
-from prorl_trio.sandbox.runtime.distributions import closure, installed_files
+from support.mining_rig import mine, use_own_cache
 
 GAP = "\n".join(f"# {number}" for number in range(9))
 OLD = f"def add(a, b):\n    return a - b\n\n\n{GAP}\n\n\ndef double(a):\n    return 3 * a\n"
@@ -91,46 +87,13 @@ def settings(tmp_path):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A cache folder of its own, but for the sandboxes' Python, which takes seconds to make."""
-    shared = cache_dir()
-    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "cache").mkdir()
-    for name in ("host-pythons", "runtimes"):
-        (shared / name).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "cache" / name).symlink_to(shared / name)
-
-
-def installed_pytest(package, requirements, scratch):
-    """The environment that uv would make, of what is installed here."""
-    folder = packages_folder(scratch)
-    for distribution in closure(("pytest", *requirements)):
-        for file in installed_files(distribution):
-            if ".." not in file.parts and "__pycache__" not in file.parts:
-                (folder / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(str(distribution.locate_file(file)), folder / file)
-    return seal_environment(package, scratch)
-
-
-async def mine(settings, tmp_path, ended, **limits):
-    config = SandboxConfig()
-    provider = await choose_provider(config)
-    async with open_sandbox_host(provider) as host:
-        miner = Miner(
-            LocalBench(host, config),
-            mined_set_folder("calc"),
-            settings,
-            limits=MiningLimits(timeout_s=120.0, **limits),
-            jobs=2,
-            on_ended=ended.append,
-            make_environment=lambda package, wanted: installed_pytest(package, wanted, tmp_path / "environment"),
-        )
-        return await miner.mine([Wanted("calc", 1), Wanted("nowhere", 1)])
+    use_own_cache(tmp_path, monkeypatch)
 
 
 async def test_a_pair_of_releases_becomes_verified_rows(settings, tmp_path):
-    ended = []
+    wanted = [Wanted("calc", 1), Wanted("nowhere", 1)]
     with trio.fail_after(240):
-        problems = await mine(settings, tmp_path, ended, hunks=1)
+        ended, problems = await mine("calc", wanted, settings, tmp_path, hunks=1)
     assert len(problems) == 1
     assert problems[0].startswith("nowhere: ")
     assert [(task.instance_id, task.status, task.reason) for task in ended] == [
@@ -159,8 +122,7 @@ async def test_a_pair_of_releases_becomes_verified_rows(settings, tmp_path):
     assert found["gold"].endswith("does not pass (failed); 3 such tests")
     assert found["before"] == found["empty patch"] == found["test-editing patch"] == "right"
 
-    again = []
-    await mine(settings, tmp_path, again, hunks=1)
+    again, _ = await mine("calc", wanted, settings, tmp_path, hunks=1)
     assert again == []  # each was tried before
 
     exported = tmp_path / "rows.jsonl"

@@ -20,15 +20,21 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "local_node.py"
 
 
 async def outcomes_of(
-    policy: Callable[[str], str], instances: Sequence[TaskInstance], *, timeout_s: float, packages: Sequence[str] = ()
+    policy: Callable[[str], str],
+    instances: Sequence[TaskInstance],
+    *,
+    timeout_s: float,
+    packages: Sequence[str] = (),
+    context_tokens: int = 16_000,
 ) -> dict[str, Outcome]:
-    """Return the outcomes of a rollout of each instance, by its name. Sandboxes have `packages`, too."""
+    """Return the outcomes of a rollout of each instance, by its name. Sandboxes have `packages`; a token is a byte."""
     spec = importlib.util.spec_from_file_location("local_node_example", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    sampling = SamplingParams(max_output_tokens=8192)
+    example.CONTEXT_TOKENS = context_tokens
+    sampling = SamplingParams(max_output_tokens=context_tokens // 2)
     jobs = [JobSpec(job_id=each.instance_id, instance=each, sampling=sampling, max_turns=40) for each in instances]
     outcomes: dict[str, Outcome] = {}
     with trio.fail_after(timeout_s):

@@ -6,6 +6,7 @@ import subprocess
 import tarfile
 
 import pytest
+import trio
 
 from launch.mining.candidates import Candidate, Release, candidates_of, refusal, source_folders
 from launch.mining.changes import hunks_of, make_patch, merge_source, patch_size, without_hunk
@@ -13,11 +14,12 @@ from launch.mining.environments import packages_folder, seal_environment
 from launch.mining.index import IndexFile, IndexSettings, download, read_page
 from launch.mining.likeness import find_leak, find_twin
 from launch.mining.nearest import apply_strictly
-from launch.mining.rows import MinedTask, choose_tests, overlay_of
+from launch.mining.rows import MinedTask, choose_tests, overlay_of, read_checks
 from launch.mining.sdist import Entry, Metadata, file_kind, read_metadata, read_sdist, write_tree
 from launch.mining.statements import changelog_section, hunk_statement
+from launch.mining.verification import verify_rows
 from prorl_trio.grading.verdict import TestResult
-from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.errors import ConfigError, SandboxUnavailable
 from prorl_trio.types.models import TaskInstance
 
 
@@ -306,6 +308,46 @@ def test_data_and_configuration_of_tests_are_the_evaluators():
     assert found.files == {"tests/new.py": "2", "pyproject.toml": "[tool.pytest.ini_options]"}
     assert found.removed == ["tests/old.py"]
     assert found.binary == {"tests/data.bin": b"\xff\xfe"}
+
+
+# ---------------------------------------------------------------- ten rows, four at a time
+
+
+async def verify_ten(tmp_path, refuse=()):
+    """Verify rows that end in another order than they begin. Returns their checks, and which were run."""
+    rows = [TaskInstance(instance_id=f"row-{number}", handler="swe", payload={}) for number in range(10)]
+    ran, at_once, ended = [], [], []
+
+    async def verify(row):
+        ran.append(row.instance_id)
+        at_once.append(row.instance_id)
+        assert len(at_once) <= 4
+        for _ in range(10 - int(row.instance_id[4:])):
+            await trio.lowlevel.checkpoint()
+        at_once.remove(row.instance_id)
+        if row.instance_id in refuse:
+            raise SandboxUnavailable("no sandbox")
+        return {"gold": "right", "before": row.instance_id}
+
+    results = tmp_path / "results.jsonl"
+    found = await verify_rows(rows, verify, jobs=4, results=results, on_ended=lambda: ended.append(1))
+    assert len(ended) == 10
+    return found, ran
+
+
+async def test_ten_rows_four_at_a_time_keep_every_result(tmp_path):
+    refused = ("row-3", "row-7")
+    found, ran = await verify_ten(tmp_path, refused)
+    right = {f"row-{number}": {"gold": "right", "before": f"row-{number}"} for number in range(10)}
+    assert found == right | {name: {"all": "no sandbox"} for name in refused}
+    assert len(ran) == 10
+    assert read_checks(tmp_path / "results.jsonl") == {name: right[name] for name in right if name not in refused}
+    with (tmp_path / "results.jsonl").open("ab") as file:
+        file.write(b'{"instance_id":"row-3","che')  # the power went
+    found, ran = await verify_ten(tmp_path)
+    assert found == right
+    assert sorted(ran) == [*refused]
+    assert read_checks(tmp_path / "results.jsonl") == right
 
 
 def test_an_environment_that_has_the_package_itself_is_refused(tmp_path):
