@@ -70,19 +70,19 @@ def read_releases(package: str, count: int, settings: IndexSettings) -> list[Rel
 
 
 def candidates_of(old: Release, new: Release, *, hunks: int = MAX_HUNKS) -> Iterator[Candidate]:
-    """Yield the whole release as a candidate, and then single hunks of it."""
+    """Yield the whole release as a candidate, and then single hunks, spread over all that it has."""
     package, version = new.package, new.file.version
     gold = make_patch(old.tree, merge_source(old.tree, new.tree))
     section = changelog_section(new.tree, version)
     yield Candidate(f"{package}__{old.file.version}-{version}", "release", old, new, old.tree, gold, section)
-    programs = []
-    for number, hunk in enumerate(hunks_of(gold), 1):
-        if (tree := without_hunk(new.tree, hunk)) is not None:
-            programs.append((number, hunk, tree))
-    step = max(1, -(-len(programs) // max(1, hunks)))
-    for number, hunk, tree in programs[::step][:hunks]:
-        name = f"{package}__{version}-hunk-{number}"
-        yield Candidate(name, "hunk", old, new, _with_old_tests(tree, old.tree), hunk.patch, "", hunk.path)
+    found = hunks_of(gold)
+    step = max(1, -(-len(found) // max(1, hunks)))
+    left = hunks
+    for number in (number for first in range(step) for number in range(first, len(found), step)):
+        if left and (tree := without_hunk(new.tree, found[number])) is not None:
+            left -= 1
+            name, hunk = f"{package}__{version}-hunk-{number + 1}", found[number]
+            yield Candidate(name, "hunk", old, new, _with_old_tests(tree, old.tree), hunk.patch, "", hunk.path)
 
 
 def _with_old_tests(tree: Tree, old: Tree) -> Tree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import tempfile
@@ -145,6 +146,7 @@ def without_hunk(new: Tree, hunk: Hunk) -> Tree | None:
     return new | {hunk.path: new[hunk.path]._replace(content=content)}
 
 
+@functools.lru_cache(maxsize=4)
 def _program(content: bytes) -> str | None:
     """Return a module without its comments, docstrings and imports at the top; None if it is none."""
     try:

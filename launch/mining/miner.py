@@ -59,7 +59,7 @@ class MiningLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of mining. Time-outs are for a machine that does other work as well."""
 
     hunks: int = 8
-    per_package: int = 10
+    per_package: int = 8
     test_timeout_s: float = 30.0
     timeout_s: float = 300.0
 

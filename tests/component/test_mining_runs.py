@@ -10,7 +10,7 @@ import pytest
 import trio
 from click.testing import CliRunner
 
-from launch.mining import commands
+from launch.mining import commands, verification
 from launch.mining.index import IndexSettings
 from launch.mining.miner import Wanted
 from launch.mining.rows import read_rows
@@ -90,7 +90,7 @@ def cache(tmp_path, monkeypatch):
     use_own_cache(tmp_path, monkeypatch)
 
 
-async def test_a_pair_of_releases_becomes_verified_rows(settings, tmp_path):
+async def test_a_pair_of_releases_becomes_verified_rows(settings, tmp_path, monkeypatch):
     wanted = [Wanted("calc", 1), Wanted("nowhere", 1)]
     with trio.fail_after(240):
         ended, problems = await mine("calc", wanted, settings, tmp_path, hunks=1)
@@ -116,6 +116,7 @@ async def test_a_pair_of_releases_becomes_verified_rows(settings, tmp_path):
     for task in ended:
         assert_nothing_tells(task)
 
+    monkeypatch.setattr(verification, "TIMES", 1)
     config = SandboxConfig()
     async with open_sandbox_host(await choose_provider(config)) as host:
         found = await verify_row(LocalBench(host, config), hunk.row, b"")
