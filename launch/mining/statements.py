@@ -15,10 +15,11 @@ __all__ = ["changelog_section", "hunk_statement", "release_statement"]
 MAX_SECTION_CHARS: Final = 6_000
 MIN_SECTION_CHARS: Final = 30
 MAX_MESSAGES: Final = 3
+MAX_NAMES: Final = 20
 MAX_MESSAGE_LINES: Final = 12
 _CHANGELOG: Final = re.compile(r"(?i)(.*/)?(changes|changelog|history|news|versions|release[-_]notes)(\.\w+)?")
 _VERSION: Final = re.compile(r"(?<![\w.])v?(\d+(?:\.\d+)+)(?![\w.]*\d)")
-_RULE: Final = re.compile(r"[-=~^*#_]{3,}\s*")
+_RULE: Final = re.compile(r"[-=~^*#_+]{3,}\s*")
 
 
 def changelog_section(tree: Tree, version: str) -> str:
@@ -75,19 +76,29 @@ def hunk_statement(package: str, version: str, path: str, messages: Mapping[str,
     """Return the statement of a task that asks for one hunk; empty if the tests do not say how they fail.
 
     `messages` are pytest's reports of failed tests, by test. They have the source of the tests, which is hidden: only
-    the lines that pytest marks as the failure itself are shown.
+    the lines that pytest marks as the failure itself are shown, of tests that fail in different ways, and names.
     """
-    failures = {test_id: said for test_id, message in messages.items() if (said := _failure(message))}
-    if not failures:
+    ways: dict[str, str] = {}
+    for test_id, message in messages.items():
+        if said := _failure(message):
+            ways.setdefault(said, test_id)
+    if not ways:
         return ""
-    shown = [*failures.items()][:MAX_MESSAGES]
-    failing = "\n\n".join(f"{test_id}\n\n{said}" for test_id, said in shown)
-    more = len(messages) - len(shown)
-    rest = f"\n\n{more} more tests fail." if more else ""
+    shown = {test_id: said for said, test_id in [*ways.items()][:MAX_MESSAGES]}
+    failing = "\n\n".join(f"{test_id}\n\n{said}" for test_id, said in shown.items())
+    rest = _rest([each for each in messages if each not in shown])
     return (
         f"You have the source of {package} in /testbed, nearly as version {version} has it: something is missing or "
         f"wrong in {path}. This fails, and must not:\n\n{failing}{rest}"
     )
+
+
+def _rest(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    listed = "".join(f"\n{name}" for name in names[:MAX_NAMES])
+    more = f"\n\nand {len(names) - MAX_NAMES} more." if len(names) > MAX_NAMES else ""
+    return f"\n\nThese fail, too:\n{listed}{more}"
 
 
 def _failure(message: str) -> str:

@@ -223,8 +223,12 @@ def test_the_statement_of_a_hunk_shows_how_tests_fail():
     text = hunk_statement("calc", "1.1", "calc.py", messages)
     assert "calc.py" in text
     assert "    assert 2 == 0" in text
-    assert "2 more tests fail" in text
+    assert text.endswith("These fail, too:\n\nt::3\nt::4")
     assert "hidden" not in text
+    alike = {f"t::{number}": f"E   assert {number > 0}" for number in range(40)}
+    text = hunk_statement("calc", "1.1", "calc.py", alike)
+    assert "t::0\n\n    assert False\n\nt::1\n\n    assert True\n\nThese" in text
+    assert text.endswith("\nt::21\n\nand 18 more.")
     assert hunk_statement("calc", "1.1", "calc.py", {"t::1": "    f(1)  # hidden"}) == ""
 
 
