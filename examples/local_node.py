@@ -51,11 +51,13 @@ async def open_local_node(
     *,
     provider: str = "auto",
     packages: Sequence[str] = (),
+    context_tokens: int = CONTEXT_TOKENS,
 ) -> AsyncIterator[LocalNode]:
     """Run a node in this process while the block runs, or until SIGTERM or Ctrl-C.
 
     `policy` gets the prompt as text, control tokens included, and returns what the model says. Without `handlers` it
     has those of the installed packages. `packages` of this environment are in the sandboxes' Python, too.
+    A token of `context_tokens` is a byte.
     """
     with tempfile.TemporaryDirectory(prefix="prorl-") as folder:
         tiny = make_tiny_model(Path(folder) / "model")
@@ -65,7 +67,7 @@ async def open_local_node(
             return ids, [-random.random() for _ in ids], "stop"
 
         says = FakeEngineConfig(
-            vocab_size=VOCABULARY, end_of_turn_id=tiny.end_of_turn_id, max_model_len=CONTEXT_TOKENS, development=True
+            vocab_size=VOCABULARY, end_of_turn_id=tiny.end_of_turn_id, max_model_len=context_tokens, development=True
         )
         async with open_fake_engine(script=sample, config=says) as engine, trio.open_nursery() as nursery:
             node_toml = {

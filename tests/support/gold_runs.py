@@ -33,12 +33,14 @@ async def outcomes_of(
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    example.CONTEXT_TOKENS = context_tokens
     sampling = SamplingParams(max_output_tokens=context_tokens // 2)
     jobs = [JobSpec(job_id=each.instance_id, instance=each, sampling=sampling, max_turns=40) for each in instances]
     outcomes: dict[str, Outcome] = {}
     with trio.fail_after(timeout_s):
-        async with example.open_local_node(policy, packages=packages) as node, connect(node.url, node.token) as client:
+        async with (
+            example.open_local_node(policy, packages=packages, context_tokens=context_tokens) as node,
+            connect(node.url, node.token) as client,
+        ):
             await client.submit(jobs)
             async for outcome in client.results():
                 outcomes[outcome.job_id] = outcome

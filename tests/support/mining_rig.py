@@ -51,7 +51,7 @@ def _installed_pytest(package: str, requirements: Sequence[str], scratch: Path) 
 
 
 async def mine(
-    name: str, wanted: Sequence[Wanted], settings: IndexSettings, scratch: Path, **limits: float
+    name: str, wanted: Sequence[Wanted], settings: IndexSettings, scratch: Path, **limits: int
 ) -> tuple[list[MinedTask], list[str]]:
     """Mine packages into the set `name`. Returns what was decided now, and the problems."""
     ended: list[MinedTask] = []
