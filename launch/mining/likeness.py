@@ -31,11 +31,12 @@ def find_leak(gold: bytes, statement: str, base: Tree) -> str:
         told = next((line for line in block if len(line) >= MIN_LINE_CHARS and line in said), None)
         if told is not None:
             return f"the statement has a line of the gold patch: {told}"
-        if len(block) < MIN_BLOCK_LINES or max(map(len, block)) < MIN_LINE_CHARS:
+        longest = max(block, key=len)
+        if len(block) < MIN_BLOCK_LINES or len(longest) < MIN_LINE_CHARS:
             continue
         pattern = re.compile(rb"(?m)^[ \t]*" + rb"[ \t]*\r?\n[ \t]*".join(re.escape(line.encode()) for line in block))
         for path, entry in base.items():
-            if path not in changed and block[0].encode() in entry.content and pattern.search(entry.content):
+            if path not in changed and longest.encode() in entry.content and pattern.search(entry.content):
                 return f"{path} has lines of the gold patch"
     return ""
 
