@@ -21,13 +21,14 @@ from prorl_trio.handlers.swe import SweHandler
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.providers.registry import choose_provider
-from prorl_trio.types.errors import EvaluationError, SandboxLost
+from prorl_trio.types.errors import EvaluationError, SandboxLost, SandboxUnavailable
 from prorl_trio.types.models import JobSpec
 from support.known_verdicts import SOLUTIONS, known_task, swe_patch
 
 CONFIG = NodeConfig(model=ModelConfig(path="none"), sandbox=SandboxConfig(packages=("pytest",)))
 RESOURCES = Resources(config=CONFIG, chat_format=None, backends=None, scorers=None)
 HANDLERS = {handler.name: handler for handler in (CodeHandler(), SweHandler(), ShellHandler())}
+NO_VERDICT = (EvaluationError, SandboxLost, SandboxUnavailable)
 EVERY_STEP = ["output", "function", "assert", "unittest", "swe", "shared", "separate"]
 
 
@@ -88,7 +89,7 @@ async def grade(monkeypatch, tmp_path):
             cuts.on = True
             try:
                 return await handler.eval(context)
-            except (SandboxLost, EvaluationError) as exc:
+            except NO_VERDICT as exc:
                 return exc
             finally:
                 cuts.on = False
@@ -109,7 +110,7 @@ async def test_a_lost_sandbox_is_no_verdict_at_any_step(grade, kind):
     steps = await steps_of(grade, kind, kill=False)
     for at in range(1, steps + 1):
         cut = await grade(kind, at=at)
-        assert isinstance(cut, SandboxLost | EvaluationError) or cut.reward == 1.0, (at, cut)
+        assert isinstance(cut, NO_VERDICT) or cut.reward == 1.0, (at, cut)
 
 
 @pytest.mark.slow
@@ -118,9 +119,9 @@ async def test_a_killed_program_is_run_again_at_any_step(grade, kind):
     steps = await steps_of(grade, kind, kill=True)
     for at in range(1, steps + 1):
         cut = await grade(kind, at=at, kill=True)
-        assert isinstance(cut, EvaluationError) or cut.reward == 1.0, (at, cut)
+        assert isinstance(cut, NO_VERDICT) or cut.reward == 1.0, (at, cut)
         wrong = await grade(kind, "wrong", at=at, kill=True)
-        assert isinstance(wrong, EvaluationError) or wrong.reward == 0.0, (at, wrong)
+        assert isinstance(wrong, NO_VERDICT) or wrong.reward == 0.0, (at, wrong)
 
 
 @pytest.mark.parametrize("kind", ["function", "separate"])
