@@ -7,11 +7,8 @@ from string import Formatter
 
 import pytest
 
+from prorl_trio.client.word_problem_families import DRILLS, FAMILIES, NAMES, THINGS
 from prorl_trio.client.word_problems import (
-    DRILLS,
-    FAMILIES,
-    NAMES,
-    THINGS,
     demonstrated,
     easy_problem,
     held_out_number,
