@@ -12,7 +12,7 @@ from prorl_trio.learn.trainer import Recipe, Trainer
 if TYPE_CHECKING:
     from launch.learning.record import Settings
 
-__all__ = ["make_trainer", "recipe_of"]
+__all__ = ["make_trainer", "recipe_of", "set_learning_rate"]
 
 
 def recipe_of(settings: Settings, learning_rate: float | None = None) -> Recipe:
@@ -31,3 +31,9 @@ def make_trainer(settings: Settings, recipe: Recipe) -> Trainer:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32, attn_implementation="sdpa")
     return Trainer(model.to(device), recipe)
+
+
+def set_learning_rate(trainer: Trainer, rate: float) -> None:
+    """Have the trainer's next optimizer steps use `rate`."""
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = rate

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from launch.learning.curriculum import Curriculum
 from launch.learning.curve import draw_curve
 from launch.learning.demonstrations import PAYLOAD
 from launch.learning.engine_load import EngineLoad
 from launch.learning.events import Evaluated, EventLog, Stepped
 from launch.learning.examples import write_examples
 from launch.learning.held_out import solve_held_out
-from launch.learning.policy import make_trainer, recipe_of
+from launch.learning.policy import make_trainer, recipe_of, set_learning_rate
 from launch.learning.record import (
     CHECKPOINTS,
     CURVE,
@@ -37,18 +38,18 @@ from launch.learning.record import (
 )
 from prorl_trio.client.blocking import BlockingClient
 from prorl_trio.client.sampling import BlockingGroups, GroupRules, JobTemplate
-from prorl_trio.client.word_problems import word_problem
+from prorl_trio.client.sampling.journal import MANIFEST
 from prorl_trio.learn.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from launch.learning.record import Settings
     from prorl_trio.client.sampling import Batch
     from prorl_trio.learn.trainer import Trainer, UpdateFigures
-    from prorl_trio.types.models import Outcome, TaskInstance
+    from prorl_trio.types.models import Outcome
 
 __all__ = ["train"]
 
@@ -75,14 +76,16 @@ def train(folder: Path) -> None:
     record.cut(state["step"])
     if not record.evaluations:
         record.wall_s = time.time() - (folder / SETTINGS).stat().st_mtime  # the start of all parts counts
-    run = _Run(folder, trainer, record, state["step"])
+    curriculum = Curriculum(record.settings.seed)
+    curriculum.observe_file(folder / "sampling" / MANIFEST)
+    run = _Run(folder, trainer, record, curriculum, state["step"])
     url, token = os.environ["PRORL_URL"], os.environ["PRORL_TOKEN"]
     with (
         BlockingClient(url, token, session_id=f"learn-{folder.name}") as client,
         BlockingClient(url, token) as examiner,
         BlockingGroups(
             client,
-            _task(record.settings),
+            lambda number: curriculum.problem(number).instance(**PAYLOAD),
             _rules(record.settings),
             job=_job(record.settings),
             folder=folder / "sampling",
@@ -92,13 +95,6 @@ def train(folder: Path) -> None:
         ) as groups,
     ):
         run.go(client, examiner, groups)
-
-
-def _task(settings: Settings) -> Callable[[int], TaskInstance]:
-    def task(number: int) -> TaskInstance:
-        return word_problem(number, seed=settings.seed).instance(**PAYLOAD)
-
-    return task
 
 
 def _rules(settings: Settings) -> GroupRules:
@@ -118,10 +114,11 @@ def _job(settings: Settings) -> JobTemplate:
 class _Run:
     """A run at work: its trainer, its record, and the step it is at."""
 
-    def __init__(self, folder: Path, trainer: Trainer, record: RunRecord, step: int) -> None:
+    def __init__(self, folder: Path, trainer: Trainer, record: RunRecord, curriculum: Curriculum, step: int) -> None:
         self.folder = folder
         self.trainer = trainer
         self.record = record
+        self.curriculum = curriculum
         self.settings: Settings = record.settings
         self.step = step
         """The updates so far, which is the policy's version, too."""
@@ -153,8 +150,10 @@ class _Run:
         with EngineLoad(os.environ["PRORL_ENGINE_URL"]) as load:
             batch = groups.take(timeout_s=ROLLOUTS_TIMEOUT_S)
         wait_s = clock.lap()
+        self.curriculum.observe(batch.manifest)
         with client.policy_update(str(self.step + 1), mode="keep", timeout_s=UPDATE_TIMEOUT_S) as update:
             sync_s = clock.lap()
+            set_learning_rate(self.trainer, self.settings.learning_rate_at(self.step + 1))
             figures = self.trainer.update([group.outcomes for group in batch.groups])
             update_s = clock.lap()
             self.step += 1

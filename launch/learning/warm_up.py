@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launch.learning.demonstrations import demonstrations
 from launch.learning.events import EventLog, Shown
-from launch.learning.policy import make_trainer, recipe_of
+from launch.learning.policy import make_trainer, recipe_of, set_learning_rate
 from launch.learning.record import CHECKPOINTS, EVENTS, read_settings
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.learn.checkpoint import save_checkpoint
@@ -27,8 +27,8 @@ def warm_up(run: Path) -> None:
     each = settings.demonstrations
     rows = demonstrations(chat, each * settings.demonstration_steps, seed=settings.seed)
     for step in range(settings.demonstration_steps):
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = settings.demonstration_learning_rate * (1 - step / settings.demonstration_steps)
+        rate = settings.demonstration_learning_rate * (1 - step / settings.demonstration_steps)
+        set_learning_rate(trainer, rate)
         loss = trainer.imitate(rows[step * each : (step + 1) * each])
         events.write(Shown(step=step + 1, of=settings.demonstration_steps, loss=loss))
     fresh = Trainer(trainer.model, recipe_of(settings))  # with an optimizer of its own

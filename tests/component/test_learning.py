@@ -31,6 +31,13 @@ from support.fake_node import make_outcome, make_spec
 SETTINGS = Settings(model="/models/tiny", steps=4, evaluate_every=2)
 
 
+def test_the_learning_rate_rises_and_falls():
+    settings = Settings(model="/models/tiny", steps=20, learning_rate=1.0, rising_steps=3, falling_steps=4)
+    rates = [settings.learning_rate_at(step) for step in range(1, 21)]
+    assert rates == [0.25, 0.5, 0.75, *[1.0] * 13, 0.8, 0.6, 0.4, 0.2]
+    assert all(rate > 0 for rate in map(Settings(model="/models/tiny", steps=2).learning_rate_at, (1, 2)))
+
+
 def step(number, **fields):
     given = {
         "step": number,

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 
+from launch.learning.policy import set_learning_rate
 from prorl_trio.learn.objectives import (
     OBJECTIVES,
     advantages,
@@ -80,6 +81,16 @@ def check_gradients_beyond_the_limit_are_scaled_down_to_it(_):
         moved.append((weights_of(trainer) - before).norm())
     close(moved[0], norm, 1e-4)
     close(moved[1], 1e-3, 1e-5)
+
+
+def check_the_learning_rate_may_change_between_updates(_):
+    """The first step of AdamW moves each weight that has a gradient by the learning rate."""
+    for rate in (1e-3, 1e-4):
+        trainer = Trainer(tiny_model(), Recipe(longest=LONGEST, learning_rate=5e-2))
+        before = weights_of(trainer)
+        set_learning_rate(trainer, rate)
+        trainer.update(outcomes())
+        close((weights_of(trainer) - before).abs().max(), rate, rate / 100)
 
 
 def check_later_minibatches_know_the_weights_that_the_update_began_from(_):
