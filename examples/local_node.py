@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 VOCABULARY = 259
 CONTEXT_TOKENS = 16_000
+BEGIN = "<|im_start|>assistant\n"
 
 
 class LocalNode(NamedTuple):
@@ -63,7 +64,8 @@ async def open_local_node(
         tiny = make_tiny_model(Path(folder) / "model")
 
         def sample(prompt: list[int]) -> tuple[list[int], list[float], FinishReason]:
-            ids = tiny.turn(policy(tiny.decode(prompt)))
+            asked, begin, said = tiny.decode(prompt).rpartition(BEGIN)
+            ids = tiny.turn(policy(asked + begin))[len(said.encode()) :]  # a long turn is asked for in slices
             return ids, [-random.random() for _ in ids], "stop"
 
         says = FakeEngineConfig(

@@ -19,7 +19,7 @@ from prorl_trio.grading.drivers.values import decode_line
 from prorl_trio.grading.repository_files import belongs_to_tests
 from prorl_trio.grading.repository_tests import results_by_id, verdict_of
 from prorl_trio.grading.verdict import TestResult, Verdict
-from prorl_trio.grading.verifier import DRIVERS_DIR, driver_argv, open_verifier
+from prorl_trio.grading.verifier import DRIVERS_DIR, KILLED, driver_argv, open_verifier
 from prorl_trio.types.errors import EvaluationError, SandboxLost
 
 if TYPE_CHECKING:
@@ -236,7 +236,8 @@ class _Repository:
         put_back = [path for path in changed if belongs_to_tests(path)]
         for path in put_back:
             quoted = _quote(path)
-            back = f"{_git('checkout -q HEAD --')} {quoted} 2>/dev/null || rm -rf -- {quoted}"
+            gone = f"{{ [ $? != {KILLED} ] || exit {KILLED}; rm -rf -- {quoted}; }}"
+            back = f"{_git('checkout -q HEAD --')} {quoted} 2>/dev/null || {gone}"
             await self._prepare(["sh", "-c", back], f"{path} cannot be put back")
         own = [path for path in removed if path]
         if own:

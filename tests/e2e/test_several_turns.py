@@ -47,7 +47,7 @@ NEW = [
     "tests/test_dicttoxml.py::test_none_attribute_serializes_as_empty_string",
 ]
 REPAIR = [
-    bash("ls && git log --oneline | wc -l", sees=r"xmltodict\.py\s+1\b"),
+    bash("cd /testbed && ls && git log --oneline | wc -l", sees=r"xmltodict\.py\s+1\b"),
     bash("grep -n '_convert_value_to_string\\|= str(' xmltodict.py", sees=r"cdata = _convert_value_to_string\(iv\)"),
     edit("view", path=MODULE, view_range=[490, 512], sees=r"if not isinstance\(iv, str\):"),
     bash(TRIES, sees=r"(?s)\d+ passed.*SAID <x pro=\"None\">None</x>"),
@@ -100,13 +100,15 @@ def repository(tmp_path_factory):
 
 async def test_a_repository_is_looked_at_broken_and_mended(repository):
     policy = SolvesInSteps({"unparse() writes None": REPAIR})
-    [outcome] = (await outcomes_of(policy, [repository], timeout_s=350, packages=["pytest"])).values()
+    [outcome] = (
+        await outcomes_of(policy, [repository], timeout_s=350, packages=["pytest"], context_tokens=64_000)
+    ).values()
     assert (outcome.status, outcome.reward, policy.surprised) == ("completed", 1.0, []), (
         outcome.error or outcome.details
     )
     assert len(outcome.trajectory.turns) == len(REPAIR)
     assert (outcome.details["passed"], outcome.details["tests"]) == (104, 104)
-    assert outcome.details["restored"] == ["tests/test_dicttoxml.py"]
+    assert "tests/test_dicttoxml.py" in outcome.details["restored"]
 
 
 # ---------------------------------------------------------------- a function, and a command
@@ -119,7 +121,7 @@ def has_close_elements(numbers, threshold):
 ASK = "python3 -c 'from solution import *; print(has_close_elements([1.0, 2.8, 3.0, 4.0, 5.0, 2.0], 0.3), "
 ASK = f"cd /workspace && {ASK}has_close_elements([1.0, 5.0, 1.1], 0.5))'"
 WRITE = [
-    bash("ls -la /workspace", sees="total"),
+    bash("ls -la /workspace/", sees="total"),
     edit("create", path=SOLUTION, file_text=CLOSE, sees="created"),
     bash(ASK, sees="True False"),
     edit("view", path=SOLUTION, sees=r"zip\(numbers"),
