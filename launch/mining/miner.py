@@ -20,6 +20,7 @@ from launch.mining.sdist import Entry, write_tree
 from launch.mining.statements import hunk_statement, release_statement
 from launch.mining.verification import TIMES, verify_row
 from prorl_trio.grading.repository import Suite
+from prorl_trio.grading.repository_base import RepositoryBase
 from prorl_trio.grading.repository_files import is_test_module
 from prorl_trio.grading.repository_tests import results_by_id
 from prorl_trio.sandbox.images.compose import compose_image
@@ -174,7 +175,7 @@ class Miner:
                 spec=self._bench.spec(
                     (environment.digest, scratch), environment_variables(source_folders(base), REPO_DIR)
                 ),
-                repo_dir=REPO_DIR,
+                base=RepositoryBase(repo_dir=REPO_DIR),
                 arguments=[*OPTIONS, *sorted(filter(is_test_module, candidate.new.tree))],
                 test_timeout_s=self._limits.test_timeout_s,
                 timeout_s=self._limits.timeout_s,

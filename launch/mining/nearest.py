@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from launch.mining.runs import LocalBench
     from launch.mining.sdist import Tree
 
-__all__ = ["PUBLISHED_ROWS", "PublishedRow", "apply_strictly", "build_published"]
+__all__ = ["PUBLISHED_ROWS", "PublishedRow", "apply_strictly", "build_published", "make_row", "read_row"]
 
 APPLY_TIMEOUT_S: Final = 60.0
 TEST_TIMEOUT_S: Final = 120.0
@@ -80,7 +80,7 @@ async def build_published(published: PublishedRow, bench: LocalBench, settings: 
         ConfigError: the wheel, the archive or the environment cannot be had.
         EvaluationError, SandboxUnavailable, SandboxLost: infrastructure; nothing is known of the row.
     """
-    row, gold = await trio.to_thread.run_sync(_make_row, published, settings)
+    row, gold = await trio.to_thread.run_sync(make_row, published, settings)
     if row is None:
         return MinedTask(instance_id=published.instance_id, status="refused", reason=gold)
     checks = await verify_row(bench, row, gold.encode())
@@ -92,9 +92,9 @@ async def build_published(published: PublishedRow, bench: LocalBench, settings: 
     return MinedTask(instance_id=row.instance_id, status="verified", row=row, gold=gold, checks=checks)
 
 
-def _make_row(published: PublishedRow, settings: IndexSettings) -> tuple[TaskInstance | None, str]:
+def make_row(published: PublishedRow, settings: IndexSettings) -> tuple[TaskInstance | None, str]:
     """Return the row and its gold patch, or None and why a patch does not apply. Blocks."""
-    told = _read(published)
+    told = read_row(published)
     file = next((each for each in list_sdists(published.package, settings) if each.version == published.version), None)
     if file is None:
         raise ConfigError(f"{published.package} {published.version}: the index has no source archive of it")
@@ -142,7 +142,12 @@ def _make_row(published: PublishedRow, settings: IndexSettings) -> tuple[TaskIns
     return TaskInstance(instance_id=name, handler="swe", payload=payload, family=published.package), told["patch"]
 
 
-def _read(published: PublishedRow) -> dict[str, Any]:
+def read_row(published: PublishedRow) -> dict[str, Any]:
+    """Return the row as it is published. Blocks on the disk.
+
+    Raises:
+        ConfigError: its wheel is not there (the message has the command that fetches it), or has no such row.
+    """
     wheel = WheelFile("nemo-gym", "0.7.0", "3.13.14", published.member)
     for line in wheel.read("sdist-published").splitlines():
         row: dict[str, Any] = json.loads(line)

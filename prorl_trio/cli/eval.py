@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["eval"]
 
 OF_THE_PLAN = (
-    "tasks", "limit", "rollouts", "ks", "temperature", "top_p", "max_turns", "max_output_tokens", "attempts", "seed",
-    "model", "out",
+    "tasks", "specs", "limit", "rollouts", "ks", "temperature", "top_p", "max_turns", "max_output_tokens", "attempts",
+    "seed", "model", "out",
 )  # fmt: skip
 """Options that say what is evaluated: with --resume the folder says it."""
 
@@ -43,6 +43,11 @@ OF_THE_PLAN = (
 @connection_options
 @click.option(
     "--tasks", help=f"A task set ({', '.join(sorted(TASK_SETS))}), a JSONL file of tasks, or a folder of Harbor tasks."
+)
+@click.option(
+    "--specs",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON of how published repositories run their tests.",
 )
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many tasks.")
 @click.option("--n", "rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts of a task.")
@@ -122,6 +127,7 @@ async def _run(client: RolloutClient, folder: EvaluationFolder, people: Console)
 def _new_plan(
     *,
     tasks: str | None,
+    specs: Path | None,
     limit: int | None,
     rollouts: int,
     ks: tuple[int, ...],
@@ -151,4 +157,4 @@ def _new_plan(
         seed=seed,
         model=model,
     )
-    return plan, load_task_set(tasks)[:limit]
+    return plan, load_task_set(tasks, specs=specs)[:limit]

@@ -29,6 +29,11 @@ __all__ = ["submit"]
     required=True,
     help=f"A task set ({', '.join(sorted(TASK_SETS))}), a JSONL file of tasks, or a folder of Harbor tasks.",
 )
+@click.option(
+    "--specs",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON of how published repositories run their tests.",
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many instances.")
 @click.option("--rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts per instance.")
 @click.option("--max-turns", type=click.IntRange(min=1), default=4, show_default=True, help="Per rollout.")
@@ -41,6 +46,7 @@ __all__ = ["submit"]
 def submit(
     node: Node,
     tasks: str,
+    specs: Path | None,
     limit: int | None,
     rollouts: int,
     max_turns: int,
@@ -62,6 +68,8 @@ def submit(
         {"instance_id": "1", "handler": "math", "payload": {"question": "1+1?", "answer": "2"}}
     """
     sampling = SamplingParams(temperature=temperature, max_output_tokens=max_output_tokens)
-    specs = make_jobs(load_task_set(tasks)[:limit], rollouts=rollouts, sampling=sampling, max_turns=max_turns)
-    summary = with_client(node, lambda client: run_jobs(client, specs, run_folder(out), model=model, tasks=tasks))
+    jobs = make_jobs(
+        load_task_set(tasks, specs=specs)[:limit], rollouts=rollouts, sampling=sampling, max_turns=max_turns
+    )
+    summary = with_client(node, lambda client: run_jobs(client, jobs, run_folder(out), model=model, tasks=tasks))
     sys.exit(0 if summary.completed == summary.jobs and not summary.rejected else EXIT_JOBS_CUT)

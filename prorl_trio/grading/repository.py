@@ -16,8 +16,20 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import msgspec
 
 from prorl_trio.grading.drivers.values import decode_line
+from prorl_trio.grading.repository_base import (
+    BASE,
+    GIT,
+    GIT_ENV,
+    TESTS,
+    BaseNotMade,
+    RowTests,
+    git,
+    make_base,
+    quote,
+    touched_unversioned,
+)
 from prorl_trio.grading.repository_files import belongs_to_tests
-from prorl_trio.grading.repository_tests import results_by_id, verdict_of
+from prorl_trio.grading.repository_tests import verdict_on
 from prorl_trio.grading.verdict import TestResult, Verdict
 from prorl_trio.grading.verifier import DRIVERS_DIR, KILLED, driver_argv, open_verifier
 from prorl_trio.types.errors import EvaluationError, SandboxLost
@@ -25,12 +37,13 @@ from prorl_trio.types.errors import EvaluationError, SandboxLost
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from prorl_trio.grading.repository_tests import PytestTests
+    from prorl_trio.grading.repository_base import RepositoryBase
+    from prorl_trio.grading.repository_tests import RepositoryTests
     from prorl_trio.grading.verdict import TestStatus
     from prorl_trio.grading.verifier import Bench, Run, Verifier
     from prorl_trio.sandbox.provider import SandboxSpec
 
-__all__ = ["GIT", "GIT_ENV", "Graded", "Suite", "SuiteRun", "grade_repository", "run_suite"]
+__all__ = ["Graded", "Suite", "SuiteRun", "grade_repository", "run_suite"]
 
 PATCH_PATH: Final = f"{DRIVERS_DIR}/patch.diff"
 REPORT_PATH: Final = f"{DRIVERS_DIR}/report.jsonl"
@@ -38,19 +51,6 @@ PREPARE_TIMEOUT_S: Final = 120.0
 MAX_REPORT_BYTES: Final = 256 * 1024 * 1024
 EVAL_MARGIN_S: Final = 15.0
 """Left of the EVAL budget when the tests end."""
-
-GIT: Final = (
-    *("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.quotePath=false"),
-    *("-c", "user.name=base", "-c", "user.email=base@localhost", "-c", "commit.gpgSign=false", "-c", "gc.auto=0"),
-    *("-c", "core.autocrlf=false", "-c", "safe.directory=*", "-c", "init.defaultBranch=base"),
-)
-"""Git with nothing of what a repository may have configured, as far as a command line can say so."""
-GIT_ENV: Final = {
-    "GIT_CONFIG_GLOBAL": "/dev/null",
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_ATTR_NOSYSTEM": "1",
-    "GIT_TERMINAL_PROMPT": "0",
-}
 
 APPLY: Final = {
     "git apply": [*GIT, "apply", "--whitespace=nowarn", PATCH_PATH],
@@ -86,6 +86,13 @@ def test_by_exception():
 """
 CANARY_TESTS: Final = 4
 
+_ACTIVATES: Final = ("source ", ". ", "conda ", "export ")
+"""Starts of a script's commands that choose a Python."""
+_LOOK: Final = (
+    "import sys; from importlib.util import find_spec as f; sys.exit(sys.version_info < (3, 8) or not f('pytest'))"
+)
+"""Exit code 0 where `drivers.pytest_run` runs."""
+
 UNFINISHED: Final[dict[str, TestStatus]] = {
     "timed_out": "timed_out",
     "no_report": "missing",
@@ -100,22 +107,26 @@ class Suite(NamedTuple):
     """Tests of a repository: in which sandbox, the files of their own, and how pytest runs them.
 
     Attributes:
-        spec: the sandbox; it has the repository at `repo_dir`, git, and `python3` with pytest.
-        repo_dir: absolute.
+        spec: the sandbox; it has the repository, git, and `python3` with pytest.
+        base: how the repository is made ready.
         arguments: pytest's.
         test_timeout_s: of each test.
         timeout_s: of all.
         test_files: the content of each file that is written over what a patch left, by its path in the repository.
         removed_test_files: files that are removed, likewise.
+        test_patch: the row's change to its tests; what it changes is written over what the patch left.
+        script: of bash, before pytest; see `PytestTests`.
     """
 
     spec: SandboxSpec
-    repo_dir: str
+    base: RepositoryBase
     arguments: Sequence[str]
     test_timeout_s: float
     timeout_s: float
     test_files: Mapping[str, str]
     removed_test_files: Sequence[str] = ()
+    test_patch: str = ""
+    script: str = ""
 
 
 class SuiteRun(NamedTuple):
@@ -149,13 +160,13 @@ class Graded(NamedTuple):
 
 
 async def grade_repository(
-    bench: Bench, patch: bytes | None, tests: PytestTests, suite: Suite, *, last_try: bool = True
+    bench: Bench, patch: bytes | None, tests: RepositoryTests, suite: Suite, *, last_try: bool = True
 ) -> Graded:
     """Run a row's tests on its repository with a patch, in a sandbox that the agent has never touched.
 
     Args:
         bench: the job that asks; a `RolloutContext`, if it is a node's.
-        patch: a unified diff against the repository as the sandbox has it; None leaves it as it is.
+        patch: a unified diff against the repository as `make_base` made it for the agent; None leaves it as it is.
         tests: whose results decide.
         suite: how these tests are run.
         last_try: a program that is killed is the patch's doing. See `again_if_killed`.
@@ -171,8 +182,10 @@ async def grade_repository(
 async def run_suite(bench: Bench, patch: bytes | None, suite: Suite, *, last_try: bool = True) -> SuiteRun:
     """Run a repository's tests with a patch, between canaries, whichever of them decide. As `grade_repository`."""
     async with open_verifier(bench, suite.spec, last_try=last_try) as verifier:
-        repository = _Repository(verifier, suite.repo_dir)
-        await repository.make_base()
+        repository = _Repository(verifier, suite.base)
+        with bench.waiting("the repository", "evaluator"):
+            await repository.make_ready(suite)
+        await verifier.place_drivers()
         applied_by = ""
         if patch is not None:
             await verifier.place({PATCH_PATH: patch})
@@ -181,6 +194,7 @@ async def run_suite(bench: Bench, patch: bytes | None, suite: Suite, *, last_try
                 return SuiteRun("not_applied", said="no patch")
         canary = f"test_{secrets.token_hex(4)}"
         try:
+            await repository.check_unversioned()
             restored = await repository.restore(suite.test_files, suite.removed_test_files)
             await repository.place_canaries(suite.arguments, canary)
         except _Spoilt as exc:
@@ -198,18 +212,27 @@ class _Spoilt(Exception):
 class _Repository:
     """The repository in the verifier's sandbox."""
 
-    def __init__(self, verifier: Verifier, repo_dir: str) -> None:
+    def __init__(self, verifier: Verifier, base: RepositoryBase) -> None:
         self._verifier = verifier
-        self._dir = repo_dir
+        self._base = base
+        self._dir = base.repo_dir
+        self._tests = RowTests([], [])
 
-    async def make_base(self) -> None:
-        """Make what is there one commit, before anything of the agent's comes in."""
-        script = f"rm -rf .git && {_git('init -q')} && {_git('add -A -f')} && {_git('commit -q --allow-empty -m base')}"
+    async def make_ready(self, suite: Suite) -> None:
+        """Make the base before anything of the agent's comes in, and see that the tests can be run at all."""
         try:
-            await self._prepare(["sh", "-c", script], "the repository cannot be made ready")
-        except _Spoilt as exc:
+            self._tests = await make_base(self._verifier.sandbox, self._base, test_patch=suite.test_patch)
+        except BaseNotMade as exc:
             raise EvaluationError(str(exc)) from exc
-        await self._verifier.place_drivers()
+        activated = "\n".join(line for line in suite.script.splitlines() if line.lstrip().startswith(_ACTIVATES))
+        look = await self._verifier.run(
+            in_shell(activated, ["python3", "-c", _LOOK]), timeout_s=PREPARE_TIMEOUT_S, cwd=self._dir
+        )
+        if look.exit_code != 0:
+            raise EvaluationError(
+                f"the image {suite.spec.image!r} cannot run the tests: `python3` there has to be 3.8 "
+                f"or later, and to have pytest ({look.ended}, exit code {look.exit_code}): {look.stderr.strip()}"
+            )
 
     async def apply(self) -> str:
         """Apply the patch, and return the way that did; empty if none."""
@@ -217,11 +240,19 @@ class _Repository:
             result = await self._verifier.run(argv, timeout_s=PREPARE_TIMEOUT_S, cwd=self._dir, env=GIT_ENV)
             if result.ended == "exited" and result.exit_code == 0:
                 return way
-            clean = ["sh", "-c", f"{_git('reset -q --hard')} && {_git('clean -q -fdx')}"]
+            clean = ["sh", "-c", self._base.clean]
             again = await self._verifier.run(clean, timeout_s=PREPARE_TIMEOUT_S, cwd=self._dir, env=GIT_ENV)
             if again.exit_code != 0:
                 return ""
         return ""
+
+    async def check_unversioned(self) -> None:
+        """Raise `_Spoilt` if the patch changed a folder that is no part of the repository."""
+        if self._base.unversioned:
+            script = touched_unversioned(self._base)
+            touched = await self._prepare(["sh", "-c", script], "the environment cannot be looked at")
+            if touched.stdout.strip():
+                raise _Spoilt(f"the patch changes what is no part of the repository: {_text(touched.stdout).strip()}")
 
     async def restore(self, test_files: Mapping[str, str], removed: Sequence[str]) -> list[str]:
         """Put back the tests and hooks that the patch touched, write the row's over them, and return what was put back.
@@ -229,27 +260,35 @@ class _Repository:
         What is left of a rejected hunk is removed.
         """
         listed = await self._prepare(
-            ["sh", "-c", f"{_git('add -A -f')} && {_git('diff --cached --name-only --no-renames -z HEAD')}"],
+            ["sh", "-c", f"{self._base.add} && {git(f'diff --cached --name-only --no-renames -z {BASE}')}"],
             "the changes cannot be listed",
         )
         changed = [path for path in listed.stdout.decode(errors="surrogateescape").split("\0") if path]
         put_back = [path for path in changed if belongs_to_tests(path)]
         for path in put_back:
-            quoted = _quote(path)
+            quoted = quote(path)
             gone = f"{{ [ $? != {KILLED} ] || exit {KILLED}; rm -rf -- {quoted}; }}"
-            back = f"{_git('checkout -q HEAD --')} {quoted} 2>/dev/null || {gone}"
+            back = f"{git(f'checkout -q {BASE} --')} {quoted} 2>/dev/null || {gone}"
             await self._prepare(["sh", "-c", back], f"{path} cannot be put back")
-        own = [path for path in removed if path]
-        if own:
+        if own := [path for path in (*removed, *self._tests.removed) if path]:
             await self._prepare(["rm", "-rf", "--", *own], "files cannot be removed")
+        for path in self._tests.written:
+            await self._make_way(path)
+        if self._tests.written:
+            argv = [*GIT, "--literal-pathspecs", "checkout", "-q", TESTS, "--", *self._tests.written]
+            await self._prepare(argv, "the row's tests cannot be written")
         for path, text in test_files.items():
-            # A link in the place of a folder or file would have it written elsewhere.
-            parts = path.split("/")
-            above = ["/".join(parts[: depth + 1]) for depth in range(len(parts))]
-            clear = "; ".join(f"[ ! -L {_quote(each)} ] || rm -f -- {_quote(each)}" for each in above)
-            await self._prepare(["sh", "-c", f"{clear}; [ ! -d {_quote(path)} ] || rm -rf -- {_quote(path)}"], path)
+            await self._make_way(path)
             await self._write(path, text.encode(errors="surrogateescape"))
-        return put_back
+        theirs = {*test_files, *removed, *self._tests.written, *self._tests.removed}
+        return [path for path in changed if path in theirs or path in {*put_back}]
+
+    async def _make_way(self, path: str) -> None:
+        """Remove a link in the place of a file or of a folder above it, which would have it written elsewhere."""
+        parts = path.split("/")
+        above = ["/".join(parts[: depth + 1]) for depth in range(len(parts))]
+        clear = "; ".join(f"[ ! -L {quote(each)} ] || rm -f -- {quote(each)}" for each in above)
+        await self._prepare(["sh", "-c", f"{clear}; [ ! -d {quote(path)} ] || rm -rf -- {quote(path)}"], path)
 
     async def place_canaries(self, arguments: Sequence[str], canary: str) -> None:
         """Write the tests that must fail beside the first of the row's."""
@@ -269,7 +308,7 @@ class _Repository:
         first, last = _canary_paths(suite.arguments, canary)
         arguments = [first, *suite.arguments, last]
         argv = driver_argv("pytest_run", REPORT_PATH, str(suite.test_timeout_s), *arguments, isolated=False)
-        return await self._verifier.run(argv, timeout_s=timeout_s, cwd=self._dir)
+        return await self._verifier.run(in_shell(suite.script, argv), timeout_s=timeout_s, cwd=self._dir)
 
     async def _prepare(self, argv: Sequence[str], what: str) -> Run:
         """Run a program of ours. Raises `_Spoilt` if it fails: what is there is the patch's doing."""
@@ -277,6 +316,14 @@ class _Repository:
         if result.ended != "exited" or result.exit_code != 0:
             raise _Spoilt(f"{what} ({result.ended}, exit code {result.exit_code}): {result.stderr}")
         return result
+
+
+def in_shell(script: str, argv: Sequence[str]) -> list[str]:
+    """Return a command line that runs `argv` in what a script of bash made of its environment.
+
+    Commands of the script that fail do not end it. An empty script takes no shell.
+    """
+    return ["bash", "-c", f'{script}\nset +eux; exec "$@"', "tests", *argv] if script.strip() else [*argv]
 
 
 def _end(run: Run, reported: list[TestResult] | None, canary: str) -> SuiteRun:
@@ -294,9 +341,9 @@ def _end(run: Run, reported: list[TestResult] | None, canary: str) -> SuiteRun:
     return SuiteRun("finished", results, caught, run.stderr, log=log)
 
 
-def _judge(tests: PytestTests, run: SuiteRun) -> Verdict:
+def _judge(tests: RepositoryTests, run: SuiteRun) -> Verdict:
     if run.ended == "finished":
-        return verdict_of(tests, results_by_id(run.results, tests.test_ids), tampered=run.tampered)
+        return verdict_on(tests, run.results, tampered=run.tampered)
     status = UNFINISHED[run.ended]
     lost = [TestResult(test_id=each, status=status, message=run.said) for each in tests.test_ids]
     return Verdict(tests=lost, tampered=run.tampered)
@@ -329,14 +376,6 @@ def _folder_of(arguments: Sequence[str]) -> str:
         if not argument.startswith("-"):
             return os.path.dirname(path) if re.search(r"\.\w+$", path) else path
     return ""
-
-
-def _git(words: str) -> str:
-    return f"{' '.join(map(_quote, GIT))} {words}"
-
-
-def _quote(word: str) -> str:
-    return "'" + word.replace("'", "'\"'\"'") + "'"
 
 
 def _text(output: bytes) -> str:

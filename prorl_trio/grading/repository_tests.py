@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
@@ -10,19 +11,31 @@ from prorl_trio.grading.code_tests import Tests
 from prorl_trio.grading.verdict import TestResult, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["PytestTests", "results_by_id", "verdict_of"]
+__all__ = [
+    "PytestTests",
+    "RepositoryTests",
+    "ResultMapTests",
+    "log_names",
+    "result_map",
+    "results_by_id",
+    "verdict_of",
+    "verdict_of_map",
+    "verdict_on",
+]
 
 
 class PytestTests(Tests, frozen=True, kw_only=True, tag="pytest"):
     """Tests that pytest runs, by node id (`tests/test_x.py::TestA::test_b[1]`).
 
     `arguments` are pytest's. `fail_to_pass` failed before the change that is asked for, and pass with it;
-    `pass_to_pass` passed before, and still do.
+    `pass_to_pass` passed before, and still do. `script` is run by bash before them, in the repository: what it exports
+    holds for them, and what fails in it does not matter.
     """
 
     arguments: list[str]
+    script: str = ""
     fail_to_pass: list[str]
     pass_to_pass: list[str] = msgspec.field(default_factory=list)
     test_timeout_s: float = 60.0
@@ -38,27 +51,124 @@ class PytestTests(Tests, frozen=True, kw_only=True, tag="pytest"):
         return [*self.fail_to_pass, *self.pass_to_pass]
 
 
+class ResultMapTests(Tests, frozen=True, kw_only=True, tag="result_map"):
+    """Tests of pytest whose results as a whole must be as they are expected, as R2E-Gym has it.
+
+    `expected` has `PASSED`, `FAILED` or `ERROR` for each test that was neither skipped nor marked as one that fails, by
+    its name without its file (`TestA.test_b[1]`). A test that passes where a failure is expected is wrong as well, and
+    so is one that is not expected.
+    """
+
+    arguments: list[str]
+    expected: dict[str, Literal["PASSED", "FAILED", "ERROR"]]
+    script: str = ""
+    test_timeout_s: float = 60.0
+    timeout_s: float = 1800.0
+
+    @property
+    def test_ids(self) -> list[str]:
+        return [*self.expected]
+
+
+RepositoryTests = PytestTests | ResultMapTests
+
+
+def verdict_on(tests: RepositoryTests, reported: Sequence[TestResult], *, tampered: str = "") -> Verdict:
+    """Return the verdict on what pytest reported, by the rules of the kind of tests."""
+    if isinstance(tests, ResultMapTests):
+        return verdict_of_map(tests.expected, result_map(reported), tampered=tampered)
+    return verdict_of(tests, results_by_id(reported, tests.test_ids), tampered=tampered)
+
+
+def log_names(test_id: str) -> list[str]:
+    """Return the names under which the parsers of SWE-bench's logs know a test of pytest, its own first.
+
+    Rows were made from such logs: they have the first word of an id, or the last part of a path that is a parameter, or
+    (matplotlib) a button by its number.
+    """
+    word = (test_id.split() or [""])[0]
+    buttons = word.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3")
+    names = [test_id, word, buttons]
+    if (parts := re.match(r"(.*?)\[(.*)\]", word)) is not None:
+        path = parts[2].startswith("/") and not parts[2].startswith("//") and "*" not in parts[2]
+        names.append(f"{parts[1]}[{'/' + parts[2].rsplit('/', 1)[1] if path else parts[2]}]")
+    return names
+
+
+_UNKNOWN: Final = frozenset({"missing", "xpassed"})
+"""Results that SWE-bench's parsers do not find in a log."""
+
+
 def results_by_id(reported: Iterable[TestResult], wanted: Iterable[str]) -> dict[str, TestResult]:
     """Return the result of each wanted test.
 
-    A row made from a log has the first word of a node id where that has spaces. Tests that share it count as one test,
-    with the worst of their results.
+    A row may have an id as its benchmark's log had it (`log_names`); tests that share such a name count as one, with
+    the worst of their results. Or it is cut in its parameter: then all tests that begin so must pass, or none.
     """
     found: dict[str, TestResult] = {}
-    first_words: dict[str, TestResult] = {}
+    in_logs: dict[str, TestResult] = {}
     for result in reported:
         _keep_worst(found, result.test_id, result)
-        _keep_worst(first_words, (result.test_id.split() or [""])[0], result)
+        for name in log_names(result.test_id):
+            _keep_worst(in_logs, name, result)
     results = {}
     for test_id in wanted:
-        missing = TestResult(test_id=test_id, status="missing")
-        results[test_id] = found.get(test_id, first_words.get(test_id, missing))
+        same = found.get(test_id, in_logs.get(test_id))
+        if same is None and test_id.count("[") > test_id.count("]"):
+            cut = [each for name, each in found.items() if name.startswith(test_id) and each.status not in _UNKNOWN]
+            if len({result.status in ("passed", "xfailed") for result in cut}) == 1:
+                same = cut[0]
+        results[test_id] = TestResult(test_id=test_id, status="missing") if same is None else same
     return results
 
 
 def _keep_worst(results: dict[str, TestResult], name: str, result: TestResult) -> None:
     if name not in results or results[name].status in ("passed", "xfailed"):
         results[name] = result
+
+
+_COLOUR: Final = re.compile(r"\x1b\[\d+m")
+_IN_MAP: Final = {"passed": "PASSED", "failed": "FAILED", "timed_out": "FAILED", "error": "ERROR"}
+_RANK: Final = {"PASSED": 0, "ERROR": 1, "FAILED": 2}
+"""The order in which pytest lists them at its end, where the last of a name counts."""
+
+
+def result_map(reported: Iterable[TestResult]) -> dict[str, str]:
+    """Return what R2E-Gym reads out of pytest's summary: the status of each test that passed, failed or had an error.
+
+    The name of a file that cannot be collected is empty.
+    """
+    found: dict[str, str] = {}
+    for result in reported:
+        name, status = ".".join(result.test_id.split("::")[1:]), _IN_MAP.get(result.status)
+        if status is not None and (name not in found or _RANK[status] > _RANK[found[name]]):
+            found[name] = status
+    return found
+
+
+def verdict_of_map(expected: Mapping[str, str], found: Mapping[str, str], *, tampered: str = "") -> Verdict:
+    """Return the verdict on a map of results: resolved if it equals the expected one.
+
+    Names are compared as R2E-Gym does: without colours, and without what follows ` - `. It compares the number of
+    names, and then those that it found; so there a file that cannot be collected makes up for a missing test. Not here.
+    """
+    wanted, got = _short(expected), _short(found)
+    judged = [
+        TestResult(
+            test_id=name,
+            status="passed" if got.get(name) == status else "failed" if name in got else "missing",
+            message="" if got.get(name) == status else f"{got.get(name, 'nothing')}, where {status} is expected",
+        )
+        for name, status in wanted.items()
+        if name
+    ]
+    more = [TestResult(test_id=name, status="failed", message="not expected") for name in got if name not in wanted]
+    return Verdict(tests=[*judged, *more], tampered=tampered)
+
+
+def _short(results: Mapping[str, str]) -> dict[str, str]:
+    plain = {_COLOUR.sub("", name): status for name, status in results.items()}
+    return {name.split(" - ")[0]: plain[name] for name in sorted(plain)}
 
 
 def verdict_of(tests: PytestTests, results: Mapping[str, TestResult], *, tampered: str = "") -> Verdict:

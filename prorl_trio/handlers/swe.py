@@ -12,8 +12,9 @@ import msgspec
 
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
-from prorl_trio.grading.repository import GIT, GIT_ENV, Suite, grade_repository
-from prorl_trio.grading.repository_tests import PytestTests
+from prorl_trio.grading.repository import Suite, grade_repository
+from prorl_trio.grading.repository_base import BASE, GIT, GIT_ENV, BaseNotMade, RepositoryBase, make_base
+from prorl_trio.grading.repository_tests import RepositoryTests
 from prorl_trio.grading.verifier import again_if_killed, check_end
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -52,11 +53,16 @@ class SwePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     Attributes:
         problem_statement: what the agent is asked for.
-        tests: that decide. The agent never sees which.
+        tests: that decide. The agent never sees which, nor where they are.
         image: of all sandboxes; empty is the node's own. It has git, and `python3` with pytest.
         layers: over it, lowest first, as `SandboxSpec.layers` has them: an environment, the repository.
         repo_dir: where the repository is, absolute.
         env: for all programs inside (PATH, say).
+        setup_patch: applied first to what the image has: the bug, where a task is made by putting one in.
+        hidden: files and folders that the agent's sandbox has not: paths in the repository, or absolute ones. Those in
+            the repository come back for the tests.
+        unversioned: folders in the repository that are no part of it, and that no patch may change: an environment.
+        test_patch: the row's change to its tests, a unified diff. What it changes is written over what the agent left.
         test_files: content of the files that are written over what the agent left, by path in the repository.
         removed_test_files: files that are removed, likewise.
         source: where the row comes from, and its licence; not used.
@@ -65,11 +71,15 @@ class SwePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """
 
     problem_statement: str
-    tests: PytestTests
+    tests: RepositoryTests
     image: str = ""
     layers: tuple[str, ...] = ()
     repo_dir: str = "/testbed"
     env: dict[str, str] = {}
+    setup_patch: str = ""
+    hidden: tuple[str, ...] = ()
+    unversioned: tuple[str, ...] = ()
+    test_patch: str = ""
     test_files: dict[str, str] = {}
     removed_test_files: list[str] = []
     source: dict[str, Any] = {}
@@ -81,9 +91,19 @@ class SwePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("problem_statement is empty")
         if not self.repo_dir.startswith("/") or self.repo_dir == "/":
             raise ValueError(f"repo_dir must be the absolute path of a folder, got {self.repo_dir!r}")
-        for path in (*self.test_files, *self.removed_test_files):
+        for path in (*self.test_files, *self.removed_test_files, *self.unversioned):
             if path.startswith("/") or ".." in path.split("/") or not path:
                 raise ValueError(f"{path!r} is no path in the repository")
+        for path in self.hidden:
+            if ".." in path.split("/") or not path.strip("/"):
+                raise ValueError(f"hidden: {path!r} is no path of a file or folder")
+
+    @property
+    def base(self) -> RepositoryBase:
+        """Return how the repository is made ready."""
+        return RepositoryBase(
+            repo_dir=self.repo_dir, setup_patch=self.setup_patch, hidden=self.hidden, unversioned=self.unversioned
+        )
 
 
 class SweHandler(AgentHandler):
@@ -102,18 +122,10 @@ class SweHandler(AgentHandler):
     async def init(self, context: RolloutContext) -> None:
         """Make the repository one commit, so that no history tells what became of it."""
         assert context.sandbox is not None
-        repo_dir = _payload(context.spec.instance.payload).repo_dir
-        for argv in (
-            ["rm", "-rf", ".git"],
-            [*GIT, "init", "-q"],
-            [*GIT, "add", "-A", "-f"],
-            [*GIT, "commit", "-q", "--allow-empty", "-m", "base"],
-            [*GIT, "tag", BASE],
-        ):
-            done = await context.sandbox.exec(argv, timeout_s=GIT_TIMEOUT_S, cwd=repo_dir, env=GIT_ENV)
-            if done.exit_code != 0:
-                said = done.stderr.decode(errors="replace").strip()
-                raise SandboxUnavailable(f"the repository in {repo_dir} cannot be made ready: {' '.join(argv)}: {said}")
+        try:
+            await make_base(context.sandbox, _payload(context.spec.instance.payload).base)
+        except BaseNotMade as exc:
+            raise SandboxUnavailable(str(exc)) from exc
 
     async def run(self, context: RolloutContext) -> None:
         """Let the agent work, and take the difference that it made, also when a budget has ended its work."""
@@ -135,8 +147,8 @@ class SweHandler(AgentHandler):
         assert context.sandbox is not None
         context.answer = None
         try:
-            repo_dir = _payload(context.spec.instance.payload).repo_dir
-            patch = await again_if_killed(context, partial(_difference, context.sandbox, repo_dir))
+            base = _payload(context.spec.instance.payload).base
+            patch = await again_if_killed(context, partial(_difference, context.sandbox, base))
         except (OSError, ValueError, SandboxCallFailed) as exc:  # the repository or its git: the policy has spoilt it
             context.log_evaluation(f"the difference cannot be taken: {exc}\n")
         else:
@@ -186,12 +198,14 @@ async def grade_change(
     """Grade a change to the repository of a row, as an evaluation does. Arguments and errors as `grade_repository`."""
     suite = Suite(
         spec=_sandbox_spec(payload, config),
-        repo_dir=payload.repo_dir,
+        base=payload.base,
         arguments=payload.tests.arguments,
         test_timeout_s=payload.tests.test_timeout_s,
         timeout_s=payload.tests.timeout_s,
         test_files=payload.test_files,
         removed_test_files=payload.removed_test_files,
+        test_patch=payload.test_patch,
+        script=payload.tests.script,
     )
     return await grade_repository(bench, patch, payload.tests, suite, last_try=last_try)
 
@@ -212,11 +226,7 @@ class _SweStyle(AgentStyle):
         return NUDGE
 
 
-BASE: Final = "prorl-base"
-"""A tag: the one commit that the agent begins with."""
-
-
-async def _difference(sandbox: Sandbox, repo_dir: str, *, last_try: bool) -> bytes:
+async def _difference(sandbox: Sandbox, base: RepositoryBase, *, last_try: bool) -> bytes:
     """Return what differs from the base, with an index of its own: the agent may have staged or committed anything.
 
     Raises:
@@ -225,12 +235,13 @@ async def _difference(sandbox: Sandbox, repo_dir: str, *, last_try: bool) -> byt
         ProgramKilled: git was killed, and there is another try.
     """
     env = {**GIT_ENV, "GIT_INDEX_FILE": f"/tmp/index-{secrets.token_hex(8)}"}
-    for argv in ([*GIT, "read-tree", BASE], [*GIT, "add", "-A"]):
-        done = await sandbox.exec(argv, timeout_s=GIT_TIMEOUT_S, cwd=repo_dir, env=env)
+    others = [f":(exclude){each}" for each in base.unversioned]
+    for argv in ([*GIT, "read-tree", BASE], [*GIT, "add", "-A", "--", ".", *others]):
+        done = await sandbox.exec(argv, timeout_s=GIT_TIMEOUT_S, cwd=base.repo_dir, env=env)
         if not last_try:
             check_end("git", done)
         if done.exit_code != 0:
-            raise ValueError(f"{argv[-2]}: {done.stderr.decode(errors='replace').strip()}")
+            raise ValueError(f"{argv[len(GIT)]}: {done.stderr.decode(errors='replace').strip()}")
     patch = bytearray()
 
     def take(stream: str, data: bytes) -> None:
@@ -240,7 +251,7 @@ async def _difference(sandbox: Sandbox, repo_dir: str, *, last_try: bool) -> byt
                 raise ValueError(f"the patch has more than {MAX_PATCH_BYTES} bytes")
 
     words = ("diff", "--cached", "--binary", "--full-index", "--no-ext-diff", "--no-textconv", "--no-color", BASE)
-    done = await sandbox.exec([*GIT, *words], timeout_s=GIT_TIMEOUT_S, cwd=repo_dir, env=env, on_output=take)
+    done = await sandbox.exec([*GIT, *words], timeout_s=GIT_TIMEOUT_S, cwd=base.repo_dir, env=env, on_output=take)
     if not last_try:
         check_end("git", done)
     if done.exit_code != 0:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -21,11 +23,11 @@ from prorl_trio.client.task_sets.harbor import load_harbor
 from prorl_trio.client.task_sets.maths import load_gsm8k, load_sums
 from prorl_trio.client.task_sets.mined import load_sdist_swe
 from prorl_trio.client.task_sets.science import load_gpqa_diamond, load_supergpqa, read_choice_row
+from prorl_trio.client.task_sets.stand_ins import read_stand_ins
+from prorl_trio.client.task_sets.swe_rows import read_swe_row
+from prorl_trio.client.task_sets.swe_tests import read_specifications
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["TASK_SETS", "load_task_set"]
 
@@ -43,7 +45,8 @@ TASK_SETS: Final[dict[str, Callable[[], list[TaskInstance]]]] = {
     "sums": load_sums,
     "supergpqa": load_supergpqa,
 }
-ROW_READERS: Final[tuple[Callable[[dict[str, Any], str], TaskInstance | None], ...]] = (
+RowReader = Callable[[dict[str, Any], str], TaskInstance | None]
+ROW_READERS: Final[tuple[RowReader, ...]] = (
     read_livecodebench_row,
     read_eurus_row,
     read_choice_row,
@@ -52,14 +55,18 @@ ROW_READERS: Final[tuple[Callable[[dict[str, Any], str], TaskInstance | None], .
 """Each takes a row that is no `TaskInstance`, and the name that it has from its place in the file. The first wins."""
 
 
-def load_task_set(name_or_path: str) -> list[TaskInstance]:
+def load_task_set(name_or_path: str, *, specs: Path | None = None) -> list[TaskInstance]:
     """Return the instances of a named task set, of a JSONL file with one instance per line, or of a folder of tasks.
 
     `reasoning-gym:FAMILY[:N[:SEED]]` names an endless one (`generated.load_reasoning_gym`).
 
     Each line has `instance_id`, `handler`, `payload` and, if it likes, `family`; or it is a row that one of
-    `ROW_READERS` knows (without a `handler`). Empty lines are skipped. A folder has Harbor's tasks, see `load_harbor`.
-    Blocks on the disk.
+    `ROW_READERS` or `read_swe_row` knows (without a `handler`). Empty lines are skipped. A folder has Harbor's tasks,
+    see `load_harbor`. Blocks on the disk.
+
+    Args:
+        name_or_path: the set.
+        specs: a JSON file that says how the tests of published repositories are run, see `read_specifications`.
 
     Raises:
         ConfigError: unknown name, unreadable or empty file, malformed lines (named by their numbers and field paths),
@@ -79,13 +86,15 @@ def load_task_set(name_or_path: str) -> list[TaskInstance]:
         raise ConfigError(
             f"{name_or_path!r} is neither a task set ({names}) nor a readable file: {exc.strerror}"
         ) from exc
+    stand_ins = cache(partial(read_stand_ins, path.parent))
+    read_swe = partial(read_swe_row, specifications=read_specifications(specs), stand_ins=stand_ins)
     instances: dict[str, TaskInstance] = {}
     bad: list[str] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            instance = _read_line(line, f"{path.stem}-{number}")
+            instance = _read_line(line, f"{path.stem}-{number}", read_swe)
         except (msgspec.DecodeError, ValueError, KeyError, TypeError) as exc:
             bad.append(f"line {number}: {exc}")
             continue
@@ -99,11 +108,11 @@ def load_task_set(name_or_path: str) -> list[TaskInstance]:
     return list(instances.values())
 
 
-def _read_line(line: bytes, name: str) -> TaskInstance:
+def _read_line(line: bytes, name: str, read_swe: RowReader) -> TaskInstance:
     """Return the instance that a line is. Raises msgspec.DecodeError, UnicodeDecodeError."""
     row = msgspec.json.decode(line)
     if isinstance(row, dict) and "handler" not in row:
-        found = next((instance for read in ROW_READERS if (instance := read(row, name)) is not None), None)
+        found = next((instance for read in (*ROW_READERS, read_swe) if (instance := read(row, name)) is not None), None)
         if found is not None:
             return found
     return msgspec.convert(row, TaskInstance)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from typing import TYPE_CHECKING, Any, Final
 
 from prorl_trio.client.task_sets.harbor_build import Built, Files, read_dockerfile
 from prorl_trio.client.task_sets.harbor_config import ArtifactSection, TaskFileSections, read_task_toml
+from prorl_trio.client.task_sets.stand_ins import read_stand_ins
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["load_harbor"]
 
 TASK_TOML: Final = "task.toml"
-IMAGES_TOML: Final = "images.toml"
 _MIB: Final = 1024 * 1024
 
 
@@ -36,23 +35,8 @@ def load_harbor(folder: Path) -> list[TaskInstance]:
     tasks = [folder] if single else sorted(path.parent for path in folder.glob(f"*/{TASK_TOML}"))
     if not tasks:
         raise ConfigError(f"{folder} has no folder with a {TASK_TOML}")
-    images = _images(folder / IMAGES_TOML)
+    images = read_stand_ins(folder)
     return [_load(task, images) for task in tasks]
-
-
-def _images(path: Path) -> dict[str, str]:
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path}: {exc}") from exc
-    images = table.get("images")
-    if set(table) != {"images"} or not isinstance(images, dict):
-        raise ConfigError(f"{path}: one table, [images], is wanted")
-    if bad := [name for name, image in images.items() if not isinstance(image, str)]:
-        raise ConfigError(f"{path}: images.{bad[0]} is no text")
-    return images
 
 
 def _load(task: Path, images: Mapping[str, str]) -> TaskInstance:

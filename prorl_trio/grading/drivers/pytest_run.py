@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .values import encode_line
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Reporter", "main"]
 
 MAX_MESSAGE_CHARS = 2000
-OFF = ("cacheprovider", "randomly", "xdist")
-"""Plug-ins that leave files, change the order, or run tests in other processes."""
+OFF = ("cacheprovider", "randomly")
+"""Plug-ins that leave files, or change the order."""
 
 
 class TestTimedOut(BaseException):
@@ -105,5 +106,7 @@ def main() -> None:
 
     sys.path.insert(0, os.getcwd())
     off = [word for name in OFF for word in ("-p", f"no:{name}")]
+    if find_spec("xdist") is not None:  # switched off, it would not know the options that a repository may set for it
+        off.append("-n0")
     reporter = Reporter(path, float(test_timeout_s))
-    sys.exit(pytest.main(["-q", *off, *arguments], plugins=[reporter]))
+    sys.exit(pytest.main(["-q", *off, *arguments, "--maxfail=0"], plugins=[reporter]))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["SUITES", "Reference", "parse_reference", "swe_bench_image", "swe_gym_image"]
+__all__ = ["SUITES", "Reference", "parse_reference", "swe_bench_image", "swe_gym_image", "swe_smith_image"]
 
 DOCKER: Final = "docker://"
 _DOCKER_HUB: Final = "docker.io"
@@ -82,5 +82,15 @@ def swe_gym_image(instance_id: str) -> str:
     return f"{DOCKER}xingyaoww/sweb.eval.x86_64.{instance_id.lower().replace('__', '_s_')}:latest"
 
 
-SUITES: Final[Mapping[str, Callable[[str], str]]] = {"swe-bench": swe_bench_image, "swe-gym": swe_gym_image}
+def swe_smith_image(instance_id: str) -> str:
+    """The image of all instances of a repository in SWE-smith, where an id is `OWNER__REPO.COMMIT.BUG`."""
+    repository = instance_id.rpartition(".")[0].lower().replace("__", "_1776_")
+    return f"{DOCKER}swebench/swesmith.x86_64.{repository}:latest"
+
+
+SUITES: Final[Mapping[str, Callable[[str], str]]] = {
+    "swe-bench": swe_bench_image,
+    "swe-gym": swe_gym_image,
+    "swe-smith": swe_smith_image,
+}
 """The rules by the name of the suite: from an instance's id to its reference."""

@@ -1,0 +1,227 @@
+"""Published rows of software engineering: SWE-bench 5 and before, SWE-Gym, SWE-rebench, SWE-smith and R2E-Gym.
+
+Of a row's own gold patch nothing goes into the instance; but of SWE-smith, whose patch is the bug that is put in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from prorl_trio.client.task_sets.swe_tests import read_eval_script, test_files_of
+from prorl_trio.handlers.swe import SwePayload
+from prorl_trio.sandbox.images.names import swe_bench_image, swe_gym_image, swe_smith_image
+from prorl_trio.types.models import TaskInstance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from prorl_trio.client.task_sets.swe_tests import RunnerCommand, Specifications
+
+__all__ = ["read_swe_row"]
+
+REPO_DIR: Final = "/testbed"
+TIMEOUT_S: Final = 1800.0
+"""The time for all tests of a row, as SWE-bench has it. A single one has the same."""
+
+CONDA: Final = {
+    "PATH": "/opt/miniconda3/envs/testbed/bin:/opt/miniconda3/bin:"
+    "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "CONDA_PREFIX": "/opt/miniconda3/envs/testbed",
+    "CONDA_DEFAULT_ENV": "testbed",
+}
+"""Variables that `conda activate testbed` sets in images of SWE-bench and of those made like them."""
+
+R2E_ENV: Final = {
+    "PATH": f"{REPO_DIR}/.venv/bin:/root/.local/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "VIRTUAL_ENV": f"{REPO_DIR}/.venv",
+    "PYTHONWARNINGS": "ignore",
+    "QT_QPA_PLATFORM": "minimal",
+}
+"""Variables of R2E-Gym's run_tests.sh, and those of the environment that it calls by its path."""
+R2E_TESTS: Final = "r2e_tests"
+R2E_HIDDEN: Final = (
+    *(R2E_TESTS, "run_tests.sh", "syn_issue.json", "expected_test_output.json", "execution_result.json"),
+    *("parsed_commit.json", "modified_files.json", "modified_entities.json"),
+    *("/r2e_tests", "/root/r2e_tests", "/root/run_tests.sh"),
+)
+"""Files and folders that R2E-Gym moves out of the agent's sight, and where to."""
+
+SWE_BENCH_REPOS: Final = frozenset({
+    "astropy/astropy", "django/django", "matplotlib/matplotlib", "mwaskom/seaborn", "pallets/flask", "psf/requests",
+    "pydata/xarray", "pylint-dev/pylint", "pytest-dev/pytest", "scikit-learn/scikit-learn", "sphinx-doc/sphinx",
+    "sympy/sympy",
+})  # fmt: skip
+SWE_GYM_REPOS: Final = frozenset({
+    "bokeh/bokeh", "conan-io/conan", "dask/dask", "facebookresearch/hydra", "getmoto/moto", "iterative/dvc",
+    "modin-project/modin", "pandas-dev/pandas", "project-monai/monai", "pydantic/pydantic", "python/mypy",
+})  # fmt: skip
+
+
+def read_swe_row(
+    row: dict[str, Any], name: str, specifications: Specifications, stand_ins: Callable[[], Mapping[str, str]]
+) -> TaskInstance | None:
+    """Return the instance that a published row is; None if it is none of these forms.
+
+    Args:
+        row: as published.
+        name: what it is called where it has no `instance_id`.
+        specifications: how tests are run, where the row does not say so.
+        stand_ins: tells which image of ours stands for a published one, by its name (`docker://...`).
+
+    Raises:
+        ValueError: a field is missing, or has what it must not have, or the tests are not of pytest. With the field.
+    """
+    if {"expected_output_json", "docker_image"} <= row.keys():
+        payload = _r2e(row)
+        name = str(row.get("instance_id") or f"{row.get('repo_name') or name}__{row.get('commit_hash') or name}")
+    elif "FAIL_TO_PASS" in row and "problem_statement" in row:
+        name = _text(row, "instance_id")
+        payload = _smith(row, name) if _is_smith(row) else _swe_bench(row, name, specifications)
+    else:
+        return None
+    payload["image"] = stand_ins().get(payload["image"], payload["image"])
+    try:
+        msgspec.convert(payload, SwePayload)
+    except msgspec.ValidationError as exc:
+        raise ValueError(f"row {name}: {exc}") from exc
+    return TaskInstance(
+        instance_id=name, handler="swe", payload=payload, family=str(row.get("repo") or row.get("repo_name") or "")
+    )
+
+
+def _swe_bench(row: dict[str, Any], name: str, specifications: Specifications) -> dict[str, Any]:
+    """SWE-bench 5, whose rows have a script; and the form before it, which SWE-Gym and SWE-rebench have as well."""
+    tests = _tests(row)
+    files = test_files_of([*tests["fail_to_pass"], *tests["pass_to_pass"]])
+    if "eval_script" in row:
+        if (kind := row.get("eval_type", "pass_and_fail")) != "pass_and_fail":
+            raise ValueError(f"eval_type is {kind!r}: it counts a test that is missing as passed. Leave such rows out")
+        command = read_eval_script(_text(row, "eval_script"))
+    else:
+        command = specifications.command(row)
+    if "eval_script" not in row or command.selects:
+        command = command._replace(arguments=[*_options(command), *files])
+    return {
+        "problem_statement": _text(row, "problem_statement"),
+        "image": _image(row, name),
+        "repo_dir": str(row.get("workdir") or REPO_DIR),
+        "env": CONDA,
+        "test_patch": _text(row, "test_patch"),
+        "tests": {**tests, "script": command.script, "arguments": command.arguments},
+        "source": _source(row),
+    }
+
+
+def _smith(row: dict[str, Any], name: str) -> dict[str, Any]:
+    """SWE-smith: the patch is the bug; files with tests that it breaks are not there while the agent works."""
+    tests = _tests(row)
+    broken = test_files_of(tests["fail_to_pass"])
+    files = test_files_of([*tests["fail_to_pass"], *tests["pass_to_pass"]])
+    return {
+        "problem_statement": _text(row, "problem_statement"),
+        "image": _reference(str(row["image_name"])) if "/" in str(row.get("image_name", "")) else swe_smith_image(name),
+        "repo_dir": REPO_DIR,
+        "env": CONDA,
+        "setup_patch": _text(row, "patch"),
+        "hidden": broken,
+        "tests": {**tests, "arguments": files},
+        "source": _source(row),
+    }
+
+
+def _r2e(row: dict[str, Any]) -> dict[str, Any]:
+    """R2E-Gym: the tests are in the row, in no folder of the repository, and their results as a whole are compared."""
+    statement = _text(row, "problem_statement")
+    issue = re.search(r"\[ISSUE\](.*)\[/ISSUE\]", statement, re.DOTALL)
+    told = _json(row, "execution_result_content", dict)
+    names, codes = told.get("test_file_names"), told.get("test_file_codes")
+    if not isinstance(names, list) or not isinstance(codes, list) or not names or len(names) != len(codes):
+        raise ValueError("execution_result_content has no test_file_names with as many test_file_codes")
+    files = {f"{R2E_TESTS}/{file}": code for file, code in zip(names, codes, strict=True)}
+    modules = [file for file in files if re.search(r"/(test_[^/]*|[^/]*_test)\.py$", file)]
+    if not modules:
+        raise ValueError(f"execution_result_content.test_file_names has no module of pytest: {names!r}")
+    return {
+        "problem_statement": (issue[1] if issue else statement).strip(),
+        "image": _reference(_text(row, "docker_image")),
+        "repo_dir": REPO_DIR,
+        "env": R2E_ENV,
+        "hidden": R2E_HIDDEN,
+        "unversioned": [".venv"],
+        "test_files": files,
+        "tests": {
+            "kind": "result_map",
+            "arguments": modules,
+            "expected": _json(row, "expected_output_json", dict),
+            "test_timeout_s": TIMEOUT_S,
+            "timeout_s": TIMEOUT_S,
+        },
+        "source": {key: row[key] for key in ("repo_name", "commit_hash") if key in row},
+    }
+
+
+def _tests(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kind": "pytest",
+        "fail_to_pass": _json(row, "FAIL_TO_PASS", list),
+        "pass_to_pass": _json(row, "PASS_TO_PASS", list),
+        "test_timeout_s": TIMEOUT_S,
+        "timeout_s": TIMEOUT_S,
+    }
+
+
+def _options(command: RunnerCommand) -> list[str]:
+    """Return a command's arguments; the files in it come from the tests' names."""
+    return [word for word in command.arguments if not word.partition("::")[0].endswith(".py")]
+
+
+def _is_smith(row: dict[str, Any]) -> bool:
+    return str(row.get("repo", "")).startswith("swesmith/") or "swesmith" in str(row.get("image_name", ""))
+
+
+def _image(row: dict[str, Any], name: str) -> str:
+    for field in ("image", "image_name", "docker_image", "image_ref"):
+        if row.get(field):
+            return _reference(str(row[field]))
+    repo = str(row.get("repo", "")).lower()
+    if repo in SWE_BENCH_REPOS:
+        return swe_bench_image(name)
+    if repo in SWE_GYM_REPOS:
+        return swe_gym_image(name)
+    raise ValueError(
+        f"no image: the row names none in `image`, and {row.get('repo')!r} is no repository of SWE-bench or SWE-Gym, "
+        "whose images are known by instance_id. Add the field `image`"
+    )
+
+
+def _reference(image: str) -> str:
+    """Return an image as it is stored: a name with a slash is a registry's, unless it is a path."""
+    return image if "://" in image or "/" not in image or image[0] in "/." else f"docker://{image}"
+
+
+def _text(row: dict[str, Any], field: str) -> str:
+    if not isinstance(value := row.get(field), str) or not value.strip():
+        raise ValueError(f"{field} is {'missing' if field not in row else 'no text, or empty'}: leave such rows out")
+    return value
+
+
+def _json(row: dict[str, Any], field: str, kind: type[Any]) -> Any:
+    """Return a field that is a list or an object, or the JSON text of one."""
+    value = row.get(field)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as exc:
+            raise ValueError(f"{field} is text, but no JSON: {exc}") from exc
+    if not isinstance(value, kind):
+        wanted = "a list" if kind is list else "an object"
+        raise ValueError(f"{field} is {'missing' if field not in row else f'not {wanted}, nor the JSON text of one'}")
+    return value
+
+
+def _source(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: row[key] for key in ("repo", "base_commit", "version", "environment_setup_commit") if row.get(key)}

@@ -1,0 +1,117 @@
+"""Verdicts beside those of SWE-bench's own package, on the same results, and the names that its parsers give tests."""
+
+from __future__ import annotations
+
+import sys
+import types
+from importlib import import_module
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from prorl_trio.client.task_sets.wheels import WheelFile, wheels_dir
+from prorl_trio.grading.repository_tests import PytestTests, log_names, verdict_on
+from prorl_trio.grading.verdict import TestResult
+from support.code_policy import fetch_wheel
+
+pytestmark = pytest.mark.slow
+
+SWEBENCH = WheelFile("swebench", "5.0.2", "3.11", "swebench/harness/grading.py")
+UNIDIFF = WheelFile("unidiff", "0.7.5", "3.11", "unidiff/__init__.py")
+"""All that its grading needs."""
+STATUSES = {
+    "passed": "PASSED",
+    "failed": "FAILED",
+    "error": "ERROR",
+    "skipped": "SKIPPED",
+    "xfailed": "XFAIL",
+    "timed_out": "FAILED",
+    "missing": None,
+    "xpassed": None,  # no status of theirs: it is not in the map
+}
+NAMES = ("t.py::a", "t.py::b", "t.py::c[1]", "t.py::c[x-1]", "t.py::c[x-2]", "t.py::T::d[(y]", "u.py::a")
+WANTED = (*NAMES, "t.py::c[x", "t.py::c[", "t.py::T::d[(", "u.py::z[")
+"""The later ones are cut, as hundreds of ids in SWE-bench Verified are."""
+
+
+@pytest.fixture(scope="module")
+def swebench():
+    """The modules of the wheel that grade. Its packages' own imports (Docker, data sets) are passed by."""
+    for each in (SWEBENCH, UNIDIFF):
+        fetch_wheel(each)
+    (wheel,), (unidiff,) = (wheels_dir().glob(f"{each.package}-{each.version}-*.whl") for each in (SWEBENCH, UNIDIFF))
+    before = {*sys.modules}
+    sys.path.append(str(unidiff))
+    for name in ("swebench", "swebench.harness"):
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [f"{wheel}/{name.replace('.', '/')}"]
+    try:
+        yield import_module("swebench.harness.grading"), import_module("swebench.harness.log_parsers")
+    finally:
+        sys.path.remove(str(unidiff))
+        for name in {name for name in sys.modules if name.partition(".")[0] in ("swebench", "unidiff")} - before:
+            del sys.modules[name]
+
+
+def theirs(grading, results, fail_to_pass, pass_to_pass):
+    status_map = {name: STATUSES[status] for name, status in results.items() if STATUSES[status] is not None}
+    gold = {"FAIL_TO_PASS": fail_to_pass, "PASS_TO_PASS": pass_to_pass}
+    return grading.get_resolution_status(grading.get_eval_tests_report(status_map, gold)) == "RESOLVED_FULL"
+
+
+def ours(results, fail_to_pass, pass_to_pass):
+    tests = PytestTests(arguments=["t.py"], fail_to_pass=fail_to_pass, pass_to_pass=pass_to_pass)
+    return verdict_on(tests, [TestResult(test_id=name, status=status) for name, status in results.items()]).resolved
+
+
+GOOD = dict.fromkeys(NAMES, "passed")
+RESULTS = st.builds(
+    lambda base, changes: {**base, **changes},
+    st.sampled_from([{}, GOOD]),
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from([*STATUSES]), max_size=4),
+)
+
+
+def test_verdicts_are_those_of_swebench(swebench):
+    grading, _ = swebench
+    told = set()
+
+    @settings(max_examples=2000, deadline=None, database=None)
+    @given(RESULTS, st.lists(st.sampled_from(WANTED), min_size=1, max_size=4), st.lists(st.sampled_from(WANTED)))
+    @example(GOOD, ["t.py::c[x"], ["t.py::c["])
+    @example({**GOOD, "t.py::c[x-2]": "failed"}, ["t.py::c[x"], [])
+    @example({**GOOD, "t.py::b": "skipped"}, ["t.py::a"], ["t.py::b"])
+    @example({**GOOD, "t.py::b": "skipped"}, ["t.py::b"], ["t.py::a"])
+    def check(results, fail_to_pass, pass_to_pass):
+        verdict = ours(results, fail_to_pass, pass_to_pass)
+        told.add(verdict)
+        assert verdict == theirs(grading, results, fail_to_pass, pass_to_pass)
+
+    check()
+    assert told == {True, False}
+
+
+PARSERS = (
+    *("parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2", "parse_log_matplotlib"),
+    "parse_log_seaborn",
+)
+WORDS = st.text(st.sampled_from("ab1 -[]/.*=,'\u00e9"), max_size=12) | st.sampled_from(
+    ["MouseButton.LEFT", "/root/x/data.txt", "//host/x", "/*/y", "log(photon / cm)", "a - b"]
+)
+
+
+def test_tests_are_found_by_the_names_that_parsers_of_logs_give_them(swebench):
+    parsers = swebench[1].PARSER_REGISTRY
+
+    @settings(max_examples=1000, deadline=None, database=None)
+    @given(st.sampled_from(PARSERS), WORDS)
+    @example("parse_log_pytest_options", "/root/x/data.txt")
+    @example("parse_log_matplotlib", "x-MouseButton.RIGHT")
+    def check(parser, parameter):
+        node_id = f"lib/t.py::T::test_a[{parameter}]"
+        (name,) = parsers[parser](f"PASSED {node_id}\n", None)
+        if name != " ".join(node_id.split()):  # a log cannot tell one space from two
+            assert name in log_names(node_id)
+
+    check()
