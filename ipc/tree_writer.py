@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from ipc.file_calls import TreeContent
@@ -30,6 +31,9 @@ class TreeWriter:
     Everything goes into a hidden sibling of `path`, open to its owner only, through folder descriptors and never
     through a link; `finish` gives permissions and the name. Only files, folders, symbolic links that stay in the tree,
     and second names of files of the tree can come to be.
+
+    A folder of an overlay's lower layer cannot be renamed, nor made again once it is removed. Where one is to be
+    replaced, it stays, and gets the new content and permissions; if that fails, part of the old content may be gone.
     """
 
     def __init__(self, path: bytes, limits: TreeLimits, *, overwrite: bool) -> None:
@@ -189,13 +193,55 @@ class TreeWriter:
         """No rename puts one over the other if one is a folder: the old one steps aside, and back if that fails."""
         aside = b".%b.old" % secrets.token_hex(8).encode()
         here = self._placed_in
-        os.rename(self._name, aside, src_dir_fd=here, dst_dir_fd=here)
+        try:
+            os.rename(self._name, aside, src_dir_fd=here, dst_dir_fd=here)
+        except OSError as exc:
+            if exc.errno != errno.EXDEV:
+                raise
+            _move_over(here, self._staging, here, self._name)
+            return
         try:
             os.rename(self._staging, self._name, src_dir_fd=here, dst_dir_fd=here)
         except OSError:
             os.rename(aside, self._name, src_dir_fd=here, dst_dir_fd=here)
             raise
         _remove(here, aside)
+
+
+def _move_over(new_in: int, new: bytes, old_in: int, old: bytes) -> None:
+    """Move the tree `new` to where `old` is, through no link: of folders that both have, the old one remains."""
+    with ExitStack() as stack:
+        folders = [_open_if_folder(*each) for each in ((new_in, new), (old_in, old))]
+        for fd in folders:
+            if fd is not None:
+                stack.callback(os.close, fd)
+        new_fd, old_fd = folders
+        if new_fd is None or old_fd is None:
+            _remove(old_in, old)
+            os.rename(new, old, src_dir_fd=new_in, dst_dir_fd=old_in)
+            return
+        mode = stat.S_IMODE(os.fstat(new_fd).st_mode)
+        for fd in (new_fd, old_fd):
+            os.fchmod(fd, OWNER_ONLY)
+        names = set(map(os.fsencode, os.listdir(new_fd)))
+        for name in map(os.fsencode, os.listdir(old_fd)):
+            if name not in names:
+                _remove(old_fd, name)
+        for name in names:
+            _move_over(new_fd, name, old_fd, name)
+        os.fchmod(old_fd, mode)
+    os.rmdir(new, dir_fd=new_in)
+
+
+def _open_if_folder(parent_fd: int, name: bytes) -> int | None:
+    try:
+        return os.open(name, FOLDER_FLAGS, dir_fd=parent_fd)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        if exc.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        return None
 
 
 def _remove(parent_fd: int, name: bytes) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.transfer import TransferOptions
 from prorl_trio.testing.sandbox_check import CHECK_TIMEOUT_S, Contract, checked_sandbox, open_and_close, raises
 from prorl_trio.types.errors import SandboxUnavailable
 
@@ -24,6 +25,7 @@ __all__ = [
     "check_layers_are_refused",
     "check_layers_lie_in_order",
     "check_missing_layers",
+    "check_uploads_over_layers",
     "check_what_layers_cannot_cover",
 ]
 
@@ -35,6 +37,7 @@ def _layers(**files: dict[str, str]) -> Iterator[dict[str, Path]]:
         folders = {}
         for name, content in files.items():
             folders[name] = Path(scratch, name)
+            folders[name].mkdir()
             for place, text in content.items():
                 path = folders[name] / place
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,6 +81,30 @@ async def check_layers_are_read_only(contract: Contract) -> None:
         assert (folders["repository"] / "testbed/file").read_text() == "before"
 
 
+async def check_uploads_over_layers(contract: Contract) -> None:
+    """An upload replaces a folder of a layer as a whole, as any other; a file may take a folder's place."""
+    layer = {
+        "testbed/repo/old": "old",
+        "testbed/repo/in/old": "old",
+        "testbed/repo/in/both": "old",
+        "testbed/tool/x": "",
+    }
+    new = {"in/both": "new", "in/new/er": "new", "own": "new"}
+    options = TransferOptions(overwrite=True)
+    with _layers(repository=layer, new=new, out={}) as folders:
+        async with checked_sandbox(contract, _spec(folders["repository"])) as sandbox:
+            for number in range(2):  # over the layer's, and over what came of it
+                await sandbox.upload(folders["new"], "/testbed/repo", options=options)
+                await sandbox.download("/testbed/repo", folders["out"] / f"{number}")
+                assert _files(folders["out"] / f"{number}") == new
+            await sandbox.upload(folders["new"] / "own", "/testbed/tool", options=options)
+            assert await sandbox.read_file("/testbed/tool") == b"new"
+
+
+def _files(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
 async def check_missing_layers(contract: Contract) -> None:
     """A folder or a digest that is not there, and what is neither, is refused by its name."""
     unknown = f"sha256:{'0' * 64}"
@@ -107,6 +134,7 @@ async def check_layers_are_refused(contract: Contract) -> None:
 LAYER_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
     check_layers_lie_in_order,
     check_layers_are_read_only,
+    check_uploads_over_layers,
     check_missing_layers,
     check_what_layers_cannot_cover,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import stat
@@ -256,3 +257,40 @@ def test_a_path_that_is_taken_is_plain(path):
         return
     assert b"/".join(names) == path
     assert not {b"", b".", b".."} & set(names)
+
+
+@pytest.mark.parametrize("after", ["file", "folder"])
+def test_a_folder_that_cannot_be_renamed_stays_and_gets_the_new_content(tmp_path, monkeypatch, after):
+    """As over a layer: what is there has no other name, and links in it are removed, not followed."""
+    target, source, elsewhere = (tmp_path / name for name in ("target", "source", "elsewhere"))
+    for path in (target / "both/old", target / "gone/old", elsewhere / "kept"):
+        path.mkdir(parents=True)
+    (target / "file").mkdir()
+    (target / "link").symlink_to(elsewhere)
+    if after == "folder":
+        (source / "both/new").mkdir(parents=True)
+        (source / "link").mkdir()
+        (source / "file").write_text("new")
+        source.chmod(0o750)
+    else:
+        source.write_text("new")
+    lower = {os.stat(path).st_ino for path in (target, target / "both", target / "file")}
+    rename = os.rename
+
+    def overlay_rename(old, new, *, src_dir_fd, dst_dir_fd):
+        if os.stat(old, dir_fd=src_dir_fd).st_ino in lower:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        rename(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    monkeypatch.setattr(os, "rename", overlay_rename)
+    copy(source, target, overwrite=True)
+    if after == "folder":
+        found = {path.relative_to(target).as_posix() for path in target.rglob("*")}
+        assert found == {"both", "both/new", "link", "file"}
+        assert stat.S_IMODE(target.stat().st_mode) == 0o750
+        assert (target / "file").read_text() == "new"
+        assert not (target / "link").is_symlink()
+    else:
+        assert target.read_text() == "new"
+    assert (elsewhere / "kept").is_dir()
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "source", "target"]
