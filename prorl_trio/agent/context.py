@@ -15,7 +15,7 @@ from prorl_trio.agent.dialogues import MAX_DIALOGUES, Dialogues
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.token_memory import RolloutTokens, TokenMemory
 from prorl_trio.sandbox.images.store import is_reference
-from prorl_trio.types.errors import SandboxUnavailable, TooManyDialogues
+from prorl_trio.types.errors import BudgetExceeded, SandboxUnavailable, TooManyDialogues
 from prorl_trio.types.models import Trajectory
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class RolloutContext:
     `sandbox` is set from INIT until the handler's `after_run` releases it. `conversation`, `dialogues`, `turns` and
     `stop_reason` grow while the agent runs, so that a failure leaves a partial trajectory. `conversation` is the task's
     own agent's; `dialogues` has those of agents it asked, too. `tools` are what the task's own agent was offered.
-    `answer` is what the agent gave as final.
+    `answer` is what the agent gave as final. `handler_state` is the handler's own, from one stage to the next.
     `tokens` is where the conversation is recorded, released when the attempt is over and its outcome delivered.
     `activity` is what those who watch see; `on_turn` is called with each recorded turn. `sandboxes`, `stage_scope` and
     `uncharged_s` are the pipeline's: where sandboxes come from, the scope of the stage the job is in, and the seconds
@@ -93,6 +93,7 @@ class RolloutContext:
     tools: list[dict[str, Any]] = field(default_factory=list)
     stop_reason: StopReason = "aborted"
     answer: str | None = None
+    handler_state: Any = None
     activity: Activity = field(default_factory=Activity)
     on_turn: Callable[[Turn], None] | None = None
     evaluation_log: BoundedText = field(default_factory=lambda: BoundedText(MAX_EVALUATION_LOG_CHARS))
@@ -171,6 +172,35 @@ class RolloutContext:
             self.uncharged_s += seconds
             if self.stage_scope is not None:
                 self.stage_scope.deadline += seconds
+
+    @contextmanager
+    def evaluating(self, what: str) -> Iterator[None]:
+        """Evaluate a part of the work in the middle of RUN, within the job's `eval_s`; the stage is charged nothing.
+
+        So a policy that slows its evaluation down does not make its rollout `timed_out`. Not inside of
+        `standing_in_line`.
+
+        Raises:
+            BudgetExceeded: the block took longer. It was cancelled.
+        """
+        assert not self._lines, "the stage waits in line"
+        asked_s = self.spec.budgets.eval_s
+        budget_s = self.resources.config.budgets.eval_s if asked_s is None else asked_s
+        outer, uncharged_s, left_s = self.stage_scope, self.uncharged_s, self.stage_left_s()
+        since_s = trio.current_time()
+        self.stage_scope, self.uncharged_s = trio.CancelScope(deadline=since_s + budget_s), 0.0
+        if outer is not None:
+            outer.deadline = math.inf
+        try:
+            with self.stage_scope as scope, self.waiting(what, "evaluator"):
+                yield
+        finally:
+            took_s, waited_s = trio.current_time() - since_s, self.uncharged_s
+            self.stage_scope, self.uncharged_s = outer, uncharged_s + took_s
+            if outer is not None:
+                outer.deadline = trio.current_time() + left_s
+        if scope.cancelled_caught:
+            raise BudgetExceeded("eval", budget_s, took_s - waited_s, "evaluator")
 
     def stage_left_s(self) -> float:
         """Return the seconds that are left of the stage's budget; infinite outside of a stage."""

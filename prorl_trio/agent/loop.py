@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from prorl_trio.types.errors import BackendError, ContextLengthExceeded, StaleTr
 from prorl_trio.types.models import PRIORITY, ChatMessage, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from prorl_trio.agent.budget import ToolTime
     from prorl_trio.agent.context import RolloutContext
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MIN_TURN_TOKENS",
+    "AfterAnswer",
     "AgentEnd",
     "BeforeTurn",
     "NewDialogue",
@@ -73,6 +74,11 @@ is room for after it. None: go on as it is. What was said is in `RolloutContext.
 policy itself, by `run_sub_agent`."""
 
 
+AfterAnswer = Callable[[str], Awaitable[Sequence[ChatMessage] | None]]
+"""Asked when the agent has given an answer and has turns left. Messages: it goes on with them, in the same dialogue,
+and its answer is the one that it gives next. None: it is done. The time that this takes is the handler's own."""
+
+
 class AgentEnd(NamedTuple):
     """The end of an agent's work, and its answer, if it gave one."""
 
@@ -87,6 +93,7 @@ async def run_agent(
     style: AgentStyle = PLAIN,
     *,
     before_turn: BeforeTurn | None = None,
+    after_answer: AfterAnswer | None = None,
 ) -> None:
     """Work on `messages` until the agent is done; everything is recorded in `context` turn by turn.
 
@@ -109,7 +116,7 @@ async def run_agent(
         if (bound := resources.config.agent.staleness_bound(context.spec)) is not None:
             lease.freshen(bound)
         budget = AgentBudget(context, resources.config.budgets.of_agent(context.spec.budgets))
-        agent = _Agent(context, lease, budget, conversation, tools, style, before_turn, said=messages)
+        agent = _Agent(context, lease, budget, conversation, tools, style, before_turn, after_answer, said=messages)
         agent.begin()
         try:
             with budget.scope:
@@ -146,7 +153,7 @@ async def run_sub_agent(
         raise RuntimeError("run_sub_agent works inside run_agent only: there is no backend to call")
     chat_format = context.resources.chat_format
     conversation = await trio.to_thread.run_sync(Conversation, chat_format, messages, tools.schemas())
-    agent = _Agent(context, asker.lease, asker.budget, conversation, tools, style, before_turn, said=messages)
+    agent = _Agent(context, asker.lease, asker.budget, conversation, tools, style, before_turn, None, said=messages)
     agent.begin(asker.dialogue)
     try:
         with asker.tool_time.given_away() if asker.tool_time is not None else nullcontext():
@@ -198,11 +205,12 @@ async def lease_backend(context: RolloutContext, stack: AsyncExitStack) -> Lease
 
 
 class _Taken(NamedTuple):
-    """A turn that was taken. `fits`: there was room to reply to it."""
+    """A turn that was taken. `fits`: there was room to reply to it. `results`: what its calls returned."""
 
     calls: list[ToolCall]
     finish_reason: FinishReason
     fits: bool
+    results: list[str]
 
 
 def _understood(calls: Sequence[ToolCall]) -> bool:
@@ -223,6 +231,7 @@ class _Agent:
     tools: ToolSet
     style: AgentStyle
     before_turn: BeforeTurn | None
+    after_answer: AfterAnswer | None
     dialogue: int = 0
     answer: str | None = None
     said: Sequence[ChatMessage] = ()
@@ -267,7 +276,9 @@ class _Agent:
                     return "context_budget"
             taken = await self._take_turn(turn, is_last=turn + 1 == max_turns)
             if self.answer is not None:
-                return "finished"
+                if ended := await self._go_on(taken, is_last=turn + 1 == max_turns):
+                    return ended
+                continue
             if not self._is_answered(taken.calls):
                 return self._reason(taken, "no_tool_call")
             self.nudges_left -= not taken.calls
@@ -282,6 +293,18 @@ class _Agent:
         if last.finish_reason == "length" and not understood:
             return "context_budget" if self.room < MIN_TURN_TOKENS else "no_end_of_turn"
         return "parse_error" if last.calls and not understood else otherwise
+
+    async def _go_on(self, taken: _Taken, *, is_last: bool) -> StopReason | None:
+        """Ask `after_answer`, and say what it says to the policy; return why the loop ends, if it does."""
+        assert self.answer is not None
+        told = await self.after_answer(self.answer) if self.after_answer is not None and not is_last else None
+        if told is None:
+            return "finished"
+        self.answer, self.said = None, told
+        results = self._messages(taken.calls, taken.results) if taken.calls else []
+        at_most = self.limit - MIN_TURN_TOKENS
+        length = self.conversation.add_messages([*results, *told], at_most=at_most)
+        return "context_budget" if length > at_most else None
 
     async def _look_back(self) -> bool:
         """Ask `before_turn`; whether it began another dialogue."""
@@ -316,7 +339,7 @@ class _Agent:
                 fits = self._reply(calls, observations)
         finally:
             self._record(completion, parsed, heard, started_s, sampled_s, calls, observations)
-        return _Taken(calls, completion.finish_reason, fits)
+        return _Taken(calls, completion.finish_reason, fits, [each.text for each in observations])
 
     def _is_answered(self, calls: Sequence[ToolCall]) -> bool:
         """Return whether the policy gets an answer to its turn, or a reminder; if not, its loop is over."""

@@ -260,3 +260,32 @@ async def test_what_another_agent_waits_for_is_not_charged_to_the_tool_that_aske
     outcome = rig.observer.outcomes["job"]
     assert (outcome.status, outcome.reward) == ("completed", 1.0), outcome.error
     assert outcome.trajectory.stop_reason == "finished"
+
+
+# ---------------------------------------------------------------- an evaluation in the middle of RUN
+
+
+class Steps(Plain):
+    """Evaluates for a while in RUN, twice, and then works within what is left of `run_s`."""
+
+    async def run(self, context):
+        for _ in range(2):
+            with context.evaluating("a step"):
+                await trio.sleep(0.3)
+        left_s.append(context.stage_left_s())
+        context.answer = "42"
+
+
+left_s = []
+
+
+async def test_an_evaluation_in_the_middle_of_run_is_charged_to_its_own_budget(rig):
+    left_s.clear()
+    async with running(rig, Steps(), budgets=Budgets(run_s=0.5, eval_s=5)) as job:
+        rig.pipeline.submit(job)
+    assert rig.observer.outcomes["job"].status == "completed"
+    assert 0 < left_s[0] <= 0.5
+    async with running(rig, Steps(), budgets=Budgets(run_s=5, eval_s=0.1), job_id="slow") as job:
+        rig.pipeline.submit(job)
+    outcome = rig.observer.outcomes["slow"]
+    assert (outcome.status, outcome.cause, outcome.error_code) == ("timed_out", "evaluator", "evaluator_timeout")

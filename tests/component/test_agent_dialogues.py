@@ -62,11 +62,12 @@ def tools_of(context):
     return ToolSet([Noise(), Ask(context), FinishTool()], max_observation_chars=200)
 
 
-async def work(rig, *says, before_turn=None, **fields):
+async def work(rig, *says, before_turn=None, after_answer=None, **fields):
     rig.says = list(says)
     context = RolloutContext(spec=rig.spec(**fields), resources=rig.resources)
     with trio.fail_after(20):
-        await run_agent(context, TASK, tools_of(context), Style(), before_turn=before_turn)
+        tools = tools_of(context)
+        await run_agent(context, TASK, tools, Style(), before_turn=before_turn, after_answer=after_answer)
     return context
 
 
@@ -125,6 +126,42 @@ async def test_a_summary_is_asked_of_the_policy_itself_and_is_part_of_the_trajec
     assert lineage(trajectory) == [(None, None), (0, "compaction"), (0, "sub_agent")]
     assert [turn.segment for turn in trajectory.turns] == [0, 2, 1]
     assert context_of.answer == "42"
+
+
+def asking(*questions):
+    """Have the agent go on with each question in turn, after its answers, which are kept."""
+    left, answers = list(questions), []
+
+    async def after_answer(answer):
+        await trio.lowlevel.checkpoint()
+        answers.append(answer)
+        return [ChatMessage(role="user", content=left.pop(0))] if left else None
+
+    return after_answer, answers
+
+
+async def test_an_agent_that_has_answered_goes_on_with_what_it_is_asked_next(rig):
+    after_answer, answers = asking("And 6 * 8?", "And 6 * 9?")
+    async with rig.open():
+        context = await work(rig, call("finish", answer="42"), "ANSWER 48", "ANSWER 54", after_answer=after_answer)
+        trajectory = context.trajectory()
+        check_exact(rig, trajectory)
+        last_prompt = rig.tiny.decode(rig.engine.requests[-1].prompt)
+    assert (context.stop_reason, context.answer, answers) == ("finished", "54", ["42", "48", "54"])
+    assert lineage(trajectory) == [(None, None)]
+    assert "</tool_response><|im_end|>\n<|im_start|>user\nAnd 6 * 8?<|im_end|>" in last_prompt
+    told = [[message.content for message in turn.messages] for turn in trajectory.turns]
+    assert told == [[TASK[0].content], ["And 6 * 8?"], ["And 6 * 9?"]]
+
+
+async def test_an_agent_is_asked_no_more_than_it_has_turns_and_room_for(rig):
+    after_answer, answers = asking("And 6 * 8?", "And 6 * 9?")
+    async with rig.open():
+        context = await work(rig, "ANSWER 42", "ANSWER 48", "no", after_answer=after_answer, max_turns=2)
+        assert (context.stop_reason, context.answer, answers) == ("finished", "48", ["42"])
+        after_answer, _ = asking("x" * 5000)
+        context = await work(rig, "ANSWER 42", "no", after_answer=after_answer)
+        assert (context.stop_reason, context.answer, len(context.turns)) == ("context_budget", None, 1)
 
 
 async def test_a_step_is_tried_again_from_where_it_began(rig):
