@@ -39,14 +39,111 @@ def test_a_task_is_its_folder_without_its_solution(load):
         files={"tests/cases/a.txt": "a"},
     )
     task = read_payload(instance.payload)
-    assert (instance.instance_id, instance.handler, task.instruction) == ("one", "shell", "Do it.")
+    [step] = task.steps
+    assert (instance.instance_id, instance.handler, step.instruction) == ("one", "shell", "Do it.")
     assert task.environment.image == "host"
     assert (task.environment.memory_bytes, task.environment.disk_bytes) == (512 * 1024**2, 64 * 1024**2)
-    assert (task.environment.network, task.agent_timeout_s, task.verifier.timeout_s) == (False, 60, 30)
-    assert task.verifier.artifacts == ["/app/a", "b"]
-    assert sorted(task.verifier.files) == ["/tests/cases/a.txt", "/tests/test.sh"]
+    assert (task.environment.network, task.agent_timeout_s, step.verifier.timeout_s) == (False, 60, 30)
+    assert step.verifier.artifacts == ["/app/a", "b"]
+    assert sorted(step.verifier.files) == ["/tests/cases/a.txt", "/tests/test.sh"]
     assert "solution" not in str(instance.payload)
     assert base64.b64encode(b"true # the solution").decode() not in str(instance.payload)
+
+
+STEPS = """\
+artifacts = ["a"]
+multi_step_reward_strategy = "final"
+[agent]
+timeout_sec = 10
+[verifier]
+timeout_sec = 30
+env = {A = "1", B = "1"}
+[environment]
+workdir = "/work"
+[[steps]]
+name = "first"
+min_reward = 0.5
+artifacts = ["b"]
+[steps.verifier]
+environment_mode = "separate"
+env = {B = "2"}
+[[steps]]
+name = "second"
+min_reward = {speed = 1, reward = 0.5}
+[steps.agent]
+timeout_sec = 20
+[steps.verifier]
+timeout_sec = 5
+"""
+STEP_FILES = {
+    "steps/first/instruction.md": "<!-- a canary 1 -->\n# canary 2\n\nDo this.",
+    "steps/first/tests/case": "first",
+    "steps/second/instruction.md": "Do that.",
+    "steps/second/tests/test.sh": "exit 1",
+    "steps/second/workdir/setup.sh": "touch made",
+    "steps/second/workdir/in/it": "x",
+}
+
+
+def test_steps_have_their_own_files_and_what_the_task_says(load):
+    [instance] = load(STEPS, files=STEP_FILES)
+    task = read_payload(instance.payload)
+    assert (task.reward_strategy, task.agent_timeout_s) == ("final", 30)
+    first, second = task.steps
+    assert (first.name, first.instruction, first.min_reward) == ("first", "Do this.", {"reward": 0.5})
+    assert (second.name, second.instruction, second.min_reward) == ("second", "Do that.", {"speed": 1, "reward": 0.5})
+    assert set(first.verifier.files) == {"/tests/test.sh", "/tests/case"}
+    assert first.verifier.files["/tests/test.sh"].content.startswith(b"echo 1")  # the task's, where the step has none
+    assert second.verifier.files["/tests/test.sh"].content == b"exit 1"
+    assert (first.verifier.separate, second.verifier.separate) == (True, False)
+    assert (first.verifier.timeout_s, second.verifier.timeout_s) == (30, 5)
+    assert (first.verifier.env, second.verifier.env) == ({"A": "1", "B": "2"}, {"A": "1", "B": "1"})
+    assert (first.verifier.artifacts, second.verifier.artifacts) == (["a", "b"], ["a"])
+    assert (first.setup.command, dict(first.setup.files)) == ("", {})
+    assert (second.setup.command, second.setup.cwd) == ("bash setup.sh", "/work")
+    assert set(second.setup.files) == {"/work/setup.sh", "/work/in/it"}
+
+
+@pytest.mark.parametrize(
+    ("name", "image"),
+    [
+        ("python:3.12", "docker://python:3.12"),
+        ("ghcr.io/some/image", "docker://ghcr.io/some/image"),
+        ("docker://a/b:1", "docker://a/b:1"),
+        ("built-here", "built-here"),
+        ("mapped:1", "host"),
+    ],
+)
+def test_an_image_is_pulled_unless_the_node_has_another_for_it(load, tmp_path, name, image):
+    (tmp_path / "images.toml").write_text('[images]\n"mapped:1" = "host"\n')
+    for toml, dockerfile in ((f'[environment]\ndocker_image = "{name}"\n', "FROM x\n"), ("", f"FROM {name}\n")):
+        [instance] = load(toml, dockerfile=dockerfile)
+        assert read_payload(instance.payload).environment.image == image
+
+
+def test_solutions_travel_where_they_are_asked_for(load, tmp_path):
+    load(STEPS + '[solution]\nenv = {KEY = "1"}\n', files=STEP_FILES | {"steps/second/solution/solve.sh": "echo own"})
+    [instance] = load_task_set(str(tmp_path), solutions=True)
+    found = [step.solution for step in read_payload(instance.payload).steps]
+    assert [each.files[each.script].content for each in found] == [b"true # the solution", b"echo own"]
+    assert [each.env for each in found] == [{"KEY": "1"}] * 2
+    (tmp_path / "one/solution/solve.sh").unlink()
+    with pytest.raises(ConfigError, match=r"one/solution/solve.sh is not there"):
+        load_task_set(str(tmp_path), solutions=True)
+
+
+def test_a_verifier_of_its_own_is_made_of_what_its_tests_bring(load):
+    def environment(toml, files):
+        [instance] = load(f"{toml}\n[environment]\nmemory_mb = 512\n", files=files)
+        return read_payload(instance.payload).steps[0].verifier.environment
+
+    separate = '[verifier]\nenvironment_mode = "separate"\n'
+    assert environment(separate, {}) is None
+    assert environment(f"{separate}[verifier.environment]\nmemory_mb = 64\n", {}).image == "host"
+    made = environment(separate, {"tests/Dockerfile": "FROM other:1\n"})
+    assert (made.image, made.memory_bytes) == ("docker://other:1", 512 * 1024**2)
+    named = f'{separate}[verifier.environment]\ndocker_image = "named:1"\n'
+    assert environment(named, {}).image == "docker://named:1"
 
 
 def test_a_dockerfile_is_made_step_by_step(load):
@@ -57,7 +154,7 @@ def test_a_dockerfile_is_made_step_by_step(load):
     )
     made = read_payload(instance.payload).environment
     assert (made.image, made.workdir, made.env) == (
-        "docker.io/library/debian:12",
+        "docker://docker.io/library/debian:12",
         "/srv/app",
         {"A": "1", "B": "two words"},
     )
@@ -75,7 +172,7 @@ def test_a_dockerfile_is_made_step_by_step(load):
     [
         ("[agnt]\n", "task.toml: Object contains unknown field `agnt`"),
         ("[agent]\ntimeout = 3\n", r"unknown field `timeout` - at `\$.agent`"),
-        ('[verifier]\ntimeout_sec = "3"\n', r"Expected `float`, got `str` - at `\$.verifier.timeout_sec`"),
+        ('[verifier]\ntimeout_sec = "3"\n', r"Expected `float \| null`, got `str` - at `\$.verifier.timeout_sec`"),
         ("[verifier]\ntimeout_sec = -1\n", r"\$.verifier.timeout_sec"),
         ("[environment\n", "task.toml: Expected"),
         ('schema_version = "2.0"\n', "schema_version is '2.0'"),
@@ -85,7 +182,10 @@ def test_a_dockerfile_is_made_step_by_step(load):
         ('[environment]\nenv = {TOKEN = "${TOKEN}"}\n', "environment.env.TOKEN"),
         ('[[environment.mcp_servers]]\nname = "x"\n', "environment.mcp_servers"),
         ('[[verifier.collect]]\ncommand = "x"\n', "verifier.collect"),
-        ('[[steps]]\nname = "one"\n', "steps: "),
+        ('[[steps]]\nname = "../one"\n', r"'../one' is no plain name of a folder - at `\$.steps"),
+        ('[[steps]]\nname = "a"\n[[steps]]\nname = "A"\n', r"steps\[1\].name: 'A': another step has it"),
+        ('[[steps]]\nname = "a"\nverifier = {user = "bob"}\n', r"steps\[0\].verifier.user: 'bob'"),
+        ('[[steps]]\nname = "a"\nhealthcheck = {command = "x"}\n', r"steps\[0\].healthcheck"),
         ('[verifier]\nenvironment_mode = "shared"\n[verifier.environment]\n', "environment_mode is shared"),
     ],
 )

@@ -55,7 +55,7 @@ ROW_READERS: Final[tuple[RowReader, ...]] = (
 """Each takes a row that is no `TaskInstance`, and the name that it has from its place in the file. The first wins."""
 
 
-def load_task_set(name_or_path: str, *, specs: Path | None = None) -> list[TaskInstance]:
+def load_task_set(name_or_path: str, *, specs: Path | None = None, solutions: bool = False) -> list[TaskInstance]:
     """Return the instances of a named task set, of a JSONL file with one instance per line, or of a folder of tasks.
 
     `reasoning-gym:FAMILY[:N[:SEED]]` names an endless one (`generated.load_reasoning_gym`).
@@ -67,18 +67,22 @@ def load_task_set(name_or_path: str, *, specs: Path | None = None) -> list[TaskI
     Args:
         name_or_path: the set.
         specs: a JSON file that says how the tests of published repositories are run, see `read_specifications`.
+        solutions: tasks of a folder bring their own solutions; nothing else does.
 
     Raises:
         ConfigError: unknown name, unreadable or empty file, malformed lines (named by their numbers and field paths),
-            or an instance_id that occurs twice. One bad line rejects the whole file.
+            or an instance_id that occurs twice. One bad line rejects the whole file. Solutions are asked for, and there
+            are none.
     """
+    path = Path(name_or_path)
+    if path.is_dir() and name_or_path not in TASK_SETS:
+        return load_harbor(path, solutions=solutions)
+    if solutions:
+        raise ConfigError(f"{name_or_path!r} brings no solutions: folders of Harbor tasks do")
     if name_or_path in TASK_SETS:
         return TASK_SETS[name_or_path]()
     if name_or_path.startswith(PREFIX):
         return load_reasoning_gym(name_or_path)
-    path = Path(name_or_path)
-    if path.is_dir():
-        return load_harbor(path)
     try:
         lines = path.read_bytes().splitlines()
     except OSError as exc:

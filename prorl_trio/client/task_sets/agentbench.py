@@ -91,15 +91,18 @@ def _instance(row: dict[str, Any]) -> TaskInstance:
         handler="shell",
         family=labels[0] if labels else "",
         payload={
-            "instruction": f"{row['description']}\n\n{ASKED}",
+            "steps": [{"instruction": f"{row['description']}\n\n{ASKED}", "verifier": _verified(row)}],
             "environment": {"build": _build(row), "network": False},
-            "verifier": {
-                "timeout_s": CHECK_TIMEOUT_S,
-                **_verifier(row["evaluation"], example_of(row)),
-                "separate": _is_told_by_answer(row["evaluation"]) and "/dev/urandom" not in str(row),
-            },
         },
     )
+
+
+def _verified(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "timeout_s": CHECK_TIMEOUT_S,
+        **_verifier(row["evaluation"], example_of(row)),
+        "separate": _is_told_by_answer(row["evaluation"]) and "/dev/urandom" not in str(row),
+    }
 
 
 def _build(row: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from prorl_trio.handlers.shell.payload import MAX_TASK_BYTES
 from prorl_trio.sandbox.images.dockerfile import Instruction, json_words, read_instructions
+from prorl_trio.sandbox.images.names import DOCKER
+from prorl_trio.sandbox.images.store import is_reference
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["Built", "Files", "read_dockerfile"]
+__all__ = ["Built", "Files", "image_of", "read_dockerfile"]
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PUBLISHED: Final = re.compile(r"[^/][:/@]")
 _OPTIONS: Final = "options of an instruction are the builder's"
 
 
@@ -65,6 +68,16 @@ class Built(NamedTuple):
     env: dict[str, str]
 
 
+def image_of(name: str, images: Mapping[str, str]) -> str:
+    """Return the node's name of an image: the one in `images`, else what a name with a tag or a path is in registries.
+
+    Any other name is one of the node's image store, and `host` the node's own userland.
+    """
+    if name in images:
+        return images[name]
+    return f"{DOCKER}{name}" if _PUBLISHED.search(name) and not is_reference(name) else name
+
+
 def read_dockerfile(path: Path, images: Mapping[str, str], files: Files) -> Built:
     """Return the steps of a Dockerfile of FROM, RUN, COPY, WORKDIR, ENV. Blocks on the disk.
 
@@ -81,7 +94,7 @@ def read_dockerfile(path: Path, images: Mapping[str, str], files: Files) -> Buil
     image = reader.base(instructions[0])
     for it in instructions[1:]:
         reader.take(it)
-    return Built(images.get(image, image), reader.build, reader.workdir, reader.env)
+    return Built(image_of(image, images), reader.build, reader.workdir, reader.env)
 
 
 class _Reader:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -11,15 +12,25 @@ from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.field_errors import field_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-__all__ = ["ArtifactSection", "EnvironmentSection", "TaskFileSections", "VerifierSection", "read_task_toml"]
+__all__ = [
+    "EnvironmentSection",
+    "StepSection",
+    "TaskFileSections",
+    "VerifierSection",
+    "artifact_paths",
+    "read_task_toml",
+]
 
 NetworkMode = Literal["no-network", "public", "allowlist"]
 User = str | int | None
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
-_ROOT = (None, "root", 0, "0")
+_ROOT: Final = (None, "root", 0, "0")
+_STEP_NAME: Final = re.compile(r"(?!\.{1,2}$)[^/\x00-\x1f]{1,255}")
+_NO_SERVICE: Final = "no service runs in a sandbox when it starts"
+_NO_VARIABLES: Final = "variables of this machine are not passed on; write the value"
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,10 +84,15 @@ class ArtifactSection(_Section, frozen=True):
     service: str | None = None
 
 
-class VerifierSection(_Section, frozen=True):
-    """`[verifier]`."""
+def artifact_paths(artifacts: Iterable[str | ArtifactSection]) -> list[str]:
+    """Return the files and folders that are named in either form, each once."""
+    return list(dict.fromkeys(each.source if isinstance(each, ArtifactSection) else each for each in artifacts))
 
-    timeout_sec: Seconds = 600.0
+
+class VerifierSection(_Section, frozen=True):
+    """`[verifier]`, and that of a step."""
+
+    timeout_sec: Seconds | None = None
     env: dict[str, str] = {}
     user: User = None
     environment_mode: Literal["shared", "separate"] | None = None
@@ -90,15 +106,39 @@ class VerifierSection(_Section, frozen=True):
             raise ValueError("environment_mode is shared, and there is an environment of the verifier's own")
 
     @property
-    def separate(self) -> bool:
-        """Return whether the verifier has a sandbox of its own."""
-        return self.environment_mode == "separate" or self.environment is not None
+    def separate(self) -> bool | None:
+        """Return whether the verifier has a sandbox of its own; None if nothing is said."""
+        if self.environment_mode is not None:
+            return self.environment_mode == "separate"
+        return True if self.environment is not None else None
 
 
 class SolutionSection(_Section, frozen=True):
     """`[solution]`."""
 
     env: dict[str, str] = {}
+
+
+class StepSection(_Section, frozen=True):
+    """`[[steps]]`. The files of a step are in the folder of its `name` in `steps/`."""
+
+    name: str
+    agent: AgentSection = AgentSection()
+    verifier: VerifierSection = VerifierSection()
+    min_reward: float | dict[str, float] | None = None
+    healthcheck: dict[str, Any] | None = None
+    artifacts: list[str | ArtifactSection] = []
+
+    def __post_init__(self) -> None:
+        if not _STEP_NAME.fullmatch(self.name):
+            raise ValueError(f"the step's name {self.name!r} is no plain name of a folder")
+
+    @property
+    def gates(self) -> dict[str, float]:
+        """Return the rewards by key without which the next step does not begin."""
+        if isinstance(self.min_reward, dict):
+            return self.min_reward
+        return {} if self.min_reward is None else {"reward": self.min_reward}
 
 
 class TaskFileSections(_Section, frozen=True):
@@ -115,7 +155,7 @@ class TaskFileSections(_Section, frozen=True):
     solution: SolutionSection = SolutionSection()
     artifacts: list[str | ArtifactSection] = []
     multi_step_reward_strategy: Literal["mean", "final"] | None = None
-    steps: list[dict[str, Any]] | None = None
+    steps: list[StepSection] = []
 
 
 def read_task_toml(path: Path) -> TaskFileSections:
@@ -142,22 +182,44 @@ def read_task_toml(path: Path) -> TaskFileSections:
 
 def _refused(sections: TaskFileSections) -> Iterator[str]:
     """The keys that ask for something that is not done here, and why."""
-    if sections.steps:
-        yield "steps: tasks of several steps are not done here; make a folder of each step"
-    for name, user in (("agent", sections.agent.user), ("verifier", sections.verifier.user)):
-        if user not in _ROOT:
-            yield f"{name}.user: {user!r}: a sandbox has one user, who is root in it or takes its place"
-    if sections.verifier.collect:
-        yield "verifier.collect: there are no services; let the agent's work be in files, and name them in artifacts"
-    for name, phase in (("agent", sections.agent), ("verifier", sections.verifier)):
-        if phase.network_mode is not None and phase.network_mode != sections.environment.network_mode:
-            yield f"{name}.network_mode: a sandbox has one network; say it in [environment]"
-    for artifact in sections.artifacts:
+    yield from _refused_phases("", sections.agent, sections.verifier, sections.environment.network_mode)
+    yield from _refused_artifacts("", sections.artifacts)
+    yield from (f"environment.{problem}" for problem in _refused_in(sections.environment))
+    names = [step.name.casefold() for step in sections.steps]
+    for number, step in enumerate(sections.steps):
+        where = f"steps[{number}]."
+        if step.name.casefold() in names[:number]:
+            yield f"{where}name: {step.name!r}: another step has it"
+        if step.healthcheck is not None:
+            yield f"{where}healthcheck: {_NO_SERVICE}"
+        yield from _refused_phases(where, step.agent, step.verifier, sections.environment.network_mode)
+        yield from _refused_artifacts(where, step.artifacts)
+
+
+def _refused_phases(
+    where: str, agent: AgentSection, verifier: VerifierSection, network_mode: NetworkMode | None
+) -> Iterator[str]:
+    for name, phase in (("agent", agent), ("verifier", verifier)):
+        if phase.user not in _ROOT:
+            yield f"{where}{name}.user: {phase.user!r}: a sandbox has one user, who is root in it or takes its place"
+        if phase.network_mode is not None and phase.network_mode != network_mode:
+            yield f"{where}{name}.network_mode: a sandbox has one network; say it in [environment]"
+    if verifier.collect:
+        yield (
+            f"{where}verifier.collect: there are no services; let the agent's work be in files, and name them in "
+            "artifacts"
+        )
+    for name, value in verifier.env.items():
+        if "${" in value:
+            yield f"{where}verifier.env.{name}: {value!r}: {_NO_VARIABLES}"
+    if verifier.environment is not None:
+        yield from (f"{where}verifier.environment.{problem}" for problem in _refused_in(verifier.environment))
+
+
+def _refused_artifacts(where: str, artifacts: Iterable[str | ArtifactSection]) -> Iterator[str]:
+    for artifact in artifacts:
         if isinstance(artifact, ArtifactSection) and (artifact.exclude or artifact.service not in (None, "main")):
-            yield f"artifacts, {artifact.source}: exclude and service are not done here"
-    for name, own in (("environment", sections.environment), ("verifier.environment", sections.verifier.environment)):
-        if own is not None:
-            yield from (f"{name}.{problem}" for problem in _refused_in(own))
+            yield f"{where}artifacts, {artifact.source}: exclude and service are not done here"
 
 
 def _refused_in(own: EnvironmentSection) -> Iterator[str]:
@@ -172,7 +234,7 @@ def _refused_in(own: EnvironmentSection) -> Iterator[str]:
     if own.skills_dir is not None:
         yield "skills_dir: an agent has no skills folder here; write what it needs into the instruction"
     if own.healthcheck is not None:
-        yield "healthcheck: no service runs in a sandbox when it starts"
+        yield f"healthcheck: {_NO_SERVICE}"
     for name, value in own.env.items():
         if "${" in value:
-            yield f"env.{name}: {value!r}: variables of this machine are not passed on; write the value"
+            yield f"env.{name}: {value!r}: {_NO_VARIABLES}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import posixpath
+import shlex
 from typing import TYPE_CHECKING, Final
 
+from prorl_trio.handlers.shell.payload import HOME
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.types.errors import SandboxCallFailed, SandboxUnavailable
@@ -14,15 +16,25 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prorl_trio.config import SandboxConfig
-    from prorl_trio.handlers.shell.payload import Build, Environment
+    from prorl_trio.handlers.shell.payload import Build, Environment, Step
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["HOME", "make_ready", "make_root_layer", "spec_of"]
+__all__ = ["CLEAR", "begin_step", "make_ready", "make_root_layer", "spec_of", "start_shell"]
 
-HOME: Final = "/home/agent"
 FOLDERS: Final = ("tests", "logs/agent", "logs/artifacts", "logs/verifier")
 _FOLDERS_TIMEOUT_S: Final = 30.0
+_SHELL_TIMEOUT_S: Final = 30.0
 _SHOWN_CHARS: Final = 2000
+CLEAR: Final = """\
+for folder in /logs /logs/verifier /tests; do
+    if [ -h $folder ] || [ ! -d $folder ]; then rm -f $folder; fi
+    mkdir -p $folder || exit 1
+done
+rm -rf /tests/* /tests/.[!.]* /tests/..?*
+rm -rf /logs/verifier/reward.json /logs/verifier/reward.txt
+"""
+"""Folders are emptied, and not removed: over a layer that has one, no other can be made."""
+_CLEAR_ALL: Final = f"{CLEAR}rm -rf /logs/verifier/* /logs/verifier/.[!.]* /logs/verifier/..?*\n"
 
 
 def make_root_layer() -> Path:
@@ -65,6 +77,34 @@ async def make_ready(sandbox: Sandbox, environment: Environment) -> None:
     await _command(sandbox, ["mkdir", "-p", "--", workdir, *folders], _FOLDERS_TIMEOUT_S, "", "its folders")
     for number, step in enumerate(environment.build, start=1):
         await _build(sandbox, step, environment.build_timeout_s, f"build step {number}")
+
+
+async def start_shell(sandbox: Sandbox, environment: Environment) -> None:
+    """Bring the shell into the working directory. Raises SandboxUnavailable."""
+    workdir = environment.workdir or HOME
+    try:
+        result = await sandbox.bash(f"cd -- {shlex.quote(workdir)}", timeout_s=_SHELL_TIMEOUT_S)
+    except (OSError, SandboxCallFailed) as exc:
+        raise SandboxUnavailable(f"the shell does not start in {workdir}: {exc}") from exc
+    if result.exit_code != 0:
+        raise SandboxUnavailable(f"the shell does not start in {workdir}: {result.output!r}")
+
+
+async def begin_step(sandbox: Sandbox, step: Step, environment: Environment, *, verified_here: bool) -> None:
+    """Make a sandbox ready for a step, in which the verifier of the step before was or was not.
+
+    Raises:
+        SandboxUnavailable: as `make_ready`. The agent may have brought it about.
+    """
+    what = f"step {step.name}"
+    if verified_here:
+        await _command(sandbox, ["/bin/sh", "-c", _CLEAR_ALL], _FOLDERS_TIMEOUT_S, "", what)
+        try:
+            await sandbox.restart_bash()
+        except (OSError, SandboxCallFailed) as exc:
+            raise SandboxUnavailable(f"{what}: the shell does not start again: {exc}") from exc
+        await start_shell(sandbox, environment)
+    await _build(sandbox, step.setup, environment.build_timeout_s, what)
 
 
 async def _build(sandbox: Sandbox, step: Build, timeout_s: float, what: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -12,10 +12,27 @@ from prorl_trio.types.field_errors import malformed_job
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["MAX_TASK_BYTES", "Build", "Environment", "ShellPayload", "TaskFile", "Verification", "read_payload"]
+__all__ = [
+    "HOME",
+    "MAX_TASK_BYTES",
+    "Build",
+    "Environment",
+    "RewardStrategy",
+    "ShellPayload",
+    "Solution",
+    "Step",
+    "TaskFile",
+    "Verification",
+    "read_payload",
+]
+
+RewardStrategy = Literal["mean", "final"]
+"""The reward of a task of several steps: the mean of theirs, key by key, or that of the last."""
 
 MAX_TASK_BYTES: Final = 16 * 1024 * 1024
 """Limit of all files of a task together: they travel in its job."""
+HOME: Final = "/home/agent"
+"""Working directory of a task that names none."""
 _MIB: Final = 1024 * 1024
 
 SYSTEM_PROMPT: Final = "You work on a Linux machine by its shell. Do what is asked for. When it is done, call finish."
@@ -29,7 +46,7 @@ class TaskFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Build(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A step in which an environment is made: files by absolute path, and then a command for `sh` in `cwd`."""
+    """An action by which an environment is made: files by absolute path, and then a command for `sh` in `cwd`."""
 
     files: dict[str, TaskFile] = {}
     command: str = ""
@@ -90,26 +107,65 @@ class Verification(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError("environment is given, and separate is not set")
 
 
-class ShellPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`TaskInstance.payload` of a task in a shell.
+class Solution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The task's own solution, run in place of the agent: `script` is one of `files`, which are by absolute path."""
+
+    files: dict[str, TaskFile]
+    script: str = "/solution/solve.sh"
+    env: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        if self.script not in self.files:
+            raise ValueError(f"files has no {self.script}, which is to be run")
+
+
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A part of a task: the agent hears of it when the one before is over.
 
     Attributes:
-        instruction: the task, as the agent is told it.
-        verifier: how it is graded.
-        environment: the agent's sandbox.
-        agent_timeout_s: for the agent's tools and tokens; None is the job's `agent_s`.
-        system_prompt: replaces ours.
+        instruction: of this step, as the agent is told it.
+        verifier: how it is graded, when the agent has finished it.
+        name: by which the details of an outcome have it.
+        setup: made in the agent's sandbox before the step begins.
+        min_reward: rewards by key without which the steps after it are not begun.
+        solution: where one is given, nothing is sampled.
     """
 
     instruction: str
     verifier: Verification
-    environment: Environment = Environment()
-    agent_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=604_800)] | None = None
-    system_prompt: str = SYSTEM_PROMPT
+    name: str = ""
+    setup: Build = Build()
+    min_reward: dict[str, float] = {}
+    solution: Solution | None = None
 
     def __post_init__(self) -> None:
         if not self.instruction.strip():
             raise ValueError("instruction is empty")
+
+
+class ShellPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`TaskInstance.payload` of a task in a shell.
+
+    Attributes:
+        steps: of the task, in order; most have one.
+        environment: the agent's sandbox, the same for all steps.
+        reward_strategy: of several steps.
+        agent_timeout_s: for the agent's tools and tokens in all steps; None is the job's `agent_s`.
+        system_prompt: replaces ours.
+    """
+
+    steps: Annotated[list[Step], msgspec.Meta(min_length=1)]
+    environment: Environment = Environment()
+    reward_strategy: RewardStrategy = "mean"
+    agent_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=604_800)] | None = None
+    system_prompt: str = SYSTEM_PROMPT
+
+    def __post_init__(self) -> None:
+        names = [step.name for step in self.steps]
+        if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+            raise ValueError(f"two steps are called {twice!r}")
+        if len({step.solution is None for step in self.steps}) > 1:
+            raise ValueError("some steps have a solution, and some have none")
         total = 0
         for path, file in self._files():
             if not posixpath.isabs(path) or posixpath.normpath(path) != path or path == "/":
@@ -119,11 +175,16 @@ class ShellPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 raise ValueError(f"with {path} its files have {total} bytes; the limit is {MAX_TASK_BYTES}")
 
     def _files(self) -> Iterator[tuple[str, TaskFile]]:
-        environments = [self.environment, *filter(None, [self.verifier.environment])]
-        for environment in environments:
-            for step in environment.build:
-                yield from step.files.items()
-        yield from self.verifier.files.items()
+        builds = [*self.environment.build]
+        for step in self.steps:
+            builds.append(step.setup)
+            if step.verifier.environment is not None:
+                builds += step.verifier.environment.build
+            yield from step.verifier.files.items()
+            if step.solution is not None:
+                yield from step.solution.files.items()
+        for build in builds:
+            yield from build.files.items()
 
 
 def read_payload(payload: Mapping[str, Any]) -> ShellPayload:

@@ -12,34 +12,32 @@ from __future__ import annotations
 import posixpath
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
 
-from prorl_trio.grading.reward_file import MAX_REWARD_BYTES, REWARD_FILES, parse_rewards, scalar_reward
+from prorl_trio.grading.reward_file import MAX_REWARD_BYTES, REWARD_FILES, parse_rewards
 from prorl_trio.grading.verifier import ProgramKilled, again_if_killed, check_end
-from prorl_trio.handlers.base import Evaluation
-from prorl_trio.handlers.shell.environment import HOME, make_ready
-from prorl_trio.sandbox.transfer import TransferOptions
+from prorl_trio.handlers.shell.artifacts import collect, pack, put, unpack
+from prorl_trio.handlers.shell.environment import CLEAR, make_ready
+from prorl_trio.handlers.shell.payload import HOME
 from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
     from prorl_trio.agent.context import RolloutContext
-    from prorl_trio.handlers.shell.payload import Environment, ShellPayload
+    from prorl_trio.handlers.shell.payload import Environment, Verification
+    from prorl_trio.handlers.shell.steps import StepRecord
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["verify"]
+__all__ = ["Case", "verify"]
 
 VERIFIER_DIR: Final = "/logs/verifier"
-ARTIFACTS_DIR: Final = "/logs/artifacts"
 FIRST_SHARE: Final = 0.6
 """Share of the time that is left for the evaluation; the rest is for a control run."""
 EVAL_MARGIN_S: Final = 10.0
 STEP_TIMEOUT_S: Final = 60.0
-STAGED: Final = "/tmp/.carried"
 MAX_LOG_BYTES: Final = 64 * 1024
-CARRIED: Final = TransferOptions(overwrite=True, max_bytes=1024**3, max_entries=100_000, remote_roots=("/",))
 
 KILL_OTHERS: Final = """\
 for round in 1 2 3 4 5; do
@@ -55,58 +53,51 @@ exit 0
 """Ends all but the sandbox's own processes, by what is built into the shell."""
 
 
-LAY_OVER: Final = """\
-if [ -d "$1" ]; then mkdir -p -- "$2" && cp -a -- "$1/." "$2"
-else mkdir -p -- "$(dirname -- "$2")" && cp -a -- "$1" "$2"
-fi && rm -rf -- "$1"
-"""
-CLEAR: Final = """\
-for folder in /logs /logs/verifier /tests; do
-    if [ -h $folder ] || [ ! -d $folder ]; then rm -f $folder; fi
-    mkdir -p $folder || exit 1
-done
-rm -rf /tests/* /tests/.[!.]* /tests/..?*
-rm -rf /logs/verifier/reward.json /logs/verifier/reward.txt
-"""
-"""Folders are emptied, and not removed: over a layer that has one, no other can be made."""
+class Case(NamedTuple):
+    """A step to be graded: its verifier, the agent's environment, and the sandboxes of the agent and the verifier."""
+
+    verifier: Verification
+    environment: Environment
+    agents: SandboxSpec
+    own: SandboxSpec
+
+    @property
+    def where(self) -> Environment:
+        """The environment that the verifier runs in."""
+        return self.verifier.environment or self.environment
 
 
 class _NoVerdict(Exception):
     """The verifier has left no reward. The message says how."""
 
 
-async def verify(context: RolloutContext, payload: ShellPayload, spec: SandboxSpec, control: SandboxSpec) -> Evaluation:
-    """Run the task's verifier on what the agent has done. `spec` is the agent's sandbox, `control` the verifier's own.
+async def verify(context: RolloutContext, case: Case, record: StepRecord) -> None:
+    """Run a step's verifier on what the agent has done, and put its verdict into `record`.
+
+    Where artefacts are recorded, they are looked at in place of the agent's sandbox.
 
     Raises:
         EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
     """
-    assert context.sandbox is not None
 
     async def grade(*, last_try: bool) -> dict[str, float]:
-        if payload.verifier.separate:
-            return await _in_own_sandbox(context, payload, control, last_try=last_try)
-        return await _in_agents_sandbox(context, payload, last_try=last_try)
+        if case.verifier.separate:
+            return await _in_own_sandbox(context, case, record, last_try=last_try)
+        return await _in_agents_sandbox(context, case, record.answer, last_try=last_try)
 
     try:
         rewards = await again_if_killed(context, grade)
     except _NoVerdict as exc:
         context.log_evaluation(f"no reward: {exc}\n")
-        await _control(context, payload, control if payload.verifier.separate else spec, str(exc))
-        return Evaluation(reward=0.0, details={"rewards": None, "spoilt": str(exc), "resolved": False})
-    reward = _scalar(rewards)
-    details: dict[str, Any] = {"rewards": rewards, "resolved": reward >= 1.0}
-    return Evaluation(reward=reward, details=details)
+        await _control(context, case, str(exc))
+        record.spoilt = str(exc)
+    else:
+        record.rewards = rewards
 
 
-def _scalar(rewards: dict[str, float]) -> float:
-    try:
-        return scalar_reward(rewards)
-    except ValueError as exc:
-        raise EvaluationError(f"the verifier's rewards cannot be used: {exc}") from exc
-
-
-async def _in_agents_sandbox(context: RolloutContext, payload: ShellPayload, *, last_try: bool) -> dict[str, float]:
+async def _in_agents_sandbox(
+    context: RolloutContext, case: Case, answer: str | None, *, last_try: bool
+) -> dict[str, float]:
     sandbox = context.sandbox
     assert sandbox is not None
     with context.waiting("the verifier, where the agent was", "agent_budget"):
@@ -119,71 +110,43 @@ async def _in_agents_sandbox(context: RolloutContext, payload: ShellPayload, *, 
             check_end("sh", ended)
         if ended.exit_code != 0:
             raise _NoVerdict(f"the agent's processes cannot be ended: {ended.exit_code}")
-        return await _run(context, sandbox, payload, payload.environment, context.answer, last_try=last_try)
+        return await _run(context, sandbox, case, answer, last_try=last_try)
 
 
 async def _in_own_sandbox(
-    context: RolloutContext, payload: ShellPayload, spec: SandboxSpec, *, last_try: bool
+    context: RolloutContext, case: Case, record: StepRecord, *, last_try: bool
 ) -> dict[str, float]:
-    environment = payload.verifier.environment or payload.environment
     with tempfile.TemporaryDirectory(prefix="artifacts-") as folder:
-        carried = await _collect(context, payload, Path(folder))
-        async with context.open_sandbox(spec) as sandbox:
+        if record.artifacts is None:
+            carried = await collect(context, case.verifier, case.environment, Path(folder))
+            record.artifacts = await trio.to_thread.run_sync(pack, carried)
+        else:
+            carried = await trio.to_thread.run_sync(unpack, record.artifacts, Path(folder))
+        async with context.open_sandbox(case.own) as sandbox:
             with context.waiting("the verifier's environment", "evaluator"):
-                await make_ready(sandbox, environment)
+                await make_ready(sandbox, case.where)
                 for remote, local in carried:
-                    await _put(sandbox, local, remote)
+                    await put(sandbox, local, remote)
             try:
                 with context.waiting("the verifier", "agent_budget"):
-                    return await _run(context, sandbox, payload, environment, context.answer, last_try=last_try)
+                    return await _run(context, sandbox, case, record.answer, last_try=last_try)
             except SandboxLost as exc:
                 if not exc.from_inside:
                     raise
                 raise _NoVerdict(f"the verifier's sandbox was ended from inside: {exc}") from exc
 
 
-async def _collect(context: RolloutContext, payload: ShellPayload, folder: Path) -> list[tuple[str, Path]]:
-    """Copy artefacts out of the agent's sandbox. What is not there, or is too large, is the agent's doing: left out."""
-    assert context.sandbox is not None
-    start = payload.environment.workdir or HOME
-    found: list[tuple[str, Path]] = []
-    with context.waiting("the agent's artefacts", "agent_budget"):
-        for number, path in enumerate(dict.fromkeys([ARTIFACTS_DIR, *payload.verifier.artifacts])):
-            remote, local = posixpath.normpath(posixpath.join(start, path)), folder / f"{number}"
-            try:
-                await context.sandbox.download(remote, local, options=CARRIED)
-                found.append((remote, local))
-            except (OSError, ValueError, SandboxCallFailed) as exc:
-                if path != ARTIFACTS_DIR:
-                    context.log_evaluation(f"artefact {path}: {exc}\n")
-    return found
-
-
-async def _put(sandbox: Sandbox, local: Path, remote: str) -> None:
-    """Lay an artefact over what the sandbox has there: folders are merged, as Harbor merges them."""
-    try:
-        await sandbox.upload(local, STAGED, options=CARRIED)
-        argv = ["/bin/sh", "-c", LAY_OVER, "sh", STAGED, remote]
-        result = await sandbox.exec(argv, timeout_s=STEP_TIMEOUT_S)
-    except (OSError, ValueError, SandboxCallFailed) as exc:
-        raise EvaluationError(f"the verifier's sandbox does not take {remote}: {exc}") from exc
-    if result.exit_code != 0:
-        said = result.stderr.decode(errors="replace").strip()
-        raise EvaluationError(f"the verifier's sandbox does not take {remote}: {said}")
-
-
-async def _control(context: RolloutContext, payload: ShellPayload, spec: SandboxSpec, problem: str) -> None:
+async def _control(context: RolloutContext, case: Case, problem: str) -> None:
     """Run the verifier where nothing of the agent's is.
 
     Raises:
         EvaluationError: it has no reward there either. There is no verdict.
     """
-    environment = (payload.verifier.environment if payload.verifier.separate else None) or payload.environment
     with context.waiting("the verifier's control run", "evaluator"):
         try:
-            async with context.open_sandbox(spec) as sandbox:
-                await make_ready(sandbox, environment)
-                await _run(context, sandbox, payload, environment, "", is_control=True)
+            async with context.open_sandbox(case.own if case.verifier.separate else case.agents) as sandbox:
+                await make_ready(sandbox, case.where)
+                await _run(context, sandbox, case, "", is_control=True)
         except (_NoVerdict, SandboxLost, SandboxUnavailable) as exc:
             raise EvaluationError(f"{problem}; nor is there a reward without the agent: {exc}") from exc
 
@@ -191,22 +154,21 @@ async def _control(context: RolloutContext, payload: ShellPayload, spec: Sandbox
 async def _run(
     context: RolloutContext,
     sandbox: Sandbox,
-    payload: ShellPayload,
-    environment: Environment,
+    case: Case,
     answer: str | None,
     *,
     is_control: bool = False,
     last_try: bool = True,
 ) -> dict[str, float]:
     """Place the tests, run the script, read its reward. Raises _NoVerdict, and ProgramKilled but at the last try."""
-    verifier = payload.verifier
+    verifier = case.verifier
     try:
-        await _place(sandbox, payload, answer)
+        await _place(sandbox, verifier, answer)
         timeout_s = _time_for(context, verifier.timeout_s, 1.0 if is_control else FIRST_SHARE)
         result = await sandbox.exec(
             ["/bin/sh", "-c", verifier.script],
             timeout_s=timeout_s,
-            cwd=environment.workdir or HOME,
+            cwd=case.where.workdir or HOME,
             env=verifier.env,
             max_output_bytes=MAX_LOG_BYTES,
         )
@@ -232,9 +194,8 @@ def _time_for(context: RolloutContext, wanted_s: float, share: float) -> float:
     return max(1.0, min(wanted_s, left_s * share))
 
 
-async def _place(sandbox: Sandbox, payload: ShellPayload, answer: str | None) -> None:
+async def _place(sandbox: Sandbox, verifier: Verification, answer: str | None) -> None:
     """Put the tests where the agent may have left others, after old rewards and links to elsewhere are gone."""
-    verifier = payload.verifier
     result = await sandbox.exec(["/bin/sh", "-c", CLEAR], timeout_s=STEP_TIMEOUT_S)
     check_end("sh", result)
     if result.exit_code != 0:

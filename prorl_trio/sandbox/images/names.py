@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["SUITES", "Reference", "parse_reference", "swe_bench_image", "swe_gym_image", "swe_smith_image"]
+__all__ = ["DOCKER", "SUITES", "Reference", "parse_reference", "swe_bench_image", "swe_gym_image", "swe_smith_image"]
 
 DOCKER: Final = "docker://"
 _DOCKER_HUB: Final = "docker.io"
