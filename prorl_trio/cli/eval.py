@@ -18,7 +18,7 @@ from prorl_trio.client import progress
 from prorl_trio.client.evaluation.folder import open_evaluation
 from prorl_trio.client.evaluation.plan import EvaluationPlan
 from prorl_trio.client.evaluation.run import do_missing
-from prorl_trio.client.evaluation.shown import print_report, write_report
+from prorl_trio.client.evaluation.shown import print_report, print_unsolved, write_report
 from prorl_trio.client.recording import run_folder
 from prorl_trio.client.task_sets import TASK_SETS, load_task_set
 from prorl_trio.types.errors import ServiceError
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["eval"]
 
 OF_THE_PLAN = (
-    "tasks", "specs", "limit", "rollouts", "ks", "temperature", "top_p", "max_turns", "max_output_tokens", "attempts",
-    "seed", "model", "out",
+    "tasks", "specs", "oracle", "limit", "rollouts", "ks", "temperature", "top_p", "max_turns", "max_output_tokens",
+    "attempts", "seed", "model", "out",
 )  # fmt: skip
 """Options that say what is evaluated: with --resume the folder says it."""
 
@@ -49,6 +49,7 @@ OF_THE_PLAN = (
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="JSON of how published repositories run their tests.",
 )
+@click.option("--oracle", is_flag=True, help="Run the tasks' own solutions in place of a policy.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many tasks.")
 @click.option("--n", "rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts of a task.")
 @click.option("--k", "ks", multiple=True, type=click.IntRange(min=1), help="Of a pass@k; again for more. [1 and N]")
@@ -74,13 +75,18 @@ def eval(context: click.Context, /, node: Node, resume: Path | None, as_json: bo
 
     Ctrl-C cancels what runs, records what was done, and says how to go on. What was sampled is not sampled again.
 
-    Exit code: 0 every rollout was completed; 3 some were not, or were rejected, and it says why; 130 interrupted; 1 the
-    node or the task file cannot be used.
+    With --oracle nothing is sampled, and the node needs no engine: solution/solve.sh of each task in a Harbor folder
+    runs where the agent would work, and the task's verifier says what that is worth. Each that is worth less than 1 is
+    named, with the end of its verifier's log: the task, its environment here, or its solution is wrong.
+
+    Exit code: 0 every rollout was completed (with --oracle: and earned 1); 3 some were not, or were rejected, and it
+    says why; 130 interrupted; 1 the node or the task file cannot be used.
 
     \b
         prorl-trio eval --tasks compmath
         prorl-trio eval --tasks compmath --n 8 --temperature 0.6 --k 1 --k 4 --k 8
         prorl-trio eval --resume runs/20260101-120000
+        prorl-trio eval --tasks my-harbor-tasks/ --oracle
     """
     if resume is None:
         new: tuple[EvaluationPlan, list[TaskInstance]] | None = _new_plan(**options)
@@ -106,7 +112,8 @@ def eval(context: click.Context, /, node: Node, resume: Path | None, as_json: bo
             _say_how_to_go_on(folder, people)
             sys.exit(EXIT_INTERRUPTED)
     every = scores[0]
-    sys.exit(0 if every.graded == every.rollouts else EXIT_JOBS_CUT)
+    unsolved = folder.plan.oracle and print_unsolved(folder, people)
+    sys.exit(0 if every.graded == every.rollouts and not unsolved else EXIT_JOBS_CUT)
 
 
 def _say_how_to_go_on(folder: EvaluationFolder, people: Console) -> None:
@@ -115,7 +122,8 @@ def _say_how_to_go_on(folder: EvaluationFolder, people: Console) -> None:
 
 
 async def _run(client: RolloutClient, folder: EvaluationFolder, people: Console) -> bool:
-    await progress.warn_if_unready(client, people)
+    if not folder.plan.oracle:
+        await progress.warn_if_unready(client, people)
     total, left = folder.plan.rollouts * len(folder.instances), len(folder.todo())
     if left < total:
         said = f"{total - left} of {total} rollouts are recorded in {folder.path}"
@@ -128,6 +136,7 @@ def _new_plan(
     *,
     tasks: str | None,
     specs: Path | None,
+    oracle: bool,
     limit: int | None,
     rollouts: int,
     ks: tuple[int, ...],
@@ -141,7 +150,7 @@ def _new_plan(
 ) -> tuple[EvaluationPlan, list[TaskInstance]]:
     if tasks is None:
         raise click.UsageError("say what to evaluate on by --tasks, or what to go on with by --resume")
-    if temperature is None and rollouts > 1:
+    if temperature is None and rollouts > 1 and not oracle:
         raise click.UsageError("greedy rollouts of a task are all alike: with --n say --temperature, too")
     if too_large := [k for k in ks if k > rollouts]:
         raise click.UsageError(f"pass@{too_large[0]} needs as many rollouts of a task: --n {too_large[0]}")
@@ -156,5 +165,6 @@ def _new_plan(
         attempts=attempts,
         seed=seed,
         model=model,
+        oracle=oracle,
     )
-    return plan, load_task_set(tasks, specs=specs)[:limit]
+    return plan, load_task_set(tasks, specs=specs, solutions=oracle)[:limit]

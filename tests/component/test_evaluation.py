@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -235,6 +236,37 @@ def test_wrong_usage_is_told(arguments, message):
     result = CliRunner().invoke(main, ["eval", *arguments], env={"PRORL_TOKEN": TOKEN})
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+class Shell(FakeNode):
+    """Takes tasks of the handler `shell`."""
+
+    def check(self, spec, sink, ahead):
+        assert spec.instance.handler == "shell"
+
+
+async def test_the_solutions_of_a_folder_are_run_and_those_that_earn_too_little_named(tmp_path):
+    def solved(spec):
+        solution = spec.instance.payload["steps"][0]["solution"]["files"]["/solution/solve.sh"]["content"]
+        right = base64.b64decode(solution) == b"right"
+        return msgspec.structs.replace(make_outcome(spec), reward=float(right), evaluation_log="line\nno such file\n")
+
+    for name in ("good", "bad"):
+        content = {"task.toml": "", "instruction.md": "Do it.", "environment/Dockerfile": "FROM host\n"}
+        content |= {"tests/test.sh": "true", "solution/solve.sh": "right" if name == "good" else "wrong"}
+        for path, text in content.items():
+            (tmp_path / "tasks" / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "tasks" / name / path).write_text(text)
+    runs = ("--out", str(tmp_path / "runs"))
+    async with open_service(Shell(solved)) as service:
+        result = await command(service, "--tasks", str(tmp_path / "tasks"), "--oracle", *runs)
+        assert result.exit_code == 3, result.output
+        assert "bad: its solution earned 0\n    line\n    no such file\n" in result.stdout
+        assert "good: its solution" not in result.stdout
+        result = await command(service, "--tasks", str(tmp_path / "tasks" / "good"), "--oracle", "--n", "2", *runs)
+        assert result.exit_code == 0, result.output
+        result = await command(service, "--tasks", write_tasks(tmp_path), "--oracle", *runs)
+        assert (result.exit_code, "brings no solutions" in result.stderr) == (1, True)
 
 
 async def test_ctrl_c_cleans_up_and_says_how_to_go_on(tmp_path):

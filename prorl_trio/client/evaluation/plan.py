@@ -48,6 +48,7 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
         attempts: of a rollout that the infrastructure failed.
         seed: of the intervals.
         model: the folder whose tokenizer decodes the tokens; empty if that is not known.
+        oracle: the tasks bring their solutions, and no policy is asked.
     """
 
     evaluation_id: str
@@ -60,6 +61,7 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int = 1
     seed: int = 0
     model: str = ""
+    oracle: bool = False
 
     def rollouts_of(self, instances: Sequence[TaskInstance]) -> Iterator[Rollout]:
         """Yield every rollout, those of a task one after the other."""

@@ -23,10 +23,14 @@ if TYPE_CHECKING:
     from prorl_trio.client.evaluation.folder import EvaluationFolder
     from prorl_trio.client.evaluation.score import FamilyScore, PassAtK
 
-__all__ = ["count_table", "figures", "print_report", "score_table", "write_report"]
+__all__ = ["count_table", "figures", "print_report", "print_unsolved", "score_table", "write_report"]
 
 ALL: Final = "all"
 MAX_REJECTIONS: Final = 5
+MAX_UNSOLVED: Final = 20
+"""Limit of the tasks that are named one by one."""
+MAX_LOG_LINES: Final = 10
+SOLVED: Final = 1.0
 Figure = str | int | float | None
 
 
@@ -131,3 +135,16 @@ def print_report(folder: EvaluationFolder, scores: Sequence[FamilyScore], out: C
         out.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     recorded = f"recorded in {folder.path}: {REPORT}, and every rollout in {TRAJECTORIES}"
     out.print(recorded, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_unsolved(folder: EvaluationFolder, out: Console) -> int:
+    """Print which tasks' rewards are below 1, with the end of their verifiers' logs, and return how many there are."""
+    unsolved = [each for each in folder.outcomes if each.reward is not None and each.reward < SOLVED]
+    for outcome in unsolved[:MAX_UNSOLVED]:
+        said = f"{outcome.instance_id}: its solution earned {outcome.reward:g}"
+        out.print(one_line(said), style="red", markup=False, highlight=False, soft_wrap=True)
+        for line in outcome.evaluation_log.splitlines()[-MAX_LOG_LINES:]:
+            out.print(one_line(f"    {line}"), markup=False, highlight=False, soft_wrap=True)
+    if len(unsolved) > MAX_UNSOLVED:
+        out.print(f"and {len(unsolved) - MAX_UNSOLVED} more", style="red", markup=False, highlight=False)
+    return len(unsolved)
