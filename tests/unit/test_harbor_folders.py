@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import re
+from pathlib import Path
 
 import pytest
 
@@ -119,6 +121,14 @@ def test_an_image_is_pulled_unless_the_node_has_another_for_it(load, tmp_path, n
     for toml, dockerfile in ((f'[environment]\ndocker_image = "{name}"\n', "FROM x\n"), ("", f"FROM {name}\n")):
         [instance] = load(toml, dockerfile=dockerfile)
         assert read_payload(instance.payload).environment.image == image
+
+
+def test_the_steps_of_the_guide_are_read(load):
+    guide = (Path(__file__).parents[2] / "docs" / "harbor.md").read_text()
+    [toml] = [block for block in re.findall(r"```ini\n(.*?)```", guide, re.DOTALL) if "[[steps]]" in block]
+    [instance] = load(toml, files={f"steps/{name}/instruction.md": "Do it." for name in ("parse", "report")})
+    parse, report = read_payload(instance.payload).steps
+    assert (parse.min_reward, parse.verifier.separate, report.verifier.separate) == ({"reward": 0.5}, True, False)
 
 
 def test_solutions_travel_where_they_are_asked_for(load, tmp_path):
