@@ -137,7 +137,7 @@ def test_artefacts_travel_through_a_record(tmp_path):
     (one / "in" / "file").chmod(0o755)
     (one / "link").symlink_to("in/file")
     other.write_text("alone")
-    packed = pack([("/app/one", one), ("/app/other", other)])
+    packed = pack([("/app/one", one), ("/app/other", other)], 10_000)
     (tmp_path / "back").mkdir()
     found = dict(unpack(packed, tmp_path / "back"))
     assert (found["/app/one"] / "in" / "file").read_bytes() == b"\0content"
@@ -150,8 +150,10 @@ def test_artefacts_that_are_too_large_are_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(artifacts, "MAX_KEPT_BYTES", 10)
     for name in "ab":
         (tmp_path / name).write_text("123456")
-    assert pack([("/a", tmp_path / "a")]) is not None
-    assert pack([("/a", tmp_path / "a"), ("/b", tmp_path / "b")]) is None
+    both = [(f"/{name}", tmp_path / name) for name in "ab"]
+    assert pack(both[:1], 1000) is not None
+    assert pack(both[:1], 10) is None
+    assert pack(both, 1000) is None
 
 
 @pytest.mark.parametrize("path", [b"../outside", b"/outside"])

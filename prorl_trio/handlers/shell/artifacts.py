@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from prorl_trio.handlers.shell.payload import Environment, Verification
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["MAX_KEPT_BYTES", "Carried", "collect", "pack", "put", "unpack"]
+__all__ = ["MAX_KEPT_BYTES", "MAX_KEPT_CHARS", "Carried", "collect", "pack", "put", "unpack"]
 
 ARTIFACTS_DIR: Final = "/logs/artifacts"
 MAX_KEPT_BYTES: Final = 4 * 1024 * 1024
 """Limit of the artefacts of a step that an outcome keeps; with more, the rollout cannot be graded again."""
+MAX_KEPT_CHARS: Final = 8 * 1024 * 1024
+"""Limit of the artefacts of all steps, as they are in an outcome: compressed, and in base64."""
 MAX_KEPT_ENTRIES: Final = 10_000
 PUT_TIMEOUT_S: Final = 60.0
 STAGED: Final = "/tmp/.carried"
@@ -83,8 +85,11 @@ async def put(sandbox: Sandbox, local: Path, remote: str) -> None:
         raise EvaluationError(f"the verifier's sandbox does not take {remote}: {said}")
 
 
-def pack(carried: Carried) -> str | None:
-    """Return artefacts as a text for an outcome's details; None if they exceed `MAX_KEPT_BYTES`. Blocks on the disk."""
+def pack(carried: Carried, max_chars: int) -> str | None:
+    """Return artefacts as a text for an outcome's details. Blocks on the disk.
+
+    None if they exceed `MAX_KEPT_BYTES`, or the text has more than `max_chars`.
+    """
     kept: list[_Kept] = []
     left_bytes, left_entries = MAX_KEPT_BYTES, MAX_KEPT_ENTRIES
     for remote, local in carried:
@@ -100,7 +105,8 @@ def pack(carried: Carried) -> str | None:
             return None
         left_bytes, left_entries = left_bytes - reader.counts.size_bytes, left_entries - reader.counts.entries
         kept.append(_Kept(remote, parts))
-    return base64.b64encode(zlib.compress(msgspec.msgpack.encode(kept), _LEVEL)).decode()
+    packed = base64.b64encode(zlib.compress(msgspec.msgpack.encode(kept), _LEVEL)).decode()
+    return packed if len(packed) <= max_chars else None
 
 
 def unpack(packed: str, folder: Path) -> Carried:

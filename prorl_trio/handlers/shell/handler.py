@@ -12,6 +12,7 @@ import trio
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.handlers.base import AgentHandler, Evaluation
+from prorl_trio.handlers.shell.artifacts import MAX_KEPT_CHARS
 from prorl_trio.handlers.shell.environment import begin_step, make_ready, make_root_layer, spec_of, start_shell
 from prorl_trio.handlers.shell.payload import read_payload
 from prorl_trio.handlers.shell.solution import run_solution
@@ -184,7 +185,9 @@ class ShellHandler(AgentHandler):
             return
         node = context.resources.config.sandbox
         own = spec_of(step.verifier.environment or task.environment, node, self._root_layer)
-        await verify(context, Case(step.verifier, task.environment, self.sandbox_spec(context), own), record)
+        kept = sum(len(each.artifacts or "") for each in context.handler_state.steps)
+        agents = self.sandbox_spec(context)
+        await verify(context, Case(step.verifier, task.environment, agents, own, MAX_KEPT_CHARS - kept), record)
 
     def gradable(self, context: RolloutContext) -> dict[str, Any]:
         """The steps so far, with artefacts. See `AgentHandler.gradable`."""

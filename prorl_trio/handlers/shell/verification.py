@@ -54,12 +54,16 @@ exit 0
 
 
 class Case(NamedTuple):
-    """A step to be graded: its verifier, the agent's environment, and the sandboxes of the agent and the verifier."""
+    """A step to be graded: its verifier, the agent's environment, and the sandboxes of the agent and the verifier.
+
+    `max_kept_chars` is what its artefacts may take in the record of the rollout.
+    """
 
     verifier: Verification
     environment: Environment
     agents: SandboxSpec
     own: SandboxSpec
+    max_kept_chars: int
 
     @property
     def where(self) -> Environment:
@@ -119,7 +123,7 @@ async def _in_own_sandbox(
     with tempfile.TemporaryDirectory(prefix="artifacts-") as folder:
         if record.artifacts is None:
             carried = await collect(context, case.verifier, case.environment, Path(folder))
-            record.artifacts = await trio.to_thread.run_sync(pack, carried)
+            record.artifacts = await trio.to_thread.run_sync(pack, carried, case.max_kept_chars)
         else:
             carried = await trio.to_thread.run_sync(unpack, record.artifacts, Path(folder))
         async with context.open_sandbox(case.own) as sandbox:
