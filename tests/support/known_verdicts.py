@@ -84,7 +84,8 @@ def _payload(kind: str, told: str, layer: Path) -> tuple[str, dict[str, Any]]:
         }
     if kind in ("shared", "separate"):
         verifier = {"files": {"/tests/test.sh": {"content": _CHECK.encode()}}, "separate": kind == "separate"}
-        return "shell", {"instruction": told, "verifier": {**verifier, "artifacts": ["/home/agent/doubled.txt"]}}
+        step = {"instruction": told, "verifier": {**verifier, "artifacts": ["/home/agent/doubled.txt"]}}
+        return "shell", {"steps": [step]}
     if kind == "math":
         return "math", {"question": told, "answer": "8"}
     grader = {"kind": "text", "answer": "eight"} if kind == "text" else {"kind": "number", "answer": 8, "unit": "m"}
