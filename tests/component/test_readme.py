@@ -178,7 +178,7 @@ LIMITS = README.partition("## Limits of this version")[2]
 NOT_THERE_YET = {
     "code": "prorl_trio/handlers/code*",
     "shell": "prorl_trio/handlers/shell*",
-    "R2E-Gym": "prorl_trio/**/*r2e*",
+    "R2E-Gym": "prorl_trio/client/task_sets/swe_rows*",
     "STEM": "prorl_trio/handlers/stem*",
     "Tavily": "prorl_trio/**/*search*",
     "QEMU": "prorl_trio/**/*qemu*",
