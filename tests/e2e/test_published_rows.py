@@ -50,6 +50,15 @@ new file mode 100644
 """
 
 
+class GoesOn(SolvesByPatch):
+    """Goes on where a long turn was cut into several completions."""
+
+    def __call__(self, prompt):
+        """Return what is left to say of the turn."""
+        before, mark, said = prompt.rpartition("<|im_start|>assistant\n")
+        return super().__call__(before + mark).removeprefix(said)
+
+
 def store(folder, files, at):
     """Store a layer of these files; `-> PLACE` becomes a link."""
     for name, content in files.items():
@@ -67,7 +76,7 @@ def scratch(tmp_path_factory):
     return tmp_path_factory.mktemp("rows")
 
 
-def make_image(published, name, scratch, tree=None):
+def make_image(published, name, scratch, tree=None, more=()):
     """Compose an image with what `conda activate testbed` and an editable installation are in the published ones."""
     row, _ = make_row(published, pip_settings())
     environment, repository = row.payload["layers"]
@@ -77,7 +86,7 @@ def make_image(published, name, scratch, tree=None):
     conda = store(scratch / f"{name}-conda", {"testbed": f"-> {ENVIRONMENT_DIR}"}, "/opt/miniconda3/envs")
     paths = "".join(f"{path}\n" for path in row.payload["env"]["PYTHONPATH"].split(":"))
     editable = store(scratch / f"{name}-editable", {"testbed.pth": paths}, SITE)
-    compose_image(name, "host", [environment, repository, conda, editable])
+    compose_image(name, "host", [environment, repository, conda, editable, *more])
     return name
 
 
@@ -101,12 +110,19 @@ def rows_of(scratch):
     bug = make_patch(tree_of(PIPDEPTREE, rebench["patch"]), base).decode()
     module = "tests/_models/test_dag.py"
     names = [test.split("::", 1)[1] for test in (*rebench["FAIL_TO_PASS"], *rebench["PASS_TO_PASS"]) if module in test]
+    in_repository = {".venv": f"-> {ENVIRONMENT_DIR}", "run_tests.sh": "pytest r2e_tests\n"}
+    hidden = [
+        store(scratch / "r2e-repository", in_repository, "/testbed"),
+        store(scratch / "r2e-tests", {"test_1.py": fixed[module].content.decode()}, "/r2e_tests"),
+    ]
     smith = "tox-dev__pipdeptree.6dddc855"
     images = {
         "docker://xingyaoww/sweb.eval.x86_64.dask_s_dask-9378:latest": make_image(DASK, "stands-for-dask", scratch),
         f"docker://{rebench['image_name']}": make_image(PIPDEPTREE, "stands-for-pipdeptree", scratch),
         "docker://swebench/sweb.eval.x86_64.tox-dev_1776_pipdeptree-279:latest": "stands-for-pipdeptree",
-        "docker://namanjain12/pipdeptree_final:6dddc85": "stands-for-pipdeptree",
+        "docker://namanjain12/pipdeptree_final:6dddc85": make_image(
+            PIPDEPTREE, "stands-for-pipdeptree-of-r2e", scratch, more=hidden
+        ),
         f"docker://swebench/swesmith.x86_64.{smith.replace('__', '_1776_')}:latest": make_image(
             PIPDEPTREE, "stands-for-pipdeptree-fixed", scratch, fixed
         ),
@@ -161,7 +177,7 @@ def published(scratch):
 
 async def test_the_gold_patch_resolves_each_form_and_no_change_resolves_none(published):
     instances, gold = published
-    found = await outcomes_of(SolvesByPatch(gold), [*instances.values()], timeout_s=900, context_tokens=60_000)
+    found = await outcomes_of(GoesOn(gold), [*instances.values()], timeout_s=900, context_tokens=60_000)
     assert {name: outcome.error or outcome.details for name, outcome in found.items() if outcome.reward != 1.0} == {}
     assert {outcome.details["applied_by"] for outcome in found.values()} == {"git apply"}
     assert {name: outcome.details["tests"] for name, outcome in found.items()} == {
@@ -169,13 +185,13 @@ async def test_the_gold_patch_resolves_each_form_and_no_change_resolves_none(pub
         "rebench": 28,
         "five": 28,
         "smith": 28,
-        "r2e": 17,
+        "r2e": 9,
     }
     assert all(len(outcome.trajectory.turns) == 4 for outcome in found.values())
     some = [instances[form] for form in ("rebench", "smith", "r2e")]
-    found = await outcomes_of(SolvesByPatch(dict.fromkeys(gold, NOTHING)), some, timeout_s=600, context_tokens=60_000)
+    found = await outcomes_of(GoesOn(dict.fromkeys(gold, NOTHING)), some, timeout_s=600, context_tokens=60_000)
     assert {(outcome.status, outcome.reward, outcome.details["applied_by"]) for outcome in found.values()} == {
         ("completed", 0.0, "git apply")
     }
-    found = await outcomes_of(SolvesByPatch({}), [*instances.values()], timeout_s=300, context_tokens=60_000)
+    found = await outcomes_of(GoesOn({}), [*instances.values()], timeout_s=300, context_tokens=60_000)
     assert {(outcome.status, outcome.reward) for outcome in found.values()} == {("completed", 0.0)}
