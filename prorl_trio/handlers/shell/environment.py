@@ -7,6 +7,7 @@ import posixpath
 import shlex
 from typing import TYPE_CHECKING, Final
 
+from prorl_trio.grading.verifier import ProgramKilled, check_end
 from prorl_trio.handlers.shell.payload import HOME
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -124,6 +125,10 @@ async def _command(sandbox: Sandbox, argv: list[str], timeout_s: float, cwd: str
         result = await sandbox.exec(argv, timeout_s=timeout_s, cwd=cwd and posixpath.normpath(cwd))
     except (OSError, SandboxCallFailed) as exc:
         raise SandboxUnavailable(f"the environment cannot be made: {what}: {exc}") from exc
+    try:
+        check_end(what, result)
+    except ProgramKilled as exc:
+        raise SandboxUnavailable(f"the environment cannot be made: {exc}") from exc
     if result.exit_code != 0:
         ended = f"no end in {timeout_s:g} s" if result.timed_out else f"exit code {result.exit_code}"
         said = (result.stderr or result.stdout).decode(errors="replace").strip()[-_SHOWN_CHARS:]

@@ -11,6 +11,7 @@ import trio
 
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
+from prorl_trio.grading.verifier import ProgramKilled, again_if_killed
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.shell.artifacts import MAX_KEPT_CHARS
 from prorl_trio.handlers.shell.environment import begin_step, make_ready, make_root_layer, spec_of, start_shell
@@ -144,14 +145,22 @@ class ShellHandler(AgentHandler):
 
     async def _begin(self, context: RolloutContext, task: ShellPayload, number: int) -> str:
         """Make the agent's sandbox ready for a step; return how the agent has made that impossible, if it has."""
-        assert context.sandbox is not None
         step, verified_here = task.steps[number], not task.steps[number - 1].verifier.separate
 
         async def begin(sandbox: Sandbox) -> None:
             await begin_step(sandbox, step, task.environment, verified_here=verified_here)
 
+        async def begin_with_the_agents(*, last_try: bool) -> None:
+            assert context.sandbox is not None
+            try:
+                await begin(context.sandbox)
+            except SandboxUnavailable as exc:
+                if isinstance(exc.__cause__, ProgramKilled) and not last_try:
+                    raise exc.__cause__ from exc
+                raise
+
         try:
-            await begin(context.sandbox)
+            await again_if_killed(context, begin_with_the_agents)
         except SandboxUnavailable as exc:
             async with context.open_sandbox(self.sandbox_spec(context)) as fresh:
                 await make_ready(fresh, task.environment)

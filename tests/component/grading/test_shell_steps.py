@@ -133,6 +133,12 @@ async def test_an_agent_that_keeps_a_step_from_its_verdict_or_its_beginning_earn
     assert (found.reward, "could not begin" in found.details["spoilt"], len(rollout.told)) == (0.5, True, 2)
 
 
+async def test_a_step_whose_beginning_is_killed_by_nobody_knows_whom_begins_once_more(task, rollout):
+    setup = {"steps/two/workdir/setup.sh": "[ -e again ] || { touch again; kill -9 $PPID $$; }"}
+    found = await rollout.play(task(files=setup), "echo one > one; touch of-the-agent", "echo two > two")
+    assert (found.reward, len(rollout.told)) == (1.0, 2)
+
+
 async def test_a_step_that_cannot_begin_by_itself_is_nobodys_doing(task, rollout):
     broken = {"steps/two/workdir/setup.sh": "echo no such thing >&2; exit 4"}
     with pytest.raises(SandboxUnavailable, match=r"step two.*exit code 4: no such thing"):
