@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import shlex
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from prorl_trio.grading.verifier import ProgramKilled, check_end
@@ -14,13 +15,14 @@ from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.types.errors import SandboxCallFailed, SandboxUnavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from prorl_trio.config import SandboxConfig
     from prorl_trio.handlers.shell.payload import Build, Environment, Step
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["CLEAR", "begin_step", "make_ready", "make_root_layer", "spec_of", "start_shell"]
+__all__ = ["CLEAR", "begin_step", "make_ready", "make_root_layer", "noticing_kills", "spec_of", "start_shell"]
 
 FOLDERS: Final = ("tests", "logs/agent", "logs/artifacts", "logs/verifier")
 _FOLDERS_TIMEOUT_S: Final = 30.0
@@ -106,6 +108,21 @@ async def begin_step(sandbox: Sandbox, step: Step, environment: Environment, *, 
             raise SandboxUnavailable(f"{what}: the shell does not start again: {exc}") from exc
         await start_shell(sandbox, environment)
     await _build(sandbox, step.setup, environment.build_timeout_s, what)
+
+
+@contextmanager
+def noticing_kills(*, last_try: bool) -> Iterator[None]:
+    """Have an environment that cannot be made because a program was killed, and nobody knows by whom, made once more.
+
+    Raises:
+        ProgramKilled: it was, and this is not the last try (`again_if_killed`).
+    """
+    try:
+        yield
+    except SandboxUnavailable as exc:
+        if isinstance(exc.__cause__, ProgramKilled) and not last_try:
+            raise exc.__cause__ from None
+        raise
 
 
 async def _build(sandbox: Sandbox, step: Build, timeout_s: float, what: str) -> None:

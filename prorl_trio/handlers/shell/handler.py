@@ -11,10 +11,17 @@ import trio
 
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
-from prorl_trio.grading.verifier import ProgramKilled, again_if_killed
+from prorl_trio.grading.verifier import again_if_killed
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.shell.artifacts import MAX_KEPT_CHARS
-from prorl_trio.handlers.shell.environment import begin_step, make_ready, make_root_layer, spec_of, start_shell
+from prorl_trio.handlers.shell.environment import (
+    begin_step,
+    make_ready,
+    make_root_layer,
+    noticing_kills,
+    spec_of,
+    start_shell,
+)
 from prorl_trio.handlers.shell.payload import read_payload
 from prorl_trio.handlers.shell.solution import run_solution
 from prorl_trio.handlers.shell.steps import Progress, StepRecord, is_unanswered, meets, reward_of
@@ -152,12 +159,8 @@ class ShellHandler(AgentHandler):
 
         async def begin_with_the_agents(*, last_try: bool) -> None:
             assert context.sandbox is not None
-            try:
+            with noticing_kills(last_try=last_try):
                 await begin(context.sandbox)
-            except SandboxUnavailable as exc:
-                if isinstance(exc.__cause__, ProgramKilled) and not last_try:
-                    raise exc.__cause__ from exc
-                raise
 
         try:
             await again_if_killed(context, begin_with_the_agents)

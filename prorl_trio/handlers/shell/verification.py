@@ -19,7 +19,7 @@ import trio
 from prorl_trio.grading.reward_file import MAX_REWARD_BYTES, REWARD_FILES, parse_rewards
 from prorl_trio.grading.verifier import ProgramKilled, again_if_killed, check_end
 from prorl_trio.handlers.shell.artifacts import collect, pack, put, unpack
-from prorl_trio.handlers.shell.environment import CLEAR, make_ready
+from prorl_trio.handlers.shell.environment import CLEAR, make_ready, noticing_kills
 from prorl_trio.handlers.shell.payload import HOME
 from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost, SandboxUnavailable
 
@@ -127,7 +127,7 @@ async def _in_own_sandbox(
         else:
             carried = await trio.to_thread.run_sync(unpack, record.artifacts, Path(folder))
         async with context.open_sandbox(case.own) as sandbox:
-            with context.waiting("the verifier's environment", "evaluator"):
+            with context.waiting("the verifier's environment", "evaluator"), noticing_kills(last_try=last_try):
                 await make_ready(sandbox, case.where)
                 for remote, local in carried:
                     await put(sandbox, local, remote)
