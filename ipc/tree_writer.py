@@ -32,8 +32,9 @@ class TreeWriter:
     through a link; `finish` gives permissions and the name. Only files, folders, symbolic links that stay in the tree,
     and second names of files of the tree can come to be.
 
-    A folder of an overlay's lower layer cannot be renamed, nor made again once it is removed. Where one is to be
-    replaced, it stays, and gets the new content and permissions; if that fails, part of the old content may be gone.
+    A folder of an overlay's lower layer cannot be renamed, and some overlays neither remove it nor rename folders into
+    it. There the old one stays, new ones are made, and they get the content and permissions. If that fails, as it does
+    where such a folder must go, part of the old content may be gone.
     """
 
     def __init__(self, path: bytes, limits: TreeLimits, *, overwrite: bool) -> None:
@@ -87,10 +88,15 @@ class TreeWriter:
                 os.close(fd)
         self._check_free()
         existing = self._existing_mode()
-        if existing is None or (self._root_fd < 0 and not stat.S_ISDIR(existing)):
-            os.rename(self._staging, self._name, src_dir_fd=self._placed_in, dst_dir_fd=self._placed_in)
-        else:
-            self._exchange()
+        try:
+            if existing is None or (self._root_fd < 0 and not stat.S_ISDIR(existing)):
+                os.rename(self._staging, self._name, src_dir_fd=self._placed_in, dst_dir_fd=self._placed_in)
+            else:
+                self._exchange()
+        except OSError as exc:
+            if exc.errno != errno.EXDEV:
+                raise
+            _move_over(self._placed_in, self._staging, self._placed_in, self._name)
         self._begun = False
 
     def close(self) -> None:
@@ -193,13 +199,7 @@ class TreeWriter:
         """No rename puts one over the other if one is a folder: the old one steps aside, and back if that fails."""
         aside = b".%b.old" % secrets.token_hex(8).encode()
         here = self._placed_in
-        try:
-            os.rename(self._name, aside, src_dir_fd=here, dst_dir_fd=here)
-        except OSError as exc:
-            if exc.errno != errno.EXDEV:
-                raise
-            _move_over(here, self._staging, here, self._name)
-            return
+        os.rename(self._name, aside, src_dir_fd=here, dst_dir_fd=here)
         try:
             os.rename(self._staging, self._name, src_dir_fd=here, dst_dir_fd=here)
         except OSError:
@@ -211,15 +211,22 @@ class TreeWriter:
 def _move_over(new_in: int, new: bytes, old_in: int, old: bytes) -> None:
     """Move the tree `new` to where `old` is, through no link: of folders that both have, the old one remains."""
     with ExitStack() as stack:
-        folders = [_open_if_folder(*each) for each in ((new_in, new), (old_in, old))]
-        for fd in folders:
+        new_fd, old_fd = _open_if_folder(new_in, new), _open_if_folder(old_in, old)
+        for fd in (new_fd, old_fd):
             if fd is not None:
                 stack.callback(os.close, fd)
-        new_fd, old_fd = folders
         if new_fd is None or old_fd is None:
             _remove(old_in, old)
-            os.rename(new, old, src_dir_fd=new_in, dst_dir_fd=old_in)
-            return
+            try:
+                os.rename(new, old, src_dir_fd=new_in, dst_dir_fd=old_in)
+            except OSError as exc:
+                if exc.errno != errno.EXDEV or new_fd is None:
+                    raise
+            else:
+                return
+            os.mkdir(old, OWNER_ONLY, dir_fd=old_in)
+            old_fd = os.open(old, FOLDER_FLAGS, dir_fd=old_in)
+            stack.callback(os.close, old_fd)
         mode = stat.S_IMODE(os.fstat(new_fd).st_mode)
         for fd in (new_fd, old_fd):
             os.fchmod(fd, OWNER_ONLY)

@@ -82,23 +82,24 @@ async def check_layers_are_read_only(contract: Contract) -> None:
 
 
 async def check_uploads_over_layers(contract: Contract) -> None:
-    """An upload replaces a folder of a layer as a whole, as any other; a file may take a folder's place."""
+    """An upload replaces files and folders of a layer as a whole, as any other, and goes beside them."""
     layer = {
         "testbed/repo/old": "old",
         "testbed/repo/in/old": "old",
         "testbed/repo/in/both": "old",
-        "testbed/tool/x": "",
+        "testbed/file": "old",
     }
     new = {"in/both": "new", "in/new/er": "new", "own": "new"}
     options = TransferOptions(overwrite=True)
     with _layers(repository=layer, new=new, out={}) as folders:
         async with checked_sandbox(contract, _spec(folders["repository"])) as sandbox:
-            for number in range(2):  # over the layer's, and over what came of it
-                await sandbox.upload(folders["new"], "/testbed/repo", options=options)
-                await sandbox.download("/testbed/repo", folders["out"] / f"{number}")
+            # Beside the layer's, over it, and over what came of that.
+            for number, remote in enumerate(("/testbed/other", "/testbed/repo", "/testbed/repo")):
+                await sandbox.upload(folders["new"], remote, options=options)
+                await sandbox.download(remote, folders["out"] / f"{number}")
                 assert _files(folders["out"] / f"{number}") == new
-            await sandbox.upload(folders["new"] / "own", "/testbed/tool", options=options)
-            assert await sandbox.read_file("/testbed/tool") == b"new"
+            await sandbox.upload(folders["new"] / "own", "/testbed/file", options=options)
+            assert await sandbox.read_file("/testbed/file") == b"new"
 
 
 def _files(folder: Path) -> dict[str, str]:

@@ -259,8 +259,9 @@ def test_a_path_that_is_taken_is_plain(path):
     assert not {b"", b".", b".."} & set(names)
 
 
+@pytest.mark.parametrize("which", ["lower", "all"])
 @pytest.mark.parametrize("after", ["file", "folder"])
-def test_a_folder_that_cannot_be_renamed_stays_and_gets_the_new_content(tmp_path, monkeypatch, after):
+def test_a_folder_that_cannot_be_renamed_stays_and_gets_the_new_content(tmp_path, monkeypatch, after, which):
     """As over a layer: what is there has no other name, and links in it are removed, not followed."""
     target, source, elsewhere = (tmp_path / name for name in ("target", "source", "elsewhere"))
     for path in (target / "both/old", target / "gone/old", elsewhere / "kept"):
@@ -278,12 +279,15 @@ def test_a_folder_that_cannot_be_renamed_stays_and_gets_the_new_content(tmp_path
     rename = os.rename
 
     def overlay_rename(old, new, *, src_dir_fd, dst_dir_fd):
-        if os.stat(old, dir_fd=src_dir_fd).st_ino in lower:
+        found = os.stat(old, dir_fd=src_dir_fd, follow_symlinks=False)
+        if stat.S_ISDIR(found.st_mode) and (which == "all" or found.st_ino in lower):
             raise OSError(errno.EXDEV, "Invalid cross-device link")
         rename(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
     monkeypatch.setattr(os, "rename", overlay_rename)
     copy(source, target, overwrite=True)
+    copy(source, tmp_path / "beside")
+    assert (tmp_path / "beside").exists()
     if after == "folder":
         found = {path.relative_to(target).as_posix() for path in target.rglob("*")}
         assert found == {"both", "both/new", "link", "file"}
@@ -293,4 +297,4 @@ def test_a_folder_that_cannot_be_renamed_stays_and_gets_the_new_content(tmp_path
     else:
         assert target.read_text() == "new"
     assert (elsewhere / "kept").is_dir()
-    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "source", "target"]
+    assert sorted(os.listdir(tmp_path)) == ["beside", "elsewhere", "source", "target"]
