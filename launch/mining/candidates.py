@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from launch.mining.changes import (
     MAX_GOLD_FILES,
     MAX_GOLD_LINES,
+    changed_files,
     hunks_of,
     is_text,
     make_patch,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from launch.mining.index import IndexFile, IndexSettings
     from launch.mining.sdist import Metadata, Tree
 
-__all__ = ["Candidate", "Release", "candidates_of", "read_releases", "refusal", "source_folders"]
+__all__ = ["Candidate", "Release", "candidates_of", "changed_tests", "read_releases", "refusal", "source_folders"]
 
 MAX_HUNKS: Final = 12
 """Hunks of a release that are tried, spread over all that it has."""
@@ -101,8 +102,8 @@ def refusal(candidate: Candidate) -> str:
             f"the gold patch has {size.lines} lines in {size.files} files; the limits are {MAX_GOLD_LINES} and "
             f"{MAX_GOLD_FILES}"
         )
-    if not any(map(is_test_module, candidate.new.tree)):
-        return "the source archive has no tests"
+    if not changed_tests(candidate):
+        return "no module of tests differs"
     if not candidate.new.metadata.licence:
         return f"{candidate.new.file.name} states no licence"
     if not is_text(candidate.gold):
@@ -110,6 +111,15 @@ def refusal(candidate: Candidate) -> str:
     if candidate.kind == "release" and not candidate.section:
         return f"no changelog has a section on {candidate.new.file.version}"
     return ""
+
+
+def changed_tests(candidate: Candidate) -> list[str]:
+    """Return the modules of tests that the newer release added or changed.
+
+    Only they are run, as for the rows of SWE-bench: the others are in the repository that the agent gets.
+    """
+    old, new = candidate.old.tree, candidate.new.tree
+    return [path for path in changed_files(old, new) if path in new and is_test_module(path)]
 
 
 def source_folders(tree: Mapping[str, object]) -> list[str]:

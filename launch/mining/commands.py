@@ -54,7 +54,7 @@ def tasks() -> None:
 @click.argument("packages", nargs=-1, metavar="[PACKAGE]...")
 @click.option("--pairs", type=click.IntRange(min=1), default=4, show_default=True, help="Newest pairs of releases.")
 @click.option("--hunks", type=click.IntRange(min=0), default=8, show_default=True, help="Of a release, to be tried.")
-@click.option("--per-package", type=click.IntRange(min=1), default=8, show_default=True, help="Tasks at most.")
+@click.option("--per-package", type=click.IntRange(min=1), default=6, show_default=True, help="Tasks at most.")
 @click.option("--require", multiple=True, help="What the tests need besides what the packages say.")
 @click.option("--jobs", type=_JOBS, default=os.cpu_count() or 1, help="Candidates at once; default: the cores here.")
 def mine(

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 import trio
 
-from launch.mining.candidates import candidates_of, read_releases, refusal, source_folders
-from launch.mining.changes import changed_files
+from launch.mining.candidates import candidates_of, changed_tests, read_releases, refusal, source_folders
 from launch.mining.environments import environment_variables, make_environment
 from launch.mining.likeness import find_leak, find_twin
 from launch.mining.rows import REPO_DIR, MinedTask, choose_tests, load_tasks, overlay_of, save_task
@@ -21,7 +20,6 @@ from launch.mining.statements import hunk_statement, release_statement
 from launch.mining.verification import TIMES, verify_row
 from prorl_trio.grading.repository import Suite
 from prorl_trio.grading.repository_base import RepositoryBase
-from prorl_trio.grading.repository_files import is_test_module
 from prorl_trio.grading.repository_tests import results_by_id
 from prorl_trio.sandbox.images.compose import compose_image
 from prorl_trio.sandbox.images.layers import store_layer
@@ -60,7 +58,7 @@ class MiningLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of mining. Time-outs are for a machine that does other work as well."""
 
     hunks: int = 8
-    per_package: int = 8
+    per_package: int = 6
     test_timeout_s: float = 30.0
     timeout_s: float = 300.0
 
@@ -176,7 +174,7 @@ class Miner:
                     (environment.digest, scratch), environment_variables(source_folders(base), REPO_DIR)
                 ),
                 base=RepositoryBase(repo_dir=REPO_DIR),
-                arguments=[*OPTIONS, *sorted(filter(is_test_module, candidate.new.tree))],
+                arguments=[*OPTIONS, *changed_tests(candidate)],
                 test_timeout_s=self._limits.test_timeout_s,
                 timeout_s=self._limits.timeout_s,
                 test_files=overlay.files,
@@ -262,5 +260,4 @@ def _source(candidate: Candidate, environment: EnvironmentLayer) -> dict[str, An
         "licence": new.metadata.licence,
         "sha256": {old.file.name: old.sha256, new.file.name: new.sha256},
         "environment": [*environment.installed],
-        "changed_tests": len([path for path in changed_files(old.tree, new.tree) if is_test_module(path)]),
     }

@@ -8,7 +8,7 @@ import tarfile
 import pytest
 import trio
 
-from launch.mining.candidates import Candidate, Release, candidates_of, refusal, source_folders
+from launch.mining.candidates import Candidate, Release, candidates_of, changed_tests, refusal, source_folders
 from launch.mining.changes import hunks_of, make_patch, merge_source, patch_size, without_hunk
 from launch.mining.environments import packages_folder, seal_environment
 from launch.mining.index import IndexFile, IndexSettings, download, read_page
@@ -43,8 +43,8 @@ def changelog(version="1.1"):
 
 
 def pair(old=OLD, new=NEW, **more):
-    tests = tree(tests__test_calc_py="def test():\n    assert True\n")
-    before = tree(calc_py=old) | tests
+    tests = tree(tests__test_calc_py="def test():\n    assert True\n", tests__test_same_py="")
+    before = tree(calc_py=old) | tests | tree(tests__test_calc_py="")
     after = tree(calc_py=new) | tests | {"CHANGES.rst": Entry(changelog().encode())} | tree(**more)
     return release("1.0", before), release("1.1", after)
 
@@ -180,8 +180,9 @@ def test_candidates_are_refused_for_what_they_are():
     assert "12 files" in refusal(next(candidates_of(old, new)))
     assert "1.1" in refusal(candidate(section=""))
     assert refusal(candidate(section="", kind="hunk")) == ""
-    bare = {path: entry for path, entry in new.tree.items() if "test" not in path}
-    assert "no tests" in refusal(candidate(new=release("1.1", bare)))
+    bare = {path: entry for path, entry in new.tree.items() if "test_calc" not in path}
+    assert "no module of tests" in refusal(candidate(new=release("1.1", bare)))
+    assert changed_tests(candidate()) == ["tests/test_calc.py"]
     assert "no UTF-8" in refusal(candidate(gold=b"@@ -1 +1 @@\n-\xff\n+a\n"))
     assert "states no licence" in refusal(candidate(new=new._replace(metadata=Metadata("", ()))))
 
