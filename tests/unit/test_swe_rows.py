@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.client.task_sets.swe_tests import read_command, read_eval_script
+from prorl_trio.client.task_sets.swe_commands import read_command
+from prorl_trio.client.task_sets.swe_tests import read_eval_script
 from prorl_trio.handlers.swe import SweHandler, SwePayload
 from prorl_trio.types.errors import ConfigError
 
@@ -193,7 +196,10 @@ DJANGO = '["test_accent (dbshell.test_postgresql.PostgreSqlDbshellCommandTestCas
         ({key: value for key, value in REBENCH.items() if key != "test_patch"}, "test_patch is missing"),
         ({key: value for key, value in REBENCH.items() if key != "image_name"}, "no image.*Add the field `image`"),
         ({**FIVE, "eval_script": "pytest"}, "eval_script has no '>>>>> Start Test Output'"),
-        ({**FIVE, "eval_script": EVAL_SCRIPT.replace("LANG=C pytest", "tox -- ; pytest")}, "not one of pytest alone"),
+        (
+            {**FIVE, "eval_script": EVAL_SCRIPT.replace("LANG=C pytest", "tox -- ; pytest")},
+            "command `tox.*would make an env",
+        ),
         ({**FIVE, "eval_script": EVAL_SCRIPT.replace("LANG=C", "true\n")}, "2 commands between its marks"),
         ({**FIVE, "eval_type": "fail_only"}, "eval_type is 'fail_only'"),
         ({**SMITH, "patch": ""}, "patch is no text, or empty"),
@@ -235,6 +241,22 @@ def test_a_command_is_taken_apart(command, script, arguments):
     assert read_command(command) == (script, arguments, False)
 
 
+@pytest.mark.parametrize("options", ["-epy39 -v", "-e py39", "-v -epy39 -q"])
+def test_tox_is_taken_for_pytest_with_the_variables_that_it_sets(options, tmp_path):
+    command = read_command(f"LANG=C tox --current-env {options} -- tests/test_build.py -rA")
+    assert command.arguments == ["tests/test_build.py", "-rA"]
+    (tmp_path / "tox.ini").write_text(
+        "[tox]\nenvlist = py39\n\n[testenv]\nsetenv =\n    PYTHONWARNINGS = all,ignore::X:a.b\n    A=it's $(no) b\n"
+        "    TEMP = {envdir}/x\n    py39: B = 1\ncommands=\n    python -m pytest {posargs}\n"
+    )
+    shown = f'{command.script}\necho "$LANG|$PYTHONWARNINGS|$A|$TEMP|$B"'
+    env = {"PATH": os.environ["PATH"]}
+    told = subprocess.run(["bash", "-c", shown], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert (told.stdout, told.stderr) == ("C|all,ignore::X:a.b|it's $(no) b||\n", "")
+    (tmp_path / "tox.ini").unlink()  # then there is nothing to be set
+    subprocess.run(["bash", "-c", f"set -e\n{command.script}"], cwd=tmp_path, env=env, check=True)
+
+
 def test_a_selection_of_tests_is_not_kept_but_told():
     assert read_command("pytest -rA -k 'test_a or test_b' t.py -m slow --deselect x") == ("", ["-rA", "t.py"], True)
     (mypy,) = [read_eval_script(EVAL_SCRIPT.replace("-rA", "-rA -k 'one or two'"))]
@@ -243,10 +265,22 @@ def test_a_selection_of_tests_is_not_kept_but_told():
 
 @pytest.mark.parametrize(
     "command",
-    ["", "A=1", "tox -epy39 -- x", "pytest; rm x", "pytest | tail", "pytest $(ls)", "python x.py", "pytest '"],
+    [
+        "",
+        "A=1",
+        "tox -epy39 -- x",
+        "tox --current-env -epy39",
+        "tox --current-env -r -- x",
+        "tox --current-env -- a; b",
+        "pytest; rm x",
+        "pytest | tail",
+        "pytest $(ls)",
+        "python x.py",
+        "pytest '",
+    ],
 )
 def test_a_command_of_another_runner_or_of_a_shell_is_refused(command):
-    with pytest.raises(ValueError, match="test command"):
+    with pytest.raises(ValueError, match="test command|command `tox"):
         read_command(command)
 
 

@@ -19,7 +19,8 @@ from prorl_trio.types.models import TaskInstance
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from prorl_trio.client.task_sets.swe_tests import RunnerCommand, Specifications
+    from prorl_trio.client.task_sets.swe_commands import RunnerCommand
+    from prorl_trio.client.task_sets.swe_tests import Specifications
 
 __all__ = ["read_swe_row"]
 

@@ -1,27 +1,22 @@
-"""Commands by which published rows of software engineering run their tests, as arguments of pytest.
-
-Benchmarks run a shell command and read its log. Here results come from pytest itself, so such a command is taken apart:
-what is before pytest becomes a script, and what follows it its arguments. A command that runs anything else is refused.
-"""
+"""Published rows say how their tests are run: in a script, a field, or a table beside them."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from prorl_trio.client.task_sets.swe_commands import read_command
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from prorl_trio.client.task_sets.swe_commands import RunnerCommand
+
 __all__ = [
-    "RunnerCommand",
     "Specifications",
-    "read_command",
     "read_eval_script",
     "read_specifications",
     "test_files_of",
@@ -33,90 +28,6 @@ OFFLINE: Final = "export PIP_NO_INDEX=1 PIP_DISABLE_PIP_VERSION_CHECK=1"
 """There is no network: pip does not try for it."""
 NO_GIT: Final = "git() { :; }"
 """An evaluation script puts the repository and its tests in order. Here that is done, and from another history."""
-
-_PYTESTS: Final = ("pytest", "py.test")
-_PYTHON: Final = re.compile(r"(?:.*/)?python[\d.]*")
-_VARIABLE: Final = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
-_SHELL: Final = frozenset(";|&<>()`")
-_PARALLEL: Final = re.compile(r"-n=?(\d+|auto|logical)|--(numprocesses|dist|maxprocesses)=.*")
-_PARALLEL_NEXT: Final = frozenset({"-n", "--numprocesses", "--dist", "--maxprocesses"})
-_STOPS: Final = re.compile(r"-x|--exitfirst|--sw|--stepwise|--maxfail=.*")
-_SELECTS: Final = re.compile(r"--deselect=.*|-[km].+")
-_SELECTS_NEXT: Final = frozenset({"-k", "-m", "--deselect"})
-
-
-class RunnerCommand(NamedTuple):
-    """A command that runs tests: a script of bash before it, and arguments of pytest.
-
-    `selects` says that it ran only a part of the tests in its files. All are run here: the names decide what counts,
-    and tests that must fail are among them.
-    """
-
-    script: str
-    arguments: list[str]
-    selects: bool = False
-
-
-def read_command(command: str) -> RunnerCommand:
-    """Return what a command line that runs pytest says: variables before it as a script, and its arguments.
-
-    Left out are options of pytest-xdist, for tests run one after the other in one process, and those by which pytest
-    stops at a failure, or runs a part of the tests.
-
-    Raises:
-        ValueError: it runs something else, or more than one command.
-    """
-    try:
-        lexer = shlex.shlex(command.strip(), posix=True, punctuation_chars=True)
-        lexer.whitespace_split = True
-        words = list(lexer)
-    except ValueError as exc:
-        raise ValueError(f"the test command {command!r} cannot be read: {exc}") from exc
-    exports = []
-    while words and _VARIABLE.fullmatch(words[0]):
-        name, _, value = words.pop(0).partition("=")
-        exports.append(f"export {name}={shlex.quote(value)}")
-    warnings, rest = _after_pytest(words)
-    if rest is None or any("$" in word or (word and _SHELL.issuperset(word)) for word in rest):
-        raise ValueError(
-            f"the test command {command.strip()[:200]!r} is not one of pytest alone: other runners tell their results "
-            "in a log, which the code that is tested can write as well. Leave such rows out"
-        )
-    if warnings:
-        exports.append(f"export PYTHONWARNINGS={shlex.quote(','.join(warnings))}")
-    arguments, selects = _all_in_one_process(rest)
-    return RunnerCommand("\n".join(exports), arguments, selects)
-
-
-def _after_pytest(words: list[str]) -> tuple[list[str], list[str] | None]:
-    """Return the values of Python's -W, and what follows `pytest` or `python -m pytest`; None if it is neither."""
-    if not words:
-        return [], None
-    if words[0].rsplit("/", 1)[-1] in _PYTESTS:
-        return [], words[1:]
-    warnings: list[str] = []
-    if _PYTHON.fullmatch(words[0]):
-        rest = words[1:]
-        while len(rest) > 1 and rest[0] == "-W":
-            warnings, rest = [*warnings, rest[1]], rest[2:]
-        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _PYTESTS:
-            return warnings, rest[2:]
-    return [], None
-
-
-def _all_in_one_process(arguments: list[str]) -> tuple[list[str], bool]:
-    """Return the arguments that are kept, and whether a selection of tests was not."""
-    kept: list[str] = []
-    selects = False
-    words = iter(arguments)
-    for word in words:
-        if word in _SELECTS_NEXT or _SELECTS.fullmatch(word):
-            selects = True
-        if word in _SELECTS_NEXT or word in _PARALLEL_NEXT:
-            next(words, None)
-        elif not any(option.fullmatch(word) for option in (_SELECTS, _PARALLEL, _STOPS)):
-            kept.append(word)
-    return kept, selects
 
 
 def read_eval_script(script: str) -> RunnerCommand:
