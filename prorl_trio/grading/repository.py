@@ -1,4 +1,4 @@
-"""Grading of a change to a repository: the patch goes in, the row's own tests go over it, and pytest decides.
+"""Grading of a change to a repository: the patch goes in, the row's own tests go over it, and their runner decides.
 
 Nothing of the agent's but its patch comes here. Files by which a repository tells pytest what to do, and the tests, are
 the row's or the base's, whatever the patch says of them; which were put back is reported. A canary that must fail runs
@@ -8,8 +8,6 @@ a patch that spares the canary would still win.
 
 from __future__ import annotations
 
-import os
-import re
 import secrets
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
@@ -30,6 +28,7 @@ from prorl_trio.grading.repository_base import (
 )
 from prorl_trio.grading.repository_files import belongs_to_tests
 from prorl_trio.grading.repository_tests import verdict_on
+from prorl_trio.grading.runners import RUNNERS
 from prorl_trio.grading.verdict import TestResult, Verdict
 from prorl_trio.grading.verifier import DRIVERS_DIR, KILLED, driver_argv, open_verifier
 from prorl_trio.types.errors import EvaluationError, SandboxLost
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from prorl_trio.grading.repository_base import RepositoryBase
-    from prorl_trio.grading.repository_tests import RepositoryTests
+    from prorl_trio.grading.repository_tests import RepositoryTests, RunnerName
     from prorl_trio.grading.verdict import TestStatus
     from prorl_trio.grading.verifier import Bench, Run, Verifier
     from prorl_trio.sandbox.provider import SandboxSpec
@@ -60,39 +59,8 @@ APPLY: Final = {
 }
 """The ways in which SWE-bench applies a patch, in its order. The tree is clean again before each."""
 
-CANARY: Final = """\
-import random
-
-import pytest
-
-NUMBER = random.randrange(10**9)
-
-
-def test_by_statement():
-    assert NUMBER < 0
-
-
-def test_by_raises():
-    with pytest.raises(KeyError):
-        str(NUMBER)
-
-
-def test_by_fail():
-    pytest.fail(str(NUMBER))
-
-
-def test_by_exception():
-    raise ZeroDivisionError(NUMBER)
-"""
-CANARY_TESTS: Final = 4
-
 _ACTIVATES: Final = ("source ", ". ", "conda ", "export ")
 """Starts of a script's commands that choose a Python."""
-_LOOK: Final = (
-    "import sys; from importlib.util import find_spec as f; sys.exit(sys.version_info < (3, 8) or not f('pytest'))"
-)
-"""Exit code 0 where `drivers.pytest_run` runs."""
-
 UNFINISHED: Final[dict[str, TestStatus]] = {
     "timed_out": "timed_out",
     "no_report": "missing",
@@ -104,18 +72,19 @@ UNFINISHED: Final[dict[str, TestStatus]] = {
 
 
 class Suite(NamedTuple):
-    """Tests of a repository: in which sandbox, the files of their own, and how pytest runs them.
+    """Tests of a repository: in which sandbox, the files of their own, and how they are run.
 
     Attributes:
-        spec: the sandbox; it has the repository, git, and `python3` with pytest.
+        spec: the sandbox; it has the repository, git, and what `runner` needs.
         base: how the repository is made ready.
-        arguments: pytest's.
+        arguments: the runner's.
         test_timeout_s: of each test.
         timeout_s: of all.
         test_files: the content of each file that is written over what a patch left, by its path in the repository.
         removed_test_files: files that are removed, likewise.
         test_patch: the row's change to its tests; what it changes is written over what the patch left.
-        script: of bash, before pytest; see `PytestTests`.
+        script: of bash, before the tests; see `NamedTests`.
+        runner: of the tests; see `runners`.
     """
 
     spec: SandboxSpec
@@ -127,20 +96,21 @@ class Suite(NamedTuple):
     removed_test_files: Sequence[str] = ()
     test_patch: str = ""
     script: str = ""
+    runner: RunnerName = "pytest"
 
 
 class SuiteRun(NamedTuple):
     """The end of a run of a repository's tests.
 
     Attributes:
-        ended: `finished` if pytest came to its end and said so, and only then there are `results`; `spoilt` if the
+        ended: `finished` if the runner came to its end and said so, and only then there are `results`; `spoilt` if the
             patch left something in the way of the row's own files; `lost` if the tests ended their sandbox.
         results: of all tests, as they were reported, but for the canaries.
         tampered: how the patched code was caught at making tests pass that must fail.
-        said: what there is to say of the end: what hindered it, or the last of pytest's standard error.
+        said: what there is to say of the end: what hindered it, or the last of the runner's standard error.
         applied_by: one of `APPLY`, empty if none did or there was no patch.
         restored: files that the patch touched, and that were put back.
-        log: pytest's output.
+        log: the runner's output.
     """
 
     ended: Literal["finished", "timed_out", "no_report", "lost", "not_applied", "spoilt"]
@@ -196,13 +166,15 @@ async def run_suite(bench: Bench, patch: bytes | None, suite: Suite, *, last_try
         try:
             await repository.check_unversioned()
             restored = await repository.restore(suite.test_files, suite.removed_test_files)
-            await repository.place_canaries(suite.arguments, canary)
+            arguments = await repository.place_canaries(suite, canary)
         except _Spoilt as exc:
             return SuiteRun("spoilt", tampered=str(exc), said=str(exc), applied_by=applied_by)
         timeout_s = max(1.0, min(suite.timeout_s, bench.stage_left_s() - EVAL_MARGIN_S))
-        run = await repository.run_tests(suite, canary, timeout_s)
+        run = await repository.run_tests(suite, arguments, timeout_s)
         reported = await _report(verifier) if run.ended != "lost" else None
-        return _end(run, reported, canary)._replace(applied_by=applied_by, restored=restored)
+        return _end(run, reported, canary, RUNNERS[suite.runner].canaries)._replace(
+            applied_by=applied_by, restored=restored
+        )
 
 
 class _Spoilt(Exception):
@@ -224,14 +196,15 @@ class _Repository:
             self._tests = await make_base(self._verifier.sandbox, self._base, test_patch=suite.test_patch)
         except BaseNotMade as exc:
             raise EvaluationError(str(exc)) from exc
+        runner = RUNNERS[suite.runner]
         activated = "\n".join(line for line in suite.script.splitlines() if line.lstrip().startswith(_ACTIVATES))
         look = await self._verifier.run(
-            in_shell(activated, ["python3", "-c", _LOOK]), timeout_s=PREPARE_TIMEOUT_S, cwd=self._dir
+            in_shell(activated, ["python3", "-c", runner.look]), timeout_s=PREPARE_TIMEOUT_S, cwd=self._dir
         )
         if look.exit_code != 0:
             raise EvaluationError(
-                f"the image {suite.spec.image!r} cannot run the tests: `python3` there has to be 3.8 "
-                f"or later, and to have pytest ({look.ended}, exit code {look.exit_code}): {look.stderr.strip()}"
+                f"the image {suite.spec.image!r} cannot run the tests: {runner.needs} "
+                f"({look.ended}, exit code {look.exit_code}): {look.stderr.strip()}"
             )
 
     async def apply(self) -> str:
@@ -290,10 +263,12 @@ class _Repository:
         clear = "; ".join(f"[ ! -L {quote(each)} ] || rm -f -- {quote(each)}" for each in above)
         await self._prepare(["sh", "-c", f"{clear}; [ ! -d {quote(path)} ] || rm -rf -- {quote(path)}"], path)
 
-    async def place_canaries(self, arguments: Sequence[str], canary: str) -> None:
-        """Write the tests that must fail beside the first of the row's."""
-        for path in _canary_paths(arguments, canary):
-            await self._write(path, CANARY.encode())
+    async def place_canaries(self, suite: Suite, canary: str) -> list[str]:
+        """Write the tests that must fail, and return the arguments that run them before and after the row's."""
+        canaries = RUNNERS[suite.runner].place(suite.arguments, canary)
+        for path, text in canaries.files.items():
+            await self._write(path, text.encode())
+        return canaries.arguments
 
     async def _write(self, path: str, content: bytes) -> None:
         try:
@@ -303,11 +278,10 @@ class _Repository:
                 raise
             raise _Spoilt(str(exc)) from exc
 
-    async def run_tests(self, suite: Suite, canary: str, timeout_s: float) -> Run:
-        """Run them between two canaries."""
-        first, last = _canary_paths(suite.arguments, canary)
-        arguments = [first, *suite.arguments, last]
-        argv = driver_argv("pytest_run", REPORT_PATH, str(suite.test_timeout_s), *arguments, isolated=False)
+    async def run_tests(self, suite: Suite, arguments: Sequence[str], timeout_s: float) -> Run:
+        """Run them by the driver of their runner."""
+        driver = RUNNERS[suite.runner].driver
+        argv = driver_argv(driver, REPORT_PATH, str(suite.test_timeout_s), *arguments, isolated=False)
         return await self._verifier.run(in_shell(suite.script, argv), timeout_s=timeout_s, cwd=self._dir)
 
     async def _prepare(self, argv: Sequence[str], what: str) -> Run:
@@ -326,15 +300,15 @@ def in_shell(script: str, argv: Sequence[str]) -> list[str]:
     return ["bash", "-c", f'{script}\nset +eux; exec "$@"', "tests", *argv] if script.strip() else [*argv]
 
 
-def _end(run: Run, reported: list[TestResult] | None, canary: str) -> SuiteRun:
+def _end(run: Run, reported: list[TestResult] | None, canary: str, canaries: int) -> SuiteRun:
     log = f"{run.stderr}\n{_text(run.stdout)}"
     if reported is None:  # it has not come to the last canary: nothing that was said before can be believed
         ended = run.ended if run.ended in ("timed_out", "lost") else "no_report"
         return SuiteRun(ended, said=run.stderr, log=log)
     ours = [result for result in reported if f"{canary}_" in result.test_id.partition("::")[0]]
     caught = ""
-    if len(ours) != 2 * CANARY_TESTS:
-        caught = f"{len(ours)} of {2 * CANARY_TESTS} tests that must fail were reported"
+    if len(ours) != canaries:
+        caught = f"{len(ours)} of {canaries} tests that must fail were reported"
     elif {result.status for result in ours} - {"failed", "error"}:
         caught = "a test that must fail has not failed"
     results = [result for result in reported if result not in ours]
@@ -362,20 +336,6 @@ async def _report(verifier: Verifier) -> list[TestResult] | None:
         except (ValueError, KeyError):
             continue
     return None
-
-
-def _canary_paths(arguments: Sequence[str], canary: str) -> tuple[str, str]:
-    folder = _folder_of(arguments)
-    return os.path.join(folder, f"{canary}_first.py"), os.path.join(folder, f"{canary}_last.py")
-
-
-def _folder_of(arguments: Sequence[str]) -> str:
-    """Return the folder of the first file or folder among pytest's arguments."""
-    for argument in arguments:
-        path = argument.partition("::")[0]
-        if not argument.startswith("-"):
-            return os.path.dirname(path) if re.search(r"\.\w+$", path) else path
-    return ""
 
 
 def _text(output: bytes) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 import msgspec
 
@@ -11,12 +11,15 @@ from prorl_trio.grading.code_tests import Tests
 from prorl_trio.grading.verdict import TestResult, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 __all__ = [
+    "DjangoTests",
+    "NamedTests",
     "PytestTests",
     "RepositoryTests",
     "ResultMapTests",
+    "RunnerName",
     "log_names",
     "result_map",
     "results_by_id",
@@ -26,13 +29,22 @@ __all__ = [
 ]
 
 
-class PytestTests(Tests, frozen=True, kw_only=True, tag="pytest"):
-    """Tests that pytest runs, by node id (`tests/test_x.py::TestA::test_b[1]`).
+RunnerName = Literal["pytest", "django"]
 
-    `arguments` are pytest's. `fail_to_pass` failed before the change that is asked for, and pass with it;
+
+class NamedTests(Tests, frozen=True, kw_only=True):
+    """Base of tests that are asked for by name, with one of the repository's runners.
+
+    `arguments` are the runner's. `fail_to_pass` failed before the change that is asked for, and pass with it;
     `pass_to_pass` passed before, and still do. `script` is run by bash before them, in the repository: what it exports
     holds for them, and what fails in it does not matter.
     """
+
+    runner: ClassVar[RunnerName]
+    solves: ClassVar[frozenset[str]] = frozenset({"passed"})
+    """Results that count as passed, of tests that are to pass now."""
+    keeps: ClassVar[frozenset[str]] = frozenset({"passed"})
+    """And of those that are to pass still."""
 
     arguments: list[str]
     script: str = ""
@@ -50,6 +62,34 @@ class PytestTests(Tests, frozen=True, kw_only=True, tag="pytest"):
     def test_ids(self) -> list[str]:
         return [*self.fail_to_pass, *self.pass_to_pass]
 
+    @staticmethod
+    def names(test_id: str) -> list[str]:
+        """Return the names under which a row may have a test, its own first."""
+        return [test_id]
+
+
+class PytestTests(NamedTests, frozen=True, kw_only=True, tag="pytest"):
+    """Tests that pytest runs, by node id (`tests/test_x.py::TestA::test_b[1]`)."""
+
+    runner = "pytest"
+    solves = frozenset({"passed", "xfailed"})
+    keeps = frozenset({"passed", "xfailed", "skipped"})
+
+    @staticmethod
+    def names(test_id: str) -> list[str]:
+        return log_names(test_id)
+
+
+class DjangoTests(NamedTests, frozen=True, kw_only=True, tag="django"):
+    """Tests that Django's tests/runtests.py runs, as a log of unittest has them.
+
+    That is the last line of a test's description: `test_a (app.tests.B)`, from Python 3.11 on `test_a
+    (app.tests.B.test_a)`, or the first line of a docstring. A failure that is expected is no pass there.
+    """
+
+    runner = "django"
+    keeps = frozenset({"passed", "skipped"})
+
 
 class ResultMapTests(Tests, frozen=True, kw_only=True, tag="result_map"):
     """Tests of pytest whose results as a whole must be as they are expected, as R2E-Gym has it.
@@ -60,6 +100,8 @@ class ResultMapTests(Tests, frozen=True, kw_only=True, tag="result_map"):
     """
 
     arguments: list[str]
+    runner: ClassVar[RunnerName] = "pytest"
+
     expected: dict[str, Literal["PASSED", "FAILED", "ERROR"]]
     script: str = ""
     test_timeout_s: float = 60.0
@@ -70,14 +112,14 @@ class ResultMapTests(Tests, frozen=True, kw_only=True, tag="result_map"):
         return [*self.expected]
 
 
-RepositoryTests = PytestTests | ResultMapTests
+RepositoryTests = PytestTests | DjangoTests | ResultMapTests
 
 
 def verdict_on(tests: RepositoryTests, reported: Sequence[TestResult], *, tampered: str = "") -> Verdict:
-    """Return the verdict on what pytest reported, by the rules of the kind of tests."""
+    """Return the verdict on what the runner reported, by the rules of the kind of tests."""
     if isinstance(tests, ResultMapTests):
         return verdict_of_map(tests.expected, result_map(reported), tampered=tampered)
-    return verdict_of(tests, results_by_id(reported, tests.test_ids), tampered=tampered)
+    return verdict_of(tests, results_by_id(reported, tests.test_ids, tests.names), tampered=tampered)
 
 
 def log_names(test_id: str) -> list[str]:
@@ -99,17 +141,19 @@ _UNKNOWN: Final = frozenset({"missing", "xpassed"})
 """Results that SWE-bench's parsers do not find in a log."""
 
 
-def results_by_id(reported: Iterable[TestResult], wanted: Iterable[str]) -> dict[str, TestResult]:
+def results_by_id(
+    reported: Iterable[TestResult], wanted: Iterable[str], names: Callable[[str], Iterable[str]] = log_names
+) -> dict[str, TestResult]:
     """Return the result of each wanted test.
 
-    A row may have an id as its benchmark's log had it (`log_names`); tests that share such a name count as one, with
+    A row may have an id as its benchmark's log had it (`names` of one); tests that share such a name count as one, with
     the worst of their results. Or it is cut in its parameter: then all tests that begin so must pass, or none.
     """
     found: dict[str, TestResult] = {}
     in_logs: dict[str, TestResult] = {}
     for result in reported:
         _keep_worst(found, result.test_id, result)
-        for name in log_names(result.test_id):
+        for name in names(result.test_id):
             _keep_worst(in_logs, name, result)
     results = {}
     for test_id in wanted:
@@ -171,17 +215,17 @@ def _short(results: Mapping[str, str]) -> dict[str, str]:
     return {name.split(" - ")[0]: plain[name] for name in sorted(plain)}
 
 
-def verdict_of(tests: PytestTests, results: Mapping[str, TestResult], *, tampered: str = "") -> Verdict:
+def verdict_of(tests: NamedTests, results: Mapping[str, TestResult], *, tampered: str = "") -> Verdict:
     """Return the verdict, as SWE-bench 5.0 has it.
 
-    A test that is to pass now passes, or fails as it is expected to (`xfailed`); missing, skipped, failed and error are
-    none of that. One that is to pass still may be skipped as well.
+    A test that is to pass now passes; missing, skipped, failed and error are none of that. One that is to pass still
+    may be skipped as well. In pytest, a test that fails as it is expected to (`xfailed`) has passed.
     """
     judged = []
     asked_for = set(tests.fail_to_pass)
     for test_id in tests.test_ids:
         result = results[test_id]
-        good = ("passed", "xfailed") if test_id in asked_for else ("passed", "xfailed", "skipped")
+        good = tests.solves if test_id in asked_for else tests.keeps
         status = "passed" if result.status in good else result.status
         judged.append(TestResult(test_id=test_id, status=status, message=result.message))
     return Verdict(tests=judged, tampered=tampered)

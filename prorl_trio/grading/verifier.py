@@ -114,7 +114,7 @@ class Verifier:
     async def place_drivers(self) -> None:
         """Write the programs of `drivers`. Errors as `place`."""
         folder = files("prorl_trio.grading") / "drivers"
-        names = ("__init__.py", "values.py", "candidate.py", "checker.py", "pytest_run.py", "unittests.py")
+        names = [each.name for each in folder.iterdir() if each.name.endswith(".py")]
         await self.place({f"{DRIVERS_DIR}/{PACKAGE}/{name}": (folder / name).read_bytes() for name in names})
 
     def charged_to_agent(self) -> AbstractContextManager[None]:

@@ -54,7 +54,7 @@ class SwePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     Attributes:
         problem_statement: what the agent is asked for.
         tests: that decide. The agent never sees which, nor where they are.
-        image: of all sandboxes; empty is the node's own. It has git, and `python3` with pytest.
+        image: of all sandboxes; empty is the node's own. It has git, and `python3` with what runs the tests.
         layers: over it, lowest first, as `SandboxSpec.layers` has them: an environment, the repository.
         repo_dir: where the repository is, absolute.
         env: for all programs inside (PATH, say).
@@ -206,6 +206,7 @@ async def grade_change(
         removed_test_files=payload.removed_test_files,
         test_patch=payload.test_patch,
         script=payload.tests.script,
+        runner=payload.tests.runner,
     )
     return await grade_repository(bench, patch, payload.tests, suite, last_try=last_try)
 

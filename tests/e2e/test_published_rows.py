@@ -7,7 +7,6 @@ form. Their images are not fetched: others stand for them, with the release that
 from __future__ import annotations
 
 import json
-import sys
 
 import msgspec
 import pytest
@@ -20,14 +19,13 @@ from launch.mining.sdist import read_sdist, write_tree
 from prorl_trio.client.task_sets import load_task_set
 from prorl_trio.client.task_sets.wheels import WheelFile
 from prorl_trio.sandbox.cache import cache_dir
-from prorl_trio.sandbox.images.compose import compose_image
 from prorl_trio.sandbox.images.layers import store_layer
-from support.code_policy import SolvesByPatch, fetch_wheel
+from support.code_policy import fetch_wheel
 from support.gold_runs import outcomes_of
+from support.published_images import NOTHING, GoesOn, compose_testbed, store
 
 pytestmark = pytest.mark.slow
 DASK, PIPDEPTREE = PUBLISHED_ROWS
-SITE = f"{ENVIRONMENT_DIR}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 EVAL_SCRIPT = """\
 #!/bin/bash
 set -uxo pipefail
@@ -40,36 +38,6 @@ pytest --no-header -rA -p no:cacheprovider tests/_models/test_dag.py tests/rende
 : '>>>>> End Test Output'
 """
 
-NOTHING = """\
-diff --git a/NOTHING.md b/NOTHING.md
-new file mode 100644
---- /dev/null
-+++ b/NOTHING.md
-@@ -0,0 +1 @@
-+It was not solved.
-"""
-
-
-class GoesOn(SolvesByPatch):
-    """Goes on where a long turn was cut into several completions."""
-
-    def __call__(self, prompt):
-        """Return what is left to say of the turn."""
-        before, mark, said = prompt.rpartition("<|im_start|>assistant\n")
-        return super().__call__(before + mark).removeprefix(said)
-
-
-def store(folder, files, at):
-    """Store a layer of these files; `-> PLACE` becomes a link."""
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if content.startswith("-> "):
-            path.symlink_to(content.removeprefix("-> "))
-        else:
-            path.write_text(content)
-    return store_layer(folder, at=at).record.digest
-
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory):
@@ -77,17 +45,14 @@ def scratch(tmp_path_factory):
 
 
 def make_image(published, name, scratch, tree=None, more=()):
-    """Compose an image with what `conda activate testbed` and an editable installation are in the published ones."""
+    """Compose an image of a row's environment with its repository, or with a tree in place of that."""
     row, _ = make_row(published, pip_settings())
     environment, repository = row.payload["layers"]
     if tree is not None:
         write_tree(tree, scratch / name)
         repository = store_layer(scratch / name, at="/testbed").record.digest
-    conda = store(scratch / f"{name}-conda", {"testbed": f"-> {ENVIRONMENT_DIR}"}, "/opt/miniconda3/envs")
-    paths = "".join(f"{path}\n" for path in row.payload["env"]["PYTHONPATH"].split(":"))
-    editable = store(scratch / f"{name}-editable", {"testbed.pth": paths}, SITE)
-    compose_image(name, "host", [environment, repository, conda, editable, *more])
-    return name
+    paths = row.payload["env"]["PYTHONPATH"].split(":")
+    return compose_testbed(name, scratch, environment, repository, paths, more)
 
 
 def tree_of(published, *patches):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import random
+import subprocess
 import sys
 import types
 from importlib import import_module
+from importlib.resources import files
 
 import pytest
 from hypothesis import example, given, settings
@@ -115,3 +119,60 @@ def test_tests_are_found_by_the_names_that_parsers_of_logs_give_them(swebench):
             assert name in log_names(node_id)
 
     check()
+
+
+DJANGO_RUNTESTS = """\
+import json
+import sys
+import unittest
+
+
+def ends(how):
+    def test(case):
+        if how == "passed":
+            return
+        if how == "skipped":
+            case.skipTest("today")
+        if how == "error":
+            raise KeyError("here")
+        case.fail("here")
+    return unittest.expectedFailure(test) if how == "xfailed" else test
+
+
+cases = []
+for name, doc, how in json.load(open("cases.json")):
+    method = ends(how)
+    method.__doc__ = doc
+    cases.append(type(name, (unittest.TestCase,), {f"test_{name}": method})(f"test_{name}"))
+unittest.TextTestRunner(stream=sys.stdout, verbosity=2).run(unittest.TestSuite(cases))
+"""
+DOCS = (
+    None,
+    "One line",
+    "\n    The second line. \n    More",
+    "Ends with ...",
+    "a - b [c",
+    "\u00e9 (x.y.Z) ",
+    "A",
+)
+
+
+def test_django_tests_have_the_names_that_the_parser_finds_in_their_log(swebench, tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "runtests.py").write_text(DJANGO_RUNTESTS)
+    (tmp_path / "drivers").symlink_to(str(files("prorl_trio.grading") / "drivers"))
+    choose = random.Random(0)
+    hows = [how for how in STATUSES if how not in ("timed_out", "missing", "xpassed")]
+    cases = [(f"Case{number}", choose.choice(DOCS), choose.choice(hows)) for number in range(300)]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    argv = [sys.executable, "-c", "from drivers.django_run import main; main()", "report.jsonl", "30"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True)
+    found = swebench[1].PARSER_REGISTRY["parse_log_django"](done.stdout, None)
+    last = {}  # of tests that share a name, the parser has the last
+    for line in (tmp_path / "report.jsonl").read_text().splitlines()[:-1]:
+        result = json.loads(line)
+        if result["status"] != "xfailed":  # to the parser, no result
+            last[result["test"]] = STATUSES[result["status"]]
+    assert len(last) > 30
+    assert {name: status for name, status in found.items() if name in last} == last
+    assert all(name.startswith("test_Case") for name in found if name not in last)  # the first word of "FAIL: NAME (A)"

@@ -179,16 +179,42 @@ def test_an_image_of_ours_may_stand_for_a_published_one(read):
     assert instance.payload["image"] == "mine"
 
 
-DJANGO = '["test_accent (dbshell.test_postgresql.PostgreSqlDbshellCommandTestCase)"]'
+DJANGO = '["test_accent (dbshell.test_postgresql.PostgreSqlDbshellCommandTestCase)", "A docstring"]'
+PYTEST = "LANG=C pytest -n 4 -rA -x tests/test_calc.py"
+RUNTESTS = "./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1"
+OF_DJANGO = {
+    **{key: value for key, value in FIVE.items() if key != "eval_script"},
+    "repo": "django/django",
+    "FAIL_TO_PASS": DJANGO,
+    "PASS_TO_PASS": "[]",
+}
+
+
+def test_rows_of_django_are_run_by_its_own_runner(read):
+    command = f"LANG=C {RUNTESTS} --failfast dbshell.test_postgresql admin_docs"
+    (instance,) = read({**OF_DJANGO, "eval_script": EVAL_SCRIPT.replace(PYTEST, command)})
+    tests = instance.payload["tests"]
+    kept = ["--verbosity=2", "--settings=test_sqlite"]
+    assert (tests["kind"], tests["arguments"]) == ("django", [*kept, "dbshell.test_postgresql", "admin_docs"])
+    assert tests["fail_to_pass"] == json.loads(DJANGO)
+    assert tests["script"].endswith("export LANG=C")
+    patch = TEST_PATCH.replace("test_calc", "dbshell/test_postgresql") + PATCH.replace(
+        "calc.py", "tests/dbshell/x.json"
+    )
+    row = {**OF_DJANGO, "test_patch": patch, "test_cmd": f"python {RUNTESTS}"}
+    (instance,) = read(row)
+    assert instance.payload["tests"]["arguments"] == [*kept, "dbshell.test_postgresql"]
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         (CLASSIC, "nothing says how the tests of psf/requests 0.14 are run.*--specs"),
-        ({**REBENCH, "install_config": {"test_cmd": "./tests/runtests.py --verbosity 2"}}, "not one of pytest alone"),
+        ({**REBENCH, "install_config": {"test_cmd": "npm test"}}, "not one of pytest"),
         ({**REBENCH, "install_config": {"test_cmd": ["pytest", "pytest -v"]}}, "2 commands"),
         ({**REBENCH, "FAIL_TO_PASS": DJANGO}, "test_accent.*is no id of pytest"),
+        ({**OF_DJANGO, "eval_script": EVAL_SCRIPT.replace(PYTEST, RUNTESTS)}, "neither.*django nor test_patch names"),
+        ({**OF_DJANGO, "eval_script": EVAL_SCRIPT.replace(PYTEST, f"{RUNTESTS} --pair a b")}, "option '--pair'"),
         ({**CLASSIC, "test_cmd": "pytest", "FAIL_TO_PASS": "[]"}, "fail_to_pass is empty"),
         ({**REBENCH, "FAIL_TO_PASS": "tests/test_calc.py::test_add"}, "FAIL_TO_PASS is text, but no JSON"),
         ({**REBENCH, "PASS_TO_PASS": 3}, "PASS_TO_PASS is not a list"),
@@ -238,7 +264,7 @@ def test_a_file_of_specifications_that_is_none_is_told(tmp_path, content, messag
     ],
 )
 def test_a_command_is_taken_apart(command, script, arguments):
-    assert read_command(command) == (script, arguments, False)
+    assert read_command(command) == (script, arguments, False, "pytest")
 
 
 @pytest.mark.parametrize("options", ["-epy39 -v", "-e py39", "-v -epy39 -q"])
@@ -258,7 +284,12 @@ def test_tox_is_taken_for_pytest_with_the_variables_that_it_sets(options, tmp_pa
 
 
 def test_a_selection_of_tests_is_not_kept_but_told():
-    assert read_command("pytest -rA -k 'test_a or test_b' t.py -m slow --deselect x") == ("", ["-rA", "t.py"], True)
+    assert read_command("pytest -rA -k 'test_a or test_b' t.py -m slow --deselect x") == (
+        "",
+        ["-rA", "t.py"],
+        True,
+        "pytest",
+    )
     (mypy,) = [read_eval_script(EVAL_SCRIPT.replace("-rA", "-rA -k 'one or two'"))]
     assert mypy.selects
 
@@ -280,7 +311,7 @@ def test_a_selection_of_tests_is_not_kept_but_told():
     ],
 )
 def test_a_command_of_another_runner_or_of_a_shell_is_refused(command):
-    with pytest.raises(ValueError, match="test command|command `tox"):
+    with pytest.raises(ValueError, match=r"test command|command `tox"):
         read_command(command)
 
 

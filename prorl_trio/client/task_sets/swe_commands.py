@@ -1,14 +1,18 @@
-"""Commands by which published rows of software engineering run their tests, as arguments of pytest.
+"""Commands by which published rows of software engineering run their tests, as arguments of a runner.
 
-Benchmarks run a shell command and read its log. Here results come from pytest itself, so such a command is taken apart:
-what is before pytest becomes a script, and what follows it its arguments. A command that runs anything else is refused.
+Benchmarks run a shell command and read its log. Here results come from the runner itself, so such a command is taken
+apart: what is before the runner becomes a script, and what follows it its arguments. A command that runs anything else
+is refused.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from prorl_trio.grading.repository_tests import RunnerName
 
 __all__ = ["RunnerCommand", "read_command"]
 
@@ -22,6 +26,9 @@ _STOPS: Final = re.compile(r"-x|--exitfirst|--sw|--stepwise|--maxfail=.*")
 _SELECTS: Final = re.compile(r"--deselect=.*|-[km].+")
 _SELECTS_NEXT: Final = frozenset({"-k", "-m", "--deselect"})
 _TOX_OPTIONS: Final = re.compile(r"--current-env|-e.+|-[vq]+")
+_DJANGO_VALUES: Final = {"--settings": True, "--verbosity": True, "-v": False, "--parallel": False}
+"""Options with a value, and which are kept. Of `--parallel` there is none: 1 is set where Django knows of it."""
+_DJANGO_IGNORED: Final = frozenset({"--noinput", "--failfast"})
 
 TOX_VARIABLES: Final = """\
 eval "$(python3 - <<'END_OF_TOX'
@@ -40,7 +47,7 @@ END_OF_TOX
 
 
 class RunnerCommand(NamedTuple):
-    """A command that runs tests: a script of bash before it, and arguments of pytest.
+    """A command that runs tests: a script of bash before it, the arguments of its runner, and which that is.
 
     `selects` says that it ran only a part of the tests in its files. All are run here: the names decide what counts,
     and tests that must fail are among them.
@@ -49,10 +56,11 @@ class RunnerCommand(NamedTuple):
     script: str
     arguments: list[str]
     selects: bool = False
+    runner: RunnerName = "pytest"
 
 
 def read_command(command: str) -> RunnerCommand:
-    """Return what a command line that runs pytest says: variables before it as a script, and its arguments.
+    """Return what a command line that runs tests says: variables before it as a script, its runner and its arguments.
 
     Left out are options of pytest-xdist, for tests run one after the other in one process, and those by which pytest
     stops at a failure, or runs a part of the tests. Tox is taken for the pytest that it runs, with the variables that
@@ -71,19 +79,56 @@ def read_command(command: str) -> RunnerCommand:
     while words and _VARIABLE.fullmatch(words[0]):
         name, _, value = words.pop(0).partition("=")
         exports.append(f"export {name}={shlex.quote(value)}")
-    if words and words[0].rsplit("/", 1)[-1] == "tox":
-        exports.append(TOX_VARIABLES)
-        words = ["pytest", *_after_tox(words[1:])]
-    warnings, rest = _after_pytest(words)
-    if rest is None or any("$" in word or (word and _SHELL.issuperset(word)) for word in rest):
+    program, rest = _program(words)
+    read = _READERS[program](rest) if program in _READERS else _read_pytest(words)
+    if read is None or any("$" in word or (word and _SHELL.issuperset(word)) for word in read.arguments):
         raise ValueError(
-            f"the test command {command.strip()[:200]!r} is not one of pytest alone: other runners tell their results "
-            "in a log, which the code that is tested can write as well. Leave such rows out"
+            f"the test command {command.strip()[:200]!r} is not one of pytest, of Django's runtests.py or of SymPy's "
+            "bin/test alone: other runners tell their results in a log, which the code that is tested can write as "
+            "well. Leave such rows out"
         )
-    if warnings:
-        exports.append(f"export PYTHONWARNINGS={shlex.quote(','.join(warnings))}")
+    return read._replace(script="\n".join(line for line in (*exports, read.script) if line))
+
+
+def _program(words: list[str]) -> tuple[str, list[str]]:
+    """Return the script of a repository that a command runs, or tox, and what follows."""
+    at = 1 if words and _PYTHON.fullmatch(words[0]) else 0
+    name = "".join(words[at : at + 1]).removeprefix("./")
+    return "tox" if name.rsplit("/", 1)[-1] == "tox" else name, words[at + 1 :]
+
+
+def _read_pytest(words: list[str]) -> RunnerCommand | None:
+    warnings, rest = _after_pytest(words)
+    if rest is None:
+        return None
     arguments, selects = _all_in_one_process(rest)
-    return RunnerCommand("\n".join(exports), arguments, selects)
+    script = f"export PYTHONWARNINGS={shlex.quote(','.join(warnings))}" if warnings else ""
+    return RunnerCommand(script, arguments, selects)
+
+
+def _read_tox(words: list[str]) -> RunnerCommand:
+    arguments, selects = _all_in_one_process(_after_tox(words))
+    return RunnerCommand(TOX_VARIABLES, arguments, selects)
+
+
+def _read_django(words: list[str]) -> RunnerCommand:
+    """Each option in one word, before the labels. Tests run in one process, and none that fails ends them."""
+    options: list[str] = []
+    labels: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            labels.append(word)
+        elif option in _DJANGO_VALUES:
+            value = value if equals else next(rest, "")
+            options += [f"{option}={value}"] if _DJANGO_VALUES[option] else []
+        elif word not in _DJANGO_IGNORED:
+            raise ValueError(f"the option {word!r} of Django's runtests.py is not taken. Leave such rows out")
+    return RunnerCommand("", [*options, *labels], runner="django")
+
+
+_READERS: Final = {"tox": _read_tox, "tests/runtests.py": _read_django}
 
 
 def _after_pytest(words: list[str]) -> tuple[list[str], list[str] | None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from prorl_trio.client.task_sets.swe_tests import read_eval_script, test_files_of
+from prorl_trio.client.task_sets.swe_tests import changed_tests, read_eval_script, test_files_of
 from prorl_trio.handlers.swe import SwePayload
 from prorl_trio.sandbox.images.names import swe_bench_image, swe_gym_image, swe_smith_image
 from prorl_trio.types.models import TaskInstance
@@ -74,7 +74,7 @@ def read_swe_row(
         stand_ins: tells which image of ours stands for a published one, by its name (`docker://...`).
 
     Raises:
-        ValueError: a field is missing, or has what it must not have, or the tests are not of pytest. With the field.
+        ValueError: a field is missing, or has what it must not have, or the tests have another runner. With the field.
     """
     if {"expected_output_json", "docker_image"} <= row.keys():
         payload = _r2e(row)
@@ -97,22 +97,28 @@ def read_swe_row(
 def _swe_bench(row: dict[str, Any], name: str, specifications: Specifications) -> dict[str, Any]:
     """SWE-bench 5, whose rows have a script; and the form before it, which SWE-Gym and SWE-rebench have as well."""
     tests = _tests(row)
-    files = test_files_of([*tests["fail_to_pass"], *tests["pass_to_pass"]])
     if "eval_script" in row:
         if (kind := row.get("eval_type", "pass_and_fail")) != "pass_and_fail":
             raise ValueError(f"eval_type is {kind!r}: it counts a test that is missing as passed. Leave such rows out")
         command = read_eval_script(_text(row, "eval_script"))
     else:
         command = specifications.command(row)
-    if "eval_script" not in row or command.selects:
-        command = command._replace(arguments=[*_options(command), *files])
+    arguments = command.arguments
+    if command.runner == "pytest":
+        files = test_files_of([*tests["fail_to_pass"], *tests["pass_to_pass"]])
+        if "eval_script" not in row or command.selects:
+            arguments = [*_options(command), *files]
+    elif "eval_script" not in row:
+        arguments = [*arguments, *changed_tests(command.runner, _text(row, "test_patch"))]
+    if command.runner != "pytest" and all(word.startswith("-") for word in arguments):
+        raise ValueError(f"neither the command of {command.runner} nor test_patch names a module of tests")
     return {
         "problem_statement": _text(row, "problem_statement"),
         "image": _image(row, name),
         "repo_dir": str(row.get("workdir") or REPO_DIR),
         "env": CONDA,
         "test_patch": _text(row, "test_patch"),
-        "tests": {**tests, "script": command.script, "arguments": command.arguments},
+        "tests": {**tests, "kind": command.runner, "script": command.script, "arguments": arguments},
         "source": _source(row),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -14,9 +15,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prorl_trio.client.task_sets.swe_commands import RunnerCommand
+    from prorl_trio.grading.repository_tests import RunnerName
 
 __all__ = [
     "Specifications",
+    "changed_tests",
     "read_eval_script",
     "read_specifications",
     "test_files_of",
@@ -36,7 +39,7 @@ def read_eval_script(script: str) -> RunnerCommand:
     Its own resets and patches of test files do nothing: the files are the row's when it runs.
 
     Raises:
-        ValueError: it has no marks around one command, or that is not pytest's.
+        ValueError: it has no marks around one command, or that is none of a runner.
     """
     before, start, rest = script.partition(START)
     between, end, _ = rest.partition(END)
@@ -59,7 +62,7 @@ class _Specification(msgspec.Struct):
     eval_commands: list[str] | None = None
 
     def command(self) -> RunnerCommand:
-        """Return its test command, after what is installed anew. Raises ValueError: it is not pytest's."""
+        """Return its test command, after what is installed anew. Raises ValueError: it is none of a runner."""
         commands = [self.test_cmd] if isinstance(self.test_cmd, str) else self.test_cmd
         if len(commands) != 1:
             raise ValueError(f"test_cmd has {len(commands)} commands, where 1 is expected")
@@ -79,7 +82,7 @@ class Specifications:
         """Return the command of a row's tests: by the row's own specification, else by the table.
 
         Raises:
-            ValueError: neither has one, or it is not one of pytest.
+            ValueError: neither has one, or it is none of a runner.
         """
         own = row.get("install_config") or row
         if isinstance(own, str):
@@ -121,6 +124,15 @@ def read_specifications(path: Path | None) -> Specifications:
     except msgspec.DecodeError as exc:
         raise ConfigError(f"the file of specifications {path} is not {{REPOSITORY: {{VERSION: ...}}}}: {exc}") from exc
     return Specifications(read)
+
+
+def changed_tests(runner: RunnerName, test_patch: str) -> list[str]:
+    """Return the modules that a row's change to its tests is in, as arguments of its runner.
+
+    That is what SWE-bench runs where ids do not name their files; here only modules of Python.
+    """
+    changed = dict.fromkeys(re.findall(r"^diff --git a/.* b/(.*\.py)$", test_patch, re.MULTILINE))
+    return [path.removeprefix("tests/").removesuffix(".py").replace("/", ".") for path in changed]
 
 
 def test_files_of(test_ids: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Programs that run in a verifier's sandbox, with the image's own Python (3.8 or later) and its standard library alone.
+"""Programs that run in a verifier's sandbox, with the image's own Python and its standard library alone.
 
-They are uploaded for each grading, and import nothing but each other.
+That is 3.8 or later, for Django's 3.5. They are uploaded for each grading, and import nothing but each other.
 """
