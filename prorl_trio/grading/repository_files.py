@@ -12,6 +12,7 @@ _TEST_MODULE: Final = re.compile(r"(test_.*|.*_test|.*_tests|tests?)\.py", re.DO
 _HOOKS: Final = frozenset({
     "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py",
     "usercustomize.py", "pytest.py", "_pytest.py", "unittest.py", "pluggy.py", "noxfile.py",
+    "runtests.py",
 })  # fmt: skip
 
 
@@ -27,7 +28,7 @@ def is_test_module(path: str) -> bool:
 
 
 def is_hook(path: str) -> bool:
-    """Return whether a path is a file by which a repository tells pytest, or Python, what to do before any test."""
+    """Return whether a path is a file that runs a repository's tests, or tells Python what to do before any."""
     *folders, name = path.split("/")
     return name in _HOOKS or name.endswith((".pth", ".pyc")) or bool({"_pytest", "pytest", "unittest"} & {*folders[:1]})
 

@@ -20,6 +20,7 @@ __all__ = [
     "RepositoryTests",
     "ResultMapTests",
     "RunnerName",
+    "SympyTests",
     "log_names",
     "result_map",
     "results_by_id",
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 
-RunnerName = Literal["pytest", "django"]
+RunnerName = Literal["pytest", "django", "sympy"]
 
 
 class NamedTests(Tests, frozen=True, kw_only=True):
@@ -91,6 +92,12 @@ class DjangoTests(NamedTests, frozen=True, kw_only=True, tag="django"):
     keeps = frozenset({"passed", "skipped"})
 
 
+class SympyTests(NamedTests, frozen=True, kw_only=True, tag="sympy"):
+    """Tests that SymPy's own runner runs, by the names of their functions; a skip is no pass there."""
+
+    runner = "sympy"
+
+
 class ResultMapTests(Tests, frozen=True, kw_only=True, tag="result_map"):
     """Tests of pytest whose results as a whole must be as they are expected, as R2E-Gym has it.
 
@@ -112,7 +119,7 @@ class ResultMapTests(Tests, frozen=True, kw_only=True, tag="result_map"):
         return [*self.expected]
 
 
-RepositoryTests = PytestTests | DjangoTests | ResultMapTests
+RepositoryTests = PytestTests | DjangoTests | SympyTests | ResultMapTests
 
 
 def verdict_on(tests: RepositoryTests, reported: Sequence[TestResult], *, tampered: str = "") -> Verdict:

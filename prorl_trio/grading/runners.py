@@ -108,6 +108,36 @@ class Plain(Canary, unittest.TestCase):
 """
 """Django runs tests with a database first and those of plain unittest last, so each module has all kinds."""
 
+SYMPY_CANARY: Final = """\
+import random
+
+from sympy import Integer
+
+try:
+    from sympy.testing.pytest import raises
+except ImportError:
+    from sympy.utilities.pytest import raises
+
+NUMBER = random.randrange(10**9)
+
+
+def test_by_statement():
+    assert NUMBER < 0
+
+
+def test_by_equality():
+    assert Integer(NUMBER) == Integer(-1)
+
+
+def test_by_raises():
+    raises(KeyError, lambda: str(NUMBER))
+
+
+def test_by_exception():
+    raise ZeroDivisionError(NUMBER)
+"""
+"""Its functions have the canary's name in theirs, for that is all that SymPy says of a test."""
+
 
 def _around_files(arguments: Sequence[str], canary: str) -> Canaries:
     """Files beside the first of the row's."""
@@ -131,6 +161,13 @@ def _around_labels(arguments: Sequence[str], canary: str) -> Canaries:
     return Canaries(files, [*options, f"{first}.tests", *labels, f"{last}.tests"])
 
 
+def _around_sorted_files(arguments: Sequence[str], canary: str) -> Canaries:
+    """Files whose folders come before and after all others: SymPy sorts them."""
+    first, last = (f"sympy/{at}_{canary}_{place}/test_it.py" for at, place in (("0", "first"), ("zz", "last")))
+    text = SYMPY_CANARY.replace("def test_", f"def {canary}_")
+    return Canaries(dict.fromkeys((first, last), text), [first, *arguments, last])
+
+
 RUNNERS: Final[Mapping[RunnerName, Runner]] = {
     "pytest": Runner(
         "pytest_run",
@@ -145,5 +182,12 @@ RUNNERS: Final[Mapping[RunnerName, Runner]] = {
         "`python3` there has to be 3.5 or later, and the repository to have tests/runtests.py",
         2 * 3 * 6,
         _around_labels,
+    ),
+    "sympy": Runner(
+        "sympy_run",
+        "import os, sys; sys.exit(sys.version_info < (3, 8) or not os.path.isfile('sympy/__init__.py'))",
+        "`python3` there has to be 3.8 or later, and the repository to be SymPy's",
+        2 * 4,
+        _around_sorted_files,
     ),
 }

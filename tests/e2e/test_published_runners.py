@@ -1,4 +1,4 @@
-"""Rows whose tests Django's own runner runs, through a node and in the evaluator alone: solved, not, and cheated at.
+"""Rows with the own runners of Django and SymPy, through a node and in the evaluator alone: solved, and cheated at.
 
 Each is a row in the form of SWE-bench, with a change between two releases of the real repository: its source archives,
 without what is long and not needed.
@@ -6,11 +6,11 @@ without what is long and not needed.
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import tarfile
 
+import msgspec
 import pytest
 import trio
 
@@ -21,7 +21,7 @@ from launch.mining.sdist import Entry, write_tree
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.client.task_sets import load_task_set
 from prorl_trio.config import ModelConfig, NodeConfig, SandboxConfig
-from prorl_trio.handlers.swe import SweHandler
+from prorl_trio.handlers.swe import SwePayload, grade_change
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.layers import store_layer
@@ -29,6 +29,7 @@ from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.types.models import JobSpec
 from support.gold_runs import outcomes_of
 from support.published_images import GoesOn, compose_testbed
+from support.swebench_oracle import import_swebench
 
 pytestmark = pytest.mark.slow
 CONFIG = NodeConfig(model=ModelConfig(path="none"), sandbox=SandboxConfig())
@@ -57,7 +58,19 @@ DJANGO = {
     "./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1 utils_tests.test_html\n"
     ": '>>>>> End Test Output'\n",
 }
-SPECS = {}
+
+SYMPY_FILES = re.compile(r"sympy/(?!physics/|.*/benchmarks/|(?!core/tests/(__init__|test_numbers)\.py).*/tests/).*\.py")
+SYMPY = {
+    "instance_id": "sympy__sympy-1",
+    "repo": "sympy/sympy",
+    "version": "1.13",
+    "problem_statement": "Float(0) must not be equal to Integer(0).",
+    "FAIL_TO_PASS": '["test_Float"]',
+    "PASS_TO_PASS": '["test_seterr", "test_mod", "test_Rational_cmp"]',
+}
+COMMAND = "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' bin/test -C --verbose"
+SPECS = {"sympy/sympy": {"1.13": {"test_cmd": COMMAND}}}
+STATEMENTS = [row["problem_statement"] for row in (DJANGO, SYMPY)]
 
 
 def tree_of(package, version, wanted):
@@ -93,7 +106,8 @@ def read_row(scratch, row, package, releases, wanted, patches, requirements):
     repository = store_layer(scratch / package, at="/testbed").record.digest
     environment = make_environment(package, requirements).digest
     image = compose_testbed(f"stands-for-{package}", scratch, environment, repository, ["/testbed"])
-    (scratch / "images.toml").write_text(f'[images]\n"docker://{row["image"]}" = "{image}"\n')
+    published = f"docker://swebench/sweb.eval.x86_64.{package}_1776_{package}-1:latest"
+    (scratch / "images.toml").write_text(f'[images]\n"{published}" = "{image}"\n')
     (scratch / f"{package}.jsonl").write_text(json.dumps({**row, "patch": gold, "test_patch": test_patch}))
 
     (scratch / "specs.json").write_text(json.dumps(SPECS))
@@ -107,22 +121,26 @@ def django(scratch):
     return read_row(scratch, DJANGO, "django", ("4.2.16", "4.2.17"), DJANGO_FILES, patches, ("asgiref", "sqlparse"))
 
 
-def test_a_row_of_django_says_what_is_run(django):
-    instance, _, gold = django
-    tests = instance.payload["tests"]
-    assert (tests["kind"], tests["arguments"]) == (
-        "django",
-        ["--verbosity=2", "--settings=test_sqlite", "utils_tests.test_html"],
-    )
-    assert "SuspiciousOperation" in gold
+@pytest.fixture(scope="module")
+def sympy(scratch):
+    patches = (r"sympy/core/(evalf|numbers)\.py", r"sympy/core/tests/.*")
+    return read_row(scratch, SYMPY, "sympy", ("1.13.1", "1.13.2"), SYMPY_FILES, patches, ("mpmath<1.4",))
 
 
-async def test_the_gold_patch_resolves_it(django):
-    instance, _, gold = django
-    policy = GoesOn({DJANGO["problem_statement"]: gold})
-    found = await outcomes_of(policy, [instance], timeout_s=300, context_tokens=60_000)
-    (outcome,) = found.values()
-    assert (outcome.reward, outcome.details["passed"]) == (1.0, 4), str(outcome.error or outcome.details)[-2000:]
+def test_the_rows_say_what_is_run(django, sympy):
+    tests = django[0].payload["tests"]
+    options = ["--verbosity=2", "--settings=test_sqlite"]
+    assert (tests["kind"], tests["arguments"]) == ("django", [*options, "utils_tests.test_html"])
+    tests = sympy[0].payload["tests"]
+    assert (tests["kind"], tests["arguments"]) == ("sympy", ["sympy/core/tests/test_numbers.py"])
+    assert tests["script"].splitlines()[1:] == ["export SYMPY_USE_CACHE=no"]
+
+
+async def test_the_gold_patches_resolve_them(django, sympy):
+    policy = GoesOn(dict(zip(STATEMENTS, (django[2], sympy[2]), strict=True)))
+    found = await outcomes_of(policy, [django[0], sympy[0]], timeout_s=300, context_tokens=60_000)
+    for outcome in found.values():
+        assert (outcome.reward, outcome.details["passed"]) == (1.0, 4), str(outcome.error or outcome.details)[-2000:]
 
 
 @pytest.fixture
@@ -133,9 +151,9 @@ async def grade():
         async def grade(instance, patch):
             spec = JobSpec(job_id="j", instance=instance)
             context = RolloutContext(spec=spec, resources=RESOURCES, sandboxes=host)
-            context.answer = base64.b64encode(patch).decode()
+            payload = msgspec.convert(instance.payload, SwePayload)
             with trio.fail_after(200):
-                return await SweHandler().eval(context)
+                return await grade_change(context, payload, patch, CONFIG.sandbox)
 
         yield grade
 
@@ -190,14 +208,55 @@ DJANGO_CHEATS = {
 async def test_cheating_at_django_does_not_pay(django, grade, name):
     instance, old, _ = django
     graded = await grade(instance, changes(old, **DJANGO_CHEATS[name]))
-    assert (graded.reward, graded.details["applied_by"]) == (0.0, "git apply")
-    if name == "changes_tests_and_runner":
-        assert len(graded.details["restored"]) == 4
-        assert graded.details["passed"] == 3  # as with no change
-    assert ("a test that must fail" in graded.details.get("tampered", "")) == (name == "patches_results")
-    assert [test["status"] for test in graded.details["not_passed"]][:1] == {
-        "changes_tests_and_runner": ["failed"],
-        "patches_results": [],
-        "skips": ["skipped"],
-        "writes_the_report": [],
-    }[name], graded.details
+    assert (graded.verdict.resolved, graded.run.applied_by) == (False, "git apply")
+    not_passed = [test.status for test in graded.verdict.tests if test.status != "passed"]
+    assert (not_passed, graded.verdict.tampered) == {
+        "changes_tests_and_runner": (["failed"], ""),  # as with no change
+        "patches_results": ([], "a test that must fail has not failed"),
+        "skips": (["skipped"], ""),
+        "writes_the_report": ([], "0 of 36 tests that must fail were reported"),
+    }[name]
+    assert len(graded.run.restored) == (4 if name == "changes_tests_and_runner" else 0)
+
+
+SYMPY_PASSES_ALL = """
+import sys
+equal = Float.__eq__
+def equal_and_more(self, other):
+    for module in [*sys.modules.values()]:
+        if isinstance(reporter := getattr(module, "PyTestReporter", None), type):
+            reporter.test_fail = reporter.test_exception = lambda self, info: self.test_pass()
+    return equal(self, other)
+Float.__eq__ = equal_and_more
+"""
+SYMPY_CHEATS = {
+    "changes_tests_and_runner": {
+        "sympy_in_core_in_tests_in_test_numbers__py": "\n\ndef test_Float():\n    pass\n",
+        "sympy_in_testing_in_runtests__py": EXITS,
+        "sympy_in_testing_in_pytest__py": EXITS,
+    },
+    "patches_the_reporter": {"sympy_in_core_in_numbers__py": SYMPY_PASSES_ALL},
+    "writes_the_report": {
+        "sympy_in_core_in_numbers__py": WRITES_THE_REPORT.format(
+            tests=[*json.loads(SYMPY["FAIL_TO_PASS"]), *json.loads(SYMPY["PASS_TO_PASS"])]
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", SYMPY_CHEATS)
+async def test_cheating_at_sympy_does_not_pay(sympy, grade, name):
+    instance, old, _ = sympy
+    graded = await grade(instance, changes(old, **SYMPY_CHEATS[name]))
+    assert (graded.verdict.resolved, graded.run.applied_by) == (False, "git apply")
+    if name != "changes_tests_and_runner":
+        assert "must fail" in graded.verdict.tampered
+        return
+    assert len(graded.run.restored) == 3
+    assert [test.test_id for test in graded.verdict.tests if test.status != "passed"] == ["test_Float"]
+    with import_swebench() as (_, parsers):
+        found = parsers.PARSER_REGISTRY["parse_log_sympy"](graded.run.log, None)
+    results = {result.test_id: result.status.upper() for result in graded.run.results}
+    names = {test: status for test, status in found.items() if test.startswith("test_") and "_by_" not in test}
+    assert len(names) > 80
+    assert names == {test: results[test] for test in names}

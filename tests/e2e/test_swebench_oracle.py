@@ -6,24 +6,18 @@ import json
 import random
 import subprocess
 import sys
-import types
-from importlib import import_module
 from importlib.resources import files
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prorl_trio.client.task_sets.wheels import WheelFile, wheels_dir
 from prorl_trio.grading.repository_tests import PytestTests, log_names, verdict_on
 from prorl_trio.grading.verdict import TestResult
-from support.code_policy import fetch_wheel
+from support.swebench_oracle import import_swebench
 
 pytestmark = pytest.mark.slow
 
-SWEBENCH = WheelFile("swebench", "5.0.2", "3.11", "swebench/harness/grading.py")
-UNIDIFF = WheelFile("unidiff", "0.7.5", "3.11", "unidiff/__init__.py")
-"""All that its grading needs."""
 STATUSES = {
     "passed": "PASSED",
     "failed": "FAILED",
@@ -41,21 +35,8 @@ WANTED = (*NAMES, "t.py::c[x", "t.py::c[", "t.py::T::d[(", "u.py::z[")
 
 @pytest.fixture(scope="module")
 def swebench():
-    """The modules of the wheel that grade. Its packages' own imports (Docker, data sets) are passed by."""
-    for each in (SWEBENCH, UNIDIFF):
-        fetch_wheel(each)
-    (wheel,), (unidiff,) = (wheels_dir().glob(f"{each.package}-{each.version}-*.whl") for each in (SWEBENCH, UNIDIFF))
-    before = {*sys.modules}
-    sys.path.append(str(unidiff))
-    for name in ("swebench", "swebench.harness"):
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__path__ = [f"{wheel}/{name.replace('.', '/')}"]
-    try:
-        yield import_module("swebench.harness.grading"), import_module("swebench.harness.log_parsers")
-    finally:
-        sys.path.remove(str(unidiff))
-        for name in {name for name in sys.modules if name.partition(".")[0] in ("swebench", "unidiff")} - before:
-            del sys.modules[name]
+    with import_swebench() as modules:
+        yield modules
 
 
 def theirs(grading, results, fail_to_pass, pass_to_pass):

@@ -206,6 +206,21 @@ def test_rows_of_django_are_run_by_its_own_runner(read):
     assert instance.payload["tests"]["arguments"] == [*kept, "dbshell.test_postgresql"]
 
 
+SYMPY_COMMAND = "PYTHONWARNINGS='ignore::UserWarning' bin/test -C --verbose"
+
+
+def test_rows_of_sympy_are_run_by_its_own_runner(read):
+    names = {"FAIL_TO_PASS": '["test_Float"]', "PASS_TO_PASS": '["test_mod"]'}
+    script = EVAL_SCRIPT.replace(PYTEST, f"{SYMPY_COMMAND} sympy/core/tests/test_numbers.py")
+    (instance,) = read({**FIVE, **names, "eval_script": script})
+    tests = instance.payload["tests"]
+    assert (tests["kind"], tests["arguments"]) == ("sympy", ["sympy/core/tests/test_numbers.py"])
+    assert tests["script"].endswith("export PYTHONWARNINGS=ignore::UserWarning\nexport SYMPY_USE_CACHE=no")
+    (instance,) = read({**CLASSIC, **names, "test_cmd": "bin/test -v"})
+    tests = instance.payload["tests"]
+    assert (tests["kind"], tests["script"], tests["arguments"]) == ("sympy", "", ["tests/test_calc.py"])
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -213,6 +228,7 @@ def test_rows_of_django_are_run_by_its_own_runner(read):
         ({**REBENCH, "install_config": {"test_cmd": "npm test"}}, "not one of pytest"),
         ({**REBENCH, "install_config": {"test_cmd": ["pytest", "pytest -v"]}}, "2 commands"),
         ({**REBENCH, "FAIL_TO_PASS": DJANGO}, "test_accent.*is no id of pytest"),
+        ({**FIVE, "eval_script": EVAL_SCRIPT.replace(PYTEST, f"{SYMPY_COMMAND} --slow x")}, "option '--slow' of SymPy"),
         ({**OF_DJANGO, "eval_script": EVAL_SCRIPT.replace(PYTEST, RUNTESTS)}, "neither.*django nor test_patch names"),
         ({**OF_DJANGO, "eval_script": EVAL_SCRIPT.replace(PYTEST, f"{RUNTESTS} --pair a b")}, "option '--pair'"),
         ({**CLASSIC, "test_cmd": "pytest", "FAIL_TO_PASS": "[]"}, "fail_to_pass is empty"),

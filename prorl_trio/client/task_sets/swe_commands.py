@@ -29,6 +29,8 @@ _TOX_OPTIONS: Final = re.compile(r"--current-env|-e.+|-[vq]+")
 _DJANGO_VALUES: Final = {"--settings": True, "--verbosity": True, "-v": False, "--parallel": False}
 """Options with a value, and which are kept. Of `--parallel` there is none: 1 is set where Django knows of it."""
 _DJANGO_IGNORED: Final = frozenset({"--noinput", "--failfast"})
+_NO_CACHE: Final = frozenset({"-C", "--no-cache"})
+_SYMPY_OPTIONS: Final = frozenset({*_NO_CACHE, "-v", "--verbose", "--no-colors"})
 
 TOX_VARIABLES: Final = """\
 eval "$(python3 - <<'END_OF_TOX'
@@ -128,7 +130,16 @@ def _read_django(words: list[str]) -> RunnerCommand:
     return RunnerCommand("", [*options, *labels], runner="django")
 
 
-_READERS: Final = {"tox": _read_tox, "tests/runtests.py": _read_django}
+def _read_sympy(words: list[str]) -> RunnerCommand:
+    """Files. Without its cache SymPy is as `-C` has it."""
+    script = "export SYMPY_USE_CACHE=no" if _NO_CACHE.intersection(words) else ""
+    files = [word for word in words if word not in _SYMPY_OPTIONS]
+    if unknown := [word for word in files if word.startswith("-")]:
+        raise ValueError(f"the option {unknown[0]!r} of SymPy's bin/test is not taken. Leave such rows out")
+    return RunnerCommand(script, files, runner="sympy")
+
+
+_READERS: Final = {"bin/test": _read_sympy, "tox": _read_tox, "tests/runtests.py": _read_django}
 
 
 def _after_pytest(words: list[str]) -> tuple[list[str], list[str] | None]:

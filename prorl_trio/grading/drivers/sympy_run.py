@@ -1,0 +1,106 @@
+"""Runs tests of SymPy with its own runner, and reports: `python -c ... REPORT_PATH TEST_TIMEOUT_S FILES`.
+
+Each line is `{"test": NAME, "status": ..., "message": ...}`, the end of a test, whose name is that of its function. The
+last line is `{"end": true}`. A file that cannot be imported is reported by its path.
+
+Runs in sandboxes, in the tests' own process: standard library of Python 3.8, and SymPy 1.0 or later.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from importlib import import_module
+from typing import Any
+
+from .values import encode_line
+
+__all__ = ["main", "make_reporter"]
+
+MAX_MESSAGE_CHARS = 2000
+AGAIN_S = 1.0
+
+
+class TestTimedOut(Exception):
+    """The time of one test is used up. Raised every second, for a test may catch it."""
+
+    __test__ = False
+
+
+def make_reporter(base: Any, path: str, test_timeout_s: float) -> Any:
+    """Return a subclass of SymPy's reporter that writes the end of each test to a file as well."""
+
+    class Reporter(base):  # type: ignore[misc] # SymPy is known only where this runs
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._report = open(path, "wb")  # noqa: SIM115 - until the end of the run
+            self._test, self._is_late = "", False
+
+        def entering_test(self, f: Any) -> None:
+            super().entering_test(f)
+            self._test, self._is_late = f.__name__, False
+            signal.signal(signal.SIGALRM, self._time_out)
+            signal.setitimer(signal.ITIMER_REAL, test_timeout_s, AGAIN_S)
+
+        def test_pass(self, *arguments: Any) -> None:
+            self._end("passed")
+            super().test_pass(*arguments)
+
+        def test_fail(self, exc_info: Any) -> None:
+            self._end("failed", exc_info[1])
+            super().test_fail(exc_info)
+
+        def test_exception(self, exc_info: Any) -> None:
+            self._end("error", exc_info[1])
+            super().test_exception(exc_info)
+
+        def test_skip(self, *arguments: Any) -> None:
+            self._end("skipped", *arguments)
+            super().test_skip(*arguments)
+
+        def test_xfail(self) -> None:
+            self._end("xfailed")
+            super().test_xfail()
+
+        def test_xpass(self, v: Any) -> None:
+            self._end("xpassed", v)
+            super().test_xpass(v)
+
+        def import_error(self, filename: str, exc_info: Any) -> None:
+            self._write({"test": filename, "status": "error", "message": repr(exc_info[1])[-MAX_MESSAGE_CHARS:]})
+            super().import_error(filename, exc_info)
+
+        def finish(self) -> Any:
+            good = super().finish()
+            self._write({"end": True})
+            self._report.close()
+            return good
+
+        def _time_out(self, _number: int, _frame: object) -> None:
+            self._is_late = True
+            raise TestTimedOut("the time for one test is used up")
+
+        def _end(self, status: str, said: object = "") -> None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            message = said if isinstance(said, str) else repr(said)
+            status = "timed_out" if self._is_late else status
+            # No test has begun where a file cannot be executed.
+            self._write({"test": self._test or "a file", "status": status, "message": message[-MAX_MESSAGE_CHARS:]})
+            self._test, self._is_late = "", False
+
+        def _write(self, message: dict[str, Any]) -> None:
+            self._report.write(encode_line(message))
+            self._report.flush()
+
+    return Reporter
+
+
+def main() -> None:
+    """Run the tests of these files of the present directory, as `bin/test --no-colors -v` does, in one process."""
+    path, test_timeout_s, *files = sys.argv[1:]
+    sys.path[:] = [os.getcwd(), *[each for each in sys.path if each]]
+    place = "testing" if os.path.isdir("sympy/testing") else "utilities"
+    runtests: Any = import_module(f"sympy.{place}.runtests")
+    runtests.PyTestReporter = make_reporter(runtests.PyTestReporter, path, float(test_timeout_s))
+    sys.exit(runtests._test(*files, verbose=True, colors=False))
