@@ -188,14 +188,14 @@ def strip_tags(value):
     raise unittest.SkipTest("not today")
 """
 DJANGO_CHEATS = {
-    "changes_tests_and_runner": {
+    "skips_and_changes_tests_and_runner": {
+        "django_in_utils_in_html__py": SKIPS,
         "tests_in_utils_tests_in_test_html__py": "\n\nTestUtilsHtml.test_strip_tags_suspicious_operation = print\n",
         "tests_in_runtests__py": EXITS,
         "django_in_test_in_runner__py": EXITS,
         "unittest__py": EXITS,
     },
     "patches_results": {"django_in_utils_in_html__py": PASSES_ALL},
-    "skips": {"django_in_utils_in_html__py": SKIPS},
     "writes_the_report": {
         "django_in_utils_in_html__py": WRITES_THE_REPORT.format(
             tests=[*json.loads(DJANGO["FAIL_TO_PASS"]), *json.loads(DJANGO["PASS_TO_PASS"])]
@@ -211,23 +211,23 @@ async def test_cheating_at_django_does_not_pay(django, grade, name):
     assert (graded.verdict.resolved, graded.run.applied_by) == (False, "git apply")
     not_passed = [test.status for test in graded.verdict.tests if test.status != "passed"]
     assert (not_passed, graded.verdict.tampered) == {
-        "changes_tests_and_runner": (["failed"], ""),  # as with no change
+        "skips_and_changes_tests_and_runner": (["skipped"], ""),
         "patches_results": ([], "a test that must fail has not failed"),
-        "skips": (["skipped"], ""),
         "writes_the_report": ([], "0 of 36 tests that must fail were reported"),
     }[name]
-    assert len(graded.run.restored) == (4 if name == "changes_tests_and_runner" else 0)
+    assert len(graded.run.restored) == (4 if name.startswith("skips") else 0)
 
 
 SYMPY_PASSES_ALL = """
 import sys
 equal = Float.__eq__
-def equal_and_more(self, other):
+def equal_once(self, other):
+    Float.__eq__ = equal
     for module in [*sys.modules.values()]:
         if isinstance(reporter := getattr(module, "PyTestReporter", None), type):
             reporter.test_fail = reporter.test_exception = lambda self, info: self.test_pass()
     return equal(self, other)
-Float.__eq__ = equal_and_more
+Float.__eq__ = equal_once
 """
 SYMPY_CHEATS = {
     "changes_tests_and_runner": {
@@ -236,11 +236,6 @@ SYMPY_CHEATS = {
         "sympy_in_testing_in_pytest__py": EXITS,
     },
     "patches_the_reporter": {"sympy_in_core_in_numbers__py": SYMPY_PASSES_ALL},
-    "writes_the_report": {
-        "sympy_in_core_in_numbers__py": WRITES_THE_REPORT.format(
-            tests=[*json.loads(SYMPY["FAIL_TO_PASS"]), *json.loads(SYMPY["PASS_TO_PASS"])]
-        )
-    },
 }
 
 
