@@ -221,13 +221,13 @@ async def test_cheating_at_django_does_not_pay(django, grade, name):
 SYMPY_PASSES_ALL = """
 import sys
 equal = Float.__eq__
-def equal_once(self, other):
-    Float.__eq__ = equal
+def equal_and_more(self, other):
     for module in [*sys.modules.values()]:
         if isinstance(reporter := getattr(module, "PyTestReporter", None), type):
             reporter.test_fail = reporter.test_exception = lambda self, info: self.test_pass()
+            Float.__eq__ = equal
     return equal(self, other)
-Float.__eq__ = equal_once
+Float.__eq__ = equal_and_more
 """
 SYMPY_CHEATS = {
     "changes_tests_and_runner": {
