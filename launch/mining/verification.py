@@ -12,7 +12,7 @@ from launch.mining.changes import make_patch
 from launch.mining.rows import RowChecks, read_checks
 from launch.mining.runs import payload_of
 from launch.mining.sdist import Entry
-from prorl_trio.grading.repository_tests import PytestTests
+from prorl_trio.grading.repository_tests import NamedTests
 from prorl_trio.sandbox.images.layers import CONTENT_NAME, find_layer
 from prorl_trio.types.errors import ConfigError, RolloutError
 
@@ -121,7 +121,7 @@ def _judge(check: str, payload: SwePayload, graded: Graded) -> str:
     if run.ended != "finished" or run.tampered:
         return _unfinished(run)
     asked_for: set[str] = set()
-    if check == "before" and isinstance(payload.tests, PytestTests):
+    if check == "before" and isinstance(payload.tests, NamedTests):
         asked_for = {*payload.tests.fail_to_pass}
     already = [test for test in verdict.tests if test.status == "passed" and test.test_id in asked_for]
     if already:
