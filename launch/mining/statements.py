@@ -19,6 +19,7 @@ MAX_NAMES: Final = 20
 MAX_MESSAGE_LINES: Final = 12
 _CHANGELOG: Final = re.compile(r"(?i)(.*/)?(changes|changelog|history|news|versions|release[-_]notes)(\.\w+)?")
 _VERSION: Final = re.compile(r"(?<![\w.])v?(\d+(?:\.\d+)+)(?![\w.]*\d)")
+_ADDRESS: Final = re.compile(r"(?<= at )0x[0-9a-fA-F]{6,}")
 _RULE: Final = re.compile(r"[-=~^*#_+]{3,}\s*")
 
 
@@ -103,4 +104,5 @@ def _rest(names: Sequence[str]) -> str:
 
 def _failure(message: str) -> str:
     said = [line[1:].strip() for line in message.splitlines() if line.startswith("E ") and line[1:].strip()]
+    said = [_ADDRESS.sub("0x...", line) for line in said]  # another one in each run
     return "\n".join(f"    {line}" for line in said[:MAX_MESSAGE_LINES])

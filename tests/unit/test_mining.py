@@ -230,6 +230,9 @@ def test_the_statement_of_a_hunk_shows_how_tests_fail():
     text = hunk_statement("calc", "1.1", "calc.py", alike)
     assert "t::0\n\n    assert False\n\nt::1\n\n    assert True\n\nThese" in text
     assert text.endswith("\nt::21\n\nand 18 more.")
+    objects = {f"t::{number}": f"E   assert <f at 0x7fdb8cee{number}> is None" for number in range(1000, 1002)}
+    text = hunk_statement("calc", "1.1", "calc.py", objects)
+    assert "    assert <f at 0x...> is None\n\nThese fail, too:\n\nt::1001" in text
     assert hunk_statement("calc", "1.1", "calc.py", {"t::1": "    f(1)  # hidden"}) == ""
 
 
