@@ -29,6 +29,8 @@ __all__ = ["ScoreReply", "ScorerPool", "open_scorer_pool"]
 
 MAX_REPLY_BYTES: Final = 4 * 1024 * 1024
 START_TIMEOUT_S: Final = 60.0
+MAX_STARTS: Final = 5
+"""Of a process for one call, where those before it were killed as they started."""
 KILL_TIMEOUT_S: Final = 5.0
 HEADER: Final = struct.Struct("<I")
 
@@ -42,6 +44,10 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
 
 class _WorkerKilled(EvaluationError):
     """The scoring process was killed (SIGKILL): by its machine, or because of what it scored. Nobody can tell."""
+
+
+class _NotStarted(EvaluationError):
+    """There is no process for the scorer, so that nothing was scored: no answer is at fault for that."""
 
 
 class _Worker:
@@ -64,9 +70,9 @@ class _Worker:
                 with trio.fail_after(START_TIMEOUT_S):
                     reply = await worker._receive()
                 if reply.error:
-                    raise EvaluationError(f"scorer {function} cannot be loaded: {reply.error}")
+                    raise _NotStarted(f"scorer {function} cannot be loaded: {reply.error}")
         except trio.TooSlowError:
-            raise EvaluationError(
+            raise _NotStarted(
                 f"scorer {function} was not ready within {START_TIMEOUT_S:g} s", error_code="evaluator_timeout"
             ) from None
         return worker
@@ -166,6 +172,8 @@ class ScorerPool:
         """
         try:
             return await self._score(function, payload, timeout_s)
+        except _NotStarted:
+            raise
         except EvaluationError as exc:
             if harmless is None:
                 raise
@@ -220,13 +228,22 @@ class ScorerPool:
         """Start a worker; one that idles for another function makes room, so that the limit counts processes.
 
         There may be none: the pool was made smaller while the calls in flight go on.
+
+        Raises:
+            _NotStarted: it cannot be loaded, took too long, or was killed each time.
         """
         while sum(map(len, self._idle.values())) + self._limiter.borrowed_tokens > self._limiter.total_tokens:
             idle = next(filter(None, self._idle.values()), None)
             if idle is None:
                 break
             await idle.pop().kill()
-        return await _Worker.start(function, self._limits)
+        failure = ""
+        for _ in range(MAX_STARTS):
+            try:
+                return await _Worker.start(function, self._limits)
+            except _WorkerKilled as exc:
+                failure = f"scorer {function} cannot be started: {exc}"
+        raise _NotStarted(failure)
 
     async def aclose(self) -> None:
         """Kill every idle worker. Calls in flight must have ended."""

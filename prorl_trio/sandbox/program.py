@@ -53,6 +53,7 @@ class Program:
         self._news = trio.Event()
         self._result: ExecResult | None = None
         self._failure: Exception | None = None
+        self._sending = trio.CancelScope()
 
     def __repr__(self) -> str:
         return f"<Program {self._request.argv[0]!r}: {'running' if self._result is None else self._result.exit_code}>"
@@ -72,8 +73,13 @@ class Program:
 
     async def _send(self, data: bytes, *, last: bool) -> None:
         piece = ExecInput(input_id=self._request.input_id, data=data, last=last)
+        is_taken = False
+        if self._result is None and self._failure is None:
+            # A piece that comes after the program's end would wait over there for a program of its number.
+            with trio.CancelScope() as self._sending:
+                is_taken = (await self._call(piece, ExecInputTaken, self._timeout_s)).wanted
         self._raise_failure()
-        if not (await self._call(piece, ExecInputTaken, self._timeout_s)).wanted:
+        if not is_taken:
             raise trio.BrokenResourceError(f"{self._request.argv[0]} reads no more")
 
     async def receive_some(self) -> bytes:
@@ -110,6 +116,7 @@ class Program:
         except (OSError, ValueError, RolloutError) as exc:
             self._failure = exc
         self._news.set()
+        self._sending.cancel()
 
     def _take(self, stream: str, data: bytes) -> None:
         if stream != "stdout":

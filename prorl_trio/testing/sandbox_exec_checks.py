@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 import secrets
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
+
+import trio
 
 from ipc.file_calls import EditFile
 from prorl_trio.testing.sandbox_check import ACTION_TIMEOUT_S, Contract, checked_sandbox, raises
@@ -112,12 +115,23 @@ async def check_programs_that_are_talked_to(contract: Contract) -> None:
             assert await program.receive_some() == b""
             assert (await program.wait()).timed_out
         await raises(FileNotFoundError, _end_of(sandbox, "/no/such/program"))
+        with trio.fail_after(ACTION_TIMEOUT_S / 2):
+            await raises(FileNotFoundError, _feed(sandbox, "/no/such/program"))
+            assert await _feed(sandbox, "true") == 0
         assert (await sandbox.exec(["true"], timeout_s=ACTION_TIMEOUT_S)).exit_code == 0
 
 
 async def _end_of(sandbox: Sandbox, program: str) -> None:
     async with sandbox.open_program([program], timeout_s=ACTION_TIMEOUT_S) as running:
         await running.wait()
+
+
+async def _feed(sandbox: Sandbox, program: str) -> int | None:
+    async with sandbox.open_program([program], timeout_s=ACTION_TIMEOUT_S) as running:
+        with suppress(trio.BrokenResourceError):
+            while True:
+                await running.send(b"x\n")
+        return (await running.wait()).exit_code
 
 
 async def check_users(contract: Contract) -> None:

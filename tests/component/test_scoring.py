@@ -128,6 +128,28 @@ async def test_what_is_scored_is_not_at_fault_for_a_process_that_was_killed_mean
     assert (tmp_path / "killed").exists()
 
 
+async def test_what_is_scored_is_not_at_fault_for_processes_that_were_killed_as_they_started(tmp_path, monkeypatch):
+    source = """
+import os, signal
+for n in range(KILLS):
+    try: os.close(os.open(f"start-{n}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError: continue
+    os.kill(os.getpid(), signal.SIGKILL)
+def double(payload): return {"value": payload["value"] * 2}
+"""
+    for name, kills in (("killed_at_times", 3), ("killed_for_long", 7)):
+        (tmp_path / f"{name}.py").write_text(source.replace("KILLS", str(kills)).replace("start-", f"{name}-"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    calls = {"payload": {"value": 4}, "harmless": {"value": 1}, "timeout_s": 20}
+    with trio.fail_after(60):
+        async with open_scorer_pool(1) as pool:
+            assert await pool.score("killed_at_times:double", **calls) == {"value": 8}
+            with pytest.raises(EvaluationError, match="cannot be started") as caught:
+                await pool.score("killed_for_long:double", **calls)
+    assert caught.value.cause == "evaluator"
+
+
 @pytest.mark.parametrize("how", HOSTILE)
 async def test_an_answer_at_which_the_scorer_fails_is_at_fault(scorer, how, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -34,6 +34,8 @@ CAUSES = {"sandbox", "evaluator", "node"}
 """Whose doing it is that a rollout has no reward here."""
 PAUSE_S = 0.3
 """Mean time between two kills."""
+APART_S = 5
+"""Between two kills of what its own work may have ended: one that is killed at its second try, too, counts as failed."""
 DEADLINE_S = 800
 
 
@@ -69,6 +71,7 @@ class Killer:
         self.kills = Counter()
         self._node = node
         self._random = random.Random(seed)
+        self._spared_until = 0.0
 
     async def run(self, kills, node_kills):
         """Kill so often at random moments, the node at so many of them."""
@@ -81,21 +84,21 @@ class Killer:
                 await self._node.start()
                 self.kills["node"] += 1
             else:
-                while not (kind := await trio.to_thread.run_sync(self._kill_one)):
+                while not (kind := await trio.to_thread.run_sync(self._kill_one, trio.current_time())):
                     await trio.sleep(0.02)
+                if kind in ("scorer", "program"):
+                    self._spared_until = trio.current_time() + APART_S
                 self.kills[kind] += 1
 
-    def _kill_one(self):
+    def _kill_one(self, now):
         """Kill a process, or a whole sandbox, and return which kind; empty if there is none."""
         lines = {process.pid: command_of(process.pid) for process in descendants(self._node.pid)}
         sandboxes = [pid for pid, line in lines.items() if "sandbox_daemon" in line]
         inside = {process.pid for pid in sandboxes for process in descendants(pid)} - {*sandboxes}
-        victims = {
-            "scorer": [pid for pid, line in lines.items() if "scoring_worker" in line],
-            "sandbox": sandboxes,
-            "tree": sandboxes,
-            "program": [*inside],
-        }
+        victims = {"sandbox": sandboxes, "tree": sandboxes}
+        if now >= self._spared_until:
+            victims["scorer"] = [pid for pid, line in lines.items() if "scoring_worker" in line]
+            victims["program"] = [*inside]
         kinds = [kind for kind, pids in victims.items() if pids]
         if not kinds:
             return ""
