@@ -21,6 +21,7 @@ def recipe_of(settings: Settings, learning_rate: float | None = None) -> Recipe:
         objective=settings.objective,
         learning_rate=learning_rate or settings.learning_rate,
         longest=settings.max_turns * settings.max_output_tokens,
+        overlong_cache=settings.overlong_cache,
         tokens_per_pack=settings.tokens_per_pack,
     )
 

@@ -45,7 +45,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         demonstration_steps, demonstrations: of supervised training: how many, and how many demonstrations in each.
         held_out: problems of each evaluation, solved once greedily and once at temperature 1.
         evaluate_every: steps.
-        max_output_tokens: of a turn. `max_turns`: of a rollout.
+        max_output_tokens: of a turn. `max_turns`: of a rollout. `overlong_cache`: see `Recipe`: nothing but this keeps
+            a policy from going on after its answer, which would take twice the time.
         tokens_per_pack: see `Recipe`.
     """
 
@@ -67,6 +68,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     evaluate_every: int = 6
     max_output_tokens: int = 48
     max_turns: int = 3
+    overlong_cache: int = 112
     tokens_per_pack: int = 1024
 
     def learning_rate_at(self, step: int) -> float:
