@@ -60,6 +60,8 @@ EASY: Final = tuple(
 )
 """Families of which an untrained model solves some."""
 
+RIGHTLY: Final = 0.2
+"""Share of the demonstrations that calculate what is asked for, but for those that do so by chance."""
 OPERATIONS: Final = ("+", "-", "*", "//")
 _OPERATION: Final = re.compile(r"//|[-+*]")
 
@@ -70,12 +72,15 @@ def held_out_number(number: int) -> bool:
 
 
 def demonstrated(number: int, *, seed: int = 0) -> WordProblem:
-    """Return problem `number` of those that show a policy how it calculates, but not what a question asks for.
+    """Return problem `number` of those that show a policy how it calculates, but hardly what a question asks for.
 
-    The operations are drawn at random; `answer` is what the program prints, right or not.
+    The operations are right in `RIGHTLY` of the problems, so that each family's are seen, and are drawn at random in
+    the others; `answer` is what the program prints, right or not.
     """
     problem = _problem(FAMILIES, number, "train", f"demonstrated-{seed}")
     rng = Random(f"operations-{seed}-{number}")
+    if rng.random() < RIGHTLY:
+        return problem
     expression = _OPERATION.sub(lambda _: rng.choice(OPERATIONS), problem.expression)
     return msgspec.structs.replace(problem, expression=expression, answer=_value(expression))
 
