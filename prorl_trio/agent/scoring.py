@@ -30,7 +30,7 @@ __all__ = ["ScoreReply", "ScorerPool", "open_scorer_pool"]
 MAX_REPLY_BYTES: Final = 4 * 1024 * 1024
 START_TIMEOUT_S: Final = 60.0
 MAX_STARTS: Final = 5
-"""Of a process for one call, where those before it were killed as they started."""
+"""Starts of a process for one call, where those before it were killed meanwhile."""
 KILL_TIMEOUT_S: Final = 5.0
 HEADER: Final = struct.Struct("<I")
 
