@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prorl_trio.config.agent import AgentConfig, ModelConfig
 from prorl_trio.config.backends import BackendConfig, HealthConfig, LoadConfig, Strategy
+from prorl_trio.config.fleet import FleetConfig
 from prorl_trio.config.listen import ListenConfig, RestConfig
 from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
 from prorl_trio.config.node import NodeConfig, OnHangup, load_config
@@ -18,6 +19,7 @@ __all__ = [
     "ArenaConfig",
     "BackendConfig",
     "BudgetConfig",
+    "FleetConfig",
     "HealthConfig",
     "ImagesConfig",
     "LedgerConfig",

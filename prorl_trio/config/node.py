@@ -8,6 +8,7 @@ import msgspec
 
 from prorl_trio.config.agent import AgentConfig, ModelConfig
 from prorl_trio.config.backends import BackendConfig
+from prorl_trio.config.fleet import FleetConfig
 from prorl_trio.config.listen import ListenConfig, RestConfig
 from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
 from prorl_trio.config.quantities import Count, SecondsOrZero
@@ -44,6 +45,7 @@ class NodeConfig(Table, frozen=True):
     node_id: Annotated[str, msgspec.Meta(pattern=NODE_ID)] = ""
     listen: ListenConfig = ListenConfig()
     rest: RestConfig = RestConfig()
+    fleet: FleetConfig = FleetConfig()
     ledger: LedgerConfig = LedgerConfig()
     backends: BackendConfig = BackendConfig()
     sandbox: SandboxConfig = SandboxConfig()

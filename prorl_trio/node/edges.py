@@ -12,6 +12,7 @@ import trio
 
 from ipc.arena_socket import serve_arena
 from ipc.nursery import open_single_nursery
+from prorl_trio.node.membership import Endpoints, open_membership
 from prorl_trio.service.auth import load_token
 from prorl_trio.service.endpoints import announce, endpoint_url, rest_url
 from prorl_trio.service.prorl_compat import configured_endpoints
@@ -69,11 +70,22 @@ async def open_edges(
         endpoints = {"url": endpoint_url(address, secure=bool(listen.tls_cert))}
         if local is not None:
             endpoints["unix_url"] = f"unix://{local.node}"
+        rest_address = None
         if feed is not None:
-            endpoints["rest_url"] = await _open_rest(node, sessions, feed, monitoring, accept, rest_bound)
+            rest_address = await _open_rest(node, sessions, feed, monitoring, accept, rest_bound)
+            endpoints["rest_url"] = rest_url(rest_address, secure=_rest_secure(config))
+            logger.info("REST at %s", endpoints["rest_url"])
         if listen.endpoint_file:
             await trio.to_thread.run_sync(announce, Path(listen.endpoint_file), endpoints)
-        yield address
+        found_at = Endpoints(
+            websocket=address,
+            secure=bool(listen.tls_cert),
+            rest=rest_address,
+            rest_secure=_rest_secure(config),
+            unix_url=endpoints.get("unix_url", ""),
+        )
+        async with open_membership(node, found_at, lambda: sessions.undelivered()[0]):
+            yield address
         accept.cancel_scope.cancel("shutdown")
 
 
@@ -84,8 +96,8 @@ async def _open_rest(
     monitoring: Monitoring,
     accept: trio.Nursery,
     listener: trio.SocketListener | None,
-) -> str:
-    """Serve REST in `accept`; return its URL once it listens."""
+) -> tuple[str, int]:
+    """Serve REST in `accept`; return its (host, port) once it listens."""
     listen, rest = node.config.listen, node.config.rest
     token = await trio.to_thread.run_sync(load_token, listen)
     tls = await trio.to_thread.run_sync(load_tls, listen) if rest.tls else None
@@ -101,9 +113,12 @@ async def _open_rest(
         listener=listener,
         more=configured_endpoints(rest, sandbox_network=node.config.sandbox.network),
     )
-    url = rest_url(await accept.start(service_task(serve, "REST")), secure=tls is not None)
-    logger.info("REST at %s", url)
-    return url
+    address: tuple[str, int] = await accept.start(service_task(serve, "REST"))
+    return address
+
+
+def _rest_secure(config: NodeConfig) -> bool:
+    return config.rest.tls and bool(config.listen.tls_cert)
 
 
 async def _open_arena_socket(config: NodeConfig, arena: Arena, path: Path, accept: trio.Nursery) -> None:

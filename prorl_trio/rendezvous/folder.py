@@ -1,0 +1,169 @@
+"""The folder of a fleet on a disk that all machines share: entries written whole, and read with the life of each.
+
+All functions block on the disk; call them in a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from prorl_trio.rendezvous.entry import ENTRY_FORMAT, NodeEntry
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+__all__ = ["claim_folder", "read_entry", "remove_entry", "renew_entry", "require_folder", "time_there", "write_entry"]
+
+SUFFIX: Final = ".json"
+MAX_ENTRY_BYTES: Final = 64 * 1024
+_CLOCK: Final = ".clock-"
+_DRAFT: Final = ".draft-"
+
+
+def claim_folder(path: str | PathLike[str]) -> Path:
+    """Make the folder with mode 0700 if it is missing, and return it.
+
+    Raises:
+        ConfigError: it cannot be made, or is not ours alone.
+    """
+    folder = Path(path)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"fleet.dir: {folder} cannot be made: {exc.strerror}") from exc
+    return require_folder(folder)
+
+
+def require_folder(path: str | PathLike[str]) -> Path:
+    """Return the folder, if it is there and nobody else can enter it: its entries hold tokens.
+
+    Raises:
+        ConfigError: it is missing, is no folder, another user's, or open to others.
+    """
+    folder = Path(path)
+    try:
+        found = folder.stat()
+    except OSError as exc:
+        raise ConfigError(f"the fleet's folder {folder} cannot be read: {exc.strerror}; has a node started?") from exc
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"the fleet's folder {folder} is no folder")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"the fleet's folder {folder} belongs to user {found.st_uid}, not to us; take one of your own"
+        )
+    if found.st_mode & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        raise ConfigError(f"the fleet's folder {folder} has mode {mode:04o}, others can enter it; chmod 700 it")
+    return folder
+
+
+def write_entry(folder: Path, entry: NodeEntry) -> None:
+    """Write or replace the entry of a node: a reader finds it whole, or that before it.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    handle, draft = tempfile.mkstemp(prefix=f"{_DRAFT}{entry.node_id}-", dir=folder)  # with mode 0600
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(entry), indent=2) + b"\n")
+        os.replace(draft, folder / f"{entry.node_id}{SUFFIX}")
+    except BaseException:
+        os.unlink(draft)
+        raise
+
+
+def renew_entry(folder: Path, entry: NodeEntry) -> None:
+    """Give the entry's file the time that it is now by the clock of the disk: the heartbeat, which needs no space.
+
+    Raises:
+        OSError: it is gone, or cannot be reached.
+    """
+    os.utime(folder / f"{entry.node_id}{SUFFIX}")
+
+
+def remove_entry(folder: Path, entry: NodeEntry) -> None:
+    """Remove the entry, and the drafts of a killed writer of that name, unless another process has taken the name over.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    path = folder / f"{entry.node_id}{SUFFIX}"
+    try:
+        if read_entry(path)[0].process != entry.process:
+            return
+        path.unlink(missing_ok=True)
+    except (FileNotFoundError, ConfigError):
+        return
+    for draft in folder.glob(f"{_DRAFT}{entry.node_id}-*"):
+        draft.unlink(missing_ok=True)
+
+
+def read_entry(path: Path) -> tuple[NodeEntry, int]:
+    """Return the entry in a file, and its modification time in ns by the clock of the disk.
+
+    The file is opened before it is asked for its time: on NFS that is what makes both new.
+
+    Raises:
+        FileNotFoundError: there is none any more.
+        ConfigError: it cannot be read, is not whole, is another user's or readable for others, or of another format.
+    """
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                raise ConfigError(f"{path} is no entry of a node: it must be a file of our own with mode 0600")
+            content = file.read(MAX_ENTRY_BYTES)
+    except FileNotFoundError:
+        raise
+    except OSError as exc:
+        if exc.errno == errno.ESTALE:  # NFS: replaced while we opened it
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from exc
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+    try:
+        entry = msgspec.json.decode(content, type=NodeEntry)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path} is no whole entry of a node: {exc}") from None
+    if entry.format != ENTRY_FORMAT:
+        raise ConfigError(
+            f"{path} has format {entry.format}, and this version reads {ENTRY_FORMAT}; update the older side"
+        )
+    if entry.node_id != path.name.removesuffix(SUFFIX):
+        raise ConfigError(f"{path} is the entry of node {entry.node_id!r}: it was copied or renamed; remove it")
+    return entry, found.st_mtime_ns
+
+
+def entry_paths(folder: Path) -> list[Path]:
+    """Return the files of the folder that are entries, by name.
+
+    Raises:
+        ConfigError: the folder cannot be read.
+    """
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX) and not name.startswith("."))
+    except OSError as exc:
+        raise ConfigError(f"the fleet's folder {folder} cannot be read: {exc.strerror}") from exc
+    return [folder / name for name in names]
+
+
+def time_there(folder: Path) -> int | None:
+    """Return what time it is now by the clock of the disk, in ns, as a new file gets it; None if none can be made."""
+    try:
+        handle, path = tempfile.mkstemp(prefix=_CLOCK, dir=folder)
+    except OSError:  # full, or read-only for us
+        return None
+    try:
+        os.utime(path)
+        return os.fstat(handle).st_mtime_ns
+    finally:
+        os.close(handle)
+        os.unlink(path)
