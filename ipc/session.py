@@ -38,6 +38,8 @@ __all__ = [
     "OutcomeFrame",
     "OutcomeRefFrame",
     "Rejected",
+    "RoomReport",
+    "RoomRequest",
     "ServerFrame",
     "ServerMessage",
     "SessionHello",
@@ -82,11 +84,15 @@ class SessionHello(_Frame, frozen=True):
     observe_group: str = ""
 
 
-class Submit(_Frame, frozen=True):
-    """Jobs for the node. Answered by one `Accepted` or `Rejected` per job, in order. `request_id` is echoed."""
+class Submit(_Frame, frozen=True, omit_defaults=True):
+    """Jobs for the node. Answered by one `Accepted` or `Rejected` per job, in order. `request_id` is echoed.
+
+    `attempts`: how many attempts of a job have begun on other nodes, by its id, for jobs that are moved here.
+    """
 
     request_id: int
     jobs: list[msgspec.Raw]
+    attempts: dict[str, int] = {}
 
 
 class CancelJobs(_Frame, frozen=True):
@@ -131,6 +137,12 @@ class Ack(_Frame, frozen=True):
 
 class StatusRequest(_Frame, frozen=True):
     """Ask for a `StatusReport`."""
+
+    request_id: int
+
+
+class RoomRequest(_Frame, frozen=True):
+    """Ask for a `RoomReport`."""
 
     request_id: int
 
@@ -325,6 +337,20 @@ class StatusReport(_Frame, frozen=True):
     statistics: msgspec.Raw
 
 
+class RoomReport(_Frame, frozen=True):
+    """Room of the node for jobs of this session, at this moment; nothing is reserved.
+
+    `room`: jobs that admission would take; `free`: of them, those that would begin without waiting for a worker of RUN.
+    `run_workers`: all of these. `unready`: why a job submitted now would not be worked on; empty: it would.
+    """
+
+    request_id: int
+    room: int
+    free: int
+    run_workers: int
+    unready: str = ""
+
+
 class BackendsAnswer(_Frame, frozen=True):
     """Answer to `CallBackends`: the operation's `answer`, or nil and an error.
 
@@ -345,6 +371,7 @@ ClientFrame = (
     | CancelOnNode
     | Ack
     | StatusRequest
+    | RoomRequest
     | ListJobs
     | CallBackends
     | WithdrawCall
@@ -367,6 +394,7 @@ ServerFrame = (
     | CancelledOnNode
     | JobList
     | StatusReport
+    | RoomReport
     | BackendsAnswer
     | HeartbeatPing
     | HeartbeatPong

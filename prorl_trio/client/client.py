@@ -19,6 +19,8 @@ from ipc.session import (
     CancelledOnNode,
     CancelOnNode,
     Rejected,
+    RoomReport,
+    RoomRequest,
     SessionHello,
     StatusReport,
     StatusRequest,
@@ -102,7 +104,11 @@ class RolloutClient(ResultCalls, BackendCalls):
         return self._state.welcome.resumed
 
     async def submit(
-        self, specs: Sequence[JobSpec], *, patience_s: float = ADMISSION_PATIENCE_S
+        self,
+        specs: Sequence[JobSpec],
+        *,
+        patience_s: float = ADMISSION_PATIENCE_S,
+        attempts: Mapping[str, int] | None = None,
     ) -> list[Accepted | Rejected]:
         """Submit jobs; return one answer per spec, in the order of `specs` (`index` is the position there).
 
@@ -115,6 +121,9 @@ class RolloutClient(ResultCalls, BackendCalls):
         `results` meanwhile. Jobs are sent in batches. A cancel may leave some of them on the node; to submit the same
         specs again is safe.
 
+        `attempts` is for jobs that are moved here from a node that is lost: how many attempts of each have begun there,
+        by job id.
+
         Raises:
             ServiceError: the session is over.
         """
@@ -126,17 +135,17 @@ class RolloutClient(ResultCalls, BackendCalls):
                 if isinstance(batch, Rejected):
                     answers.append(batch)
                     continue
-                answers += await self._submit_batch(batch, deadline_s)
+                answers += await self._submit_batch(batch, deadline_s, attempts or {})
         return [msgspec.structs.replace(answer, index=index) for index, answer in enumerate(answers)]
 
     async def _submit_batch(
-        self, batch: Sequence[tuple[str, msgspec.Raw]], deadline_s: float
+        self, batch: Sequence[tuple[str, msgspec.Raw]], deadline_s: float, attempts: Mapping[str, int]
     ) -> list[Accepted | Rejected]:
         """Submit one frame's jobs, those without room again and again until the deadline; return their answers."""
         answers: dict[int, Accepted | Rejected] = {}
         waiting = list(range(len(batch)))
         while True:
-            call = SubmitCall([batch[position] for position in waiting])
+            call = SubmitCall([batch[position] for position in waiting], attempts)
             await self._call(call)
             answers.update((p, answer) for p, answer in zip(waiting, call.answers, strict=True) if answer is not None)
             waits_s = {p: _retry_after_s(answers[p]) for p in waiting}
@@ -304,6 +313,14 @@ class RolloutClient(ResultCalls, BackendCalls):
         """
         report = await self._ask(StatusReport, lambda i: StatusRequest(request_id=i))
         return msgspec.msgpack.decode(report.statistics, type=dict[str, Any])
+
+    async def room(self) -> RoomReport:
+        """Return what the node could take of this session's jobs now. It reserves nothing.
+
+        Raises:
+            ServiceError: the session is over.
+        """
+        return await self._ask(RoomReport, lambda i: RoomRequest(request_id=i))
 
     def _batches(self, specs: Sequence[JobSpec]) -> Iterator[list[tuple[str, msgspec.Raw]] | Rejected]:
         """Yield the encoded jobs of each frame, and a `Rejected` for a spec that cannot be encoded or is too large."""

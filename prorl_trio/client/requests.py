@@ -19,6 +19,8 @@ from ipc.session import (
     CancelledOnNode,
     CancelOnNode,
     Rejected,
+    RoomReport,
+    RoomRequest,
     StatusReport,
     StatusRequest,
     Submit,
@@ -26,15 +28,15 @@ from ipc.session import (
 from prorl_trio.types.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import msgspec
 
 __all__ = ["Answer", "Call", "FrameT", "RequestFrame", "Requests", "SubmitCall"]
 
-Answer = Accepted | Rejected | CancelledJobs | CancelledOnNode | StatusReport | BackendsAnswer
-RequestFrame = Submit | CancelJobs | CancelOnNode | StatusRequest | CallBackends
-FrameT = TypeVar("FrameT", CancelledJobs, CancelledOnNode, StatusReport, BackendsAnswer)
+Answer = Accepted | Rejected | CancelledJobs | CancelledOnNode | StatusReport | RoomReport | BackendsAnswer
+RequestFrame = Submit | CancelJobs | CancelOnNode | StatusRequest | RoomRequest | CallBackends
+FrameT = TypeVar("FrameT", CancelledJobs, CancelledOnNode, StatusReport, RoomReport, BackendsAnswer)
 
 
 class Call(Generic[FrameT]):
@@ -82,8 +84,9 @@ class SubmitCall:
 
     withdrawable = False
 
-    def __init__(self, jobs: Sequence[tuple[str, msgspec.Raw]]) -> None:
+    def __init__(self, jobs: Sequence[tuple[str, msgspec.Raw]], attempts: Mapping[str, int] | None = None) -> None:
         self._jobs = jobs
+        self._attempts = attempts or {}
         self._sent: list[int] = []
         self.answers: list[Accepted | Rejected | None] = [None] * len(jobs)
         self._missing = len(jobs)
@@ -97,7 +100,12 @@ class SubmitCall:
     def frame(self, request_id: int) -> Submit:
         """Return the frame to send, with the jobs not answered yet."""
         self._sent = [position for position, answer in enumerate(self.answers) if answer is None]
-        return Submit(request_id=request_id, jobs=[self._jobs[position][1] for position in self._sent])
+        names = [self._jobs[position][0] for position in self._sent] if self._attempts else []
+        return Submit(
+            request_id=request_id,
+            jobs=[self._jobs[position][1] for position in self._sent],
+            attempts={name: self._attempts[name] for name in names if name in self._attempts},
+        )
 
     def take(self, answer: Answer) -> bool:
         """Store the answer to one job; the last one wakes the caller. Return False if it had an answer before.

@@ -25,6 +25,7 @@ from ipc.session import (
     OutcomeFrame,
     OutcomeRefFrame,
     Rejected,
+    RoomReport,
     ServerFrame,
     SessionRefused,
     SessionWelcome,
@@ -159,7 +160,15 @@ class ClientState:
                     self._awaited.discard(frame.job_id)
                     self.requests.infer_accepted(frame.job_id)
                     self._notify()
-            case Accepted() | Rejected() | CancelledJobs() | CancelledOnNode() | StatusReport() | BackendsAnswer():
+            case (
+                Accepted()
+                | Rejected()
+                | CancelledJobs()
+                | CancelledOnNode()
+                | StatusReport()
+                | RoomReport()
+                | BackendsAnswer()
+            ):
                 self.requests.take(frame)
                 if isinstance(frame, Accepted) and not 0 < frame.cursor <= self.inbox.received:
                     self._awaited.add(frame.job_id)

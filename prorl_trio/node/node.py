@@ -11,6 +11,7 @@ import trio
 
 from prorl_trio.pipeline.admission import Load
 from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.service.node_api import Room
 from prorl_trio.supervision import vanished_task
 from prorl_trio.types.errors import Draining, DuplicateJob, MalformedJob, ServiceError, UnknownJob
 
@@ -133,6 +134,15 @@ class Node:
         self._check_new(spec.job_id)
         handler = self._handlers.get(spec.instance.handler)
         self._pipeline.submit(Job(spec, handler, self._resources, sink, attempt=attempt), promised=True)
+
+    def room(self, session_id: str, ahead: int) -> Room:
+        """Return the room for jobs of a session, with `ahead` jobs promised a place. See `NodeApi.room`."""
+        init, _run, scoring = self._pipeline.stages
+        workers = self.config.stages.run_workers
+        self.admission.max_queued = init.queue.capacity
+        room = 0 if self.draining else self.admission.room(self._load(session_id, ahead))
+        before_eval = len(self._pipeline) - scoring.busy - len(scoring.queue) + ahead
+        return Room(room=room, free=min(room, max(0, workers - before_eval)), run_workers=workers)
 
     def _check_new(self, job_id: str) -> None:
         if self._pipeline.job(job_id) is not None:

@@ -67,15 +67,7 @@ class Admission:
         Raises:
             AdmissionRejected: a limit is reached; the error says which, what is held, and when to try again.
         """
-        limits = self.limits
-        for name, held, limit in (
-            ("stages.init_queue", load.queued, self.max_queued),
-            ("admission.max_queued_per_session", load.queued_of_session, limits.max_queued_per_session),
-            ("admission.max_live", load.live, limits.max_live),
-            ("admission.max_live_per_session", load.live_of_session, limits.max_live_per_session),
-            ("admission.max_undelivered", load.undelivered, limits.max_undelivered),
-            ("admission.max_undelivered_bytes", load.undelivered_bytes, limits.max_undelivered_bytes),
-        ):
+        for name, held, limit in self._held(load):
             if held >= limit:
                 excess = held - limit + 1 if not name.endswith("_bytes") else 1
                 retry_after_s = self.rate.wait_s(excess, now_s)
@@ -83,3 +75,20 @@ class Admission:
                     f"{name}: the node holds {held}, and its limit is {limit}; retry in {retry_after_s:.2g} s",
                     retry_after_s,
                 )
+
+    def room(self, load: Load) -> int:
+        """Return how many jobs of that session `check` would let in now, one after the other."""
+        *counts, undelivered, undelivered_bytes = (limit - held for _, held, limit in self._held(load))
+        return 0 if min(undelivered, undelivered_bytes) <= 0 else max(0, min(counts))
+
+    def _held(self, load: Load) -> tuple[tuple[str, int, int], ...]:
+        """Return each limit: its name, what is held of it, and itself."""
+        limits = self.limits
+        return (
+            ("stages.init_queue", load.queued, self.max_queued),
+            ("admission.max_queued_per_session", load.queued_of_session, limits.max_queued_per_session),
+            ("admission.max_live", load.live, limits.max_live),
+            ("admission.max_live_per_session", load.live_of_session, limits.max_live_per_session),
+            ("admission.max_undelivered", load.undelivered, limits.max_undelivered),
+            ("admission.max_undelivered_bytes", load.undelivered_bytes, limits.max_undelivered_bytes),
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from prorl_trio.pipeline.pipeline import JobSink
     from prorl_trio.types.models import JobSpec, ToolCall
 
-__all__ = ["NodeApi"]
+__all__ = ["NodeApi", "Room"]
+
+
+class Room(NamedTuple):
+    """Room of a node for jobs of one session: as `ipc.session.RoomReport` says."""
+
+    room: int
+    free: int
+    run_workers: int
 
 
 class NodeApi(Protocol):
@@ -44,6 +52,10 @@ class NodeApi(Protocol):
             DuplicateJob: a job with this id is live.
             UnknownHandler: a former process accepted the job with a handler that this one does not have.
         """
+
+    def room(self, session_id: str, ahead: int) -> Room:
+        """Return the room for jobs of a session, with `ahead` jobs promised a place. Reserves nothing."""
+        ...
 
     async def cancel(self, job_id: str, reason: str) -> None:
         """Cancel a job, and return when nothing of it runs any more. Its outcome is delivered as for any other end.

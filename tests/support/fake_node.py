@@ -12,7 +12,8 @@ import trio
 from prorl_trio.inference.engines.protocol import EngineInfo, made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.pipeline.observer import JobView
-from prorl_trio.types.errors import BackendError, Draining, DuplicateJob, UnknownHandler, UnknownJob
+from prorl_trio.service.node_api import Room
+from prorl_trio.types.errors import AdmissionRejected, BackendError, Draining, DuplicateJob, UnknownHandler, UnknownJob
 from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, TaskInstance, Timing, ToolCall, Trajectory
 from support.pausable_engine import PausableEngine
 
@@ -102,6 +103,9 @@ class FakeNode:
             `down_backends` are down.
         read_turn: see `NodeApi`.
         draining: refuse new jobs.
+        places: workers of RUN that it says it has.
+        max_live: jobs without an outcome that it takes.
+        attempts: number of the attempt that each job it took is, by id.
         cancel_gate: cancels wait for it; set at first.
         observers: are told of every job, as a node does.
     """
@@ -115,6 +119,9 @@ class FakeNode:
         self.unfit_backends: set[str] = set()
         self.down_backends: set[str] = set()
         self.draining = False
+        self.places = 8
+        self.max_live = 10_000
+        self.attempts: dict[str, int] = {}
         self.cancel_gate = trio.Event()
         self.cancel_gate.set()
         self.observers: list[Observer] = []
@@ -130,12 +137,15 @@ class FakeNode:
             raise Draining(f"node {self.node_id} is draining")
         if spec.instance.handler != "fake":
             raise UnknownHandler(f"no handler {spec.instance.handler!r}; there is: fake")
+        if len(self.live) >= self.max_live:
+            raise AdmissionRejected(f"admission.max_live: it holds {len(self.live)}", 0.05)
         if spec.job_id in self.live:
             raise DuplicateJob(f"job {spec.job_id!r} is live")
 
     def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
         """See `NodeApi`."""
         self._sinks[spec.job_id] = sink
+        self.attempts[spec.job_id] = attempt
         self.submitted.append(spec)
         self.live[spec.job_id] = spec
         self._move(spec.job_id, "queued", "")
@@ -143,6 +153,13 @@ class FakeNode:
         outcome = self._on_submit(spec) if self._on_submit else None
         if outcome is not None:
             self.finish(spec.job_id, outcome)
+
+    def room(self, session_id: str, ahead: int) -> Room:
+        """See `NodeApi`. It has `places`, and takes any number of jobs."""
+        del session_id
+        room = 0 if self.draining else self.max_live - len(self.live) - ahead
+        free = self.places - len(self.live) - ahead
+        return Room(room=max(0, room), free=max(0, min(room, free)), run_workers=self.places)
 
     async def cancel(self, job_id: str, reason: str) -> None:
         """See `NodeApi`."""

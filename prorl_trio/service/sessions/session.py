@@ -162,10 +162,10 @@ class Session:
             if len(self._cancelled_ahead) > MAX_CANCELS_AHEAD:
                 del self._cancelled_ahead[next(iter(self._cancelled_ahead))]
 
-    def admit(self, spec: JobSpec, node: NodeApi) -> tuple[RunningJob | None, bool]:
+    def admit(self, spec: JobSpec, node: NodeApi, attempts: int = 0) -> tuple[RunningJob | None, bool]:
         """Check a job before it is stored. Return it if its submission is still in progress, and whether it is new.
 
-        The caller must afterwards hand over or withdraw a new job.
+        `attempts` of it have begun on other nodes. The caller must afterwards hand over or withdraw a new job.
 
         Raises:
             ServiceError: it is refused, see `submit_all`.
@@ -177,7 +177,7 @@ class Session:
             if self._is_elsewhere(spec.job_id):
                 raise DuplicateJob(f"job {spec.job_id!r} is another session's; choose another id")
             node.check(spec, self, self.journal.promised)
-            return self.restore(spec, fingerprint, 0), True
+            return self.restore(spec, fingerprint, attempts), True
         if known != fingerprint:
             raise DuplicateJob(f"job {spec.job_id!r} is here with another spec; choose another id")
         running = self._running.get(spec.job_id)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     """Called with the index of a job in its batch, and None if the node accepted it, else the reason. Never raises."""
 
 __all__ = ["submit_all", "submit_one"]
+
+
+NO_ATTEMPTS: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class _Entry(NamedTuple):
@@ -42,24 +46,27 @@ class _Entry(NamedTuple):
         return self.error if self.job is None else self.job.refused
 
 
-async def submit_all(session: Session, specs: Sequence[JobSpec], node: NodeApi, answer: Answer) -> None:
+async def submit_all(
+    session: Session, specs: Sequence[JobSpec], node: NodeApi, answer: Answer, attempts: Mapping[str, int] = NO_ATTEMPTS
+) -> None:
     """Submit jobs, and return when each was accepted or refused. Submitting a spec again joins its job.
 
     `answer` is called once for each job, in order, in the same step in which the node accepts it: before its outcome
-    can come. If this call is cancelled, the submit still goes on to its end, with its answers.
+    can come. `attempts` of a job have begun on another node, by job id. If this call is cancelled, the submit still
+    goes on to its end, with its answers.
 
     The error given for a refused job is `DuplicateJob` if the id belongs to another spec or session; `AlreadyDelivered`
     if its outcome was acknowledged; `AdmissionRejected` if the session has too many unacknowledged outcomes, or the
     ledger is full; or what the node raised.
     """
     if session.journal.ledger.is_immediate and len(specs) < JOBS_PER_CHECKPOINT:
-        await _submit(session, specs, node, answer)  # no checkpoint before all are handed over
+        await _submit(session, specs, node, answer, attempts)  # no checkpoint before all are handed over
         return
     done = trio.Event()
 
     async def submit() -> None:
         try:
-            await _submit(session, specs, node, answer)
+            await _submit(session, specs, node, answer, attempts)
         finally:
             done.set()
 
@@ -79,12 +86,14 @@ async def submit_one(session: Session, spec: JobSpec, node: NodeApi) -> None:
         raise refused[0]
 
 
-async def _submit(session: Session, specs: Sequence[JobSpec], node: NodeApi, answer: Answer) -> None:
+async def _submit(
+    session: Session, specs: Sequence[JobSpec], node: NodeApi, answer: Answer, attempts: Mapping[str, int]
+) -> None:
     entries: list[_Entry] = []
     new: list[RunningJob] = []
     for index, spec in enumerate(specs):
         try:
-            job, is_new = session.admit(spec, node)
+            job, is_new = session.admit(spec, node, attempts.get(spec.job_id, 0))
         except ServiceError as exc:
             entries.append(_Entry(None, error=exc))
         else:
@@ -141,6 +150,8 @@ def _hand_over(session: Session, node: NodeApi, job: RunningJob, failure: Servic
     If the node has ended meanwhile, the job is refused, but stays in the ledger: the next start runs it.
     """
     if failure is None:
+        if job.attempt:  # they began on other nodes: the next start is to count on from there
+            session.journal.begin_attempt(job.spec.job_id, job.attempt)
         try:
             session.hand_over(job, node)
         except Draining as exc:

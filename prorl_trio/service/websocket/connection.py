@@ -23,6 +23,8 @@ from ipc.session import (
     JobList,
     ListJobs,
     Rejected,
+    RoomReport,
+    RoomRequest,
     SessionRefused,
     StatusReport,
     StatusRequest,
@@ -164,6 +166,8 @@ class Connection:
                 self._start(self._cancel_on_node, frame)
             case AttachArena():
                 self._attach_arena(frame.reader_id)
+            case RoomRequest():
+                self._link.post(self._room(frame.request_id))
             case StatusRequest():
                 self._link.post(StatusReport(request_id=frame.request_id, statistics=self._statistics()))
             case ListJobs():
@@ -178,10 +182,10 @@ class Connection:
 
     async def _submit(self, frame: Submit) -> None:
         for start in range(0, len(frame.jobs), JOBS_PER_COMMIT):
-            await self._take(frame.request_id, start, frame.jobs[start : start + JOBS_PER_COMMIT])
+            await self._take(frame, start, frame.jobs[start : start + JOBS_PER_COMMIT])
             await self._link.wait_room()
 
-    async def _take(self, request_id: int, start: int, raws: Sequence[msgspec.Raw]) -> None:
+    async def _take(self, frame: Submit, start: int, raws: Sequence[msgspec.Raw]) -> None:
         """Submit jobs, and answer for each in order, in the step in which it is accepted: before its outcome."""
         decoded: list[JobSpec | ServiceError] = []
         for raw in raws:
@@ -191,7 +195,7 @@ class Connection:
                 decoded.append(exc)
             if len(decoded) % JOBS_PER_CHECKPOINT == 0:
                 await trio.lowlevel.checkpoint()
-        position = 0
+        position, request_id = 0, frame.request_id
 
         def post(error: ServiceError | None) -> None:
             nonlocal position
@@ -212,7 +216,8 @@ class Connection:
             post_malformed()
             post(error)
 
-        await submit_all(self._session, [d for d in decoded if isinstance(d, JobSpec)], self._node, answer)
+        specs = [d for d in decoded if isinstance(d, JobSpec)]
+        await submit_all(self._session, specs, self._node, answer, frame.attempts)
         post_malformed()
 
     async def _list_jobs(self, request_id: int) -> None:
@@ -227,6 +232,16 @@ class Connection:
         for start in range(0, max(1, len(job_ids)), JOBS_PER_LIST):
             page, more = job_ids[start : start + JOBS_PER_LIST], start + JOBS_PER_LIST < len(job_ids)
             self._link.post(JobList(request_id=request_id, job_ids=page, more=more))
+
+    def _room(self, request_id: int) -> RoomReport:
+        room = self._node.room(self._session.session_id, self._session.journal.promised)
+        return RoomReport(
+            request_id=request_id,
+            room=room.room,
+            free=room.free,
+            run_workers=room.run_workers,
+            unready=self._node.unreadiness(),
+        )
 
     def _statistics(self) -> msgspec.Raw:
         statistics = {**self._node.statistics(), "sessions": self._table.statistics()}
