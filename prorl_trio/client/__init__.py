@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from prorl_trio.client.blocking import BlockingClient
-from prorl_trio.client.client import RolloutClient, connect
+from prorl_trio.client.client import RolloutClient
+from prorl_trio.client.connection import connect
 from prorl_trio.client.errors import ConnectionLost, PolicyUpdateFailed, SessionLost, SessionReplaced
 from prorl_trio.client.observed import Observed
 from prorl_trio.client.policy_update import PolicyUpdate, open_policy_update

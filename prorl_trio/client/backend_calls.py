@@ -207,6 +207,10 @@ class BackendCalls(abc.ABC):
         """
         return await self._operate(ResumeBackends(policy_version=policy_version, holder=holder))
 
+    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+        """Carry out an operation as its request says: what the other methods are made of."""
+        return await self._operate(request)
+
     async def _operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
         arguments = msgspec.Raw(msgspec.msgpack.encode(request))
         call = partial(CallBackends, operation=request.operation, arguments=arguments)

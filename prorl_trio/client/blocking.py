@@ -15,7 +15,8 @@ import trio
 from outcome import Error, capture
 
 from ipc.nursery import only_cancelled, single_exception
-from prorl_trio.client.client import RolloutClient, connect
+from prorl_trio.client.client import RolloutClient
+from prorl_trio.client.connection import connect
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.client.hosted import HostedBlock
 from prorl_trio.client.policy_update import PolicyUpdate
@@ -48,7 +49,8 @@ def _blocking(
 
     @wraps(afn)
     def method(client: BlockingClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return client._call(partial(afn, client._client, *args, **kwargs))
+        own: Callable[P, Awaitable[T]] = getattr(client._client, afn.__name__)  # a fleet's client has its own
+        return client._call(partial(own, *args, **kwargs))
 
     return method
 
@@ -72,7 +74,7 @@ class BlockingClient:
         url: see `connect`.
         token: see `connect`.
         session_id: see `connect`.
-        **options: the further keyword arguments of `connect`.
+        **options: the further keyword arguments of `connect`; with `fleet` it is a session on all nodes of a fleet.
 
     Raises:
         ServiceError: as `connect`. The constructor blocks until the client is connected.

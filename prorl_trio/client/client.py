@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.models import JobSpec
 
-__all__ = ["RolloutClient", "connect"]
+__all__ = ["RolloutClient", "connect_node"]
 
 BATCH_BYTES: Final = 1024 * 1024
 BATCH_JOBS: Final = 1_000
@@ -90,6 +90,11 @@ class RolloutClient(ResultCalls, BackendCalls):
     def session_id(self) -> str:
         """Return the session's id. Pass it to `connect` to come back, also from another process."""
         return self._state.session_id
+
+    @property
+    def session_state(self) -> ClientState:
+        """Return the session as this client knows it, for a client of several nodes."""
+        return self._state
 
     @property
     def node_id(self) -> str:
@@ -373,7 +378,7 @@ class RolloutClient(ResultCalls, BackendCalls):
 
 
 @asynccontextmanager
-async def connect(
+async def connect_node(
     url: str | None = None,
     token: str = "",
     *,
@@ -392,51 +397,7 @@ async def connect(
     observe_all: bool = False,
     observe_group: str = "",
 ) -> AsyncIterator[RolloutClient]:
-    """Open a session on the node at `url`: `ws://HOST:PORT`, `wss://HOST:PORT` with TLS, `unix:///PATH`.
-
-        async with connect("ws://127.0.0.1:8700", token) as client:
-            await client.submit(specs)
-            async for outcome in client.results():
-                ...
-
-    Leaving the block without an exception acknowledges all that `results` has yielded; with an exception or a cancel,
-    the outcome yielded last is kept for the session's next client. Either way the connection is closed, within 2 s, and
-    jobs go on.
-
-    Args:
-        url: the node's address; `unix://` on its own host only.
-        token: the node's token.
-        endpoint_file: in place of `url`: the node's `listen.endpoint_file`. It is read again for every connection, so
-            that the client finds a node that was restarted on another port. On the node's own host, as the same user,
-            the client uses the Unix socket.
-        session_id: a session to come back to; its outcomes that were never acknowledged come first. None: a new one.
-        resume_after: the `RolloutClient.cursor` of the last outcome that the caller has: the outcomes up to it are not
-            sent again, and are acknowledged.
-        connect_timeout_s: how long to try for the first connection.
-        reconnect_timeout_s: how long to try when a connection is lost.
-        max_message_bytes: limit of one message in either direction; at most the limit in the node's configuration.
-        heartbeat_interval_s: how often to send a heartbeat.
-        heartbeat_timeout_s: after so long without any frame, the connection is lost.
-        tls_ca: for `wss://`, a PEM file with the certificates to trust; None: those of the system.
-        shared_memory: on the node's own host, map the node's token arrays instead of receiving them. The arrays of an
-            outcome are then views of the node's memory, which the node uses again once the outcome is acknowledged,
-            that is, when the next outcome is asked for: use them before, or keep `outcome.detached()`. After that,
-            `outcome.check()` and `pad_batch` raise StaleReference. On other hosts this changes nothing.
-        max_unacked_outcomes: how many outcomes the node may send beyond the acknowledged ones. 0, or more than the
-            node's own limit: that limit.
-        max_unacked_bytes: the same limit in bytes; one outcome is sent whatever its size.
-        observe_all: show the jobs of all other sessions in `observed`.
-        observe_group: show the other sessions' jobs of this group in `observed`.
-
-    Raises:
-        ConnectionLost: no connection within `connect_timeout_s`.
-        Unauthorized: wrong token.
-        ProtocolError: the other side is no node, or a node of another version; its certificate is not trusted; or
-            `endpoint_file` was not written by a node.
-        AdmissionRejected: the node has too many sessions.
-        ConfigError: `tls_ca` cannot be used.
-        ValueError: `url` is not valid, or not exactly one of `url` and `endpoint_file` is given.
-    """
+    """Open a session on one node. See `prorl_trio.client.connect`, which this does for a node."""
     where = _where(url, endpoint_file)
     may_be_secure = isinstance(where, EndpointFile) or where.secure
     tls = await trio.to_thread.run_sync(_tls_context, tls_ca) if may_be_secure else None
@@ -482,7 +443,7 @@ def _where(url: str | None, endpoint_file: str | PathLike[str] | None) -> Addres
         return Address.parse(url)
     if url is None and endpoint_file is not None:
         return EndpointFile(endpoint_file)
-    raise ValueError("connect needs the url of a node or its endpoint_file, one of the two")
+    raise ValueError("connect needs the url of a node, its endpoint_file, or a fleet's folder, one of the three")
 
 
 def _tls_context(ca_file: str | PathLike[str] | None) -> ssl.SSLContext:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -67,6 +67,15 @@ class Inbox:
     def first(self) -> OutcomeFrame | OutcomeRefFrame | None:
         """Return the oldest frame without removing it; None if there is none."""
         return self._frames[0] if self._frames else None
+
+    def after(self, cursor: int) -> list[OutcomeFrame | OutcomeRefFrame]:
+        """Return the frames after `cursor`, oldest first, without removing them."""
+        found = list(takewhile(lambda frame: frame.cursor > cursor, reversed(self._frames)))
+        return found[::-1]
+
+    def job_ids(self) -> set[str]:
+        """Return the jobs of all frames."""
+        return {frame.job_id for frame in self._frames}
 
     def frames(self, limit: int) -> list[OutcomeFrame | OutcomeRefFrame]:
         """Return the oldest frames, at most `limit`, without removing them."""

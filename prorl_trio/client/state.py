@@ -96,6 +96,19 @@ class ClientState:
         """
         return bool(self._awaited) or self._listed is not None or self._submitting > 0
 
+    @property
+    def listing(self) -> bool:
+        """Return True while the node's list of the session's jobs is still to come."""
+        return self._listed is not None
+
+    def awaited(self) -> set[str]:
+        """Return the accepted jobs of the session without an outcome, as far as this client knows."""
+        return set(self._awaited)
+
+    def notify(self) -> None:
+        """Wake everybody who waits for a change."""
+        self._notify()
+
     @contextmanager
     def submitting(self) -> Iterator[None]:
         """Count a submit as in progress during the block: `outstanding` is True meanwhile."""

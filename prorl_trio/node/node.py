@@ -142,7 +142,7 @@ class Node:
         self.admission.max_queued = init.queue.capacity
         room = 0 if self.draining else self.admission.room(self._load(session_id, ahead))
         before_eval = len(self._pipeline) - scoring.busy - len(scoring.queue) + ahead
-        return Room(room=room, free=min(room, max(0, workers - before_eval)), run_workers=workers)
+        return Room(room=room, free=min(room, workers - before_eval), run_workers=workers)
 
     def _check_new(self, job_id: str) -> None:
         if self._pipeline.job(job_id) is not None:

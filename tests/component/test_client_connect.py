@@ -95,7 +95,7 @@ async def test_where_the_node_is_must_be_said_once(deadline: None, tmp_path: Pat
         async with connect(token=TOKEN, endpoint_file=tmp_path / "none.json", connect_timeout_s=0.2):
             pass
     for where in ({}, {"url": "ws://127.0.0.1:1", "endpoint_file": tmp_path / "none.json"}):
-        with pytest.raises(ValueError, match="one of the two"):
+        with pytest.raises(ValueError, match="one of the three"):
             async with connect(token=TOKEN, **where):
                 pass
 

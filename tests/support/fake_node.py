@@ -157,9 +157,9 @@ class FakeNode:
     def room(self, session_id: str, ahead: int) -> Room:
         """See `NodeApi`. It has `places`, and takes any number of jobs."""
         del session_id
-        room = 0 if self.draining else self.max_live - len(self.live) - ahead
+        room = 0 if self.draining else max(0, self.max_live - len(self.live) - ahead)
         free = self.places - len(self.live) - ahead
-        return Room(room=max(0, room), free=max(0, min(room, free)), run_workers=self.places)
+        return Room(room=room, free=min(room, free), run_workers=self.places)
 
     async def cancel(self, job_id: str, reason: str) -> None:
         """See `NodeApi`."""

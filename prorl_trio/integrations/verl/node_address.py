@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from prorl_trio.client.blocking import BlockingClient
-from prorl_trio.client.client import connect
+from prorl_trio.client.connection import connect
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,0 +1,316 @@
+"""Submission of jobs to the nodes of a fleet: each where there is room, again and again until all have an answer."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import trio
+
+from ipc.nursery import open_single_nursery
+from ipc.session import Accepted, Rejected
+from prorl_trio.client.fleet.book import FleetJob
+from prorl_trio.client.fleet.moves import Moved
+from prorl_trio.client.fleet.placement import NodeRoom, Unit, place
+from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, Draining, DuplicateJob, ServiceError
+from prorl_trio.types.models import Outcome, Timing
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from prorl_trio.client.fleet.state import FleetState, Member
+    from prorl_trio.types.models import JobSpec
+
+__all__ = ["Submission"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_S: Final = 0.25
+"""Pause before nodes without room are asked again, at least."""
+MAX_RETRY_S: Final = 2.0
+MAX_MOVES: Final = 5
+"""Nodes that a job may lose. Then it is failed: it may be what ends them."""
+NEWS_AFTER_S: Final = 10.0
+GROUPS_KEPT: Final = 10_000
+"""Groups whose node is remembered, for mates that are submitted later."""
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Submission:
+    """The submission of a fleet's client. `log` writes moves down, and returns when they are on the disk."""
+
+    def __init__(self, state: FleetState, log: Callable[[Sequence[Moved]], Awaitable[None]]) -> None:
+        self._state = state
+        self._log = log
+        self._groups: dict[str, str] = {}
+        """Nodes of the groups that were submitted last, by group."""
+        self._refused: dict[str, set[str]] = {}
+        """Nodes that will not have a job any more, as it has ended there, by job."""
+
+    async def submit(self, specs: Sequence[JobSpec], patience_s: float) -> list[Accepted | Rejected]:
+        """Submit jobs; see `RolloutClient.submit`."""
+        deadline_s = trio.current_time() + patience_s
+        answers: dict[str, Accepted | Rejected] = {}
+        new: list[FleetJob] = []
+        with self._state.submitting():
+            await trio.lowlevel.checkpoint()
+            held = self._state.inbox.job_ids()
+            for spec in specs:
+                if self._state.book.is_over(spec.job_id):
+                    answers[spec.job_id] = _over(spec.job_id, is_held=spec.job_id in held)
+                    continue
+                known = self._state.book.jobs.get(spec.job_id)
+                if known is None:
+                    job = self._state.book.jobs[spec.job_id] = FleetJob(spec)
+                    job.attempt = self._attempt(spec.job_id)
+                    new.append(job)
+                elif known.spec == spec:
+                    answers.setdefault(spec.job_id, _accepted(spec.job_id))
+                else:
+                    message = f"job {spec.job_id!r} is here with another spec; choose another id"
+                    answers[spec.job_id] = _rejected(spec.job_id, DuplicateJob.code, message)
+            try:
+                answers.update(await self.place(new, deadline_s))
+            finally:
+                self._forget_refused(new, answers)
+        return [msgspec.structs.replace(answers[spec.job_id], index=index) for index, spec in enumerate(specs)]
+
+    async def move(self, jobs: Sequence[FleetJob], why: str) -> None:
+        """Have jobs of a lost node run as their next attempt on others, as soon as one has room."""
+        lost = [job for job in jobs if self._state.book.jobs.get(job.spec.job_id) is job]
+        if not lost:
+            await trio.lowlevel.checkpoint()
+            return
+        logger.warning("%d jobs are moved to other nodes: %s", len(lost), why)
+        await self._unplace(lost)
+        answers = await self.place(lost, deadline_s=None)
+        for job in lost:
+            answer = answers.get(job.spec.job_id)
+            if isinstance(answer, Rejected):
+                self._fail(job, f"{why}; no other node takes it: {answer.message}")
+
+    async def place(self, jobs: Sequence[FleetJob], deadline_s: float | None) -> dict[str, Accepted | Rejected]:
+        """Submit jobs that are nowhere until each has an answer, or until the deadline those that nobody has room for.
+
+        A job of which an outcome comes meanwhile, or which a node is found to have, counts as accepted.
+        """
+        answers: dict[str, Accepted | Rejected] = {}
+        began_s, told = trio.current_time(), False
+        while True:
+            waiting = [job for job in jobs if job.spec.job_id not in answers and self._is_nowhere(job)]
+            answers.update((job.spec.job_id, _accepted(job.spec.job_id)) for job in jobs if not self._is_nowhere(job))
+            if not waiting:
+                await trio.lowlevel.checkpoint()
+                return answers
+            before = len(answers)
+            last = await self._round(waiting, answers)
+            if self._state.failure is not None:
+                self._state.raise_failure()
+            now_s = trio.current_time()
+            if deadline_s is not None and now_s >= deadline_s:
+                for job in waiting:
+                    none = _rejected(job.spec.job_id, AdmissionRejected.code, "no node of the fleet has room", RETRY_S)
+                    answers.setdefault(job.spec.job_id, last.get(job.spec.job_id, none))
+                return answers
+            if len(answers) > before:
+                continue
+            if not told and now_s - began_s > NEWS_AFTER_S:
+                told = True
+                logger.warning("%d jobs wait for a node of the fleet that has room", len(waiting))
+            waits_s = [answer.retry_after_s for answer in last.values() if answer.retry_after_s is not None]
+            pause_s = min(MAX_RETRY_S, max(RETRY_S, min(waits_s, default=RETRY_S)))
+            await trio.sleep(pause_s if deadline_s is None else min(pause_s, deadline_s - now_s))
+
+    async def _round(self, jobs: Sequence[FleetJob], answers: dict[str, Accepted | Rejected]) -> dict[str, Rejected]:
+        """Ask all nodes for room, and submit what there is room for. Return the refusals after which to try again."""
+        members, rooms = await self._rooms()
+        by_id = {job.spec.job_id: job for job in jobs}
+        again: dict[str, Rejected] = {}
+        homes = self._state.book.homes
+        chosen = place(self._units([job for job in jobs if job.spec.job_id not in homes], rooms), rooms)
+        for job_id in by_id:
+            if homes.get(job_id) in members:  # it is there already, or may be: it needs no room
+                chosen.setdefault(homes[job_id], []).append(job_id)
+        async with open_single_nursery() as nursery:
+            for node_id, job_ids in chosen.items():
+                batch = [by_id[job_id] for job_id in job_ids if self._is_nowhere(by_id[job_id])]
+                nursery.start_soon(self._submit_to, members[node_id], batch, answers, again)
+        return again
+
+    async def _rooms(self) -> tuple[dict[str, Member], dict[str, NodeRoom]]:
+        """Return the nodes that take jobs of ours, and their room; those that work on none now only if all are so."""
+        members = {name: m for name, m in self._state.members.items() if not m.behind and m.state.connected}
+        rooms: dict[str, NodeRoom] = {}
+        unready: dict[str, NodeRoom] = {}
+
+        async def ask(member: Member) -> None:
+            try:
+                report = await member.client.room()
+            except ServiceError:
+                return
+            room = NodeRoom(report.room, report.free, report.run_workers)
+            (unready if report.unready else rooms)[member.node_id] = room
+
+        async with open_single_nursery() as nursery:
+            for member in members.values():
+                nursery.start_soon(ask, member)
+        return members, rooms or unready
+
+    async def _submit_to(
+        self,
+        member: Member,
+        jobs: Sequence[FleetJob],
+        answers: dict[str, Accepted | Rejected],
+        again: dict[str, Rejected],
+    ) -> None:
+        book, node_id = self._state.book, member.node_id
+        for job in jobs:
+            job.node_id, job.in_submit = node_id, True
+        lost: list[FleetJob] = []
+        try:
+            attempts = {job.spec.job_id: job.attempt - 1 for job in jobs if job.attempt > 1}
+            given = await member.client.submit([job.spec for job in jobs], patience_s=0, attempts=attempts)
+        except ServiceError as exc:
+            logger.info("node %s was lost in a submit of %d jobs: %s", node_id, len(jobs), exc)
+            lost = [job for job in jobs if book.jobs.get(job.spec.job_id) is job and job.node_id == node_id]
+            given = []
+        finally:
+            for job in jobs:
+                job.in_submit = False
+        if lost:
+            await self._unplace(lost)  # some of them may be there
+        for job, answer in zip(jobs, given, strict=False):
+            self._hear(job, node_id, answer, answers, again)
+        if to_cancel := [job for job in jobs if job.cancel_reason is not None and job.node_id == node_id]:
+            await self._cancel(member, to_cancel)
+
+    def _hear(
+        self,
+        job: FleetJob,
+        node_id: str,
+        answer: Accepted | Rejected,
+        answers: dict[str, Accepted | Rejected],
+        again: dict[str, Rejected],
+    ) -> None:
+        job_id = job.spec.job_id
+        if isinstance(answer, Accepted):
+            answers[job_id] = answer
+            if job.spec.group_id:
+                self._groups.pop(job.spec.group_id, None)
+                self._groups[job.spec.group_id] = node_id
+                if len(self._groups) > GROUPS_KEPT:
+                    del self._groups[next(iter(self._groups))]
+            return
+        if job.node_id == node_id:
+            job.node_id = ""
+        if answer.code in (AdmissionRejected.code, Draining.code):
+            again[job_id] = answer
+        elif answer.code == AlreadyDelivered.code and job.former:
+            self._refused.setdefault(job_id, set()).add(node_id)
+            again[job_id] = answer
+        else:
+            answers[job_id] = answer
+
+    async def _cancel(self, member: Member, jobs: Sequence[FleetJob]) -> None:
+        try:
+            await member.client.cancel([job.spec.job_id for job in jobs], jobs[0].cancel_reason or "")
+        except ServiceError as exc:
+            logger.info("node %s was lost in a cancel: %s", member.node_id, exc)
+
+    async def _unplace(self, jobs: Sequence[FleetJob]) -> None:
+        """Take jobs from a lost node, and write it down before they are anywhere else."""
+        moved = [Moved(job_id=job.spec.job_id, node_id=job.node_id, attempt=job.attempt + 1) for job in jobs]
+        for job in jobs:
+            job.in_submit = True
+        try:
+            await self._log(moved)
+        finally:
+            for job in jobs:
+                job.in_submit = False
+                self._state.book.moved.setdefault(job.spec.job_id, set()).add(job.node_id)
+                job.unplace()
+        for job in jobs:
+            if len(job.former) > MAX_MOVES:
+                self._fail(job, f"the nodes {', '.join(job.former)} were lost while they had it")
+
+    def _fail(self, job: FleetJob, why: str) -> None:
+        if self._state.book.jobs.get(job.spec.job_id) is not job:
+            return
+        logger.error("job %s fails: %s", job.spec.job_id, why)
+        outcome = Outcome(
+            job_id=job.spec.job_id,
+            instance_id=job.spec.instance.instance_id,
+            group_id=job.spec.group_id,
+            status="failed",
+            reward=None,
+            cause="node",
+            error=why,
+            trajectory=None,
+            details={},
+            timing=Timing(),
+            tags=job.spec.tags,
+            error_code="node",
+            attempt=max(1, job.attempt - 1),
+        )
+        self._state.put_made_up(job.spec.job_id, _encode(outcome))
+
+    def _units(self, jobs: Sequence[FleetJob], rooms: Mapping[str, NodeRoom]) -> list[Unit]:
+        """Return the jobs with their mates. What was on a node before that will not have it again goes to others."""
+        units: list[Unit] = []
+        groups: dict[str, list[str]] = {}
+        for job in jobs:
+            spec = job.spec
+            if self._refused.get(spec.job_id):
+                units.append(Unit([spec.job_id], home=self._other(spec.job_id, rooms), tied=True))
+            elif not spec.group_id:
+                units.append(Unit([spec.job_id]))
+            elif spec.group_id in groups:
+                groups[spec.group_id].append(spec.job_id)
+            else:
+                groups[spec.group_id] = [spec.job_id]
+                home = self._groups.get(spec.group_id, "")
+                watched = spec.group is not None and (not home or home in self._state.members)
+                units.append(Unit(groups[spec.group_id], home=home, tied=watched))
+        return units
+
+    def _other(self, job_id: str, rooms: Mapping[str, NodeRoom]) -> str:
+        """Return the node with the most room of those that did not have the job before; one that is none if all did."""
+        left = {name: room for name, room in rooms.items() if name not in self._refused[job_id]}
+        return max(left, key=lambda name: left[name].free, default="none")
+
+    def _attempt(self, job_id: str) -> int:
+        """Return the number of the next attempt of a job that this client has not heard of."""
+        return 2 if job_id in self._state.orphans else 1
+
+    def _is_nowhere(self, job: FleetJob) -> bool:
+        return self._state.book.jobs.get(job.spec.job_id) is job and not job.node_id
+
+    def _forget_refused(self, jobs: Sequence[FleetJob], answers: Mapping[str, Accepted | Rejected]) -> None:
+        """Take out what no node has taken. A job whose submit was cancelled may be on its node: it stays tied to it."""
+        book = self._state.book
+        for job in jobs:
+            job_id = job.spec.job_id
+            if isinstance(answers.get(job_id), Accepted) or book.jobs.get(job_id) is not job:
+                continue
+            del book.jobs[job_id]
+            if job.node_id and job_id not in answers:
+                book.homes[job_id] = job.node_id
+        self._state.notify()
+
+
+def _accepted(job_id: str) -> Accepted:
+    return Accepted(request_id=0, index=0, job_id=job_id)
+
+
+def _over(job_id: str, *, is_held: bool) -> Accepted | Rejected:
+    """Return the answer for a job whose outcome was given out: accepted while it is not acknowledged."""
+    if is_held:
+        return _accepted(job_id)
+    message = f"job {job_id!r} has ended, and its outcome was acknowledged; to run it again, choose another id"
+    return _rejected(job_id, AlreadyDelivered.code, message)
+
+
+def _rejected(job_id: str, code: str, message: str, retry_after_s: float | None = None) -> Rejected:
+    return Rejected(request_id=0, index=0, job_id=job_id, code=code, message=message, retry_after_s=retry_after_s)

@@ -1,0 +1,154 @@
+"""A fleet of fake nodes behind real WebSocket edges, each with an entry in a folder, that come, go and freeze."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import trio
+
+from prorl_trio.rendezvous.entry import Capacity, NodeEntry
+from prorl_trio.rendezvous.folder import claim_folder, remove_entry, renew_entry, write_entry
+from prorl_trio.rendezvous.identity import this_process
+from prorl_trio.service.limits import SessionLimits
+from support.fake_node import FakeNode
+from support.fake_service import TOKEN, open_service
+from support.sessions import sessions_in
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+    from prorl_trio.types.models import JobSpec, Outcome
+    from support.fake_service import Service
+
+__all__ = ["BEAT_S", "FakeFleet", "FleetNode", "entry_of", "open_fake_fleet"]
+
+BEAT_S = 0.05
+STALE_S = 0.5
+
+
+def entry_of(node_id: str, url: str = "ws://127.0.0.1:1", **changes: Any) -> NodeEntry:
+    """The entry of a node of this process."""
+    fields: dict[str, Any] = {
+        "node_id": node_id,
+        "url": url,
+        "token": TOKEN,
+        "host": "h1",
+        "process": this_process(),
+        "model": "m 0123",
+        "version": "1",
+        "capacity": Capacity(run_workers=8, max_live=100, live=0),
+        "heartbeat_interval_s": BEAT_S,
+        "stale_after_s": STALE_S,
+    }
+    return NodeEntry(**{**fields, **changes})
+
+
+class FleetNode:
+    """A node of the fleet: `node` is the fake. It lives from `start` to `kill`; its sessions outlive that."""
+
+    def __init__(self, fleet: FakeFleet, node: FakeNode, **entry: Any) -> None:
+        self.node = node
+        self.node_id = node.node_id
+        self.service: Service
+        self.entry: NodeEntry
+        self._fleet = fleet
+        self._changes = entry
+        self.sessions = sessions_in(fleet.nursery, SessionLimits())
+        self._scope = trio.CancelScope()
+        self._beating = trio.Event()
+        self._stopped = trio.Event()
+
+    async def start(self) -> None:
+        """Listen, and write the entry."""
+        self._scope = trio.CancelScope()
+        await self._fleet.nursery.start(self._serve)
+
+    async def _serve(self, *, task_status: trio.TaskStatus[None]) -> None:
+        with self._scope, self._until_stopped():
+            async with open_service(self.node, sessions=self.sessions) as self.service:
+                self.entry = entry_of(self.node_id, self.service.url, **self._changes)
+                self.freeze(frozen=False)
+                write_entry(self._fleet.folder, self.entry)
+                task_status.started()
+                while True:
+                    await self._beating.wait()
+                    renew_entry(self._fleet.folder, self.entry)
+                    await trio.sleep(BEAT_S)
+
+    @contextmanager
+    def _until_stopped(self) -> Iterator[None]:
+        self._stopped = trio.Event()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+
+    def freeze(self, *, frozen: bool = True) -> None:
+        """Stop the heartbeat, or let it go on."""
+        self._beating = trio.Event()
+        if not frozen:
+            self._beating.set()
+
+    async def kill(self) -> None:
+        """End its connections and its heartbeat; the entry stays, and so do its jobs."""
+        self._scope.cancel()
+        await self._stopped.wait()
+
+    async def leave(self) -> None:
+        """Take the entry away, and end."""
+        remove_entry(self._fleet.folder, self.entry)
+        await self.kill()
+
+
+class FakeFleet:
+    """The folder and the nodes."""
+
+    def __init__(self, folder: Path, nursery: trio.Nursery) -> None:
+        self.folder = claim_folder(folder)
+        self.nursery = nursery
+        self.nodes: dict[str, FleetNode] = {}
+
+    def __getitem__(self, node_id: str) -> FleetNode:
+        return self.nodes[node_id]
+
+    async def add(
+        self, node_id: str, on_submit: Callable[[JobSpec], Outcome | None] | None = None, **entry: Any
+    ) -> FleetNode:
+        """Start one more node."""
+        node = FakeNode(on_submit)
+        node.node_id = node_id
+        await node.backends.add(f"http://{node_id}:8000")
+        member = self.nodes[node_id] = FleetNode(self, node, **entry)
+        await member.start()
+        return member
+
+    def where(self) -> dict[str, list[str]]:
+        """The live jobs of each node."""
+        return {node_id: sorted(member.node.live) for node_id, member in self.nodes.items()}
+
+    async def wait_live(self, **counts: int) -> None:
+        """Return when each of these nodes has so many live jobs."""
+        for node_id, count in counts.items():
+            await self.nodes[node_id].node.wait_live(count)
+
+
+@asynccontextmanager
+async def open_fake_fleet(
+    folder: Path, *names: str, on_submit: Callable[[JobSpec], Outcome | None] | None = None
+) -> AsyncIterator[FakeFleet]:
+    """Yield a fleet with these nodes, within 20 s."""
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            fleet = FakeFleet(folder, nursery)
+            for name in names:
+                await fleet.add(name, on_submit)
+            yield fleet
+            nursery.cancel_scope.cancel()
+
+
+def changed(entry: NodeEntry, **fields: Any) -> NodeEntry:
+    """The entry with other values."""
+    return msgspec.structs.replace(entry, **fields)
