@@ -37,7 +37,7 @@ UPDATES_KEPT: Final = 8
 
 
 class FleetPools:
-    """What `BackendCalls` does, for all nodes: a step of a policy update is taken by all of them, or fails.
+    """The operations of `BackendCalls` on all nodes: a step of a policy update is taken by all of them, or fails.
 
     A backend that is added goes to the node on its own host, if there is one, else to the node with the fewest. When
     that node is lost, it goes to another one.

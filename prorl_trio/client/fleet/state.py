@@ -40,7 +40,7 @@ def _end_of(frame: OutcomeFrame) -> _End:
 
 
 class Member:
-    """One node of the fleet, while this client has a session there.
+    """A node of the fleet, while this client has a session there.
 
     Attributes:
         entry: as it was when the session was opened.
