@@ -49,6 +49,12 @@ _OPTIONS = (
         help="In place of --url: the file in which the node says where it listens, its listen.endpoint_file.",
     ),
     click.option(
+        "--fleet",
+        envvar="PRORL_FLEET",
+        type=click.Path(file_okay=False),
+        help="In place of --url: all nodes of the fleet in this folder, their fleet.dir. It needs no --token.",
+    ),
+    click.option(
         "--tls-ca",
         envvar="PRORL_TLS_CA",
         type=click.Path(exists=True, dir_okay=False),
@@ -58,7 +64,6 @@ _OPTIONS = (
         "--token",
         envvar="PRORL_TOKEN",
         show_envvar=True,
-        required=True,
         help="The node's token; better in the environment than on the command line.",
     ),
 )
@@ -68,9 +73,23 @@ def connection_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that say which node, and with which token. `command` gets `node`, which connects to it."""
 
     @wraps(command)
-    def with_node(url: str, endpoint_file: str | None, token: str, tls_ca: str | None, **options: Any) -> None:
-        url_or_none = None if endpoint_file else url
-        command(node=partial(connect, url_or_none, token, endpoint_file=endpoint_file, tls_ca=tls_ca), **options)
+    def with_node(
+        url: str,
+        endpoint_file: str | None,
+        fleet: str | None,
+        token: str | None,
+        tls_ca: str | None,
+        **options: Any,
+    ) -> None:
+        if fleet and endpoint_file:
+            raise click.UsageError("--fleet and --endpoint-file are two places: leave one out")
+        if not token and not fleet:
+            raise click.MissingParameter(param_hint="'--token' (env var: 'PRORL_TOKEN')", param_type="option")
+        url_or_none = None if endpoint_file or fleet else url
+        command(
+            node=partial(connect, url_or_none, token or "", tls_ca=tls_ca, endpoint_file=endpoint_file, fleet=fleet),
+            **options,
+        )
 
     return reduce(lambda decorated, option: option(decorated), reversed(_OPTIONS), with_node)
 

@@ -72,7 +72,8 @@ async def open_membership(node: Node, endpoints: Endpoints, undelivered: Callabl
         return
     disk = _Disk()
     folder = await disk.run(lambda: claim_folder(node.config.fleet.dir))
-    entry = await disk.run(lambda: _entry(node, endpoints))
+    token = await disk.run(lambda: load_token(node.config.listen).decode())
+    entry = _entry(node, endpoints, token)
     await _claim(folder, entry, disk)
     try:
         await disk.run(lambda: write_entry(folder, entry))
@@ -86,7 +87,7 @@ async def open_membership(node: Node, endpoints: Endpoints, undelivered: Callabl
         finally:
             tasks.cancel_scope.cancel("the node leaves the fleet")
             with trio.move_on_after(LEAVE_TIMEOUT_S, shield=True) as leaving:
-                unfinished = bool(node.live_jobs()) or undelivered() > 0
+                unfinished = node.live > 0 or undelivered() > 0
                 await _leave(node, folder, entry, disk, unfinished=unfinished)
             if leaving.cancelled_caught:
                 logger.error("the fleet's folder %s does not answer: the entry stays, and counts as stale soon", folder)
@@ -109,7 +110,7 @@ def advertised_host(advertise: str, listening: str) -> str:
     return socket.gethostname() if listening in EVERY_ADDRESS else listening
 
 
-def _entry(node: Node, endpoints: Endpoints) -> NodeEntry:
+def _entry(node: Node, endpoints: Endpoints, token: str) -> NodeEntry:
     config = node.config
     host, port = endpoints.websocket
     rest = ""
@@ -123,7 +124,7 @@ def _entry(node: Node, endpoints: Endpoints) -> NodeEntry:
         url=endpoint_url((advertised_host(config.fleet.advertise, host), port), secure=endpoints.secure),
         unix_url=endpoints.unix_url,
         rest_url=rest,
-        token=load_token(config.listen).decode(),
+        token=token,
         host=socket.gethostname(),
         process=this_process(),
         slurm=slurm_step(dict(os.environ)),
@@ -140,7 +141,7 @@ def _capacity(node: Node) -> Capacity:
     return Capacity(
         run_workers=node.config.stages.run_workers,
         max_live=node.config.admission.max_live,
-        live=len(node.live_jobs()),
+        live=node.live,
     )
 
 

@@ -218,6 +218,11 @@ class Node:
         parts = {name: read() for name, read in self._parts.items()}
         return {"node_id": self.node_id, "draining": self.draining, "uptime_s": self.uptime_s, **parts}
 
+    @property
+    def live(self) -> int:
+        """Return the number of jobs without an outcome."""
+        return len(self._pipeline)
+
     def live_jobs(self) -> list[dict[str, object]]:
         """Return every live job as a plain dict, oldest first: the fields of `observer.JobView`."""
         return [msgspec.structs.asdict(view) for view in self._pipeline.live_jobs()]

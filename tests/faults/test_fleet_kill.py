@@ -1,0 +1,134 @@
+"""Real nodes of a fleet are killed with -9 or frozen while they work: each job has one outcome at the trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from ipc.session import Accepted
+from prorl_trio.client import connect
+from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
+from support.killable import Killable
+
+MIB = 1024 * 1024
+
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(200)]
+
+
+@asynccontextmanager
+async def open_fleet_of(tmp_path, count):
+    """Yield nodes that are not started, of one fleet, with ledgers of their own and one engine."""
+    tiny = make_tiny_model(tmp_path / "model")
+    answer = tiny.turn(r"\boxed{42}")
+    engine_config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=4000)
+    async with (
+        open_fake_engine(script=lambda _: (answer, [-0.5] * len(answer), "stop"), config=engine_config) as engine,
+        trio.open_nursery() as nursery,
+    ):
+        with (tmp_path / "nodes.log").open("ab") as log:
+            nodes = []
+            for number in range(count):
+                folder = tmp_path / f"n{number}"
+                folder.mkdir()
+                config = {
+                    "node_id": f"n{number}",
+                    "model": {"path": str(tmp_path / "model")},
+                    "listen": {"port": 0, "endpoint_file": str(folder / "endpoint.json"), "unix_socket": ""},
+                    "fleet": {"dir": str(tmp_path / "fleet"), "heartbeat_interval_s": 0.2, "stale_after_s": 2.0},
+                    "ledger": {
+                        "dir": str(folder / "ledger"),
+                        "log_bytes": MIB,
+                        "reserve_bytes": MIB,
+                        "max_bytes": 64 * MIB,
+                    },
+                    "stages": {"run_workers": 4},
+                    "backends": {"urls": [engine.url], "required": True},
+                    "sandbox": {"provider": "process", "max_warm": 0},
+                    "arena": {"enabled": False},
+                }
+                nodes.append(Killable(folder, config, nursery, log))
+            try:
+                yield nodes
+            finally:
+                nursery.cancel_scope.cancel()
+
+
+def job(job_id):
+    instance = TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})
+    return JobSpec(job_id=job_id, instance=instance, sampling=SamplingParams(max_output_tokens=50))
+
+
+async def start(nodes):
+    async with trio.open_nursery() as nursery:
+        for node in nodes:
+            nursery.start_soon(node.start)
+
+
+async def test_nodes_are_killed_and_come_back_and_each_job_has_one_outcome(tmp_path):
+    jobs = [job(f"job-{n}") for n in range(60)]
+    seen, used = Counter(), set()
+    with trio.fail_after(180):
+        async with open_fleet_of(tmp_path, 2) as nodes:
+            await start(nodes)
+            async with connect(fleet=tmp_path / "fleet", connect_timeout_s=30.0) as client:
+                async with trio.open_nursery() as nursery:
+
+                    async def submit():
+                        for first in range(0, len(jobs), 10):
+                            answers = await client.submit(jobs[first : first + 10])
+                            assert all(isinstance(answer, Accepted) for answer in answers)
+
+                    nursery.start_soon(submit)
+                    async for outcome in client.results(len(jobs), follow=True):
+                        seen[outcome.job_id] += 1
+                        used.add(outcome.attempt)
+                        assert (outcome.status, outcome.reward) == ("completed", 1.0)
+                        if len(seen) in (1, 25):
+                            killed = nodes[len(seen) == 1]
+                            await killed.kill()
+                            nursery.start_soon(killed.start)
+                with trio.move_on_after(2):
+                    async for outcome in client.results(follow=True):
+                        seen[outcome.job_id] += 1
+            for node in nodes:
+                assert await node.stop() == 0
+            assert not list((tmp_path / "fleet").glob("*.json"))
+    assert seen == Counter({spec.job_id: 1 for spec in jobs})
+    assert max(used) >= 2
+
+
+async def test_a_node_that_is_stopped_for_a_while_loses_and_doubles_nothing(tmp_path):
+    jobs = [job(f"job-{n}") for n in range(40)]
+    seen = Counter()
+    with trio.fail_after(180):
+        async with open_fleet_of(tmp_path, 2) as nodes:
+            await start(nodes)
+            heartbeats = {"heartbeat_interval_s": 0.3, "heartbeat_timeout_s": 1.5}
+            async with connect(fleet=tmp_path / "fleet", connect_timeout_s=30.0, **heartbeats) as client:
+                await client.submit(jobs[:20])
+                os.kill(nodes[0].pid, signal.SIGSTOP)
+                try:
+                    async for outcome in client.results():
+                        seen[outcome.job_id] += 1
+                    await client.submit(jobs[20:30])
+                finally:
+                    os.kill(nodes[0].pid, signal.SIGCONT)
+                await client.submit(jobs[30:])
+                async for outcome in client.results():
+                    seen[outcome.job_id] += 1
+                with trio.move_on_after(3):
+                    async for outcome in client.results(follow=True):
+                        seen[outcome.job_id] += 1
+                command = [sys.executable, "-m", "prorl_trio.cli", "status", "--fleet", str(tmp_path / "fleet")]
+                told = await trio.run_process(command, capture_stdout=True)
+                assert sorted(json.loads(told.stdout)["nodes"]) == ["n0", "n1"]
+    assert seen == Counter({spec.job_id: 1 for spec in jobs})
