@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import pytest
 import trio
+import trio.testing
 
 from ipc.session import Accepted, Rejected
 from prorl_trio.client import BlockingClient, ConnectionLost, connect
+from prorl_trio.client.fleet import roster
 from prorl_trio.types.errors import ConfigError
-from support.fake_fleet import open_fake_fleet
+from support.fake_fleet import fake_fleet_in_thread, open_fake_fleet
 from support.fake_node import make_outcome, make_spec
 from support.fake_service import TOKEN
 
 pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(roster, "WATCH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(roster, "RETRY_S", 0.05)
 
 
 def specs_of(count, **fields):
@@ -80,6 +88,46 @@ async def test_answers_keep_the_order_over_rejections_and_repetitions(tmp_path):
         assert sum(map(len, fleet.where().values())) == 1
 
 
+async def test_a_submit_of_a_job_in_flight_is_answered_when_the_first_is(tmp_path):
+    async with open_fake_fleet(tmp_path / "f", "a") as fleet, connect(fleet=tmp_path / "f") as client:
+        fleet["a"].node.max_live = 0
+        answered = []
+
+        async def submit(patience_s):
+            answered.append(await client.submit([make_spec("x"), make_spec("x")], patience_s=patience_s))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(submit, 60)
+            while not client.outstanding:
+                await trio.lowlevel.checkpoint()
+            await submit(0)  # the first one waits for room
+            assert [[answer.code for answer in answers] for answers in answered] == [["admission"] * 2]
+            nursery.start_soon(submit, 60)
+            fleet["a"].node.max_live = 1
+        assert [[type(answer) for answer in answers] for answers in answered[1:]] == [[Accepted] * 2] * 2
+        assert [spec.job_id for spec in fleet["a"].node.submitted] == ["x"]
+
+
+async def test_a_submit_that_waits_for_another_takes_its_place_when_that_gives_up(tmp_path):
+    async with open_fake_fleet(tmp_path / "f", "a") as fleet, connect(fleet=tmp_path / "f") as client:
+        fleet["a"].node.max_live = 0
+        first = trio.CancelScope()
+
+        async def submit_first():
+            with first:
+                await client.submit([make_spec("x")])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(submit_first)
+            while not client.outstanding:
+                await trio.lowlevel.checkpoint()
+            nursery.start_soon(client.submit, [make_spec("x")])
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            first.cancel()
+            fleet["a"].node.max_live = 1
+        assert list(fleet["a"].node.live) == ["x"]
+
+
 async def test_cancels_and_status_go_over_all_nodes(tmp_path):
     async with open_fake_fleet(tmp_path / "f", "a", "b") as fleet, connect(fleet=tmp_path / "f") as client:
         await client.submit(specs_of(16))
@@ -113,31 +161,17 @@ async def test_a_session_comes_back_to_all_its_nodes(tmp_path):
 
 
 def test_a_blocking_client_has_the_same(tmp_path):
-    import threading
-
-    ready, done = threading.Event(), threading.Event()
-
-    async def serve():
-        async with open_fake_fleet(tmp_path / "f", "a", "b", on_submit=make_outcome):
-            ready.set()
-            while not done.is_set():  # noqa: ASYNC110 - the other side is a thread
-                await trio.sleep(0.02)
-
-    thread = threading.Thread(target=lambda: trio.run(serve))
-    thread.start()
-    try:
-        assert ready.wait(10)
-        with BlockingClient(fleet=tmp_path / "f") as client:
-            answers = client.submit(specs_of(10))
-            assert all(isinstance(answer, Accepted) for answer in answers)
-            assert len(list(client.results())) == 10
-            with client.policy_update("2"):
-                pass
-            versions = {each["policy_version"] for each in client.list_backends().pool["backends"]}
-            assert versions == {"2"}
-    finally:
-        done.set()
-        thread.join()
+    with (
+        fake_fleet_in_thread(tmp_path / "f", "a", "b", on_submit=make_outcome),
+        BlockingClient(fleet=tmp_path / "f") as client,
+    ):
+        answers = client.submit(specs_of(10))
+        assert all(isinstance(answer, Accepted) for answer in answers)
+        assert len(list(client.results())) == 10
+        with client.policy_update("2"):
+            pass
+        versions = {each["policy_version"] for each in client.list_backends().pool["backends"]}
+        assert versions == {"2"}
 
 
 async def test_a_policy_update_is_on_all_nodes_or_on_none(tmp_path):

@@ -91,25 +91,29 @@ async def test_outcomes_that_were_given_out_before_the_loss_do_not_come_again(fo
 
 
 async def test_a_frozen_node_is_lost_and_is_taken_back_when_it_thaws(folder):
-    async with (
-        open_fake_fleet(folder, "a", "b") as fleet,
-        connect(fleet=folder, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3) as client,
-    ):
-        await client.submit(specs_of(4))
-        port = int(fleet["a"].service.url.rpartition(":")[2])
-        await fleet["a"].kill()
-        fleet["a"].freeze()
-        async with trio.open_nursery() as nursery:
-            # Its kernel takes connections, and nobody answers.
-            listeners = await nursery.start(trio.serve_tcp, say_nothing, port)
-            assert listeners
-            await fleet.wait_live(b=4)
-            nursery.cancel_scope.cancel()
-        await fleet["a"].start()
-        await client.submit(specs_of(8, first=4))
-        assert len(fleet["a"].node.live) > 0
-        finish_all(fleet)
-        assert ids(await take(client)) == ids(map(make_outcome, specs_of(12)))
+    async with open_fake_fleet(folder, "b") as fleet:
+        await fleet.add("a", stale_after_s=0.5)
+        async with connect(fleet=folder, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3) as client:
+            await freeze_and_thaw(fleet, client)
+
+
+async def freeze_and_thaw(fleet, client):
+    await client.submit(specs_of(4))
+    port = int(fleet["a"].service.url.rpartition(":")[2])
+    await fleet["a"].cut()
+    async with trio.open_nursery() as nursery:
+        # Its kernel takes connections, and nobody answers.
+        listeners = await nursery.start(trio.serve_tcp, say_nothing, port)
+        assert listeners
+        await fleet.wait_live(b=4)
+        nursery.cancel_scope.cancel()
+    await fleet["a"].start()
+    while "a" not in (await client.status())["nodes"]:
+        await trio.sleep(0.02)
+    await client.submit(specs_of(8, first=4))
+    assert len(fleet["a"].node.live) > 0
+    finish_all(fleet)
+    assert ids(await take(client)) == ids(map(make_outcome, specs_of(12)))
 
 
 async def test_a_node_that_leaves_is_given_no_more_and_its_jobs_are_moved(folder):

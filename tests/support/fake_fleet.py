@@ -1,7 +1,8 @@
-"""A fleet of fake nodes behind real WebSocket edges, each with an entry in a folder, that come, go and freeze."""
+"""A fleet of fake nodes behind real WebSocket edges, each with an entry in a folder, that come and go."""
 
 from __future__ import annotations
 
+import threading
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import JobSpec, Outcome
     from support.fake_service import Service
 
-__all__ = ["BEAT_S", "FakeFleet", "FleetNode", "entry_of", "open_fake_fleet"]
+__all__ = ["BEAT_S", "FakeFleet", "FleetNode", "entry_of", "fake_fleet_in_thread", "open_fake_fleet"]
 
 BEAT_S = 0.05
-STALE_S = 0.5
+PATIENT_S = 30.0
 
 
 def entry_of(node_id: str, url: str = "ws://127.0.0.1:1", **changes: Any) -> NodeEntry:
@@ -41,13 +42,13 @@ def entry_of(node_id: str, url: str = "ws://127.0.0.1:1", **changes: Any) -> Nod
         "version": "1",
         "capacity": Capacity(run_workers=8, max_live=100, live=0),
         "heartbeat_interval_s": BEAT_S,
-        "stale_after_s": STALE_S,
+        "stale_after_s": PATIENT_S,
     }
     return NodeEntry(**{**fields, **changes})
 
 
 class FleetNode:
-    """A node of the fleet: `node` is the fake. It lives from `start` to `kill`; its sessions outlive that."""
+    """A node of the fleet: `node` is the fake. It lives from `start` to `cut`; its sessions outlive that."""
 
     def __init__(self, fleet: FakeFleet, node: FakeNode, **entry: Any) -> None:
         self.node = node
@@ -58,7 +59,6 @@ class FleetNode:
         self._changes = entry
         self.sessions = sessions_in(fleet.nursery, SessionLimits())
         self._scope = trio.CancelScope()
-        self._beating = trio.Event()
         self._stopped = trio.Event()
 
     async def start(self) -> None:
@@ -70,11 +70,9 @@ class FleetNode:
         with self._scope, self._until_stopped():
             async with open_service(self.node, sessions=self.sessions) as self.service:
                 self.entry = entry_of(self.node_id, self.service.url, **self._changes)
-                self.freeze(frozen=False)
                 write_entry(self._fleet.folder, self.entry)
                 task_status.started()
                 while True:
-                    await self._beating.wait()
                     renew_entry(self._fleet.folder, self.entry)
                     await trio.sleep(BEAT_S)
 
@@ -86,21 +84,21 @@ class FleetNode:
         finally:
             self._stopped.set()
 
-    def freeze(self, *, frozen: bool = True) -> None:
-        """Stop the heartbeat, or let it go on."""
-        self._beating = trio.Event()
-        if not frozen:
-            self._beating.set()
-
-    async def kill(self) -> None:
-        """End its connections and its heartbeat; the entry stays, and so do its jobs."""
+    async def cut(self) -> None:
+        """End its connections and its heartbeat; the entry and its jobs stay."""
         self._scope.cancel()
         await self._stopped.wait()
+
+    async def kill(self) -> None:
+        """Do as `cut`, and look like a process of this machine that has ended."""
+        process = msgspec.structs.replace(self.entry.process, start_time=0)
+        write_entry(self._fleet.folder, msgspec.structs.replace(self.entry, process=process))
+        await self.cut()
 
     async def leave(self) -> None:
         """Take the entry away, and end."""
         remove_entry(self._fleet.folder, self.entry)
-        await self.kill()
+        await self.cut()
 
 
 class FakeFleet:
@@ -139,8 +137,8 @@ class FakeFleet:
 async def open_fake_fleet(
     folder: Path, *names: str, on_submit: Callable[[JobSpec], Outcome | None] | None = None
 ) -> AsyncIterator[FakeFleet]:
-    """Yield a fleet with these nodes, within 20 s."""
-    with trio.fail_after(20):
+    """Yield a fleet with these nodes, within 40 s."""
+    with trio.fail_after(40):
         async with trio.open_nursery() as nursery:
             fleet = FakeFleet(folder, nursery)
             for name in names:
@@ -149,6 +147,25 @@ async def open_fake_fleet(
             nursery.cancel_scope.cancel()
 
 
-def changed(entry: NodeEntry, **fields: Any) -> NodeEntry:
-    """The entry with other values."""
-    return msgspec.structs.replace(entry, **fields)
+@contextmanager
+def fake_fleet_in_thread(
+    folder: Path, *names: str, on_submit: Callable[[JobSpec], Outcome | None] | None = None
+) -> Iterator[FakeFleet]:
+    """Yield a fleet that runs in a thread, for what blocks or has a loop of its own. Only read it."""
+    found: list[FakeFleet] = []
+    ready, done = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with open_fake_fleet(folder, *names, on_submit=on_submit) as fleet:
+            found.append(fleet)
+            ready.set()
+            await trio.to_thread.run_sync(done.wait)
+
+    thread = threading.Thread(target=trio.run, args=(serve,))
+    thread.start()
+    try:
+        assert ready.wait(20)
+        yield found[0]
+    finally:
+        done.set()
+        thread.join()

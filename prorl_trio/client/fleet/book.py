@@ -29,6 +29,7 @@ class FleetJob:
         attempt: the number of the attempt there.
         former: nodes that had it before and were lost.
         in_submit: a submit to `node_id` has not ended.
+        accepted: a node has it, or had it.
         cancel_reason: it is to be cancelled as soon as it is somewhere; None: it is not.
     """
 
@@ -38,6 +39,7 @@ class FleetJob:
         self.attempt = 1
         self.former: list[str] = []
         self.in_submit = False
+        self.accepted = False
         self.cancel_reason: str | None = None
 
     def __repr__(self) -> str:

@@ -31,6 +31,7 @@ __all__ = ["FleetClient"]
 
 logger = logging.getLogger(__name__)
 
+UNSETTLED: Final = "its policy version is not known yet"
 WITHDRAWN: Final = "it runs on another node now"
 WRITE_RETRY_S: Final = 1.0
 
@@ -206,8 +207,8 @@ class FleetClient(RolloutClient):
 
     # ------------------------------------------------------------ nodes that come and go
 
-    async def joined(self, member: Member) -> None:
-        """Take up what the node has of this session, withdraw what runs elsewhere, and hold it back if it is behind."""
+    def joined(self, member: Member) -> None:
+        """Take up what the node has of this session; begin to withdraw there what runs elsewhere."""
         self._resumed = self._resumed or member.client.resumed
         self._kept.pop(member.node_id, None)
         book, withdrawn = self._state.book, list[str]()
@@ -220,13 +221,23 @@ class FleetClient(RolloutClient):
                 job.node_id = member.node_id  # it is back before anybody else took it
             elif job is None or job.node_id != member.node_id:
                 withdrawn.append(job_id)
+        if self._pools.version is not None:
+            member.behind = UNSETTLED
+        self._nursery.start_soon(self._settle_in, member, withdrawn)
+
+    async def _settle_in(self, member: Member, withdrawn: list[str]) -> None:
+        """Withdraw jobs from a node that has joined, and give it new ones unless it has another policy."""
         await self._withdraw(member.node_id, withdrawn)
         try:
-            member.behind = await self._pools.behind(member)
+            behind = await self._pools.behind(member)
         except ServiceError as exc:
             logger.info("node %s was lost again: %s", member.node_id, exc)
-        if member.behind:
-            logger.error("node %s gets no jobs until the next policy update: %s", member.node_id, member.behind)
+            return
+        if member.behind != UNSETTLED:
+            return  # a policy update has settled it meanwhile, or it ends
+        if behind:
+            logger.error("node %s gets no jobs until the next policy update: %s", member.node_id, behind)
+        member.behind = behind
 
     async def lost(self, member: Member, why: str) -> None:
         """Move the jobs of a lost node, or leave them to its next start for as long as it said."""

@@ -49,8 +49,8 @@ class FleetPools:
         """Node and weight of the backends that were added by this client, by URL."""
         self._updates: dict[str, list[Member]] = {}
         """Nodes of a policy update, from its pause on, by its holder."""
-        self._version: str | None = None
-        """The policy version that was announced last by this client."""
+        self.version: str | None = None
+        """The policy version that was announced last by this client; None: none was."""
 
     async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
         """Carry out one operation on the pools of all nodes that it concerns."""
@@ -77,13 +77,13 @@ class FleetPools:
         Raises:
             ServiceError: it is lost again.
         """
-        if self._version is None:
+        if self.version is None:
             return ""
         listed = await member.client.list_backends()
         versions = {str(each.get("policy_version", "")) for each in listed.pool.get("backends", [])}
-        if versions <= {self._version}:
+        if versions <= {self.version}:
             return ""
-        return f"its backends have the policy versions {sorted(versions)}, and the fleet has {self._version!r}"
+        return f"its backends have the policy versions {sorted(versions)}, and the fleet has {self.version!r}"
 
     async def node_lost(self, node_id: str) -> None:
         """Give the backends that were added to a lost node to others."""
@@ -130,10 +130,10 @@ class FleetPools:
         lost_is_fine = isinstance(request, ResumeBackends)  # it goes back, or is behind, by itself
         answers = await self._all(members, request, lost_is_fine=lost_is_fine)
         if isinstance(request, ResumeBackends) and request.policy_version is not None:
-            self._version = request.policy_version
+            self.version = request.policy_version
             updated = {member.node_id for member, _ in answers}
             for member in self._state.members.values():
-                member.behind = "" if member.node_id in updated else f"it was not there for version {self._version}"
+                member.behind = "" if member.node_id in updated else f"it was not there for version {self.version}"
         reports = [report for _, report in answers]
         return UpdateReport(
             paused=all(report.paused for report in reports),

@@ -54,7 +54,7 @@ class Roster:
         options: of `connect_node`, for each node.
         on_lost: is called, and awaited, for each node that is lost, with why.
         on_cut: the same, with the ids of jobs that a node's shutdown cut.
-        on_joined: the same, for a node that has joined.
+        on_joined: is called for each node that has joined.
         alone_s: how long the fleet may have no node.
     """
 
@@ -66,7 +66,7 @@ class Roster:
         *,
         token: str,
         options: Mapping[str, Any],
-        on_joined: Callable[[Member], Awaitable[None]],
+        on_joined: Callable[[Member], None],
         on_lost: Callable[[Member, str], Awaitable[None]],
         on_cut: Callable[[Member, list[str]], Awaitable[None]],
         alone_s: float,
@@ -231,9 +231,9 @@ class Roster:
                 source.raise_failure()
             await source.wait_changed()
         self._state.join(member)
+        self._on_joined(member)
         try:
             async with open_single_nursery() as nursery:
-                nursery.start_soon(self._on_joined, member)
                 while True:
                     if cut := self._state.take_from(member):
                         nursery.start_soon(self._on_cut, member, cut)

@@ -17,7 +17,7 @@ from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, Drainin
 from prorl_trio.types.models import Outcome, Timing
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from prorl_trio.client.fleet.state import FleetState, Member
     from prorl_trio.types.models import JobSpec
@@ -52,30 +52,62 @@ class Submission:
     async def submit(self, specs: Sequence[JobSpec], patience_s: float) -> list[Accepted | Rejected]:
         """Submit jobs; see `RolloutClient.submit`."""
         deadline_s = trio.current_time() + patience_s
-        answers: dict[str, Accepted | Rejected] = {}
-        new: list[FleetJob] = []
+        answers: dict[int, Accepted | Rejected] = {}
+        waiting: Iterable[int] = range(len(specs))
         with self._state.submitting():
             await trio.lowlevel.checkpoint()
-            held = self._state.inbox.job_ids()
-            for spec in specs:
-                if self._state.book.is_over(spec.job_id):
-                    answers[spec.job_id] = _over(spec.job_id, is_held=spec.job_id in held)
-                    continue
-                known = self._state.book.jobs.get(spec.job_id)
-                if known is None:
-                    job = self._state.book.jobs[spec.job_id] = FleetJob(spec)
-                    job.attempt = self._attempt(spec.job_id)
-                    new.append(job)
-                elif known.spec == spec:
-                    answers.setdefault(spec.job_id, _accepted(spec.job_id))
-                else:
-                    message = f"job {spec.job_id!r} is here with another spec; choose another id"
-                    answers[spec.job_id] = _rejected(spec.job_id, DuplicateJob.code, message)
-            try:
-                answers.update(await self.place(new, deadline_s))
-            finally:
-                self._forget_refused(new, answers)
-        return [msgspec.structs.replace(answers[spec.job_id], index=index) for index, spec in enumerate(specs)]
+            while waiting:
+                new, others = self._begin(specs, waiting, answers)
+                placed: dict[str, Accepted | Rejected] = {}
+                try:
+                    placed.update(await self.place(list(new.values()), deadline_s))
+                finally:
+                    self._forget_refused(list(new.values()), placed)
+                answers.update((index, placed[job.spec.job_id]) for index, job in new.items())
+                joined = [(index, await self._join(job, deadline_s)) for index, job in others.items()]
+                answers.update((index, answer) for index, answer in joined if answer is not None)
+                waiting = [index for index, answer in joined if answer is None]
+        return [msgspec.structs.replace(answers[index], index=index) for index in range(len(specs))]
+
+    def _begin(
+        self, specs: Sequence[JobSpec], indexes: Iterable[int], answers: dict[int, Accepted | Rejected]
+    ) -> tuple[dict[int, FleetJob], dict[int, FleetJob]]:
+        """Answer for jobs that are known. Return those that are new, and those that a submit is placing, by index."""
+        book, held = self._state.book, self._state.inbox.job_ids()
+        new: dict[int, FleetJob] = {}
+        others: dict[int, FleetJob] = {}
+        for index in indexes:
+            spec = specs[index]
+            known = book.jobs.get(spec.job_id)
+            if book.is_over(spec.job_id):
+                answers[index] = _over(spec.job_id, is_held=spec.job_id in held)
+            elif known is None:
+                job = new[index] = book.jobs[spec.job_id] = FleetJob(spec)
+                job.attempt = self._attempt(spec.job_id)
+            elif known.spec != spec:
+                message = f"job {spec.job_id!r} is here with another spec; choose another id"
+                answers[index] = _rejected(spec.job_id, DuplicateJob.code, message)
+            elif known.accepted:
+                answers[index] = _accepted(spec.job_id)
+            else:
+                others[index] = known
+        return new, others
+
+    async def _join(self, job: FleetJob, deadline_s: float) -> Accepted | Rejected | None:
+        """Return the answer for a job that a submit is placing; None if that was refused or given up: try anew."""
+        job_id, book = job.spec.job_id, self._state.book
+        with trio.move_on_at(deadline_s):
+            await trio.lowlevel.checkpoint()
+            while book.jobs.get(job_id) is job and not job.accepted:
+                if self._state.failure is not None:
+                    self._state.raise_failure()
+                await self._state.wait_changed()
+        if job.accepted or book.is_over(job_id):
+            return _accepted(job_id)
+        if book.jobs.get(job_id) is not job:
+            return None
+        message = f"job {job_id!r} is in another submit, and no node has taken it yet"
+        return _rejected(job_id, AdmissionRejected.code, message, RETRY_S)
 
     async def move(self, jobs: Sequence[FleetJob], why: str) -> None:
         """Have jobs of a lost node run as their next attempt on others, as soon as one has room."""
@@ -100,7 +132,10 @@ class Submission:
         began_s, told = trio.current_time(), False
         while True:
             waiting = [job for job in jobs if job.spec.job_id not in answers and self._is_nowhere(job)]
-            answers.update((job.spec.job_id, _accepted(job.spec.job_id)) for job in jobs if not self._is_nowhere(job))
+            for job in jobs:
+                if not self._is_nowhere(job):
+                    job.accepted = True
+                    answers[job.spec.job_id] = _accepted(job.spec.job_id)
             if not waiting:
                 await trio.lowlevel.checkpoint()
                 return answers
@@ -111,9 +146,11 @@ class Submission:
             now_s = trio.current_time()
             if deadline_s is not None and now_s >= deadline_s:
                 for job in waiting:
-                    none = _rejected(job.spec.job_id, AdmissionRejected.code, "no node of the fleet has room", RETRY_S)
-                    answers.setdefault(job.spec.job_id, last.get(job.spec.job_id, none))
-                return answers
+                    if not job.former:  # else it may be on a node that was lost: then it is accepted in the end
+                        none = _rejected(job.spec.job_id, AdmissionRejected.code, "no node has room", RETRY_S)
+                        answers.setdefault(job.spec.job_id, last.get(job.spec.job_id, none))
+                deadline_s = None
+                continue
             if len(answers) > before:
                 continue
             if not told and now_s - began_s > NEWS_AFTER_S:
@@ -183,6 +220,7 @@ class Submission:
             await self._unplace(lost)  # some of them may be there
         for job, answer in zip(jobs, given, strict=False):
             self._hear(job, node_id, answer, answers, again)
+        self._state.notify()
         if to_cancel := [job for job in jobs if job.cancel_reason is not None and job.node_id == node_id]:
             await self._cancel(member, to_cancel)
 
@@ -197,6 +235,7 @@ class Submission:
         job_id = job.spec.job_id
         if isinstance(answer, Accepted):
             answers[job_id] = answer
+            job.accepted = True
             if job.spec.group_id:
                 self._groups.pop(job.spec.group_id, None)
                 self._groups[job.spec.group_id] = node_id
