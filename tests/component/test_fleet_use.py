@@ -21,7 +21,7 @@ from support.fake_fleet import fake_fleet_in_thread, open_fake_fleet
 from support.fake_node import make_outcome, make_spec
 from support.sampled import make_rollout, make_task
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def mixed(spec):

@@ -14,7 +14,7 @@ from prorl_trio.rendezvous.folder import write_entry
 from support.fake_fleet import open_fake_fleet
 from support.fake_node import make_outcome, make_spec
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(autouse=True)

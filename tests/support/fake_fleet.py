@@ -137,8 +137,8 @@ class FakeFleet:
 async def open_fake_fleet(
     folder: Path, *names: str, on_submit: Callable[[JobSpec], Outcome | None] | None = None
 ) -> AsyncIterator[FakeFleet]:
-    """Yield a fleet with these nodes, within 40 s."""
-    with trio.fail_after(40):
+    """Yield a fleet with these nodes, within 100 s."""
+    with trio.fail_after(100):
         async with trio.open_nursery() as nursery:
             fleet = FakeFleet(folder, nursery)
             for name in names:
