@@ -22,7 +22,8 @@ from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.layers import CONTENT_NAME, find_layer
 from prorl_trio.sandbox.images.store import find_image
 from prorl_trio.sandbox.providers.registry import choose_provider
-from support.mining_rig import mine, use_own_cache
+from support.mining_rig import mine
+from support.own_cache import use_own_cache
 
 GAP = "\n".join(f"# {number}" for number in range(9))
 OLD = f"def add(a, b):\n    return a - b\n\n\n{GAP}\n\n\ndef double(a):\n    return 3 * a\n"

@@ -18,7 +18,8 @@ from launch.mining.rows import read_gold, read_rows
 from prorl_trio.client.task_sets.mined import MINED_ROWS, mined_set_folder
 from support.code_policy import SolvesByPatch
 from support.gold_runs import outcomes_of
-from support.mining_rig import mine, use_own_cache
+from support.mining_rig import mine
+from support.own_cache import use_own_cache
 
 pytestmark = pytest.mark.slow
 BUILT = os.environ.get("PRORL_GOLD_SET")

@@ -10,7 +10,6 @@ from launch.mining.miner import Miner, MiningLimits, Wanted
 from launch.mining.runs import LocalBench
 from prorl_trio.client.task_sets.mined import mined_set_folder
 from prorl_trio.config import SandboxConfig
-from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.sandbox.runtime.distributions import closure, installed_files
@@ -19,23 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    import pytest
-
     from launch.mining.environments import EnvironmentLayer
     from launch.mining.index import IndexSettings
     from launch.mining.rows import MinedTask
 
-__all__ = ["mine", "use_own_cache"]
-
-
-def use_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a cache folder, empty but for the sandboxes' Python, which takes seconds to make."""
-    shared = cache_dir()
-    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "cache").mkdir()
-    for name in ("host-pythons", "runtimes"):
-        (shared / name).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "cache" / name).symlink_to(shared / name)
+__all__ = ["mine"]
 
 
 def _installed_pytest(package: str, requirements: Sequence[str], scratch: Path) -> EnvironmentLayer:

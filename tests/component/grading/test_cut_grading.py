@@ -24,6 +24,7 @@ from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.types.errors import EvaluationError, SandboxLost, SandboxUnavailable
 from prorl_trio.types.models import JobSpec
 from support.known_verdicts import SOLUTIONS, known_task, swe_patch
+from support.own_cache import use_own_cache
 
 CONFIG = NodeConfig(model=ModelConfig(path="none"), sandbox=SandboxConfig(packages=("pytest",)))
 RESOURCES = Resources(config=CONFIG, chat_format=None, backends=None, scorers=None)
@@ -65,7 +66,7 @@ async def grade(monkeypatch, tmp_path):
     """Grade the answer to a task of some kind, cut at a step. Returns the evaluation, or the error of none."""
     tmp_path.chmod(0o755)
     cuts = Cuts(monkeypatch)
-    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path / "cache"))
+    use_own_cache(tmp_path, monkeypatch)
     await HANDLERS["shell"].prepare(RESOURCES)
     async with open_sandbox_host(await choose_provider(CONFIG.sandbox)) as host:
 

@@ -18,6 +18,7 @@ from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.types.errors import NotRestorable, SandboxUnavailable
 from prorl_trio.types.models import JobSpec, Recorded, TaskInstance
+from support.own_cache import use_own_cache
 
 pytestmark = pytest.mark.xdist_group("sandboxes")
 RESOURCES = Resources(config=NodeConfig(model=ModelConfig(path="none")), chat_format=None, backends=None, scorers=None)
@@ -91,7 +92,7 @@ class Played:
 
 @pytest.fixture
 async def rollout(monkeypatch, tmp_path):
-    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path / "cache"))
+    use_own_cache(tmp_path, monkeypatch)
     async with open_sandbox_host(await choose_provider(RESOURCES.config.sandbox)) as host:
         played = Played(host, monkeypatch)
         await played.handler.prepare(RESOURCES)

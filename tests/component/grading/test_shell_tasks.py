@@ -18,6 +18,7 @@ from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.types.errors import EvaluationError, SandboxUnavailable
 from prorl_trio.types.models import JobSpec, TaskInstance
+from support.own_cache import use_own_cache
 
 pytestmark = pytest.mark.xdist_group("sandboxes")
 RESOURCES = Resources(config=NodeConfig(model=ModelConfig(path="none")), chat_format=None, backends=None, scorers=None)
@@ -60,7 +61,7 @@ def task(tmp_path):
 
 @pytest.fixture
 async def grade(monkeypatch, tmp_path):
-    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path / "cache"))
+    use_own_cache(tmp_path, monkeypatch)
     provider = await choose_provider(RESOURCES.config.sandbox)
     handler = ShellHandler()
     await handler.prepare(RESOURCES)
