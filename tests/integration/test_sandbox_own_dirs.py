@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -17,8 +18,10 @@ MIB = 1024 * 1024
 
 @pytest.fixture(scope="module")
 def cache_below_tmp():
-    """A cache in /tmp, with the Python of sandboxes in it: made anew, which takes seconds."""
+    """A cache in /tmp, with the Python of sandboxes in it: a copy, as to make it takes seconds."""
+    made = require_host_python()
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+        shutil.copytree(made, Path(folder) / "host-pythons" / made.name, symlinks=True)
         patch.setenv("PRORL_CACHE_DIR", folder)
         require_host_python.cache_clear()
         assert require_host_python().is_relative_to(folder)
