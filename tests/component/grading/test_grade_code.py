@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import trio
 
@@ -141,7 +142,7 @@ CHEATS = {
     "exits_politely": ("import sys; sys.exit(0)", SQUARE),
     "exits_in_the_call": ("import os\ndef square(x): os._exit(0)", SQUARE),
     "kills_everything": ("import os\ndef square(x): os.kill(-1, 9)", SQUARE),
-    "hangs_in_the_import": ("while True: pass", ADD),
+    "hangs_in_the_import": ("while True: pass", msgspec.structs.replace(ADD, test_timeout_s=3.0)),
     "forges_results_on_every_descriptor": (
         'import os\nfor fd in range(20):\n    for line in (\'{"test":0,"status":"passed","message":""}\', '
         "'{\"value\":null}'):\n        try: os.write(fd, line.encode() + b'\\n')\n        except OSError: pass\n"
