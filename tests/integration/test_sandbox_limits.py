@@ -56,9 +56,16 @@ async def test_cpu_time(provider):
 async def test_wall_clock(provider):
     with trio.fail_after(200):
         async with provider.open_sandbox(SandboxSpec(limits=SandboxLimits(wall_s=3.0))) as sandbox:
-            idle = await sandbox.bash("sleep 300", timeout_s=ACTION_TIMEOUT_S)
-            cell = await sandbox.ipython("import time; time.sleep(300)", timeout_s=ACTION_TIMEOUT_S)
+            cells = []
+
+            async def run_cell():
+                cells.append(await sandbox.ipython("import time; time.sleep(300)", timeout_s=ACTION_TIMEOUT_S))
+
+            async with trio.open_nursery() as nursery:  # they wait side by side
+                nursery.start_soon(run_cell)
+                idle = await sandbox.bash("sleep 300", timeout_s=ACTION_TIMEOUT_S)
             short = await sandbox.bash("sleep 300", timeout_s=0.5)
+    (cell,) = cells
     assert (idle.breach, idle.timed_out) == ("wall", True)
     assert (cell.breach, cell.timed_out) == ("wall", True)
     assert (short.breach, short.timed_out) == ("", True)
