@@ -35,7 +35,7 @@ CAUSES = {"sandbox", "evaluator", "node"}
 PAUSE_S = 0.3
 """Mean time between two kills."""
 APART_S = 5
-"""Between two kills of what its own work may have ended: one that is killed at its second try, too, counts as failed."""
+"""Between two kills of what its own work may have ended: one killed at its second try, too, counts as failed."""
 DEADLINE_S = 800
 
 
