@@ -38,7 +38,7 @@ DOCUMENTS = [
 ]
 TEXTS = {name: (ROOT / name).read_text() for name in DOCUMENTS}
 README = TEXTS["README.md"]
-PACKAGES = ("prorl_trio", "sandbox_daemon", "ipc", "launch", "perf", "tests")
+PACKAGES = ("prorl_trio", "sandbox_daemon", "ipc", "launch", "perf", "examples", "tests")
 SOURCES = ("Makefile", "pyproject.toml", "ipc/PROTOCOL.md")
 WITHOUT_SYNTAX = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 

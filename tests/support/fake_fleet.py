@@ -135,10 +135,10 @@ class FakeFleet:
 
 @asynccontextmanager
 async def open_fake_fleet(
-    folder: Path, *names: str, on_submit: Callable[[JobSpec], Outcome | None] | None = None
+    folder: Path, *names: str, on_submit: Callable[[JobSpec], Outcome | None] | None = None, within_s: float = 100.0
 ) -> AsyncIterator[FakeFleet]:
-    """Yield a fleet with these nodes, within 100 s."""
-    with trio.fail_after(100):
+    """Yield a fleet with these nodes, for so long at most."""
+    with trio.fail_after(within_s):
         async with trio.open_nursery() as nursery:
             fleet = FakeFleet(folder, nursery)
             for name in names:
