@@ -95,6 +95,7 @@ def test_what_the_node_writes_is_on_volumes_of_the_kind_that_it_needs(config):
         config.sandbox.runtime_dir: "emptyDir",
         cache: "emptyDir",
         config.ledger.dir: "a claim of the pod",
+        config.fleet.dir: "persistentVolumeClaim",
     }
     assert {path: kinds[folder_of(path)["name"]] for path in written} == written
     assert folder_of(config.model.path)["readOnly"]
@@ -123,6 +124,9 @@ def test_everything_selects_the_pods_and_names_what_is_there():
     assert secret["key"] in MANIFESTS["Secret"]["stringData"]
     (named,) = [volume["configMap"]["name"] for volume in POD["volumes"] if "configMap" in volume]
     assert named == MANIFESTS["ConfigMap"]["metadata"]["name"]
+    assert MANIFESTS["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
+    claims = {v["persistentVolumeClaim"]["claimName"] for v in POD["volumes"] if "persistentVolumeClaim" in v}
+    assert claims == {MANIFESTS["PersistentVolumeClaim"]["metadata"]["name"], "prorl-models"}
     assert f"ws://{MANIFESTS['StatefulSet']['metadata']['name']}-0.{SETS['serviceName']}:8700" in PAGE
 
 
@@ -141,7 +145,7 @@ class Pod:
 
     def __init__(self, folder, engine_url):
         self.folder, self.process = folder, None
-        for name in ("run/prorl", "etc/prorl", "var/lib/prorl", "var/cache/prorl"):
+        for name in ("run/prorl", "etc/prorl", "var/lib/prorl", "var/cache/prorl", "fleet"):
             (folder / name).mkdir(parents=True)
         text = self.placed(MANIFESTS["ConfigMap"]["data"]["node.toml"])
         for before, after in {
@@ -156,7 +160,7 @@ class Pod:
         (folder / "etc/prorl/node.toml").write_text(text)
 
     def placed(self, text):
-        return re.sub(r"(?<=[\s\"])/(?=(run|etc|var|models)/)", f"{self.folder}/", text)
+        return re.sub(r"(?<=[\s\"])/(?=(run|etc|var|models|fleet)/)", f"{self.folder}/", text)
 
     def run(self, command, **options):
         env = {**os.environ, "POD_NAME": "prorl-node-0", "PRORL_TOKEN": TOKEN}
@@ -222,6 +226,8 @@ async def test_the_command_starts_a_node_the_probes_are_answered_and_the_hook_dr
             endpoint_file = tmp_path / "run/prorl/endpoint.json"
             async with connect(endpoint_file=endpoint_file, token=TOKEN) as client:
                 assert (await client.status())["node_id"] == "prorl-node-0"
+                entry = json.loads((tmp_path / "fleet/nodes/prorl-node-0.json").read_bytes())
+                assert entry["url"].startswith(f"ws://prorl-node-0.{SETS['serviceName']}:")
                 engine.hold()
                 await client.submit([job("held")])
                 await engine.wait_until(lambda stats: stats.running == 1)
@@ -239,6 +245,7 @@ async def test_the_command_starts_a_node_the_probes_are_answered_and_the_hook_dr
             assert await hooked.wait() == 0
             assert await pod.process.wait() == CLEAN
     assert (tmp_path / "var/lib/prorl/ledger").is_dir()
+    assert not list((tmp_path / "fleet/nodes").iterdir())
 
 
 async def test_the_signal_after_the_hook_cuts_what_cannot_end(tmp_path):
