@@ -341,7 +341,8 @@ class RoomReport(_Frame, frozen=True):
     """Room of the node for jobs of this session, at this moment; nothing is reserved.
 
     `room`: jobs that admission would take; `free`: of them, those that would begin without waiting for a worker of RUN;
-    negative: so many wait for one. `run_workers`: all of these. `unready`: why a job submitted now would not be worked on; empty: it would.
+    negative: so many wait for one. `run_workers`: all of these. `unready`: why a job submitted now would not be worked
+    on; empty: it would.
     """
 
     request_id: int
