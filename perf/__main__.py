@@ -22,6 +22,8 @@ STARTS_ONE: Final = re.compile(r"^    sys\.exit\(run_benchmark\(", re.MULTILINE)
 NOTES: Final = (
     "Each is `python -m perf.NAME [--quick] [--json FILE]`: a table for people, and with --json FILE flat "
     '{"metric": number}, and a plot beside it. `python -m perf.NAME --help` says how it is done.',
+    "`python -m perf.paper [--quick]` runs those that measure the paper's tables and figures, or what it left out, and "
+    "makes one report of them.",
     "Peers are installed by `python -m perf.peers setup`, each in an environment of its own; who is missing is left "
     "out, and said. `python -m perf.peers status` lists them.",
 )

@@ -1,0 +1,226 @@
+"""The paper's ablation (Table 3) at the paper's scale, simulated: what each of its three parts is worth, and when.
+
+    python -m perf.ablation [--quick] [--json FILE]
+
+Load balancing, efficient bash and the clean-up of stale jobs are left out one at a time, over the real pipeline, pool
+and sampler, with simulated engines and sandboxes (`perf.dapo_world`). The paper does not say how many workers it had,
+how many tokens a turn, or how much instances differ: so each of these is varied as well, to see which of them its gains
+depend on. Nothing is fitted to the paper's gains.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+
+from perf.dapo_world import PAPER_ACTION_S, PAPER_TMUX_ACTION_S, Conditions, simulate_steps
+from perf.finding_report import report_finding
+from perf.findings import Bar, Bars, Finding, Rows
+from perf.harness import run_benchmark
+from perf.simulated_runs import simulate_all
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from perf.dapo_world import Steps
+    from perf.harness import Options, Report
+
+__all__ = ["BASE", "PAPER", "VARIANTS", "PaperRow", "Variant", "ablation", "ablation_finding", "measure_ablation"]
+
+Variant = Literal["full", "no_balancing", "no_bash", "no_cleanup"]
+VARIANTS: Final[dict[Variant, dict[str, object]]] = {
+    "full": {},
+    "no_balancing": {"balanced": False},
+    "no_bash": {"extra_action_s": PAPER_TMUX_ACTION_S - PAPER_ACTION_S},
+    "no_cleanup": {"policy": "refill"},
+}
+"""The fields of `Conditions` in which each differs from the full system."""
+
+PARTS: Final[dict[Variant, str]] = {
+    "no_balancing": "load balancing",
+    "no_bash": "efficient bash",
+    "no_cleanup": "clean-up of stale jobs",
+}
+
+
+class PaperRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of Table 3 of the paper."""
+
+    action_s: float
+    gpu_use: float
+    instances_per_s: float
+
+
+PAPER: Final[dict[Variant, PaperRow]] = {
+    "full": PaperRow(action_s=0.42, gpu_use=0.78, instances_per_s=0.37),
+    "no_balancing": PaperRow(action_s=0.42, gpu_use=0.42, instances_per_s=0.25),
+    "no_bash": PaperRow(action_s=0.78, gpu_use=0.68, instances_per_s=0.29),
+    "no_cleanup": PaperRow(action_s=0.42, gpu_use=0.65, instances_per_s=0.30),
+}
+BASE: Final = "as declared"
+OTHERS: Final[dict[str, dict[str, object]]] = {
+    "16 workers": {"workers": 16},
+    "256 workers": {"workers": 256},
+    "50 tokens a turn": {"completion_tokens": 50.0},
+    "600 tokens a turn": {"completion_tokens": 600.0},
+    "instances alike": {"instance_sigma": 0.1},
+    "instances differ much": {"instance_sigma": 1.2},
+    "8 groups a step": {"groups": 8},
+}
+"""Conditions that the paper does not report, one changed at a time."""
+QUICK_OTHERS: Final = ("256 workers", "50 tokens a turn", "instances differ much")
+IMPLIED_REST_S: Final = (PAPER_TMUX_ACTION_S - PAPER_ACTION_S) / (0.37 / 0.29 - 1) - PAPER_ACTION_S
+"""Seconds of a turn beside its action, if turns that wait for nobody are to gain what the paper gains by its bash."""
+CAPTION: Final = [
+    "Simulated: 8 engines (a 14B policy on one 80 GB GPU each: 80 tokens/s alone, 1,600 tokens/s together, 275,000 "
+    "tokens "
+    "of cache), 32 groups of 8 rollouts a step, at most 50 turns, 64 rollouts at once (the default of the paper's "
+    "server), "
+    "150 tokens a turn, actions of 0.42 s on average. The last three and the spread of the instances are not in the "
+    "paper. "
+    "Two things of the paper go in: the size of the run, and the times of its actions, 0.42 s and 0.78 s. Its gains "
+    "do not.",
+    "Throughput is of informative rollouts that are trained on: the paper does not say whether its instances are "
+    "these, all "
+    "rollouts, or whole groups, so compare the gains and not the rates. `Finished` counts all rollouts that came to "
+    "their "
+    "end. Without clean-up no rollout is lost, so by that count waiting costs less. The busy share is the time in "
+    "which "
+    "an engine had anything to do; GPU utilisation, which the paper has, says no more than that.",
+    "What is left out is as in the paper: the same number of instances for each engine, with all their rollouts; tmux, "
+    "which adds 0.36 s to each action; and waiting for all jobs before the next step.",
+]
+
+
+def _conditions(quick: bool) -> dict[tuple[str, Variant, int], Conditions]:
+    steps, seeds = (2, 1) if quick else (6, 3)
+    others = {name: OTHERS[name] for name in QUICK_OTHERS} if quick else OTHERS
+    return {
+        (name, variant, seed): msgspec.convert({**changed, **left_out, "steps": steps, "seed": seed}, Conditions)
+        for name, changed in {BASE: {}, **others}.items()
+        for variant, left_out in VARIANTS.items()
+        for seed in range(seeds if name == BASE else 1)
+    }
+
+
+async def measure_ablation(options: Options) -> Finding:
+    """Simulate all variants under all conditions."""
+    return ablation_finding(await simulate_all(simulate_steps, _conditions(options.quick)))
+
+
+def ablation_finding(runs: Mapping[tuple[str, Variant, int], Steps]) -> Finding:
+    """Return the tables of runs by condition, variant and seed. There must be those of `BASE`."""
+    rows = {variant: _of(runs, BASE, variant) for variant in VARIANTS}
+    metrics: dict[str, float] = {}
+    for variant, steps in rows.items():
+        metrics[f"ablation.{variant}.trained_per_s"] = _mean([run.trained_per_s for run in steps])
+        metrics[f"ablation.{variant}.ended_per_s"] = _mean([run.ended / run.wall_s for run in steps])
+        metrics[f"ablation.{variant}.action_s"] = _mean([run.action_s for run in steps])
+        metrics[f"ablation.{variant}.engine_busy"] = _mean([run.engine_busy for run in steps])
+        metrics[f"ablation.{variant}.decode_use"] = _mean([run.decode_use for run in steps])
+        if variant != "full":
+            metrics[f"ablation.{variant}.gain"] = _gain(runs, BASE, variant)
+            metrics[f"ablation.{variant}.paper_gain"] = _paper_gain(variant)
+    metrics = {name: round(value, 4) for name, value in metrics.items()}
+    return Finding(
+        tables=[_main_table(metrics), _conditions_table(runs)],
+        figures=[_figure(metrics)],
+        caption=[*CAPTION, _differences(runs)],
+        metrics=metrics,
+    )
+
+
+def _of(runs: Mapping[tuple[str, Variant, int], Steps], name: str, variant: Variant) -> list[Steps]:
+    return [run for (condition, left_out, _), run in runs.items() if (condition, left_out) == (name, variant)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values)
+
+
+def _gain(runs: Mapping[tuple[str, Variant, int], Steps], name: str, variant: Variant) -> float:
+    """Throughput of the full system over that of the variant, less 1: the mean over seeds."""
+    pairs = zip(_of(runs, name, "full"), _of(runs, name, variant), strict=True)
+    return _mean([full.trained_per_s / without.trained_per_s - 1 for full, without in pairs])
+
+
+def _paper_gain(variant: Variant) -> float:
+    return PAPER["full"].instances_per_s / PAPER[variant].instances_per_s - 1
+
+
+def _main_table(metrics: Mapping[str, float]) -> Rows:
+    rows = []
+    for variant in VARIANTS:
+        paper = PAPER[variant]
+        gain = "" if variant == "full" else f"{metrics[f'ablation.{variant}.gain']:+.0%}"
+        rows.append(
+            [
+                "all three" if variant == "full" else f"without {PARTS[variant]}",
+                f"{metrics[f'ablation.{variant}.action_s']:.2f} s",
+                f"{paper.action_s:.2f} s",
+                f"{metrics[f'ablation.{variant}.engine_busy']:.0%}",
+                f"{metrics[f'ablation.{variant}.decode_use']:.0%}",
+                f"{paper.gpu_use:.0%}",
+                f"{metrics[f'ablation.{variant}.trained_per_s']:.3f}",
+                f"{metrics[f'ablation.{variant}.ended_per_s']:.3f}",
+                f"{paper.instances_per_s:.2f}",
+                gain,
+                "" if variant == "full" else f"{_paper_gain(variant):+.0%}",
+            ]
+        )
+    headings = ["system", "action", "paper's", "engines busy", "tokens/s of capacity", "paper's GPU use"]
+    headings += ["trained on, rollouts/s", "finished, rollouts/s", "paper's instances/s", "gain by it", "paper's gain"]
+    return Rows(title="Table 3: each part left out, simulated", headings=headings, rows=rows)
+
+
+def _conditions_table(runs: Mapping[tuple[str, Variant, int], Steps]) -> Rows:
+    names = list(dict.fromkeys(name for name, _, _ in runs))
+    rows = [[name, *(f"{_gain(runs, name, variant):+.0%}" for variant in PARTS)] for name in names]
+    rows.append(["the paper", *(f"{_paper_gain(variant):+.0%}" for variant in PARTS)])
+    headings = ["conditions", *PARTS.values()]
+    return Rows(title="What the gains depend on: one condition changed at a time", headings=headings, rows=rows)
+
+
+def _differences(runs: Mapping[tuple[str, Variant, int], Steps]) -> str:
+    """Say, of each part, whether its gain is the paper's, and under which of the conditions it is largest."""
+    names = list(dict.fromkeys(name for name, _, _ in runs))
+    said = []
+    for variant, part in PARTS.items():
+        gains = {name: _gain(runs, name, variant) for name in names}
+        most = max(gains, key=gains.__getitem__)
+        paper = _paper_gain(variant)
+        reached = "reaches" if gains[BASE] >= paper else "stays below"
+        said.append(
+            f"{part} gains {gains[BASE]:+.0%}, which {reached} the paper's {paper:+.0%}; most, {gains[most]:+.0%}, "
+            f"with: {most}"
+        )
+    return (
+        "What differs: "
+        + "; ".join(said)
+        + ". The paper's gain by its bash, in turns that wait for nobody, means that "
+        f"all of a turn but its action took {IMPLIED_REST_S:.2f} s, which is about {IMPLIED_REST_S * 80:.0f} tokens "
+        "at 80 "
+        "tokens/s: its turns were shorter than those here, or its engines faster. (A turn whose engine is full gains "
+        "nothing "
+        "by a faster action.)"
+    )
+
+
+def _figure(metrics: Mapping[str, float]) -> Bars:
+    bars = []
+    for variant, part in PARTS.items():
+        bars.append(Bar(label=f"{part}, simulated", value=100 * metrics[f"ablation.{variant}.gain"]))
+        bars.append(Bar(label=f"{part}, the paper", value=100 * _paper_gain(variant), role="paper"))
+    return Bars(title="Throughput gained by each part", unit="% more than without it", bars=bars)
+
+
+async def ablation(options: Options) -> Report:
+    """Table 3, as a benchmark on its own."""
+    return report_finding("Table 3, simulated", await measure_ablation(options))
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(ablation))

@@ -1,0 +1,137 @@
+"""The time of a cancel: from the trainer's call until nothing of the rollout is left, in a real sandbox.
+
+    python -m perf.cancellation [--quick] [--json FILE]
+
+A node in a process of its own runs one rollout at a time. It is cancelled while the engine samples, and while a tool
+works that would take minutes. `cancel` returns when the sandbox and all of its processes are gone; the node's own count
+of live sandboxes is checked after each. Beside it a request that does nothing on the same connection.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+
+from ipc.session import Accepted
+from launch.node import open_node_process
+from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark, tell
+from prorl_trio.client import connect
+from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from prorl_trio.client import RolloutClient
+    from prorl_trio.testing.fake_engine import FakeEngine
+
+__all__ = ["benchmark"]
+
+QUICK_ROUNDS, ROUNDS = 10, 100
+WARM_UP_ROUNDS: Final = 1
+TURN_TEXT: Final = '<tool_call>{"name": "ipython", "arguments": {"code": "import time; time.sleep(600)"}}</tool_call>'
+SETTLE_S: Final = 0.5
+"""A tool that was called before so long is at work."""
+MAX_MODEL_LEN: Final = 8000
+
+
+class _Rig:
+    """A node, its engine, and its trainer, which begins one rollout at a time."""
+
+    def __init__(self, client: RolloutClient, engine: FakeEngine) -> None:
+        self._client, self._engine = client, engine
+        self._begun = 0
+
+    async def cancel_while_sampling(self) -> float:
+        """Return the seconds of a cancel of a rollout that waits for its engine."""
+        self._engine.hold()
+        job_id = await self._begin()
+        await self._engine.wait_until(lambda stats: stats.running == 1)
+        taken_s = await self._cancel(job_id)
+        self._engine.release()
+        return taken_s
+
+    async def cancel_in_a_tool(self) -> float:
+        """Return the seconds of a cancel of a rollout whose tool sleeps."""
+        answered = self._engine.stats.completions_total
+        job_id = await self._begin()
+        await self._engine.wait_until(lambda stats: stats.completions_total > answered)
+        await trio.sleep(SETTLE_S)
+        return await self._cancel(job_id)
+
+    async def ask(self) -> None:
+        """Make a request that changes nothing."""
+        await self._client.cancel(["never-submitted"])
+
+    async def _begin(self) -> str:
+        self._begun += 1
+        job_id = f"cancelled-{self._begun}"
+        instance = TaskInstance(instance_id=job_id, handler="math", payload={"question": "6 * 7?", "answer": "42"})
+        spec = JobSpec(job_id=job_id, instance=instance, sampling=SamplingParams(max_output_tokens=200))
+        (answer,) = await self._client.submit([spec])
+        if not isinstance(answer, Accepted):
+            raise RuntimeError(f"job {job_id} was rejected: {answer.message}")
+        return job_id
+
+    async def _cancel(self, job_id: str) -> float:
+        began_s = time.perf_counter()
+        answer = await self._client.cancel([job_id])
+        taken_s = time.perf_counter() - began_s
+        status: Any = await self._client.status()
+        if answer.cancelled != [job_id] or status["sandboxes"]["live"]:
+            raise RuntimeError(f"after its cancel something of {job_id} is left: {answer}, {status['sandboxes']}")
+        async for outcome in self._client.results(1):
+            if outcome.status != "cancelled":
+                raise RuntimeError(f"job {job_id} {outcome.status}: {outcome.error}")
+        return taken_s
+
+
+@asynccontextmanager
+async def _open_rig(folder: Path) -> AsyncIterator[_Rig]:
+    tiny = await trio.to_thread.run_sync(make_tiny_model, folder / "model")
+    ids = tiny.turn(TURN_TEXT)
+    engine_config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=MAX_MODEL_LEN)
+    config: dict[str, object] = {
+        "model": {"path": str(folder / "model")},
+        "sandbox": {"max_warm": 0},
+    }
+    async with open_fake_engine(script=lambda _: (ids, [-0.5] * len(ids), "stop"), config=engine_config) as engine:
+        config["backends"] = {"urls": [engine.url], "required": True}
+        async with (
+            open_node_process(config, folder=folder, log_file=folder / "node.log") as node,
+            connect(node.url, node.token) as client,
+        ):
+            yield _Rig(client, engine)
+
+
+async def benchmark(options: Options) -> Report:
+    """Cancel rollouts, one after the other."""
+    with tempfile.TemporaryDirectory(prefix="pc-") as name:
+        tell("the node starts")
+        async with _open_rig(Path(name)) as rig:
+            cases = [
+                Case(name="cancel.sampling", run=rig.cancel_while_sampling, self_timed=True, floor="cancel.request"),
+                Case(name="cancel.tool", run=rig.cancel_in_a_tool, self_timed=True, floor="cancel.request"),
+                Case(name="cancel.request", run=rig.ask),
+            ]
+            rounds = QUICK_ROUNDS if options.quick else ROUNDS
+            series = await measure_interleaved(cases, rounds=rounds, warm_up_rounds=WARM_UP_ROUNDS)
+    return Report(
+        title="cancelling a rollout, until nothing of it is left",
+        series=series,
+        notes=[
+            "cancel.request: a request on the same connection that cancels nothing; the rest is the end of the "
+            "rollout, its sandbox, and what ran in it",
+        ],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(benchmark))

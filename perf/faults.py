@@ -1,0 +1,186 @@
+"""Loss under faults: a node is killed with -9 again and again while it works, and what its trainer gets is counted.
+
+    python -m perf.faults [--quick] [--json FILE]
+
+The node keeps its ledger on a disk, runs real sandboxes, and is started again after each kill, as an operator's restart
+would. Every job must have one outcome: none lost, none doubled. Beside it the same jobs without kills.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import trio
+
+from ipc.nursery import open_single_nursery
+from ipc.session import Accepted
+from launch.supervised import open_supervised
+from perf.harness import Options, Report, run_benchmark, tell
+from prorl_trio.client import connect
+from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
+
+__all__ = ["Delivered", "benchmark", "measure_delivery"]
+
+QUICK_JOBS, JOBS = 60, 400
+QUICK_KILLS, KILLS = 3, 20
+READY_POLL_S: Final = 0.05
+READY_TIMEOUT_S: Final = 120.0
+GRACE_S: Final = 3.0
+MAX_MODEL_LEN: Final = 8000
+TOOL_TEXT: Final = '<tool_call>{"name": "ipython", "arguments": {"code": "print(6 * 7)"}}</tool_call>'
+
+
+class Delivered(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer's books.
+
+    Attributes:
+        jobs: accepted. `kills`: of the node, meanwhile.
+        lost: jobs without an outcome. `doubled`: outcomes beside the first of a job. `failed`: jobs that did not
+            complete.
+        again: jobs whose outcome is of a second attempt or a later one.
+        wall_s: from the first submission to the last outcome. `down_s`: of that, between a kill and the next start.
+    """
+
+    jobs: int
+    kills: int
+    lost: int
+    doubled: int
+    failed: int
+    again: int
+    wall_s: float
+    down_s: float
+
+
+class _Node:
+    """A node that is killed when it is told to be, and started again."""
+
+    def __init__(self, folder: Path, config: dict[str, object]) -> None:
+        self._folder, self._config = folder, config
+        self._kill = trio.Event()
+        self.token = secrets.token_urlsafe(32)
+        self.endpoint_file = folder / "endpoint.json"
+        self.kills = 0
+        self.down_s = 0.0
+
+    def kill(self) -> None:
+        """Have it killed."""
+        self._kill.set()
+
+    async def serve(self) -> None:
+        """Run it for ever. It ends with a cancel."""
+        command = [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(self._folder / "node.toml")]
+        listen = {"port": 0, "endpoint_file": str(self.endpoint_file)}
+        await trio.Path(self._folder / "node.toml").write_bytes(msgspec.toml.encode({**self._config, "listen": listen}))
+        env = {**os.environ, "PRORL_TOKEN": self.token}
+        while True:
+            self._kill = trio.Event()
+            log = self._folder / "node.log"
+            async with open_supervised(command, env=env, log_file=log, grace_s=GRACE_S) as process:
+                await self._kill.wait()
+                killed_s = trio.current_time()
+                os.kill(process.pid, signal.SIGKILL)
+                await process.wait()
+                self.kills += 1
+            self.down_s += trio.current_time() - killed_s
+
+
+async def measure_delivery(folder: Path, *, jobs: int, kills: int) -> Delivered:
+    """Run so many jobs through a node that is killed so often, spread over the outcomes.
+
+    Raises:
+        RuntimeError: a job was rejected.
+    """
+    tiny = await trio.to_thread.run_sync(make_tiny_model, folder / "model")
+    config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=MAX_MODEL_LEN)
+    ids = tiny.turn(TOOL_TEXT)
+    async with (
+        open_fake_engine(script=lambda _: (ids, [-0.5] * len(ids), "stop"), config=config) as engine,
+        open_single_nursery() as nursery,
+    ):
+        tables: dict[str, object] = {
+            "model": {"path": str(folder / "model")},
+            "ledger": {"dir": str(folder / "ledger")},
+            "backends": {"urls": [engine.url], "required": True},
+            "sandbox": {"max_warm": 0},
+        }
+        node = _Node(folder, tables)
+        nursery.start_soon(node.serve)
+        delivered = await _deliver(node, jobs, kills)
+        nursery.cancel_scope.cancel()
+    return delivered
+
+
+async def _deliver(node: _Node, jobs: int, kills: int) -> Delivered:
+    kill_after = {round((number + 1) * jobs / (kills + 1)) for number in range(kills)}
+    seen: Counter[str] = Counter()
+    failed = again = 0
+    with trio.fail_after(READY_TIMEOUT_S):
+        while not await trio.Path(node.endpoint_file).exists():  # noqa: ASYNC110 - another process makes it
+            await trio.sleep(READY_POLL_S)
+    async with connect(token=node.token, endpoint_file=node.endpoint_file) as client:
+        began_s = time.monotonic()
+        for answer in await client.submit([_spec(f"job-{number}") for number in range(jobs)]):
+            if not isinstance(answer, Accepted):
+                raise RuntimeError(f"job {answer.job_id} was rejected: {answer.message}")
+        async for outcome in client.results():
+            seen[outcome.job_id] += 1
+            failed += outcome.status != "completed"
+            again += outcome.attempt > 1
+            if seen.total() in kill_after:
+                node.kill()
+        wall_s = time.monotonic() - began_s
+    return Delivered(
+        jobs=jobs,
+        kills=node.kills,
+        lost=jobs - len(seen),
+        doubled=seen.total() - len(seen),
+        failed=failed,
+        again=again,
+        wall_s=wall_s,
+        down_s=node.down_s,
+    )
+
+
+def _spec(job_id: str) -> JobSpec:
+    instance = TaskInstance(instance_id=job_id, handler="math", payload={"question": "6 * 7?", "answer": "42"})
+    return JobSpec(job_id=job_id, instance=instance, sampling=SamplingParams(max_output_tokens=200), max_turns=2)
+
+
+async def benchmark(options: Options) -> Report:
+    """Deliver jobs without kills, then with them."""
+    jobs, kills = (QUICK_JOBS, QUICK_KILLS) if options.quick else (JOBS, KILLS)
+    runs: dict[str, Delivered] = {}
+    for name, count in (("undisturbed", 0), ("killed", kills)):
+        tell(f"{jobs} jobs through a node that is killed {count} times")
+        with tempfile.TemporaryDirectory(prefix="pf-") as folder:
+            runs[name] = await measure_delivery(Path(folder), jobs=jobs, kills=count)
+    metrics = {
+        f"faults.{name}.{field}": round(float(value), 3)
+        for name, run in runs.items()
+        for field, value in msgspec.structs.asdict(run).items()
+    }
+    return Report(
+        title="jobs through a node that is killed with -9",
+        series=[],
+        more_metrics=metrics,
+        at_most={f"faults.{name}.{field}": 0 for name in runs for field in ("lost", "doubled")},
+        notes=[
+            "lost: accepted jobs without an outcome; doubled: outcomes beside a job's first; again: jobs that ran once "
+            "more after a kill; down_s: from a kill until its processes are gone and the next start begins",
+        ],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(benchmark))

@@ -1,0 +1,1 @@
+"""The paper's tables and figures measured anew, in one report."""
