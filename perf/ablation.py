@@ -3,7 +3,7 @@
     python -m perf.ablation [--quick] [--json FILE]
 
 Load balancing, efficient bash and the clean-up of stale jobs are left out one at a time, over the real pipeline, pool
-and sampler, with simulated engines and sandboxes (`perf.dapo_world`). The paper does not say how many workers it had,
+and sampler, with simulated engines and sandboxes (`perf.dapo_work`). The paper does not say how many workers it had,
 how many tokens a turn, or how much instances differ: so each of these is varied as well, to see which of them its gains
 depend on. Nothing is fitted to the paper's gains.
 """
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from perf.dapo_world import PAPER_ACTION_S, PAPER_TMUX_ACTION_S, Conditions, simulate_steps
+from perf.dapo_work import PAPER_ACTION_S, PAPER_TMUX_ACTION_S, Conditions
+from perf.dapo_world import simulate_steps
 from perf.finding_report import report_finding
 from perf.findings import Bar, Bars, Finding, Rows
 from perf.harness import run_benchmark

@@ -12,7 +12,8 @@ import statistics
 import sys
 from typing import TYPE_CHECKING, Final
 
-from perf.dapo_world import Conditions, simulate_steps
+from perf.dapo_work import Conditions
+from perf.dapo_world import simulate_steps
 from perf.finding_report import report_finding
 from perf.findings import Bar, Bars, Finding, Rows
 from perf.harness import run_benchmark
@@ -21,7 +22,8 @@ from perf.simulated_runs import simulate_all
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from perf.dapo_world import Policy, Steps
+    from perf.dapo_work import Policy
+    from perf.dapo_world import Steps
     from perf.harness import Options, Report
 
 __all__ = ["POLICIES", "dapo", "dapo_finding", "measure_dapo"]

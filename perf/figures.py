@@ -81,8 +81,11 @@ def _lines(ax: Any, figure: Lines) -> None:
         marker = MARKERS[number % len(MARKERS)]
         ax.plot(*zip(*line.points, strict=True), style, marker=marker, color=color, label=line.label, markersize=5)
     if figure.logarithmic:
+        ticks = sorted({x for line in figure.lines for x, _ in line.points})
         ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
+        ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.set_yscale("log", base=2)
+        ax.yaxis.set_major_formatter("{x:g}")
     ax.set_xlabel(figure.x_label, fontsize=8)
     ax.set_ylabel(figure.y_label, fontsize=8)
     ax.set_title(figure.title, fontsize=10)

@@ -13,7 +13,7 @@ import msgspec
 __all__ = ["Bar", "Bars", "CannotRun", "Figure", "Finding", "Line", "Lines", "Role", "Rows"]
 
 Role = Literal["ours", "paper", "floor", "peer"]
-"""Whose value it is: ours, the paper's, that of the machine alone, or somebody else's. Each has its own colour."""
+"""The owner of a value: us, the paper, the machine alone (a floor), or somebody else (a peer). Each has a colour."""
 
 
 class CannotRun(Exception):
@@ -59,7 +59,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lines(msgspec.Struct, frozen=True, kw_only=True, tag="lines"):
-    """Lines over one x. `logarithmic`: both axes, to the base 2 for x."""
+    """Lines over one x. `logarithmic`: both axes, to the base 2."""
 
     title: str
     x_label: str

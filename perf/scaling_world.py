@@ -15,7 +15,8 @@ import msgspec
 import trio
 
 from perf.balance_batch import HEAVY, TOKENS
-from perf.dapo_world import NO_LIMIT_S, Conditions, lognormal, work_of
+from perf.dapo_work import Conditions, lognormal, work_of
+from perf.dapo_world import NO_LIMIT_S
 from prorl_trio.config import BudgetConfig, SandboxConfig, StagesConfig
 from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.simulation.config import Distribution, EngineModel, SimulationConfig
@@ -39,7 +40,7 @@ ENGINE: Final = EngineModel(
     tokens_per_s=Distribution(value=80 / TOKENS),
     max_tokens_per_s=1e6,
 )
-"""As fast as the paper's for each rollout, and never full: the engine is no limit here."""
+"""The engine is no limit here: as fast as that of the ablation for each rollout, however many there are."""
 
 
 class FleetSize(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from perf import cancellation, faults, node, sandboxes, tools, trace
-from perf.dapo_world import PAPER_ACTION_S, PAPER_TMUX_ACTION_S
+from perf.dapo_work import PAPER_ACTION_S, PAPER_TMUX_ACTION_S
 from perf.paper.from_reports import PaperValue, Shown, finding_of_report
 
 if TYPE_CHECKING:

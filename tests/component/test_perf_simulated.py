@@ -7,7 +7,8 @@ import pytest
 
 from perf.ablation import BASE, PAPER, VARIANTS, ablation_finding
 from perf.dapo import POLICIES, dapo_finding
-from perf.dapo_world import Conditions, lognormal, mean_of, simulate_steps
+from perf.dapo_work import Conditions, lognormal, mean_of
+from perf.dapo_world import simulate_steps
 from perf.scaling import WORKERS, Costs, scaling_finding
 from perf.scaling_world import FleetSize, simulate_fleet
 
