@@ -20,13 +20,26 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-__all__ = ["NodeLost", "NodeProcess", "open_node_process"]
+__all__ = [
+    "LOG_TAIL_BYTES",
+    "NODE_GRACE_S",
+    "NODE_START_TIMEOUT_S",
+    "NodeLost",
+    "NodeProcess",
+    "open_node_process",
+    "serve_command",
+]
 
 NODE_START_TIMEOUT_S = 120.0
 NODE_STOP_TIMEOUT_S = 30.0
 NODE_GRACE_S = 3.0
 ENDPOINT_POLL_S = 0.05
 LOG_TAIL_BYTES = 4000
+
+
+def serve_command(config_file: Path) -> list[str]:
+    """Return the command that runs a node with this node.toml."""
+    return [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(config_file)]
 
 
 class NodeLost(ServiceError):
@@ -62,7 +75,7 @@ async def open_node_process(config: dict[str, object], *, folder: Path, log_file
     listen = {"port": 0, "endpoint_file": str(endpoint_file)}
     endpoint_file.unlink(missing_ok=True)  # that of a node before it, in a run that goes on
     await trio.to_thread.run_sync(config_file.write_bytes, msgspec.toml.encode({**config, "listen": listen}))
-    command = [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(config_file)]
+    command = serve_command(config_file)
     env = {**os.environ, "PRORL_TOKEN": token}
     async with open_supervised(command, env=env, log_file=log_file, grace_s=NODE_GRACE_S) as process:
         url = await _endpoint(process, endpoint_file, log_file)

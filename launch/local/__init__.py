@@ -1,0 +1,1 @@
+"""A fleet on one machine: the same nodes, found in the same way, for tests and laptops."""

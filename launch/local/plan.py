@@ -1,0 +1,79 @@
+"""The folders and configurations of the nodes of a local fleet."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from prorl_trio.config import load_config
+from prorl_trio.rendezvous.folder import claim_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["LOCAL", "NodeFolder", "node_tables", "write_plan"]
+
+LOCAL: Final = "local"
+"""The folder of ours in that of the fleet, beside the entries of the nodes."""
+
+
+class NodeFolder(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of the fleet, and the folder with its node.toml, its log and its ledger."""
+
+    node_id: str
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """Return the node.toml that the node was, or will be, started with."""
+        return self.path / "node.toml"
+
+    @property
+    def log_file(self) -> Path:
+        """Return the file that gets the node's output."""
+        return self.path / "node.log"
+
+
+def node_tables(common: Mapping[str, Any], node: NodeFolder, fleet: Path) -> dict[str, Any]:
+    """Return the configuration of one node: `common`, but for its name, its ports, its fleet and its ledger's folder.
+
+    A ledger in memory (`ledger.dir` is empty) stays there.
+    """
+    ledger = dict(common.get("ledger", {}))
+    if ledger.get("dir") != "":
+        ledger["dir"] = str(node.path / "ledger")
+    listen = {key: value for key, value in common.get("listen", {}).items() if key not in ("endpoint_file", "port")}
+    return {
+        **common,
+        "node_id": node.node_id,
+        "listen": {**listen, "port": 0, "unix_socket": ""},
+        "rest": {**common.get("rest", {}), "port": 0},
+        "fleet": {**common.get("fleet", {}), "dir": str(fleet)},
+        "ledger": ledger,
+    }
+
+
+def write_plan(config_file: Path, fleet: Path, count: int) -> list[NodeFolder]:
+    """Write the node.toml of each of `count` nodes, in a folder of its own below that of the fleet. Blocks.
+
+    The names are the same at the next start, so that each node finds its ledger: `local-0`, `local-1` and so on, with
+    the `node_id` of `config_file`, if it has one, in place of `local`.
+
+    Raises:
+        ConfigError: the file is no valid node.toml, or the fleet's folder cannot be used.
+    """
+    load_config(config_file)
+    common = tomllib.loads(config_file.read_text(encoding="utf-8"))
+    claim_folder(fleet)
+    nodes: list[NodeFolder] = []
+    for number in range(count):
+        node_id = f"{common.get('node_id') or LOCAL}-{number}"
+        node = NodeFolder(node_id=node_id, path=fleet / LOCAL / node_id)
+        node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        node.config_file.touch(mode=0o600)  # it may have the token
+        node.config_file.write_bytes(msgspec.toml.encode(node_tables(common, node, fleet)))
+        nodes.append(node)
+    return nodes

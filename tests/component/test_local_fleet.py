@@ -1,0 +1,184 @@
+"""A fleet on one machine: configurations, the claim of `up`, and the processes of its nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+import trio
+from click.testing import CliRunner
+
+from launch.local import fleet as local_fleet
+from launch.local.claim import claimed, find_claim
+from launch.local.fleet import run_nodes
+from launch.local.plan import write_plan
+from launch.node import NodeLost
+from prorl_trio.cli import main
+from prorl_trio.config import load_config
+from prorl_trio.types.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(120)
+
+COMMON = """
+[model]
+path = "/models/m"
+[listen]
+token = "secret"
+port = 8700
+[fleet]
+stale_after_s = 60.0
+[stages]
+run_workers = 3
+"""
+
+ENTRY = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path[:0] = {path!r}
+from prorl_trio.rendezvous.entry import Capacity, NodeEntry
+from prorl_trio.rendezvous.folder import write_entry
+from prorl_trio.rendezvous.identity import this_process
+folder = Path(sys.argv[1]).parent
+def on_term(_number, _frame):
+    (folder / "asked").open("a").write("x")
+    if {patient} and len((folder / "asked").read_text()) == 1:
+        return
+    sys.exit(0)
+signal.signal(signal.SIGTERM, on_term)
+print("a node begins", os.environ["PRORL_TOKEN"] != "", flush=True)
+if {code}:
+    sys.exit({code})
+entry = NodeEntry(
+    node_id=folder.name, url="ws://127.0.0.1:1", token="t", host="h", process=this_process(), model="m", version="1",
+    capacity=Capacity(run_workers=1, max_live=1, live=0), heartbeat_interval_s=1.0, stale_after_s=10.0,
+)
+write_entry(folder.parent.parent, entry)
+while True:
+    time.sleep(10)
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "node.toml"
+    path.write_text(COMMON)
+    return path
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    return tmp_path / "fleet"
+
+
+@pytest.fixture
+def as_nodes(monkeypatch):
+    """Run a short program in place of each node."""
+
+    def replace(*, code=0, patient=False):
+        program = ENTRY.format(path=sys.path, code=code, patient=patient)
+        command = lambda config_file: [sys.executable, "-c", program, str(config_file)]  # noqa: E731
+        monkeypatch.setattr(local_fleet, "serve_command", command)
+
+    return replace
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["local", *map(str, arguments)])
+
+
+def test_each_node_has_a_name_ports_and_a_ledger_of_its_own(config_file, fleet):
+    nodes = write_plan(config_file, fleet, 2)
+    assert [node.node_id for node in nodes] == ["local-0", "local-1"]
+    for node in nodes:
+        config = load_config(node.config_file)
+        assert config.node_id == node.node_id
+        assert (config.listen.port, config.rest.port, config.listen.unix_socket) == (0, 0, "")
+        assert config.ledger.dir == str(fleet / "local" / node.node_id / "ledger")
+        assert (config.fleet.dir, config.fleet.stale_after_s) == (str(fleet), 60.0)
+        assert (config.listen.token, config.stages.run_workers) == ("secret", 3)
+        assert node.config_file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_ledger_in_memory_stays_there_and_a_node_id_names_all(config_file, fleet):
+    config_file.write_text('node_id = "mine"\n' + config_file.read_text() + '[ledger]\ndir = ""\n')
+    (node,) = write_plan(config_file, fleet, 1)
+    assert (node.node_id, load_config(node.config_file).ledger.dir) == ("mine-0", "")
+
+
+def test_a_wrong_configuration_is_told_before_anything_is_made(config_file, fleet):
+    config_file.write_text("[model]\npath = 3\n")
+    done = run("up", "--fleet", fleet, "--config", config_file)
+    assert done.exit_code == 1
+    assert "model.path" in done.output
+    assert not list(fleet.glob("local/local-*"))
+
+
+def test_one_process_at_a_time_runs_a_fleet(config_file, fleet):
+    assert find_claim(fleet) is None
+    with claimed(fleet, 2) as other:
+        assert other is None
+        claim = find_claim(fleet)
+        assert (claim.nodes, claim.process.pid) == (2, os.getpid())
+        with claimed(fleet, 2) as second:
+            assert second == claim
+        again = run("up", "--fleet", fleet, "--config", config_file, "--nodes", 2)
+        assert again.exit_code == 0
+        assert f"2 nodes of the fleet in {fleet} are up already, by process {os.getpid()}" in again.output
+        more = run("up", "--fleet", fleet, "--config", config_file, "--nodes", 3)
+        assert more.exit_code == 1
+        assert "local down" in more.output
+    assert find_claim(fleet) is None
+
+
+def test_what_is_not_up_is_told(fleet):
+    assert run("down", "--fleet", fleet).output == f"no fleet is up in {fleet}\n"
+    missing = run("status", "--fleet", fleet)
+    assert missing.exit_code == 1
+    assert "cannot be read" in missing.output
+    with claimed(fleet, 1):
+        assert json.loads(run("status", "--fleet", fleet).output) == {"up": os.getpid(), "nodes": {}, "broken": {}}
+
+
+def test_the_help_teaches():
+    text = run("up", "--help").output
+    for word in ("Ctrl-C", "node.toml", "ledger", "Exit code"):
+        assert word in text
+    assert "local down" in run("--help").output
+
+
+async def test_signals_go_to_all_nodes_and_their_ends_are_told(config_file, fleet, as_nodes):
+    as_nodes(patient=True)
+    nodes, ended, ready = write_plan(config_file, fleet, 2), [], trio.Event()
+
+    async def ask():
+        await ready.wait()
+        for times in ("x", "xx"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            while any(
+                not (node.path / "asked").exists() or (node.path / "asked").read_text() != times for node in nodes
+            ):
+                await trio.sleep(0.02)
+
+    with trio.fail_after(110):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            codes = await run_nodes(fleet, nodes, on_ready=ready.set, on_end=lambda *end: ended.append(end))
+    assert codes == {"local-0": 0, "local-1": 0}
+    assert sorted(ended) == sorted(codes.items())
+
+
+async def test_a_node_that_does_not_start_is_told_and_ends_the_others(config_file, fleet, as_nodes):
+    as_nodes(code=7)
+    nodes = write_plan(config_file, fleet, 2)
+    with trio.fail_after(110), pytest.raises(NodeLost, match=r"ended with exit code 7(.|\n)*a node begins True"):
+        await run_nodes(fleet, nodes, on_ready=lambda: None, on_end=lambda *_: None)
+
+
+def test_a_folder_that_others_can_enter_is_refused(config_file, fleet):
+    fleet.mkdir()
+    fleet.chmod(0o755)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        write_plan(config_file, fleet, 1)
