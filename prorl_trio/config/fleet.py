@@ -20,6 +20,8 @@ class FleetConfig(Table, frozen=True):
         stale_after_s: without a heartbeat for so long the node counts as lost, and its jobs are moved.
         restart_within_s: how long the jobs of this node, if it is lost, are left to its next start, which finds them in
             the ledger on its disk; 0: other nodes take them over at once.
+        end_margin_s: time before the end of the node's allocation by which it has ended by itself. Slurm tells the end
+            (`SLURM_JOB_END_TIME`) by its own clock: at least what clocks differ, and what the node's end takes.
     """
 
     dir: str = ""
@@ -27,6 +29,7 @@ class FleetConfig(Table, frozen=True):
     heartbeat_interval_s: Seconds = 5.0
     stale_after_s: Seconds = 30.0
     restart_within_s: SecondsOrZero = 0.0
+    end_margin_s: SecondsOrZero = 30.0
 
     def __post_init__(self) -> None:
         if self.heartbeat_interval_s > self.stale_after_s / 3:

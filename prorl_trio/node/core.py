@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -13,6 +14,7 @@ from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.node.end_of_time import EndOfTime, allocation_left_s
 from prorl_trio.node.node import Node
 from prorl_trio.node.parts import engine_finder, open_backends, open_node_arena, open_node_sandboxes, warn_of_image
 from prorl_trio.pipeline.pipeline import open_pipeline
@@ -101,7 +103,9 @@ async def open_node(
         for name in handlers.names:
             await handlers.get(name).prepare(resources)
         pipeline = await stack.enter_async_context(open_pipeline(resources, sandboxes, service, observers=observers))
-        node = Node(config, handlers, pipeline, backends, sandboxes, provider, resources, outbox)
+        left_s = allocation_left_s(os.environ)
+        end = EndOfTime(None if left_s is None else left_s - config.fleet.end_margin_s, pipeline.durations)
+        node = Node(config, handlers, pipeline, backends, sandboxes, provider, resources, outbox, end)
         if search is not None:
             node.describe("search", search.statistics)
         yield node

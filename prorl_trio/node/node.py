@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from prorl_trio.handlers.base import AgentHandler
     from prorl_trio.handlers.registry import HandlerRegistry
     from prorl_trio.inference.pool.pool import Backends
+    from prorl_trio.node.end_of_time import EndOfTime
     from prorl_trio.pipeline.pipeline import JobSink, Pipeline
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
@@ -61,12 +62,14 @@ class Node:
         provider: SandboxProvider,
         resources: Resources,
         outbox: Outbox,
+        end: EndOfTime,
     ) -> None:
         self.node_id = config.node_id or f"{socket.gethostname()}-{os.getpid()}"
         self.draining = False
         self.backends = backends
         self.admission = pipeline.admission
         self.fates = pipeline.fates
+        self.end = end
         self._started_s = trio.current_time()
         self._parts: dict[str, Callable[[], object]] = {
             "model": lambda: resources.chat_format.facts(),
@@ -109,7 +112,7 @@ class Node:
         """Check that the node would accept a job now, with `ahead` jobs accepted before it; changes nothing.
 
         Raises:
-            Draining: the node accepts no more jobs.
+            Draining: the node accepts no more jobs, or none of this kind, for its allocation ends.
             UnknownHandler: the node has no handler of that name.
             MalformedJob: the handler rejects the payload.
             DuplicateJob: a job with this id is live here.
@@ -118,6 +121,8 @@ class Node:
         if self.draining:
             raise Draining(f"node {self.node_id} is draining; submit to another one")
         handler = self._handlers.get(spec.instance.handler)
+        if refusal := self.end.refusal(handler.name):
+            raise Draining(f"{refusal}; submit to another node")
         _validate(handler, spec)
         self._check_new(spec.job_id)
         self.admission.max_queued = self._pipeline.stages[0].queue.capacity
@@ -140,7 +145,7 @@ class Node:
         init, _run, scoring = self._pipeline.stages
         workers = self.config.stages.run_workers
         self.admission.max_queued = init.queue.capacity
-        room = 0 if self.draining else self.admission.room(self._load(session_id, ahead))
+        room = 0 if self.draining or self.end.is_near else self.admission.room(self._load(session_id, ahead))
         before_eval = len(self._pipeline) - scoring.busy - len(scoring.queue) + ahead
         return Room(room=room, free=min(room, workers - before_eval), run_workers=workers)
 

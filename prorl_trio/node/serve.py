@@ -10,6 +10,7 @@ serve_node()
 
 from __future__ import annotations
 
+import logging
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["serve_node"]
 
+logger = logging.getLogger(__name__)
+
 DELIVERY_TIMEOUT_S: Final = 5.0
 """Longest a shutdown waits for connected trainers to take their last outcomes."""
 
@@ -54,7 +57,8 @@ async def serve_node(
 ) -> bool:
     """Run a node until SIGTERM or SIGINT. Must run in the main thread, for the signals.
 
-    The first signal drains, for `drain_timeout_s` at most; the second cancels all jobs. A signal before the node has
+    The first signal, or the near end of the allocation of Slurm's that it runs in, drains, for `drain_timeout_s` at
+    most, and not beyond that end; the second cancels all jobs. A signal before the node has
     started just ends it. At SIGHUP, as `on_hangup` says, the node drains, too, or reloads: `load`, called in a thread,
     reads the configuration again.
 
@@ -77,9 +81,11 @@ async def serve_node(
                     apply = partial(_apply, node, monitoring)
                     await reloads.start(service_task(serve_reloads, "reload"), load, lambda: node.config, apply)
                 task_status.started(address)
-                await anext(signals)
+                await _wait_end(signals, node)
                 sessions.journal.drain()
-                cut = await drain(node, signals, node.config.drain_timeout_s)
+                left_s = node.end.left_s
+                timeout_s = node.config.drain_timeout_s if left_s is None else min(node.config.drain_timeout_s, left_s)
+                cut = await drain(node, signals, timeout_s)
                 with trio.move_on_after(DELIVERY_TIMEOUT_S):
                     await sessions.wait_delivered()
                 reloads.cancel_scope.cancel("shutdown")
@@ -118,6 +124,20 @@ async def _open_whole(
                         node.describe("arena", lambda: {**tokens.statistics(), "shared": shared.statistics()})
                     async with open_edges(node, sessions, arena, feed, monitoring) as address:
                         yield node, sessions, monitoring, address
+
+
+async def _wait_end(signals: AsyncIterator[int], node: Node) -> None:
+    """Return at the first signal, or when what is left of the node's allocation is too short for a job."""
+
+    async def wait_signal() -> None:
+        await anext(signals)
+        tasks.cancel_scope.cancel("a signal")
+
+    async with open_single_nursery() as tasks:
+        tasks.start_soon(wait_signal)
+        await node.end.wait_near()
+        logger.warning("the node's allocation ends in %.0f s and fleet.end_margin_s: it takes no more", node.end.left_s)
+        tasks.cancel_scope.cancel("the end of the allocation")
 
 
 def _apply(node: Node, monitoring: Monitoring, config: NodeConfig) -> None:

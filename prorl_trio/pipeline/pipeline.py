@@ -17,6 +17,7 @@ import trio
 
 from ipc.nursery import only_cancelled, open_single_nursery
 from prorl_trio.pipeline.admission import Admission
+from prorl_trio.pipeline.durations import Durations
 from prorl_trio.pipeline.fates import Fates
 from prorl_trio.pipeline.groups import GroupTable
 from prorl_trio.pipeline.job import Job, JobSink
@@ -72,6 +73,7 @@ class Pipeline:
         self._tokens_sampled = 0
         self._prefix_breaks = 0
         self.fates = Fates()
+        self.durations = Durations()
         self._begins = BeginLimit()
         self._resources = resources
         sizes = resources.config.stages
@@ -356,6 +358,8 @@ class Pipeline:
         self.admission.rate.ended(trio.current_time())
         job.ended(outcome)
         self._outcomes[outcome.status] += 1
+        if outcome.status in ("completed", "timed_out"):  # else it may have been short for want of something
+            self.durations.ended(job.spec.instance.handler, sum(msgspec.structs.astuple(outcome.timing)))
         if outcome.trajectory is not None:
             self._tokens_sampled += sum(t.completion_end - t.completion_start for t in outcome.trajectory.turns)
             self._prefix_breaks += outcome.trajectory.prefix_breaks

@@ -47,7 +47,7 @@ class Submission:
         self._groups: dict[str, str] = {}
         """Nodes of the groups that were submitted last, by group."""
         self._refused: dict[str, set[str]] = {}
-        """Nodes that will not have a job any more, as it has ended there, by job."""
+        """Nodes that will not have a job: it has ended there, or they have no time left for it; by job."""
 
     async def submit(self, specs: Sequence[JobSpec], patience_s: float) -> list[Accepted | Rejected]:
         """Submit jobs; see `RolloutClient.submit`."""
@@ -236,6 +236,7 @@ class Submission:
         if isinstance(answer, Accepted):
             answers[job_id] = answer
             job.accepted = True
+            self._refused.pop(job_id, None)
             if job.spec.group_id:
                 self._groups.pop(job.spec.group_id, None)
                 self._groups[job.spec.group_id] = node_id
@@ -246,6 +247,8 @@ class Submission:
             job.node_id = ""
         if answer.code in (AdmissionRejected.code, Draining.code):
             again[job_id] = answer
+            if answer.code == Draining.code:  # others may have more time for it
+                self._refused.setdefault(job_id, set()).add(node_id)
         elif answer.code == AlreadyDelivered.code and job.former:
             self._refused.setdefault(job_id, set()).add(node_id)
             again[job_id] = answer
@@ -317,6 +320,8 @@ class Submission:
     def _other(self, job_id: str, rooms: Mapping[str, NodeRoom]) -> str:
         """Return the node with the most room of those that did not have the job before; one that is none if all did."""
         left = {name: room for name, room in rooms.items() if name not in self._refused[job_id]}
+        if not left:
+            del self._refused[job_id]  # the next round asks them again
         return max(left, key=lambda name: left[name].free, default="none")
 
     def _attempt(self, job_id: str) -> int:
@@ -331,6 +336,7 @@ class Submission:
         book = self._state.book
         for job in jobs:
             job_id = job.spec.job_id
+            self._refused.pop(job_id, None)
             if isinstance(answers.get(job_id), Accepted) or book.jobs.get(job_id) is not job:
                 continue
             del book.jobs[job_id]
