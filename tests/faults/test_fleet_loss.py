@@ -11,6 +11,7 @@ from prorl_trio.client import ConnectionLost, SessionLost, connect
 from prorl_trio.client.fleet import roster
 from prorl_trio.client.fleet.moves import Delivered, Moved, MoveLog
 from prorl_trio.rendezvous.folder import write_entry
+from prorl_trio.types.errors import Draining
 from support.fake_fleet import open_fake_fleet
 from support.fake_node import make_outcome, make_spec
 
@@ -147,6 +148,18 @@ async def test_jobs_that_a_shutdown_cut_go_on_elsewhere(folder):
 async def test_a_draining_node_is_passed_over(folder):
     async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
         fleet["a"].node.draining = True
+        answers = await client.submit(specs_of(6))
+        assert all(isinstance(answer, Accepted) for answer in answers)
+        assert len(fleet["b"].node.live) == 6
+
+
+async def test_a_node_that_has_no_time_left_for_a_job_is_passed_over(folder, monkeypatch):
+    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+
+        def check(*_):
+            raise Draining("the node's allocation ends")
+
+        monkeypatch.setattr(fleet["a"].node, "check", check)
         answers = await client.submit(specs_of(6))
         assert all(isinstance(answer, Accepted) for answer in answers)
         assert len(fleet["b"].node.live) == 6
