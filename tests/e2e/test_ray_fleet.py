@@ -34,7 +34,7 @@ async def test_the_example_takes_every_outcome_over_a_kill_of_its_actor(tmp_path
         made[spec.job_id] = make_outcome(spec)
         return made[spec.job_id]
 
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT}/examples", "HOME": str(tmp_path), "RAY_raylet_start_wait_time_s": "240"}
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT}/examples", "HOME": str(tmp_path), "RAY_raylet_start_wait_time_s": "400"}
     program = [str(verl_python()), str(PROGRAM), str(tmp_path / "fleet"), str(tmp_path / "result.json"), str(JOBS)]
     async with open_fake_fleet(tmp_path / "fleet", "a", "b", on_submit=end, within_s=WITHIN_S) as fleet:
         done = await trio.run_process(
