@@ -188,16 +188,23 @@ async def kill(process):
     process.kill()
 
 
+@pytest.fixture
+def place():
+    """A folder with a short path, for its sockets."""
+    with tempfile.TemporaryDirectory(prefix="pod") as folder:
+        yield Path(folder)
+
+
 @asynccontextmanager
-async def open_pod(tmp_path):
-    tiny = make_tiny_model(tmp_path / "models/policy")
+async def open_pod(place):
+    tiny = make_tiny_model(place / "models/policy")
     answer = tiny.turn(r"\boxed{42}")
     engine_config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=4000)
     async with (
         open_fake_engine(script=lambda _: (answer, [-0.5] * len(answer), "stop"), config=engine_config) as engine,
         trio.open_nursery() as nursery,
     ):
-        pod = Pod(tmp_path, engine.url)
+        pod = Pod(place, engine.url)
         start = pod.run(NODE["command"], stdout=subprocess.PIPE, deliver_cancel=kill)
         pod.process = await nursery.start(start)
         ready = b""
@@ -216,17 +223,17 @@ def job(job_id):
     )
 
 
-async def test_the_command_starts_a_node_the_probes_are_answered_and_the_hook_drains_it(tmp_path):
+async def test_the_command_starts_a_node_the_probes_are_answered_and_the_hook_drains_it(place):
     hook = NODE["lifecycle"]["preStop"]["exec"]["command"]
     probes = {name: NODE[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
     with trio.fail_after(240):
-        async with open_pod(tmp_path) as (pod, engine), trio.open_nursery() as nursery:
+        async with open_pod(place) as (pod, engine), trio.open_nursery() as nursery:
             for probe in probes.values():
                 assert (await pod.get(probe))[0] == 200
-            endpoint_file = tmp_path / "run/prorl/endpoint.json"
+            endpoint_file = place / "run/prorl/endpoint.json"
             async with connect(endpoint_file=endpoint_file, token=TOKEN) as client:
                 assert (await client.status())["node_id"] == "prorl-node-0"
-                entry = json.loads((tmp_path / "fleet/nodes/prorl-node-0.json").read_bytes())
+                entry = json.loads((place / "fleet/nodes/prorl-node-0.json").read_bytes())
                 assert entry["url"].startswith(f"ws://prorl-node-0.{SETS['serviceName']}:")
                 engine.hold()
                 await client.submit([job("held")])
@@ -244,15 +251,15 @@ async def test_the_command_starts_a_node_the_probes_are_answered_and_the_hook_dr
                 assert outcome.status == "completed", outcome.error
             assert await hooked.wait() == 0
             assert await pod.process.wait() == CLEAN
-    assert (tmp_path / "var/lib/prorl/ledger").is_dir()
-    assert not list((tmp_path / "fleet/nodes").iterdir())
+    assert (place / "var/lib/prorl/ledger").is_dir()
+    assert not list((place / "fleet/nodes").iterdir())
 
 
-async def test_the_signal_after_the_hook_cuts_what_cannot_end(tmp_path):
+async def test_the_signal_after_the_hook_cuts_what_cannot_end(place):
     hook = NODE["lifecycle"]["preStop"]["exec"]["command"]
     with trio.fail_after(240):
-        async with open_pod(tmp_path) as (pod, engine), trio.open_nursery() as nursery:
-            endpoint_file = tmp_path / "run/prorl/endpoint.json"
+        async with open_pod(place) as (pod, engine), trio.open_nursery() as nursery:
+            endpoint_file = place / "run/prorl/endpoint.json"
             async with connect(endpoint_file=endpoint_file, token=TOKEN) as client:
                 engine.hold()
                 await client.submit([job("held")])
