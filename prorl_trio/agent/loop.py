@@ -14,6 +14,7 @@ import msgspec
 import trio
 
 from ipc.nursery import only_cancelled
+from ipc.turnstile import pass_turnstile
 from prorl_trio.agent.budget import AgentBudget
 from prorl_trio.agent.style import PLAIN
 from prorl_trio.chat.conversation import Conversation
@@ -486,3 +487,5 @@ class _Agent:
             context.activity.progress()
             observations.append(observation)
             self.answer = observation.answer
+            if self.answer is None:
+                await pass_turnstile()  # before the reply is rendered, and the next turn begun

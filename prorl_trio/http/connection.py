@@ -10,6 +10,7 @@ import h11
 import msgspec
 import trio
 
+from ipc.turnstile import pass_turnstile
 from prorl_trio.types.errors import ProrlError
 
 if TYPE_CHECKING:
@@ -220,6 +221,8 @@ class HttpConnection:
             if not received and not self._received_bytes:
                 raise trio.BrokenResourceError("the peer closed it")
             self._received_bytes += len(received)
+            if on_data is None:
+                await pass_turnstile()  # what follows is the caller's work on an answer; pieces of a stream are short
             self._h11.receive_data(received)
             try:
                 complete = self._parse(head, body, on_data)
