@@ -14,11 +14,11 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
 
 .NOTPARALLEL:
-.PHONY: help setup setup-dev engine trainers lock apptainer apptainer-if-possible demo learn doctor check test e2e soak format clean clean-cache
+.PHONY: help setup setup-dev engine trainers lock apptainer apptainer-if-possible slurm-if-possible demo learn doctor check test e2e soak format clean clean-cache
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Settings: PYTHON=..., ENGINE=cpu|gpu, WORKERS=2 (of tests), APPTAINER=no (install nothing for tests),"
+	@echo "Settings: PYTHON=..., ENGINE=cpu|gpu, WORKERS=2 (of tests), APPTAINER=no SLURM=no (install nothing for tests),"
 	@echo "  PRORL_CACHE_DIR=... (default ~/.cache/prorl-trio)"
 
 setup: python ## everything: .venv, the engine's environment and the model (once; then a quick no-op)
@@ -49,6 +49,9 @@ apptainer: ## install Apptainer on Debian/Ubuntu (root or sudo; names the system
 apptainer-if-possible:
 	@[ "$(APPTAINER)" = no ] || launch/apptainer.sh --if-possible
 
+slurm-if-possible:
+	@[ "$(SLURM)" = no ] || launch/slurm/cluster.sh install --if-possible
+
 learn: setup trainers ## a real policy learns to use a tool: an hour on two cores (QUICK=1: three minutes)
 	@$(VENV)/prorl-trio learn $(if $(QUICK),--quick) $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
 		$(if $(RESUME),--resume $(RESUME)) $(if $(NO_DYNAMIC),--no-dynamic)
@@ -68,7 +71,7 @@ check: setup-dev ## format, lint, types, async rules, import direction
 	grep -rlwE --include='*.py' 'async|await|trio' $(PACKAGES) tests | xargs $(VENV)/python -m flake8; code=$$?; \
 	wait $$types && exit $$code
 	$(VENV)/lint-imports
-	$(VENV)/shellcheck launch/*.sh .ci/run
+	$(VENV)/shellcheck launch/*.sh launch/*/*.sh .ci/run
 
 format: setup-dev ## let ruff format and repair what it can
 	$(VENV)/ruff format $(PACKAGES) tests
@@ -88,7 +91,7 @@ endef
 test: setup trainers apptainer-if-possible check ## check, then the whole suite but for the slow marks
 	$(call pytest,not slow and not soak)
 
-e2e: setup trainers apptainer-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
+e2e: setup trainers apptainer-if-possible slurm-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
 	$(call pytest,slow and not soak)
 
 soak: setup apptainer-if-possible ## a thousand sandboxes in a row, thousands of jobs under kill -9 (hours)

@@ -1,4 +1,4 @@
-"""A whole Debian, as a directory and as a .sif file, that debootstrap makes once in the user's cache folder."""
+"""A Debian, as a directory and as a .sif file, which debootstrap makes once in the cache folder; a Slurm cluster."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from launch.venv import exclusive
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.providers.apptainer import find_apptainer
 from support.skips import because
+from support.slurm_cluster import open_cluster, why_not
 
 DEBOOTSTRAP_TIMEOUT_S = 500
 PACKAGES = "git,python3"
@@ -76,3 +77,12 @@ def sif(debian):
             subprocess.run([find_apptainer(), "--quiet", "build", "--force", *compress, unborn, debian], check=True)
             unborn.rename(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def slurm():
+    """A Slurm cluster of four nodes on this machine, for all tests of this session."""
+    if why := why_not():
+        pytest.skip(because(why, "as root: launch/slurm/cluster.sh install"))
+    with open_cluster() as cluster:
+        yield cluster

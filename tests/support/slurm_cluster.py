@@ -1,0 +1,147 @@
+"""A real Slurm of four nodes on this machine: `launch/slurm/cluster.sh` for the tests of a session."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.paths import checkout_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NODES = 4
+PORTS = 8
+"""Ports of one cluster: its controller's and those of its nodes. A multiple, so that networks differ as ports do."""
+COMMAND_TIMEOUT_S = 60.0
+POLL_S = 0.1
+SCRIPT = checkout_dir() / "launch/slurm/cluster.sh"
+
+
+class SlurmCluster:
+    """A running cluster. `folder` is shared by its nodes, which have each a /tmp of their own if `separate`."""
+
+    def __init__(self, folder: Path, port: int, *, separate: bool) -> None:
+        self.folder = folder
+        self.separate = separate
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PRORL_"))} | {
+            "SLURM_CLUSTER_DIR": str(folder),
+            "SLURM_CLUSTER_NODES": str(NODES),
+            "SLURM_CLUSTER_PORT": str(port),
+            "SLURM_CLUSTER_MODE": "netns" if separate else "loopback",
+            "SLURM_CONF": str(folder / "slurm.conf"),
+        }
+
+    def script(self, *arguments: str) -> None:
+        """Run `cluster.sh`."""
+        done = self.run(str(SCRIPT), *arguments)
+        assert done.returncode == 0, done.stderr
+
+    def run(self, *command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+        """Run a command as a user of the cluster would, in its folder; return its code and output."""
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def said(self, *command: str) -> str:
+        """Return what a command that must succeed prints."""
+        done = self.run(*command)
+        assert done.returncode == 0, f"{command}: exit code {done.returncode}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def state(self, job: str) -> str:
+        """Return the state of a job, in Slurm's word, empty once it is forgotten."""
+        return self.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").stdout.strip()
+
+    def pid_of_slurmd(self, node: int) -> int:
+        """Return the pid of node `n1` to `n4`'s daemon."""
+        return int((self.folder / f"slurmd-n{node}.pid").read_text())
+
+    def temporary(self, node: int) -> Path:
+        """Return the /tmp of a node as it is seen from here."""
+        return self.folder / f"node/n{node}/tmp" if self.separate else Path(tempfile.gettempdir())
+
+    def cancel_all(self) -> None:
+        """End every job and wait until they are gone and all nodes are idle again."""
+        if jobs := self.said("squeue", "-h", "-o", "%A").split():
+            self.run("scancel", "--full", "--signal=KILL", *jobs)
+            self.run("scancel", *jobs)
+        self.wait(lambda: not self.said("squeue", "-h"), "the queue is empty")
+        idle = ("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N")
+        self.wait(lambda: len(self.said(*idle).split()) == NODES, "every node is idle")
+
+    def wait(self, holds: Callable[[], object], what: str, timeout_s: float = COMMAND_TIMEOUT_S) -> float:
+        """Wait until something holds that nobody announces; return how long it took."""
+        began_s = time.monotonic()
+        while not holds():
+            assert time.monotonic() - began_s < timeout_s, f"after {timeout_s:g} s it is not so that {what}"
+            time.sleep(POLL_S)
+        return time.monotonic() - began_s
+
+
+def why_not() -> str:
+    """Return why there can be no cluster here, empty if there can."""
+    if os.geteuid() != 0:
+        return "Slurm's daemons want root"
+    lacking = [name for name in ("slurmctld", "slurmd", "srun", "munged", "ip") if shutil.which(name) is None]
+    return f"Slurm is not installed: there is no {', '.join(lacking)}" if lacking else ""
+
+
+@contextmanager
+def open_cluster() -> Iterator[SlurmCluster]:
+    """Start a cluster, each node with a network of its own if this kernel and user allow it; stop it by its pids."""
+    folder = Path(tempfile.mkdtemp(prefix="prorl-slurm-", dir="/run"))
+    folder.chmod(0o755)
+    cluster = SlurmCluster(folder, _free_ports(), separate=_has_networks())
+    try:
+        cluster.script("start")
+        yield cluster
+    finally:
+        cluster.script("stop")
+        shutil.rmtree(folder)
+
+
+def _has_networks() -> bool:
+    """Return whether a pair of links can be made, one end in another network."""
+    name = f"prorl{secrets.token_hex(3)}"
+    link = f"ip link add {name} type veth peer name eth0 netns {name}"
+    command = f"ip netns add {name} && {link}; code=$?; ip netns del {name}; exit $code"
+    return subprocess.run(["sh", "-c", command], capture_output=True, check=False).returncode == 0
+
+
+def _free_ports() -> int:
+    """Return the first of `PORTS` ports that are free now."""
+    while True:
+        first = 20000 + PORTS * secrets.randbelow(1000)
+        if all(map(_is_free, range(first, first + NODES + 1))):
+            return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as one:
+        try:
+            one.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+        return True
+
+
+def kill(pid: int) -> None:
+    """Kill a process at once, as nothing in it can foresee."""
+    os.kill(pid, signal.SIGKILL)
