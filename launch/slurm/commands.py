@@ -1,0 +1,216 @@
+"""`prorl-trio slurm`: a fleet of nodes, started and ended by Slurm."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import trio
+
+from launch.slurm import queue
+from launch.slurm.fleet_folder import open_fleet_folder, read_job, read_nodes, write_job
+from launch.slurm.leash import run_leashed
+from launch.slurm.local_folder import find_local_folder
+from launch.slurm.node_file import address_of_machine, node_config, read_config
+from launch.slurm.pulse import JobRun, beat
+from launch.slurm.script import FleetPlan, batch_script
+from prorl_trio.types.errors import ConfigError
+
+__all__ = ["slurm"]
+
+_POLL_S = 1.0
+_FLEET = click.option(
+    "--fleet",
+    "fleet_dir",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The fleet's folder, on a disk that all machines share.",
+)
+_CONFIG = click.option(
+    "--config",
+    "config_file",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="node.toml of every node.",
+)
+_LOCAL = click.option("--local-dir", default="", help="Folder on each machine's own disk, for sockets; else found.")
+_PULSE = click.option(
+    "--pulse-timeout-s", type=click.FloatRange(min=1), help="End the command without a pulse so long."
+)
+
+
+class _Group(click.Group):
+    """Says a `ConfigError` in its own words instead of a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Group)
+def slurm() -> None:
+    """Start, watch and end a fleet of nodes by Slurm.
+
+    `up` submits a batch script of ordinary srun lines; `up --print` shows it. `run`, `pulse` and `node` are what those
+    lines execute.
+    """
+
+
+@slurm.command(context_settings={"ignore_unknown_options": True})
+@_FLEET
+@_CONFIG
+@click.option("--nodes", type=click.IntRange(min=1), required=True, help="Machines, with one node each.")
+@click.option("--print", "only_print", is_flag=True, help="Print the batch script, and submit nothing.")
+@click.option(
+    "--drain-s", type=click.IntRange(1, 65535), default=300, show_default=True, help="Drain before the limit."
+)
+@click.option("--pulse-timeout-s", type=click.FloatRange(min=1), default=60.0, show_default=True, help="See `run`.")
+@_LOCAL
+@click.argument("sbatch", nargs=-1, type=click.UNPROCESSED, metavar="[OPTION OF SBATCH]...")
+def up(fleet_dir: Path, config_file: Path, only_print: bool, sbatch: tuple[str, ...], **options: Any) -> None:
+    """Submit a fleet.
+
+    Every option that is not ours is sbatch's: --partition, --account, --time, --gres and all others pass through.
+    """
+    read_config(config_file)
+    folder = Path(os.path.abspath(fleet_dir))
+    plan = FleetPlan(
+        fleet_dir=str(folder),
+        config_file=os.path.abspath(config_file),
+        program=_program(),
+        sbatch=sbatch,
+        **options,
+    )
+    script = batch_script(plan)
+    if only_print:
+        click.echo(script, nl=False)
+        return
+    files = open_fleet_folder(folder)
+    if (before := read_job(folder)) and queue.find_jobs([before]):
+        raise ConfigError(f"job {before} is the fleet in {folder} already; `prorl-trio slurm down` ends it")
+    (files / "job.sh").write_text(script, encoding="utf-8")
+    job_id = queue.submit(files / "job.sh")
+    write_job(folder, job_id)
+    click.echo(f"job {job_id}; its script is {files / 'job.sh'}, its log {files / job_id}.log")
+
+
+@slurm.command()
+@_FLEET
+def status(fleet_dir: Path) -> None:
+    """Print the job and the nodes of a fleet as JSON."""
+    job_id = _job_of(fleet_dir)
+    jobs = queue.find_jobs([job_id])
+    report = {"job_id": job_id, "job": jobs[0] if jobs else None, "nodes": read_nodes(fleet_dir)}
+    click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+
+
+@slurm.command()
+@_FLEET
+def drain(fleet_dir: Path) -> None:
+    """Let the nodes end the jobs that they have, take no more, and end. Returns at once."""
+    queue.signal_steps(_job_of(fleet_dir))
+
+
+@slurm.command()
+@_FLEET
+@click.option("--drain-s", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Drain first, so long.")
+@click.option("--timeout-s", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Longest wait.")
+def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
+    """End a fleet, and wait until its job is gone."""
+    job_id = _job_of(fleet_dir)
+    if drain_s and queue.find_jobs([job_id]):
+        queue.signal_steps(job_id)
+        _wait_gone(job_id, drain_s)
+    if queue.find_jobs([job_id]):
+        queue.cancel(job_id)
+        if not _wait_gone(job_id, timeout_s):
+            raise ConfigError(f"job {job_id} has not ended within {timeout_s:g} s; see `squeue -j {job_id}`")
+
+
+@slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@_LOCAL
+@_PULSE
+@click.option("--grace-s", type=click.FloatRange(0, 3600), default=3.0, show_default=True, help="SIGTERM to SIGKILL.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+def run(local_dir: str, pulse_timeout_s: float | None, grace_s: float, command: tuple[str, ...]) -> None:
+    """Run a command of which nothing outlives this task.
+
+    SIGTERM is passed on. However this task ends, the command's whole process tree is ended with it, and its TMPDIR, a
+    folder of its own on a local disk, and its shared memory are removed. Exit code: that of the command.
+    """
+    folder = find_local_folder(local_dir)
+    sys.exit(
+        trio.run(lambda: run_leashed(command, local_folder=folder, grace_s=grace_s, pulse_timeout_s=pulse_timeout_s))
+    )
+
+
+@slurm.command()
+@click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between two beats.")
+@click.option("--query-s", type=click.FloatRange(min=1), default=10.0, show_default=True, help="Between two questions.")
+@click.option("--controller-timeout-s", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Of them.")
+def pulse(interval_s: float, query_s: float, controller_timeout_s: float) -> None:
+    """Write a line a second, for srun to hand to all tasks, as long as slurmctld says that this job runs."""
+    # It comes to all processes of a job at once, and tasks that drain need their pulse until they have ended.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    job_run = JobRun(_of_slurm("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+    why = trio.run(
+        lambda: beat(
+            job_run, interval_s=interval_s, query_interval_s=query_s, controller_timeout_s=controller_timeout_s
+        )
+    )
+    click.echo(f"prorl-trio slurm pulse: {why}", err=True)
+
+
+@slurm.command()
+@_FLEET
+@_CONFIG
+def node(fleet_dir: Path, config_file: Path) -> None:
+    """Become the node of this task's machine."""
+    address = address_of_machine(socket.gethostname())
+    config = node_config(read_config(config_file), fleet_dir=str(fleet_dir), address=address, env=os.environ)
+    path = Path(_of_slurm("TMPDIR")) / "node.toml"
+    path.write_bytes(msgspec.toml.encode(config))
+    os.environ.setdefault("PRORL_TOKEN", secrets.token_urlsafe(32))
+    os.execv(sys.executable, [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(path)])
+
+
+def _job_of(fleet_dir: Path) -> str:
+    job_id = read_job(fleet_dir)
+    if not job_id:
+        raise ConfigError(f"no fleet was started in {fleet_dir} by `prorl-trio slurm up`")
+    return job_id
+
+
+def _of_slurm(name: str) -> str:
+    value = os.environ.get(name, "")
+    if not value:
+        raise ConfigError(f"{name} is not set: this runs in a job of Slurm's, as `prorl-trio slurm up --print` shows")
+    return value
+
+
+def _program() -> str:
+    beside = Path(sys.executable).with_name("prorl-trio")
+    found = str(beside) if beside.exists() else shutil.which("prorl-trio")
+    if found is None:
+        raise ConfigError(f"there is no prorl-trio beside {sys.executable}, nor in PATH")
+    return found
+
+
+def _wait_gone(job_id: str, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while queue.find_jobs([job_id]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -1,0 +1,77 @@
+"""Slurm's own commands, as far as a fleet needs them. All block; call them in a command, not in a node."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["Job", "cancel", "find_jobs", "signal_steps", "submit"]
+
+TIMEOUT_S: Final = 60.0
+_FORMAT: Final = "%A|%T|%N|%L|%r"
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as Slurm tells of it: `left` is its time, and `reason` why it waits, both in Slurm's words."""
+
+    job_id: str
+    state: str
+    machines: str
+    left: str
+    reason: str
+
+
+def submit(script: Path) -> str:
+    """Submit a batch script; return the id of the job.
+
+    Raises:
+        ConfigError: Slurm refuses it, in its words.
+    """
+    said = _run(["sbatch", "--parsable", str(script)])
+    found = re.match(r"\d+", said)
+    if found is None:
+        raise ConfigError(f"sbatch has not told the id of a job, but {said!r}")
+    return found[0]
+
+
+def find_jobs(job_ids: Sequence[str]) -> list[Job]:
+    """Return those of our jobs that Slurm still knows and that have not ended."""
+    rows = [line.split("|", 4) for line in _run(["squeue", "--noheader", "--me", f"--format={_FORMAT}"]).splitlines()]
+    jobs = [Job(job_id=row[0], state=row[1], machines=row[2], left=row[3], reason=row[4]) for row in rows]
+    return [job for job in jobs if job.job_id in job_ids]
+
+
+def signal_steps(job_id: str) -> None:
+    """Send SIGTERM to the tasks of a job, and to nothing else of it."""
+    _run(["scancel", "--signal=TERM", job_id])
+
+
+def cancel(job_id: str) -> None:
+    """End a job: SIGTERM to its tasks, and SIGKILL after the cluster's KillWait."""
+    _run(["scancel", job_id])
+
+
+def _run(command: list[str]) -> str:
+    if shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"there is no {command[0]} here: this takes a machine on which Slurm's commands are installed"
+        )
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{command[0]} has not answered within {TIMEOUT_S:g} s: does slurmctld run?") from error
+    if done.returncode != 0:
+        raise ConfigError(f"{command[0]} failed with exit code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout.strip()

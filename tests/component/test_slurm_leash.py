@@ -1,0 +1,179 @@
+"""Of what a task runs on the leash nothing is left, however the task ends. Without Slurm: its parent is a shell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from support.remains import left_after, marked, segments
+
+TREE = Path(__file__).parents[1] / "support/hostile_tree.py"
+LIMIT_S = 10.0
+START_TIMEOUT_S = 20.0
+GRACE_S = 0.8
+
+
+@pytest.fixture
+def place():
+    """A folder with the short path that sockets need."""
+    folder = Path(tempfile.mkdtemp(prefix="pl-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+class Task:
+    """What slurmstepd would be: a shell, with the task below it."""
+
+    def __init__(self, place, *arguments, pulse=None, deaf=False):
+        self.mark = f"PRORL_TEST_MARK={secrets.token_hex(8)}"
+        self.place = place
+        self.ready = place / "ready"
+        self.before = segments()
+        options = [f"--grace-s={GRACE_S}", f"--local-dir={place}", *([f"--pulse-timeout-s={pulse}"] * bool(pulse))]
+        program = arguments or (sys.executable, str(TREE), str(self.ready), *(["--deaf"] * deaf))
+        run = [sys.executable, "-m", "prorl_trio.cli", "slurm", "run", *options, "--", *program]
+        name, _, value = self.mark.partition("=")
+        env = {**os.environ, name: value, "TMPDIR": str(place)}
+        # The shell starts it in the background, so that it has a parent which can be killed alone.
+        shell = '"$@" <&3 & echo $!; wait $!'
+        self.stepd = subprocess.Popen(
+            ["bash", "-c", f"exec 3<&0; {shell}", "bash", *run],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=env,
+            start_new_session=True,
+        )
+        self.pid = int(self.stepd.stdout.readline())
+
+    def wait_ready(self):
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.ready.exists():
+            assert time.monotonic() < deadline, "the program has not begun"
+            self.beat()
+            time.sleep(0.05)
+
+    def beat(self):
+        self.stepd.stdin.write(b"\n")
+        self.stepd.stdin.flush()
+
+    def end(self):
+        """Close our side; return what is left, and how long it took."""
+        left = left_after(self.mark, [self.place], self.before, LIMIT_S)
+        self.stepd.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.stepd.stdin.close()
+        self.stepd.wait(timeout=LIMIT_S)
+        return left
+
+
+@pytest.fixture
+def start(place):
+    tasks = []
+
+    def begin(*arguments, **options):
+        task = Task(place, *arguments, **options)
+        tasks.append(task)
+        return task
+
+    yield begin
+    for task in tasks:
+        for pid in [int(line.split()[0]) for line in marked(task.mark)]:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("program", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -TERM $$", 143)]
+)
+def test_the_exit_code_is_the_programs(start, program, code):
+    task = start("sh", "-c", program)
+    assert task.stepd.wait(timeout=START_TIMEOUT_S) == code
+    assert task.end()[0] == []
+
+
+def test_a_program_that_cannot_be_started_is_an_error(start):
+    task = start("/no/such/program")
+    assert task.stepd.wait(timeout=START_TIMEOUT_S) != 0
+    assert task.end()[0] == []
+
+
+def kill_task(task):
+    os.kill(task.pid, signal.SIGKILL)
+
+
+def kill_stepd(task):
+    task.stepd.kill()
+
+
+def kill_both(task):
+    task.stepd.kill()
+    os.kill(task.pid, signal.SIGKILL)
+
+
+def terminate(task):
+    os.kill(task.pid, signal.SIGTERM)
+
+
+def stop_pulse(task):
+    task.beat()
+
+
+def end_pulse(task):
+    task.stepd.stdin.close()
+
+
+def terminate_and_kill(task):
+    """As scancel does: SIGTERM asks for a drain, and SIGKILL comes when that takes too long."""
+    terminate(task)
+    time.sleep(0.2)
+    kill_task(task)
+
+
+@pytest.mark.parametrize("end", [kill_task, kill_stepd, terminate, stop_pulse, end_pulse])
+def test_nothing_is_left_however_the_task_ends(start, end):
+    task = start(pulse=1)
+    task.wait_ready()
+    assert len(marked(task.mark)) >= 5
+    end(task)
+    left, took_s = task.end()
+    assert left == [], f"after {took_s:.1f} s"
+    assert task.ready.read_text() == "drained", "SIGTERM came before SIGKILL"
+
+
+@pytest.mark.parametrize("end", [kill_both, terminate_and_kill])
+def test_nothing_is_left_of_what_is_deaf_to_sigterm(start, end):
+    task = start(deaf=True)
+    task.wait_ready()
+    end(task)
+    left, took_s = task.end()
+    assert left == [], f"after {took_s:.1f} s"
+
+
+def test_two_tasks_of_one_user_on_one_machine_do_not_touch_each_other(place, start):
+    one = start()
+    one.wait_ready()
+    other_place = place / "o"
+    other_place.mkdir()
+    other = Task(other_place)
+    other.wait_ready()
+    kill_task(one)
+    deadline = time.monotonic() + LIMIT_S
+    while marked(one.mark):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(marked(other.mark)) >= 5
+    assert len(segments() - one.before) == 1, "the other's memory is there, and ours is not"
+    assert len(list(other_place.glob("prorl-*/socket"))) == 1
+    kill_task(other)
+    assert other.end()[0] == []
+    assert one.end()[0] == []

@@ -1,0 +1,62 @@
+"""The node.toml of a machine of a fleet, and the folder on its own disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.slurm.local_folder import LONGEST_FOLDER_BYTES, find_local_folder, local_folder_problem
+from launch.slurm.node_file import node_config, read_config
+from prorl_trio.types.errors import ConfigError
+
+ENV = {"SLURM_JOB_ID": "17", "SLURM_NODEID": "3"}
+LOCAL = "21 1 0:1 / / rw - ext4 /dev/sda rw\n"
+
+
+def test_the_machine_adds_its_name_address_and_fleet():
+    made = node_config({"model": {"path": "/m"}}, fleet_dir="/shared/f", address="10.0.0.3", env=ENV)
+    assert made == {
+        "node_id": "slurm-17-3",
+        "model": {"path": "/m"},
+        "listen": {"host": "10.0.0.3", "port": 0},
+        "rest": {"host": "10.0.0.3", "port": 0},
+        "fleet": {"dir": "/shared/f"},
+    }
+
+
+def test_what_the_user_set_stays():
+    common = {"node_id": "mine", "listen": {"host": "0.0.0.0", "port": 8700}, "fleet": {"stale_after_s": 60.0}}
+    made = node_config(common, fleet_dir="/shared/f", address="10.0.0.3", env=ENV)
+    assert made["node_id"] == "mine"
+    assert made["listen"] == {"host": "0.0.0.0", "port": 8700}
+    assert made["fleet"] == {"stale_after_s": 60.0, "dir": "/shared/f"}
+
+
+def test_a_loopback_address_would_be_no_use_to_other_machines():
+    made = node_config({"listen": {"host": "127.0.0.1"}}, fleet_dir="/f", address="10.0.0.3", env=ENV)
+    assert made["listen"]["host"] == "10.0.0.3"
+
+
+def test_a_broken_file_is_named(tmp_path):
+    (tmp_path / "node.toml").write_text("[model\n")
+    with pytest.raises(ConfigError, match=r"node\.toml is no TOML"):
+        read_config(tmp_path / "node.toml")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_config(tmp_path / "other.toml")
+
+
+@pytest.mark.parametrize("kind", ["lustre", "nfs4", "gpfs", "beegfs"])
+def test_sockets_are_not_tried_on_a_network_file_system(kind):
+    mounts = f"{LOCAL}22 21 0:2 / /nowhere rw - {kind} server rw\n"
+    assert local_folder_problem(Path("/nowhere"), mounts) == f"it is on a network file system ({kind})"
+
+
+def test_the_first_folder_that_serves_is_taken(tmp_path):
+    long = tmp_path / ("x" * LONGEST_FOLDER_BYTES)
+    assert str(find_local_folder(env={"SLURM_TMPDIR": str(long), "TMPDIR": "/nowhere"})) == "/tmp"
+
+
+def test_if_none_serves_each_says_why():
+    with pytest.raises(ConfigError, match=r"/nowhere: no socket or lock can be made there \(No such file"):
+        find_local_folder("/nowhere")

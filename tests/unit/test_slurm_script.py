@@ -1,0 +1,54 @@
+"""The batch script of a fleet: valid, with ours before the user's options, and nothing that a shell would misread."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from launch.slurm.script import FleetPlan, batch_script, sbatch_lines
+
+
+def plan(**changes):
+    fields = {
+        "nodes": 4,
+        "fleet_dir": "/shared/fleet",
+        "config_file": "/shared/node.toml",
+        "program": "/opt/prorl-trio",
+    }
+    return FleetPlan(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("name", ["plain", "with space", "quo'te", "$(touch x)"])
+def test_bash_reads_it_whatever_the_names_are(name):
+    script = batch_script(
+        plan(fleet_dir=f"/shared/{name}", program=f"/opt/{name}/prorl-trio", local_dir=f"/tmp/{name}")
+    )
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    words = f'set -- {script.partition("slurm node ")[2].partition(" &")[0]}; printf "%s\\n" "$1"'
+    told = subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=True).stdout
+    assert told == f"--fleet=/shared/{name}\n"
+
+
+def test_options_of_the_user_come_last_so_that_they_overrule_ours():
+    lines = batch_script(plan(sbatch=["--no-requeue", "-p", "gpu", "--comment", "two words"])).splitlines()
+    options = [line for line in lines if line.startswith("#SBATCH")]
+    assert options[-3:] == ["#SBATCH --no-requeue", "#SBATCH -p gpu", "#SBATCH --comment 'two words'"]
+    assert options.index("#SBATCH --requeue") < options.index("#SBATCH --no-requeue")
+    assert lines[0] == "#!/bin/bash"
+    assert lines[1 : 1 + len(options)] == options, "sbatch reads none after the first command"
+
+
+def test_a_machine_that_fails_takes_no_other_with_it():
+    script = batch_script(plan())
+    assert "--kill-on-bad-exit=0 --no-kill --wait=0" in script
+    assert "#SBATCH --no-kill" in script
+
+
+def test_a_value_stays_with_its_option():
+    assert sbatch_lines(["--time=1:00", "-A", "me", "--exclusive"]) == [
+        "#SBATCH --time=1:00",
+        "#SBATCH -A me",
+        "#SBATCH --exclusive",
+    ]
