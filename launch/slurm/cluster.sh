@@ -77,7 +77,7 @@ SlurmctldPort=$PORT
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$D/munge/munge.socket
+AuthInfo=socket=$D/munge/munge.socket,cred_expire=5
 CredType=cred/munge
 CommunicationParameters=$bind
 StateSaveLocation=$D/state

@@ -21,7 +21,7 @@ from launch.slurm.fleet_folder import open_fleet_folder, read_job, read_nodes, w
 from launch.slurm.leash import run_leashed
 from launch.slurm.local_folder import find_local_folder
 from launch.slurm.node_file import address_of_machine, node_config, read_config
-from launch.slurm.pulse import JobRun, beat
+from launch.slurm.pulse import JobRun, Pulse, PulseRules
 from launch.slurm.script import FleetPlan, batch_script
 from prorl_trio.types.errors import ConfigError
 
@@ -155,21 +155,24 @@ def run(local_dir: str, pulse_timeout_s: float | None, grace_s: float, command: 
     )
 
 
-@slurm.command()
+@slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--folder", required=True, type=click.Path(path_type=Path), help="On the shared disk, for small files.")
+@click.option("--tasks", required=True, type=click.IntRange(min=1), help="Tasks of srun.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between two beats.")
 @click.option("--query-s", type=click.FloatRange(min=1), default=10.0, show_default=True, help="Between two questions.")
 @click.option("--controller-timeout-s", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Of them.")
-def pulse(interval_s: float, query_s: float, controller_timeout_s: float) -> None:
-    """Write a line a second, for srun to hand to all tasks, as long as slurmctld says that this job runs."""
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+def pulse(folder: Path, tasks: int, command: tuple[str, ...], **rules: float) -> None:
+    """Run srun, and tell all its tasks every second that the job goes on.
+
+    Tasks that run `prorl-trio slurm run --pulse-timeout-s` end when they hear it no more.
+    """
     # It comes to all processes of a job at once, and tasks that drain need their pulse until they have ended.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     job_run = JobRun(_of_slurm("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0")))
-    why = trio.run(
-        lambda: beat(
-            job_run, interval_s=interval_s, query_interval_s=query_s, controller_timeout_s=controller_timeout_s
-        )
-    )
-    click.echo(f"prorl-trio slurm pulse: {why}", err=True)
+    ended = folder / f"ended-{job_run.job_id}-{job_run.restarts}"
+    beats = Pulse(job_run, PulseRules(**rules), ended=ended, tasks=tasks)
+    sys.exit(trio.run(beats.keep, command, os.environ))
 
 
 @slurm.command()

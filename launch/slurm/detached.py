@@ -12,6 +12,7 @@ order. With `proctrack/cgroup` all of it is in the cgroup of the step all the sa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -20,7 +21,10 @@ if __name__ == "__main__":
 
 from launch import supervisor
 
-__all__ = ["main"]
+__all__ = ["ENDED_VARIABLE", "main"]
+
+ENDED_VARIABLE = "PRORL_TASKS_ENDED"
+"""The folder in which each task leaves a file, named by its number, when all that it ran has ended."""
 
 
 def main(grace_s: float, command: list[str]) -> None:
@@ -31,8 +35,17 @@ def main(grace_s: float, command: list[str]) -> None:
     keeper = os.getpid()
     code = supervisor.main(grace_s, command)
     if os.getpid() == keeper:  # else this is the supervisor's second process
-        os.write(1, f"{code}\n".encode())
+        _tell(code)
     sys.exit(code)
+
+
+def _tell(code: int) -> None:
+    """Say that nothing is left: to the task, which may be dead, and to the pulse of the job, if it has one."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"{code}\n".encode())
+    if folder := os.environ.get(ENDED_VARIABLE):
+        with contextlib.suppress(OSError), open(os.path.join(folder, os.environ.get("SLURM_PROCID", "0")), "x"):
+            pass
 
 
 if __name__ == "__main__":

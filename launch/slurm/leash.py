@@ -41,7 +41,8 @@ async def run_leashed(
         command: what to execute. Its `TMPDIR` is a folder of its own in `local_folder`.
         local_folder: on a disk of this machine, see `find_local_folder`.
         grace_s: between SIGTERM and SIGKILL.
-        pulse_timeout_s: the longest time between two lines on standard input.
+        pulse_timeout_s: the longest time between two lines on standard input. A line may name the machines of the job:
+            if this one is no longer among them, the command is ended, too.
 
     Raises:
         InternalError: the supervisor was killed, or cannot end what it holds.
@@ -128,11 +129,20 @@ async def _end_with(parent: int, tree: _Tree) -> None:
 
 
 async def _end_without_pulse(timeout_s: float, tree: _Tree) -> None:
+    machine = os.environ.get("SLURMD_NODENAME", "")
     stream = trio.lowlevel.FdStream(os.dup(_PULSE))
     async with stream:
-        why = f"no pulse for {timeout_s:g} s"
+        why, received = f"no pulse for {timeout_s:g} s", b""
         with trio.move_on_after(timeout_s) as patience:
-            while await stream.receive_some(_READ_BYTES):
+            while chunk := await stream.receive_some(_READ_BYTES):
                 patience.deadline = trio.current_time() + timeout_s
-            why = "the pulse has ended"
+                *lines, received = (received + chunk).split(b"\n")
+                if lines and _without(machine, lines[-1].decode()):
+                    break
+            why = f"machine {machine} is no longer of the job" if chunk else "the pulse has ended"
     await tree.drop(why)
+
+
+def _without(machine: str, beat: str) -> bool:
+    """Return whether a beat of the pulse names the machines of the job, and this one is not among them."""
+    return bool(machine) and bool(beat) and machine not in beat.split(",")

@@ -1,30 +1,38 @@
 """The pulse of a job: lines that srun hands to all its tasks, for as long as Slurm says that the job runs.
 
-A task hears by it of what Slurm cannot tell it: its machine is cut off; srun or the batch script was killed; slurmd
-died, so that Slurm gave the machine up and started the job elsewhere. One process a job asks slurmctld, whatever its
-size.
+A task hears by it of what Slurm cannot tell it: its machine is cut off, or was given up because slurmd died there; srun
+or the batch script was killed; the job was started again elsewhere. One process a job asks slurmctld, whatever its
+size. A line names the machines that the job has.
+
+The other way round, tasks whose slurmstepd was killed cannot report their end to srun, which would wait for them until
+the time limit. So what a task ran leaves a file when it has ended; when all have, srun is ended.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
-from functools import partial
+import sys
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+from launch.slurm.detached import ENDED_VARIABLE
 
-__all__ = ["JobRun", "ask_slurmctld", "beat", "is_over"]
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["JobRun", "Pulse", "PulseRules", "ask_slurmctld", "machines_of"]
 
 _LIVE_STATES: Final = frozenset(
     {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 )
 _QUERY_TIMEOUT_S: Final = 30.0
-_STDOUT: Final = 1
+_SRUN_END_S: Final = 3.0
+"""Longest time for srun to end once its tasks are to end, or have; then it is killed."""
 
 
 class JobRun(msgspec.Struct, frozen=True):
@@ -34,70 +42,149 @@ class JobRun(msgspec.Struct, frozen=True):
     restarts: int
 
 
-def is_over(run: JobRun, listed: str) -> bool:
-    """Return whether `listed`, lines of `JOB|STATE|RESTARTS`, says that this run of the job is over."""
+class PulseRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Intervals of a pulse, in seconds.
+
+    Attributes:
+        interval_s: between two lines to the tasks.
+        query_s: between two questions to slurmctld, and two looks at which tasks have ended.
+        controller_timeout_s: how long slurmctld may not answer before the job counts as over.
+    """
+
+    interval_s: float = 1.0
+    query_s: float = 10.0
+    controller_timeout_s: float = 300.0
+
+
+def machines_of(run: JobRun, listed: str) -> str | None:
+    """Return the machines of this run of the job, as Slurm writes them, None if it is over.
+
+    `listed` has lines of `JOB|STATE|RESTARTS|MACHINES`.
+    """
     for line in listed.splitlines():
-        job_id, state, restarts, *_ = (field.strip() for field in f"{line}||".split("|"))
+        job_id, state, restarts, machines, *_ = (field.strip() for field in f"{line}||||".split("|"))
         if job_id == run.job_id:
-            return state not in _LIVE_STATES or restarts != str(run.restarts)
-    return True
+            return machines if state in _LIVE_STATES and restarts == str(run.restarts) else None
+    return None
 
 
 async def ask_slurmctld() -> str | None:
-    """Return this user's jobs as `is_over` reads them; None if slurmctld does not answer."""
-    command = ["squeue", "--noheader", "--me", "--states=all", "--Format=JobID:|,State:|,RestartCnt:|"]
+    """Return this user's jobs as `machines_of` reads them; None if slurmctld does not answer."""
+    fields = "JobID:|,State:|,RestartCnt:|,NodeList:|"
+    return await _output(["squeue", "--noheader", "--me", "--states=all", f"--Format={fields}"])
+
+
+async def _names(machines: str) -> str:
+    """Return `n[1-3]` as `n1,n2,n3`; nothing if Slurm cannot be asked."""
+    return ",".join((await _output(["scontrol", "show", "hostnames", machines]) or "").split()) if machines else ""
+
+
+async def _output(command: Sequence[str]) -> str | None:
     with trio.move_on_after(_QUERY_TIMEOUT_S):
         done = await trio.run_process(command, capture_stdout=True, stderr=subprocess.DEVNULL, check=False)
         return done.stdout.decode(errors="replace") if done.returncode == 0 else None
     return None
 
 
-async def beat(
-    run: JobRun,
-    *,
-    interval_s: float,
-    query_interval_s: float,
-    controller_timeout_s: float,
-    ask: Callable[[], Awaitable[str | None]] = ask_slurmctld,
-) -> str:
-    """Write a line to standard output every `interval_s` seconds until the run is over; return why it ended.
+class Pulse:
+    """The pulse of one srun.
 
-    It ends as well when slurmctld does not answer for `controller_timeout_s` seconds, and when nobody reads any more.
+    Args:
+        run: the job that it belongs to.
+        rules: its intervals.
+        ended: folder in which tasks tell that they have ended; made here, and removed at the end.
+        tasks: how many there are.
+        ask: replaces `ask_slurmctld`.
+        name: replaces what asks Slurm for the names of machines.
     """
-    why = ""
 
-    async def until(ended: Callable[[], Awaitable[str]], scope: trio.CancelScope) -> None:
-        nonlocal why
-        why = await ended()
-        scope.cancel(why)
+    def __init__(
+        self,
+        run: JobRun,
+        rules: PulseRules,
+        *,
+        ended: Path,
+        tasks: int,
+        ask: Callable[[], Awaitable[str | None]] = ask_slurmctld,
+        name: Callable[[str], Awaitable[str]] = _names,
+    ) -> None:
+        self._run = run
+        self._rules = rules
+        self._ended = ended
+        self._tasks = tasks
+        self._ask = ask
+        self._name = name
+        self._machines = ""
+        self._line = b"\n"
 
-    watch = partial(_watch, run, ask, query_interval_s, controller_timeout_s)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(until, watch, nursery.cancel_scope)
-        nursery.start_soon(until, partial(_write, interval_s), nursery.cancel_scope)
-    return why
+    async def keep(self, command: Sequence[str], env: Mapping[str, str]) -> int:
+        """Run srun, `command`, with a pulse on its standard input; return its exit code, 128 + n for signal n.
 
+        It is ended when the run is over, when all tasks have ended without srun's hearing of it, and when our parent,
+        the batch script, has ended. Says on standard error why.
+        """
+        parent = os.pidfd_open(os.getppid())
+        await trio.to_thread.run_sync(lambda: self._ended.mkdir(mode=0o700, parents=True, exist_ok=True))
+        try:
+            srun = await trio.lowlevel.open_process(
+                command, stdin=subprocess.PIPE, env={**env, ENDED_VARIABLE: str(self._ended)}
+            )
+            assert srun.stdin is not None
+            async with srun.stdin, trio.open_nursery() as nursery:
+                nursery.start_soon(self._beat, srun.stdin)
+                nursery.start_soon(_end_when, self.wait_over, srun, _SRUN_END_S)
+                nursery.start_soon(_end_when, self._wait_all_ended, srun, 0)
+                nursery.start_soon(_end_when, lambda: _wait_parent(parent), srun, _SRUN_END_S)
+                code = await srun.wait()
+                nursery.cancel_scope.cancel("srun has ended")
+        finally:
+            os.close(parent)
+            with trio.move_on_after(_SRUN_END_S, shield=True):
+                await trio.to_thread.run_sync(lambda: shutil.rmtree(self._ended, ignore_errors=True))
+        return code if code >= 0 else 128 - code
 
-async def _write(interval_s: float) -> str:
-    async with trio.lowlevel.FdStream(os.dup(_STDOUT)) as stream:
+    async def _beat(self, stdin: trio.abc.SendStream) -> None:
         while True:
             try:
-                await stream.send_all(b"\n")
-            except trio.BrokenResourceError:
-                return "srun has ended"
-            await trio.sleep(interval_s)
+                await stdin.send_all(self._line)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                await trio.sleep_forever()  # srun ends, or is to
+            await trio.sleep(self._rules.interval_s)
+
+    async def wait_over(self) -> str:
+        """Wait until slurmctld says that this run is over, or has not answered for too long; return which."""
+        answered_s = trio.current_time()
+        while True:
+            listed = await self._ask()
+            if listed is not None:
+                answered_s = trio.current_time()
+                machines = machines_of(self._run, listed)
+                if machines is None:
+                    return f"Slurm says that run {self._run.restarts} of job {self._run.job_id} is over"
+                if machines != self._machines:
+                    self._machines = machines
+                    self._line = (await self._name(machines)).encode() + b"\n"
+            elif trio.current_time() - answered_s > self._rules.controller_timeout_s:
+                return f"slurmctld has not answered for {self._rules.controller_timeout_s:g} s"
+            await trio.sleep(self._rules.query_s)
+
+    async def _wait_all_ended(self) -> str:
+        while len(await trio.to_thread.run_sync(os.listdir, self._ended)) < self._tasks:  # noqa: ASYNC110 - others write
+            await trio.sleep(self._rules.query_s)
+        await trio.sleep(_SRUN_END_S)
+        return f"all {self._tasks} tasks have ended, and srun has not heard of it"
 
 
-async def _watch(
-    run: JobRun, ask: Callable[[], Awaitable[str | None]], query_interval_s: float, controller_timeout_s: float
-) -> str:
-    answered_s = trio.current_time()
-    while True:
-        await trio.sleep(query_interval_s)
-        listed = await ask()
-        if listed is not None:
-            answered_s = trio.current_time()
-            if is_over(run, listed):
-                return f"Slurm says that run {run.restarts} of job {run.job_id} is over"
-        elif trio.current_time() - answered_s > controller_timeout_s:
-            return f"slurmctld has not answered for {controller_timeout_s:g} s"
+async def _end_when(wait_verdict: Callable[[], Awaitable[str]], srun: trio.Process, patience_s: float) -> None:
+    """After the verdict close srun's input, by which its tasks end; kill it if it goes on for `patience_s` seconds."""
+    why = await wait_verdict()
+    print(f"prorl-trio slurm pulse: {why}", file=sys.stderr)  # noqa: T201 - the job's log
+    assert srun.stdin is not None
+    await srun.stdin.aclose()
+    await trio.sleep(patience_s)
+    srun.kill()
+
+
+async def _wait_parent(parent: int) -> str:
+    await trio.lowlevel.wait_readable(parent)
+    return "the batch script has ended"

@@ -26,8 +26,8 @@ _NODES: Final = """
 # A task a machine. They do not need each other: where one fails, the rest go on. A task ends what it runs, and removes
 # its files, when the pulse stops: srun or this script was killed, its machine is cut off, or Slurm has started the job
 # elsewhere.
-"$prorl" slurm pulse | srun{group} --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --overlap \\
-    --kill-on-bad-exit=0 --no-kill --wait=0 \\
+"$prorl" slurm pulse --folder={files} --tasks={nodes} -- \\
+    srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --overlap --kill-on-bad-exit=0 --no-kill --wait=0 \\
     "$prorl" slurm run {leash} -- \\
     "$prorl" slurm node {node} &
 nodes=$!
@@ -83,7 +83,7 @@ def batch_script(plan: FleetPlan) -> str:
         options="\n".join(sbatch_lines([*ours, *plan.sbatch])), nodes=plan.nodes, program=shlex.quote(plan.program)
     )
     nodes = _NODES.format(
-        group="",
+        files=shlex.quote(f"{plan.fleet_dir}/slurm"),
         nodes='"$SLURM_JOB_NUM_NODES"',
         leash=shlex.join(leash),
         node=shlex.join([f"--fleet={plan.fleet_dir}", f"--config={plan.config_file}"]),

@@ -1,8 +1,8 @@
 """A program that leaves whatever a program can leave: run it where something else promises to clear up.
 
 `python hostile_tree.py READY [--deaf]`: orphans in sessions of their own, a socket and files in TMPDIR, a segment in
-/dev/shm. It makes the file READY once all that is there, and waits. With `--deaf` it takes no notice of SIGTERM;
-without, it writes `drained` to READY and ends.
+/dev/shm that PRORL_TEST_MARK names. It makes the file READY once all that is there, and waits. With `--deaf` it takes
+no notice of SIGTERM; without, it writes `drained` to READY and ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(ready: Path, *, deaf: bool) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
     listener.listen()
-    segment = shared_memory.SharedMemory(create=True, size=4096)
+    segment = shared_memory.SharedMemory(f"{os.environ['PRORL_TEST_MARK']}-{os.getpid()}", create=True, size=4096)
     resource_tracker.unregister(segment._name, "shared_memory")  # type: ignore[attr-defined] # nobody shall unlink it
     subprocess.run(ORPHANS, shell=True, check=True)
     ready.write_text("ready")

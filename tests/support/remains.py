@@ -29,18 +29,17 @@ def marked(mark: str) -> list[str]:
     return found
 
 
-def segments() -> set[str]:
-    """Return the names of what is in /dev/shm."""
-    return set(os.listdir(MEMORY))
+def segments(mark: str) -> list[str]:
+    """Return what is in /dev/shm of the programs of this mark."""
+    return [str(path) for path in MEMORY.glob(f"{mark}-*")]
 
 
-def left_after(mark: str, folders: Iterable[Path], before: set[str], timeout_s: float) -> tuple[list[str], float]:
+def left_after(mark: str, folders: Iterable[Path], timeout_s: float) -> tuple[list[str], float]:
     """Wait until nothing is left; return what is left all the same after `timeout_s` seconds, and how long it took."""
     began_s = time.monotonic()
     places = list(folders)
     while True:
-        left = marked(mark)
-        left += [f"/dev/shm/{name}" for name in sorted(segments() - before)]
+        left = marked(mark) + segments(mark)
         left += [str(path) for place in places for path in place.glob("*prorl-*")]
         took_s = time.monotonic() - began_s
         if not left or took_s > timeout_s:

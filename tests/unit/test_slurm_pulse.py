@@ -7,66 +7,77 @@ import os
 import pytest
 import trio
 
-from launch.slurm import pulse
-from launch.slurm.pulse import JobRun, beat, is_over
+from launch.slurm.leash import _without
+from launch.slurm.pulse import JobRun, Pulse, PulseRules, machines_of
 
 RUN = JobRun("17", 1)
+LIVE = "17|RUNNING|1|n1,n2|"
 
 
 @pytest.mark.parametrize(
-    ("listed", "over"),
+    ("listed", "machines"),
     [
-        ("17|RUNNING|1|\n", False),
-        ("16|NODE_FAIL|0|\n17|COMPLETING|1|\n", False),
-        ("17|SUSPENDED|1|\n", False),
-        ("17|PENDING|2|\n", True),
-        ("17|RUNNING|2|\n", True),  # started again, elsewhere
-        ("17|NODE_FAIL|1|\n", True),
-        ("170|RUNNING|1|\n", True),
-        ("", True),
+        (LIVE, "n1,n2"),
+        ("16|NODE_FAIL|0||\n17|COMPLETING|1|n[1-4]|\n", "n[1-4]"),
+        ("17|SUSPENDED|1|n1|\n", "n1"),
+        ("17|PENDING|2||\n", None),
+        ("17|RUNNING|2|n1|\n", None),  # started again, elsewhere
+        ("17|NODE_FAIL|1|n1|\n", None),
+        ("170|RUNNING|1|n1|\n", None),
+        ("", None),
     ],
 )
-def test_a_run_is_over_when_its_job_is_gone_or_was_started_again(listed, over):
-    assert is_over(RUN, listed) is over
+def test_a_run_is_over_when_its_job_is_gone_or_was_started_again(listed, machines):
+    assert machines_of(RUN, listed) == machines
 
 
-@pytest.fixture
-def pipe(monkeypatch):
-    reader, writer = os.pipe()
-    monkeypatch.setattr(pulse, "_STDOUT", writer)
-    yield reader, writer
-    for descriptor in (reader, writer):
-        try:
-            os.close(descriptor)
-        except OSError:
-            continue
+@pytest.mark.parametrize(
+    ("machine", "beat", "without"),
+    [("n1", "n1,n2", False), ("n1", "n10,n2", True), ("n1", "", False), ("", "n1", False)],
+)
+def test_a_task_hears_when_its_machine_is_no_longer_of_the_job(machine, beat, without):
+    assert _without(machine, beat) is without
 
 
-async def beats(answers):
-    """Run a pulse to whose questions these are the answers; the last one stays."""
+def pulse(tmp_path, *answers, command_tasks=1):
+    """A pulse to whose questions these are the answers; the last one stays."""
     answers = list(answers)
 
     async def ask():
         await trio.lowlevel.checkpoint()
         return answers.pop(0) if len(answers) > 1 else answers[0]
 
-    return await beat(RUN, interval_s=1, query_interval_s=10, controller_timeout_s=35, ask=ask)
+    async def name(machines):
+        await trio.lowlevel.checkpoint()
+        return machines
+
+    rules = PulseRules(interval_s=0.1, query_s=0.1, controller_timeout_s=35)
+    return Pulse(RUN, rules, ended=tmp_path / "ended", tasks=command_tasks, ask=ask, name=name)
 
 
-async def test_it_beats_until_the_run_is_over(pipe, autojump_clock):
-    why = await beats(["17|RUNNING|1|", None, "17|RUNNING|1|", "17|PENDING|2|"])
-    assert "run 1 of job 17 is over" in why
-    assert trio.current_time() == pytest.approx(40, abs=1)
-    assert len(os.read(pipe[0], 1000)) in {40, 41}, "a beat is due at the moment of the end"
+async def test_a_slurmctld_that_comes_back_in_time_is_waited_for(tmp_path, autojump_clock):
+    why = await pulse(tmp_path, LIVE, *[None] * 300, LIVE, "17|PENDING|2||").wait_over()
+    assert why == "Slurm says that run 1 of job 17 is over"
+    assert trio.current_time() == pytest.approx(30.2)
 
 
-async def test_an_hour_without_slurmctld_is_bearable_no_longer_than_asked(pipe, autojump_clock):
-    began_s = trio.current_time()
-    assert "has not answered for 35 s" in await beats(["17|RUNNING|1|", None])
-    assert trio.current_time() - began_s == pytest.approx(50)
+async def test_one_that_does_not_is_taken_for_lost(tmp_path, autojump_clock):
+    assert await pulse(tmp_path, LIVE, None).wait_over() == "slurmctld has not answered for 35 s"
+    assert trio.current_time() == pytest.approx(35.1, abs=0.2)
 
 
-async def test_it_ends_when_nobody_reads(pipe):
-    os.close(pipe[0])
-    with trio.fail_after(5):
-        assert await beats(["17|RUNNING|1|"]) == "srun has ended"
+async def test_the_command_gets_lines_and_its_exit_code_is_ours(tmp_path):
+    told = tmp_path / "told"
+    command = ["sh", "-c", f"head -n 3 >{told}; exit 7"]
+    assert await pulse(tmp_path, LIVE).keep(command, os.environ) == 7
+    assert told.read_text().split() == ["n1,n2"] * len(told.read_text().split()) != []
+    assert not (tmp_path / "ended").exists()
+
+
+@pytest.mark.parametrize("ready", ["ended", "over"])
+async def test_an_srun_that_waits_for_what_has_ended_is_ended(tmp_path, monkeypatch, capsys, ready):
+    monkeypatch.setattr("launch.slurm.pulse._SRUN_END_S", 0.2)
+    answer, command = (LIVE, f"touch {tmp_path}/ended/0") if ready == "ended" else ("", "true")
+    with trio.fail_after(10):
+        assert await pulse(tmp_path, answer).keep(["sh", "-c", f"{command}; exec sleep 60"], os.environ) == 137
+    assert {"ended": "all 1 tasks have ended", "over": "is over"}[ready] in capsys.readouterr().err

@@ -1,0 +1,207 @@
+"""Slurm ends jobs in many ways, and its daemons die in more: of what our tasks started nothing is left within 10 s.
+
+The cluster has no cgroups, so that Slurm itself leaves orphans. Seeds choose the machine and the moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.paths import checkout_dir
+from launch.slurm.script import FleetPlan, batch_script
+from support.remains import left_after, marked, segments
+from support.slurm_cluster import NODES, kill
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(180)]
+
+TREE = checkout_dir() / "tests/support/hostile_tree.py"
+LIMIT_S = 10.0
+"""From the event, or where Slurm itself must find it out first, from its verdict."""
+PULSE_TIMEOUT_S = 3
+REPEATS = int(os.environ.get("PRORL_SLURM_REPEATS", "1"))
+
+
+class Fleet:
+    """A job in which each of four tasks runs a hostile program, submitted with our own batch script."""
+
+    def __init__(self, slurm, seed):
+        self.slurm = slurm
+        self.random = random.Random(seed)
+        self.mark = secrets.token_hex(8)
+        self.folder = Path(tempfile.mkdtemp(prefix="fleet-", dir=slurm.folder))
+        (self.folder / "slurm").mkdir()
+        self.places = [slurm.temporary(node) for node in range(1, NODES + 1)]
+        plan = FleetPlan(
+            nodes=NODES,
+            fleet_dir=str(self.folder),
+            config_file="/dev/null",
+            program=str(Path(sys.executable).with_name("prorl-trio")),
+            pulse_timeout_s=PULSE_TIMEOUT_S,
+        )
+        script = batch_script(plan)
+        node = f'"$prorl" slurm node --fleet={self.folder} --config=/dev/null'
+        assert node in script
+        program = shlex.join([sys.executable, str(TREE)])
+        ready = f"{self.folder}/ready-${{SLURM_RESTART_COUNT:-0}}-$SLURMD_NODENAME"  # for the shell of each task
+        script = script.replace(node, f"sh -c 'exec {program} {ready}'")
+        script = script.replace("slurm pulse ", "slurm pulse --query-s=1 ")
+        script = script.replace("\nprorl=", f"\nexport PRORL_TEST_MARK={self.mark}\nprorl=", 1)
+        self.script = self.folder / "job.sh"
+        self.script.write_text(script)
+        self.job = slurm.said("sbatch", "--parsable", str(self.script))
+
+    def log(self):
+        return "\n".join(path.read_text(errors="replace") for path in (self.folder / "slurm").glob("*.log"))
+
+    def ready(self):
+        return list(self.folder.glob("ready-*"))
+
+    def wait_ready(self, count=NODES):
+        self.slurm.wait(lambda: len(self.ready()) >= count, f"{count} tasks run: {self.log()}")
+
+    def pids(self, *words):
+        """Pids of processes of this job with all these words in their command lines, by pid."""
+        lines = self.slurm.said("ps", "-eo", "pid=,args=").splitlines()
+        return [int(line.split()[0]) for line in lines if all(word in line for word in words)]
+
+    def stepds(self):
+        return self.pids(f"slurmstepd: [{self.job}.0]")
+
+    def tasks(self):
+        ours = {int(line.split()[0]) for line in marked(self.mark)}
+        return [pid for pid in self.pids("slurm run") if pid in ours and pid not in self.pids("srun ")]
+
+    def assert_nothing_left(self, limit_s=LIMIT_S):
+        left, took_s = left_after(self.mark, self.places, limit_s)
+        assert left == [], f"after {took_s:.1f} s: {self.log()[-2000:]}"
+        return took_s
+
+
+@pytest.fixture
+def fleet(slurm, request):
+    made = Fleet(slurm, request.node.callspec.params["seed"])
+    made.wait_ready()
+    yield made
+    for node in range(1, NODES + 1):
+        slurm.script("slurmd", str(node))
+        if slurm.separate:
+            slurm.script("link", str(node), "up")
+    slurm.cancel_all()
+    shutil.rmtree(made.folder)
+
+
+def cancel(fleet):
+    """Ask politely; tasks get the time of KillWait to drain."""
+    fleet.slurm.said("scancel", fleet.job)
+    fleet.slurm.wait(lambda: not fleet.slurm.run("squeue", "-h", "-j", fleet.job).stdout, "the job is gone")
+    assert [path.read_text() for path in fleet.ready()] == ["drained"] * NODES
+
+
+def cancel_at_once(fleet):
+    fleet.slurm.said("scancel", "--full", "--signal=KILL", fleet.job)
+
+
+def drain(fleet):
+    """Send what --signal sends before the time limit."""
+    fleet.slurm.said("scancel", "--batch", "--signal=TERM", fleet.job)
+    fleet.slurm.wait(lambda: not fleet.slurm.run("squeue", "-h", "-j", fleet.job).stdout, "the job is gone")
+    assert [path.read_text() for path in fleet.ready()] == ["drained"] * NODES
+
+
+def kill_tasks(fleet):
+    for pid in fleet.random.sample(fleet.tasks(), 4):
+        kill(pid)
+
+
+def kill_stepds(fleet):
+    for pid in fleet.random.sample(fleet.stepds(), 4):
+        kill(pid)
+
+
+def kill_srun(fleet):
+    for pid in set(fleet.pids("srun ", str(fleet.folder))) - set(fleet.pids("slurm pulse")):
+        with contextlib.suppress(ProcessLookupError):  # it is two processes
+            kill(pid)
+
+
+def kill_pulse(fleet):
+    (pid,) = fleet.pids("slurm pulse", str(fleet.folder))
+    kill(pid)
+
+
+def kill_batch_script(fleet):
+    (stepd,) = fleet.pids(f"slurmstepd: [{fleet.job}.batch]")
+    kill(stepd)
+    for pid in fleet.pids("slurm_script"):
+        kill(pid)
+
+
+ENDS = [cancel, cancel_at_once, drain, kill_tasks, kill_stepds, kill_srun, kill_pulse, kill_batch_script]
+
+
+@pytest.mark.parametrize("seed", range(REPEATS))
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_is_left_however_a_job_ends(fleet, end, seed):
+    time.sleep(fleet.random.uniform(0, 0.5))
+    end(fleet)
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("seed", range(REPEATS))
+def test_one_lost_machine_leaves_the_others_working(fleet, seed):
+    (victim,) = fleet.random.sample(fleet.tasks(), 1)
+    kill(victim)
+    fleet.slurm.wait(lambda: len(fleet.tasks()) == NODES - 1, "one has ended")
+    time.sleep(1.0)
+    assert len(fleet.tasks()) == NODES - 1
+    assert [path.read_text() for path in fleet.ready()].count("ready") == NODES - 1
+
+
+@pytest.mark.parametrize("seed", range(REPEATS))
+def test_a_requeued_job_starts_anew_beside_nothing_of_its_former_run(fleet, seed):
+    old = {line.split()[0] for line in marked(fleet.mark)}
+    fleet.slurm.said("scontrol", "requeue", fleet.job)
+    fleet.wait_ready(2 * NODES)
+    assert not old & {line.split()[0] for line in marked(fleet.mark)}
+    fleet.slurm.said("scancel", fleet.job)
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("seed", range(REPEATS))
+def test_a_machine_that_is_cut_off_clears_up_after_itself(fleet, seed):
+    if not fleet.slurm.separate:
+        pytest.skip("no networks here. What to do: run it where root may make them")
+    (batch,) = fleet.slurm.said("squeue", "-h", "-j", fleet.job, "-o", "%B").split()
+    node = fleet.random.choice([number for number in range(1, NODES + 1) if f"n{number}" != batch])
+    fleet.slurm.script("link", str(node), "down")
+    began_s = time.monotonic()
+    place = fleet.slurm.temporary(node)
+    fleet.slurm.wait(lambda: not list(place.glob("*prorl-*")), "its folder is gone", LIMIT_S)
+    fleet.slurm.wait(lambda: len(fleet.ready()) and len(segments(fleet.mark)) == NODES - 1, "its memory is gone")
+    assert time.monotonic() - began_s < LIMIT_S
+    assert [path.read_text() for path in fleet.ready()].count("drained") == 1
+
+
+@pytest.mark.parametrize("seed", range(REPEATS))
+def test_a_machine_that_slurm_has_given_up_is_cleared(fleet, seed):
+    """slurmd dies, and nobody can end what runs there: Slurm takes the machine from the job, and the rest goes on."""
+    node = fleet.random.randint(1, NODES)
+    kill(fleet.slurm.pid_of_slurmd(node))
+    machines = ("squeue", "-h", "-O", "NodeList:64", "-j", fleet.job)
+    everyone = fleet.slurm.said(*machines)
+    fleet.slurm.wait(lambda: fleet.slurm.said(*machines) != everyone, "Slurm has noticed")
+    place = fleet.slurm.temporary(node)
+    fleet.slurm.wait(lambda: not list(place.glob("*prorl-*")), "its folder is gone", LIMIT_S)
+    fleet.slurm.wait(lambda: len(segments(fleet.mark)) == NODES - 1, "its memory is gone", LIMIT_S)
+    assert [path.read_text() for path in fleet.ready()].count("ready") == NODES - 1
