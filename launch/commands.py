@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
 import msgspec
@@ -11,11 +11,9 @@ import trio
 from rich.console import Console
 from rich.table import Table
 
-from launch.doctor import examine
+from launch.doctor import Report, examine
 from launch.paths import default_engine
-
-if TYPE_CHECKING:
-    from launch.doctor import Report
+from launch.slurm.doctor import examine_slurm
 
 __all__ = ["doctor"]
 
@@ -25,12 +23,17 @@ _MARKS: Final = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--no-engine", is_flag=True, help="Backends run elsewhere: do not ask for an engine and a model here.")
-def doctor(as_json: bool, no_engine: bool) -> None:
+@click.option("--slurm", is_flag=True, help="Look as well at what a fleet by Slurm needs, here or in a job.")
+def doctor(as_json: bool, no_engine: bool, slurm: bool) -> None:
     """Say what is installed, what is missing, and what to do.
 
     Exit code 0 if a rollout can run on this machine, 1 otherwise.
     """
     report = trio.run(lambda: examine(default_engine(), with_engine=not no_engine))
+    if slurm:
+        more = examine_slurm()
+        usable = report.usable and all(check.state != "missing" for check in more)
+        report = Report(usable=usable, checks=[*report.checks, *more])
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(report)))
     else:
