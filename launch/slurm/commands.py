@@ -21,7 +21,7 @@ from launch.slurm.fleet_folder import open_fleet_folder, read_job, read_nodes, w
 from launch.slurm.leash import run_leashed
 from launch.slurm.local_folder import find_local_folder
 from launch.slurm.node_file import address_of_machine, node_config, read_config
-from launch.slurm.pulse import JobRun, Pulse, PulseRules
+from launch.slurm.pulse import JobRun, Pulse, PulseRules, with_end_time
 from launch.slurm.script import FleetPlan, batch_script
 from prorl_trio.types.errors import ConfigError
 
@@ -172,7 +172,11 @@ def pulse(folder: Path, tasks: int, command: tuple[str, ...], **rules: float) ->
     job_run = JobRun(_of_slurm("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0")))
     ended = folder / f"ended-{job_run.job_id}-{job_run.restarts}"
     beats = Pulse(job_run, PulseRules(**rules), ended=ended, tasks=tasks)
-    sys.exit(trio.run(beats.keep, command, os.environ))
+
+    async def keep() -> int:
+        return await beats.keep(command, await with_end_time(job_run.job_id, os.environ))
+
+    sys.exit(trio.run(keep))
 
 
 @slurm.command()

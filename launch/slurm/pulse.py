@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["JobRun", "Pulse", "PulseRules", "ask_slurmctld", "machines_of"]
+__all__ = ["JobRun", "Pulse", "PulseRules", "ask_slurmctld", "machines_of", "seconds_of", "with_end_time"]
 
 _LIVE_STATES: Final = frozenset(
     {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
@@ -77,6 +78,23 @@ async def ask_slurmctld() -> str | None:
 async def _names(machines: str) -> str:
     """Return `n[1-3]` as `n1,n2,n3`; nothing if Slurm cannot be asked."""
     return ",".join((await _output(["scontrol", "show", "hostnames", machines]) or "").split()) if machines else ""
+
+
+def seconds_of(end: str) -> str:
+    """Return the end of a job, a local time as `2026-01-31T12:00:00`, in seconds since 1970; empty if unknown."""
+    try:
+        return str(int(datetime.fromisoformat(end.strip()).timestamp()))
+    except ValueError:
+        return ""
+
+
+async def with_end_time(job_id: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env` with the `SLURM_JOB_END_TIME` that Slurm itself sets from version 23.02 on."""
+    if "SLURM_JOB_END_TIME" in env:
+        await trio.lowlevel.checkpoint()
+        return dict(env)
+    end = seconds_of(await _output(["squeue", "--noheader", f"--jobs={job_id}", "--format=%e"]) or "")
+    return {**env, "SLURM_JOB_END_TIME": end} if end else dict(env)
 
 
 async def _output(command: Sequence[str]) -> str | None:

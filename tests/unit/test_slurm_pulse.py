@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import trio
 
 from launch.slurm.leash import _without
-from launch.slurm.pulse import JobRun, Pulse, PulseRules, machines_of
+from launch.slurm.pulse import JobRun, Pulse, PulseRules, machines_of, seconds_of
 
 RUN = JobRun("17", 1)
 LIVE = "17|RUNNING|1|n1,n2|"
@@ -29,6 +30,19 @@ LIVE = "17|RUNNING|1|n1,n2|"
 )
 def test_a_run_is_over_when_its_job_is_gone_or_was_started_again(listed, machines):
     assert machines_of(RUN, listed) == machines
+
+
+@pytest.mark.parametrize("unknown", ["", "Unknown", "NONE", "N/A"])
+def test_an_end_that_slurm_does_not_know_is_none(unknown):
+    assert seconds_of(unknown) == ""
+
+
+def test_the_end_of_a_job_is_in_seconds_since_1970(monkeypatch):
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    assert seconds_of("1970-01-02T09:00:05\n") == str(24 * 3600 + 5)
+    monkeypatch.undo()
+    time.tzset()
 
 
 @pytest.mark.parametrize(
