@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(180)]
 TREE = checkout_dir() / "tests/support/hostile_tree.py"
 LIMIT_S = 10.0
 """From the event, or where Slurm itself must find it out first, from its verdict."""
-PULSE_TIMEOUT_S = 3
+PULSE_TIMEOUT_S = 5
 REPEATS = int(os.environ.get("PRORL_SLURM_REPEATS", "1"))
 
 
@@ -203,5 +203,6 @@ def test_a_machine_that_slurm_has_given_up_is_cleared(fleet, seed):
     fleet.slurm.wait(lambda: fleet.slurm.said(*machines) != everyone, "Slurm has noticed")
     place = fleet.slurm.temporary(node)
     fleet.slurm.wait(lambda: not list(place.glob("*prorl-*")), "its folder is gone", LIMIT_S)
-    fleet.slurm.wait(lambda: len(segments(fleet.mark)) == NODES - 1, "its memory is gone", LIMIT_S)
+    fleet.slurm.wait(lambda: len(segments(fleet.mark)) < NODES, "its memory is gone", LIMIT_S)
+    assert len(segments(fleet.mark)) == NODES - 1, fleet.log()
     assert [path.read_text() for path in fleet.ready()].count("ready") == NODES - 1
