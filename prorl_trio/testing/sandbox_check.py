@@ -12,6 +12,7 @@ import trio
 
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import descendants
+from prorl_trio.testing.sandbox_mounts import mounts_of_sandboxes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Iterator
@@ -70,7 +71,7 @@ def traces(base: Path) -> Traces:
     """Return the traces that there are now."""
     return Traces(
         frozenset(f"{process.pid} {command_of(process.pid)}" for process in descendants(os.getpid())),
-        frozenset(Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()),
+        mounts_of_sandboxes(),
         frozenset(str(path) for path in base.rglob("*")),
         len(os.listdir("/proc/self/fd")),
     )

@@ -15,6 +15,7 @@ import trio
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import RECORD_NAME, descendants, is_alive, kill
 from prorl_trio.sandbox.run_dir import open_run_dir
+from prorl_trio.testing.sandbox_mounts import mounts_of_sandboxes
 from support.skips import because
 
 NODE = """
@@ -68,7 +69,7 @@ async def _wait_gone(processes, base):
 
 @pytest.mark.alone
 async def test_kill_9_of_a_node(provider_name, tmp_path):
-    mounts = Path("/proc/self/mounts").read_text()
+    mounts = mounts_of_sandboxes()
     with trio.fail_after(60):
         node, _ = await _start_node(provider_name, tmp_path)
         family = descendants(node.pid)
@@ -77,7 +78,7 @@ async def test_kill_9_of_a_node(provider_name, tmp_path):
         await node.wait()
         await _wait_gone(family, tmp_path)
     await node.stdout.aclose()
-    assert Path("/proc/self/mounts").read_text() == mounts
+    assert mounts_of_sandboxes() == mounts
 
 
 async def test_ctrl_c_of_a_node(provider_name, tmp_path):
