@@ -12,7 +12,9 @@
 #
 # Settings: SLURM_CLUSTER_DIR (required; not below /tmp in netns mode); SLURM_CLUSTER_NODES (4); SLURM_CLUSTER_CPUS, of a
 # node (4); SLURM_CLUSTER_PORT, the first of N + 1 (26800); SLURM_CLUSTER_MODE: `loopback`, all nodes on 127.0.0.1 with one
-# host name and one /tmp, or `netns`, where each has a network, a host name and a /tmp of its own, as in a real cluster.
+# host name and one /tmp, or `netns`, where each has a network, a host name and a /tmp of its own, as in a real cluster;
+# SLURM_CLUSTER_PATIENCE_S (10): a slurmd that is silent for so long is given up; half of it passes from SIGTERM to
+# SIGKILL, and until a message counts as lost.
 set -Eeuo pipefail
 trap 'echo "cluster.sh: line $LINENO: \"$BASH_COMMAND\" failed" >&2' ERR
 
@@ -21,6 +23,7 @@ readonly N=${SLURM_CLUSTER_NODES:-4}
 readonly CPUS=${SLURM_CLUSTER_CPUS:-4}
 readonly PORT=${SLURM_CLUSTER_PORT:-26800}
 readonly MODE=${SLURM_CLUSTER_MODE:-loopback}
+readonly PATIENCE_S=${SLURM_CLUSTER_PATIENCE_S:-10}
 readonly NET=10.77.$((PORT / 8 % 250)) # netns mode: .254 is the bridge and slurmctld, .i node i
 readonly LINK=psl$PORT
 readonly PACKAGES=(slurmctld slurmd slurm-client munge iproute2)
@@ -101,11 +104,11 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2,requeue_d
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 EnforcePartLimits=ALL
-KillWait=5
+KillWait=$((PATIENCE_S / 2))
 InactiveLimit=0
-SlurmdTimeout=10
-SlurmctldTimeout=10
-MessageTimeout=5
+SlurmdTimeout=$PATIENCE_S
+SlurmctldTimeout=$PATIENCE_S
+MessageTimeout=$((PATIENCE_S / 2))
 CompleteWait=0
 ReturnToService=2
 RebootProgram=/bin/false

@@ -17,12 +17,13 @@ import msgspec
 import trio
 
 from launch.slurm import queue
-from launch.slurm.fleet_folder import open_fleet_folder, read_job, read_nodes, write_job
+from launch.slurm.engine_share import engines_of_node
+from launch.slurm.fleet_folder import look_at_nodes, open_fleet_folder, read_job, write_job
 from launch.slurm.leash import run_leashed
 from launch.slurm.local_folder import find_local_folder
-from launch.slurm.node_file import address_of_machine, node_config, read_config
+from launch.slurm.node_file import MachineFacts, address_of_machine, node_config, read_config
 from launch.slurm.pulse import JobRun, Pulse, PulseRules, with_end_time
-from launch.slurm.script import FleetPlan, batch_script
+from launch.slurm.script import EnginePlan, FleetPlan, batch_script
 from prorl_trio.types.errors import ConfigError
 
 __all__ = ["slurm"]
@@ -77,19 +78,41 @@ def slurm() -> None:
 )
 @click.option("--pulse-timeout-s", type=click.FloatRange(min=1), default=60.0, show_default=True, help="See `run`.")
 @_LOCAL
+@click.option("--engine", "engine_command", default="", help="Start an engine on each machine by this command line.")
+@click.option("--engine-port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Where it serves.")
+@click.option(
+    "--engine-nodes", type=click.IntRange(min=0), default=0, help="Machines for engines alone; 0: the nodes'."
+)
+@click.option("--engine-sbatch", multiple=True, metavar="OPTION", help="Of sbatch's, for these machines; many times.")
 @click.argument("sbatch", nargs=-1, type=click.UNPROCESSED, metavar="[OPTION OF SBATCH]...")
-def up(fleet_dir: Path, config_file: Path, only_print: bool, sbatch: tuple[str, ...], **options: Any) -> None:
+def up(
+    fleet_dir: Path,
+    config_file: Path,
+    only_print: bool,
+    sbatch: tuple[str, ...],
+    engine_command: str,
+    engine_port: int,
+    engine_nodes: int,
+    engine_sbatch: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Submit a fleet.
 
     Every option that is not ours is sbatch's: --partition, --account, --time, --gres and all others pass through.
     """
+    if (engine_nodes or engine_sbatch) and not (engine_command and engine_nodes):
+        raise ConfigError(
+            "--engine-nodes and --engine-sbatch are of engines on machines of their own: give --engine, too"
+        )
     read_config(config_file)
+    engine = EnginePlan(command=engine_command, port=engine_port, machines=engine_nodes, sbatch=engine_sbatch)
     folder = Path(os.path.abspath(fleet_dir))
     plan = FleetPlan(
         fleet_dir=str(folder),
         config_file=os.path.abspath(config_file),
         program=_program(),
         sbatch=sbatch,
+        engine=engine if engine_command else None,
         **options,
     )
     script = batch_script(plan)
@@ -111,7 +134,8 @@ def status(fleet_dir: Path) -> None:
     """Print the job and the nodes of a fleet as JSON."""
     job_id = _job_of(fleet_dir)
     jobs = queue.find_jobs([job_id])
-    report = {"job_id": job_id, "job": jobs[0] if jobs else None, "nodes": read_nodes(fleet_dir)}
+    found = look_at_nodes(fleet_dir)
+    report = {"job_id": job_id, "job": jobs[0] if jobs else None, "nodes": found.nodes, "broken": found.broken}
     click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
 
 
@@ -142,35 +166,36 @@ def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
 @_LOCAL
 @_PULSE
 @click.option("--grace-s", type=click.FloatRange(0, 3600), default=3.0, show_default=True, help="SIGTERM to SIGKILL.")
+@click.option("--ignore-term", is_flag=True, help="Do not pass SIGTERM on: for what others need while they drain.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
-def run(local_dir: str, pulse_timeout_s: float | None, grace_s: float, command: tuple[str, ...]) -> None:
+def run(local_dir: str, command: tuple[str, ...], **rules: Any) -> None:
     """Run a command of which nothing outlives this task.
 
     SIGTERM is passed on. However this task ends, the command's whole process tree is ended with it, and its TMPDIR, a
     folder of its own on a local disk, and its shared memory are removed. Exit code: that of the command.
     """
     folder = find_local_folder(local_dir)
-    sys.exit(
-        trio.run(lambda: run_leashed(command, local_folder=folder, grace_s=grace_s, pulse_timeout_s=pulse_timeout_s))
-    )
+    sys.exit(trio.run(lambda: run_leashed(command, local_folder=folder, **rules)))
 
 
 @slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--folder", required=True, type=click.Path(path_type=Path), help="On the shared disk, for small files.")
+@click.option("--name", default="tasks", show_default=True, help="Of the step, among those of the job.")
+@click.option("--job", "job_id", help="With the machines of this step; default: SLURM_JOB_ID.")
 @click.option("--tasks", required=True, type=click.IntRange(min=1), help="Tasks of srun.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between two beats.")
 @click.option("--query-s", type=click.FloatRange(min=1), default=10.0, show_default=True, help="Between two questions.")
 @click.option("--controller-timeout-s", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Of them.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
-def pulse(folder: Path, tasks: int, command: tuple[str, ...], **rules: float) -> None:
+def pulse(folder: Path, name: str, job_id: str | None, tasks: int, command: tuple[str, ...], **rules: float) -> None:
     """Run srun, and tell all its tasks every second that the job goes on.
 
     Tasks that run `prorl-trio slurm run --pulse-timeout-s` end when they hear it no more.
     """
     # It comes to all processes of a job at once, and tasks that drain need their pulse until they have ended.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    job_run = JobRun(_of_slurm("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0")))
-    ended = folder / f"ended-{job_run.job_id}-{job_run.restarts}"
+    job_run = JobRun(job_id or _of_slurm("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+    ended = folder / f"ended-{name}-{job_run.job_id}-{job_run.restarts}"
     beats = Pulse(job_run, PulseRules(**rules), ended=ended, tasks=tasks)
 
     async def keep() -> int:
@@ -182,11 +207,22 @@ def pulse(folder: Path, tasks: int, command: tuple[str, ...], **rules: float) ->
 @slurm.command()
 @_FLEET
 @_CONFIG
-def node(fleet_dir: Path, config_file: Path) -> None:
+@click.option("--engines", default="", metavar="MACHINES", help="Those with an engine, with commas between them.")
+@click.option("--machines", default="", metavar="MACHINES", help="Those with a node, with commas between them.")
+@click.option("--engine-port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Of each engine.")
+def node(fleet_dir: Path, config_file: Path, engines: str, machines: str, engine_port: int) -> None:
     """Become the node of this task's machine."""
-    address = address_of_machine(socket.gethostname())
-    config = node_config(read_config(config_file), fleet_dir=str(fleet_dir), address=address, env=os.environ)
-    path = Path(_of_slurm("TMPDIR")) / "node.toml"
+    shared = (
+        [] if not engines else engines_of_node(engines.split(","), machines.split(","), _of_slurm("SLURMD_NODENAME"))
+    )
+    facts = MachineFacts(
+        fleet_dir=str(fleet_dir),
+        address=address_of_machine(socket.gethostname()),
+        folder=_of_slurm("TMPDIR"),
+        engines=[f"http://{machine}:{engine_port}" for machine in shared],
+    )
+    config = node_config(read_config(config_file), facts, os.environ)
+    path = Path(facts.folder) / "node.toml"
     path.write_bytes(msgspec.toml.encode(config))
     os.environ.setdefault("PRORL_TOKEN", secrets.token_urlsafe(32))
     os.execv(sys.executable, [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(path)])

@@ -15,7 +15,7 @@ from prorl_trio.sandbox import reaper
 from prorl_trio.types.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Container, Sequence
     from pathlib import Path
 
 __all__ = ["run_leashed"]
@@ -28,7 +28,12 @@ _END_MARGIN_S = 6.0
 
 
 async def run_leashed(
-    command: Sequence[str], *, local_folder: Path, grace_s: float, pulse_timeout_s: float | None
+    command: Sequence[str],
+    *,
+    local_folder: Path,
+    grace_s: float,
+    pulse_timeout_s: float | None,
+    ignore_term: bool = False,
 ) -> int:
     """Run `command` until it ends by itself; return its exit code, 128 + n for signal n.
 
@@ -43,6 +48,7 @@ async def run_leashed(
         grace_s: between SIGTERM and SIGKILL.
         pulse_timeout_s: the longest time between two lines on standard input. A line may name the machines of the job:
             if this one is no longer among them, the command is ended, too.
+        ignore_term: do not pass SIGTERM on. The rest holds: then the end of the pulse is what ends the command.
 
     Raises:
         InternalError: the supervisor was killed, or cannot end what it holds.
@@ -52,7 +58,7 @@ async def run_leashed(
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async with await _start(command, local_folder, grace_s) as tree, trio.open_nursery() as nursery:
                 nursery.start_soon(_end_with, parent, tree)
-                nursery.start_soon(tree.forward, signals)
+                nursery.start_soon(tree.forward, signals, {signal.SIGTERM} if ignore_term else set())
                 if pulse_timeout_s is not None:
                     nursery.start_soon(_end_without_pulse, pulse_timeout_s, tree)
                 code = await tree.wait()
@@ -106,10 +112,10 @@ class _Tree:
         print(f"prorl-trio slurm run: {why}: ending the command", file=sys.stderr)  # noqa: T201 - the task's log
         await self._leash.aclose()
 
-    async def forward(self, signals: AsyncIterator[int]) -> None:
-        """Pass on to the command each of `signals`."""
+    async def forward(self, signals: AsyncIterator[int], ignored: Container[int]) -> None:
+        """Pass on to the command each of `signals`, but those that are to be ignored."""
         async for number in signals:
-            if self._command is not None and reaper.is_alive(self._command):
+            if number not in ignored and self._command is not None and reaper.is_alive(self._command):
                 os.kill(self._command.pid, number)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import socket
 import tomllib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from prorl_trio.types.errors import ConfigError
 
@@ -12,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["address_of_machine", "node_config", "read_config"]
+__all__ = ["MachineFacts", "address_of_machine", "node_config", "read_config"]
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -31,27 +34,48 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no TOML: {error}") from error
 
 
-def node_config(common: Mapping[str, Any], *, fleet_dir: str, address: str, env: Mapping[str, str]) -> dict[str, Any]:
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts that only a machine, or its task, knows.
+
+    Attributes:
+        fleet_dir: the folder of the fleet, absolute.
+        address: by which other machines reach this one.
+        folder: on the machine's own disk; removed when the task ends.
+        engines: addresses of the engines that the node uses, besides those that the fleet's node.toml has.
+    """
+
+    fleet_dir: str
+    address: str
+    folder: str
+    engines: Sequence[str] = ()
+
+
+def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[str, str]) -> dict[str, Any]:
     """Return the configuration of the node of this task: `common`, the fleet, a name, an address and a free port.
 
-    The name is that of the job and the machine's number in it: the same after a requeue, so that the node finds its
-    ledger again. An address that `common` sets, other than the loopback's, stays.
+    The name is that of the job and the machine's number in it: the same after a requeue. An address that `common` sets,
+    other than the loopback's, stays. The ledger ends with the task, for other nodes take over what it had, unless
+    `common` says that they wait for the next start of a node (`fleet.restart_within_s`), or names its folder.
     """
     listen = {"port": 0, **common.get("listen", {})}
-    if listen.get("host", _LOOPBACK[0]) in _LOOPBACK:
-        listen["host"] = address
-    rest = dict(common.get("rest", {}))
-    if rest.get("host", _LOOPBACK[0]) in _LOOPBACK:
-        rest["host"] = address
-    rest.setdefault("port", 0)
-    node_id = f"slurm-{env.get('SLURM_JOB_ID', '0')}-{env.get('SLURM_NODEID', '0')}"
-    return {
-        "node_id": node_id,
+    rest = {"port": 0, **common.get("rest", {})}
+    for edge in (listen, rest):
+        if edge.get("host", _LOOPBACK[0]) in _LOOPBACK:
+            edge["host"] = machine.address
+    fleet = {**common.get("fleet", {}), "dir": machine.fleet_dir}
+    made = {
+        "node_id": f"slurm-{env.get('SLURM_JOB_ID', '0')}-{env.get('SLURM_NODEID', '0')}",
         **common,
         "listen": listen,
         "rest": rest,
-        "fleet": {**common.get("fleet", {}), "dir": fleet_dir},
+        "fleet": fleet,
     }
+    if not fleet.get("restart_within_s"):
+        made["ledger"] = {"dir": f"{machine.folder}/ledger", **common.get("ledger", {})}
+    if machine.engines:
+        backends = common.get("backends", {})
+        made["backends"] = {**backends, "urls": [*backends.get("urls", []), *machine.engines]}
+    return made
 
 
 def address_of_machine(name: str) -> str:

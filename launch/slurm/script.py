@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["FleetPlan", "batch_script", "sbatch_lines"]
+__all__ = ["EnginePlan", "FleetPlan", "batch_script", "sbatch_lines"]
 
 _HEAD: Final = """\
 #!/bin/bash
@@ -22,12 +22,26 @@ prorl={program}
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 """
 
+_ENGINES: Final = """
+# Which machines have a node, and which an engine.
+machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+engines=$(scontrol show hostnames "{machines}" | paste -sd,)
+
+# An engine a machine. It does not hear SIGTERM, for nodes that drain need it: the end of this script ends it.
+"$prorl" slurm pulse --name=engines --folder={files} --job="{job}" --tasks={tasks} -- \\
+    srun {group}--nodes={tasks} --ntasks={tasks} \\
+    {srun} \\
+    "$prorl" slurm run --ignore-term {leash} -- \\
+    bash -c {command} &
+"""
+
 _NODES: Final = """
 # A task a machine. They do not need each other: where one fails, the rest go on. A task ends what it runs, and removes
 # its files, when the pulse stops: srun or this script was killed, its machine is cut off, or Slurm has started the job
 # elsewhere.
-"$prorl" slurm pulse --folder={files} --tasks={nodes} -- \\
-    srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --overlap --kill-on-bad-exit=0 --no-kill --wait=0 \\
+"$prorl" slurm pulse --name=nodes --folder={files} --tasks={tasks} -- \\
+    srun {group}--nodes={tasks} --ntasks={tasks} \\
+    {srun} \\
     "$prorl" slurm run {leash} -- \\
     "$prorl" slurm node {node} &
 nodes=$!
@@ -40,6 +54,25 @@ wait "$nodes"
 code=$?
 exit $code
 """
+
+_SRUN: Final = "--ntasks-per-node=1 --overlap --kill-on-bad-exit=0 --no-kill --wait=0"
+_EVERY_MACHINE: Final = '"$SLURM_JOB_NUM_NODES"'
+
+
+class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines that a fleet starts for itself, one a machine.
+
+    Attributes:
+        command: for bash; it serves at `port` of all addresses of its machine.
+        port: the same on all machines.
+        machines: how many of their own they have, as a second group of a heterogeneous job; 0: those of the nodes.
+        sbatch: options of sbatch's for these machines.
+    """
+
+    command: str
+    port: int = 8000
+    machines: int = 0
+    sbatch: Sequence[str] = ()
 
 
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +87,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
         drain_s: time between the warning before the time limit and the limit, in seconds.
         pulse_timeout_s: time without a pulse after which a task ends what it runs.
         sbatch: options of sbatch's, in their own words; they come last, and overrule ours.
+        engine: None: engines run elsewhere, and node.toml has their addresses.
     """
 
     nodes: int
@@ -64,6 +98,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: int = 300
     pulse_timeout_s: float = 60.0
     sbatch: Sequence[str] = ()
+    engine: EnginePlan | None = None
 
 
 def batch_script(plan: FleetPlan) -> str:
@@ -78,17 +113,51 @@ def batch_script(plan: FleetPlan) -> str:
         f"--output={plan.fleet_dir}/slurm/%j.log",
         "--open-mode=append",
     ]
-    leash = [f"--pulse-timeout-s={plan.pulse_timeout_s:g}", *([f"--local-dir={plan.local_dir}"] * bool(plan.local_dir))]
-    head = _HEAD.format(
-        options="\n".join(sbatch_lines([*ours, *plan.sbatch])), nodes=plan.nodes, program=shlex.quote(plan.program)
+    lines = sbatch_lines([*ours, *plan.sbatch])
+    if plan.engine and plan.engine.machines:
+        theirs = [f"--nodes={plan.engine.machines}", "--ntasks-per-node=1", "--no-kill", *plan.engine.sbatch]
+        lines += ["#SBATCH hetjob", *sbatch_lines(theirs)]
+    head = _HEAD.format(options="\n".join(lines), nodes=plan.nodes, program=shlex.quote(plan.program))
+    return head + _engines(plan) + _nodes(plan) + _TAIL
+
+
+def _nodes(plan: FleetPlan) -> str:
+    node = shlex.join([f"--fleet={plan.fleet_dir}", f"--config={plan.config_file}"])
+    if plan.engine:
+        node += f' --engines="$engines" --machines="$machines" --engine-port={plan.engine.port}'
+    return _NODES.format(
+        files=_files(plan),
+        tasks=_EVERY_MACHINE,
+        group="--het-group=0 " if plan.engine and plan.engine.machines else "",
+        srun=_SRUN,
+        leash=_leash(plan),
+        node=node,
     )
-    nodes = _NODES.format(
-        files=shlex.quote(f"{plan.fleet_dir}/slurm"),
-        nodes='"$SLURM_JOB_NUM_NODES"',
-        leash=shlex.join(leash),
-        node=shlex.join([f"--fleet={plan.fleet_dir}", f"--config={plan.config_file}"]),
+
+
+def _engines(plan: FleetPlan) -> str:
+    if not plan.engine:
+        return ""
+    apart = plan.engine.machines
+    return _ENGINES.format(
+        machines="$SLURM_JOB_NODELIST_HET_GROUP_1" if apart else "$SLURM_JOB_NODELIST",
+        job="$SLURM_JOB_ID_HET_GROUP_1" if apart else "$SLURM_JOB_ID",
+        files=_files(plan),
+        tasks=apart or _EVERY_MACHINE,
+        group="--het-group=1 " if apart else "",
+        srun=_SRUN,
+        leash=_leash(plan),
+        command=shlex.quote(plan.engine.command),
     )
-    return head + nodes + _TAIL
+
+
+def _files(plan: FleetPlan) -> str:
+    return shlex.quote(f"{plan.fleet_dir}/slurm")
+
+
+def _leash(plan: FleetPlan) -> str:
+    local = [f"--local-dir={plan.local_dir}"] * bool(plan.local_dir)
+    return shlex.join([f"--pulse-timeout-s={plan.pulse_timeout_s:g}", *local])
 
 
 def sbatch_lines(options: Sequence[str]) -> list[str]:

@@ -36,7 +36,7 @@ def test_a_fleet_is_submitted_once_told_of_and_ended(slurm, shared):
 
     told = json.loads(slurm.said(PROGRAM, "slurm", "status", *where))
     job = told["job_id"]
-    assert (told["job"]["state"], told["job"]["reason"], told["nodes"]) == ("PENDING", "JobHeldUser", [])
+    assert (told["job"]["state"], told["job"]["reason"], told["nodes"]) == ("PENDING", "JobHeldUser", {})
     shown = slurm.said("scontrol", "show", "job", job)
     assert "JobName=mine" in shown, "an option of sbatch's overrules ours"
     assert "Requeue=1" in shown

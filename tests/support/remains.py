@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from support.quiet_clock import POLL_S, QuietClock
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MEMORY = Path("/dev/shm")
-POLL_S = 0.1
 
 
 def marked(mark: str) -> list[str]:
@@ -35,13 +36,16 @@ def segments(mark: str) -> list[str]:
 
 
 def left_after(mark: str, folders: Iterable[Path], timeout_s: float) -> tuple[list[str], float]:
-    """Wait until nothing is left; return what is left all the same after `timeout_s` seconds, and how long it took."""
-    began_s = time.monotonic()
+    """Wait until nothing is left; return what is left all the same after `timeout_s`, and how long it took.
+
+    Both are seconds of a quiet machine.
+    """
+    clock = QuietClock()
     places = list(folders)
     while True:
         left = marked(mark) + segments(mark)
         left += [str(path) for place in places for path in place.glob("*prorl-*")]
-        took_s = time.monotonic() - began_s
+        took_s = clock.seconds()
         if not left or took_s > timeout_s:
             return left, took_s
         time.sleep(POLL_S)

@@ -9,21 +9,23 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.paths import checkout_dir
+from support.quiet_clock import stretched, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 NODES = 4
 PORTS = 8
 """Ports of one cluster: its controller's and those of its nodes. A multiple, so that networks differ as ports do."""
-COMMAND_TIMEOUT_S = 60.0
-POLL_S = 0.1
+COMMAND_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 60.0
+PATIENCE_S = 10.0
+"""Of Slurm with its daemons."""
 SCRIPT = checkout_dir() / "launch/slurm/cluster.sh"
 
 
@@ -37,6 +39,7 @@ class SlurmCluster:
             "SLURM_CLUSTER_DIR": str(folder),
             "SLURM_CLUSTER_NODES": str(NODES),
             "SLURM_CLUSTER_PORT": str(port),
+            "SLURM_CLUSTER_PATIENCE_S": f"{stretched(PATIENCE_S):.0f}",
             "SLURM_CLUSTER_MODE": "netns" if separate else "loopback",
             "SLURM_CONF": str(folder / "slurm.conf"),
         }
@@ -82,17 +85,9 @@ class SlurmCluster:
         if jobs := self.said("squeue", "-h", "-o", "%A").split():
             self.run("scancel", "--full", "--signal=KILL", *jobs)
             self.run("scancel", *jobs)
-        self.wait(lambda: not self.said("squeue", "-h"), "the queue is empty")
+        wait_until(lambda: not self.said("squeue", "-h"), "the queue is empty", END_TIMEOUT_S)
         idle = ("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N")
-        self.wait(lambda: len(self.said(*idle).split()) == NODES, "every node is idle")
-
-    def wait(self, holds: Callable[[], object], what: str, timeout_s: float = COMMAND_TIMEOUT_S) -> float:
-        """Wait until something holds that nobody announces; return how long it took."""
-        began_s = time.monotonic()
-        while not holds():
-            assert time.monotonic() - began_s < timeout_s, f"after {timeout_s:g} s it is not so that {what}"
-            time.sleep(POLL_S)
-        return time.monotonic() - began_s
+        wait_until(lambda: len(self.said(*idle).split()) == NODES, "every node is idle", END_TIMEOUT_S)
 
 
 def why_not() -> str:

@@ -4,37 +4,65 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from launch.slurm.local_folder import LONGEST_FOLDER_BYTES, find_local_folder, local_folder_problem
-from launch.slurm.node_file import node_config, read_config
+from launch.slurm.node_file import MachineFacts, node_config, read_config
+from prorl_trio.config import NodeConfig
 from prorl_trio.types.errors import ConfigError
 
 ENV = {"SLURM_JOB_ID": "17", "SLURM_NODEID": "3"}
+MACHINE = MachineFacts(fleet_dir="/shared/f", address="10.0.0.3", folder="/tmp/t")
 LOCAL = "21 1 0:1 / / rw - ext4 /dev/sda rw\n"
 
 
 def test_the_machine_adds_its_name_address_and_fleet():
-    made = node_config({"model": {"path": "/m"}}, fleet_dir="/shared/f", address="10.0.0.3", env=ENV)
+    made = node_config({"model": {"path": "/m"}}, MACHINE, ENV)
     assert made == {
         "node_id": "slurm-17-3",
         "model": {"path": "/m"},
         "listen": {"host": "10.0.0.3", "port": 0},
         "rest": {"host": "10.0.0.3", "port": 0},
         "fleet": {"dir": "/shared/f"},
+        "ledger": {"dir": "/tmp/t/ledger"},
     }
 
 
 def test_what_the_user_set_stays():
     common = {"node_id": "mine", "listen": {"host": "0.0.0.0", "port": 8700}, "fleet": {"stale_after_s": 60.0}}
-    made = node_config(common, fleet_dir="/shared/f", address="10.0.0.3", env=ENV)
+    made = node_config(common, MACHINE, ENV)
     assert made["node_id"] == "mine"
     assert made["listen"] == {"host": "0.0.0.0", "port": 8700}
     assert made["fleet"] == {"stale_after_s": 60.0, "dir": "/shared/f"}
 
 
+@pytest.mark.parametrize(
+    ("common", "ledger"),
+    [
+        ({"fleet": {"restart_within_s": 60.0}}, None),
+        ({"ledger": {"dir": "/scratch/me", "max_attempts": 2}}, {"dir": "/scratch/me", "max_attempts": 2}),
+        ({"ledger": {"max_attempts": 2}}, {"dir": "/tmp/t/ledger", "max_attempts": 2}),
+    ],
+)
+def test_the_ledger_ends_with_the_task_unless_a_next_start_shall_find_it(common, ledger):
+    assert node_config(common, MACHINE, ENV).get("ledger") == ledger
+
+
+def test_engines_of_the_fleet_come_after_those_of_the_user():
+    machine = msgspec.structs.replace(MACHINE, engines=["http://n1:8000"])
+    made = node_config({"backends": {"urls": ["http://gpu:1"], "required": True}}, machine, ENV)
+    assert made["backends"] == {"urls": ["http://gpu:1", "http://n1:8000"], "required": True}
+
+
+def test_what_is_made_is_a_node_toml():
+    machine = msgspec.structs.replace(MACHINE, engines=["http://n1:8000"])
+    made = msgspec.toml.encode(node_config({"model": {"path": "/m"}}, machine, ENV))
+    assert msgspec.toml.decode(made, type=NodeConfig).node_id == "slurm-17-3"
+
+
 def test_a_loopback_address_would_be_no_use_to_other_machines():
-    made = node_config({"listen": {"host": "127.0.0.1"}}, fleet_dir="/f", address="10.0.0.3", env=ENV)
+    made = node_config({"listen": {"host": "127.0.0.1"}}, MACHINE, ENV)
     assert made["listen"]["host"] == "10.0.0.3"
 
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from launch.slurm.script import FleetPlan, batch_script, sbatch_lines
+from launch.slurm.script import EnginePlan, FleetPlan, batch_script, sbatch_lines
 
 
 def plan(**changes):
@@ -52,3 +52,35 @@ def test_a_value_stays_with_its_option():
         "#SBATCH -A me",
         "#SBATCH --exclusive",
     ]
+
+
+def test_engines_beside_the_nodes_are_a_step_of_the_same_machines():
+    script = batch_script(plan(engine=EnginePlan(command="vllm serve 'a b'", port=9000)))
+    assert "hetjob" not in script
+    assert "het-group" not in script
+    assert script.index("slurm run --ignore-term") < script.index("slurm node"), "only engines outlive a drain"
+    assert script.count("--ignore-term") == 1
+    assert '--engines="$engines" --machines="$machines" --engine-port=9000' in script
+    words = f'set -- {script.partition("bash -c ")[2].partition(" &")[0]}; printf "%s\\n" "$1"'
+    assert subprocess.run(["bash", "-c", words], capture_output=True, text=True).stdout == "vllm serve 'a b'\n"
+
+
+def test_engines_on_machines_of_their_own_are_a_group_with_options_of_its_own():
+    engine = EnginePlan(command="serve", machines=2, sbatch=["--gres=gpu:8"])
+    script = batch_script(plan(sbatch=["--mem=8G"], engine=engine))
+    options = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    groups = options.index("#SBATCH hetjob")
+    assert "#SBATCH --mem=8G" in options[:groups]
+    assert options[groups:] == [
+        "#SBATCH hetjob",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --no-kill",
+        "#SBATCH --gres=gpu:8",
+    ]
+    assert "srun --het-group=1 --nodes=2 --ntasks=2" in script
+    assert "srun --het-group=0" in script
+
+
+def test_without_engines_the_script_does_not_speak_of_them():
+    assert "engine" not in batch_script(plan())
