@@ -36,12 +36,12 @@ def place():
 class Task:
     """What slurmstepd would be: a shell, with the task below it."""
 
-    def __init__(self, place, *arguments, pulse=None, deaf=False):
+    def __init__(self, place, *arguments, pulse=None, deaf=False, options=()):
         self.mark = secrets.token_hex(8)
         self.place = place
         self.ready = place / "ready"
         pulse_s = f"--pulse-timeout-s={stretched(pulse):.1f}" if pulse else ""
-        options = [f"--grace-s={stretched(GRACE_S):.1f}", f"--local-dir={place}", *([pulse_s] * bool(pulse))]
+        options = [*options, f"--grace-s={stretched(GRACE_S):.1f}", f"--local-dir={place}", *([pulse_s] * bool(pulse))]
         program = arguments or (sys.executable, str(TREE), str(self.ready), *(["--deaf"] * deaf))
         run = [sys.executable, "-m", "prorl_trio.cli", "slurm", "run", *options, "--", *program]
         env = {**os.environ, "PRORL_TEST_MARK": self.mark, "TMPDIR": str(place)}
@@ -145,6 +145,18 @@ def test_nothing_is_left_however_the_task_ends(start, end):
     left, took_s = task.end()
     assert left == [], f"after {took_s:.1f} s"
     assert task.ready.read_text() == "drained", "SIGTERM came before SIGKILL"
+
+
+def test_what_others_need_while_they_drain_ends_with_the_pulse_and_not_by_sigterm(start):
+    task = start(pulse=60, options=["--ignore-term"])
+    task.wait_ready()
+    terminate(task)
+    time.sleep(1.0)
+    assert task.ready.read_text() == "ready"
+    assert len(marked(task.mark)) >= 5
+    end_pulse(task)
+    assert task.end()[0] == []
+    assert task.stepd.returncode == 0, "the signal that was not passed on does not end the task either"
 
 
 @pytest.mark.parametrize("end", [kill_both, terminate_and_kill])

@@ -1,0 +1,167 @@
+"""A fleet of real nodes, started by Slurm: jobs go in at one client, each outcome comes out once, and nothing stays."""
+
+from __future__ import annotations
+
+import functools
+import json
+import secrets
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+
+from launch.paths import checkout_dir
+from prorl_trio.client import connect
+from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
+from support.engine_program import open_engine
+from support.quiet_clock import stretched, wait_until
+from support.remains import left_after
+from support.skips import because
+from support.slurm_cluster import NODES
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
+
+PROGRAM = str(Path(sys.executable).with_name("prorl-trio"))
+ENGINE = checkout_dir() / "tests/support/engine_program.py"
+ENGINE_PORT = 18000
+MIB = 1024 * 1024
+START_TIMEOUT_S = 60.0
+DRAIN_S = 60
+LIMIT_S = 10.0
+"""From the end of the job to nothing left."""
+
+
+class Fleet:
+    """The folder of a fleet, and Slurm's commands for it."""
+
+    def __init__(self, slurm, folder):
+        self.slurm = slurm
+        self.folder = folder / "fleet"
+        self.mark = secrets.token_hex(8)
+        self.config = folder / "node.toml"
+        self.model = folder / "model"
+        self.places = [slurm.temporary(node) for node in range(1, NODES + 1)]
+
+    def write_config(self, urls=()):
+        """Write the node.toml of all nodes: small ones, with sandboxes as this machine has them."""
+        config = {
+            "model": {"path": str(self.model)},
+            "backends": {"urls": list(urls), "health": {"interval_s": 1.0}},
+            "fleet": {"heartbeat_interval_s": 1.0, "stale_after_s": stretched(30.0)},
+            "stages": {"run_workers": 4},
+            "sandbox": {"max_warm": 0},
+            "ledger": {"log_bytes": MIB, "reserve_bytes": MIB},
+            "arena": {"enabled": False},
+        }
+        self.config.write_bytes(msgspec.toml.encode(config))
+
+    def command(self, name, *options):
+        """Return what `prorl-trio slurm NAME` says of this fleet."""
+        words = [PROGRAM, "slurm", name, "--fleet", str(self.folder), *options]
+        return self.slurm.said("env", f"PRORL_TEST_MARK={self.mark}", *words)
+
+    def up(self, nodes, *options):
+        self.command("up", "--config", str(self.config), "--nodes", str(nodes), *options)
+
+    def status(self):
+        return json.loads(self.command("status"))
+
+    def wait_up(self, nodes):
+        """Wait until so many nodes are in the folder, live; return their entries."""
+        wait_until(lambda: len(list(self.folder.glob("*.json"))) == nodes, "all are up", START_TIMEOUT_S, self.log)
+        told = self.status()
+        assert {entry["life"] for entry in told["nodes"].values()} == {"live"}, told
+        assert not told["broken"]
+        assert "token" not in str(told)
+        return told["nodes"]
+
+    def log(self):
+        return "\n".join(path.read_text(errors="replace")[-4000:] for path in (self.folder / "slurm").glob("*.log"))
+
+    def assert_nothing_left(self):
+        left, took_s = left_after(self.mark, self.places, LIMIT_S)
+        assert left == [], f"after {took_s:.1f} s: {self.log()}"
+        assert not list(self.folder.glob("*.json"))
+        assert sorted(path.suffix for path in (self.folder / "slurm").iterdir()) == ["", ".log", ".sh"]
+
+
+@pytest.fixture
+def fleet(slurm):
+    folder = Path(tempfile.mkdtemp(prefix="shared-", dir=slurm.folder))
+    made = Fleet(slurm, folder)
+    yield made
+    slurm.cancel_all()
+    shutil.rmtree(folder)
+
+
+def job(number):
+    instance = TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})
+    return JobSpec(job_id=f"job-{number}", instance=instance, sampling=SamplingParams(max_output_tokens=50))
+
+
+async def deliver(fleet, count):
+    """Send jobs through the fleet; return how often each outcome came, and the nodes that the jobs had gone to."""
+    seen = Counter()
+    async with connect(fleet=fleet.folder, connect_timeout_s=stretched(30.0)) as client:
+        await client.submit([job(number) for number in range(count)])
+        async for outcome in client.results(count):
+            seen[outcome.job_id] += 1
+            assert (outcome.status, outcome.reward) == ("completed", 1.0), outcome
+        with trio.move_on_after(1):
+            async for outcome in client.results(follow=True):
+                seen[outcome.job_id] += 1
+    return seen
+
+
+def once(count):
+    return Counter({f"job-{number}": 1 for number in range(count)})
+
+
+@asynccontextmanager
+async def engine_beside(fleet):
+    """An engine in this process, which the machines of the cluster reach; it is in the fleet's node.toml."""
+    async with open_engine(0, fleet.model) as port:
+        fleet.write_config([f"http://{fleet.slurm.address}:{port}"])
+        yield
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.soak)])
+async def test_each_outcome_comes_once_and_nothing_stays(fleet, count):
+    in_thread = trio.to_thread.run_sync
+    async with engine_beside(fleet):
+        await in_thread(functools.partial(fleet.up, NODES))
+        nodes = await in_thread(fleet.wait_up, NODES)
+        if fleet.slurm.separate:
+            assert sorted(entry["host"] for entry in nodes.values()) == ["n1", "n2", "n3", "n4"]
+        assert all(entry["slurm"]["end_time"] > 0 for entry in nodes.values())
+        assert await deliver(fleet, count) == once(count)
+        await in_thread(functools.partial(fleet.command, "down", "--drain-s", str(DRAIN_S), "--timeout-s", "900"))
+        await in_thread(fleet.assert_nothing_left)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+async def test_engines_are_started_with_the_nodes_and_end_after_them(fleet, apart):
+    if not fleet.slurm.separate:
+        pytest.skip(because("no networks can be made here, and so no machines with names", "run it where root may"))
+    in_thread = trio.to_thread.run_sync
+    make_tiny_model(fleet.model)
+    fleet.write_config()
+    engine = [
+        "--engine",
+        f"exec {sys.executable} {ENGINE} {ENGINE_PORT} {fleet.model}",
+        "--engine-port",
+        str(ENGINE_PORT),
+    ]
+    where = ["--engine-nodes", "1", "--engine-sbatch=--comment=engines"] if apart else []
+    await in_thread(functools.partial(fleet.up, 2, *engine, *where))
+    await in_thread(fleet.wait_up, 2)
+    assert await deliver(fleet, 2) == once(2)
+    await in_thread(functools.partial(fleet.command, "down", "--drain-s", str(DRAIN_S), "--timeout-s", "900"))
+    await in_thread(fleet.assert_nothing_left)

@@ -1,0 +1,46 @@
+"""An engine of its own process that other machines reach: `python engine_program.py PORT MODEL_FOLDER`.
+
+It has the tokenizer of `make_tiny_model`, and answers every question with 42.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig
+from prorl_trio.testing.tiny_model import make_tiny_model
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+ANSWER = r"\boxed{42}"
+
+
+@asynccontextmanager
+async def open_engine(port: int, model: Path) -> AsyncIterator[int]:
+    """Serve at all addresses of this machine while the block runs; yield the port, a free one for 0."""
+    tiny = make_tiny_model(model)
+    config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=4000)
+    said = tiny.turn(ANSWER)
+    listeners = await trio.open_tcp_listeners(port, host="0.0.0.0")
+    bound: int = listeners[0].socket.getsockname()[1]
+    engine = FakeEngine(f"http://0.0.0.0:{bound}", config, lambda _: (said, [-0.5] * len(said), "stop"))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(trio.serve_listeners, engine.serve_connection, listeners)
+        yield bound
+        nursery.cancel_scope.cancel("the block has ended")
+
+
+async def main() -> None:
+    """Serve until this process is ended."""
+    async with open_engine(int(sys.argv[1]), Path(sys.argv[2])):
+        await trio.sleep_forever()
+
+
+if __name__ == "__main__":
+    trio.run(main)
