@@ -94,7 +94,7 @@ test: setup trainers apptainer-if-possible check ## check, then the whole suite 
 e2e: setup trainers apptainer-if-possible slurm-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
 	$(call pytest,slow and not soak)
 
-soak: setup apptainer-if-possible ## a thousand sandboxes in a row, thousands of jobs under kill -9 (hours)
+soak: setup apptainer-if-possible slurm-if-possible ## a thousand sandboxes in a row, thousands of jobs under kill -9 (hours)
 	$(VENV)/python -m pytest -m soak
 
 clean: ## remove what was made in the checkout

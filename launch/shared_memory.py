@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["FOLDER", "SharedMemory"]
+__all__ = ["FOLDER", "FileId", "SharedMemory", "unlink_unused"]
 
 FOLDER = "/dev/shm"
 _IN_MOVED_TO = 0x80
 _IN_CREATE = 0x100
 _READ_BYTES = 64 * 1024
 
-_FileId = tuple[int, int]
+FileId = tuple[int, int]
 """Device and inode."""
 
 
@@ -44,28 +44,36 @@ class SharedMemory:
     def __init__(self) -> None:
         self.fd = _watch(FOLDER)
         self._before = set(_files())
-        self._made: set[_FileId] = set()
+        self._made: set[FileId] = set()
 
-    def look(self, pids: Iterable[int]) -> None:
-        """Note which new files any of these processes has. Costs a listing of `FOLDER` if there are none."""
+    def look(self, pids: Iterable[int]) -> set[FileId]:
+        """Note which new files any of these processes has, and return them. Costs a listing of `FOLDER` without any."""
         if self.fd is not None:
             with contextlib.suppress(BlockingIOError):
                 while os.read(self.fd, _READ_BYTES):
                     pass
         unknown = _files().keys() - self._before - self._made
         if unknown:
-            self._made |= unknown & _held(pids, {device for device, _ in unknown})
+            unknown &= _held(pids, {device for device, _ in unknown})
+            self._made |= unknown
+        return unknown
 
     def unlink(self) -> None:
         """Remove what the tree made and no process has now, as far as we may see. What is still in use stays."""
-        left = {file: path for file, path in _files().items() if file in self._made}
-        if left:
-            everyone = map(int, filter(str.isdigit, os.listdir("/proc")))
-            held = _held(everyone, {device for device, _ in left})
-            for file, path in left.items():
-                if file not in held:
-                    with contextlib.suppress(OSError):  # gone meanwhile
-                        os.unlink(path)
+        unlink_unused(self._made)
+
+
+def unlink_unused(made: Iterable[FileId]) -> None:
+    """Remove those of these files that are this user's and that no process has now, as far as we may see."""
+    wanted = set(made)
+    left = {file: path for file, path in _files().items() if file in wanted}
+    if left:
+        everyone = map(int, filter(str.isdigit, os.listdir("/proc")))
+        held = _held(everyone, {device for device, _ in left})
+        for file, path in left.items():
+            if file not in held:
+                with contextlib.suppress(OSError):  # gone meanwhile
+                    os.unlink(path)
 
 
 def _watch(folder: str) -> int | None:
@@ -79,9 +87,9 @@ def _watch(folder: str) -> int | None:
     return fd
 
 
-def _files() -> dict[_FileId, str]:
+def _files() -> dict[FileId, str]:
     """Paths of the regular files there that are this user's."""
-    files: dict[_FileId, str] = {}
+    files: dict[FileId, str] = {}
     with contextlib.suppress(OSError), os.scandir(FOLDER) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
@@ -91,12 +99,12 @@ def _files() -> dict[_FileId, str]:
     return files
 
 
-def _held(pids: Iterable[int], devices: set[int]) -> set[_FileId]:
+def _held(pids: Iterable[int], devices: set[int]) -> set[FileId]:
     """Return what these processes have open or mapped on these devices.
 
     Descriptors first: who maps a file and closes it between the two looks is seen by the second.
     """
-    held: set[_FileId] = set()
+    held: set[FileId] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for name in os.listdir(f"/proc/{pid}/fd"):
@@ -108,7 +116,7 @@ def _held(pids: Iterable[int], devices: set[int]) -> set[_FileId]:
     return held
 
 
-def _mapped(pid: int, devices: set[int]) -> Iterator[_FileId]:
+def _mapped(pid: int, devices: set[int]) -> Iterator[FileId]:
     """Parse /proc/PID/maps: `address perms offset major:minor inode path`, the device in hexadecimal."""
     names = {f"{os.major(device):02x}:{os.minor(device):02x}".encode(): device for device in devices}
     with open(f"/proc/{pid}/maps", "rb") as maps:

@@ -11,7 +11,8 @@ leash to nothing: GRACE_S plus 2 s.
 
 We are two processes, so that kill -9 of one of us lets nothing out either: the keeper holds the guard, and the guard
 holds the command. To whom the guard's orphans go, if it is killed, is the keeper, which then ends them; a guard whose
-keeper is killed ends the tree itself. Only if both are killed at once may what left the command's session remain.
+keeper is killed ends the tree itself. Only if both are killed at once may what left the command's session remain. The
+folder, and what the tree had in /dev/shm, are then removed by the next supervisor on this machine (`abandoned`).
 
 Standard output gets one line when the command has been started, its pid and that folder, and is closed when both of us
 have ended. The command's output goes to our standard error. The exit code is the command's, 128 + n if signal n ended
@@ -24,18 +25,17 @@ import contextlib
 import ctypes
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from launch.shared_memory import SharedMemory
+from launch.abandoned import ClaimedFolder, claim_folder, sweep
+from launch.shared_memory import SharedMemory, unlink_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,13 +56,14 @@ EXIT_SURVIVORS = 70
 
 def main(grace_s: float, command: list[str]) -> int:
     """Run `command` on the leash; see the module. Call it in a process of its own with a single thread."""
-    temporary = tempfile.mkdtemp(prefix="prorl-engine-")
+    sweep(unlink_unused)
+    folder = claim_folder()
     try:
-        tree, keeper = _Tree(), os.getpid()
+        tree, keeper = _Tree(folder), os.getpid()
         guard = os.fork()
         if guard:
             return tree.hold(guard, guard, grace_s + _KILL_DEADLINE_S)
-        tree = _Tree()
+        tree = _Tree(folder)
         _end_with_parent(signal.SIGTERM)
         if os.getppid() != keeper:  # killed before that
             return EXIT_SURVIVORS
@@ -71,14 +72,14 @@ def main(grace_s: float, command: list[str]) -> int:
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
             stderr=sys.stderr,
-            env={**os.environ, "TMPDIR": temporary},
+            env={**os.environ, "TMPDIR": folder.path},
             start_new_session=True,
             preexec_fn=lambda: _end_with_parent(signal.SIGKILL),
         )
-        os.write(1, f"{child.pid} {temporary}\n".encode())
+        os.write(1, f"{child.pid} {folder.path}\n".encode())
         return tree.hold(child.pid, -child.pid, grace_s)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        folder.remove()
 
 
 def _end_with_parent(number: signal.Signals) -> None:
@@ -88,7 +89,8 @@ def _end_with_parent(number: signal.Signals) -> None:
 class _Tree:
     """Everything below this process: its exit codes, and what it makes in /dev/shm."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: ClaimedFolder) -> None:
+        self._folder = folder
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._stopped = False
         self._wakeup = self._wake_on(signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -122,7 +124,8 @@ class _Tree:
     def _look(self) -> list[int]:
         """Note what the tree has in /dev/shm. Returns who lives."""
         alive = _descendants(os.getpid())
-        self._shared_memory.look(alive)
+        if made := self._shared_memory.look(alive):
+            self._folder.note(made)
         return alive
 
     def _has_ended(self, child: int) -> bool:

@@ -168,6 +168,28 @@ def test_nothing_is_left_of_what_is_deaf_to_sigterm(start, end):
     assert left == [], f"after {took_s:.1f} s"
 
 
+def test_what_a_kill_of_all_processes_at_once_has_left_goes_with_the_next_task(place, start):
+    """As the cgroup of a job does it: nobody is left to clear up."""
+    dead = start()
+    dead.wait_ready()
+    dead.ready.unlink()
+    living = start()
+    living.wait_ready()
+    pids = [int(line.split()[0]) for line in marked(dead.mark)]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # so that none sees another end
+        for pid in pids:
+            os.kill(pid, number)
+    wait_until(lambda: not marked(dead.mark), "all are dead", LIMIT_S)
+    assert (len(segments(dead.mark)), len(list(place.glob("prorl-*/socket")))) == (1, 2)
+
+    assert start("true").stepd.wait(timeout=EXIT_TIMEOUT_S) == 0
+    assert segments(dead.mark) == []
+    assert (len(segments(living.mark)), len(list(place.glob("prorl-*/socket")))) == (1, 1)
+    kill_task(living)
+    assert living.end()[0] == []
+    assert dead.end()[0] == []
+
+
 def test_two_tasks_of_one_user_on_one_machine_do_not_touch_each_other(place, start):
     one = start()
     one.wait_ready()

@@ -38,7 +38,7 @@ REPEATS = int(os.environ.get("PRORL_SLURM_REPEATS", "1"))
 class Fleet:
     """A job in which each of four tasks runs a hostile program, submitted with our own batch script."""
 
-    def __init__(self, slurm, seed):
+    def __init__(self, slurm, seed, *, deaf=False, **changes):
         self.slurm = slurm
         self.random = random.Random(seed)
         self.mark = secrets.token_hex(8)
@@ -51,13 +51,14 @@ class Fleet:
             config_file="/dev/null",
             program=str(Path(sys.executable).with_name("prorl-trio")),
             pulse_timeout_s=stretched(PULSE_TIMEOUT_S),
+            **changes,
         )
         script = batch_script(plan)
         node = f'"$prorl" slurm node --fleet={self.folder} --config=/dev/null'
         assert node in script
         program = shlex.join([sys.executable, str(TREE)])
         ready = f"{self.folder}/ready-${{SLURM_RESTART_COUNT:-0}}-$SLURMD_NODENAME"  # for the shell of each task
-        script = script.replace(node, f"sh -c 'exec {program} {ready}'")
+        script = script.replace(node, f"sh -c 'exec {program} {ready}{' --deaf' * deaf}'")
         script = script.replace("slurm pulse ", "slurm pulse --query-s=1 ")
         script = script.replace("\nprorl=", f"\nexport PRORL_TEST_MARK={self.mark}\nprorl=", 1)
         self.script = self.folder / "job.sh"
@@ -89,6 +90,14 @@ class Fleet:
         )
         assert len(segments(self.mark)) == others, self.log()
 
+    def wait_gone(self):
+        """Wait until Slurm has no such job any more."""
+        wait_until(lambda: not self.slurm.run("squeue", "-h", "-j", self.job).stdout, "the job is gone", END_TIMEOUT_S)
+
+    def told(self):
+        """What each task's program said last, of those that have begun."""
+        return [path.read_text() for path in self.ready()]
+
     def pids(self, *words):
         """Pids of processes of this job with all these words in their command lines, by pid."""
         lines = self.slurm.said("ps", "-eo", "pid=,args=").splitlines()
@@ -107,9 +116,10 @@ class Fleet:
         return took_s
 
 
-@pytest.fixture
-def fleet(slurm, request):
-    made = Fleet(slurm, request.node.callspec.params["seed"])
+@contextlib.contextmanager
+def running(slurm, seed, **changes):
+    """A fleet all of whose tasks run; afterwards the cluster is as it was before."""
+    made = Fleet(slurm, seed, **changes)
     made.wait_ready()
     yield made
     for node in range(1, NODES + 1):
@@ -120,11 +130,17 @@ def fleet(slurm, request):
     shutil.rmtree(made.folder)
 
 
+@pytest.fixture
+def fleet(slurm, request):
+    with running(slurm, request.node.callspec.params["seed"]) as made:
+        yield made
+
+
 def cancel(fleet):
     """Ask politely; tasks get the time of KillWait to drain."""
     fleet.slurm.said("scancel", fleet.job)
-    wait_until(lambda: not fleet.slurm.run("squeue", "-h", "-j", fleet.job).stdout, "the job is gone", END_TIMEOUT_S)
-    assert [path.read_text() for path in fleet.ready()] == ["drained"] * NODES
+    fleet.wait_gone()
+    assert fleet.told() == ["drained"] * NODES
 
 
 def cancel_at_once(fleet):
@@ -134,8 +150,8 @@ def cancel_at_once(fleet):
 def drain(fleet):
     """Send what --signal sends before the time limit."""
     fleet.slurm.said("scancel", "--batch", "--signal=TERM", fleet.job)
-    wait_until(lambda: not fleet.slurm.run("squeue", "-h", "-j", fleet.job).stdout, "the job is gone", END_TIMEOUT_S)
-    assert [path.read_text() for path in fleet.ready()] == ["drained"] * NODES
+    fleet.wait_gone()
+    assert fleet.told() == ["drained"] * NODES
 
 
 def kill_tasks(fleet):
@@ -184,7 +200,7 @@ def test_one_lost_machine_leaves_the_others_working(fleet, seed):
     wait_until(lambda: len(fleet.tasks()) == NODES - 1, "one has ended", LIMIT_S)
     time.sleep(1.0)
     assert len(fleet.tasks()) == NODES - 1
-    assert [path.read_text() for path in fleet.ready()].count("ready") == NODES - 1
+    assert fleet.told().count("ready") == NODES - 1
 
 
 @pytest.mark.parametrize("seed", range(REPEATS))
@@ -205,7 +221,7 @@ def test_a_machine_that_is_cut_off_clears_up_after_itself(fleet, seed):
     node = fleet.random.choice([number for number in range(1, NODES + 1) if f"n{number}" != batch])
     fleet.slurm.script("link", str(node), "down")
     fleet.wait_cleared(node, NODES - 1)
-    assert [path.read_text() for path in fleet.ready()].count("drained") == 1
+    assert fleet.told().count("drained") == 1
 
 
 @pytest.mark.parametrize("seed", range(REPEATS))
@@ -218,4 +234,30 @@ def test_a_machine_that_slurm_has_given_up_is_cleared(fleet, seed):
     left = len(fleet.machines())
     assert f"n{node}" not in fleet.machines()
     fleet.wait_cleared(node, left)
-    assert [path.read_text() for path in fleet.ready()].count("ready") == left, fleet.log()
+    assert fleet.told().count("ready") == left, fleet.log()
+
+
+@pytest.mark.soak  # Slurm looks at limits every 30 s, and the shortest is a minute
+@pytest.mark.parametrize("seed", range(REPEATS))
+@pytest.mark.parametrize("deaf", [False, True])
+def test_nothing_is_left_at_the_time_limit(slurm, seed, deaf):
+    """What hears the warning has ended before; what is deaf is killed."""
+    with running(slurm, seed, deaf=deaf, drain_s=10, sbatch=["--time=1"]) as fleet:
+        wait_until(lambda: fleet.told() != ["ready"] * NODES or not fleet.tasks(), "the limit has come", 200.0)
+        fleet.wait_gone()
+        assert fleet.told() == ["ready" if deaf else "drained"] * NODES
+        fleet.assert_nothing_left()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(REPEATS))
+def test_a_job_that_others_preempt_makes_room_at_once_and_starts_anew(slurm, seed):
+    with running(slurm, seed) as fleet:
+        old = {line.split()[0] for line in marked(fleet.mark)}
+        urgent = ("--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null", "--wrap=sleep 20")
+        other = fleet.slurm.said("sbatch", "--parsable", *urgent)
+        wait_until(lambda: fleet.slurm.state(other) == "RUNNING", "the other runs", END_TIMEOUT_S)
+        fleet.assert_nothing_left()
+        assert fleet.told() == ["drained"] * NODES
+        fleet.wait_ready(2 * NODES)
+        assert not old & {line.split()[0] for line in marked(fleet.mark)}
