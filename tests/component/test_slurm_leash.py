@@ -20,7 +20,7 @@ from support.remains import left_after, marked, segments
 
 TREE = Path(__file__).parents[1] / "support/hostile_tree.py"
 LIMIT_S = 10.0
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 60.0
 EXIT_TIMEOUT_S = 120.0
 GRACE_S = 0.8
 

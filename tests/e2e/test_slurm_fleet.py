@@ -32,7 +32,7 @@ PROGRAM = str(Path(sys.executable).with_name("prorl-trio"))
 ENGINE = checkout_dir() / "tests/support/engine_program.py"
 ENGINE_PORT = 18000
 MIB = 1024 * 1024
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 DRAIN_S = 60
 LIMIT_S = 10.0
 """From the end of the job to nothing left."""
@@ -56,7 +56,7 @@ class Fleet:
             "backends": {"urls": list(urls), "health": {"interval_s": 1.0}},
             "fleet": {"heartbeat_interval_s": 1.0, "stale_after_s": stretched(30.0)},
             "stages": {"run_workers": 4},
-            "sandbox": {"max_warm": 0},
+            "sandbox": {"max_warm": 0, "start_timeout_s": stretched(60.0)},
             "ledger": {"log_bytes": MIB, "reserve_bytes": MIB},
             "arena": {"enabled": False},
         }
@@ -113,7 +113,7 @@ async def deliver(fleet, count):
         await client.submit([job(number) for number in range(count)])
         async for outcome in client.results(count):
             seen[outcome.job_id] += 1
-            assert (outcome.status, outcome.reward) == ("completed", 1.0), outcome
+            assert (outcome.status, outcome.reward) == ("completed", 1.0), outcome.error
         with trio.move_on_after(1):
             async for outcome in client.results(follow=True):
                 seen[outcome.job_id] += 1

@@ -23,7 +23,7 @@ NODES = 4
 PORTS = 8
 """Ports of one cluster: its controller's and those of its nodes. A multiple, so that networks differ as ports do."""
 COMMAND_TIMEOUT_S = 300.0
-END_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 120.0
 PATIENCE_S = 10.0
 """Of Slurm with its daemons."""
 SCRIPT = checkout_dir() / "launch/slurm/cluster.sh"
