@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from datetime import datetime
@@ -23,7 +24,7 @@ import trio
 from launch.slurm.detached import ENDED_VARIABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["JobRun", "Pulse", "PulseRules", "ask_slurmctld", "machines_of", "seconds_of", "with_end_time"]
@@ -138,28 +139,34 @@ class Pulse:
     async def keep(self, command: Sequence[str], env: Mapping[str, str]) -> int:
         """Run srun, `command`, with a pulse on its standard input; return its exit code, 128 + n for signal n.
 
-        It is ended when the run is over, when all tasks have ended without srun's hearing of it, and when our parent,
-        the batch script, has ended. Says on standard error why.
+        It is ended when the run is over, when all tasks have ended without srun's hearing of it, when our parent, the
+        batch script, has ended, and at SIGUSR1. Says on standard error why. For the main thread only.
         """
         parent = os.pidfd_open(os.getppid())
         await trio.to_thread.run_sync(lambda: self._ended.mkdir(mode=0o700, parents=True, exist_ok=True))
         try:
-            srun = await trio.lowlevel.open_process(
-                command, stdin=subprocess.PIPE, env={**env, ENDED_VARIABLE: str(self._ended)}
-            )
-            assert srun.stdin is not None
-            async with srun.stdin, trio.open_nursery() as nursery:
-                nursery.start_soon(self._beat, srun.stdin)
-                nursery.start_soon(_end_when, self.wait_over, srun, _SRUN_END_S)
-                nursery.start_soon(_end_when, self._wait_all_ended, srun, 0)
-                nursery.start_soon(_end_when, lambda: _wait_parent(parent), srun, _SRUN_END_S)
-                code = await srun.wait()
-                nursery.cancel_scope.cancel("srun has ended")
+            with trio.open_signal_receiver(signal.SIGUSR1) as asked:
+                srun = await trio.lowlevel.open_process(
+                    command, stdin=subprocess.PIPE, env={**env, ENDED_VARIABLE: str(self._ended)}
+                )
+                code = await self._keep_srun(srun, parent, asked)
         finally:
             os.close(parent)
             with trio.move_on_after(_SRUN_END_S, shield=True):
                 await trio.to_thread.run_sync(lambda: shutil.rmtree(self._ended, ignore_errors=True))
         return code if code >= 0 else 128 - code
+
+    async def _keep_srun(self, srun: trio.Process, parent: int, asked: AsyncIterator[int]) -> int:
+        assert srun.stdin is not None
+        async with srun.stdin, trio.open_nursery() as nursery:
+            nursery.start_soon(self._beat, srun.stdin)
+            nursery.start_soon(_end_when, self.wait_over, srun, _SRUN_END_S)
+            nursery.start_soon(_end_when, self._wait_all_ended, srun, 0)
+            nursery.start_soon(_end_when, lambda: _wait_parent(parent), srun, _SRUN_END_S)
+            nursery.start_soon(_end_when, lambda: _wait_asked(asked), srun, _SRUN_END_S)
+            code = await srun.wait()
+            nursery.cancel_scope.cancel("srun has ended")
+        return code
 
     async def _beat(self, stdin: trio.abc.SendStream) -> None:
         while True:
@@ -201,6 +208,11 @@ async def _end_when(wait_verdict: Callable[[], Awaitable[str]], srun: trio.Proce
     await srun.stdin.aclose()
     await trio.sleep(patience_s)
     srun.kill()
+
+
+async def _wait_asked(asked: AsyncIterator[int]) -> str:
+    await anext(asked)
+    return "SIGUSR1: nobody needs these tasks any more"
 
 
 async def _wait_parent(parent: int) -> str:

@@ -24,15 +24,16 @@ trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 
 _ENGINES: Final = """
 # Which machines have a node, and which an engine.
-machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-engines=$(scontrol show hostnames "{machines}" | paste -sd,)
+node_machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+engine_machines=$(scontrol show hostnames "{machines}" | paste -sd,)
 
-# An engine a machine. It does not hear SIGTERM, for nodes that drain need it: the end of this script ends it.
+# An engine a machine. It does not hear SIGTERM, for nodes that drain need it.
 "$prorl" slurm pulse --name=engines --folder={files} --job="{job}" --tasks={tasks} -- \\
     srun {group}--nodes={tasks} --ntasks={tasks} \\
     {srun} \\
     "$prorl" slurm run --ignore-term {leash} -- \\
     bash -c {command} &
+engines=$!
 """
 
 _NODES: Final = """
@@ -52,7 +53,11 @@ _TAIL: Final = """
 while kill -0 "$nodes" 2>/dev/null; do wait "$nodes"; done
 wait "$nodes"
 code=$?
-exit $code
+{then}exit $code
+"""
+
+_THEN_ENGINES: Final = """\
+kill -USR1 "$engines" 2>/dev/null && wait "$engines"
 """
 
 _SRUN: Final = "--ntasks-per-node=1 --overlap --kill-on-bad-exit=0 --no-kill --wait=0"
@@ -118,13 +123,13 @@ def batch_script(plan: FleetPlan) -> str:
         theirs = [f"--nodes={plan.engine.machines}", "--ntasks-per-node=1", "--no-kill", *plan.engine.sbatch]
         lines += ["#SBATCH hetjob", *sbatch_lines(theirs)]
     head = _HEAD.format(options="\n".join(lines), nodes=plan.nodes, program=shlex.quote(plan.program))
-    return head + _engines(plan) + _nodes(plan) + _TAIL
+    return head + _engines(plan) + _nodes(plan) + _TAIL.format(then=_THEN_ENGINES if plan.engine else "")
 
 
 def _nodes(plan: FleetPlan) -> str:
     node = shlex.join([f"--fleet={plan.fleet_dir}", f"--config={plan.config_file}"])
     if plan.engine:
-        node += f' --engines="$engines" --machines="$machines" --engine-port={plan.engine.port}'
+        node += f' --engines="$engine_machines" --machines="$node_machines" --engine-port={plan.engine.port}'
     return _NODES.format(
         files=_files(plan),
         tasks=_EVERY_MACHINE,

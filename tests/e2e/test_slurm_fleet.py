@@ -120,48 +120,48 @@ async def deliver(fleet, count):
     return seen
 
 
-def once(count):
-    return Counter({f"job-{number}": 1 for number in range(count)})
+def own_engines(fleet):
+    """Return the options of `up` that start engines with the nodes."""
+    make_tiny_model(fleet.model)
+    fleet.write_config()
+    command = f"exec {sys.executable} {ENGINE} {ENGINE_PORT} {fleet.model}"
+    return ["--engine", command, "--engine-port", str(ENGINE_PORT)]
 
 
 @asynccontextmanager
-async def engine_beside(fleet):
-    """An engine in this process, which the machines of the cluster reach; it is in the fleet's node.toml."""
+async def engines(fleet):
+    """Yield the options of `up` for engines beside the nodes; where machines have no names, one runs here."""
+    if fleet.slurm.separate:
+        yield own_engines(fleet)
+        return
     async with open_engine(0, fleet.model) as port:
-        fleet.write_config([f"http://{fleet.slurm.address}:{port}"])
-        yield
+        fleet.write_config([f"http://127.0.0.1:{port}"])
+        yield []
+
+
+async def run_whole(fleet, nodes, count, *options):
+    """Start a fleet, have all jobs done, and end it; return what `status` said of its nodes."""
+    in_thread = trio.to_thread.run_sync
+    await in_thread(functools.partial(fleet.up, nodes, *options))
+    told = await in_thread(fleet.wait_up, nodes)
+    assert await deliver(fleet, count) == Counter({f"job-{number}": 1 for number in range(count)})
+    await in_thread(functools.partial(fleet.command, "down", "--drain-s", str(DRAIN_S), "--timeout-s", "900"))
+    await in_thread(fleet.assert_nothing_left)
+    return told
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.soak)])
 async def test_each_outcome_comes_once_and_nothing_stays(fleet, count):
-    in_thread = trio.to_thread.run_sync
-    async with engine_beside(fleet):
-        await in_thread(functools.partial(fleet.up, NODES))
-        nodes = await in_thread(fleet.wait_up, NODES)
-        if fleet.slurm.separate:
-            assert sorted(entry["host"] for entry in nodes.values()) == ["n1", "n2", "n3", "n4"]
-        assert all(entry["slurm"]["end_time"] > 0 for entry in nodes.values())
-        assert await deliver(fleet, count) == once(count)
-        await in_thread(functools.partial(fleet.command, "down", "--drain-s", str(DRAIN_S), "--timeout-s", "900"))
-        await in_thread(fleet.assert_nothing_left)
+    async with engines(fleet) as options:
+        nodes = await run_whole(fleet, NODES, count, *options)
+    assert all(entry["slurm"]["end_time"] > 0 for entry in nodes.values())
+    if fleet.slurm.separate:
+        assert sorted(entry["host"] for entry in nodes.values()) == ["n1", "n2", "n3", "n4"]
 
 
-@pytest.mark.parametrize("apart", [False, True])
-async def test_engines_are_started_with_the_nodes_and_end_after_them(fleet, apart):
+async def test_engines_may_have_machines_of_their_own(fleet):
     if not fleet.slurm.separate:
         pytest.skip(because("no networks can be made here, and so no machines with names", "run it where root may"))
-    in_thread = trio.to_thread.run_sync
-    make_tiny_model(fleet.model)
-    fleet.write_config()
-    engine = [
-        "--engine",
-        f"exec {sys.executable} {ENGINE} {ENGINE_PORT} {fleet.model}",
-        "--engine-port",
-        str(ENGINE_PORT),
-    ]
-    where = ["--engine-nodes", "1", "--engine-sbatch=--comment=engines"] if apart else []
-    await in_thread(functools.partial(fleet.up, 2, *engine, *where))
-    await in_thread(fleet.wait_up, 2)
-    assert await deliver(fleet, 2) == once(2)
-    await in_thread(functools.partial(fleet.command, "down", "--drain-s", str(DRAIN_S), "--timeout-s", "900"))
-    await in_thread(fleet.assert_nothing_left)
+    where = ["--engine-nodes", "1", "--engine-sbatch=--comment=engines"]
+    (node,) = (await run_whole(fleet, 1, 2, *own_engines(fleet), *where)).values()
+    assert node["host"] == "n1"

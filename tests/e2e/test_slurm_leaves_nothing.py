@@ -44,13 +44,17 @@ class Fleet:
         self.mark = secrets.token_hex(8)
         self.folder = Path(tempfile.mkdtemp(prefix="fleet-", dir=slurm.folder))
         (self.folder / "slurm").mkdir()
-        self.places = [slurm.temporary(node) for node in range(1, NODES + 1)]
+        local = f"/tmp/{self.mark[:8]}"
+        self.places = [slurm.temporary(node) / self.mark[:8] for node in range(1, NODES + 1)]
+        for place in self.places:
+            place.mkdir(exist_ok=True)
         plan = FleetPlan(
             nodes=NODES,
             fleet_dir=str(self.folder),
             config_file="/dev/null",
             program=str(Path(sys.executable).with_name("prorl-trio")),
             pulse_timeout_s=stretched(PULSE_TIMEOUT_S),
+            local_dir=local if slurm.separate else str(self.places[0]),
             **changes,
         )
         script = batch_script(plan)
@@ -81,7 +85,7 @@ class Fleet:
 
     def wait_cleared(self, node, others):
         """Wait until nothing is left on one machine, while the tasks of so many others go on."""
-        place = self.slurm.temporary(node)
+        place = self.places[node - 1]
         wait_until(
             lambda: not list(place.glob("*prorl-*")) and len(segments(self.mark)) <= others,
             "its folder and its memory are gone",
@@ -120,20 +124,28 @@ class Fleet:
 def running(slurm, seed, **changes):
     """A fleet all of whose tasks run; afterwards the cluster is as it was before."""
     made = Fleet(slurm, seed, **changes)
-    made.wait_ready()
-    yield made
-    for node in range(1, NODES + 1):
-        slurm.script("slurmd", str(node))
-        if slurm.separate:
-            slurm.script("link", str(node), "up")
-    slurm.cancel_all()
-    shutil.rmtree(made.folder)
+    try:
+        made.wait_ready()
+        yield made
+    finally:
+        for node in range(1, NODES + 1):
+            slurm.script("slurmd", str(node))
+            if slurm.separate:
+                slurm.script("link", str(node), "up")
+        slurm.cancel_all()
+        for folder in {made.folder, *made.places}:
+            shutil.rmtree(folder)
 
 
 @pytest.fixture
 def fleet(slurm, request):
     with running(slurm, request.node.callspec.params["seed"]) as made:
         yield made
+
+
+def environment(pid):
+    """Return the environment of a process as the kernel has it."""
+    return Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def cancel(fleet):
@@ -178,29 +190,31 @@ def kill_pulse(fleet):
 def kill_batch_script(fleet):
     (stepd,) = fleet.pids(f"slurmstepd: [{fleet.job}.batch]")
     kill(stepd)
-    for pid in fleet.pids("slurm_script"):
+    for pid in fleet.pids(f"job{int(fleet.job):05}/slurm_script"):
         kill(pid)
 
 
-ENDS = [cancel, cancel_at_once, drain, kill_tasks, kill_stepds, kill_srun, kill_pulse, kill_batch_script]
+ENDS = [cancel, kill_tasks, kill_srun], [drain, kill_stepds, kill_pulse], [cancel_at_once, kill_batch_script]
 
 
 @pytest.mark.parametrize("seed", range(REPEATS))
-@pytest.mark.parametrize("end", ENDS)
-def test_nothing_is_left_however_a_job_ends(fleet, end, seed):
-    time.sleep(fleet.random.uniform(0, 0.5))
-    end(fleet)
-    fleet.assert_nothing_left()
-
-
-@pytest.mark.parametrize("seed", range(REPEATS))
-def test_one_lost_machine_leaves_the_others_working(fleet, seed):
-    (victim,) = fleet.random.sample(fleet.tasks(), 1)
-    kill(victim)
-    wait_until(lambda: len(fleet.tasks()) == NODES - 1, "one has ended", LIMIT_S)
-    time.sleep(1.0)
-    assert len(fleet.tasks()) == NODES - 1
-    assert fleet.told().count("ready") == NODES - 1
+@pytest.mark.parametrize("ends", ENDS, ids=lambda ends: "-".join(end.__name__ for end in ends))
+def test_nothing_is_left_however_a_job_ends_and_another_on_its_machines_goes_on(slurm, ends, seed):
+    with contextlib.ExitStack() as stack:
+        fleets = [Fleet(slurm, seed) for _ in ends]
+        other = stack.enter_context(running(slurm, seed))
+        for fleet in fleets:
+            fleet.wait_ready()
+        for fleet, end in zip(fleets, ends, strict=True):
+            time.sleep(fleet.random.uniform(0, 0.5))
+            end(fleet)
+        for fleet in fleets:
+            fleet.assert_nothing_left()
+        assert other.told() == ["ready"] * NODES, other.log()
+        assert len(other.tasks()) == len(segments(other.mark)) == NODES
+    for fleet in fleets:
+        for folder in {fleet.folder, *fleet.places}:
+            shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("seed", range(REPEATS))
@@ -214,27 +228,34 @@ def test_a_requeued_job_starts_anew_beside_nothing_of_its_former_run(fleet, seed
 
 
 @pytest.mark.parametrize("seed", range(REPEATS))
-def test_a_machine_that_is_cut_off_clears_up_after_itself(fleet, seed):
-    if not fleet.slurm.separate:
-        pytest.skip("no networks here. What to do: run it where root may make them")
+def test_machines_are_lost_one_after_the_other_and_the_rest_goes_on(fleet, seed):
+    """A task is killed; a machine is cut off, and clears up after itself; Slurm gives up one whose slurmd has died."""
     (batch,) = fleet.slurm.said("squeue", "-h", "-j", fleet.job, "-o", "%B").split()
-    node = fleet.random.choice([number for number in range(1, NODES + 1) if f"n{number}" != batch])
-    fleet.slurm.script("link", str(node), "down")
-    fleet.wait_cleared(node, NODES - 1)
-    assert fleet.told().count("drained") == 1
+    first, cut, given_up = fleet.random.sample([node for node in range(1, NODES + 1) if f"n{node}" != batch], 3)
+    (victim,) = [pid for pid in fleet.tasks() if f"SLURMD_NODENAME=n{first}\0".encode() in environment(pid)]
+    kill(victim)
+    fleet.wait_cleared(first, NODES - 1)
+
+    others = NODES - 1
+    if fleet.slurm.separate:
+        others -= 1
+        fleet.slurm.script("link", str(cut), "down")
+        fleet.wait_cleared(cut, others)
+    others -= 1
+    kill(fleet.slurm.pid_of_slurmd(given_up))
+    wait_until(lambda: f"n{given_up}" not in fleet.machines(), "Slurm has given it up", END_TIMEOUT_S)
+    fleet.wait_cleared(given_up, others)
+    assert sorted(fleet.told()) == ["drained"] * (NODES - others) + ["ready"] * others, fleet.log()
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("node", range(1, NODES + 1))
 @pytest.mark.parametrize("seed", range(REPEATS))
-def test_a_machine_that_slurm_has_given_up_is_cleared(fleet, seed):
-    """slurmd dies, and nobody can end what runs there: Slurm takes the machine from the job, and the rest goes on."""
-    node = fleet.random.randint(1, NODES)
+def test_any_machine_that_slurm_has_given_up_is_cleared(fleet, seed, node):
+    """slurmd dies, that of the batch script, too, and nobody can end what runs there."""
     kill(fleet.slurm.pid_of_slurmd(node))
-    everyone = fleet.machines()
-    wait_until(lambda: fleet.machines() != everyone, "Slurm has noticed", END_TIMEOUT_S)
-    left = len(fleet.machines())
-    assert f"n{node}" not in fleet.machines()
-    fleet.wait_cleared(node, left)
-    assert fleet.told().count("ready") == left, fleet.log()
+    wait_until(lambda: f"n{node}" not in fleet.machines(), "Slurm has noticed", END_TIMEOUT_S)
+    fleet.wait_cleared(node, len(fleet.machines()))
 
 
 @pytest.mark.soak  # Slurm looks at limits every 30 s, and the shortest is a minute

@@ -35,7 +35,6 @@ class SlurmCluster:
     def __init__(self, folder: Path, port: int, *, separate: bool) -> None:
         self.folder = folder
         self.separate = separate
-        self._port = port
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PRORL_"))} | {
             "SLURM_CLUSTER_DIR": str(folder),
             "SLURM_CLUSTER_NODES": str(NODES),
@@ -80,11 +79,6 @@ class SlurmCluster:
     def temporary(self, node: int) -> Path:
         """Return the /tmp of a node as it is seen from here."""
         return self.folder / f"node/n{node}/tmp" if self.separate else Path(tempfile.gettempdir())
-
-    @property
-    def address(self) -> str:
-        """Return the address of this machine by which the nodes reach it."""
-        return f"10.77.{self._port // PORTS % 250}.254" if self.separate else "127.0.0.1"
 
     def cancel_all(self) -> None:
         """End every job and wait until they are gone and all nodes are idle again."""

@@ -88,10 +88,14 @@ async def test_the_command_gets_lines_and_its_exit_code_is_ours(tmp_path):
     assert not (tmp_path / "ended").exists()
 
 
-@pytest.mark.parametrize("ready", ["ended", "over"])
+SAID = {"ended": "all 1 tasks have ended", "over": "is over", "asked": "SIGUSR1"}
+
+
+@pytest.mark.parametrize("ready", SAID)
 async def test_an_srun_that_waits_for_what_has_ended_is_ended(tmp_path, monkeypatch, capsys, ready):
     monkeypatch.setattr("launch.slurm.pulse._SRUN_END_S", 0.2)
-    answer, command = (LIVE, f"touch {tmp_path}/ended/0") if ready == "ended" else ("", "true")
+    answer = "" if ready == "over" else LIVE
+    command = {"ended": f"touch {tmp_path}/ended/0", "over": "true", "asked": "kill -USR1 $PPID"}[ready]
     with trio.fail_after(10):
         assert await pulse(tmp_path, answer).keep(["sh", "-c", f"{command}; exec sleep 60"], os.environ) == 137
-    assert {"ended": "all 1 tasks have ended", "over": "is over"}[ready] in capsys.readouterr().err
+    assert SAID[ready] in capsys.readouterr().err
