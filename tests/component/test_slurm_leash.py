@@ -182,12 +182,13 @@ def test_what_a_kill_of_all_processes_at_once_has_left_goes_with_the_next_task(p
     wait_until(lambda: not marked(dead.mark), "all are dead", LIMIT_S)
     assert (len(segments(dead.mark)), len(list(place.glob("prorl-*/socket")))) == (1, 2)
 
-    assert start("true").stepd.wait(timeout=EXIT_TIMEOUT_S) == 0
+    following = start("true")
+    assert following.stepd.wait(timeout=EXIT_TIMEOUT_S) == 0
     assert segments(dead.mark) == []
     assert (len(segments(living.mark)), len(list(place.glob("prorl-*/socket")))) == (1, 1)
     kill_task(living)
-    assert living.end()[0] == []
-    assert dead.end()[0] == []
+    for task in (living, dead, following):
+        assert task.end()[0] == []
 
 
 def test_two_tasks_of_one_user_on_one_machine_do_not_touch_each_other(place, start):
