@@ -169,7 +169,7 @@ def test_nothing_is_left_of_what_is_deaf_to_sigterm(start, end):
 
 
 def test_what_a_kill_of_all_processes_at_once_has_left_goes_with_the_next_task(place, start):
-    """As the cgroup of a job does it: nobody is left to clear up."""
+    """Kill them as the cgroup of a job does: nobody is left to clear up."""
     dead = start()
     dead.wait_ready()
     dead.ready.unlink()

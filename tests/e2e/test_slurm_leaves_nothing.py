@@ -99,7 +99,7 @@ class Fleet:
         wait_until(lambda: not self.slurm.run("squeue", "-h", "-j", self.job).stdout, "the job is gone", END_TIMEOUT_S)
 
     def told(self):
-        """What each task's program said last, of those that have begun."""
+        """Return the last word of the program of each task that has begun."""
         return [path.read_text() for path in self.ready()]
 
     def pids(self, *words):
@@ -262,7 +262,7 @@ def test_any_machine_that_slurm_has_given_up_is_cleared(fleet, seed, node):
 @pytest.mark.parametrize("seed", range(REPEATS))
 @pytest.mark.parametrize("deaf", [False, True])
 def test_nothing_is_left_at_the_time_limit(slurm, seed, deaf):
-    """What hears the warning has ended before; what is deaf is killed."""
+    """Let those that hear the warning end before, and kill those that are deaf."""
     with running(slurm, seed, deaf=deaf, drain_s=10, sbatch=["--time=1"]) as fleet:
         wait_until(lambda: fleet.told() != ["ready"] * NODES or not fleet.tasks(), "the limit has come", 200.0)
         fleet.wait_gone()
