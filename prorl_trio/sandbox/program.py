@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import msgspec
 import trio
 
 from ipc.sandbox_calls import Exec, ExecInput, ExecInputTaken, ExecResult
-from prorl_trio.types.errors import RolloutError, SandboxCallFailed
+from prorl_trio.types.errors import RolloutError, SandboxCallFailed, SandboxLost
 
 if TYPE_CHECKING:
     from ipc.sandbox_calls import SandboxCall
@@ -40,8 +41,8 @@ class CallSandbox(Protocol):
 class Program:
     """A running program. Made by `Sandbox.open_program`; one task sends, one receives.
 
-    What went wrong with it is raised by `send`, `receive_some` and `wait`: that it could not be started, that it wrote
-    more than `MAX_UNREAD_BYTES` which nobody received (`SandboxCallFailed`), and all else that `Sandbox.exec` names.
+    What went wrong with it is raised by `receive_some` and `wait`: that it could not be started, that it wrote more
+    than `MAX_UNREAD_BYTES` which nobody received (`SandboxCallFailed`), and all else that `Sandbox.exec` names.
     """
 
     def __init__(self, call: CallSandbox, request: Exec, timeout_s: float) -> None:
@@ -62,7 +63,7 @@ class Program:
         """Write to its standard input. Returns when the program's pipe has taken all but the last piece.
 
         Raises:
-            trio.BrokenResourceError: it has ended, or closed its input.
+            trio.BrokenResourceError: it has ended, in whatever way, or closed its input.
         """
         for start in range(0, len(data), INPUT_PIECE_BYTES):
             await self._send(data[start : start + INPUT_PIECE_BYTES], last=False)
@@ -76,9 +77,8 @@ class Program:
         is_taken = False
         if self._result is None and self._failure is None:
             # A piece that comes after the program's end would wait over there for a program of its number.
-            with trio.CancelScope() as self._sending:
+            with suppress(SandboxLost), trio.CancelScope() as self._sending:
                 is_taken = (await self._call(piece, ExecInputTaken, self._timeout_s)).wanted
-        self._raise_failure()
         if not is_taken:
             raise trio.BrokenResourceError(f"{self._request.argv[0]} reads no more")
 

@@ -30,13 +30,13 @@ class Node(FakeNode):
 
     def __init__(self, take_error=None):
         super().__init__()
-        self.attempts = []
+        self.taken = []
         self.take_error = take_error
 
     def take(self, spec, sink, attempt):
         if self.take_error is not None:
             raise self.take_error
-        self.attempts.append((spec.job_id, attempt))
+        self.taken.append((spec.job_id, attempt))
         super().take(spec, sink, attempt)
 
 
@@ -62,7 +62,7 @@ async def test_a_new_start_has_the_outcomes_and_runs_the_rest_as_the_next_attemp
         session, resumed = table.open("s", 0)
         assert resumed
         assert [(held.cursor, held.decode().status) for held in await all_held(session)] == [(4, "completed")]
-        assert node.attempts == [("a", 1), ("b", 2)]  # in the order of acceptance
+        assert node.taken == [("a", 1), ("b", 2)]  # in the order of acceptance
         assert await submit(session, node, make_spec("a"), make_spec("c")) == [None, None]  # they join
         (refused,) = await submit(session, node, make_spec("b", other=1))
         assert isinstance(refused, DuplicateJob)
@@ -161,7 +161,7 @@ async def test_a_batch_stored_when_the_node_has_ended_is_run_by_the_next_start(t
         assert [type(error) for error in await submit(session, node, make_spec("a"), make_spec("b"))] == [Draining] * 2
         assert (session.running, journal.promised) == (0, 0)
     async with open_life(tmp_path) as (_table, node, _):
-        assert node.attempts == [("a", 1), ("b", 1)]
+        assert node.taken == [("a", 1), ("b", 1)]
 
 
 async def test_an_acknowledged_job_is_not_run_again(tmp_path):
@@ -392,6 +392,6 @@ async def test_only_a_node_that_was_told_to_end_ends_its_jobs(tmp_path, draining
             session.deliver(msgspec.structs.replace(make_outcome(spec), **cut))
         await ended(session, 1 if left else 3)
     async with open_life(tmp_path) as (table, node, _):
-        assert [job_id for job_id, _attempt in node.attempts] == left
+        assert [job_id for job_id, _attempt in node.taken] == left
         assert table.get("s").running == len(left)
         assert len(table.get("s").log) == 3 - len(left)
