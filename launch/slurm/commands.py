@@ -18,12 +18,13 @@ import trio
 
 from launch.slurm import queue
 from launch.slurm.engine_share import engines_of_node
-from launch.slurm.fleet_folder import look_at_nodes, open_fleet_folder, read_job, write_job
+from launch.slurm.fleet_folder import open_fleet_folder, read_job, write_job
 from launch.slurm.leash import run_leashed
 from launch.slurm.local_folder import find_local_folder
 from launch.slurm.node_file import MachineFacts, address_of_machine, node_config, read_config
 from launch.slurm.pulse import JobRun, Pulse, PulseRules, with_end_time
 from launch.slurm.script import EnginePlan, FleetPlan, batch_script
+from prorl_trio.rendezvous.report import look_at_nodes
 from prorl_trio.types.errors import ConfigError
 
 __all__ = ["slurm"]
