@@ -6,7 +6,7 @@ import pytest
 
 from support.skips import because
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 
 
 def test_each_node_has_a_name_a_network_and_a_tmp_of_its_own(slurm):

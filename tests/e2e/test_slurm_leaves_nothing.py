@@ -194,7 +194,7 @@ def kill_batch_script(fleet):
         kill(pid)
 
 
-ENDS = [cancel, kill_tasks, kill_srun], [drain, kill_stepds, kill_pulse], [cancel_at_once, kill_batch_script]
+ENDS = [cancel, kill_tasks, kill_srun, cancel_at_once], [drain, kill_stepds, kill_pulse, kill_batch_script]
 
 
 @pytest.mark.parametrize("seed", range(REPEATS))

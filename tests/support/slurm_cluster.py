@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NODES = 4
+JOBS = 8
+"""Jobs that each machine takes at once, at a task each."""
 PORTS = 8
 """Ports of one cluster: its controller's and those of its nodes. A multiple, so that networks differ as ports do."""
 COMMAND_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 120.0
-PATIENCE_S = 10.0
+PATIENCE_S = 6.0
 """Of Slurm with its daemons."""
 SCRIPT = checkout_dir() / "launch/slurm/cluster.sh"
 
@@ -38,6 +40,7 @@ class SlurmCluster:
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PRORL_"))} | {
             "SLURM_CLUSTER_DIR": str(folder),
             "SLURM_CLUSTER_NODES": str(NODES),
+            "SLURM_CLUSTER_CPUS": str(JOBS),
             "SLURM_CLUSTER_PORT": str(port),
             "SLURM_CLUSTER_PATIENCE_S": f"{stretched(PATIENCE_S):.0f}",
             "SLURM_CLUSTER_MODE": "netns" if separate else "loopback",
