@@ -41,6 +41,11 @@ class ClaimedFolder:
         with contextlib.suppress(OSError):
             os.write(self._mark, lines.encode())
 
+    def noted(self) -> set[FileId]:
+        """Return what has been noted, by us and by the processes that we share this folder with."""
+        _, *lines = os.pread(self._mark, os.fstat(self._mark).st_size, 0).splitlines(keepends=True)
+        return _file_ids(lines)
+
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -82,10 +87,15 @@ def _sweep_folder(path: str, unlink: Callable[[set[FileId]], None]) -> None:
         with open(os.dup(mark), "rb") as file:
             boot_id, *lines = file.read().splitlines(keepends=True)
         if boot_id == _boot_id():  # else /dev/shm was emptied since, and its numbers are others' now
-            unlink({(int(device), int(inode)) for device, inode in map(bytes.split, lines)})
+            unlink(_file_ids(lines))
         shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(mark)
+
+
+def _file_ids(lines: Iterable[bytes]) -> set[FileId]:
+    """Read lines of `note`; one that a full disk has cut is left out."""
+    return {(int(device), int(inode)) for device, inode in (line.split() for line in lines if line.endswith(b"\n"))}
 
 
 def _boot_id() -> bytes:

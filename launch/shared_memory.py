@@ -58,9 +58,12 @@ class SharedMemory:
             self._made |= unknown
         return unknown
 
-    def unlink(self) -> None:
-        """Remove what the tree made and no process has now, as far as we may see. What is still in use stays."""
-        unlink_unused(self._made)
+    def unlink(self, noted: Iterable[FileId] = ()) -> None:
+        """Remove what the tree made and no process has now, as far as we may see. What is still in use stays.
+
+        `noted` is what another watcher of the tree has seen besides.
+        """
+        unlink_unused(self._made.union(noted))
 
 
 def unlink_unused(made: Iterable[FileId]) -> None:

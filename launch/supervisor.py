@@ -118,7 +118,7 @@ class _Tree:
                 return EXIT_SURVIVORS
             self._wait(lambda: False, timeout_s=_KILL_ROUND_S)
             self._reap()
-        self._shared_memory.unlink()
+        self._shared_memory.unlink(self._folder.noted())
         return self._exits[child] if self._has_ended(child) else EXIT_SURVIVORS
 
     def _look(self) -> list[int]:

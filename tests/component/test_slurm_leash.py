@@ -138,7 +138,7 @@ def terminate_and_kill(task):
 
 @pytest.mark.parametrize("end", [kill_task, kill_stepd, terminate, stop_pulse, end_pulse])
 def test_nothing_is_left_however_the_task_ends(start, end):
-    task = start(pulse=1)
+    task = start(pulse=3 if end is stop_pulse else 60)
     task.wait_ready()
     assert len(marked(task.mark)) >= 5
     end(task)

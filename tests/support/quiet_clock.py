@@ -11,20 +11,22 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 WORK_S = 0.01
 """Processor time of one measurement: several turns of the kernel's scheduler."""
+LONG_WORK_S = 0.1
+"""That of one whose result must hold for a while."""
 LONGEST_STRETCH = 30.0
 
 
-def share() -> float:
+def share(work_s: float = WORK_S) -> float:
     """Return which part of a core a thread that wants one gets just now, above 0 and at most 1."""
     wall_s, own_s = time.monotonic(), time.thread_time()
-    while time.thread_time() - own_s < WORK_S:
+    while time.thread_time() - own_s < work_s:
         pass
     return min(1.0, (time.thread_time() - own_s) / (time.monotonic() - wall_s))
 
 
 def stretched(seconds: float) -> float:
     """Return the time that this machine may need now for what a quiet one does in `seconds`."""
-    return seconds * min(LONGEST_STRETCH, 1 / share())
+    return seconds * min(LONGEST_STRETCH, 1 / share(LONG_WORK_S))
 
 
 class QuietClock:

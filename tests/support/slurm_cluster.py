@@ -85,6 +85,9 @@ class SlurmCluster:
 
     def cancel_all(self) -> None:
         """End every job and wait until they are gone and all nodes are idle again."""
+        # Slurm repeats only each minute what it told a machine that was not there.
+        states = ("sinfo", "-h", "-N", "-p", "main", "-o", "%t")
+        wait_until(lambda: "*" not in self.said(*states), "every node answers", END_TIMEOUT_S)
         if jobs := self.said("squeue", "-h", "-o", "%A").split():
             self.run("scancel", "--full", "--signal=KILL", *jobs)
             self.run("scancel", *jobs)
