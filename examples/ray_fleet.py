@@ -85,7 +85,7 @@ def main() -> None:
     ray.init()
     actor = open_rollouts(sys.argv[1])
     refused = ray.get(ray.remote(submit_by_name).options(num_cpus=0).remote(list(range(TASKS))))
-    print(len(refused), "refused;", take(TASKS - len(refused)))  # noqa: T201
+    print(len(refused), "refused;", take(TASKS - len(refused)))  # noqa: T201 - its output
     ray.get(actor.close.remote())
     ray.kill(actor)
 

@@ -77,20 +77,14 @@ IMPLIED_REST_S: Final = (PAPER_TMUX_ACTION_S - PAPER_ACTION_S) / (0.37 / 0.29 - 
 """Seconds of a turn beside its action, if turns that wait for nobody are to gain what the paper gains by its bash."""
 CAPTION: Final = [
     "Simulated: 8 engines (a 14B policy on one 80 GB GPU each: 80 tokens/s alone, 1,600 tokens/s together, 275,000 "
-    "tokens "
-    "of cache), 32 groups of 8 rollouts a step, at most 50 turns, 64 rollouts at once (the default of the paper's "
-    "server), "
-    "150 tokens a turn, actions of 0.42 s on average. The last three and the spread of the instances are not in the "
-    "paper. "
-    "Two things of the paper go in: the size of the run, and the times of its actions, 0.42 s and 0.78 s. Its gains "
-    "do not.",
+    "tokens of cache), 32 groups of 8 rollouts a step, at most 50 turns, 64 rollouts at once (the default of the "
+    "paper's server), 150 tokens a turn, actions of 0.42 s on average. The last three and the spread of the instances "
+    "are not in the paper. Two things of the paper go in: the size of the run, and the times of its actions, 0.42 s "
+    "and 0.78 s. Its gains do not.",
     "Throughput is of informative rollouts that are trained on: the paper does not say whether its instances are "
-    "these, all "
-    "rollouts, or whole groups, so compare the gains and not the rates. `Finished` counts all rollouts that came to "
-    "their "
-    "end. Without clean-up no rollout is lost, so by that count waiting costs less. The busy share is the time in "
-    "which "
-    "an engine had anything to do; GPU utilisation, which the paper has, says no more than that.",
+    "these, all rollouts, or whole groups, so compare the gains and not the rates. `Finished` counts all rollouts "
+    "that came to their end. Without clean-up no rollout is lost, so by that count waiting costs less. The busy share "
+    "is the time in which an engine had anything to do; GPU utilisation, which the paper has, says no more than that.",
     "What is left out is as in the paper: the same number of instances for each engine, with all their rollouts; tmux, "
     "which adds 0.36 s to each action; and waiting for all jobs before the next step.",
 ]
@@ -203,10 +197,8 @@ def _differences(runs: Mapping[tuple[str, Variant, int], Steps]) -> str:
         + "; ".join(said)
         + ". The paper's gain by its bash, in turns that wait for nobody, means that "
         f"all of a turn but its action took {IMPLIED_REST_S:.2f} s, which is about {IMPLIED_REST_S * 80:.0f} tokens "
-        "at 80 "
-        "tokens/s: its turns were shorter than those here, or its engines faster. (A turn whose engine is full gains "
-        "nothing "
-        "by a faster action.)"
+        "at 80 tokens/s: its turns were shorter than those here, or its engines faster. (A turn whose engine is full "
+        "gains nothing by a faster action.)"
     )
 
 

@@ -133,11 +133,9 @@ PAPER_TABLE: Final = [
 ]
 CAPTION: Final = [
     "The rows of other frameworks, and that of ProRL Agent, are the paper's word; nothing of them was run here. A "
-    "`yes` "
-    "of ours is the result of the tests in the table below it, which ran for this report.",
+    "`yes` of ours is the result of the tests in the table below it, which ran for this report.",
     "What differs: the paper lists its features, and this table tests them. Those below Table 1's three columns are "
-    "what "
-    "the paper's section 3 claims of itself.",
+    "what the paper's section 3 claims of itself.",
 ]
 
 

@@ -146,12 +146,9 @@ def _caption(costs: Costs, runs: Mapping[tuple[Work, int], FleetRun]) -> list[st
     return [
         f"Measured here, over {costs.jobs} rollouts: {1e3 * costs.client_s:.2f} ms of CPU of the client for a job, and "
         f"{1e3 * costs.turn_s:.2f} ms of the node for a turn, start and end of the rollouts included. The simulation "
-        "takes "
-        "these, one after the other, of each client and each node's loop. Engines are no limit: 80 tokens/s for each "
-        "rollout, "
-        "however many there are. No network and no real fleet is in it: nodes are simulated, and the client gives "
-        "each job to "
-        "the node with the most room.",
+        "takes these, one after the other, of each client and each node's loop. Engines are no limit: 80 tokens/s for "
+        "each rollout, however many there are. No network and no real fleet is in it: nodes are simulated, and the "
+        "client gives each job to the node with the most room.",
         f"Work that grows: {WORKERS['growing']} workers a node (scaled down, so that 64 nodes can be simulated) and "
         f"{JOBS_PER_WORKER} rollouts for each. Fixed batch: {BATCH} rollouts, as 32 prompts of 8, over nodes of "
         f"{WORKERS['fixed']} workers.",
@@ -161,12 +158,9 @@ def _caption(costs: Costs, runs: Mapping[tuple[Work, int], FleetRun]) -> list[st
         f"{min(most, PAPER_NODES)} nodes, and at {most} the client is busy for {last.client_busy:.1%} of the time. A "
         "fixed "
         f"batch scales {fixed.jobs_per_s / runs['fixed', 1].jobs_per_s:.2f} times, for {fixed.places_used:.0%} of the "
-        "workers "
-        "have a rollout on average: there are more places than rollouts, and the longest rollouts set the end. So a "
-        "batch "
-        "that does not grow is one reason for the paper's efficiency that no service can mend; whether it was the "
-        "reason, "
-        "the paper does not say.",
+        "workers have a rollout on average: there are more places than rollouts, and the longest rollouts set the "
+        "end. So a batch that does not grow is one reason for the paper's efficiency that no service can mend; "
+        "whether it was the reason, the paper does not say.",
     ]
 
 

@@ -157,5 +157,5 @@ def _gone(fleet: Path, timeout_s: float) -> bool:
     while find_claim(fleet) is not None:
         if time.monotonic() > deadline_s:
             return False
-        time.sleep(POLL_S)
+        time.sleep(POLL_S)  # a command without a loop; another process ends
     return True

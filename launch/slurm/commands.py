@@ -256,5 +256,5 @@ def _wait_gone(job_id: str, timeout_s: float) -> bool:
     while queue.find_jobs([job_id]):
         if time.monotonic() > deadline:
             return False
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # a command without a loop; Slurm tells nobody
     return True

@@ -44,8 +44,7 @@ async def measure_shell(options: Options) -> Finding:
         },
         caption=[
             "What differs: the paper's figures are means over its own agents' commands on its own machines, and ours "
-            "are of a "
-            "recorded trace here, so only the ratios compare."
+            "are of a recorded trace here, so only the ratios compare."
         ],
     )
 
@@ -70,9 +69,8 @@ async def measure_tools(options: Options) -> Finding:
         ],
         caption=[
             "The paper names three optimisations of its tool backend (a pty instead of tmux, IPython without a "
-            "gateway, "
-            "a Unix socket instead of TCP) and measures the first one only, as an action's mean. Here all three have "
-            "a number."
+            "gateway, a Unix socket instead of TCP) and measures the first one only, as an action's mean. Here all "
+            "three have a number."
         ],
     )
 
@@ -145,8 +143,7 @@ async def measure_cancellation(options: Options) -> Finding:
         paper=[PaperValue("the paper's code waits before it kills a container", 2000.0)],
         caption=[
             "The paper has no figure for this. Its published code gives a container 2 s between SIGTERM and SIGKILL, "
-            "and "
-            "answers a cancel before the container is gone; ours answers when nothing is left."
+            "and answers a cancel before the container is gone; ours answers when nothing is left."
         ],
     )
 

@@ -1,4 +1,4 @@
-"""What is built on a client works over a fleet as over one node: groups, evaluations, and the commands."""
+"""Groups, evaluations and the commands, which are built on a client, work over a fleet as over one node."""
 
 from __future__ import annotations
 

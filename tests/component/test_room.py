@@ -1,4 +1,4 @@
-"""What a client of several nodes asks and tells them: the room of each, and which attempt a moved job is at."""
+"""A client of several nodes asks each for its room, and tells it which attempt a moved job is at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of what a task runs on the leash nothing is left, however the task ends. Without Slurm: its parent is a shell."""
+"""Nothing is left of a task on the leash, however it ends. Without Slurm: its parent is a shell."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def place():
 
 
 class Task:
-    """What slurmstepd would be: a shell, with the task below it."""
+    """A shell in the place of slurmstepd, with the task below it."""
 
     def __init__(self, place, *arguments, pulse=None, deaf=False, options=()):
         self.mark = secrets.token_hex(8)
@@ -130,7 +130,7 @@ def end_pulse(task):
 
 
 def terminate_and_kill(task):
-    """As scancel does: SIGTERM asks for a drain, and SIGKILL comes when that takes too long."""
+    """End it like scancel: SIGTERM asks for a drain, and SIGKILL comes when that takes too long."""
     terminate(task)
     time.sleep(0.2)
     kill_task(task)

@@ -169,7 +169,7 @@ class Pod:
         return partial(trio.run_process, argv, env=env, check=False, **options)
 
     async def get(self, probe):
-        """What a probe gets: status and body."""
+        """Return the status and the body that a probe gets."""
         endpoints = json.loads((self.folder / "run/prorl/endpoint.json").read_bytes())
         assert probe["port"] == "rest"
 

@@ -27,7 +27,7 @@ class Rollouts(ray_fleet.Rollouts):
 
 
 def facts(outcome):
-    """What can be compared with what the node had."""
+    """Return the fields that can be compared with the node's."""
     (segment,) = outcome.trajectory.segments
     return [outcome.job_id, outcome.reward, segment.token_ids.tolist(), segment.logprobs.tolist()]
 

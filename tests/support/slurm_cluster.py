@@ -27,7 +27,7 @@ PORTS = 8
 COMMAND_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 120.0
 PATIENCE_S = 6.0
-"""Of Slurm with its daemons."""
+"""Seconds for an end of Slurm with its daemons."""
 SCRIPT = checkout_dir() / "launch/slurm/cluster.sh"
 
 

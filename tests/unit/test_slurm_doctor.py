@@ -1,4 +1,4 @@
-"""What `doctor --slurm` says of a cluster."""
+"""`doctor --slurm` examines a cluster."""
 
 from __future__ import annotations
 
