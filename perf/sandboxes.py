@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 COLD_TARGET_MS, WARM_TARGET_MS = 400.0, 10.0
 MAX_LAYERED_RATIO = 1.3
 START_TIMEOUT_S = 60.0
+LIVE_OF = {"cold.host": "live", "cold.bwrap": "live_bwrap"}
+"""The starts by which many at once are measured, and what their figures are called."""
 LIVE_STARTS_AT_ONCE = 4
 KIB_PER_MIB = 1024
 
@@ -59,6 +61,13 @@ class Size(NamedTuple):
 
 QUICK = Size(rounds=6, warm_opens=15, live=24, uploads=2, images=16)
 FULL = Size(rounds=60, warm_opens=200, live=200, uploads=20, images=64)
+
+
+class StartedEach(BubblewrapProvider):
+    """Starts each sandbox by bwrap, as a node does before it has a fork server."""
+
+    def want_forks(self) -> None:
+        """Have none."""
 
 
 class Start(NamedTuple):
@@ -86,7 +95,11 @@ async def benchmark(options: Options) -> Report:
         series = await _measure_cold(starts, floors, size.rounds)
         usual = next((start for start in starts if start.name == "cold.dir"), starts[0])
         series.append(await _measure_warm(usual, size.warm_opens))
-        metrics = await measure_live(starts[0], size.live)
+        metrics: dict[str, float] = {}
+        for start in starts:
+            if start.name in LIVE_OF:
+                live = await measure_live(start, size.live)
+                metrics |= {f"{LIVE_OF[start.name]}.{name}": value for name, value in live.items()}
         series += await _measure_environment(usual, environment, size.uploads)
         metrics |= await measure_inits(usual.provider, str(root), environment, folder, size.images)
     return Report(title="sandboxes: from open() to ready, and the launchers alone", series=series, more_metrics=metrics)
@@ -108,6 +121,7 @@ async def _usable_starts(folder: Path, root: Path, layers: tuple[str, ...]) -> l
             starts.append(Start("cold.sif", apptainer, str(sif), floor))
     if (await bubblewrap.probe()).usable:
         starts.append(Start("cold.bwrap", bubblewrap, "host", "floor.bwrap"))
+        starts.append(Start("cold.bwrap_first", StartedEach(folder), "host", "floor.bwrap"))
         starts.append(Start("cold.bwrap_dir", bubblewrap, str(root), "floor.bwrap"))
         starts.append(Start("cold.bwrap_layers", bubblewrap, str(root), "cold.bwrap_dir", layers))
     return starts
@@ -130,6 +144,7 @@ async def _measure_cold(starts: list[Start], floors: dict[str, Sequence[str]], r
     by_name = {start.name: start for start in starts}
     async with AsyncExitStack() as stack:
         hosts = {start.name: await stack.enter_async_context(open_sandbox_host(start.provider)) for start in starts}
+        await _wait_for_forks(by_name["cold.bwrap"].provider if "cold.bwrap" in by_name else None)
         for index in range(-1, rounds):
             first = index % len(names)
             for name in (*names[first:], *names[:first]):
@@ -201,8 +216,9 @@ async def measure_live(start: Start, count: int) -> dict[str, float]:
     """So many at once, each with a shell that ran a command. Memory is the proportional set size of its processes."""
     spec = SandboxSpec(image=start.image, start_timeout_s=START_TIMEOUT_S)
     sandboxes: list[HostedSandbox] = []
-    others = _children()
     async with open_sandbox_host(start.provider, max_concurrent_starts=LIVE_STARTS_AT_ONCE) as host:
+        await _wait_for_forks(start.provider)
+        others = _children()
         began = time.perf_counter()
         async with trio.open_nursery() as nursery:
             for _ in range(count):
@@ -214,11 +230,19 @@ async def measure_live(start: Start, count: int) -> dict[str, float]:
         mib = await trio.to_thread.run_sync(_mib_of_each, others)
         live = host.statistics()["live"]
     return {
-        "live.count": live,
-        "live.starts_per_s": round(count / opened_s, 2),
-        "live.mib_each": round(statistics.mean(mib), 1),
-        "live.mib_max": round(max(mib), 1),
+        "count": live,
+        "starts_per_s": round(count / opened_s, 2),
+        "mib_each": round(statistics.mean(mib), 1),
+        "mib_max": round(max(mib), 1),
     }
+
+
+async def _wait_for_forks(provider: SandboxProvider | None) -> None:
+    """Wait until the sandboxes of `provider` are forked, if they ever are."""
+    if isinstance(provider, BubblewrapProvider) and not isinstance(provider, StartedEach):
+        provider.want_forks()
+        with trio.move_on_after(START_TIMEOUT_S):
+            await provider.wait_fork_server()
 
 
 async def _open_into(host: SandboxHost, spec: SandboxSpec, sandboxes: list[HostedSandbox]) -> None:
@@ -241,19 +265,9 @@ def _children() -> frozenset[int]:
 
 
 def _mib_of_each(others: frozenset[int]) -> list[float]:
-    """MiB of each of our sandboxes: of each child that is not one of `others` nor the reaper, with its descendants."""
-    sizes = []
-    for child in _children() - others:
-        family = {child, *(process.pid for process in descendants(child))}
-        if len(family) > 1 or b"sandbox_daemon" in _command_line(child):
-            sizes.append(sum(map(_pss_kib, family)) / KIB_PER_MIB)
-    return sizes
-
-
-def _command_line(pid: int) -> bytes:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
+    """MiB of each of our sandboxes: of each child that is not one of `others`, with its descendants."""
+    families = [{child, *(process.pid for process in descendants(child))} for child in _children() - others]
+    return [sum(map(_pss_kib, family)) / KIB_PER_MIB for family in families]
 
 
 def _pss_kib(pid: int) -> int:

@@ -59,6 +59,9 @@ from sandbox_daemon.watchdog import Watchdog
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sandbox_daemon.children import Child
+    from sandbox_daemon.kernel_ends import KernelEnds
+    from sandbox_daemon.prestarted import Prestarted
     from sandbox_daemon.settings import StartLine
 
 __all__ = ["serve_daemon"]
@@ -69,6 +72,8 @@ STDIN_READ_BYTES = 4096
 END_DEADLINE_S = 2.0
 """For everything the daemon started to end after SIGKILL."""
 
+_decoder: msgspec.msgpack.Decoder[SandboxCall] = msgspec.msgpack.Decoder(SandboxCall)
+
 
 async def serve_daemon(
     socket_path: str,
@@ -78,6 +83,7 @@ async def serve_daemon(
     stdin_fd: int | None,
     prestart_ipython: bool,
     on_ready: Callable[[], None],
+    kernel: Prestarted | None = None,
 ) -> None:
     """Listen, serve one control connection, and end with it; every descendant of this process ends before that.
 
@@ -92,6 +98,7 @@ async def serve_daemon(
         stdin_fd: a descriptor whose end means that nobody will connect any more; None: there is none.
         prestart_ipython: start the IPython shell now, not with its first cell.
         on_ready: called when clients can connect.
+        kernel: an IPython child that was forked already, for the first cells.
 
     Raises:
         OSError, ValueError: it cannot listen on `socket_path`.
@@ -105,7 +112,7 @@ async def serve_daemon(
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # trio has set a handler, which would take it
             else:
                 nursery.start_soon(_end_on_signal, nursery.cancel_scope)
-            await _serve(listener, start, accept_timeout_s, stdin_fd, prestart_ipython)
+            await _serve(listener, start, accept_timeout_s, stdin_fd, prestart_ipython, kernel)
             nursery.cancel_scope.cancel()
     finally:
         listener.socket.close()
@@ -128,12 +135,14 @@ async def _serve(
     accept_timeout_s: float,
     stdin_fd: int | None,
     prestart_ipython: bool,
+    kernel: Prestarted | None,
 ) -> None:
     reaper = ChildReaper(start.limits, isolated=start.isolated)
+    adopted = None if kernel is None else (reaper.adopt(kernel.pid), kernel.ends)
     try:
         async with trio.open_nursery() as nursery:
             await nursery.start(reaper.serve)
-            calls = _Calls(reaper, start)
+            calls = _Calls(reaper, start, adopted)
             nursery.start_soon(calls.watchdog.serve)
             nursery.start_soon(calls.bash.serve)
             await nursery.start(partial(calls.ipython.serve, prestart=prestart_ipython))
@@ -186,7 +195,7 @@ async def _end_on_signal(scope: trio.CancelScope) -> None:
 class _Calls:
     """The sessions, and which call goes to which."""
 
-    def __init__(self, reaper: ChildReaper, start: StartLine) -> None:
+    def __init__(self, reaper: ChildReaper, start: StartLine, kernel: tuple[Child, KernelEnds] | None) -> None:
         env = tool_environment(start.env, inherit_env=start.inherit_env)
         cwd = start.cwd or env["HOME"]
         self._limiter = trio.CapacityLimiter(MAX_THREADS)
@@ -196,7 +205,7 @@ class _Calls:
         self._run_exec = partial(run_exec, reaper=reaper, inputs=self._inputs, env=env, cwd=cwd, limiter=self._limiter)
         self.bash = BashSession(reaper, env=env, cwd=cwd, limiter=self._limiter)
         self.ipython = KernelSessions(
-            reaper, env=env, cwd=cwd, runtime_env=runtime_environment(), limiter=self._limiter
+            reaper, env=env, cwd=cwd, runtime_env=runtime_environment(), limiter=self._limiter, prestarted=kernel
         )
         self.watchdog = Watchdog(
             start.limits,
@@ -205,11 +214,10 @@ class _Calls:
             limiter=self._limiter,
         )
         self._started_s = time.monotonic()
-        self._decoder: msgspec.msgpack.Decoder[SandboxCall] = msgspec.msgpack.Decoder(SandboxCall)
 
     async def answer(self, body: msgspec.Raw, context: CallContext) -> msgspec.Struct:
         """Handler for `serve_rpc`."""
-        call: SandboxCall = self._decoder.decode(body)
+        call: SandboxCall = _decoder.decode(body)
         with self.watchdog.watching():
             result = await self._act(self.watchdog.allowed(call), context)
         return self.watchdog.judge(call, result)

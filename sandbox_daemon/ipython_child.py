@@ -25,12 +25,13 @@ from sandbox_daemon.forks import KernelProcess, end_copy, flush_output, is_sessi
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["main"]
+__all__ = ["main", "preload_shell"]
 
 RECEIVE_BYTES = 64 * 1024
 THREAD_STACK_BYTES = 2 * 1024 * 1024
 """Stack of each Python thread. A stack counts as memory as a whole, used or not: at the usual 8 MiB, 256 threads that
 sleep would take the 2 GiB that a process may have."""
+_decoder: msgspec.msgpack.Decoder[StartChild | RunCell] = msgspec.msgpack.Decoder(StartChild | RunCell)
 
 
 class ControlSocket:
@@ -41,7 +42,6 @@ class ControlSocket:
         self._socket.set_inheritable(False)
         self._socket.setblocking(True)
         self._frames = FrameDecoder(CONTROL_MAX_FRAME_BYTES)
-        self._decoder: msgspec.msgpack.Decoder[StartChild | RunCell] = msgspec.msgpack.Decoder(StartChild | RunCell)
         self._encoder = msgspec.msgpack.Encoder()
 
     def receive(self) -> StartChild | RunCell | None:
@@ -54,7 +54,7 @@ class ControlSocket:
             if not received:
                 return None
             self._frames.feed(received)
-        return self._decoder.decode(payload)
+        return _decoder.decode(payload)
 
     def send(self, message: ChildReady | CellDone) -> None:
         """Send one message."""
@@ -63,6 +63,13 @@ class ControlSocket:
     def close(self) -> None:
         """Close this process's descriptor; others that have it keep theirs."""
         self._socket.close()
+
+
+def preload_shell() -> None:
+    """Make the shell that copies of this process have: the agent's environment and directory are nothing to it yet."""
+    from sandbox_daemon.ipython_shell import CellShell
+
+    CellShell.instance()
 
 
 def main(control_fd: int, begun_fd: int) -> NoReturn:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,8 +16,8 @@ from ipc.channel import Channel
 from ipc.errors import ChannelBroken, IpcError
 from sandbox_daemon.cell_output import OutputPipe
 from sandbox_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, CellDone, ChildReady, RunCell, StartChild
-from sandbox_daemon.children import open_pipe
 from sandbox_daemon.keeper import StartFailed
+from sandbox_daemon.kernel_ends import KernelEnds, open_kernel_ends
 from sandbox_daemon.processes import kill_until_gone
 
 if TYPE_CHECKING:
@@ -158,6 +157,7 @@ async def open_kernel(
     cwd: str,
     runtime_env: dict[str, str],
     limiter: trio.CapacityLimiter,
+    prestarted: list[tuple[Child, KernelEnds]] | None = None,
 ) -> AsyncIterator[Kernel]:
     """Start an IPython child and yield it ready for its first cell; on leaving it is killed with its session.
 
@@ -169,11 +169,12 @@ async def open_kernel(
         limiter: of the threads in which blocking work is done.
         env: what the cells and what they start see.
         runtime_env: what this daemon's Python needs to start; nothing the cells start sees it.
+        prestarted: children that were started already; one that lives is taken, and no other started.
 
     Raises:
         StartFailed: it could not be started, or was not ready within `START_TIMEOUT_S`.
     """
-    kernel = await _spawn(reaper, runtime_env=runtime_env, limiter=limiter)
+    kernel = _take(prestarted or []) or await _spawn(reaper, runtime_env=runtime_env, limiter=limiter)
     ready = False
     async with trio.open_nursery() as nursery:
         nursery.start_soon(kernel.serve)
@@ -186,23 +187,31 @@ async def open_kernel(
         raise StartFailed(f"IPython did not get ready (limit {START_TIMEOUT_S:g} s); it said: {kernel.recent_errors()}")
 
 
+def _take(prestarted: list[tuple[Child, KernelEnds]]) -> Kernel | None:
+    """Return one of those that live, with what is its own; None if there is none."""
+    while prestarted:
+        child, ends = prestarted.pop()
+        if child.exit_code is None:
+            return _kernel(child, ends)
+        ends.close()
+    return None
+
+
 async def _spawn(reaper: ChildReaper, *, runtime_env: dict[str, str], limiter: trio.CapacityLimiter) -> Kernel:
-    with ExitStack() as ours, ExitStack() as theirs:
-        control, passed_control = socket.socketpair()
-        ours.callback(control.close)
-        theirs.callback(passed_control.close)
-        stdout_read, stdout_write = open_pipe(ours, theirs)
-        stderr_read, stderr_write = open_pipe(ours, theirs)
-        begun_read, begun_write = open_pipe(ours, theirs, os.O_NONBLOCK)
-        passed = [passed_control.fileno(), begun_write]
+    with open_kernel_ends() as (ours, theirs):
+        passed = (theirs.control_fd, theirs.begun_fd)
         argv = [sys.executable, "-P", "-m", "sandbox_daemon.ipython_child", *map(str, passed)]
-        streams = (subprocess.DEVNULL, stdout_write, stderr_write)
+        streams = (subprocess.DEVNULL, theirs.stdout_fd, theirs.stderr_fd)
         try:
             child = await reaper.start(argv, streams, env=runtime_env, pass_fds=passed, limiter=limiter)
         except OSError as exc:
             raise StartFailed(f"{sys.executable} could not be started: {exc}") from exc
-        ours.pop_all()
-    control.setblocking(False)
-    stream = trio.SocketStream(trio.socket.from_stdlib_socket(control))
+    return _kernel(child, ours)
+
+
+def _kernel(child: Child, ends: KernelEnds) -> Kernel:
+    ends.control.setblocking(False)
+    stream = trio.SocketStream(trio.socket.from_stdlib_socket(ends.control))
     channel = Channel(stream, max_frame_bytes=CONTROL_MAX_FRAME_BYTES)
-    return Kernel(child, channel, OutputPipe("stdout", stdout_read), OutputPipe("stderr", stderr_read), begun_read)
+    stdout, stderr = OutputPipe("stdout", ends.stdout_fd), OutputPipe("stderr", ends.stderr_fd)
+    return Kernel(child, channel, stdout, stderr, ends.begun_fd)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from ipc.sandbox_calls import CellResult, IpythonRestart, IpythonRun
-    from sandbox_daemon.children import ChildReaper
+    from sandbox_daemon.children import Child, ChildReaper
+    from sandbox_daemon.kernel_ends import KernelEnds
 
 __all__ = ["KernelSessions"]
 
@@ -34,6 +35,7 @@ class KernelSessions:
         env: what the cells and what they start see.
         cwd: where each new kernel starts.
         runtime_env: what this daemon's Python needs to start.
+        prestarted: the first of our own IPython children, if it was started already.
     """
 
     def __init__(
@@ -44,12 +46,13 @@ class KernelSessions:
         cwd: str,
         runtime_env: dict[str, str],
         limiter: trio.CapacityLimiter,
+        prestarted: tuple[Child, KernelEnds] | None = None,
     ) -> None:
         self._start: dict[str, Any] = {"env": env, "cwd": cwd, "runtime_env": runtime_env, "limiter": limiter}
         self._reaper = reaper
         self._limiter = limiter
         own = {**self._start, "env": {"MPLBACKEND": "Agg", **env}}
-        self._own = IpythonSession(partial(open_kernel, reaper, **own))
+        self._own = IpythonSession(partial(open_kernel, reaper, **own, prestarted=[prestarted] if prestarted else []))
         self._jupyter: dict[str, IpythonSession] = {}
         self._nursery: trio.Nursery | None = None
 

@@ -28,8 +28,11 @@ OOM_SCORE_ADJUSTMENT = 500
 """An adjustment by which tools go first when the machine itself runs out of memory: 0 is usual, 1000 the most."""
 
 
-def limit_self(limits: SandboxLimits) -> None:
-    """Set the limits that the daemon keeps too, so that whatever it starts has them from its first instruction."""
+def limit_self(limits: SandboxLimits, *, pid: int = 0) -> None:
+    """Set the limits that the daemon keeps too, so that whatever it starts has them from its first instruction.
+
+    `pid`: of a process that it has forked before; 0: the daemon itself.
+    """
     for what, limit in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, limits.max_open_files),
@@ -37,8 +40,8 @@ def limit_self(limits: SandboxLimits) -> None:
         (RLIMIT_SIGPENDING, MAX_PENDING_SIGNALS),
         (RLIMIT_MSGQUEUE, MAX_QUEUE_BYTES),
     ):
-        hard = resource.getrlimit(what)[1]
-        resource.setrlimit(what, (_lower(limit, hard), _lower(limit, hard)))
+        hard = resource.prlimit(pid, what)[1]
+        resource.prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
 
 
 def hide_self() -> None:

@@ -1,4 +1,4 @@
-"""The powers of a sandbox's root, where it has one (`fakeroot`): those to install packages, and no more.
+"""The powers of a sandbox's first process: none, or those to install packages where it is root (`fakeroot`).
 
 Its launcher leaves all of a user namespace's capabilities to what it starts, with which one can mount: a disk without a
 size, or the kernel's settings for writing, which user 0 of the machine may then change if that is who the node runs as.
@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import os
 import struct
+from typing import TYPE_CHECKING
 
-__all__ = ["drop_privileges"]
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
-KEPT = {"CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "FSETID": 4, "KILL": 5, "SETGID": 6, "SETUID": 7}
-"""Capabilities of a sandbox's root: it owns every file and process in there, and may become, and give to, any user."""
+__all__ = ["KEPT", "drop_privileges"]
+
+KEPT = (0, 1, 3, 4, 5, 6, 7)
+"""CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID: what a sandbox's root may do. It owns every file and
+process in there, and may become, and give to, any user."""
 
 PR_CAPBSET_READ = 23
 PR_CAPBSET_DROP = 24
@@ -22,8 +27,8 @@ PR_CAP_AMBIENT_CLEAR_ALL = 4
 CAPABILITY_VERSION_3 = 0x20080522
 
 
-def drop_privileges() -> None:
-    """Keep `KEPT` only, in this process and for ever in all that it starts.
+def drop_privileges(*, kept: Collection[int]) -> None:
+    """Give up all capabilities but those `kept`, in this process and for ever in all that it starts.
 
     Raises:
         OSError: it did not work; nothing may be started then.
@@ -39,12 +44,12 @@ def drop_privileges() -> None:
 
     capability = 0
     while libc.prctl(PR_CAPBSET_READ, capability, 0, 0, 0) >= 0:
-        if capability not in KEPT.values():
+        if capability not in kept:
             call(libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0), "prctl(PR_CAPBSET_DROP)")
         capability += 1
     call(libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "prctl(PR_CAP_AMBIENT)")
     call(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
-    kept = sum(1 << number for number in KEPT.values())
+    bits = sum(1 << number for number in kept)
     header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
     # Effective, permitted, inheritable; first the lower 32 of each.
-    call(libc.capset(header, struct.pack("=6I", kept, kept, 0, 0, 0, 0)), "capset")
+    call(libc.capset(header, struct.pack("=6I", bits, bits, 0, 0, 0, 0)), "capset")

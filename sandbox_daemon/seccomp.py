@@ -96,8 +96,10 @@ def assemble(program: list[Instruction]) -> bytes:
     return b"".join(struct.pack("=HBBI", part.code, part.if_true, part.if_false, part.value) for part in program)
 
 
-def confine() -> None:
+def confine(*, daemon_pid: int) -> None:
     """Leave the keyring that the node's session has, and refuse what no tool needs, from now on.
+
+    `daemon_pid`: of the process that nothing under this filter may signal.
 
     Raises:
         OSError: it did not work; nothing may be started then.
@@ -113,7 +115,7 @@ def confine() -> None:
         raise OSError(ctypes.get_errno(), "keyctl(KEYCTL_JOIN_SESSION_KEYRING)")
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
-    code = assemble(filter_program(architecture, rules(architecture, os.getpid())))
+    code = assemble(filter_program(architecture, rules(architecture, daemon_pid)))
     buffer = ctypes.create_string_buffer(code, len(code))
     described = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
     for flags in (FLAG_SPEC_ALLOW, 0):  # Linux before 4.17 has no such flag

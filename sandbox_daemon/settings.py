@@ -47,6 +47,9 @@ class StartLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     listen_fd: int = -1
 
 
+_decoder = msgspec.json.Decoder(StartLine)
+
+
 def read_start_line(fd: int, *, timeout_s: float) -> StartLine | None:
     """Read the start line from `fd`; None if `fd` ends before it. What follows the line is ignored.
 
@@ -67,7 +70,7 @@ def read_start_line(fd: int, *, timeout_s: float) -> StartLine | None:
         line += piece
         if len(line) > MAX_START_LINE_BYTES:
             raise ValueError(f"the start line has more than {MAX_START_LINE_BYTES} bytes")
-    return msgspec.json.decode(line.partition(b"\n")[0], type=StartLine)
+    return _decoder.decode(line.partition(b"\n")[0])
 
 
 def tool_environment(extra: dict[str, str], *, inherit_env: bool = False) -> dict[str, str]:

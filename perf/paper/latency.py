@@ -81,7 +81,8 @@ async def measure_sandboxes(options: Options) -> Finding:
         await sandboxes.benchmark(options),
         title="A sandbox, from opening to ready for its first command",
         shown=[
-            Shown("cold.bwrap", "bubblewrap, the host's userland"),
+            Shown("cold.bwrap", "bubblewrap, the host's userland, forked"),
+            Shown("cold.bwrap_first", "bubblewrap, the host's userland, before there is a fork server"),
             Shown("cold.bwrap_dir", "bubblewrap, a folder as image"),
             Shown("cold.bwrap_layers", "bubblewrap, two layers over it"),
             Shown("floor.bwrap", "bwrap true", "floor"),
@@ -99,6 +100,8 @@ async def measure_sandboxes(options: Options) -> Finding:
             "live.count": "live at once",
             "live.starts_per_s": "starts a second, four at a time",
             "live.mib_each": "MiB of each, its shell and daemon included",
+            "live_bwrap.starts_per_s": "starts a second of bubblewrap's, forked",
+            "live_bwrap.mib_each": "MiB of each of those",
         },
         caption=[
             "The paper has no figure for this; its published code sleeps for 2 s after each start and then polls "

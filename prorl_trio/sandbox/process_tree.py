@@ -7,8 +7,10 @@ import logging
 import os
 import signal
 import subprocess
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 
@@ -27,10 +29,10 @@ from prorl_trio.sandbox.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
-__all__ = ["ProcessTree", "open_process_tree", "reap_leaders"]
+__all__ = ["Leader", "ProcessTree", "StartLeader", "open_process_tree", "reap_leaders", "start_program"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,43 +60,67 @@ END_TIMEOUT_S: Final = 15.0
 """The whole of an end. Above the sum of its steps."""
 
 
+class Leader(Protocol):
+    """The first process of a tree: a child of this one, in a session of its own, and reaped by nobody else."""
+
+    is_init: bool
+    """It is the first of its PID namespace as well: the daemon itself, and no launcher, whom signals reach."""
+    returncode: int | None
+
+    @property
+    def pid(self) -> int:
+        """Its process id here."""
+
+    def poll(self) -> int | None:
+        """Reap it if it has ended; return, and set, `returncode`: -n after signal n."""
+
+
+StartLeader = Callable[[tuple[int, int, int], Sequence[int]], Awaitable[Leader]]
+"""Starts a first process with descriptors: standard input, output and errors; and others by the numbers they have here.
+
+Raises `OSError` or `SandboxUnavailable` if that cannot be done. If it is cancelled, there is no process."""
+
+
+class _Program(subprocess.Popen[bytes]):
+    """A leader that was executed."""
+
+    is_init = False
+
+
+async def start_program(
+    argv: Sequence[str], env: Mapping[str, str], streams: tuple[int, int, int], inherited_fds: Sequence[int] = ()
+) -> Leader:
+    """Execute `argv` with `env` as its whole environment; see `StartLeader`."""
+    await trio.lowlevel.checkpoint()
+    # Not in a thread: bwrap asks the kernel to be killed when its parent *thread* ends, and trio's threads end when
+    # idle. The child is made by vfork: about a millisecond, however large this process is.
+    return _Program(
+        argv,
+        stdin=streams[0],
+        stdout=streams[1],
+        stderr=streams[2],
+        env=env,
+        cwd="/",
+        start_new_session=True,
+        pass_fds=inherited_fds,
+    )
+
+
 class ProcessTree:
     """A child process and everything that descends from it. Made by `open_process_tree`."""
 
-    def __init__(
-        self, argv: Sequence[str], env: Mapping[str, str], folder: Path, inherited_fds: Sequence[int] = ()
-    ) -> None:
-        with ExitStack() as child_ends, ExitStack() as own_ends:
-            try:
-                stdin, self._stdin_fd = _open_pipe(child_ends, own_ends)
-                self._stdout_fd, stdout = _open_pipe(own_ends, child_ends)
-                self._stderr_fd, stderr = _open_pipe(own_ends, child_ends)
-                # Not in a thread: bwrap asks the kernel to be killed when its parent *thread* ends, and trio's threads
-                # end when idle. The child is made by vfork: about a millisecond, however large this process is.
-                self._popen = subprocess.Popen(
-                    argv,
-                    stdin=stdin,
-                    stdout=stdout,
-                    stderr=stderr,
-                    env=env,
-                    cwd="/",
-                    start_new_session=True,
-                    pass_fds=inherited_fds,
-                )
-            except OSError as exc:
-                raise SandboxUnavailable.refused(f"{argv[0]} cannot be run", exc) from exc
-            own_ends.pop_all()
-        self.pid = self._popen.pid
+    def __init__(self, leader: Leader, program: str, streams: tuple[int, int, int], folder: Path) -> None:
+        self._leader = leader
+        self._program = os.path.basename(program)
+        self.pid = leader.pid
         self._folder = folder
-        self._stdin = trio.lowlevel.FdStream(self._stdin_fd)
-        self._stdout = trio.lowlevel.FdStream(self._stdout_fd)
-        self._stderr = trio.lowlevel.FdStream(self._stderr_fd)
+        self._stdin, self._stdout, self._stderr = map(trio.lowlevel.FdStream, streams)
         self._stderr_tail = bytearray()
         self._stderr_ended = trio.Event()
         self._ready = False
         self._is_ending = False
-        leader = identify(self.pid)
-        self._members: set[ProcessId] = set() if leader is None else {leader}
+        first = identify(self.pid)
+        self._members: set[ProcessId] = set() if first is None else {first}
 
     def __repr__(self) -> str:
         return f"<ProcessTree {self.pid}: {self.describe_exit()}>"
@@ -127,11 +153,13 @@ class ProcessTree:
             return False
         if code is None:
             return isolated and not any(map(_is_stopped_first, [process.pid for process in self._members]))
+        if code < 0 and self._leader.is_init:
+            code = SIGNALLED - code  # as a launcher tells it of its daemon
         return 0 <= code != SIGNALLED + signal.SIGKILL
 
     def _exit_code(self) -> int | None:
         """Return the exit code of its first process: -n after signal n, None while it runs."""
-        if (code := self._popen.returncode) is not None:
+        if (code := self._leader.returncode) is not None:
             return code
         # Without reaping it: until it is, its pid and its group's belong to nobody else, and may be signalled.
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -145,7 +173,7 @@ class ProcessTree:
 
     async def wait_exit(self) -> None:
         """Return when the first process has ended. It is not reaped."""
-        if self._popen.returncode is not None:
+        if self._leader.returncode is not None:
             return
         try:
             pidfd = os.pidfd_open(self.pid)
@@ -195,8 +223,7 @@ class ProcessTree:
     def explain(self, what: str) -> str:
         """`what`, with the program and the last of its stderr."""
         said = self.stderr_tail()
-        program = os.path.basename(str(self._popen.args[0]))  # type: ignore[index]  # a list: we made it
-        return f"{program}: {what}" + (f"; it said: {said}" if said else "")
+        return f"{self._program}: {what}" + (f"; it said: {said}" if said else "")
 
     async def _end(self) -> None:
         self._is_ending = True
@@ -222,7 +249,7 @@ class ProcessTree:
 
         That is no bug: a machine that stands still, or a process in the middle of a system call, outlasts any deadline.
         """
-        self._popen.poll()
+        self._leader.poll()
         for stream in (self._stdin, self._stdout, self._stderr):
             stream.close()
         survivors = sorted(process for process in self._members if is_alive(process))
@@ -230,13 +257,13 @@ class ProcessTree:
             logger.error("processes of a closed sandbox are still alive (pid, start time): %s", survivors)
             with contextlib.suppress(OSError):
                 write_record(self._folder, survivors)
-            _unreaped.append(self._popen)
+            _unreaped.append(self._leader)
 
     async def _end_leader(self) -> None:
         if self._ready and await self._exits_within(GRACE_S):
             self._signal_group(signal.SIGKILL)
             return
-        self._signal_group(signal.SIGTERM)
+        self._signal_group(signal.SIGKILL if self._leader.is_init else signal.SIGTERM)
         await self._exits_within(GRACE_S)
         self._members |= descendants(self.pid)
         self._signal_group(signal.SIGKILL)
@@ -271,7 +298,7 @@ def _is_stopped_first(pid: int) -> bool:
     return len(pids) > 1 and pids[-1] == "1" and fields.get("State", "")[:1] in ("T", "t")
 
 
-_unreaped: list[subprocess.Popen[bytes]] = []
+_unreaped: list[Leader] = []
 """First processes of trees that outlived their end."""
 
 
@@ -288,6 +315,21 @@ def _open_pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
     return ends
 
 
+async def _start(
+    argv: Sequence[str], start_leader: StartLeader, folder: Path, inherited_fds: Sequence[int]
+) -> ProcessTree:
+    with ExitStack() as child_ends, ExitStack() as own_ends:
+        try:
+            stdin, own_stdin = _open_pipe(child_ends, own_ends)
+            own_stdout, stdout = _open_pipe(own_ends, child_ends)
+            own_stderr, stderr = _open_pipe(own_ends, child_ends)
+            leader = await start_leader((stdin, stdout, stderr), inherited_fds)
+        except OSError as exc:
+            raise SandboxUnavailable.refused(f"{argv[0]} cannot be run", exc) from exc
+        own_ends.pop_all()
+    return ProcessTree(leader, str(argv[0]), (own_stdin, own_stdout, own_stderr), folder)
+
+
 @asynccontextmanager
 async def open_process_tree(
     argv: Sequence[str],
@@ -297,6 +339,7 @@ async def open_process_tree(
     folder: Path,
     start_timeout_s: float,
     inherited_fds: Sequence[int] = (),
+    start_leader: StartLeader | None = None,
 ) -> AsyncIterator[ProcessTree]:
     """Start `argv` in a session of its own, give it `stdin_line`, and yield when it has printed READY.
 
@@ -312,11 +355,12 @@ async def open_process_tree(
         folder: an existing folder.
         start_timeout_s: until READY.
         inherited_fds: open there too, under the same numbers.
+        start_leader: starts the first process in place of executing `argv`.
 
     Raises:
         SandboxUnavailable: it cannot be run, ended early, or was not ready in time; with what it said.
     """
-    tree = ProcessTree(argv, env, folder, inherited_fds)
+    tree = await _start(argv, start_leader or partial(start_program, argv, env), folder, inherited_fds)
     try:
         with single_exception():
             async with trio.open_nursery() as nursery:

@@ -25,10 +25,11 @@ from prorl_trio.testing.sandbox_process_checks import (
     check_what_a_daemon_killed_from_inside_leaves,
     check_what_a_killed_daemon_leaves,
 )
+from support.forking import ForkingProvider
 
 
 def _cases():
-    for name, provider in {"fake": FakeProvider, **PROVIDERS}.items():
+    for name, provider in {"fake": FakeProvider, **PROVIDERS, "forked": ForkingProvider}.items():
         checks = CORE_CHECKS if name == "fake" else CORE_CHECKS + PROCESS_CHECKS
         checks += LAYER_CHECKS if provider.has_layers else NO_LAYER_CHECKS
         for check in checks + (ISOLATION_CHECKS if provider.isolated else ()):
@@ -48,10 +49,10 @@ async def test_contract(name, check, reports, tmp_path):
     if name == "fake":
         provider = FakeProvider()
     else:
-        report = reports[name]
+        report = reports["bubblewrap" if name == "forked" else name]
         if not report.usable:
             pytest.skip(f"{name} cannot run here: {report.problem}. What to do: {report.remedy}")
-        provider = PROVIDERS[name](tmp_path)
+        provider = {**PROVIDERS, "forked": ForkingProvider}[name](tmp_path)
     await check(Contract(provider, tmp_path))
 
 

@@ -33,7 +33,7 @@ ENGINE_DEADLINE_S = 15.0
 """For an engine it is 3 s to end by itself and 2 s to be killed, on a machine with nothing else to do."""
 
 SHARED_MEMORY = Path("/dev/shm")
-DAEMON = re.compile(r"\d+: \S*python\S* (-\w )*-m sandbox_daemon( |$)")
+DAEMON = re.compile(r"\d+: \S*python\S* (-\w )*-m sandbox_daemon *$")
 """A daemon's own process, not its launcher's, which names it too."""
 
 ENGINE_LAUNCHER = """

@@ -20,6 +20,7 @@ import trio
 from prorl_trio.sandbox import threads
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import descendants, is_alive, kill
 from prorl_trio.sandbox.run_dir import open_run_dir
@@ -172,6 +173,9 @@ class Machine:
 
 async def look_around(host, base):
     """What there is when what the host starts has settled: a process of its own has a child while it probes."""
+    if isinstance(host._provider, BubblewrapProvider):
+        host._provider.want_forks()
+        await host._provider.wait_fork_server()
     async with open_run_dir(base) as run_dir:
         await trio.to_thread.run_sync(run_dir.pid_limiter.problem)
     return Machine(host, base)
@@ -194,8 +198,9 @@ def _starters(found):
 
 
 def _daemons(found):
-    """Whoever runs the daemon's code: it, and its helpers."""
-    return {process for process in found if b"sandbox_daemon" in _command_line(process)} - _starters(found)
+    """Whoever runs the daemon's code: it, and its helpers; who has started one, and waits for it, is none."""
+    running = {process for process in found if b"sandbox_daemon" in _command_line(process)}
+    return running - {starter for starter in _starters(running) if b"--guard" in _command_line(starter)}
 
 
 def _parent(process):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import count
+
+import pytest
 import trio
 
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -85,10 +88,16 @@ async def test_the_daemon_can_be_neither_read_nor_traced_nor_spoken_for(provider
             assert (result.output, result.exit_code) == ("{}\n", 0)
 
 
-async def test_the_token_of_the_channel_is_in_no_memory_that_a_tool_can_read(provider, monkeypatch):
-    monkeypatch.setattr(start.secrets, "token_hex", lambda size: TOKEN if size == start.TOKEN_BYTES else "0" * 2 * size)
+@pytest.mark.parametrize("prestart", [False, True])
+async def test_the_token_of_the_channel_is_in_no_memory_that_a_tool_can_read(provider, monkeypatch, prestart):
+    others = count()
+    monkeypatch.setattr(
+        start.secrets,
+        "token_hex",
+        lambda size: TOKEN if size == start.TOKEN_BYTES else f"{next(others):0{2 * size}x}",
+    )
     with trio.fail_after(120):
-        async with provider.open_sandbox(SandboxSpec()) as sandbox:
+        async with provider.open_sandbox(SandboxSpec(prestart_ipython=prestart)) as sandbox:
             await sandbox.bash("true", timeout_s=ACTION_TIMEOUT_S)
             code = SEARCH.format(halves=[TOKEN[:12], TOKEN[12:]])
             cell = await sandbox.ipython(code, timeout_s=ACTION_TIMEOUT_S)

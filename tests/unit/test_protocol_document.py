@@ -13,7 +13,7 @@ import pytest
 from msgspec import inspect as shapes
 
 import ipc
-from ipc import arena_memory, arena_socket, arena_wire, file_calls, rpc, sandbox_calls, session, wire
+from ipc import arena_memory, arena_socket, arena_wire, file_calls, fork_calls, rpc, sandbox_calls, session, wire
 from ipc.channel import MAX_SOCKET_PATH_BYTES
 from ipc.envelope import encode_envelope
 from ipc.framing import encode_frame
@@ -43,7 +43,11 @@ def structs(module: ModuleType) -> list[type[msgspec.Struct]]:
     ]
 
 
-WIRE = [struct for module in (wire, sandbox_calls, file_calls, session, arena_wire) for struct in structs(module)]
+WIRE = [
+    struct
+    for module in (wire, sandbox_calls, file_calls, session, arena_wire, fork_calls)
+    for struct in structs(module)
+]
 
 
 @pytest.mark.parametrize("struct", [*WIRE, JobSpec, Outcome], ids=lambda s: s.__name__)

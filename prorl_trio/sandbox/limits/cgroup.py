@@ -89,6 +89,10 @@ class Cgroup:
         """A command that runs `argv`, in the same process, inside."""
         return ("/bin/sh", "-c", _ENTER, "sh", str(self.path), *argv)
 
+    def add(self, pid: int) -> None:
+        """Move a process in, with what it starts from then on. Blocks, for microseconds."""
+        (self.path / "cgroup.procs").write_text(str(pid), encoding="ascii")
+
     def next_breach(self) -> tuple[Breach, str]:
         """Return the limit that was run into since the last call, and a sentence about it; both empty if none.
 

@@ -4,34 +4,50 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 import re
 import shutil
 import subprocess
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
+import trio
+
+from ipc.nursery import open_single_nursery
+from prorl_trio.sandbox.fork_server import HOLD, open_fork_server
 from prorl_trio.sandbox.images.locate import check_host_layers, open_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
 from prorl_trio.sandbox.providers.probe import run_probe
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.providers.userns import user_namespace_remedy
-from prorl_trio.sandbox.run_dir import open_shared_run_dir
+from prorl_trio.sandbox.run_dir import open_run_dir, open_shared_run_dir
 from prorl_trio.sandbox.runtime.runtime import LIB_DIR, host_runtime, image_runtime
 from prorl_trio.sandbox.runtime.skeleton import HOME, USER, host_mounts, proc_mounts
+from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
     from prorl_trio.config import SandboxConfig
+    from prorl_trio.sandbox.fork_server import ForkServer
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
     from prorl_trio.sandbox.sandbox import Sandbox
 
 __all__ = ["BubblewrapProvider", "find_bubblewrap"]
 
+logger = logging.getLogger(__name__)
+
+FORK_SERVER_DELAY_S: Final = 1.0
+"""Before a fork server that has ended, or could not start, is replaced; doubled each time, up to the next one."""
+MAX_FORK_SERVER_DELAY_S: Final = 300.0
+FORK_SERVER_DISK_BYTES: Final = 16 * 1024 * 1024
+"""Size of each of its own file systems in memory, in which next to nothing is written."""
 _ISOLATION: Final = (
     "--unshare-all",
     "--unshare-user",
@@ -44,6 +60,17 @@ _ISOLATION: Final = (
     "--hostname",
     "sandbox",
 )
+_FORK_SERVER_ENV: Final = {"LANG": "C.UTF-8"}
+"""The locale of what a daemon starts: an IPython that is forked has its server's encodings."""
+_DEVICES: Final = ("null", "zero", "full", "random", "urandom", "tty")
+_DEVICE_LINKS: Final = {
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+    "fd": "/proc/self/fd",
+    "core": "/proc/kcore",
+    "ptmx": "pts/ptmx",
+}
 _OLDEST: Final = (0, 8)
 _NEEDED_OPTIONS: Final = {
     *(option for option in _ISOLATION if option.startswith("--")),
@@ -111,6 +138,9 @@ class BubblewrapProvider(SandboxProvider):
         self._runtime_dir = runtime_dir
         self._packages = packages
         self._executable = executable or find_bubblewrap()
+        self._forks_wanted = trio.Event()
+        self._fork_server_changed = trio.Event()
+        self._fork_servers: list[ForkServer] = []  # one for each `open_shared`
 
     @classmethod
     def configured(cls, config: SandboxConfig) -> Self:
@@ -130,11 +160,75 @@ class BubblewrapProvider(SandboxProvider):
         remedy = user_namespace_remedy() if problem else ""
         return ProviderReport(name=self.name, usable=not problem, version=version, problem=problem, remedy=remedy)
 
-    def open_shared(self) -> AbstractAsyncContextManager[None]:
-        return open_shared_run_dir(self._runtime_dir)
+    @asynccontextmanager
+    async def open_shared(self) -> AsyncIterator[None]:
+        async with open_shared_run_dir(self._runtime_dir), open_single_nursery() as nursery:
+            nursery.start_soon(service_task(self._keep_fork_server, "fork server"))
+            yield
+            nursery.cancel_scope.cancel("the sandbox host ends")
 
     def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
+        if _is_forkable(spec):
+            self.want_forks()
         return open_daemon_sandbox(spec, self._runtime_dir, lambda run_dir, folder: self._plan(spec, run_dir, folder))
+
+    @property
+    def fork_server(self) -> ForkServer | None:
+        """The server that forks sandboxes of the image `host`, while `open_shared` is open and there is one."""
+        return self._fork_servers[-1] if self._fork_servers else None
+
+    def want_forks(self) -> None:
+        """Have a fork server from now on, and not from the first sandbox that could be forked."""
+        self._forks_wanted.set()
+
+    async def wait_fork_server(self) -> None:
+        """Return when there is one. For those who measure, and for tests."""
+        await trio.lowlevel.checkpoint()
+        while not self._fork_servers:
+            await self._fork_server_changed.wait()
+
+    async def _keep_fork_server(self) -> None:
+        """From the first sandbox of the image `host` on, have a fork server, for ever."""
+        await self._forks_wanted.wait()
+        delay_s = FORK_SERVER_DELAY_S
+        while True:
+            began_s = trio.current_time()
+            try:
+                async with (
+                    open_run_dir(self._runtime_dir) as run_dir,
+                    open_fork_server(run_dir, *await run_blocking(self._fork_server_plan, run_dir)) as server,
+                ):
+                    self._fork_servers.append(server)
+                    self._fork_server_changed.set()
+                    self._fork_server_changed = trio.Event()
+                    try:
+                        await server.wait_gone()
+                    finally:
+                        self._fork_servers.remove(server)  # at once: its end takes seconds, if it hangs
+            except SandboxUnavailable as exc:
+                logger.info("each sandbox is started by bwrap, which takes a third of a second of CPU: %s", exc)
+            if trio.current_time() - began_s > MAX_FORK_SERVER_DELAY_S:
+                delay_s = FORK_SERVER_DELAY_S
+            await trio.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_FORK_SERVER_DELAY_S)
+
+    def _fork_server_plan(self, run_dir: RunDir) -> tuple[Sequence[str], Sequence[str], Mapping[str, str]]:
+        """The arguments of `open_fork_server`, for sandboxes of the image `host`."""
+        if self._executable is None:
+            raise SandboxUnavailable(f"no bwrap program; {_INSTALL}")
+        runtime = host_runtime(self._packages)
+        argv = [self._executable, "--unshare-user", "--die-with-parent", "--clearenv"]
+        # The machine's own /proc: the kernel lets a sandbox mount one of its own only where a whole one can be seen.
+        argv += ["--ro-bind", str(run_dir.root), "/", "--bind", "/proc", "/proc"]
+        argv += _bare_dev()
+        argv += _own_folders(FORK_SERVER_DISK_BYTES)
+        for mount in (*host_mounts(run_dir.root), *runtime.mounts):
+            argv += ["--ro-bind", mount.source, mount.target]
+        return (
+            (*argv, "--chdir", "/", "--", *HOLD),
+            (*runtime.python, "-P", "-m", "sandbox_daemon"),
+            {**runtime.env, **_FORK_SERVER_ENV},
+        )
 
     def _plan(self, spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
         if self._executable is None:
@@ -150,13 +244,10 @@ class BubblewrapProvider(SandboxProvider):
         folders = [str(path) for path in (found.base or run_dir.root, *found.layers)]
         own_root = found.base is None and not found.layers
         root = ("--ro-bind", folders[0], "/") if own_root else self._overlay(folders)
-        size = ("--size", str(spec.limits.disk_bytes))
         argv = [self._executable, *_ISOLATION, *root]
         if spec.network:
             argv.append("--share-net")
-        shared = (*size, "--perms", "1777", "--tmpfs")
-        argv += ["--proc", "/proc", "--dev", "/dev", *shared, "/dev/shm", "--remount-ro", "/dev", *shared, "/tmp"]
-        argv += [*size, "--perms", "0700", "--tmpfs", HOME]
+        argv += ["--proc", "/proc", "--dev", "/dev", *_own_folders(spec.limits.disk_bytes)]
         for mount in (*proc_mounts(run_dir.root), *mounts):
             argv += ["--ro-bind", mount.source, mount.target]
         if spec.network:
@@ -170,7 +261,8 @@ class BubblewrapProvider(SandboxProvider):
         command = runtime.daemon_argv()
         if inherit_env := any(os.path.isdir(f"{folder}/{_IMAGE_ENV_DIR}") for folder in folders):
             command = ("/bin/sh", "-c", _WITH_IMAGE_ENV, "sh", *command)
-        return Launch((*argv, *command), {}, tool_env, HOME, inherit_env=inherit_env)
+        server = self.fork_server if _is_forkable(spec) else None
+        return Launch((*argv, *command), {}, tool_env, HOME, inherit_env=inherit_env, fork_server=server)
 
     def _overlay(self, folders: Sequence[str]) -> tuple[str, ...]:
         """The options by which `folders`, lowest first, are the root, and what is written is thrown away."""
@@ -187,6 +279,25 @@ class BubblewrapProvider(SandboxProvider):
             )
         sources = (word for folder in folders for word in ("--overlay-src", folder))
         return (*sources, "--tmp-overlay", "/")
+
+
+def _is_forkable(spec: SandboxSpec) -> bool:
+    """Return whether its root is the one that a fork server is in, and nothing else is asked for."""
+    return spec.image == "host" and not spec.layers and not spec.network
+
+
+def _own_folders(disk_bytes: int) -> tuple[str, ...]:
+    """The options for the folders that can be written, when there is a /dev."""
+    size = ("--size", str(disk_bytes))
+    shared = (*size, "--perms", "1777", "--tmpfs")
+    return (*shared, "/dev/shm", "--remount-ro", "/dev", *shared, "/tmp", *size, "--perms", "0700", "--tmpfs", HOME)
+
+
+def _bare_dev() -> tuple[str, ...]:
+    """The options for what `--dev` makes, terminals aside: for those it would make a second user namespace."""
+    nodes = (word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}"))
+    links = (word for name, target in _DEVICE_LINKS.items() for word in ("--symlink", target, f"/dev/{name}"))
+    return ("--tmpfs", "/dev", *nodes, *links, "--dir", "/dev/pts", "--dir", "/dev/shm")
 
 
 def _parse(version: str) -> tuple[int, ...]:

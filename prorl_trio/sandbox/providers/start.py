@@ -15,18 +15,19 @@ from ipc.errors import IpcError
 from ipc.rpc import open_rpc_client
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.limits.cgroup import open_cgroup, own_site
-from prorl_trio.sandbox.process_tree import open_process_tree
+from prorl_trio.sandbox.process_tree import open_process_tree, start_program
 from prorl_trio.sandbox.run_dir import open_run_dir
 from prorl_trio.sandbox.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from pathlib import Path
 
+    from prorl_trio.sandbox.fork_server import ForkServer
     from prorl_trio.sandbox.limits.cgroup import Cgroup
     from prorl_trio.sandbox.limits.pid_limit import PidLimiter
-    from prorl_trio.sandbox.process_tree import ProcessTree
+    from prorl_trio.sandbox.process_tree import Leader, ProcessTree, StartLeader
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
 
@@ -41,6 +42,7 @@ class Launch(NamedTuple):
     `inherit_env`: the tools also get what the image sets in the daemon's environment.
     `isolated`: the daemon sees, and may signal, nothing but the sandbox.
     `fakeroot`: the daemon is started as root of the sandbox, with all that such a root may do.
+    `fork_server`: forks the same sandbox sooner than the command makes it, which is for when it cannot.
     """
 
     argv: tuple[str, ...]
@@ -50,6 +52,7 @@ class Launch(NamedTuple):
     inherit_env: bool = False
     isolated: bool = True
     fakeroot: bool = False
+    fork_server: ForkServer | None = None
 
 
 @asynccontextmanager
@@ -82,14 +85,20 @@ async def open_daemon_sandbox(
             "listen_fd": listener.fileno(),
         }
         deadline = trio.current_time() + spec.start_timeout_s
+        argv = launch.argv if cgroup is None else cgroup.enter_argv(tuple(launch.argv))
+        start_leader = None
+        if launch.fork_server is not None:
+            by_itself = partial(start_program, argv, launch.env)
+            start_leader = partial(_fork_leader, launch.fork_server, spec, cgroup, by_itself)
         tree = await stack.enter_async_context(
             open_process_tree(
-                launch.argv if cgroup is None else cgroup.enter_argv(tuple(launch.argv)),
+                argv,
                 env=launch.env,
                 stdin_line=msgspec.json.encode(start_line) + b"\n",
                 folder=folder.path,
                 start_timeout_s=spec.start_timeout_s,
                 inherited_fds=(listener.fileno(),),
+                start_leader=start_leader,
             )
         )
         listener.close()  # only the daemon has it now: when that ends, no connection waits for it
@@ -104,6 +113,26 @@ async def open_daemon_sandbox(
         next_breach = None if cgroup is None else cgroup.next_breach
         ended_from_inside = partial(tree.ended_from_inside, isolated=launch.isolated)
         yield DaemonSandbox(folder.sandbox_id, rpc, tree.explain, next_breach, ended_from_inside)
+
+
+async def _fork_leader(
+    server: ForkServer,
+    spec: SandboxSpec,
+    cgroup: Cgroup | None,
+    otherwise: StartLeader,
+    streams: tuple[int, int, int],
+    inherited_fds: Sequence[int],
+) -> Leader:
+    leader = await server.fork(spec, streams, inherited_fds)
+    if leader is None:
+        return await otherwise(streams, inherited_fds)
+    if cgroup is not None:
+        try:
+            cgroup.add(leader.pid)
+        except OSError:
+            leader.end()
+            raise
+    return leader
 
 
 def _limit(limiter: PidLimiter, tree: ProcessTree, max_processes: int | None) -> None:

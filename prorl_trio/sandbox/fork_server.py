@@ -1,0 +1,201 @@
+"""The fork server of a node, seen from the node: sandboxes of one root by a fork each, in milliseconds.
+
+What a new daemon and its IPython import takes a third of a second of CPU, and a sandbox that bubblewrap makes pays it
+anew. The server (`sandbox_daemon.fork_server`) has imported it all, in a root that bubblewrap has made, where each
+sandbox gets namespaces of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import trio
+
+from ipc.fork_calls import MAX_FORK_BYTES, Forked, ForkSandbox
+from prorl_trio.sandbox.process_tree import open_process_tree
+from prorl_trio.sandbox.reaper import descendants
+from prorl_trio.types.errors import SandboxUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from prorl_trio.sandbox.process_tree import ProcessTree
+    from prorl_trio.sandbox.provider import SandboxSpec
+    from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
+
+__all__ = ["HOLD", "ForkServer", "ForkedLeader", "open_fork_server"]
+
+logger = logging.getLogger(__name__)
+
+HOLD: Final = ("/bin/sh", "-c", "echo READY; read line; read line")
+"""A command that keeps a root for others to enter, until its standard input ends."""
+START_TIMEOUT_S: Final = 30.0
+FORK_TIMEOUT_S: Final = 10.0
+"""The time for an answer, above what a fork takes on a machine that is very busy."""
+
+
+class ForkedLeader:
+    """The first process of a sandbox, forked: a child of this process, and the init of its PID namespace."""
+
+    is_init = True
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<ForkedLeader {self.pid}: {self.returncode}>"
+
+    def poll(self) -> int | None:
+        """Reap it if it has ended; return, and set, `returncode`: -n after signal n."""
+        return self._reap(os.WNOHANG)
+
+    def end(self) -> None:
+        """Kill and reap it. Blocks, for milliseconds."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._reap(0)
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+class ForkServer:
+    """A running fork server. Made by `open_fork_server`."""
+
+    def __init__(self, tree: ProcessTree, control: socket.socket) -> None:
+        self._tree = tree
+        self._control = control
+        self._turn = trio.Lock()
+        self._broken = trio.Event()
+        self.forked_total = 0
+
+    def __repr__(self) -> str:
+        return f"<ForkServer {self._tree.pid}: {self.forked_total} forked>"
+
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._tree.pid
+
+    async def wait_gone(self) -> None:
+        """Return when it has ended, or does not answer: no more can be forked."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch)
+            await self._broken.wait()
+            nursery.cancel_scope.cancel()
+
+    async def fork(
+        self, spec: SandboxSpec, streams: tuple[int, int, int], inherited_fds: Sequence[int]
+    ) -> ForkedLeader | None:
+        """Return the first process of a new sandbox for `spec`, which waits for its start line; None if there is none.
+
+        It has `streams` as its standard input, output and errors, and `inherited_fds` by the numbers they have here.
+        """
+        request = ForkSandbox(
+            [0, 1, 2, *inherited_fds], disk_bytes=spec.limits.disk_bytes, prestart_ipython=spec.prestart_ipython
+        )
+        async with self._turn:
+            # Not to be cancelled: a fork that nobody hears of would have nobody to reap it.
+            with trio.move_on_after(FORK_TIMEOUT_S, shield=True):
+                return await self._ask(request, (*streams, *inherited_fds))
+            self._give_up(f"no answer within {FORK_TIMEOUT_S:g} s")
+        return None
+
+    async def _ask(self, request: ForkSandbox, fds: Sequence[int]) -> ForkedLeader | None:
+        try:
+            socket.send_fds(self._control, [msgspec.msgpack.encode(request)], list(fds))
+            await trio.lowlevel.wait_readable(self._control)
+            answer = self._receive()
+        except OSError as exc:
+            self._give_up(str(exc))
+            return None
+        if answer is None or answer.problem:
+            self._give_up("it has ended" if answer is None else answer.problem)
+            return None
+        self.forked_total += 1
+        return ForkedLeader(answer.pid)
+
+    def _receive(self) -> Forked | None:
+        packet = self._control.recv(MAX_FORK_BYTES)
+        return msgspec.msgpack.decode(packet, type=Forked) if packet else None
+
+    def _give_up(self, problem: str) -> None:
+        logger.warning("the fork server %d forks no more: %s", self._tree.pid, problem)
+        self._broken.set()
+
+    def _collect(self) -> None:
+        """After its end: end what it has forked and nobody has heard of."""
+        with contextlib.suppress(OSError):
+            while (answer := self._receive()) is not None:
+                if answer.pid:
+                    ForkedLeader(answer.pid).end()
+
+    async def _watch(self) -> None:
+        await self._tree.wait_exit()
+        self._broken.set()
+
+
+@asynccontextmanager
+async def open_fork_server(
+    run_dir: RunDir, hold_argv: Sequence[str], command: Sequence[str], env: Mapping[str, str]
+) -> AsyncIterator[ForkServer]:
+    """Start a fork server in the root that `hold_argv` makes, and yield it when it can fork. It ends with the block.
+
+    What it has forked lives on: those are children of this process.
+
+    Args:
+        run_dir: where the processes are recorded for the reaper.
+        hold_argv: bubblewrap's command line, ending in `HOLD`, with mount and user namespaces of its own and no others.
+        command: the daemon's command line in that root.
+        env: its whole environment.
+
+    Raises:
+        SandboxUnavailable: it cannot be started, or cannot fork here.
+    """
+    nsenter = shutil.which("nsenter")
+    if nsenter is None:
+        raise SandboxUnavailable("no nsenter program; install util-linux")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        async with run_dir.open_sandbox_dir() as folder, _open_tree(hold_argv, {}, folder) as holder:
+            held = descendants(holder.pid)
+            if len(held) != 1:
+                raise SandboxUnavailable(f"{hold_argv[0]} has started {len(held)} processes, and not one")
+            enter = (nsenter, "-t", str(held.pop().pid), "--user", "--mount", "--preserve-credentials", "--")
+            argv = (*enter, *command, "--fork-server", str(theirs.fileno()))
+            async with run_dir.open_sandbox_dir() as own, _open_tree(argv, env, own, theirs.fileno()) as tree:
+                theirs.close()
+                ours.setblocking(False)
+                server = ForkServer(tree, ours)
+                try:
+                    yield server
+                finally:
+                    ours.shutdown(socket.SHUT_WR)
+            server._collect()
+
+
+def _open_tree(
+    argv: Sequence[str], env: Mapping[str, str], folder: SandboxDir, *inherited_fds: int
+) -> AbstractAsyncContextManager[ProcessTree]:
+    return open_process_tree(
+        argv,
+        env=env,
+        stdin_line=b"\n",
+        folder=folder.path,
+        start_timeout_s=START_TIMEOUT_S,
+        inherited_fds=inherited_fds,
+    )

@@ -1,0 +1,83 @@
+"""A daemon from its start line to its end, in a process that was executed for it or forked."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from sandbox_daemon.daemon import serve_daemon
+from sandbox_daemon.limits import hide_self, limit_self
+from sandbox_daemon.memory_files import start_maker
+from sandbox_daemon.privileges import KEPT, drop_privileges
+from sandbox_daemon.seccomp import confine
+from sandbox_daemon.settings import read_start_line
+
+if TYPE_CHECKING:
+    from sandbox_daemon.prestarted import Prestarted
+
+__all__ = ["ACCEPT_TIMEOUT_S", "USAGE_ERROR", "run_daemon", "say_ready"]
+
+ACCEPT_TIMEOUT_S = 30.0
+USAGE_ERROR = 2
+
+
+def run_daemon(
+    socket_path: str = "",
+    *,
+    accept_timeout_s: float = ACCEPT_TIMEOUT_S,
+    prestart_ipython: bool = False,
+    kernel: Prestarted | None = None,
+) -> int:
+    """Read the start line from standard input and serve; return the exit code: 0 at the end, 2 if wrongly started.
+
+    Args:
+        socket_path: where to listen; without it the start line names an inherited socket.
+        accept_timeout_s: the daemon ends if nobody connects for so long.
+        prestart_ipython: do not wait for the first cell; the start line may say so, too.
+        kernel: an IPython child that was forked before.
+    """
+    try:
+        start = read_start_line(0, timeout_s=accept_timeout_s)
+        if start is None:
+            return 0
+        if not start.token:
+            raise ValueError("the token is empty")
+        if not socket_path and start.listen_fd < 0:
+            raise ValueError("neither --socket nor the start line's listen_fd says where to listen")
+        if start.cwd and not os.path.isdir(start.cwd):
+            raise ValueError(f"cwd {start.cwd!r} is not a directory")
+        if start.fakeroot:
+            drop_privileges(kept=KEPT)
+        if start.isolated:
+            start_maker()
+            confine(daemon_pid=os.getpid())
+        limit_self(start.limits)
+        if kernel is not None:
+            limit_self(start.limits, pid=kernel.pid)
+        hide_self()
+        trio.run(
+            partial(
+                serve_daemon,
+                socket_path,
+                start,
+                accept_timeout_s=accept_timeout_s,
+                stdin_fd=0,
+                prestart_ipython=prestart_ipython or start.prestart_ipython,
+                on_ready=say_ready,
+                kernel=kernel,
+            )
+        )
+    except (OSError, ValueError) as exc:
+        sys.stderr.write(f"sandbox_daemon: {exc}\n")
+        return USAGE_ERROR
+    return 0
+
+
+def say_ready() -> None:
+    """Tell whoever started this process that it can be used."""
+    sys.stdout.write("READY\n")
+    sys.stdout.flush()
