@@ -185,7 +185,7 @@ class SandboxHost:
                 start = "cold"
                 hosted = await self._nursery.start(self._own_new, key, spec, name="sandbox owner")
             if self._on_open is not None:
-                self._on_open(self._provider.name, start, trio.current_time() - began_s)
+                self._on_open(self._provider.serving(spec).name, start, trio.current_time() - began_s)
             return hosted
         finally:
             self._pool_changed.set()  # only now: a start in advance is not to slow the one down that is waited for

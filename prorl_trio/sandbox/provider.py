@@ -83,6 +83,11 @@ class SandboxProvider(abc.ABC):
     async def probe(self) -> ProviderReport:
         """Start the smallest possible sandbox of this kind and report. Never raises for a missing piece."""
 
+    def serving(self, spec: SandboxSpec) -> SandboxProvider:
+        """Return the provider that starts a sandbox of `spec`, for logs and figures: this one, unless it is several."""
+        del spec
+        return self
+
     def open_shared(self) -> AbstractAsyncContextManager[None]:
         """Keep open what this provider's sandboxes share on this machine, so that not each start has to make it.
 

@@ -6,9 +6,13 @@ import pytest
 
 from prorl_trio.config import SandboxConfig
 from prorl_trio.handlers.registry import HandlerRegistry
-from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.provider import ProviderReport, SandboxSpec
+from prorl_trio.sandbox.providers.apptainer import ApptainerProvider
+from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
+from prorl_trio.sandbox.providers.by_image import ByImage
 from prorl_trio.sandbox.providers.registry import choose_provider
-from prorl_trio.types.errors import ConfigError
+from prorl_trio.testing.fake_sandbox import FakeProvider
+from prorl_trio.types.errors import ConfigError, SandboxUnavailable
 from support.plugins import installer
 
 PROVIDERS, HANDLERS = "prorl_trio.providers", "prorl_trio.handlers"
@@ -134,3 +138,38 @@ def test_a_handler_of_an_installed_package_is_there_by_its_name(install):
     registry = HandlerRegistry.from_entry_points()
     assert type(registry.get("own")).__name__ == "OwnHandler"
     assert "math" in registry.names
+
+
+@pytest.mark.parametrize(
+    ("works", "fakeroot", "of_host", "of_image"),
+    [
+        ({"apptainer", "bubblewrap"}, False, "bubblewrap", "apptainer"),
+        ({"apptainer"}, False, "apptainer", "apptainer"),
+        ({"bubblewrap"}, False, "bubblewrap", "bubblewrap"),
+        ({"apptainer", "bubblewrap"}, True, "apptainer", "apptainer"),
+    ],
+)
+async def test_auto_takes_the_best_of_those_that_work(monkeypatch, tmp_path, works, fakeroot, of_host, of_image):
+    async def probe(provider):
+        return ProviderReport(name=provider.name, usable=provider.name in works, problem="none")
+
+    for kind in (ApptainerProvider, BubblewrapProvider):
+        monkeypatch.setattr(kind, "probe", probe)
+    chosen = await choose_provider(SandboxConfig(fakeroot=fakeroot, runtime_dir=str(tmp_path)))
+    assert chosen.serving(SandboxSpec()).name == of_host
+    assert chosen.serving(SandboxSpec(image="/image.sif")).name == of_image
+    assert chosen.serving(SandboxSpec(layers=("sha256:0",))).name == of_image
+    assert (await chosen.probe()).usable
+    assert chosen.has_layers
+    assert chosen.name == "+".join(dict.fromkeys((of_host, of_image)))
+
+
+async def test_each_sandbox_is_opened_by_the_one_that_serves_it():
+    host, images = FakeProvider(), FakeProvider()
+    both = ByImage(host, images)
+    async with both.open_shared(), both.open_sandbox(SandboxSpec()):
+        assert (host.opened_total, images.opened_total) == (1, 0)
+    with pytest.raises(SandboxUnavailable, match="the fake has only `host`"):
+        async with both.open_sandbox(SandboxSpec(image="/image.sif")):
+            pass
+    assert (host.opened_total, images.opened_total) == (1, 0)

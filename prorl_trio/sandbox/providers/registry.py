@@ -17,6 +17,7 @@ from prorl_trio.plugins import load_plugins
 from prorl_trio.sandbox.provider import SandboxProvider
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
+from prorl_trio.sandbox.providers.by_image import ByImage
 from prorl_trio.sandbox.providers.process import ProcessProvider
 from prorl_trio.types.errors import ConfigError
 
@@ -34,19 +35,23 @@ AUTO: Final = "auto"
 PROVIDERS: Final[Mapping[str, type[ApptainerProvider | BubblewrapProvider | ProcessProvider]]] = {
     provider.name: provider for provider in (ApptainerProvider, BubblewrapProvider, ProcessProvider)
 }
-"""The built-in ones by name. `auto` tries those that isolate, in this order."""
+"""The built-in ones by name."""
 
 _reports: dict[tuple[str, str, bool], ProviderReport] = {}
 
 
 async def choose_provider(config: SandboxConfig) -> SandboxProvider:
-    """Return the provider that `config` names, or the first isolating one that works here, probed once per process.
+    """Return the provider that `config` names; or, of those that isolate and work here, the best for each image.
+
+    Those are probed once a process. Where both work, bubblewrap takes the image `host`, which it starts ten times as
+    fast, and Apptainer the others, of which it knows more forms. With `fakeroot` it is Apptainer.
 
     Raises:
         ConfigError: there is none of that name; none works, with what each said and what to do; `fakeroot` is asked of
             one that has none; or what an installed package offers cannot be used (see `load_plugins`).
     """
     refusals = []
+    usable: dict[str, SandboxProvider] = {}
     for name, kind in _candidates(config).items():
         provider = kind.configured(config)
         key = (name, config.runtime_dir, config.fakeroot)
@@ -54,8 +59,12 @@ async def choose_provider(config: SandboxConfig) -> SandboxProvider:
         if report is None or not report.usable:
             report = _reports[key] = await provider.probe()
         if report.usable:
-            return provider
+            usable[name] = provider
         refusals.append(f"{name}: {report.problem}. What to do: {report.remedy}")
+    if usable.keys() == {ApptainerProvider.name, BubblewrapProvider.name}:
+        return ByImage(host=usable[BubblewrapProvider.name], images=usable[ApptainerProvider.name])
+    for provider in usable.values():
+        return provider
     raise ConfigError("no sandbox can be started here.\n" + "\n".join(f"  {refusal}" for refusal in refusals))
 
 
