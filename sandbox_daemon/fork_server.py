@@ -80,8 +80,8 @@ def _try_one(uid: int, gid: int, home: str) -> str:
     if pid == 0:
         try:
             settle(uid=uid, gid=gid, home=home, disk_bytes=TRIAL_DISK_BYTES)
-        except OSError as exc:
-            os.write(writer, str(exc).encode())
+        except BaseException as exc:
+            os.write(writer, f"{type(exc).__name__}: {exc}".encode())
         finally:
             os._exit(0)
     os.close(writer)

@@ -13,6 +13,7 @@ import socket
 import struct
 from typing import Any
 
+from ipc.proc_files import HIDDEN_PROC, READ_ONLY_PROC
 from sandbox_daemon.privileges import drop_privileges
 
 __all__ = ["end_with_parent", "fork_apart", "settle"]
@@ -39,10 +40,6 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
     *(0x1000, 0x4000, 0x40000),
 )
 PLAIN = MS_NOSUID | MS_NODEV
-READ_ONLY_PROC = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
-"""Below /proc. The kernel lets user 0 of the machine write some of these whatever its namespace or capabilities."""
-HIDDEN_PROC = ("keys", "key-users")
-"""Below /proc, seen empty: the kernel's keyrings are of a user, in whatever namespace."""
 EMPTY_FILE = "/etc/empty"
 HOSTNAME = "sandbox"
 SIOCSIFFLAGS = 0x8914

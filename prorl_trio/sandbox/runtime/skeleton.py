@@ -9,11 +9,12 @@ import shutil
 from pathlib import Path
 from typing import Final
 
+from ipc.proc_files import HIDDEN_PROC, READ_ONLY_PROC
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.runtime.host_python import HOST_PYTHON_DIR, interpreter_libraries, package_folders
 from prorl_trio.sandbox.runtime.runtime import HOME, LIB_DIR, Mount, install_daemon
 
-__all__ = ["HOME", "READ_ONLY_PROC", "USER", "build_skeleton", "covered", "host_mounts", "proc_mounts"]
+__all__ = ["HOME", "USER", "build_skeleton", "covered", "host_mounts", "proc_mounts"]
 
 USER: Final = "agent"
 
@@ -50,13 +51,6 @@ _ETC_DIRS: Final = (
 )
 """Files and folders that programs of the host's /usr expect, and that say nothing about the host's users, names or
 networks. The files are copied; the folders, of hundreds of links, are mounted."""
-
-READ_ONLY_PROC: Final = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
-"""Below /proc. The kernel lets user 0 of the machine write some of these whatever its namespace or capabilities."""
-
-
-HIDDEN_PROC: Final = ("keys", "key-users")
-"""Below /proc, seen empty: the kernel's keyrings are of a user, in whatever namespace."""
 
 
 def proc_mounts(root: Path) -> tuple[Mount, ...]:
