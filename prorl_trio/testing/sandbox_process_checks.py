@@ -88,8 +88,8 @@ async def check_start_timeout(contract: Contract) -> None:
     """A start that takes too long says so, with its limit, and leaves nothing."""
     with trio.fail_after(CHECK_TIMEOUT_S):
         before = traces(contract.base)
-        error = await raises(SandboxUnavailable, open_and_close(contract, SandboxSpec(start_timeout_s=0.02)))
-        assert "0.02 s" in str(error)
+        error = await raises(SandboxUnavailable, open_and_close(contract, SandboxSpec(start_timeout_s=0.004)))
+        assert "0.004 s" in str(error)
         assert_no_more(before, traces(contract.base))
 
 

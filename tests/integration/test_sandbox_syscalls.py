@@ -161,7 +161,8 @@ def test_the_daemon_joins_a_keyring_of_its_own(planted_key):
     """Also what it did not refuse could not be read: the keyring is another one."""
     code = (
         "import ctypes; from sandbox_daemon import seccomp; seccomp.filter_program = lambda *_: "
-        "[seccomp.Instruction(seccomp.RETURN, seccomp.ALLOW)]; seccomp.confine(); libc = ctypes.CDLL(None)\n"
+        "[seccomp.Instruction(seccomp.RETURN, seccomp.ALLOW)]; seccomp.confine(daemon_pid=1)\n"
+        "libc = ctypes.CDLL(None)\n"
         f"print(libc.syscall({KEYCTL}, 10, {SESSION_KEYRING}, b'user', b'{planted_key}', 0))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -109,7 +109,9 @@ async def open_daemon_sandbox(
             stream = await connect_unix(folder.socket, connect_timeout_s=left_s)
             rpc = await stack.enter_async_context(open_rpc_client(stream, token=token, handshake_timeout_s=left_s))
         except IpcError as exc:
-            raise SandboxUnavailable(tree.explain(f"its daemon does not answer: {exc}")) from exc
+            raise SandboxUnavailable(
+                tree.explain(f"its daemon does not answer within {spec.start_timeout_s:g} s of its start: {exc}")
+            ) from exc
         next_breach = None if cgroup is None else cgroup.next_breach
         ended_from_inside = partial(tree.ended_from_inside, isolated=launch.isolated)
         yield DaemonSandbox(folder.sandbox_id, rpc, tree.explain, next_breach, ended_from_inside)
