@@ -101,7 +101,8 @@ class CancelJobs(_Frame, frozen=True):
     These are the jobs of the group `group_id`, those that have all `tags`, or all (`whole_session`). Answered by
     `CancelledJobs` when none of them owns anything any more.
 
-    `ahead`: an id in `job_ids` that is not known yet is cancelled when it is submitted.
+    `ahead`: an id in `job_ids` that is not known yet is cancelled when it is submitted. `forget`: none of `job_ids`
+    that this cancels has an outcome, and its id is free again.
     """
 
     request_id: int
@@ -111,6 +112,7 @@ class CancelJobs(_Frame, frozen=True):
     tags: dict[str, str] = {}
     whole_session: bool = False
     ahead: bool = False
+    forget: bool = False
 
 
 class CancelOnNode(_Frame, frozen=True):
@@ -300,11 +302,15 @@ class ObservationLost(_Frame, frozen=True):
 
 
 class CancelledJobs(_Frame, frozen=True):
-    """Answer to `CancelJobs`. `unknown` are ids this session never submitted or has acknowledged."""
+    """Answer to `CancelJobs`. `unknown` are ids this session never submitted or has acknowledged.
+
+    `forgotten` are those of `cancelled` of which no outcome is to come, as was asked for.
+    """
 
     request_id: int
     cancelled: list[str]
     unknown: list[str]
+    forgotten: list[str] = []
 
 
 class CancelledOnNode(_Frame, frozen=True):

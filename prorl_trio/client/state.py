@@ -185,6 +185,9 @@ class ClientState:
                 self.requests.take(frame)
                 if isinstance(frame, Accepted) and not 0 < frame.cursor <= self.inbox.received:
                     self._awaited.add(frame.job_id)
+                elif isinstance(frame, CancelledJobs) and frame.forgotten:
+                    self._awaited.difference_update(frame.forgotten)
+                    self._notify()
             case JobList():
                 self._list(frame)
             case JobEvent():

@@ -5,7 +5,9 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 
 import trio
+from trio.testing import wait_all_tasks_blocked
 
+from ipc.session import Accepted, Rejected
 from prorl_trio.client import connect
 from prorl_trio.types.errors import AdmissionRejected
 from prorl_trio.types.models import JobSpec, TaskInstance
@@ -109,3 +111,47 @@ async def test_patience_has_an_end():
             assert [answer.job_id for answer in answers] == ["a", "b"]
             assert (answers[1].code, answers[1].retry_after_s) == ("admission", 0.05)
         assert node.rejected > 2
+
+
+async def test_a_withdrawn_job_leaves_nothing_and_its_id_is_free():
+    node = FakeNode()
+    async with two_clients(node) as (client, _), trio.open_nursery() as nursery:
+        node.cancel_gate = trio.Event()
+        await client.submit([spec("stale"), spec("ended")])
+        nursery.start_soon(client.withdraw, ["stale", "ended", "unknown"], "it runs elsewhere")
+        await wait_all_tasks_blocked()
+        await client.status()  # it has the withdrawal
+        node.finish("ended")  # before the cancel took hold: it has its outcome
+        (refused,) = await client.submit([spec("stale")], patience_s=0)
+        assert isinstance(refused, Rejected)
+        assert (refused.code, refused.retry_after_s) == ("admission", 0.25)
+        node.cancel_gate.set()
+        outcomes = [outcome async for outcome in client.results()]
+        assert [(outcome.job_id, outcome.status) for outcome in outcomes] == [("ended", "completed")]
+        assert not node.live
+        await client.submit([spec("stale")], attempts={"stale": 2})
+        assert node.attempts["stale"] == 3
+        node.finish("stale")
+        assert [outcome.status async for outcome in client.results()] == ["completed"]
+
+
+async def test_a_withdrawn_job_is_not_awaited_by_the_next_client_of_its_session():
+    node = FakeNode()
+    node.cancel_gate = trio.Event()
+    with trio.fail_after(20):
+        async with open_service(node) as service:
+            async with connect(service.url, TOKEN, session_id="s") as client, trio.open_nursery() as nursery:
+                await client.submit([spec("stale")])
+                nursery.start_soon(client.withdraw, ["stale"], "it runs elsewhere")
+                await wait_all_tasks_blocked()
+                await client.status()  # it has the withdrawal
+                nursery.cancel_scope.cancel()
+            async with connect(service.url, TOKEN, session_id="s") as client:
+                assert client.resumed
+                assert [outcome async for outcome in client.results()] == []
+                node.cancel_gate.set()
+                await node.wait_live(0)
+                answers = await client.submit([spec("stale")])
+                assert [type(answer) for answer in answers] == [Accepted]
+                node.finish("stale")
+                assert [outcome.status async for outcome in client.results()] == ["completed"]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 async def test_a_job_that_is_over_is_freed_at_once(rig):
-    """A serving node looks for cyclic garbage rarely (`prorl_trio.node.garbage`): jobs must not be any."""
+    """A serving node looks for cyclic garbage seldom (`prorl_trio.node.garbage`): jobs must not be any."""
     rig.says = ['{"name": "ipython", "arguments": {"code": "6*7"}}', r"It is \boxed{42}."]
     gc.collect()
     gc.disable()

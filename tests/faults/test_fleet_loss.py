@@ -79,6 +79,33 @@ async def test_a_node_that_comes_back_with_its_outcomes_doubles_none(folder):
         assert not client.outstanding
 
 
+@pytest.mark.parametrize("is_withdrawn", [True, False])
+async def test_jobs_come_back_to_a_node_whose_copies_of_them_were_withdrawn(folder, is_withdrawn):
+    async with open_fake_fleet(folder, "a", "b", within_s=30) as fleet, connect(fleet=folder) as client:
+        await client.submit(specs_of(8))
+        await fleet["a"].kill()
+        await fleet.wait_live(b=8)
+        await fleet["a"].start()
+        if is_withdrawn:
+            await fleet.wait_live(a=0)
+        await fleet["b"].kill()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep_finishing, fleet, "a")
+            outcomes = await take(client)
+            nursery.cancel_scope.cancel()
+        assert ids(outcomes) == ids(map(make_outcome, specs_of(8)))
+        assert {outcome.status for outcome in outcomes} == {"completed"}
+        await fleet["b"].start()
+        await fleet.wait_live(b=0)
+        assert not await take(client)
+
+
+async def keep_finishing(fleet, name):
+    while True:
+        await trio.sleep(0.2)
+        finish_all(fleet, name)
+
+
 async def test_outcomes_that_were_given_out_before_the_loss_do_not_come_again(folder):
     async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
         await client.submit(specs_of(8))

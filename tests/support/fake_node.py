@@ -163,7 +163,11 @@ class FakeNode:
 
     async def cancel(self, job_id: str, reason: str) -> None:
         """See `NodeApi`."""
-        await self.cancel_gate.wait()
+        try:
+            await self.cancel_gate.wait()
+        except trio.Cancelled:
+            self.cancel_soon(job_id, reason)
+            raise
         self._end_cancelled(job_id, reason)
 
     def cancel_soon(self, job_id: str, reason: str) -> None:

@@ -269,15 +269,19 @@ class FleetClient(RolloutClient):
         await trio.lowlevel.checkpoint()
 
     async def _withdraw(self, node_id: str, job_ids: Sequence[str]) -> None:
-        """Cancel jobs on a node that run, or have ended, elsewhere."""
-        member = self._state.members.get(node_id)
-        if member is None or not job_ids:
+        """Withdraw jobs from a node that run, or have ended, elsewhere. They may have come here meanwhile: then not."""
+        member, jobs = self._state.members.get(node_id), self._state.book.jobs
+        stale = {job_id for job_id in job_ids if job_id not in jobs or jobs[job_id].node_id != node_id}
+        if member is None or not stale:
             await trio.lowlevel.checkpoint()
             return
+        member.withdrawing |= stale
         try:
-            await member.client.cancel(job_ids, WITHDRAWN)
+            await member.client.withdraw(sorted(stale), WITHDRAWN)
         except ServiceError as exc:
             logger.info("node %s was lost again: %s", node_id, exc)
+        finally:
+            member.withdrawing -= stale
 
     async def _move(self, jobs: Sequence[FleetJob], why: str) -> None:
         try:

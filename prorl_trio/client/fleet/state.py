@@ -46,6 +46,7 @@ class Member:
         entry: as it was when the session was opened.
         client: the session.
         behind: why it is given no jobs, though it takes some; empty: it is given some.
+        withdrawing: ids of jobs that are being withdrawn from it: they are not submitted there.
     """
 
     def __init__(self, entry: NodeEntry, client: RolloutClient) -> None:
@@ -53,6 +54,7 @@ class Member:
         self.client = client
         self.acks = NodeAcks()
         self.behind = ""
+        self.withdrawing: set[str] = set()
         self.taken = 0
         """Cursor, on the node, of the last outcome that was taken over."""
 

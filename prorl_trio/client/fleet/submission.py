@@ -172,7 +172,8 @@ class Submission:
                 chosen.setdefault(homes[job_id], []).append(job_id)
         async with open_single_nursery() as nursery:
             for node_id, job_ids in chosen.items():
-                batch = [by_id[job_id] for job_id in job_ids if self._is_nowhere(by_id[job_id])]
+                free = [job_id for job_id in job_ids if job_id not in members[node_id].withdrawing]
+                batch = [by_id[job_id] for job_id in free if self._is_nowhere(by_id[job_id])]
                 nursery.start_soon(self._submit_to, members[node_id], batch, answers, again)
         return again
 

@@ -49,6 +49,7 @@ class RunningJob:
         encoded: the outcome as it is sent to the trainer; None until `ended`.
         settled: set when the node has accepted the job, or `refused` says why it did not.
         attempt: number of attempts that have begun, including those of former processes.
+        withdrawn: if its cancel ends it, it has no outcome: it is forgotten.
     """
 
     __slots__ = (
@@ -62,6 +63,7 @@ class RunningJob:
         "spec",
         "status",
         "submitted_s",
+        "withdrawn",
     )
 
     def __init__(self, spec: JobSpec, fingerprint: bytes, submitted_s: float) -> None:
@@ -72,6 +74,7 @@ class RunningJob:
         self.settled = trio.Event()
         self.refused: ServiceError | None = None
         self.attempt = 0
+        self.withdrawn = False
         self.finishing: bytes | None = None
         """The outcome, while it is being stored."""
         self.ended = trio.Event()

@@ -18,7 +18,7 @@ from prorl_trio.service.sessions.feed import MAX_UNACKED_BYTES, MAX_UNACKED_OUTC
 from prorl_trio.service.sessions.jobs import RunningJob, encode_outcome, fingerprint_of, lost_outcome
 from prorl_trio.service.sessions.observation import Observations
 from prorl_trio.service.sessions.outcome_log import Held, OutcomeLog
-from prorl_trio.types.errors import DuplicateJob, ProtocolError, UnknownJob
+from prorl_trio.types.errors import AdmissionRejected, DuplicateJob, ProtocolError, UnknownJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,6 +37,8 @@ __all__ = ["Session"]
 logger = logging.getLogger(__name__)
 
 MAX_CANCELS_AHEAD: Final = 10_000
+WITHDRAWAL_S: Final = 0.25
+"""Pause before a job is submitted again whose withdrawn copy has not ended yet."""
 """Ids per session that were cancelled before their job was submitted. Beyond that, the oldest is dropped."""
 
 
@@ -136,7 +138,7 @@ class Session:
     def to_come(self, sent: int) -> list[str]:
         """Return the ids of jobs whose outcome comes after the cursor `sent`: stored ones, then running ones."""
         ended = [self.log.job_id(cursor) for cursor in self.log.cursors() if cursor > sent]
-        return [*ended, *self._running]
+        return [*ended, *(job_id for job_id, job in self._running.items() if not job.withdrawn)]
 
     async def wait_settled(self, job_id: str) -> None:
         """Return when a job that is being stored is accepted by the node, or refused."""
@@ -162,10 +164,16 @@ class Session:
             if len(self._cancelled_ahead) > MAX_CANCELS_AHEAD:
                 del self._cancelled_ahead[next(iter(self._cancelled_ahead))]
 
+    def withdraw(self, job_ids: Iterable[str]) -> None:
+        """Have those of these jobs that run be forgotten if a cancel ends them. The caller must cancel them."""
+        for job_id in job_ids:
+            if (job := self._running.get(job_id)) is not None and job.finishing is None:
+                job.withdrawn = True
+
     def admit(self, spec: JobSpec, node: NodeApi, attempts: int = 0) -> tuple[RunningJob | None, bool]:
         """Check a job before it is stored. Return it if its submission is still in progress, and whether it is new.
 
-        `attempts` of it have begun on other nodes. The caller must afterwards hand over or withdraw a new job.
+        `attempts` of it have begun on other nodes. The caller must afterwards hand over or refuse a new job.
 
         Raises:
             ServiceError: it is refused, see `submit_all`.
@@ -181,12 +189,14 @@ class Session:
         if known != fingerprint:
             raise DuplicateJob(f"job {spec.job_id!r} is here with another spec; choose another id")
         running = self._running.get(spec.job_id)
+        if running is not None and running.withdrawn:
+            raise AdmissionRejected(f"job {spec.job_id!r} is being withdrawn; try again", WITHDRAWAL_S)
         return (running if running is not None and not running.settled.is_set() else None), False
 
     def hand_over(self, job: RunningJob, node: NodeApi) -> None:
         """Give a stored job to the node, and cancel it if that was asked for in advance.
 
-        If the node raises, the job is still registered here: the caller must withdraw it, or deliver a failure.
+        If the node raises, the job is still registered here: the caller must refuse it, or deliver a failure.
 
         Raises:
             ServiceError: see `NodeApi.take`.
@@ -197,7 +207,7 @@ class Session:
         if reason is not None:
             node.cancel_soon(job.spec.job_id, reason)
 
-    def withdraw(self, job: RunningJob, why: ServiceError) -> None:
+    def refuse(self, job: RunningJob, why: ServiceError) -> None:
         """Remove an admitted job that is refused after all, and wake those that wait for its acceptance."""
         self.dismiss(job)
         job.refused = why
@@ -238,6 +248,9 @@ class Session:
         job.finishing = encoded.data
         if outcome.error_code == "shutdown" and not self.journal.draining:
             return
+        if job.withdrawn and outcome.status == "cancelled":
+            self._forget_running(job)
+            return
         if self.shared is not None and self._listener is not None and self._listener.reader_id:
             self.shared.keep(self.session_id, encoded.outcome)
         attempt = max(1, job.attempt)
@@ -262,6 +275,14 @@ class Session:
         self._arrival.unpark_all()
         if self._listener is not None:
             self._listener.wake()
+
+    def _forget_running(self, job: RunningJob) -> None:
+        """Drop a withdrawn job that has ended, here and in the ledger: its id can be used again."""
+        self.dismiss(job)
+        self.journal.forget(self.session_id, job.spec.job_id)
+        job.encoded = job.finishing
+        job.ended.set()
+        self._on_change()
 
     def dismiss(self, job: RunningJob) -> None:
         """Remove a job of which there is no outcome: it was not accepted, or its outcome could not be stored."""

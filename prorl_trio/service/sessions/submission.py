@@ -145,7 +145,7 @@ async def _settle(
 
 
 def _hand_over(session: Session, node: NodeApi, job: RunningJob, failure: ServiceError | None) -> None:
-    """Hand a stored job to the node, or withdraw it if storing failed.
+    """Hand a stored job to the node, or refuse it if storing failed.
 
     If the node has ended meanwhile, the job is refused, but stays in the ledger: the next start runs it.
     """
@@ -157,5 +157,5 @@ def _hand_over(session: Session, node: NodeApi, job: RunningJob, failure: Servic
         except Draining as exc:
             failure = exc
     if failure is not None:
-        session.withdraw(job, failure)
+        session.refuse(job, failure)
     session.journal.settle()

@@ -161,6 +161,8 @@ class Connection:
             case Ack():
                 self._session.ack(frame.cursor)
             case CancelJobs():
+                if frame.forget:
+                    self._session.withdraw(frame.job_ids)  # before any later submit of theirs is looked at
                 self._start(self._cancel, frame)
             case CancelOnNode():
                 self._start(self._cancel_on_node, frame)
@@ -268,7 +270,9 @@ class Connection:
             self._session.cancel_ahead(unknown, frame.reason)
         running = [job_id for job_id in known if self._session.is_running(job_id)]
         await cancel_live(self._node, [self._session], running, frame.reason)
-        self._link.post(CancelledJobs(request_id=frame.request_id, cancelled=known, unknown=unknown))
+        forgotten = [job_id for job_id in known if not self._session.knows(job_id)] if frame.forget else []
+        answer = CancelledJobs(request_id=frame.request_id, cancelled=known, unknown=unknown, forgotten=forgotten)
+        self._link.post(answer)
 
     async def _cancel_on_node(self, frame: CancelOnNode) -> None:
         sessions = self._table.all()
