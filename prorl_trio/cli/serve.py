@@ -12,7 +12,7 @@ import trio
 
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.config import OnHangup, load_config
-from prorl_trio.node.garbage import rare_garbage_collection
+from prorl_trio.node.garbage import open_garbage_searches
 from prorl_trio.node.serve import serve_node
 from prorl_trio.service.endpoints import endpoint_url
 
@@ -108,9 +108,12 @@ def serve(
 
     config = load()
     ready = _Ready(secure=bool(config.listen.tls_cert))
-    with rare_garbage_collection():
-        clean = trio.run(lambda: serve_node(config, load=load, task_status=ready))
-    sys.exit(0 if clean else EXIT_JOBS_CUT)
+
+    async def serve() -> bool:
+        async with open_garbage_searches():
+            return await serve_node(config, load=load, task_status=ready)
+
+    sys.exit(0 if trio.run(serve) else EXIT_JOBS_CUT)
 
 
 class _Ready:
