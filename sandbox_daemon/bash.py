@@ -155,23 +155,25 @@ class BashSession:
         act: Callable[[], Awaitable[None]],
     ) -> Literal["ended", "quiet", "timed_out"]:
         """`act`, and then wait for the command. Ended, but for `quiet`, when this returns or raises."""
-        send_chunk, receive_chunk = trio.open_memory_channel[bytes](STREAM_BUFFER_CHUNKS)
-        running.attend(CommandOutput(request.max_output_bytes, raw=request.raw), send_chunk if request.stream else None)
+        send_chunk = receive_chunk = None
+        if request.stream:
+            send_chunk, receive_chunk = trio.open_memory_channel[bytes](STREAM_BUFFER_CHUNKS)
+        running.attend(CommandOutput(request.max_output_bytes, raw=request.raw), send_chunk)
         is_quiet = False
-        with receive_chunk:
-            try:
-                with trio.move_on_after(request.timeout_s):
-                    await act()
-                    if request.stream:
-                        is_quiet = await _stream(running, receive_chunk, send_output, request.quiet_timeout_s)
-                    else:
-                        is_quiet = await _wait(running, request.quiet_timeout_s)
-            finally:
+        try:
+            with trio.move_on_after(request.timeout_s):
+                await act()
+                if receive_chunk is None:
+                    is_quiet = await _wait(running, request.quiet_timeout_s)
+                else:
+                    is_quiet = await _stream(running, receive_chunk, send_output, request.quiet_timeout_s)
+        finally:
+            if receive_chunk is not None:
                 receive_chunk.close()
-                timed_out = not (is_quiet or running.ended.is_set())
-                if timed_out:
-                    with trio.move_on_after(STOP_DEADLINE_S, shield=True):
-                        await _stop(shell, running)
+            timed_out = not (is_quiet or running.ended.is_set())
+            if timed_out:
+                with trio.move_on_after(STOP_DEADLINE_S, shield=True):
+                    await _stop(shell, running)
         return "timed_out" if timed_out else "quiet" if is_quiet else "ended"
 
     async def _report(

@@ -190,8 +190,10 @@ class Shell:
     async def type_keys(self, keys: bytes, running: RunningCommand) -> None:
         """Type `keys` for `running`, and for nothing else: not at all if it is ending.
 
-        Waits while the terminal's input queue is full; a cancelled call may have typed a part.
+        Waits until the shell has read the command, and while the terminal's input queue is full; a cancelled call may
+        have typed a part.
         """
+        await self._wait_read(running)  # it may be at the gate before: without the token it would never read it
         if self._running is not running or not (self._gate_taken or self._files.take_gate()):
             return
         self._gate_taken = True
@@ -212,7 +214,7 @@ class Shell:
         if running is None:
             return
         with trio.move_on_after(BEGIN_GRACE_S):
-            await self._wait_mark(BEGUN_MARK)
+            await self._wait_read(running)
         if running.ended.is_set():
             return
         running.was_interrupted = True
@@ -334,6 +336,21 @@ class Shell:
             await running.take(running.nonce.encode())  # printed by the command itself
             before, after = running.splitter.feed(after)
             await running.take(before)
+
+    async def _wait_read(self, running: RunningCommand) -> None:
+        """Until the shell has read the command, which is the one in progress or has ended, or is gone."""
+        self._drain_records()
+        if running.ended.is_set() or BEGUN_MARK in self._records:
+            return
+
+        async def stop_at_end(scope: trio.CancelScope) -> None:
+            await running.ended.wait()
+            scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stop_at_end, nursery.cancel_scope)
+            await self._wait_mark(BEGUN_MARK)
+            nursery.cancel_scope.cancel()
 
     async def _wait_mark(self, mark: bytes, heard: Callable[[], None] | None = None) -> None:
         """Until the shell has sent `mark`, or is gone. `heard` is called after whatever else it sends."""

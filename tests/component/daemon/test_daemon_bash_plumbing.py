@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
+import trio.testing
 
 from ipc.limits import SandboxLimits
 from ipc.sandbox_calls import BashResult, BashRun
@@ -16,6 +18,7 @@ from sandbox_daemon.plain_text import CommandOutput
 from sandbox_daemon.shell import RunningCommand, open_shell
 
 CALL_TIMEOUT_S = 30
+SETTLED_S = 0.05
 DEBUG = "trap 'echo \"DBG $BASH_COMMAND\"' DEBUG"
 
 # (name, [(command, exit code, output), ...]): one session, command after command.
@@ -119,25 +122,64 @@ async def test_session(sandbox, session):
 
 async def test_a_signal_for_a_command_that_has_just_ended_adds_nothing_to_the_next_output(tmp_path):
     """The interrupt of a command whose time is up may come when the shell is ready again. It says so with a newline."""
+    async with _open_bash(tmp_path) as shell:
+        for _ in range(3):
+            assert await _output_of(shell, "echo a") == "a\n"
+            os.killpg(shell.child.pid, signal.SIGINT)
+            await shell.settle()
+        await shell.interrupt(set())  # when it has ended, nothing is sent
+        assert await _output_of(shell, "echo b") == "b\n"
+
+
+async def test_keys_wait_for_a_shell_that_has_not_read_the_command_yet(tmp_path):
+    """A shell that the machine has stopped before the gate would stay there, were the token taken from it."""
+    async with _open_bash(tmp_path) as shell:
+        await shell.settle()  # it is past the gate
+        assert shell._files.take_gate()  # so that the shell is still before it when the next command comes
+        assert await _output_of(shell, "echo a") == "a\n"
+        running = await _begin(shell, "read line; echo got $line")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(shell.type_keys, b"typed\n", running)
+            await trio.testing.wait_all_tasks_blocked(SETTLED_S)
+            shell._files.open_gate()
+            await running.ended.wait()
+        assert running.output().text == "got typed\n"
+
+
+async def test_keys_are_not_typed_for_a_command_that_ends_before_the_shell_has_said_that_it_reads_it(tmp_path):
+    async with _open_bash(tmp_path) as shell:
+        await shell.settle()
+        assert shell._files.take_gate()
+        assert await _output_of(shell, "echo a") == "a\n"
+        running = await _begin(shell, "echo b")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(shell.type_keys, b"echo typed\n", running)
+            await trio.testing.wait_all_tasks_blocked(SETTLED_S)
+            await shell.kill()
+        assert (running.end, running.output().text) == (None, "")
+
+
+@asynccontextmanager
+async def _open_bash(cwd):
     reaper, limiter = ChildReaper(SandboxLimits(), isolated=False), trio.CapacityLimiter(1)
     with trio.fail_after(CALL_TIMEOUT_S):
         async with trio.open_nursery() as nursery:
             await nursery.start(reaper.serve)
-            opened = open_shell(reaper, Bash, executable="/bin/bash", env={}, cwd=str(tmp_path), limiter=limiter)
+            opened = open_shell(reaper, Bash, executable="/bin/bash", env={}, cwd=str(cwd), limiter=limiter)
             async with opened as shell:
-                for _ in range(3):
-                    assert await _output_of(shell, "echo a") == "a\n"
-                    os.killpg(shell.child.pid, signal.SIGINT)
-                    await shell.settle()
-                await shell.interrupt(set())  # when it has ended, nothing is sent
-                assert await _output_of(shell, "echo b") == "b\n"
+                yield shell
             await shell.child.wait()
             nursery.cancel_scope.cancel()
 
 
-async def _output_of(shell, command):
+async def _begin(shell, command):
     running = RunningCommand()
     running.attend(CommandOutput(1000))
     await shell.begin(command, running)
+    return running
+
+
+async def _output_of(shell, command):
+    running = await _begin(shell, command)
     await running.ended.wait()
     return running.output().text
