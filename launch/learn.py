@@ -65,7 +65,7 @@ class TrainingFailed(ServiceError):
 
 @click.command()
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the demonstrations and problems.")
-@click.option("--steps", type=click.IntRange(1), help="Policy updates (32; with --quick 2).")
+@click.option("--steps", type=click.IntRange(1), help="Policy updates (30; with --quick 2).")
 @click.option(
     "--no-dynamic", is_flag=True, help="Train on every group, also where all or none are right: for comparison."
 )

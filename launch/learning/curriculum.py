@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Curriculum"]
 
-WINDOW: Final = 48
+WINDOW: Final = 24
 """Rollouts of a family by which its success rate is told."""
-LEAST: Final = 0.1
+LEAST: Final = 0.3
 """Weight of a family that is always solved, so that it is not forgotten; one that never is has this and 1."""
 _DECIDED: Final = ("trained", "uninformative")
 _LINE: Final = msgspec.json.Decoder(ManifestLine)

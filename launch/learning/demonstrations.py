@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
+from launch.learning.prompt import PAYLOAD
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.client.word_problems import demonstrated
 from prorl_trio.learn.rows import Row
@@ -13,10 +14,7 @@ if TYPE_CHECKING:
     from prorl_trio.chat.format import ChatFormat
     from prorl_trio.client.word_problems import WordProblem
 
-__all__ = ["PAYLOAD", "demonstrations"]
-
-PAYLOAD: Final[dict[str, Any]] = {"system_prompt": "Use Python.", "instruction": "", "describe_tools": False}
-"""The fields of `MathPayload` for a policy that was shown the tool: a prompt of 40 tokens, not of 300."""
+__all__ = ["demonstrations"]
 
 
 def demonstrations(chat: ChatFormat, number: int, *, seed: int) -> list[Row]:

@@ -11,7 +11,7 @@ from launch.learning.record import Evaluation, StepRecord
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["EVENT", "Evaluated", "Event", "EventLog", "Shown", "Stepped"]
+__all__ = ["EVENT", "Ended", "Evaluated", "Event", "EventLog", "Shown", "Stepped"]
 
 
 class Shown(msgspec.Struct, frozen=True, tag="shown"):
@@ -35,7 +35,14 @@ class Evaluated(msgspec.Struct, frozen=True, tag="evaluated"):
     record: Evaluation
 
 
-Event = Shown | Stepped | Evaluated
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The run ended before its last step, for a good reason."""
+
+    step: int
+    why: str
+
+
+Event = Shown | Stepped | Evaluated | Ended
 EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 

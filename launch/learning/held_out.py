@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from launch.learning.demonstrations import PAYLOAD
+from launch.learning.prompt import PAYLOAD
 from prorl_trio.client.word_problems import word_problems
 from prorl_trio.types.models import JobSpec, Outcome, SamplingParams
 

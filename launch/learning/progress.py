@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import trio
 from rich.text import Text
 
-from launch.learning.events import EVENT, Evaluated, Shown, Stepped
+from launch.learning.events import EVENT, Ended, Evaluated, Shown, Stepped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,6 +49,8 @@ def describe(event: Event) -> Text:
             line = Text(f"held out after {record.step:3} updates: ")
             line.append(f"greedy {record.greedy:.2f}  T = 1 {record.sampled:.2f}", style="bold green")
             return line.append(f"  tool used in {record.tool_share:.0%}  gap {record.gap:.4f}", style="dim")
+        case Ended(step, why):
+            return Text(f"ended after {step} updates: {why}", style="bold")
         case Stepped(record, of):
             seconds = record.wait_s + record.update_s + record.sync_s + record.checkpoint_s
             line = Text(f"step {record.step:3}/{of}  ")

@@ -28,6 +28,7 @@ SETTINGS: Final = "settings.json"
 CURVE: Final = "curve.json"
 EVENTS: Final = "events.jsonl"
 CHECKPOINTS: Final = "checkpoints"
+MASTERED: Final = 0.9
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,20 +53,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     seed: int = 0
-    steps: int = 32
-    groups: int = 10
+    steps: int = 30
+    groups: int = 16
     rollouts: int = 6
     dynamic: bool = True
     max_staleness: int = 1
     objective: str = "dapo"
     learning_rate: float = 4e-5
     rising_steps: int = 3
-    falling_steps: int = 12
+    falling_steps: int = 8
     demonstration_steps: int = 12
     demonstrations: int = 8
     demonstration_learning_rate: float = 1e-4
     held_out: int = 96
-    evaluate_every: int = 6
+    evaluate_every: int = 8
     max_output_tokens: int = 48
     max_turns: int = 3
     overlong_cache: int = 112
@@ -154,6 +155,10 @@ class RunRecord(msgspec.Struct, kw_only=True):
     wall_s: float = 0.0
     cpu_s: float = 0.0
     summary: dict[str, Any] = {}
+
+    def is_mastered(self) -> bool:
+        """Return True if nearly all rollouts that were sampled for the last step were right: little is left."""
+        return bool(self.steps) and (self.steps[-1].reward_sampled or 0.0) >= MASTERED
 
     def cut(self, step: int) -> None:
         """Forget what came after a checkpoint of `step`."""

@@ -18,12 +18,12 @@ import numpy as np
 
 from launch.learning.curriculum import Curriculum
 from launch.learning.curve import draw_curve
-from launch.learning.demonstrations import PAYLOAD
 from launch.learning.engine_load import EngineLoad
-from launch.learning.events import Evaluated, EventLog, Stepped
+from launch.learning.events import Ended, Evaluated, EventLog, Stepped
 from launch.learning.examples import write_examples
 from launch.learning.held_out import solve_held_out
 from launch.learning.policy import make_trainer, recipe_of, set_learning_rate
+from launch.learning.prompt import PAYLOAD
 from launch.learning.record import (
     CHECKPOINTS,
     CURVE,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from prorl_trio.learn.trainer import Trainer, UpdateFigures
     from prorl_trio.types.models import Outcome
 
-__all__ = ["train"]
+__all__ = ["Run", "train"]
 
 GAP_ROLLOUTS = 24
 EXAMPLES = 12
@@ -78,7 +78,7 @@ def train(folder: Path) -> None:
         record.wall_s = time.time() - (folder / SETTINGS).stat().st_mtime  # the start of all parts counts
     curriculum = Curriculum(record.settings.seed)
     curriculum.observe_file(folder / "sampling" / MANIFEST)
-    run = _Run(folder, trainer, record, curriculum, state["step"])
+    run = Run(folder, trainer, record, curriculum, state["step"])
     url, token = os.environ["PRORL_URL"], os.environ["PRORL_TOKEN"]
     with (
         BlockingClient(url, token, session_id=f"learn-{folder.name}") as client,
@@ -111,7 +111,11 @@ def _job(settings: Settings) -> JobTemplate:
     return JobTemplate(sampling=sampling, max_turns=settings.max_turns)
 
 
-class _Run:
+class _MasteredError(Exception):
+    """No batch came, since nearly every group is solved by all its rollouts."""
+
+
+class Run:
     """A run at work: its trainer, its record, and the step it is at."""
 
     def __init__(self, folder: Path, trainer: Trainer, record: RunRecord, curriculum: Curriculum, step: int) -> None:
@@ -136,7 +140,13 @@ class _Run:
                 self.evaluate(examiner)
             if self.step == self.settings.steps:
                 break
-            self.take_step(client, groups)
+            try:
+                self.take_step(client, groups)
+            except _MasteredError as exc:
+                if not due:
+                    self.evaluate(examiner)
+                self.events.write(Ended(step=self.step, why=str(exc)))
+                break
         draw_curve(self.record, self.folder)
 
     def take_step(self, client: BlockingClient, groups: BlockingGroups) -> None:
@@ -145,10 +155,14 @@ class _Run:
         In this order a run that is killed anywhere can go on: a version is announced once its weights are on the disk.
         The engine is paused while the trainer computes, since they share the cores. Rollouts go on up to where they
         need it, and then are sampled together: for many the engine takes hardly longer than for one.
+
+        Raises:
+            _MasteredError: there is no batch, for the problems are solved.
+            TimeoutError: there is none for another reason.
         """
         clock = _Clock()
         with EngineLoad(os.environ["PRORL_ENGINE_URL"]) as load:
-            batch = groups.take(timeout_s=ROLLOUTS_TIMEOUT_S)
+            batch = self.next_batch(groups)
         wait_s = clock.lap()
         self.curriculum.observe(batch.manifest)
         with client.policy_update(str(self.step + 1), mode="keep", timeout_s=UPDATE_TIMEOUT_S) as update:
@@ -166,6 +180,15 @@ class _Run:
         groups.confirm(batch.number)
         self.note(checkpoint_s=checkpoint_s, sync_s=sync_s + clock.lap())
         self.events.write(Stepped(record=self.record.steps[-1], of=self.settings.steps))
+
+    def next_batch(self, groups: BlockingGroups) -> Batch:
+        """Return the next batch. Raises as `take_step`."""
+        try:
+            return groups.take(timeout_s=ROLLOUTS_TIMEOUT_S)
+        except TimeoutError as exc:
+            if not self.record.is_mastered():
+                raise
+            raise _MasteredError(f"nearly all is solved, and too few groups are left to learn from: {exc}") from exc
 
     def note(self, **times: float) -> None:
         """Add to the record of the last step the times of what came after it."""

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from launch.learning.curve import draw_curve
 from launch.learning.engine_load import EngineLoad
-from launch.learning.events import Evaluated, EventLog, Shown, Stepped
+from launch.learning.events import Ended, Evaluated, EventLog, Shown, Stepped
 from launch.learning.examples import write_examples
 from launch.learning.progress import describe, follow
 from launch.learning.record import (
@@ -29,6 +29,14 @@ from prorl_trio.types.models import ChatMessage, Trajectory, Turn
 from support.fake_node import make_outcome, make_spec
 
 SETTINGS = Settings(model="/models/tiny", steps=4, evaluate_every=2)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "is_mastered"), [([], False), ([0.95, 0.5], False), ([0.5, 0.92], True), ([None], False)]
+)
+def test_what_is_solved_by_nearly_all_rollouts_of_the_last_step_is_mastered(sampled, is_mastered):
+    steps = [step(number, reward_sampled=reward) for number, reward in enumerate(sampled, 1)]
+    assert RunRecord(settings=SETTINGS, steps=steps).is_mastered() is is_mastered
 
 
 def test_the_learning_rate_rises_and_falls():
@@ -131,6 +139,7 @@ def test_the_curve_is_drawn_at_any_time_of_a_run(tmp_path, cut):
 def test_each_event_has_a_line_with_what_people_look_for():
     assert describe(Shown(step=3, of=12, loss=0.5)).plain == "  demonstrations  3/12  loss 0.500"
     assert "greedy 0.60  T = 1 0.50" in describe(Evaluated(record=evaluation(2, 0.6))).plain
+    assert describe(Ended(step=3, why="all is solved")).plain == "ended after 3 updates: all is solved"
     line = describe(Stepped(record=step(2), of=4)).plain
     assert "step   2/4  reward 0.50  informative 40%" in line
     assert "31 s (rollouts 10 + training 20 + weights 1.0)" in line

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from support.learn_checks import files, objectives, packs, updates
+from support.learn_checks import files, objectives, packs, runs, updates
 from support.learn_checks.made_up import tiny_model
 
 
@@ -27,7 +27,7 @@ def main():
         runpy.run_path(sys.argv[2], run_name="__main__")
         return
     results = {}
-    for module in (objectives, packs, updates, files):
+    for module in (objectives, packs, updates, files, runs):
         for name, check in vars(module).items():
             if name.startswith("check_"):
                 with tempfile.TemporaryDirectory() as folder:
