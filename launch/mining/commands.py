@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from ipc.nursery import single_exception
+from launch.mining.environments import find_uv
 from launch.mining.index import normal_name, pip_settings
 from launch.mining.miner import Miner, MiningLimits, Wanted
 from launch.mining.nearest import PUBLISHED_ROWS, build_published
@@ -70,6 +71,7 @@ def mine(
     wanted = [Wanted(normal_name(each), pairs, require) for each in packages] or [*MINED_SETS[name]]
     limits = MiningLimits(hunks=hunks, per_package=per_package)
     folder = mined_set_folder(name)
+    find_uv()  # that it is missing is said now, and not when the first candidate needs it
     settings = pip_settings()
     console = Console()
 

@@ -7,7 +7,9 @@ import tarfile
 
 import pytest
 import trio
+from click.testing import CliRunner
 
+from launch.mining import environments
 from launch.mining.candidates import Candidate, Release, candidates_of, changed_tests, refusal, source_folders
 from launch.mining.changes import hunks_of, make_patch, merge_source, patch_size, without_hunk
 from launch.mining.environments import packages_folder, seal_environment
@@ -18,6 +20,7 @@ from launch.mining.rows import MinedTask, choose_tests, overlay_of, read_checks
 from launch.mining.sdist import Entry, Metadata, file_kind, read_metadata, read_sdist, write_tree
 from launch.mining.statements import changelog_section, hunk_statement
 from launch.mining.verification import verify_rows
+from prorl_trio.cli import main
 from prorl_trio.grading.verdict import TestResult
 from prorl_trio.types.errors import ConfigError, SandboxUnavailable
 from prorl_trio.types.models import TaskInstance
@@ -356,6 +359,16 @@ async def test_ten_rows_four_at_a_time_keep_every_result(tmp_path):
     assert found == right
     assert sorted(ran) == [*refused]
     assert read_checks(tmp_path / "results.jsonl") == right
+
+
+def test_a_missing_uv_is_said_before_anything_is_fetched(tmp_path, monkeypatch):
+    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(environments.sys, "executable", str(tmp_path / "python"))
+    done = CliRunner().invoke(main, ["tasks", "mine", "some-set", "tomlkit"])
+    assert done.exit_code == 1
+    assert "pip install 'prorl-trio[mining]'" in done.output
+    assert not list(tmp_path.rglob("*tomlkit*"))
 
 
 def test_an_environment_that_has_the_package_itself_is_refused(tmp_path):
