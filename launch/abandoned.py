@@ -1,8 +1,9 @@
 """The temporary folders of supervisors: a lock tells those in use from those whose supervisor was killed.
 
-Where everything that a task runs is killed at once, by the cgroup of a Slurm job, nobody is left to clear up. So the
-next supervisor with folders in the same place does. A folder has a file that its supervisor's processes keep locked,
-and that lists what they know of the tree's files in /dev/shm; the kernel unlocks it when the last of them has ended.
+Where everything that a task runs is killed at once, as Slurm does by a control group, nobody in there is left to clear
+up. So what Slurm runs after a task does (`launch.slurm.sweep`), and the next supervisor with folders in the same place.
+A folder has a file that its supervisor's processes keep locked, and that lists what they know of the tree's files in
+/dev/shm; the kernel unlocks it when the last of them has ended.
 
 Standard library only: the supervisor of every engine imports this.
 """
@@ -14,18 +15,24 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from launch.shared_memory import FileId
 
-__all__ = ["ClaimedFolder", "claim_folder", "sweep"]
+__all__ = ["TRIAL_PREFIX", "ClaimedFolder", "claim_folder", "sweep", "wait_left"]
 
+TRIAL_PREFIX = "prorl-try-"
+"""Names of folders that are made for a moment, to see what can be done in them."""
 _PREFIX = "prorl-engine-"
 _MARK = ".supervised"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_POLL_S = 0.05
+_UNMARKED_S = 60.0
+"""Age at which a folder without a mark, which each is for a moment, has lost its maker."""
 
 
 class ClaimedFolder:
@@ -43,16 +50,15 @@ class ClaimedFolder:
 
     def noted(self) -> set[FileId]:
         """Return what has been noted, by us and by the processes that we share this folder with."""
-        _, *lines = os.pread(self._mark, os.fstat(self._mark).st_size, 0).splitlines(keepends=True)
-        return _file_ids(lines)
+        return _Mark(self._mark).files
 
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def claim_folder() -> ClaimedFolder:
-    """Make a folder of ours below the system's temporary folder.
+def claim_folder(owner: str = "") -> ClaimedFolder:
+    """Make a folder of ours below the system's temporary folder; `owner` is one line for `wait_left`.
 
     Raises:
         OSError: it cannot be made.
@@ -61,41 +67,87 @@ def claim_folder() -> ClaimedFolder:
     draft = os.path.join(path, f"{_MARK}.new")
     mark = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
     fcntl.flock(mark, fcntl.LOCK_EX)
-    os.write(mark, _boot_id())
+    os.write(mark, _boot_id() + owner.encode() + b"\n")
     os.rename(draft, os.path.join(path, _MARK))  # nobody finds it without its lock
     return ClaimedFolder(path, mark)
 
 
-def sweep(unlink: Callable[[set[FileId]], None]) -> None:
-    """Remove what supervisors of this user that were killed have left below the system's temporary folder.
+def sweep(unlink: Callable[[set[FileId]], None], place: str | None = None) -> None:
+    """Remove what supervisors of this user that were killed have left in `place`: the system's temporary folder.
 
     `unlink` gets what they had in /dev/shm.
     """
-    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
-        for entry in entries:
-            if entry.name.startswith(_PREFIX):
-                with contextlib.suppress(OSError, ValueError):
-                    _sweep_folder(entry.path, unlink)
+    where = place or tempfile.gettempdir()
+    for path in _folders(where, _PREFIX):
+        with contextlib.suppress(OSError, ValueError), _open_mark(path) as mark:
+            if _try_lock(mark):
+                found = _Mark(mark)
+                if found.boot_id == _boot_id():  # else /dev/shm was emptied since, and its numbers are others' now
+                    unlink(found.files)
+                shutil.rmtree(path, ignore_errors=True)
+    for path in _folders(where, _PREFIX, TRIAL_PREFIX):
+        with contextlib.suppress(OSError):
+            _remove_unmarked(path)
 
 
-def _sweep_folder(path: str, unlink: Callable[[set[FileId]], None]) -> None:
+def wait_left(owner: str, place: str, deadline: float) -> None:
+    """Wait until no supervisor is at work for `owner` in `place`, at the longest until `deadline` (monotonic time)."""
+    for path in _folders(place, _PREFIX):
+        with contextlib.suppress(OSError, ValueError), _open_mark(path) as mark:
+            while _Mark(mark).owner == owner and not _try_lock(mark) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+
+
+class _Mark:
+    """A parsed mark: a line for the boot of the machine, one for the owner, and one for each file. One cut is left out.
+
+    Raises:
+        ValueError: it is not a mark.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        lines = os.pread(descriptor, os.fstat(descriptor).st_size, 0).splitlines(keepends=True)
+        self.boot_id, owner = lines[:2]
+        self.owner = owner.decode().rstrip("\n")
+        files = (line.split() for line in lines[2:] if line.endswith(b"\n"))
+        self.files = {(int(device), int(inode)) for device, inode in files}
+
+
+def _folders(place: str, *prefixes: str) -> list[str]:
+    with contextlib.suppress(OSError), os.scandir(place) as entries:
+        return [entry.path for entry in entries if entry.name.startswith(prefixes)]
+    return []
+
+
+def _remove_unmarked(path: str) -> None:
+    status = os.stat(path, follow_symlinks=False)
+    old = status.st_uid == os.geteuid() and time.time() - status.st_mtime > _UNMARKED_S
+    if old and not os.path.exists(os.path.join(path, _MARK)):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _open_mark(path: str) -> Iterator[int]:
+    """Open the mark of a folder of this user's.
+
+    Raises:
+        OSError: there is none.
+    """
     mark = os.open(os.path.join(path, _MARK), os.O_RDWR | os.O_NOFOLLOW)
     try:
         if os.fstat(mark).st_uid != os.geteuid():
-            return
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with open(os.dup(mark), "rb") as file:
-            boot_id, *lines = file.read().splitlines(keepends=True)
-        if boot_id == _boot_id():  # else /dev/shm was emptied since, and its numbers are others' now
-            unlink(_file_ids(lines))
-        shutil.rmtree(path, ignore_errors=True)
+            raise PermissionError(path)
+        yield mark
     finally:
         os.close(mark)
 
 
-def _file_ids(lines: Iterable[bytes]) -> set[FileId]:
-    """Read lines of `note`; one that a full disk has cut is left out."""
-    return {(int(device), int(inode)) for device, inode in (line.split() for line in lines if line.endswith(b"\n"))}
+def _try_lock(mark: int) -> bool:
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _boot_id() -> bytes:

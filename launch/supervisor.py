@@ -12,7 +12,8 @@ leash to nothing: GRACE_S plus 2 s.
 We are two processes, so that kill -9 of one of us lets nothing out either: the keeper holds the guard, and the guard
 holds the command. To whom the guard's orphans go, if it is killed, is the keeper, which then ends them; a guard whose
 keeper is killed ends the tree itself. Only if both are killed at once may what left the command's session remain. The
-folder, and what the tree had in /dev/shm, are then removed by the next supervisor on this machine (`abandoned`).
+folder, and what the tree had in /dev/shm, are then removed by what Slurm runs after the task (`slurm.sweep`), or by the
+next supervisor on this machine (`abandoned`).
 
 Standard output gets one line when the command has been started, its pid and that folder, and is closed when both of us
 have ended. The command's output goes to our standard error. The exit code is the command's, 128 + n if signal n ended
@@ -54,10 +55,13 @@ _LOOK_INTERVAL_S = 0.1
 EXIT_SURVIVORS = 70
 
 
-def main(grace_s: float, command: list[str]) -> int:
-    """Run `command` on the leash; see the module. Call it in a process of its own with a single thread."""
+def main(grace_s: float, command: list[str], owner: str = "") -> int:
+    """Run `command` on the leash; see the module. Call it in a process of its own with a single thread.
+
+    `owner` names the folder for who waits until we have ended.
+    """
     sweep(unlink_unused)
-    folder = claim_folder()
+    folder = claim_folder(owner)
     try:
         tree, keeper = _Tree(folder), os.getpid()
         guard = os.fork()

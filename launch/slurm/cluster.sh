@@ -13,6 +13,8 @@
 # Settings: SLURM_CLUSTER_DIR (required; not below /tmp in netns mode); SLURM_CLUSTER_NODES (4); SLURM_CLUSTER_CPUS, of a
 # node (4); SLURM_CLUSTER_PORT, the first of N + 1 (26800); SLURM_CLUSTER_MODE: `loopback`, all nodes on 127.0.0.1 with one
 # host name and one /tmp, or `netns`, where each has a network, a host name and a /tmp of its own, as in a real cluster;
+# SLURM_CLUSTER_TRACKING: `linuxproc`, by which Slurm ends what it finds below a task, or `cgroup`, as most real clusters
+# have it, by which it ends all processes of a step at once (takes a freezer of cgroup version 1 that may be written);
 # SLURM_CLUSTER_PATIENCE_S (10): a slurmd that is silent for so long is given up; half of it passes from SIGTERM to
 # SIGKILL, and until a message counts as lost.
 set -Eeuo pipefail
@@ -23,9 +25,11 @@ readonly N=${SLURM_CLUSTER_NODES:-4}
 readonly CPUS=${SLURM_CLUSTER_CPUS:-4}
 readonly PORT=${SLURM_CLUSTER_PORT:-26800}
 readonly MODE=${SLURM_CLUSTER_MODE:-loopback}
+readonly TRACKING=${SLURM_CLUSTER_TRACKING:-linuxproc}
 readonly PATIENCE_S=${SLURM_CLUSTER_PATIENCE_S:-10}
 readonly NET=10.77.$((PORT / 8 % 250)) # netns mode: .254 is the bridge and slurmctld, .i node i
 readonly LINK=psl$PORT
+readonly FREEZER=/sys/fs/cgroup/freezer/prorl-$PORT # of this cluster; below it each slurmd makes slurm_NODE
 readonly PACKAGES=(slurmctld slurmd slurm-client munge iproute2)
 export SLURM_CONF=$D/slurm.conf
 
@@ -72,7 +76,8 @@ write_conf() {
     else
         nodes="NodeName=n[1-$N] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[$((PORT + 1))-$((PORT + N))]"
     fi
-    # No cgroups: `linuxproc` is the hardest case for what a job leaves behind. Short times: tests of failures end soon.
+    printf 'CgroupPlugin=cgroup/v1\nCgroupMountpoint=%s\nCgroupAutomount=no\n' "$FREEZER" >"$D/cgroup.conf"
+    # Short times: tests of failures end soon.
     cat >"$SLURM_CONF" <<CONF
 ClusterName=prorl
 SlurmctldHost=$control
@@ -89,7 +94,7 @@ SlurmctldPidFile=$D/slurmctld.pid
 SlurmdPidFile=$D/slurmd-%n.pid
 SlurmctldLogFile=$D/log/slurmctld.log
 SlurmdLogFile=$D/log/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/$TRACKING
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
@@ -178,6 +183,13 @@ start_slurmd() { # not by `ip netns exec`, which mounts a /sys without the cgrou
         exec slurmd -f "$2/slurm.conf" -N "$1"' sh "n$i" "$D" </dev/null >>"$D/log/slurmd-n$i.out" 2>&1
 }
 
+# Slurm appends the name of the controller to its mount point: a folder of that name stands for the mount.
+make_cgroups() { mkdir -p "$FREEZER/freezer"; }
+
+remove_cgroups() { # from the leaves up; of a step whose slurmstepd was killed they stay
+    [ ! -d "$FREEZER" ] || find "$FREEZER" -depth -type d -exec rmdir {} +
+}
+
 failed() { # NAME LOG...
     local name=$1
     shift
@@ -197,6 +209,7 @@ start() {
         --log-file="$D/munge/munged.log" --seed-file="$D/munge/munged.seed" --num-threads=2 ||
         failed munged "$D/munge/munged.log"
     write_conf
+    [ "$TRACKING" != cgroup ] || make_cgroups
     if [ "$MODE" = netns ]; then
         write_hosts >"$D/node/hosts"
         join_networks
@@ -234,6 +247,7 @@ stop() {
         rm -f "$file"
     done
     [ "$MODE" != netns ] || remove_networks
+    remove_cgroups
 }
 
 [ "${1:-}" = install ] || [ -n "$D" ] || die "set SLURM_CLUSTER_DIR"

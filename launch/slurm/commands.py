@@ -174,6 +174,9 @@ def run(local_dir: str, command: tuple[str, ...], **rules: Any) -> None:
 
     SIGTERM is passed on. However this task ends, the command's whole process tree is ended with it, and its TMPDIR, a
     folder of its own on a local disk, and its shared memory are removed. Exit code: that of the command.
+
+    Give srun --task-epilog with the path of `prorl-trio-sweep`, which is beside this program: it removes what is left
+    where Slurm kills all processes of the task at once. It finds a folder of --local-dir's by PRORL_LOCAL_DIR.
     """
     folder = find_local_folder(local_dir)
     sys.exit(trio.run(lambda: run_leashed(command, local_folder=folder, **rules)))

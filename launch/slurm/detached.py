@@ -7,7 +7,8 @@ folder), the exit code of the command in a second one, and is closed when nothin
 Why: without cgroups (`proctrack/linuxproc`) slurmstepd ends what it finds below its tasks. It would kill the supervisor
 together with what that watches, and would not see what was handed to init meanwhile. This way the task holds nothing
 but the leash, whoever kills it drops that, and the supervisor, which is the sub-reaper of all the rest, ends it in
-order. With `proctrack/cgroup` all of it is in the cgroup of the step all the same: limits and accounting hold.
+order. With `proctrack/cgroup` all of it is in the cgroup of the step all the same: limits and accounting hold, and
+slurmstepd kills all of it at once where it kills at all. Then `launch.slurm.sweep` clears up.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if __name__ == "__main__":
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from launch import supervisor
+from launch.slurm.sweep import task_of
 
 __all__ = ["ENDED_VARIABLE", "main"]
 
@@ -33,7 +35,7 @@ def main(grace_s: float, command: list[str]) -> None:
         os._exit(0)
     os.setsid()
     keeper = os.getpid()
-    code = supervisor.main(grace_s, command)
+    code = supervisor.main(grace_s, command, task_of(os.environ))
     if os.getpid() == keeper:  # else this is the supervisor's second process
         _tell(code)
     sys.exit(code)

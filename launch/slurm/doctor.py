@@ -59,7 +59,7 @@ def _settings_checks(settings: Mapping[str, str]) -> list[Check]:
 def _tracking(settings: Mapping[str, str]) -> Check:
     plugin = settings.get("ProctrackType", "")
     if plugin == "proctrack/cgroup":
-        detail = f"{plugin}: Slurm ends whatever a job started; folders of one killed at once go with the next task"
+        detail = f"{plugin}: Slurm ends whatever a task started; the task's epilog removes the folders of what it kills"
     else:
         detail = f"{plugin}: Slurm leaves orphans; `prorl-trio slurm run` ends them"
     return Check(name="process tracking", state="ok", detail=detail)

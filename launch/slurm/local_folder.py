@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from launch.abandoned import TRIAL_PREFIX
+from launch.slurm.sweep import local_candidates
 from prorl_trio.file_systems import NETWORK_FILE_SYSTEMS, file_system_of
 from prorl_trio.types.errors import ConfigError
 
@@ -20,22 +22,19 @@ __all__ = ["LONGEST_FOLDER_BYTES", "find_local_folder", "local_folder_problem"]
 LONGEST_FOLDER_BYTES: Final = 44
 """Longest path of the folder, so that a socket's may have 107 bytes: the task's, the node's and the sandbox's folders
 lie between."""
-_VARIABLES: Final = ("SLURM_TMPDIR", "TMPDIR")
-_USUAL: Final = ("/tmp", "/var/tmp", "/dev/shm")
 _MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 def find_local_folder(asked: str = "", env: Mapping[str, str] = os.environ) -> Path:
-    """Return the first folder that serves: `asked` alone if it is given, else `SLURM_TMPDIR`, `TMPDIR`, then /tmp.
+    """Return the first folder that serves: `asked` or `PRORL_LOCAL_DIR` alone if there is one, else the usual ones.
 
-    Blocks: a socket is made in each folder that is tried.
+    These are `SLURM_TMPDIR`, `TMPDIR`, then /tmp and its like. Blocks: a socket is made in each folder that is tried.
 
     Raises:
         ConfigError: none serves; says of each why.
     """
-    candidates = [asked] if asked else [*(env[name] for name in _VARIABLES if env.get(name)), *_USUAL]
     problems: list[str] = []
-    for candidate in dict.fromkeys(candidates):
+    for candidate in [asked] if asked else local_candidates(env):
         problem = local_folder_problem(Path(candidate), _mounts())
         if not problem:
             return Path(candidate)
@@ -53,7 +52,7 @@ def local_folder_problem(folder: Path, mountinfo: str) -> str:
     if (kind := file_system_of(folder, mountinfo)) in NETWORK_FILE_SYSTEMS:
         return f"it is on a network file system ({kind})"
     try:
-        with tempfile.TemporaryDirectory(prefix="prorl-try-", dir=folder) as place:
+        with tempfile.TemporaryDirectory(prefix=TRIAL_PREFIX, dir=folder) as place:
             _try_socket(Path(place) / "s")
             _try_lock(Path(place))
     except OSError as error:

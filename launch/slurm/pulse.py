@@ -33,8 +33,10 @@ _LIVE_STATES: Final = frozenset(
     {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 )
 _QUERY_TIMEOUT_S: Final = 30.0
+_TASKS_END_S: Final = 6.0
+"""Time for tasks to end by themselves, with the grace that they have. Then srun is killed, and Slurm kills them."""
 _SRUN_END_S: Final = 3.0
-"""Longest time for srun to end once its tasks are to end, or have; then it is killed."""
+"""Longest time for srun to end once its tasks have; then it is killed."""
 
 
 class JobRun(msgspec.Struct, frozen=True):
@@ -160,10 +162,10 @@ class Pulse:
         assert srun.stdin is not None
         async with srun.stdin, trio.open_nursery() as nursery:
             nursery.start_soon(self._beat, srun.stdin)
-            nursery.start_soon(_end_when, self.wait_over, srun, _SRUN_END_S)
+            nursery.start_soon(_end_when, self.wait_over, srun, _TASKS_END_S)
             nursery.start_soon(_end_when, self._wait_all_ended, srun, 0)
-            nursery.start_soon(_end_when, lambda: _wait_parent(parent), srun, _SRUN_END_S)
-            nursery.start_soon(_end_when, lambda: _wait_asked(asked), srun, _SRUN_END_S)
+            nursery.start_soon(_end_when, lambda: _wait_parent(parent), srun, _TASKS_END_S)
+            nursery.start_soon(_end_when, lambda: _wait_asked(asked), srun, _TASKS_END_S)
             code = await srun.wait()
             nursery.cancel_scope.cancel("srun has ended")
         return code

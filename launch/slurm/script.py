@@ -8,6 +8,8 @@ from typing import Final
 
 import msgspec
 
+from launch.slurm.sweep import LOCAL_DIR_VARIABLE
+
 __all__ = ["EnginePlan", "FleetPlan", "batch_script", "sbatch_lines"]
 
 _HEAD: Final = """\
@@ -16,7 +18,7 @@ _HEAD: Final = """\
 # A fleet of {nodes} prorl-trio nodes. Submit it with `sbatch`, or change it first; `prorl-trio slurm up` made it.
 
 prorl={program}
-
+{local}
 # Before the time limit (--signal) and at `prorl-trio slurm drain` the nodes get SIGTERM: they take no more jobs and let
 # theirs end. It goes to the steps, for srun itself would answer SIGTERM by killing its tasks at once.
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
@@ -39,7 +41,7 @@ engines=$!
 _NODES: Final = """
 # A task a machine. They do not need each other: where one fails, the rest go on. A task ends what it runs, and removes
 # its files, when the pulse stops: srun or this script was killed, its machine is cut off, or Slurm has started the job
-# elsewhere.
+# elsewhere. Where Slurm kills all processes of a task at once, its epilog removes the files.
 "$prorl" slurm pulse --name=nodes --folder={files} --tasks={tasks} -- \\
     srun {group}--nodes={tasks} --ntasks={tasks} \\
     {srun} \\
@@ -60,7 +62,7 @@ _THEN_ENGINES: Final = """\
 kill -USR1 "$engines" 2>/dev/null && wait "$engines"
 """
 
-_SRUN: Final = "--ntasks-per-node=1 --overlap --kill-on-bad-exit=0 --no-kill --wait=0"
+_SRUN: Final = '--ntasks-per-node=1 --overlap --kill-on-bad-exit=0 --no-kill --wait=0 --task-epilog="$prorl-sweep"'
 _EVERY_MACHINE: Final = '"$SLURM_JOB_NUM_NODES"'
 
 
@@ -87,7 +89,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
         nodes: machines, with one node each.
         fleet_dir: the folder of the fleet on a shared disk, absolute.
         config_file: node.toml of every node, absolute, on a shared disk.
-        program: `prorl-trio`, absolute, at the same place on every machine.
+        program: `prorl-trio`, absolute, at the same place on every machine, and `prorl-trio-sweep` beside it.
         local_dir: folder on each machine's own disk; empty: found there.
         drain_s: time between the warning before the time limit and the limit, in seconds.
         pulse_timeout_s: time without a pulse after which a task ends what it runs.
@@ -122,7 +124,8 @@ def batch_script(plan: FleetPlan) -> str:
     if plan.engine and plan.engine.machines:
         theirs = [f"--nodes={plan.engine.machines}", "--ntasks-per-node=1", "--no-kill", *plan.engine.sbatch]
         lines += ["#SBATCH hetjob", *sbatch_lines(theirs)]
-    head = _HEAD.format(options="\n".join(lines), nodes=plan.nodes, program=shlex.quote(plan.program))
+    local = f"export {LOCAL_DIR_VARIABLE}={shlex.quote(plan.local_dir)}\n" if plan.local_dir else ""
+    head = _HEAD.format(options="\n".join(lines), nodes=plan.nodes, program=shlex.quote(plan.program), local=local)
     return head + _engines(plan) + _nodes(plan) + _TAIL.format(then=_THEN_ENGINES if plan.engine else "")
 
 
@@ -161,8 +164,7 @@ def _files(plan: FleetPlan) -> str:
 
 
 def _leash(plan: FleetPlan) -> str:
-    local = [f"--local-dir={plan.local_dir}"] * bool(plan.local_dir)
-    return shlex.join([f"--pulse-timeout-s={plan.pulse_timeout_s:g}", *local])
+    return f"--pulse-timeout-s={plan.pulse_timeout_s:g}"
 
 
 def sbatch_lines(options: Sequence[str]) -> list[str]:

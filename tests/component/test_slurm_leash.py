@@ -20,6 +20,8 @@ from support.remains import left_after, marked, segments
 
 TREE = Path(__file__).parents[1] / "support/hostile_tree.py"
 LIMIT_S = 10.0
+SWEEP = Path(sys.executable).with_name("prorl-trio-sweep")
+SWEEP_PATIENCE_S = 4.0
 START_TIMEOUT_S = 60.0
 EXIT_TIMEOUT_S = 120.0
 GRACE_S = 0.8
@@ -36,15 +38,16 @@ def place():
 class Task:
     """A shell in the place of slurmstepd, with the task below it."""
 
-    def __init__(self, place, *arguments, pulse=None, deaf=False, options=()):
+    def __init__(self, place, *arguments, pulse=None, deaf=False, options=(), grace_s=GRACE_S):
         self.mark = secrets.token_hex(8)
         self.place = place
+        self.names = {"SLURM_JOB_ID": secrets.token_hex(4), "SLURM_STEP_ID": "0", "SLURM_PROCID": "3"}
         self.ready = place / "ready"
         pulse_s = f"--pulse-timeout-s={stretched(pulse):.1f}" if pulse else ""
-        options = [*options, f"--grace-s={stretched(GRACE_S):.1f}", f"--local-dir={place}", *([pulse_s] * bool(pulse))]
+        options = [*options, f"--grace-s={stretched(grace_s):.1f}", f"--local-dir={place}", *([pulse_s] * bool(pulse))]
         program = arguments or (sys.executable, str(TREE), str(self.ready), *(["--deaf"] * deaf))
         run = [sys.executable, "-m", "prorl_trio.cli", "slurm", "run", *options, "--", *program]
-        env = {**os.environ, "PRORL_TEST_MARK": self.mark, "TMPDIR": str(place)}
+        env = {**os.environ, "PRORL_TEST_MARK": self.mark, "TMPDIR": str(place), **self.names}
         # The shell starts it in the background, so that it has a parent which can be killed alone.
         shell = '"$@" <&3 & echo $!; wait $!'
         self.stepd = subprocess.Popen(
@@ -63,6 +66,21 @@ class Task:
     def beat(self):
         self.stepd.stdin.write(b"\n")
         self.stepd.stdin.flush()
+
+    def kill_at_once(self):
+        """Kill all its processes as Slurm does by a control group: nobody is left to clear up."""
+        pids = [int(line.split()[0]) for line in marked(self.mark)]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # so that none sees another end
+            for pid in pids:
+                os.kill(pid, number)
+        wait_until(lambda: not marked(self.mark), "all are dead", LIMIT_S)
+
+    def sweep(self):
+        """Run what Slurm runs after the task; return how long it took."""
+        begun = time.monotonic()
+        env = {**os.environ, "PRORL_LOCAL_DIR": str(self.place), **self.names}
+        subprocess.run([SWEEP], env=env, stdin=subprocess.DEVNULL, check=True, timeout=EXIT_TIMEOUT_S)
+        return time.monotonic() - begun
 
     def end(self):
         """Close our side; return what is left, and how long it took."""
@@ -168,27 +186,55 @@ def test_nothing_is_left_of_what_is_deaf_to_sigterm(start, end):
     assert left == [], f"after {took_s:.1f} s"
 
 
-def test_what_a_kill_of_all_processes_at_once_has_left_goes_with_the_next_task(place, start):
-    """Kill them as the cgroup of a job does: nobody is left to clear up."""
+@pytest.mark.parametrize("by", ["its epilog", "the next task"])
+def test_what_a_kill_of_all_processes_at_once_has_left_is_removed(place, start, by):
     dead = start()
     dead.wait_ready()
     dead.ready.unlink()
     living = start()
     living.wait_ready()
-    pids = [int(line.split()[0]) for line in marked(dead.mark)]
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # so that none sees another end
-        for pid in pids:
-            os.kill(pid, number)
-    wait_until(lambda: not marked(dead.mark), "all are dead", LIMIT_S)
+    dead.kill_at_once()
     assert (len(segments(dead.mark)), len(list(place.glob("prorl-*/socket")))) == (1, 2)
 
-    following = start("true")
-    assert following.stepd.wait(timeout=EXIT_TIMEOUT_S) == 0
+    if by == "its epilog":
+        dead.sweep()
+        tasks = [living, dead]
+    else:
+        following = start("true")
+        assert following.stepd.wait(timeout=EXIT_TIMEOUT_S) == 0
+        tasks = [living, dead, following]
     assert segments(dead.mark) == []
     assert (len(segments(living.mark)), len(list(place.glob("prorl-*/socket")))) == (1, 1)
     kill_task(living)
-    for task in (living, dead, following):
+    for task in tasks:
         assert task.end()[0] == []
+
+
+def test_the_epilog_waits_for_the_end_of_what_the_task_ran_and_of_nothing_else(start):
+    other = start()
+    other.wait_ready()
+    other.ready.unlink()
+    task = start()
+    task.wait_ready()
+    kill_task(task)
+    if task.sweep() < SWEEP_PATIENCE_S:
+        assert segments(task.mark) == []
+        assert task.ready.read_text() == "drained"
+    assert len(segments(other.mark)) == 1
+    kill_task(other)
+    for each in (task, other):
+        assert each.end()[0] == []
+
+
+def test_the_epilog_does_not_hold_slurm_up_for_long_and_removes_what_is_left_after_it(start):
+    """A supervisor is at work for longer than Slurm waits, which then kills it."""
+    task = start(deaf=True, grace_s=60)
+    task.wait_ready()
+    kill_task(task)
+    assert task.sweep() >= SWEEP_PATIENCE_S
+    assert len(segments(task.mark)) == 1
+    task.kill_at_once()
+    assert task.end()[0] == []
 
 
 def test_two_tasks_of_one_user_on_one_machine_do_not_touch_each_other(place, start):

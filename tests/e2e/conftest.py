@@ -80,9 +80,10 @@ def sif(debian):
 
 
 @pytest.fixture(scope="session")
-def slurm():
-    """A Slurm cluster of four nodes on this machine, for all tests of this session."""
-    if why := why_not():
+def slurm(request):
+    """A Slurm cluster of four nodes on this machine, for all tests of this session that track processes alike."""
+    tracking = getattr(request, "param", "linuxproc")
+    if why := why_not(tracking):
         pytest.skip(because(why, "as root: launch/slurm/cluster.sh install"))
-    with open_cluster() as cluster:
+    with open_cluster(tracking) as cluster:
         yield cluster

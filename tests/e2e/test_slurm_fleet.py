@@ -150,7 +150,14 @@ async def run_whole(fleet, nodes, count, *options):
     return told
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.soak)])
+CASES = [
+    ("linuxproc", 8),
+    pytest.param("linuxproc", 200, marks=pytest.mark.soak),
+    pytest.param("cgroup", 8, marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.parametrize(("slurm", "count"), CASES, indirect=["slurm"])
 async def test_each_outcome_comes_once_and_nothing_stays(fleet, count):
     async with engines(fleet) as options:
         nodes = await run_whole(fleet, NODES, count, *options)

@@ -1,6 +1,8 @@
 """Slurm ends jobs in many ways, and its daemons die in more: of what our tasks started nothing is left within 10 s.
 
-The cluster has no cgroups, so that Slurm itself leaves orphans. Seeds choose the machine and the moment.
+Where the cluster tracks processes without control groups, Slurm itself leaves orphans. Where it does so with them, as
+most do, it kills all processes of a task at once, those that would clear up included. Seeds choose the machine and the
+moment.
 """
 
 from __future__ import annotations
@@ -33,6 +35,11 @@ START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 120.0
 PULSE_TIMEOUT_S = 5.0
 REPEATS = int(os.environ.get("PRORL_SLURM_REPEATS", "1"))
+TRACKINGS = ["linuxproc", "cgroup"]
+BOTH = pytest.mark.parametrize("slurm", TRACKINGS, indirect=True)
+BOTH_IN_SOAK = pytest.mark.parametrize(
+    "slurm", ["linuxproc", pytest.param("cgroup", marks=pytest.mark.soak)], indirect=True
+)
 
 
 class Fleet:
@@ -195,10 +202,21 @@ def kill_batch_script(fleet):
 
 
 ENDS = [cancel, kill_tasks, kill_srun, cancel_at_once], [drain, kill_stepds, kill_pulse, kill_batch_script]
+QUICK_ENDS = [cancel, kill_tasks, cancel_at_once, kill_stepds, kill_batch_script]
+"""Those in which control groups make a difference."""
+
+
+def cases():
+    """Yield the trackings, each with what ends fleets that run at the same time on the same machines."""
+    for tracking in TRACKINGS:
+        for ends in ENDS if tracking == "linuxproc" else [QUICK_ENDS, *ENDS]:
+            marks = [pytest.mark.soak] * (tracking == "cgroup" and ends is not QUICK_ENDS)
+            name = "-".join(end.__name__ for end in ends)
+            yield pytest.param(tracking, ends, id=f"{tracking}-{name}", marks=marks)
 
 
 @pytest.mark.parametrize("seed", range(REPEATS))
-@pytest.mark.parametrize("ends", ENDS, ids=lambda ends: "-".join(end.__name__ for end in ends))
+@pytest.mark.parametrize(("slurm", "ends"), list(cases()), indirect=["slurm"])
 def test_nothing_is_left_however_a_job_ends_and_another_on_its_machines_goes_on(slurm, ends, seed):
     with contextlib.ExitStack() as stack:
         fleets = [Fleet(slurm, seed) for _ in ends]
@@ -217,6 +235,7 @@ def test_nothing_is_left_however_a_job_ends_and_another_on_its_machines_goes_on(
             shutil.rmtree(folder)
 
 
+@BOTH
 @pytest.mark.parametrize("seed", range(REPEATS))
 def test_a_requeued_job_starts_anew_beside_nothing_of_its_former_run(fleet, seed):
     old = {line.split()[0] for line in marked(fleet.mark)}
@@ -227,6 +246,7 @@ def test_a_requeued_job_starts_anew_beside_nothing_of_its_former_run(fleet, seed
     fleet.assert_nothing_left()
 
 
+@BOTH_IN_SOAK
 @pytest.mark.parametrize("seed", range(REPEATS))
 def test_machines_are_lost_one_after_the_other_and_the_rest_goes_on(fleet, seed):
     """A task is killed; a machine is cut off, and clears up after itself; Slurm gives up one whose slurmd has died."""
@@ -249,6 +269,7 @@ def test_machines_are_lost_one_after_the_other_and_the_rest_goes_on(fleet, seed)
 
 
 @pytest.mark.soak
+@BOTH
 @pytest.mark.parametrize("node", range(1, NODES + 1))
 @pytest.mark.parametrize("seed", range(REPEATS))
 def test_any_machine_that_slurm_has_given_up_is_cleared(fleet, seed, node):
@@ -259,6 +280,7 @@ def test_any_machine_that_slurm_has_given_up_is_cleared(fleet, seed, node):
 
 
 @pytest.mark.soak  # Slurm looks at limits every 30 s, and the shortest is a minute
+@BOTH
 @pytest.mark.parametrize("seed", range(REPEATS))
 @pytest.mark.parametrize("deaf", [False, True])
 def test_nothing_is_left_at_the_time_limit(slurm, seed, deaf):
@@ -271,6 +293,7 @@ def test_nothing_is_left_at_the_time_limit(slurm, seed, deaf):
 
 
 @pytest.mark.soak
+@BOTH
 @pytest.mark.parametrize("seed", range(REPEATS))
 def test_a_job_that_others_preempt_makes_room_at_once_and_starts_anew(slurm, seed):
     with running(slurm, seed) as fleet:

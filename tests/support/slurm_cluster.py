@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -29,12 +30,14 @@ END_TIMEOUT_S = 120.0
 PATIENCE_S = 6.0
 """Seconds for an end of Slurm with its daemons."""
 SCRIPT = checkout_dir() / "launch/slurm/cluster.sh"
+FREEZER = Path("/sys/fs/cgroup/freezer")
+"""Of control groups of version 1: with it Slurm can track processes by them."""
 
 
 class SlurmCluster:
     """A running cluster. `folder` is shared by its nodes, which have each a /tmp of their own if `separate`."""
 
-    def __init__(self, folder: Path, port: int, *, separate: bool) -> None:
+    def __init__(self, folder: Path, port: int, *, separate: bool, tracking: str) -> None:
         self.folder = folder
         self.separate = separate
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PRORL_"))} | {
@@ -43,6 +46,7 @@ class SlurmCluster:
             "SLURM_CLUSTER_CPUS": str(JOBS),
             "SLURM_CLUSTER_PORT": str(port),
             "SLURM_CLUSTER_PATIENCE_S": f"{stretched(PATIENCE_S):.0f}",
+            "SLURM_CLUSTER_TRACKING": tracking,
             "SLURM_CLUSTER_MODE": "netns" if separate else "loopback",
             "SLURM_CONF": str(folder / "slurm.conf"),
         }
@@ -96,26 +100,43 @@ class SlurmCluster:
         wait_until(lambda: len(self.said(*idle).split()) == NODES, "every node is idle", END_TIMEOUT_S)
 
 
-def why_not() -> str:
-    """Return why there can be no cluster here, empty if there can."""
+def why_not(tracking: str) -> str:
+    """Return why there can be no cluster here that tracks processes so, empty if there can."""
     if os.geteuid() != 0:
         return "Slurm's daemons want root"
-    lacking = [name for name in ("slurmctld", "slurmd", "srun", "munged", "ip") if shutil.which(name) is None]
-    return f"Slurm is not installed: there is no {', '.join(lacking)}" if lacking else ""
+    if lacking := [name for name in ("slurmctld", "slurmd", "srun", "munged", "ip") if shutil.which(name) is None]:
+        return f"Slurm is not installed: there is no {', '.join(lacking)}"
+    if tracking == "cgroup" and not _has_freezer():
+        return (
+            f"Slurm cannot track processes by control groups: there is no freezer of version 1 to write to ({FREEZER})"
+        )
+    return ""
 
 
 @contextmanager
-def open_cluster() -> Iterator[SlurmCluster]:
+def open_cluster(tracking: str) -> Iterator[SlurmCluster]:
     """Start a cluster, each node with a network of its own if this kernel and user allow it; stop it by its pids."""
     folder = Path(tempfile.mkdtemp(prefix="prorl-slurm-", dir="/run"))
     folder.chmod(0o755)
-    cluster = SlurmCluster(folder, _free_ports(), separate=_has_networks())
+    cluster = SlurmCluster(folder, _free_ports(), separate=_has_networks(), tracking=tracking)
     try:
         cluster.script("start")
         yield cluster
     finally:
         cluster.script("stop")
         shutil.rmtree(folder)
+
+
+def _has_freezer() -> bool:
+    """Return whether control groups can be made there."""
+    if not (FREEZER / "tasks").exists():
+        return False
+    group = FREEZER / f"prorl-{secrets.token_hex(3)}"
+    with contextlib.suppress(OSError):
+        group.mkdir()
+        group.rmdir()
+        return True
+    return False
 
 
 def _has_networks() -> bool:

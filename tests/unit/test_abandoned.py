@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from launch.abandoned import claim_folder, sweep
+from launch.abandoned import TRIAL_PREFIX, claim_folder, sweep, wait_left
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +71,28 @@ def test_folders_of_others_are_not_touched(place):
     (place / "other/.supervised").touch()
     assert swept() == []
     assert len(list(place.iterdir())) == 2
+
+
+def test_a_folder_whose_maker_was_killed_before_it_had_a_mark_goes_when_it_is_old(place):
+    used = claim_folder()
+    for name in ("prorl-engine-a", "prorl-engine-b", f"{TRIAL_PREFIX}c", "other"):
+        (place / name / "deep").mkdir(parents=True)
+    for path in place.iterdir():
+        if not path.name.endswith("-a"):
+            os.utime(path, (0, time.time() - 120))
+    assert swept() == []
+    assert sorted(place.iterdir()) == sorted([place / "other", place / "prorl-engine-a", Path(used.path)])
+    os.close(used._mark)
+
+
+def test_who_waits_for_an_owner_does_so_until_its_folder_is_left(place):
+    one, other = claim_folder("1.0.3"), claim_folder("1.0.4")
+    begun = time.monotonic()
+    wait_left("1.0.5", str(place), begun + 60)
+    os.close(one._mark)
+    wait_left("1.0.3", str(place), begun + 60)
+    assert time.monotonic() < begun + 60
+    deadline = time.monotonic() + 0.2
+    wait_left("1.0.4", str(place), deadline)
+    assert time.monotonic() >= deadline
+    os.close(other._mark)

@@ -93,7 +93,8 @@ SAID = {"ended": "all 1 tasks have ended", "over": "is over", "asked": "SIGUSR1"
 
 @pytest.mark.parametrize("ready", SAID)
 async def test_an_srun_that_waits_for_what_has_ended_is_ended(tmp_path, monkeypatch, capsys, ready):
-    monkeypatch.setattr("launch.slurm.pulse._SRUN_END_S", 0.2)
+    for name in ("_SRUN_END_S", "_TASKS_END_S"):
+        monkeypatch.setattr(f"launch.slurm.pulse.{name}", 0.2)
     answer = "" if ready == "over" else LIVE
     command = {"ended": f"touch {tmp_path}/ended/0", "over": "true", "asked": "kill -USR1 $PPID"}[ready]
     with trio.fail_after(10):
