@@ -29,7 +29,18 @@ if TYPE_CHECKING:
     from perf.dapo_world import Steps
     from perf.harness import Options, Report
 
-__all__ = ["BASE", "PAPER", "VARIANTS", "PaperRow", "Variant", "ablation", "ablation_finding", "measure_ablation"]
+__all__ = [
+    "BASE",
+    "PAPER",
+    "PARTS",
+    "VARIANTS",
+    "PaperRow",
+    "Variant",
+    "ablation",
+    "ablation_finding",
+    "measure_ablation",
+    "paper_gain",
+]
 
 Variant = Literal["full", "no_balancing", "no_bash", "no_cleanup"]
 VARIANTS: Final[dict[Variant, dict[str, object]]] = {
@@ -118,7 +129,7 @@ def ablation_finding(runs: Mapping[tuple[str, Variant, int], Steps]) -> Finding:
         metrics[f"ablation.{variant}.decode_use"] = _mean([run.decode_use for run in steps])
         if variant != "full":
             metrics[f"ablation.{variant}.gain"] = _gain(runs, BASE, variant)
-            metrics[f"ablation.{variant}.paper_gain"] = _paper_gain(variant)
+            metrics[f"ablation.{variant}.paper_gain"] = paper_gain(variant)
     metrics = {name: round(value, 4) for name, value in metrics.items()}
     return Finding(
         tables=[_main_table(metrics), _conditions_table(runs)],
@@ -142,7 +153,8 @@ def _gain(runs: Mapping[tuple[str, Variant, int], Steps], name: str, variant: Va
     return _mean([full.trained_per_s / without.trained_per_s - 1 for full, without in pairs])
 
 
-def _paper_gain(variant: Variant) -> float:
+def paper_gain(variant: Variant) -> float:
+    """Return the paper's throughput with all three parts over that without one, less 1."""
     return PAPER["full"].instances_per_s / PAPER[variant].instances_per_s - 1
 
 
@@ -163,7 +175,7 @@ def _main_table(metrics: Mapping[str, float]) -> Rows:
                 f"{metrics[f'ablation.{variant}.ended_per_s']:.3f}",
                 f"{paper.instances_per_s:.2f}",
                 gain,
-                "" if variant == "full" else f"{_paper_gain(variant):+.0%}",
+                "" if variant == "full" else f"{paper_gain(variant):+.0%}",
             ]
         )
     headings = ["system", "action", "paper's", "engines busy", "tokens/s of capacity", "paper's GPU use"]
@@ -174,7 +186,7 @@ def _main_table(metrics: Mapping[str, float]) -> Rows:
 def _conditions_table(runs: Mapping[tuple[str, Variant, int], Steps]) -> Rows:
     names = list(dict.fromkeys(name for name, _, _ in runs))
     rows = [[name, *(f"{_gain(runs, name, variant):+.0%}" for variant in PARTS)] for name in names]
-    rows.append(["the paper", *(f"{_paper_gain(variant):+.0%}" for variant in PARTS)])
+    rows.append(["the paper", *(f"{paper_gain(variant):+.0%}" for variant in PARTS)])
     headings = ["conditions", *PARTS.values()]
     return Rows(title="What the gains depend on: one condition changed at a time", headings=headings, rows=rows)
 
@@ -186,7 +198,7 @@ def _differences(runs: Mapping[tuple[str, Variant, int], Steps]) -> str:
     for variant, part in PARTS.items():
         gains = {name: _gain(runs, name, variant) for name in names}
         most = max(gains, key=gains.__getitem__)
-        paper = _paper_gain(variant)
+        paper = paper_gain(variant)
         reached = "reaches" if gains[BASE] >= paper else "stays below"
         said.append(
             f"{part} gains {gains[BASE]:+.0%}, which {reached} the paper's {paper:+.0%}; most, {gains[most]:+.0%}, "
@@ -206,7 +218,7 @@ def _figure(metrics: Mapping[str, float]) -> Bars:
     bars = []
     for variant, part in PARTS.items():
         bars.append(Bar(label=f"{part}, simulated", value=100 * metrics[f"ablation.{variant}.gain"]))
-        bars.append(Bar(label=f"{part}, the paper", value=100 * _paper_gain(variant), role="paper"))
+        bars.append(Bar(label=f"{part}, the paper", value=100 * paper_gain(variant), role="paper"))
     return Bars(title="Throughput gained by each part", unit="% more than without it", bars=bars)
 
 

@@ -26,6 +26,7 @@ from launch.vllm import open_vllm
 from perf.engine_replay import EngineSeen, recorded_turns, replay, watch_engine
 from perf.engine_slots import PlacedRollout, Slots, account, place_calls
 from perf.harness import Options, Report, run_benchmark, tell
+from perf.process_cpu import NO_PROCESS, all_processes, tree_of
 from prorl_trio.client import connect
 from prorl_trio.client.collect import make_jobs
 from prorl_trio.client.word_problems import word_problem
@@ -47,7 +48,6 @@ MIN_COMPLETED_SHARE: Final = 0.95
 TEMPERATURE: Final = 0.7
 """So that the model writes programs that run, more often than not."""
 WARM_UP_ROLLOUTS: Final = 2
-TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 NOTES: Final = (
     "share: sampled tokens per second of the run over those of the bare loop. Without the tail both are taken to the "
     "start of their last rollout: from then on slots get empty, in both, and a longer run has as short a tail.",
@@ -211,25 +211,13 @@ async def _run(client: RolloutClient, jobs: list[JobSpec]) -> tuple[list[Outcome
 
 def cpu_of(engine_pid: int, node_pid: int) -> Cpu:
     """Return the seconds of CPU so far. What is ended and waited for counts to the process that waited."""
-    stats = {pid: stat for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if (stat := _stat(pid))}
-    engine_s, pending = 0.0, [engine_pid]
-    while pending:
-        pid = pending.pop()
-        if pid in stats:
-            engine_s += sum(stats[pid][1:3])
-        pending += [child for child, (parent, *_) in stats.items() if parent == pid]
-    _, own_user, own_system, ended_user, ended_system = stats.get(node_pid, (0, 0.0, 0.0, 0.0, 0.0))
-    return Cpu(engine_s=engine_s, node_s=own_user + own_system, sandboxes_s=ended_user + ended_system)
-
-
-def _stat(pid: int) -> tuple[int, float, float, float, float] | None:
-    """Return the parent of a process, its seconds of CPU (user, system), and those of its children that have ended."""
-    try:
-        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    user, system, ended_user, ended_system = (int(field) * TICK_S for field in fields[11:15])
-    return int(fields[1]), user, system, ended_user, ended_system
+    stats = all_processes()
+    node = stats.get(node_pid, NO_PROCESS)
+    return Cpu(
+        engine_s=sum(stats[pid].own_s for pid in tree_of(engine_pid, stats)),
+        node_s=node.own_s,
+        sandboxes_s=node.ended_s,
+    )
 
 
 def report_of(rounds: list[Round], scale: Scale) -> Report:

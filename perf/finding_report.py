@@ -11,6 +11,7 @@ from perf.findings import Finding  # noqa: TC001 - msgspec looks it up
 from perf.harness import Report
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from perf.findings import Rows
@@ -28,14 +29,18 @@ class FindingReport(Report, frozen=True, kw_only=True):
         return draw(self.finding.figures, path)
 
 
-def report_finding(title: str, finding: Finding) -> FindingReport:
-    """Return the report of `finding`: its tables for people, its metrics for the file, its caption as notes."""
+def report_finding(title: str, finding: Finding, *, at_least: Mapping[str, float] | None = None) -> FindingReport:
+    """Return the report of `finding`: its tables for people, its metrics for the file, its caption as notes.
+
+    `at_least`: what metrics are to reach; see `Report`.
+    """
     return FindingReport(
         title=title,
         series=[],
         detail_metrics=finding.metrics,
         more_tables=[_table(rows) for rows in finding.tables],
         notes=finding.caption,
+        at_least=dict(at_least or {}),
         finding=finding,
     )
 

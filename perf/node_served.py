@@ -26,7 +26,7 @@ from perf.children import raise_file_limit, say_ready
 from prorl_trio.config import NodeConfig, load_config
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.handlers.registry import HandlerRegistry
-from prorl_trio.node.garbage import rare_garbage_collection
+from prorl_trio.node.garbage import open_garbage_searches
 from prorl_trio.node.serve import serve_node
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
@@ -90,7 +90,7 @@ async def _main(config: NodeConfig, provider: StandInProvider) -> None:
     async def serve(*, task_status: trio.TaskStatus[tuple[str, int]]) -> None:  # noqa: ASYNC128 - serve_node does
         await serve_node(config, HandlerRegistry([StampedHandler()]), provider=provider, task_status=task_status)
 
-    async with open_single_nursery() as nursery:
+    async with open_garbage_searches(), open_single_nursery() as nursery:  # as the `serve` command does
         address = await nursery.start(serve)
         say_ready(Served(endpoint_url(address)))
         await trio.to_thread.run_sync(sys.stdin.read)
@@ -99,5 +99,4 @@ async def _main(config: NodeConfig, provider: StandInProvider) -> None:
 
 if __name__ == "__main__":
     chosen = load_config(Path(sys.argv[1])), StandInProvider(Path(sys.argv[2]), os.environ[TOKEN_VARIABLE])
-    with rare_garbage_collection():  # as the `serve` command does
-        trio.run(_main, *chosen)
+    trio.run(_main, *chosen)

@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     from perf.harness import Options, Report
     from perf.scaling_world import FleetRun
 
-__all__ = ["Costs", "Work", "measure_costs", "measure_scaling", "scaling", "scaling_finding"]
+__all__ = [
+    "PAPER",
+    "PAPER_NODES",
+    "Costs",
+    "Work",
+    "measure_costs",
+    "measure_scaling",
+    "scaling",
+    "scaling_finding",
+]
 
 Work = Literal["growing", "fixed"]
 NODES: Final = (1, 2, 4, 8, 16, 32, 64)

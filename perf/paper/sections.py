@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from perf.ablation import measure_ablation
+from perf.ablation_here import measure_ablation_here
 from perf.dapo import measure_dapo
 from perf.features import measure_features
+from perf.fleet import measure_fleets
 from perf.paper.latency import (
     measure_cancellation,
     measure_faults,
@@ -16,6 +18,7 @@ from perf.paper.latency import (
     measure_tools,
 )
 from perf.paper.section import Section
+from perf.race import measure_race
 from perf.scaling import measure_scaling
 
 __all__ = ["SECTIONS"]
@@ -34,6 +37,12 @@ SECTIONS: Final = (
         measure=measure_ablation,
     ),
     Section(
+        name="ablationhere",
+        title="Table 3 on this machine: two engines, real sandboxes",
+        paper="Table 3 leaves out load balancing, efficient bash and stale-job clean-up one at a time, on 8 H100.",
+        measure=measure_ablation_here,
+    ),
+    Section(
         name="dapo",
         title="Figure 3: four ways to fill a batch of DAPO, simulated",
         paper="Figure 3 draws efficient DAPO over 3 workers, without numbers.",
@@ -44,6 +53,12 @@ SECTIONS: Final = (
         title="Figure 5: throughput over nodes, simulated from costs measured here",
         paper="Figure 5 has 1 to 8 nodes, which do 4.7 to 5.0 times the work of one.",
         measure=measure_scaling,
+    ),
+    Section(
+        name="fleet",
+        title="Figure 5: throughput over nodes under Slurm",
+        paper="Figure 5 has 1 to 8 nodes, which do 4.7 to 5.0 times the work of one.",
+        measure=measure_fleets,
     ),
     Section(
         name="shell",
@@ -80,5 +95,11 @@ SECTIONS: Final = (
         title="Loss under faults",
         paper="Not measured by the paper.",
         measure=measure_faults,
+    ),
+    Section(
+        name="race",
+        title="A fair race",
+        paper="Not measured by the paper.",
+        measure=measure_race,
     ),
 )

@@ -86,6 +86,12 @@ PEERS = {
         ),
         Peer(name="gateway", title="rllm-model-gateway 0.1.0", requirements=("rllm-model-gateway==0.1.0",)),
         Peer(name="vllm-router", title="vllm-router 0.1.17", requirements=("vllm-router==0.1.17",)),
+        Peer(
+            name="trl",
+            title="TRL 1.16.0",
+            requirements=("trl==1.16.0", "transformers==5.19.0", "torch==2.13.0+cpu", "aiohttp==3.14.5"),
+        ),
+        Peer(name="verifiers", title="verifiers 0.1.14", requirements=("verifiers==0.1.14",)),
     )
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import trio
 from perf.peers.environments import Peer, PeerUnavailable, peer_python
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
 __all__ = ["PeerAnswer", "PeerProcess", "open_peer"]
 
@@ -24,6 +24,7 @@ START_TIMEOUT_S = 90.0
 COMMAND_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 5.0
+GROUP_POLL_S = 0.02
 MAX_LINE_BYTES = 8 * 1024 * 1024
 READ_BYTES = 64 * 1024
 ERROR_BYTES = 400
@@ -49,17 +50,18 @@ class PeerProcess:
         self._log = log
         self._answers = msgspec.json.Decoder(PeerAnswer)
 
-    async def run(self, command: str) -> PeerAnswer:
+    async def run(self, command: str, *, timeout_s: float | None = None) -> PeerAnswer:
         """Run one command. After a cancel or an error the peer is of no more use.
 
         Raises:
-            PeerUnavailable: it ended, or did not answer within `COMMAND_TIMEOUT_S`.
+            PeerUnavailable: it ended, or did not answer within `timeout_s` (`COMMAND_TIMEOUT_S`).
         """
         try:
             await self._stdin.send_all(msgspec.json.encode({"command": command}) + b"\n")
         except trio.BrokenResourceError as exc:
             raise await self._ended(command) from exc
-        return self._answers.decode(await self._line(COMMAND_TIMEOUT_S, command))
+        line = await self._line(COMMAND_TIMEOUT_S if timeout_s is None else timeout_s, command)
+        return self._answers.decode(line)
 
     async def wait_ready(self) -> None:
         """Wait for it to have started.
@@ -96,15 +98,19 @@ class PeerProcess:
 
 
 @asynccontextmanager
-async def open_peer(peer: Peer, *, env: dict[str, str], cwd: Path, log: Path) -> AsyncIterator[PeerProcess]:
-    """Start `peer` in `cwd` with `env` and nothing else, and end it on leaving: asked first, then killed.
+async def open_peer(
+    peer: Peer, *, env: dict[str, str], cwd: Path, log: Path, worker: Sequence[str] = ()
+) -> AsyncIterator[PeerProcess]:
+    """Start `peer` in `cwd` with `env` and nothing else, and end it on leaving.
 
-    `log` takes what it prints.
+    It ends at the end of its input, else by SIGTERM, else by SIGKILL, and so does all of its process group. `log`
+    takes what it prints. `worker`: arguments of its Python in place of `worker.py` and its name; a program that speaks
+    as that does.
 
     Raises:
         PeerUnavailable: it is not installed, or does not start.
     """
-    argv = [str(peer_python(peer)), "-B", str(WORKER), peer.name]
+    argv = [str(peer_python(peer)), "-B", *(worker or (str(WORKER), peer.name))]
     with log.open("wb") as log_file:
         process = await trio.lowlevel.open_process(
             argv,
@@ -120,7 +126,7 @@ async def open_peer(peer: Peer, *, env: dict[str, str], cwd: Path, log: Path) ->
         await talk.wait_ready()
         yield talk
     finally:
-        with trio.move_on_after(END_TIMEOUT_S + 2 * KILL_TIMEOUT_S, shield=True):
+        with trio.move_on_after(END_TIMEOUT_S + 3 * KILL_TIMEOUT_S, shield=True):
             await _end(process, peer, env)
 
 
@@ -131,9 +137,23 @@ async def _end(process: trio.Process, peer: Peer, env: dict[str, str]) -> None:
     with trio.move_on_after(END_TIMEOUT_S):
         await process.wait()
     if process.returncode is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGTERM)  # what shares memory takes it back
+        with trio.move_on_after(KILL_TIMEOUT_S):
+            await process.wait()
+            while _has_members(process.pid):  # noqa: ASYNC110 - other processes are waited for by others
+                await trio.sleep(GROUP_POLL_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
     await process.stdout.aclose()
     if peer.clean_up:
         with trio.move_on_after(KILL_TIMEOUT_S):
             await trio.run_process(peer.clean_up, env=env, capture_stdout=True, capture_stderr=True, check=False)
+
+
+def _has_members(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

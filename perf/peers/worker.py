@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     Answer = tuple[str, int | None]
     Run = Callable[[str], Answer]
@@ -157,11 +158,11 @@ def open_renderers() -> Iterator[Run]:
 OPENERS = {"tmux": open_tmux, "swerex": open_swerex, "jupyter": open_jupyter, "renderers": open_renderers}
 
 
-def main(peer: str) -> None:
+def serve(opener: Callable[[], AbstractContextManager[Run]]) -> None:
     """Answer until the input ends. What peers and their children print goes to standard error."""
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
-        with OPENERS[peer]() as run:
+        with opener() as run:
             print(json.dumps({"ready": True}), file=answers, flush=True)
             for line in sys.stdin:
                 command = json.loads(line)["command"]
@@ -173,4 +174,4 @@ def main(peer: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve(OPENERS[sys.argv[1]])

@@ -1,0 +1,224 @@
+"""A real Slurm of several machines on this one, `launch/slurm/cluster.sh`, and a fleet that it starts.
+
+Each machine has a network, a name and a /tmp of its own where this kernel and user allow it. All of it ends with its
+block, also if this process is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import trio
+
+from launch.paths import checkout_dir
+from launch.supervised import Supervised, open_supervised
+from perf.findings import CannotRun
+from perf.process_tree import parent_of
+from prorl_trio.rendezvous.watch import FleetWatch
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from prorl_trio.rendezvous.entry import NodeEntry
+
+__all__ = ["Cluster", "open_cluster", "open_slurm_fleet", "require_slurm"]
+
+PROGRAMS: Final = ("slurmctld", "slurmd", "srun", "munged", "ip")
+SCRIPT: Final = checkout_dir() / "launch/slurm/cluster.sh"
+KEEP: Final = """\
+trap ended=1 TERM
+"$1" start && touch "$2" && until [ "${ended:-}" ]; do sleep 3600 & wait; done
+"$1" stop
+[ -z "${ended:-}" ] || rm -rf "$SLURM_CLUSTER_DIR"
+"""
+"""Starts the cluster, says so by a file, and when it is told to end stops it and removes its folder. The folder of one
+that does not start stays, with its log."""
+START_TIMEOUT_S: Final = 120.0
+STOP_TIMEOUT_S: Final = 60.0
+FLEET_START_TIMEOUT_S: Final = 300.0
+FLEET_END_TIMEOUT_S: Final = 120.0
+POLL_S: Final = 0.2
+PORTS: Final = 16
+"""Ports of one cluster: its controller's and those of its machines. A multiple, so that networks differ as ports do."""
+LOG_TAIL_BYTES: Final = 2000
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """A running cluster.
+
+    Attributes:
+        folder: on a disk that all machines share, for what comes with the block and goes with it.
+        env: the environment of Slurm's commands.
+        address: by which its machines reach this one.
+        separate: each machine has a network of its own.
+        root_pid: of the process above all that Slurm runs; nothing leaves its tree.
+    """
+
+    folder: Path
+    env: dict[str, str]
+    address: str
+    separate: bool
+    root_pid: int
+
+
+def require_slurm() -> None:
+    """Raise `CannotRun` if there can be no cluster here."""
+    if os.geteuid() != 0:
+        raise CannotRun("Slurm's daemons want root: run it as root")
+    lacking = [name for name in PROGRAMS if shutil.which(name) is None]
+    if lacking:
+        raise CannotRun(
+            f"Slurm is not installed, there is no {', '.join(lacking)}: run `launch/slurm/cluster.sh install`"
+        )
+
+
+@asynccontextmanager
+async def open_cluster(machines: int) -> AsyncIterator[Cluster]:
+    """Start a cluster in a folder and a range of ports of its own.
+
+    Raises:
+        CannotRun: it is not installed, or not for this user.
+        RuntimeError: it did not start; says the end of its log.
+    """
+    require_slurm()
+    folder = await trio.to_thread.run_sync(_make_folder)
+    try:
+        separate = await trio.to_thread.run_sync(_has_networks)
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PRORL_"))} | {
+            "SLURM_CLUSTER_DIR": str(folder),
+            "SLURM_CLUSTER_NODES": str(machines),
+            "SLURM_CLUSTER_PORT": str(_free_ports(machines + 1)),
+            "SLURM_CLUSTER_PATIENCE_S": "60",  # machines that are only slow are not given up
+            "SLURM_CLUSTER_MODE": "netns" if separate else "loopback",
+            "SLURM_CONF": str(folder / "slurm.conf"),
+        }
+        ready, log_file = folder / "ready", folder / "cluster.log"
+        keep = ["bash", "-c", KEEP, "keep", str(SCRIPT), str(ready)]
+        async with open_supervised(keep, env=env, log_file=log_file, grace_s=STOP_TIMEOUT_S) as keeper:
+            await _wait_ready(keeper, ready, log_file)
+            yield Cluster(
+                folder=folder,
+                env=env,
+                address=_own_address(folder / "node/hosts") if separate else "127.0.0.1",
+                separate=separate,
+                root_pid=parent_of(keeper.pid),
+            )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # its keeper has done so, unless it was killed
+
+
+@asynccontextmanager
+async def open_slurm_fleet(
+    cluster: Cluster, folder: Path, config: dict[str, object], nodes: int
+) -> AsyncIterator[list[NodeEntry]]:
+    """Have Slurm start a fleet in `folder` with this node.toml; yield the nodes when all are ready; end it.
+
+    Where the block raises, its fleet ends with the cluster.
+
+    Raises:
+        RuntimeError: a command fails, or not all nodes are ready within `FLEET_START_TIMEOUT_S`.
+    """
+    config_file = folder.with_suffix(".toml")
+    config_file.write_bytes(msgspec.toml.encode(config))
+    options = ["--config", str(config_file), "--nodes", str(nodes)]
+    await _slurm(cluster, "up", "--fleet", str(folder), *options)
+    yield await _wait_up(folder, nodes)
+    await _slurm(cluster, "down", "--fleet", str(folder), "--timeout-s", f"{FLEET_END_TIMEOUT_S:g}")
+
+
+async def _slurm(cluster: Cluster, *words: str) -> None:
+    """Run `prorl-trio slurm` as a user of the cluster would."""
+    command = [sys.executable, "-m", "prorl_trio.cli", "slurm", *words]
+    done = await trio.run_process(
+        command, env=cluster.env, cwd=cluster.folder, capture_stdout=True, capture_stderr=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"`prorl-trio slurm {words[0]}` failed: {done.stderr.decode(errors='replace')}")
+
+
+async def _wait_up(folder: Path, nodes: int) -> list[NodeEntry]:
+    watch = FleetWatch(folder)
+    found: list[NodeEntry] = []
+    with trio.move_on_after(FLEET_START_TIMEOUT_S):
+        while len(found := await trio.to_thread.run_sync(_ready_nodes, watch)) < nodes:  # noqa: ASYNC110 - nodes do
+            await trio.sleep(POLL_S)
+        return found
+    logs = "\n".join(_tail(path) for path in (folder / "slurm").glob("*.log"))
+    raise RuntimeError(f"{len(found)} of {nodes} nodes are ready after {FLEET_START_TIMEOUT_S:g} s: {logs}")
+
+
+def _ready_nodes(watch: FleetWatch) -> list[NodeEntry]:
+    try:
+        view = watch.read()
+    except ConfigError:  # no node has made it yet
+        return []
+    return [each.entry for each in view.nodes.values() if each.life == "live" and not each.entry.unready]
+
+
+async def _wait_ready(keeper: Supervised, ready: Path, log_file: Path) -> None:
+    with trio.move_on_after(START_TIMEOUT_S) as patience:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_at_end, keeper, patience)
+            while not await trio.Path(ready).exists():  # noqa: ASYNC110 - another process makes it
+                await trio.sleep(POLL_S)
+            nursery.cancel_scope.cancel()
+        return
+    raise RuntimeError(f"Slurm does not start here: {_tail(log_file)}")
+
+
+async def _cancel_at_end(keeper: Supervised, scope: trio.CancelScope) -> None:
+    await keeper.wait()
+    scope.cancel()
+
+
+def _make_folder() -> Path:
+    """Return a new folder that all users may enter, not below /tmp, which machines have of their own."""
+    folder = Path(tempfile.mkdtemp(prefix="prorl-perf-", dir="/run"))
+    folder.chmod(0o755)
+    return folder
+
+
+def _tail(path: Path) -> str:
+    return path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+
+
+def _own_address(hosts: Path) -> str:
+    """Return the address of this machine among those that the cluster's machines know."""
+    lines = [line.split() for line in hosts.read_text().splitlines()]
+    return next(address for address, name in reversed(lines) if name == socket.gethostname())
+
+
+def _has_networks() -> bool:
+    """Return whether a pair of links can be made, one end in another network."""
+    name = f"prorl{secrets.token_hex(3)}"
+    link = f"ip link add {name} type veth peer name eth0 netns {name}"
+    command = f"ip netns add {name} && {link}; code=$?; ip netns del {name}; exit $code"
+    return subprocess.run(["sh", "-c", command], capture_output=True, check=False).returncode == 0
+
+
+def _free_ports(count: int) -> int:
+    """Return the first of so many ports that are free now."""
+    while True:
+        first = 20_000 + PORTS * secrets.randbelow(500)
+        if all(map(_is_free, range(first, first + count))):
+            return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as one:
+        try:
+            one.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+        return True

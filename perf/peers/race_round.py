@@ -1,0 +1,168 @@
+"""A round of `perf.race`: the tasks, the record of who ran them, and what all have to agree on. Standard library only.
+
+Read by `perf.race`, and by the workers of the peers in environments of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = [
+    "CpuClock",
+    "RaceRecord",
+    "RaceRollout",
+    "RaceRound",
+    "RaceTask",
+    "answer_in",
+    "code_in",
+    "read_record",
+    "read_round",
+    "reward_of",
+]
+
+LANGUAGES: Final = "python|py|ipython"
+FENCE: Final = re.compile(rf"```(?:{LANGUAGES})\s*\n(.*?)```", re.DOTALL)
+BOX: Final = re.compile(r"\\boxed\{([^{}]*)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceTask:
+    """A question, the answer that earns a reward of 1, and the system prompt before it."""
+
+    task_id: str
+    question: str
+    answer: str
+    system_prompt: str
+
+    @property
+    def prompt(self) -> list[dict[str, str]]:
+        """Return the opening messages, the same for everybody."""
+        return [{"role": "system", "content": self.system_prompt}, {"role": "user", "content": self.question}]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceRound:
+    """The work of a round.
+
+    Attributes:
+        url: origin of the engine. `model`: the folder of the policy, which is its name there, too.
+        rollouts: of each task, in groups. `slots`: rollouts at a time.
+        temperature, max_output_tokens: of each turn. No seed is sent by anybody.
+        max_turns: of each rollout.
+        tool_timeout_s: of a call. `max_observation_chars`: a longer result is cut in the middle.
+        bubblewrap: the program.
+    """
+
+    url: str
+    model: str
+    tasks: list[RaceTask]
+    rollouts: int
+    slots: int
+    temperature: float
+    max_output_tokens: int
+    max_turns: int
+    tool_timeout_s: float
+    max_observation_chars: int
+    bubblewrap: str
+
+    @property
+    def total(self) -> int:
+        """Return the number of rollouts."""
+        return len(self.tasks) * self.rollouts
+
+    def write(self, path: Path) -> None:
+        """Write it for `read_round`."""
+        path.write_text(json.dumps(asdict(self)))
+
+
+def read_round(path: Path) -> RaceRound:
+    """Return the round in a file."""
+    read = json.loads(path.read_text())
+    return RaceRound(**{**read, "tasks": [RaceTask(**task) for task in read["tasks"]]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceRollout:
+    """A rollout as it was done. Seconds since the round began; `tokens`: sampled."""
+
+    start_s: float
+    end_s: float
+    turns: int
+    tool_calls: int
+    tokens: int
+    reward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceRecord:
+    """A round as it was done.
+
+    Attributes:
+        rollouts: those that completed.
+        wall_s: from its beginning until the last rollout had its reward.
+        framework_cpu_s: seconds of CPU of the framework's own processes. `sandboxes_cpu_s`: of what they started.
+        machine_cpu_s: of all that ran on the machine meanwhile, the engine and strangers included.
+    """
+
+    rollouts: list[RaceRollout]
+    wall_s: float
+    framework_cpu_s: float
+    sandboxes_cpu_s: float
+    machine_cpu_s: float
+
+    def encoded(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(asdict(self))
+
+
+def read_record(encoded: str) -> RaceRecord:
+    """Return the record that `RaceRecord.encoded` wrote."""
+    read = json.loads(encoded)
+    return RaceRecord(**{**read, "rollouts": [RaceRollout(**rollout) for rollout in read["rollouts"]]})
+
+
+class CpuClock:
+    """Seconds of CPU of this process, of children that it has waited for, and of the machine, since it was made."""
+
+    def __init__(self) -> None:
+        self._before = _cpu()
+
+    def read(self) -> tuple[float, float, float]:
+        """Return the seconds of this process, of its children, and of everything on the machine."""
+        own_s, children_s, machine_s = (now - before for now, before in zip(_cpu(), self._before, strict=True))
+        return own_s, children_s, machine_s
+
+
+def _cpu() -> tuple[float, float, float]:
+    kinds = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    own_s, children_s = (usage.ru_utime + usage.ru_stime for usage in kinds)
+    with open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, _idle, _waiting, irq, soft_irq = map(int, file.readline().split()[1:8])
+    return own_s, children_s, (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")
+
+
+def code_in(text: str) -> str | None:
+    """Return the program that a turn asks to run: its first ```python block; none beside an answer."""
+    found = FENCE.search(text)
+    if found is None or not found[1].strip() or answer_in(text) is not None:
+        return None
+    return found[1]
+
+
+def answer_in(text: str) -> str | None:
+    """Return the last answer in a box."""
+    answers = BOX.findall(text)
+    return answers[-1].strip() if answers else None
+
+
+def reward_of(text: str, answer: str) -> float:
+    """Return 1 if the last turn's `text` has the answer in a box, else 0. Answers of word problems are integers."""
+    return float(answer_in(text) == answer)
