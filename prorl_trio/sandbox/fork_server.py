@@ -84,7 +84,7 @@ class ForkServer:
         self.forked_total = 0
 
     def __repr__(self) -> str:
-        return f"<ForkServer {self._tree.pid}: {self.forked_total} forked>"
+        return f"<ForkServer {self.pid}: {self.forked_total} forked>"
 
     @property
     def pid(self) -> int:
@@ -134,7 +134,7 @@ class ForkServer:
         return msgspec.msgpack.decode(packet, type=Forked) if packet else None
 
     def _give_up(self, problem: str) -> None:
-        logger.warning("the fork server %d forks no more: %s", self._tree.pid, problem)
+        logger.warning("the fork server %d forks no more: %s", self.pid, problem)
         self._broken.set()
 
     def _collect(self) -> None:

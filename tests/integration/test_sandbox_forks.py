@@ -74,7 +74,7 @@ async def open_forked(provider, spec):
 
 
 async def looks(sandbox):
-    """What can be seen in there: lines of texts, and the options of what is mounted, by path."""
+    """Return all that can be seen in there: lines of texts, and the options of what is mounted, by path."""
     script = await sandbox.exec(["bash", "-c", f"exec 2>&1; {LOOK}"], timeout_s=ACTION_TIMEOUT_S)
     own = "echo $PPID $- $SHLVL; trap; set +m; jobs; files=(/proc/$$/fd/*); echo ${#files[@]}"
     shell = await sandbox.bash(own, timeout_s=ACTION_TIMEOUT_S)

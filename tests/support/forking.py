@@ -35,7 +35,7 @@ class ForkingProvider(BubblewrapProvider):
 
     @asynccontextmanager
     async def open_sandbox(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        """As `SandboxProvider.open_sandbox`; fails if a sandbox that could be forked was not."""
+        """Do what `SandboxProvider.open_sandbox` does; fail if a sandbox that could be forked was not."""
         shared = BubblewrapProvider(self._runtime_dir, packages=self._packages)
         async with open_forking(shared) as server:
             forked = server.forked_total

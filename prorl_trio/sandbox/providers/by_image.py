@@ -25,7 +25,7 @@ class ByImage(SandboxProvider):
     def __init__(self, host: SandboxProvider, images: SandboxProvider) -> None:
         self._host, self._images = host, images
         self.name = f"{host.name}+{images.name}"  # type: ignore[misc]  # of these two, and not of the class
-        self.has_layers = host.has_layers and images.has_layers  # type: ignore[misc]
+        self.has_layers = host.has_layers and images.has_layers  # type: ignore[misc]  # likewise
 
     def serving(self, spec: SandboxSpec) -> SandboxProvider:
         plain = spec.image == "host" and not spec.layers
