@@ -67,9 +67,10 @@ class BashSession:
     def __repr__(self) -> str:
         return f"<BashSession: {self._keeper!r}>"
 
-    async def serve(self) -> None:
-        """Start the first shell at once, and later ones as they are needed, until cancelled; then kill it."""
-        self._keeper.want()
+    async def serve(self, *, prestart: bool) -> None:
+        """Start a shell when the first command comes (at once if `prestart`), until cancelled; then kill it."""
+        if prestart:
+            self._keeper.want()
         await self._keeper.serve()
 
     async def run(self, request: BashRun, send_output: SendOutput) -> BashResult:

@@ -144,7 +144,7 @@ async def _serve(
             await nursery.start(reaper.serve)
             calls = _Calls(reaper, start, adopted)
             nursery.start_soon(calls.watchdog.serve)
-            nursery.start_soon(calls.bash.serve)
+            nursery.start_soon(partial(calls.bash.serve, prestart=start.prestart_bash))
             await nursery.start(partial(calls.ipython.serve, prestart=prestart_ipython))
             stream = await _accept_one(listener, accept_timeout_s, stdin_fd)
             if stream is not None:

@@ -29,9 +29,10 @@ class StartLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first line of standard input, as JSON: there the token shows in no argument list and no environment.
 
     `env` is added to the tools' environment. `cwd` is where shells start; empty takes the home directory.
-    `prestart_ipython`: as the option of that name. `inherit_env`: the daemon's environment is its image's, and what the
-    image sets is for the tools too; otherwise they get none of it but PATH and HOME. `limits`: what the tools may use.
-    `isolated`: what this process sees and may signal is the sandbox, and file systems in memory are its own.
+    `prestart_bash`: start a shell at once, not with the first command. `prestart_ipython`: as the option of that name.
+    `inherit_env`: the daemon's environment is its image's, and what the image sets is for the tools too; otherwise they
+    get none of it but PATH and HOME. `limits`: what the tools may use. `isolated`: what this process sees and may
+    signal is the sandbox, and file systems in memory are its own.
     `fakeroot`: this process is root in there, with capabilities of which the tools may have a few only.
     `listen_fd`: the inherited socket to listen on, where the option `--socket` makes none.
     """
@@ -39,6 +40,7 @@ class StartLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token: str
     env: dict[str, str] = {}
     cwd: str = ""
+    prestart_bash: bool = True
     prestart_ipython: bool = False
     inherit_env: bool = False
     limits: SandboxLimits = SandboxLimits()

@@ -103,6 +103,7 @@ class MathHandler(AgentHandler):
             image=sandbox.image,
             network=sandbox.network,
             start_timeout_s=sandbox.start_timeout_s,
+            prestart_bash=False,
             prestart_ipython=True,
             limits=sandbox.limits,
         )

@@ -160,7 +160,11 @@ async def test_without_bash_and_ipython_there_is_no_sandbox(rig):
     async with open_task(rig, Scripted(), instance(tools=["search"])) as (handler, context):
         assert handler.sandbox_spec(context) is None
     async with open_task(rig, None) as (handler, context):
-        assert handler.sandbox_spec(context).prestart_ipython
+        spec = handler.sandbox_spec(context)
+        assert (spec.prestart_ipython, spec.prestart_bash) == (True, True)
+    async with open_task(rig, None, instance(tools=["ipython"])) as (handler, context):
+        spec = handler.sandbox_spec(context)
+        assert (spec.prestart_ipython, spec.prestart_bash) == (True, False)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ DATES_FOR_PEOPLE = {
     "prorl_trio/observe/telemetry.py": "spans carry the time of day",
     "prorl_trio/chat/jinja.py": "templates may print the date",
     "prorl_trio/chat/template.py": "the same; a dialogue keeps the one at which it began",
+    "launch/abandoned.py": "how old the folder of a killed process is",
     "launch/image_store.py": "when an image was made",
     "launch/image_commands.py": "how long an image was not used",
     "launch/learning/train.py": "how long a run has taken since its folder was made, in another process",

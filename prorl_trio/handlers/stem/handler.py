@@ -73,6 +73,7 @@ class StemHandler(AgentHandler):
             image=sandbox.image,
             network=sandbox.network,
             start_timeout_s=sandbox.start_timeout_s,
+            prestart_bash="bash" in tools,
             prestart_ipython="ipython" in tools,
             limits=sandbox.limits,
         )

@@ -77,6 +77,7 @@ async def open_daemon_sandbox(
             "token": token,
             "env": {**launch.tool_env, **spec.env},
             "cwd": launch.cwd,
+            "prestart_bash": spec.prestart_bash,
             "prestart_ipython": spec.prestart_ipython,
             "inherit_env": launch.inherit_env,
             "limits": spec.limits,

@@ -37,9 +37,9 @@ __all__ = ["Session"]
 logger = logging.getLogger(__name__)
 
 MAX_CANCELS_AHEAD: Final = 10_000
+"""Ids per session that were cancelled before their job was submitted. Beyond that, the oldest is dropped."""
 WITHDRAWAL_S: Final = 0.25
 """Pause before a job is submitted again whose withdrawn copy has not ended yet."""
-"""Ids per session that were cancelled before their job was submitted. Beyond that, the oldest is dropped."""
 
 
 class Session:

@@ -12,7 +12,7 @@ import trio
 
 from ipc.errors import CallFailed
 from ipc.file_calls import FileData, FileRead
-from ipc.sandbox_calls import BashInput, BashResult, BashRun
+from ipc.sandbox_calls import BashInput, BashResult, BashRun, Ping, Pong
 from sandbox_daemon.processes import read_process_table
 from support.cancel_sweep import cancel_sweep
 
@@ -466,3 +466,20 @@ async def test_a_timed_out_shell_takes_its_whole_session_along(sandbox):
     result = await bash(sandbox, "trap '' INT; while :; do :; done", timeout_s=0.2)
     assert result.restarted
     assert not running(pids)
+
+
+@pytest.mark.parametrize("prestart", [True, False])
+async def test_a_shell_is_there_before_the_first_command_if_it_is_to_be(start_daemon, prestart):
+    daemon = start_daemon(prestart_bash=prestart)
+    daemon.wait_ready()
+    async with daemon.connect() as client:
+        if prestart:
+            with trio.fail_after(CALL_TIMEOUT_S):
+                while not daemon.descendants():
+                    await trio.sleep(0.01)
+        else:
+            await client.call(Ping(), Pong, timeout_s=CALL_TIMEOUT_S)
+            assert not daemon.descendants()
+        assert (await bash(client, "x=5")).restarted is False
+        assert (await bash(client, "echo $x")).output == "5\n"
+    assert (await daemon.wait_ended()) == (0, "")
