@@ -36,8 +36,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         env: variables for the tools. Nothing of the node's environment is passed on.
         start_timeout_s: from the start of the process to the daemon's handshake.
         limits: what the tools may use.
-        prestart_bash: start the shell with the sandbox, not with its first command: some 8 ms of CPU, which an agent
-            without a shell need not pay.
+        prestart_bash: start the shell with the sandbox, not with its first command. It takes a dozen milliseconds of
+            CPU, of which an agent without a shell has nothing.
         prestart_ipython: start the IPython shell with the sandbox, not with its first cell.
     """
 
