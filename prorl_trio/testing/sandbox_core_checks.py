@@ -123,15 +123,18 @@ async def check_files_round_trip(contract: Contract) -> None:
     """5 MB come back bit for bit; what cannot be read says so as a file would."""
     content = os.urandom(5 * 1024 * 1024)
     async with checked_sandbox(contract) as sandbox:
-        await sandbox.write_file("/tmp/new/folder/file.bin", content)
-        assert await sandbox.read_file("/tmp/new/folder/file.bin") == content
-        await sandbox.write_file("/tmp/new/folder/file.bin", b"")
-        assert await sandbox.read_file("/tmp/new/folder/file.bin") == b""
-        await sandbox.write_file("/tmp/three", b"123")
-        await raises(FileNotFoundError, sandbox.read_file("/tmp/none"))
-        await raises(IsADirectoryError, sandbox.read_file("/tmp/new"))
-        await raises(ValueError, sandbox.read_file("/tmp/three", max_bytes=2))
+        folder = f"/tmp/files-{secrets.token_hex(4)}"
+        path = f"{folder}/deep/er/file"
+        await sandbox.write_file(path, content)
+        assert await sandbox.read_file(path) == content
+        await sandbox.write_file(path, b"")
+        assert await sandbox.read_file(path) == b""
+        await sandbox.write_file(path, b"123")
+        await raises(FileNotFoundError, sandbox.read_file(f"{folder}/none"))
+        await raises(IsADirectoryError, sandbox.read_file(folder))
+        await raises(ValueError, sandbox.read_file(path, max_bytes=2))
         await raises(ValueError, sandbox.read_file("three"))
+        await sandbox.bash(f"rm -r {folder}", timeout_s=ACTION_TIMEOUT_S)  # not every provider has a /tmp of its own
 
 
 async def check_exec_is_one_shot(contract: Contract) -> None:
