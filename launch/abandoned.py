@@ -95,7 +95,7 @@ def wait_left(owner: str, place: str, deadline: float) -> None:
     for path in _folders(place, _PREFIX):
         with contextlib.suppress(OSError, ValueError), _open_mark(path) as mark:
             while _Mark(mark).owner == owner and not _try_lock(mark) and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
+                time.sleep(_POLL_S)  # for flock has no time-out
 
 
 class _Mark:

@@ -7,10 +7,8 @@ block, also if this process is killed.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from contextlib import asynccontextmanager
@@ -20,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from launch.paths import checkout_dir
+from launch.slurm.cluster import SCRIPT, free_ports, has_networks
 from launch.supervised import Supervised, open_supervised
 from perf.findings import CannotRun
 from perf.process_tree import parent_of
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Cluster", "open_cluster", "open_slurm_fleet", "require_slurm"]
 
 PROGRAMS: Final = ("slurmctld", "slurmd", "srun", "munged", "ip")
-SCRIPT: Final = checkout_dir() / "launch/slurm/cluster.sh"
 KEEP: Final = """\
 trap ended=1 TERM
 "$1" start && touch "$2" && until [ "${ended:-}" ]; do sleep 3600 & wait; done
@@ -49,8 +46,6 @@ STOP_TIMEOUT_S: Final = 60.0
 FLEET_START_TIMEOUT_S: Final = 300.0
 FLEET_END_TIMEOUT_S: Final = 120.0
 POLL_S: Final = 0.2
-PORTS: Final = 16
-"""Ports of one cluster: its controller's and those of its machines. A multiple, so that networks differ as ports do."""
 LOG_TAIL_BYTES: Final = 2000
 
 
@@ -94,11 +89,11 @@ async def open_cluster(machines: int) -> AsyncIterator[Cluster]:
     require_slurm()
     folder = await trio.to_thread.run_sync(_make_folder)
     try:
-        separate = await trio.to_thread.run_sync(_has_networks)
+        separate = await trio.to_thread.run_sync(has_networks)
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PRORL_"))} | {
             "SLURM_CLUSTER_DIR": str(folder),
             "SLURM_CLUSTER_NODES": str(machines),
-            "SLURM_CLUSTER_PORT": str(_free_ports(machines + 1)),
+            "SLURM_CLUSTER_PORT": str(free_ports(machines + 1)),
             "SLURM_CLUSTER_PATIENCE_S": "60",  # machines that are only slow are not given up
             "SLURM_CLUSTER_MODE": "netns" if separate else "loopback",
             "SLURM_CONF": str(folder / "slurm.conf"),
@@ -197,28 +192,3 @@ def _own_address(hosts: Path) -> str:
     """Return the address of this machine among those that the cluster's machines know."""
     lines = [line.split() for line in hosts.read_text().splitlines()]
     return next(address for address, name in reversed(lines) if name == socket.gethostname())
-
-
-def _has_networks() -> bool:
-    """Return whether a pair of links can be made, one end in another network."""
-    name = f"prorl{secrets.token_hex(3)}"
-    link = f"ip link add {name} type veth peer name eth0 netns {name}"
-    command = f"ip netns add {name} && {link}; code=$?; ip netns del {name}; exit $code"
-    return subprocess.run(["sh", "-c", command], capture_output=True, check=False).returncode == 0
-
-
-def _free_ports(count: int) -> int:
-    """Return the first of so many ports that are free now."""
-    while True:
-        first = 20_000 + PORTS * secrets.randbelow(500)
-        if all(map(_is_free, range(first, first + count))):
-            return first
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as one:
-        try:
-            one.bind(("0.0.0.0", port))
-        except OSError:
-            return False
-        return True

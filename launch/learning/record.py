@@ -29,6 +29,7 @@ CURVE: Final = "curve.json"
 EVENTS: Final = "events.jsonl"
 CHECKPOINTS: Final = "checkpoints"
 MASTERED: Final = 0.9
+"""Share of right rollouts, of all that a step sampled, from which a run that finds too few groups has ended well."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

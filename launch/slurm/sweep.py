@@ -29,6 +29,7 @@ LOCAL_DIR_VARIABLE: Final = "PRORL_LOCAL_DIR"
 _VARIABLES: Final = ("SLURM_TMPDIR", "TMPDIR")
 _USUAL: Final = ("/tmp", "/var/tmp", "/dev/shm")
 _POLL_S: Final = 0.02
+"""Time between two looks: to wait for a child has no time-out."""
 _PATIENCE_S: Final = 4.0
 """Longest time to hold slurmstepd up for a supervisor that is at work: its grace, and a second."""
 _LONGEST_S: Final = 20.0

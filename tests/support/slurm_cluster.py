@@ -7,14 +7,13 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.paths import checkout_dir
+from launch.slurm.cluster import SCRIPT, free_ports, has_networks
 from support.quiet_clock import stretched, wait_until
 
 if TYPE_CHECKING:
@@ -23,15 +22,12 @@ if TYPE_CHECKING:
 NODES = 4
 JOBS = 8
 """Jobs that each machine takes at once, at a task each."""
-PORTS = 8
-"""Ports of one cluster: its controller's and those of its nodes. A multiple, so that networks differ as ports do."""
 COMMAND_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 120.0
 PATIENCE_S = 6.0
 """Seconds for an end of Slurm with its daemons."""
-SCRIPT = checkout_dir() / "launch/slurm/cluster.sh"
 FREEZER = Path("/sys/fs/cgroup/freezer")
-"""Of control groups of version 1: with it Slurm can track processes by them."""
+"""The freezer of control groups of version 1: with it Slurm can track processes by them."""
 
 
 class SlurmCluster:
@@ -118,7 +114,7 @@ def open_cluster(tracking: str) -> Iterator[SlurmCluster]:
     """Start a cluster, each node with a network of its own if this kernel and user allow it; stop it by its pids."""
     folder = Path(tempfile.mkdtemp(prefix="prorl-slurm-", dir="/run"))
     folder.chmod(0o755)
-    cluster = SlurmCluster(folder, _free_ports(), separate=_has_networks(), tracking=tracking)
+    cluster = SlurmCluster(folder, free_ports(NODES + 1), separate=has_networks(), tracking=tracking)
     try:
         cluster.script("start")
         yield cluster
@@ -137,31 +133,6 @@ def _has_freezer() -> bool:
         group.rmdir()
         return True
     return False
-
-
-def _has_networks() -> bool:
-    """Return whether a pair of links can be made, one end in another network."""
-    name = f"prorl{secrets.token_hex(3)}"
-    link = f"ip link add {name} type veth peer name eth0 netns {name}"
-    command = f"ip netns add {name} && {link}; code=$?; ip netns del {name}; exit $code"
-    return subprocess.run(["sh", "-c", command], capture_output=True, check=False).returncode == 0
-
-
-def _free_ports() -> int:
-    """Return the first of `PORTS` ports that are free now."""
-    while True:
-        first = 20000 + PORTS * secrets.randbelow(1000)
-        if all(map(_is_free, range(first, first + NODES + 1))):
-            return first
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as one:
-        try:
-            one.bind(("0.0.0.0", port))
-        except OSError:
-            return False
-        return True
 
 
 def kill(pid: int) -> None:

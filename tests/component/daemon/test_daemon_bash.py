@@ -473,13 +473,11 @@ async def test_a_shell_is_there_before_the_first_command_if_it_is_to_be(start_da
     daemon = start_daemon(prestart_bash=prestart)
     daemon.wait_ready()
     async with daemon.connect() as client:
-        if prestart:
-            with trio.fail_after(CALL_TIMEOUT_S):
-                while not daemon.descendants():
-                    await trio.sleep(0.01)
-        else:
+        with trio.fail_after(CALL_TIMEOUT_S):
             await client.call(Ping(), Pong, timeout_s=CALL_TIMEOUT_S)
-            assert not daemon.descendants()
+            while prestart and not daemon.descendants():
+                await trio.sleep(0.01)
+        assert bool(daemon.descendants()) is prestart
         assert (await bash(client, "x=5")).restarted is False
         assert (await bash(client, "echo $x")).output == "5\n"
     assert (await daemon.wait_ended()) == (0, "")
