@@ -1,4 +1,4 @@
-"""What `cluster.sh` needs to know of this machine: ports that are free, and whether networks can be made."""
+"""Facts of this machine that `cluster.sh` needs: ports that are free, and whether networks can be made."""
 
 from __future__ import annotations
 

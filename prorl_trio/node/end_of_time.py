@@ -22,9 +22,19 @@ def allocation_left_s(environment: Mapping[str, str]) -> float | None:
     """Return the seconds until the end of the allocation of Slurm's that the process is in; None if it is not known.
 
     `SLURM_JOB_END_TIME` is by the clock of Slurm: this is wrong by what the machine's own clock differs from that one.
+    It is never more than the whole time of the allocation, from `SLURM_JOB_START_TIME` by the same clock: so a node
+    that begins with its allocation is not late, however slow the machine's clock is.
     """
-    end_time = environment.get("SLURM_JOB_END_TIME", "")
-    return int(end_time) - time.time() if end_time.isascii() and end_time.isdigit() and int(end_time) else None
+    end, start = (_seconds(environment.get(f"SLURM_JOB_{name}_TIME", "")) for name in ("END", "START"))
+    if end is None:
+        return None
+    left_s = end - time.time()
+    return left_s if start is None else min(left_s, end - start)
+
+
+def _seconds(told: str) -> int | None:
+    """Return seconds since 1970 as Slurm writes them; None if it is not known, which it writes in several ways."""
+    return int(told) or None if told.isascii() and told.isdigit() else None
 
 
 class EndOfTime:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -16,7 +13,7 @@ import trio
 from ipc.session import Accepted, Rejected
 from prorl_trio.client import connect
 from prorl_trio.ledger import LedgerLimits, open_ledger
-from support.skips import because
+from support.small_disk import fill, small_disk
 from support.soak import Leftovers, adopted_orphans, open_world
 from support.soak.trainer import soak_spec
 
@@ -31,35 +28,15 @@ MAX_ADMITTED = 2 * SIZES["log_bytes"] // PADDING_BYTES
 DEADLINE_S = 120
 
 
-@contextmanager
-def small_disk(path):
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(path)]
-    if (done := subprocess.run(mount, capture_output=True, text=True)).returncode:
-        pytest.skip(because(f"no file system can be mounted here: {done.stderr}", "run the tests as root"))
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
 @pytest.fixture
 def folder():
     """Short enough for the paths of Unix sockets. `disk` in it is a small one."""
-    with tempfile.TemporaryDirectory(prefix="disk-") as path, small_disk(Path(path, "disk")), adopted_orphans():
+    with (
+        tempfile.TemporaryDirectory(prefix="disk-") as path,
+        small_disk(Path(path, "disk"), DISK_BYTES),
+        adopted_orphans(),
+    ):
         yield Path(path)
-
-
-def fill(path):
-    """Leave no room."""
-    with path.open("wb", buffering=0) as file:
-        for size in (64 * KIB, 4 * KIB, 1):
-            try:
-                while True:
-                    file.write(bytes(size))
-            except OSError as exc:
-                last = exc
-    assert os.strerror(last.errno) == "No space left on device"
 
 
 async def submit(client, job_id, *, patience_s=0.0):

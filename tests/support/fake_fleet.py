@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -48,11 +49,16 @@ def entry_of(node_id: str, url: str = "ws://127.0.0.1:1", **changes: Any) -> Nod
 
 
 class FleetNode:
-    """A node of the fleet: `node` is the fake. It lives from `start` to `cut`; its sessions outlive that."""
+    """A node of the fleet: `node` is the fake. It lives from `start` to `cut`; its sessions outlive that.
+
+    Attributes:
+        clock_ahead_s: what its machine's clock is ahead of others', by which its heartbeats are dated.
+    """
 
     def __init__(self, fleet: FakeFleet, node: FakeNode, **entry: Any) -> None:
         self.node = node
         self.node_id = node.node_id
+        self.clock_ahead_s = 0.0
         self.service: Service
         self.entry: NodeEntry
         self._fleet = fleet
@@ -73,8 +79,15 @@ class FleetNode:
                 write_entry(self._fleet.folder, self.entry)
                 task_status.started()
                 while True:
-                    renew_entry(self._fleet.folder, self.entry)
+                    self._beat()
                     await trio.sleep(BEAT_S)
+
+    def _beat(self) -> None:
+        renew_entry(self._fleet.folder, self.entry)
+        if self.clock_ahead_s:
+            path = self._fleet.folder / f"{self.node_id}.json"
+            at_s = path.stat().st_mtime + self.clock_ahead_s
+            os.utime(path, (at_s, at_s))
 
     @contextmanager
     def _until_stopped(self) -> Iterator[None]:

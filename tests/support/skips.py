@@ -19,7 +19,7 @@ ALLOWED = "PRORL_ALLOWED_SKIPS"
 SHOWN_TESTS = 3
 
 
-def because(why, what_to_do):
+def because(why: str, what_to_do: str) -> str:
     """The reason of a skip."""
     return f"{why}. {REMEDY}{what_to_do}"
 

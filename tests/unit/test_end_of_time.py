@@ -41,6 +41,15 @@ def test_the_end_is_told_by_the_time_of_day(monkeypatch):
     assert allocation_left_s({"SLURM_JOB_END_TIME": "1100"}) == 99.5
 
 
+@pytest.mark.parametrize(
+    ("ahead_s", "left_s"), [(0, 3600), (-300, 3600), (300, 3300)], ids=["right", "slow clock", "fast clock"]
+)
+def test_a_node_that_begins_with_its_allocation_is_never_late(monkeypatch, ahead_s, left_s):
+    monkeypatch.setattr(time, "time", lambda: 10_000.0 + ahead_s)
+    told = {"SLURM_JOB_START_TIME": "10000", "SLURM_JOB_END_TIME": "13600"}
+    assert allocation_left_s(told) == left_s
+
+
 async def test_a_kind_is_refused_when_what_is_left_is_shorter_than_its_99th_percentile(autojump_clock):
     end = EndOfTime(1000.0, durations_of(math=[10.0], swe=[600.0]))
     assert (end.refusal("math"), end.refusal("swe"), end.left_s) == ("", "", 1000.0)
