@@ -31,8 +31,8 @@ FOLDERS = Path("/run")
 
 
 @pytest.fixture(autouse=True)
-def _slurm_is_there():
-    if why := why_not():
+def _slurm_is_there() -> None:
+    if why := why_not("linuxproc"):
         pytest.skip(because(why, "launch/slurm/cluster.sh install"))
 
 
