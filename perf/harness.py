@@ -33,6 +33,8 @@ PER_SECOND: dict[Unit, float] = {"ms": 1e3, "us": 1e6}
 PERCENTS = (50, 95, 99)
 PLOT_DPI = 120
 FILE_COLUMNS = 120
+INTERRUPTED = 130
+"""Exit code of shells for a program that was ended by SIGINT."""
 _BEGAN_S = time.monotonic()
 
 
@@ -239,8 +241,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return True
 
 
+def _measure(benchmark: Callable[[Options], Awaitable[Report]], options: Options) -> Report | None:
+    """Return what was measured; None if Ctrl-C ended it."""
+    try:
+        return trio.run(benchmark, options)
+    except* KeyboardInterrupt:
+        pass
+    return None
+
+
 def run_benchmark(benchmark: Callable[[Options], Awaitable[Report]], argv: Sequence[str] | None = None) -> int:
-    """Parse the command line, run, print the table, write the files asked for. Returns the exit code, 0.
+    """Parse the command line, run, print the table, write the files asked for. Returns 0, or 130 after Ctrl-C.
 
     A missed target is said, but is no error: it may be the machine's doing. What the benchmark raises flies.
     """
@@ -251,7 +262,10 @@ def run_benchmark(benchmark: Callable[[Options], Awaitable[Report]], argv: Seque
     parser.add_argument("--json", type=Path, metavar="FILE", help='write {"metric": number}, and a plot beside it')
     arguments = parser.parse_args(argv)
     options = Options(quick=arguments.quick, json_path=arguments.json)
-    report = trio.run(benchmark, options)
+    report = _measure(benchmark, options)
+    if report is None:
+        print("ended by Ctrl-C: nothing is reported, nothing was written", file=sys.stderr)
+        return INTERRUPTED
     console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
     for table in (report.table(), *report.more_tables):
         console.print(table)

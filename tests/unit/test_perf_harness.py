@@ -175,6 +175,17 @@ def test_the_command_line_of_every_benchmark(tmp_path: Path, capsys: pytest.Capt
     assert "measured on: " in printed
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_ctrl_c_ends_a_benchmark_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], nested: bool):
+    async def benchmark(_options: Options) -> Report:
+        await trio.lowlevel.checkpoint()
+        raise BaseExceptionGroup("of a nursery", [KeyboardInterrupt()]) if nested else KeyboardInterrupt
+
+    assert run_benchmark(benchmark, ["--json", str(tmp_path / "figures.json")]) == 130
+    assert capsys.readouterr().err == "ended by Ctrl-C: nothing is reported, nothing was written\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_help_shows_the_benchmarks_own_words(capsys: pytest.CaptureFixture[str]):
     from perf import tools
 
