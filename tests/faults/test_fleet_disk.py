@@ -57,6 +57,7 @@ async def wait_said(caplog, *words):
         await trio.sleep(0.02)
 
 
+@pytest.mark.alone
 async def test_jobs_that_have_to_be_moved_wait_for_room_on_the_shared_disk(disk, caplog):
     async with open_fake_fleet(disk / "f", "b") as fleet, connect(fleet=disk / "f") as client:
         await fleet.add("a", stale_after_s=STALE_AFTER_S)
@@ -77,6 +78,7 @@ async def test_jobs_that_have_to_be_moved_wait_for_room_on_the_shared_disk(disk,
         assert await take(client) == lost
 
 
+@pytest.mark.alone
 async def test_a_moved_job_is_acknowledged_when_its_delivery_is_on_the_shared_disk(disk):
     async with open_fake_fleet(disk / "f", "a", "b") as fleet:
         async with connect(fleet=disk / "f", session_id="s") as client:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ from prorl_trio.sandbox.transfer import TransferOptions
 from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 from support.cancel_sweep import cancel_sweep
+from support.leaks import descriptors
 
 pytestmark = pytest.mark.usefixtures("quick_gc")
 
@@ -135,6 +138,11 @@ def mounts_below(base):
     return [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(base) in line]
 
 
+def kinds_of_descriptors():
+    """How many this process has of each kind: the numbers of pipes and sockets differ from one to the next."""
+    return Counter(re.sub(r"\d+", "N", target) for target in descriptors().values())
+
+
 class Machine:
     """What there is of ours, to compare afterwards. `seen` are all processes that were ever noticed."""
 
@@ -156,7 +164,7 @@ class Machine:
             "processes": descendants(os.getpid()) - self.own,
             "mounts": mounts_below(self.base),
             "folders": sorted(map(str, self.base.glob("*/sbx-*"))),
-            "fds": len(os.listdir("/proc/self/fd")),
+            "descriptors": kinds_of_descriptors(),
             "permits": (self.host._gates.starting, self.host._gates.images),
             "thread tokens": (
                 trio.to_thread.current_default_thread_limiter().borrowed_tokens,

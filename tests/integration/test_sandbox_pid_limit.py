@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from prorl_trio.sandbox.limits.pid_limit import FIRST_REUSED_PID, OWN_TASKS, Pid
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import identify
 from prorl_trio.types.errors import SandboxCallFailed, SandboxUnavailable
+from support.leaks import descriptors
 from support.skips import because
 
 PID_MAX = Path("/proc/sys/kernel/pid_max")
@@ -138,6 +140,38 @@ def test_a_process_without_a_namespace_of_its_own_is_left_alone():
         limiter.limit([ours], MAX_PROCESSES)
     finally:
         limiter.close()
+
+
+def test_a_process_that_ends_while_its_namespaces_are_opened_leaves_none_open(monkeypatch):
+    """The first is open by then; no garbage collector closes a number."""
+    command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "sleep", "60"]
+    limiter = PidLimiter()
+    with subprocess.Popen(command) as unshared:
+        try:
+            limiter.start()
+            member = wait_for_child(unshared.pid)
+            open_one = os.open
+
+            def end_before_the_second(path, flags, *rest, **more):
+                if str(path).endswith("/ns/mnt"):
+                    unshared.kill()
+                    unshared.wait()
+                    raise ProcessLookupError(path)
+                return open_one(path, flags, *rest, **more)
+
+            monkeypatch.setattr(os, "open", end_before_the_second)
+            limiter.bound_shared([member])
+        finally:
+            unshared.kill()
+            limiter.close()
+    assert "pid:" not in str([*descriptors().values()])
+
+
+def wait_for_child(pid):
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    while not (child := children.read_text().strip()):
+        time.sleep(0.01)
+    return identify(int(child))
 
 
 def test_the_setter_refuses_its_own_namespace_and_what_is_no_namespace():

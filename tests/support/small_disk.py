@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
@@ -22,7 +23,12 @@ KIB = 1024
 
 @contextmanager
 def small_disk(path: Path, size: int) -> Iterator[None]:
-    """Have a disk of `size` bytes at `path`, which is made. Skips the test where nothing can be mounted."""
+    """Have a disk of `size` bytes at `path`, which is made. Skips the test where nothing can be mounted.
+
+    The whole machine sees the mount, and other tests look at what is mounted: only for a test marked as `alone`.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        raise RuntimeError(f"{path} would be mounted beside other tests: mark this one with pytest.mark.alone")
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
     if (done := subprocess.run(mount, capture_output=True, text=True, check=False)).returncode:

@@ -180,7 +180,8 @@ def _own_namespaces(members: Iterable[ProcessId], kinds: tuple[str, ...]) -> lis
         with suppress(OSError):  # it has ended, or may not be looked at
             if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == ours:
                 continue
-            opened += [os.open(f"/proc/{process.pid}/ns/{kind}", os.O_RDONLY) for kind in kinds]
+            for kind in kinds:  # the process may end between two of them: what is open then is closed below
+                opened.append(os.open(f"/proc/{process.pid}/ns/{kind}", os.O_RDONLY))  # noqa: PERF401
             # Only now is it certain whose they are: a pid may have been used again.
             if identify(process.pid) == process:
                 return opened
