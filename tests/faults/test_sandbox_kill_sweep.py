@@ -139,7 +139,7 @@ def mounts_below(base):
 
 
 def kinds_of_descriptors():
-    """How many this process has of each kind: the numbers of pipes and sockets differ from one to the next."""
+    """Count the descriptors of this process by kind: each pipe and socket has a number of its own."""
     return Counter(re.sub(r"\d+", "N", target) for target in descriptors().values())
 
 

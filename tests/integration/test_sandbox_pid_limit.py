@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -18,9 +17,10 @@ from ipc.limits import SandboxLimits
 from prorl_trio.sandbox.limits import pid_setter
 from prorl_trio.sandbox.limits.pid_limit import FIRST_REUSED_PID, OWN_TASKS, PidLimiter, pid_limit_problem
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.reaper import identify
+from prorl_trio.sandbox.reaper import descendants, identify
 from prorl_trio.types.errors import SandboxCallFailed, SandboxUnavailable
 from support.leaks import descriptors
+from support.quiet_clock import wait_until
 from support.skips import because
 
 PID_MAX = Path("/proc/sys/kernel/pid_max")
@@ -149,7 +149,8 @@ def test_a_process_that_ends_while_its_namespaces_are_opened_leaves_none_open(mo
     with subprocess.Popen(command) as unshared:
         try:
             limiter.start()
-            member = wait_for_child(unshared.pid)
+            wait_until(lambda: descendants(unshared.pid), "unshare has a child", 10)
+            (member,) = descendants(unshared.pid)
             open_one = os.open
 
             def end_before_the_second(path, flags, *rest, **more):
@@ -165,13 +166,6 @@ def test_a_process_that_ends_while_its_namespaces_are_opened_leaves_none_open(mo
             unshared.kill()
             limiter.close()
     assert "pid:" not in str([*descriptors().values()])
-
-
-def wait_for_child(pid):
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    while not (child := children.read_text().strip()):
-        time.sleep(0.01)
-    return identify(int(child))
 
 
 def test_the_setter_refuses_its_own_namespace_and_what_is_no_namespace():

@@ -180,7 +180,9 @@ def _own_namespaces(members: Iterable[ProcessId], kinds: tuple[str, ...]) -> lis
         with suppress(OSError):  # it has ended, or may not be looked at
             if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == ours:
                 continue
-            for kind in kinds:  # the process may end between two of them: what is open then is closed below
+            # The process may end between two of them. Those that are open by then are closed below. PERF401 does not
+            # hold here: from a comprehension that raises, their numbers would be lost.
+            for kind in kinds:
                 opened.append(os.open(f"/proc/{process.pid}/ns/{kind}", os.O_RDONLY))  # noqa: PERF401
             # Only now is it certain whose they are: a pid may have been used again.
             if identify(process.pid) == process:
