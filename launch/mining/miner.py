@@ -15,8 +15,9 @@ from launch.mining.candidates import candidates_of, changed_tests, read_releases
 from launch.mining.environments import environment_variables, make_environment
 from launch.mining.likeness import find_leak, find_twin
 from launch.mining.rows import REPO_DIR, MinedTask, choose_tests, load_tasks, overlay_of, save_task
-from launch.mining.sdist import Entry, write_tree
+from launch.mining.sdist import Entry, file_kind, write_tree
 from launch.mining.statements import hunk_statement, release_statement
+from launch.mining.timed_tests import functions_that_read_clocks
 from launch.mining.verification import TIMES, verify_row
 from prorl_trio.grading.repository import Suite
 from prorl_trio.grading.repository_base import RepositoryBase
@@ -167,6 +168,7 @@ class Miner:
         self, candidate: Candidate, base: Tree, overlay: TestOverlay, environment: EnvironmentLayer
     ) -> tuple[ChosenTests, Mapping[str, TestResult]] | str:
         """Return the tests that decide, and all results before the change; or why none does."""
+        timed = await trio.to_thread.run_sync(functions_that_read_clocks, _sources_of_tests(base, overlay))
         with tempfile.TemporaryDirectory(prefix="prorl-mine-") as scratch:
             await trio.to_thread.run_sync(write_tree, base, Path(scratch, REPO_DIR.lstrip("/")))
             suite = Suite(
@@ -191,13 +193,20 @@ class Miner:
                         said = (run.tampered or run.said)[-MAX_SAID_CHARS:]
                         return f"the tests {which}: {run.ended}: {said}"
                     results.append(_by_id(run))
-                chosen = choose_tests(before, gold)
+                chosen = choose_tests(before, gold, unsteady=timed)
                 if chosen is None:
                     return "no test fails before the change and passes after it, or none passes in both, each time"
         assert chosen is not None
         if len(chosen.fail_to_pass) > MAX_FAIL_TO_PASS:
             return f"{len(chosen.fail_to_pass)} tests fail before the change; the limit is {MAX_FAIL_TO_PASS}"
         return chosen, before[0]
+
+
+def _sources_of_tests(base: Tree, overlay: TestOverlay) -> list[bytes]:
+    """Return the modules that an evaluator runs tests from, and those beside them."""
+    tests = {path: entry.content for path, entry in base.items() if file_kind(path) == "test"}
+    tests |= {path: text.encode() for path, text in overlay.files.items()}
+    return [content for path, content in tests.items() if path.endswith(".py") and path not in overlay.removed]
 
 
 def _by_id(run: SuiteRun) -> dict[str, TestResult]:

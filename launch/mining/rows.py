@@ -12,7 +12,7 @@ from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from launch.mining.sdist import Tree
@@ -102,15 +102,21 @@ def overlay_of(base: Tree, new: Tree) -> TestOverlay:
 
 
 def choose_tests(
-    before: Sequence[Mapping[str, TestResult]], gold: Sequence[Mapping[str, TestResult]]
+    before: Sequence[Mapping[str, TestResult]],
+    gold: Sequence[Mapping[str, TestResult]],
+    *,
+    unsteady: Container[str] = (),
 ) -> ChosenTests | None:
     """Return the tests that decide, given the results of equal runs before and with the gold patch; None if none does.
 
     A test that is to pass now passed in each run with the patch and in none before. One that is to pass still passed in
-    all. Of the latter those count that are in files of the former, or all if there are none in them.
+    all. Of the latter those count that are in files of the former, or all if there are none in them. `unsteady` are
+    names of functions whose result is not the code's alone.
     """
     named = set().union(*before, *gold)
-    steady = sorted(test for test in named if not _UNSTABLE_ID.search(test) and "::" in test)
+    steady = sorted(
+        test for test in named if not _UNSTABLE_ID.search(test) and "::" in test and _function(test) not in unsteady
+    )
     passes_now = [test for test in steady if all(_passed(run, test) for run in gold)]
     fail_to_pass = [test for test in passes_now if not any(_passed(run, test) for run in before)]
     still = [test for test in passes_now if all(_passed(run, test) for run in before)]
@@ -129,6 +135,10 @@ def _passed(run: Mapping[str, TestResult], test: str) -> bool:
 
 def _file(test: str) -> str:
     return test.partition("::")[0]
+
+
+def _function(test: str) -> str:
+    return test.partition("[")[0].rpartition("::")[2]
 
 
 def save_task(task: MinedTask, folder: Path) -> None:

@@ -18,7 +18,6 @@ MINED_SETS: Final[dict[str, tuple[Wanted, ...]]] = {
         Wanted("cachetools", 6),
         Wanted("marshmallow", 6),
         Wanted("humanize", 6),
-        Wanted("parso", 4),
         Wanted("inflect", 4),
     ),
 }

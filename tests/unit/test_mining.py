@@ -19,6 +19,7 @@ from launch.mining.nearest import apply_strictly
 from launch.mining.rows import MinedTask, choose_tests, overlay_of, read_checks
 from launch.mining.sdist import Entry, Metadata, file_kind, read_metadata, read_sdist, write_tree
 from launch.mining.statements import changelog_section, hunk_statement
+from launch.mining.timed_tests import functions_that_read_clocks
 from launch.mining.verification import verify_rows
 from prorl_trio.cli import main
 from prorl_trio.grading.verdict import TestResult
@@ -309,6 +310,41 @@ def test_names_that_are_so_by_chance_do_not_decide():
     gold = {name: TestResult(test_id=name, status="passed") for name in names}
     before = {"t.py::still": TestResult(test_id="t.py::still", status="passed")}
     assert choose_tests([before], [gold]).fail_to_pass == ["t.py::ok"]
+
+
+def test_tests_that_read_a_clock_do_not_decide():
+    """`tests/perf_utils.py` of mistune 3.4.0 measures; its tests failed on a busy machine, with the gold patch."""
+    helper = b"""
+import time
+def measure(work):
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+def assert_near_linear(work):
+    assert measure(work) < 1
+"""
+    module = b"""
+from tests.perf_utils import assert_near_linear
+@pytest.fixture
+def stopwatch():
+    return time()
+@pytest.fixture
+def clock():
+    return time.time_ns
+class TestLimits:
+    def test_fast(self):
+        assert_near_linear(parse)
+    def test_right(self):
+        self.time = parse(datetime.time(12), time(12))
+    async def test_waits(stopwatch): ...
+"""
+    timed = functions_that_read_clocks([helper, module, b"print 'no Python of today'"])
+    assert timed == {"measure", "assert_near_linear", "stopwatch", "clock", "test_fast", "test_waits"}
+    names = [f"tests/t.py::TestLimits::{name}" for name in ("test_fast", "test_fast[20]", "test_right", "test_still")]
+    gold = {name: TestResult(test_id=name, status="passed") for name in names}
+    before = gold | {names[2]: TestResult(test_id=names[2], status="failed")}
+    chosen = choose_tests([before], [gold], unsteady=timed)
+    assert (chosen.fail_to_pass, chosen.pass_to_pass) == (names[2:3], names[3:])
 
 
 def test_data_and_configuration_of_tests_are_the_evaluators():
