@@ -15,14 +15,14 @@ _CLOCKS: Final = frozenset(
     f"{clock}{unit}" for clock in ("perf_counter", "process_time", "thread_time", "monotonic") for unit in ("", "_ns")
 ) | {"default_timer", "timeit"}
 _WALL_CLOCKS: Final = frozenset({"time", "time_ns"})
-"""Of the module `time`. Their names alone say little: they count as its attributes, and called without arguments."""
+"""Names that alone say little: they count as attributes of the module `time`, and called without arguments."""
 
 
 def functions_that_read_clocks(modules: Iterable[bytes]) -> frozenset[str]:
     """Return the names of functions in the sources of tests that read a clock, or use a function or fixture that does.
 
-    Functions are told by their names alone, wherever they are defined: rather one too many. A module that is no Python
-    has none.
+    Functions and methods are told by their names alone, in whatever module: rather one too many. One inside another is
+    a part of that. A module that is no Python has none.
     """
     uses: dict[str, set[str]] = {}
     for module in modules:
@@ -41,7 +41,13 @@ def _functions(module: bytes) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
             tree = ast.parse(module)
     except (SyntaxError, ValueError, RecursionError):
         return []
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        node
+        for scope in ast.walk(tree)
+        if isinstance(scope, ast.Module | ast.ClassDef)
+        for node in scope.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def _names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:

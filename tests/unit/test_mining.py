@@ -333,9 +333,11 @@ def clock():
     return time.time_ns
 class TestLimits:
     def test_fast(self):
-        assert_near_linear(parse)
+        def render():
+            return measure(parse)
+        assert_near_linear(render)
     def test_right(self):
-        self.time = parse(datetime.time(12), time(12))
+        self.time = markdown.render(datetime.time(12), time(12))
     async def test_waits(stopwatch): ...
 """
     timed = functions_that_read_clocks([helper, module, b"print 'no Python of today'"])
