@@ -61,8 +61,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = 1
     objective: str = "dapo"
     learning_rate: float = 4e-5
-    rising_steps: int = 3
-    falling_steps: int = 8
+    rising_steps: int = 6
+    falling_steps: int = 6
     demonstration_steps: int = 12
     demonstrations: int = 8
     demonstration_learning_rate: float = 1e-4
