@@ -45,7 +45,7 @@ def show(capsys):
     return show
 
 
-async def soak(folder, harm, *, jobs, provider="process", max_warm=2, deadline_s):
+async def soak(folder, harm, *, jobs, provider="process", max_warm=2, deadline_s, **timing):
     """Let `harm(world)` do what it does while they work, and look at what the trainer took, and at what is left."""
     try:
         await choose_provider(SandboxConfig(provider=provider))
@@ -56,7 +56,7 @@ async def soak(folder, harm, *, jobs, provider="process", max_warm=2, deadline_s
         "ledger": {"max_attempts": 100},  # no job is to blame for it that its node is killed time and again
     }
     with trio.move_on_after(deadline_s) as deadline:
-        async with open_world(folder, jobs=jobs, **config) as world:
+        async with open_world(folder, jobs=jobs, **timing, **config) as world:
             left = Leftovers(world.temp)
             await harm(world)
             await world.trainer.done.wait()
@@ -120,7 +120,8 @@ async def test_a_lost_sandbox_is_no_fault_of_the_policy(folder):
             # Ever more rarely: where a start takes longer than the pause, no job that is run again would ever end.
             await trio.sleep(0.1 * 1.1**world.daemons.kills)
 
-    await soak(folder, kill_until_it_hurts, jobs=6, max_warm=0, deadline_s=120)
+    # In RUN for longer than in INIT, whose sandboxes are opened anew without a trace: a kill soon hits a job at work.
+    await soak(folder, kill_until_it_hurts, jobs=6, max_warm=0, deadline_s=120, turn_s=0.5)
 
 
 @pytest.mark.slow

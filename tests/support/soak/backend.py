@@ -1,4 +1,4 @@
-"""A fake engine in a process of its own: `PYTHONPATH=tests python -m support.soak.backend MODEL_FOLDER PORT`.
+"""A fake engine in a process of its own: `PYTHONPATH=tests python -m support.soak.backend MODEL_FOLDER PORT TURN_S`.
 
 Each of its rollouts calls bash once and finishes with what that said. It keeps no state, so it may be killed at any
 moment. Ends when its parent does.
@@ -39,21 +39,21 @@ def _script(tiny: TinyTokenizer, prompt_token_ids: list[int]) -> tuple[list[int]
 
 
 @asynccontextmanager
-async def open_backend(model: Path, port: int = 0) -> AsyncIterator[FakeEngine]:
-    """Serve the tiny model in the folder, which is made. 0 takes a free port."""
+async def open_backend(model: Path, port: int = 0, turn_s: float = TURN_S) -> AsyncIterator[FakeEngine]:
+    """Serve the tiny model in the folder, which is made; each turn takes `turn_s`. Port 0 takes a free one."""
     tiny = make_tiny_model(model)
     config = FakeEngineConfig(
-        vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=MAX_MODEL_LEN, first_token_s=TURN_S
+        vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=MAX_MODEL_LEN, first_token_s=turn_s
     )
     async with open_fake_engine(script=partial(_script, tiny), config=config, port=port) as engine:
         yield engine
 
 
-async def _main(model: Path, port: int) -> None:
-    async with open_backend(model, port):
+async def _main(model: Path, port: int, turn_s: float) -> None:
+    async with open_backend(model, port, turn_s):
         await trio.sleep_forever()
 
 
 if __name__ == "__main__":
     end_with_parent()
-    trio.run(_main, Path(sys.argv[1]), int(sys.argv[2]))
+    trio.run(_main, Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

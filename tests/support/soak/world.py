@@ -14,6 +14,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.testing.tiny_model import make_tiny_model
+from support.soak.backend import TURN_S
 from support.soak.daemons import SandboxDaemons
 from support.soak.journal import JournalLength, read_entries
 from support.soak.kept_process import KeptProcess, rig_environment
@@ -34,7 +35,7 @@ class SoakWorld:
     """The three, running. `temp` is where their temporary files go, `url` and `token` reach the node, and `daemons` are
     those of the node's sandboxes."""
 
-    def __init__(self, folder: Path, jobs: int, details_bytes: int, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, jobs: int, details_bytes: int, turn_s: float, config: dict[str, Any]) -> None:
         self.jobs = jobs
         self.temp = folder / "tmp"
         self.temp.mkdir()
@@ -64,7 +65,7 @@ class SoakWorld:
 
         # A node leaves a configured backend out that is down when it starts.
         backend_listens = partial(_wait_listening, backend_port)
-        self.backend = keep("backend", [str(model), str(backend_port)], trio.lowlevel.checkpoint)
+        self.backend = keep("backend", [str(model), str(backend_port), str(turn_s)], trio.lowlevel.checkpoint)
         self.node = keep("node", [str(node_toml)], backend_listens)
         self.trainer = keep("trainer", trainer_arguments, trio.lowlevel.checkpoint)
         self.daemons = SandboxDaemons(self.node, self.trainer.done)
@@ -79,19 +80,22 @@ class SoakWorld:
 
 
 @asynccontextmanager
-async def open_world(folder: Path, *, jobs: int, details_bytes: int = 0, **config: Any) -> AsyncIterator[SoakWorld]:
+async def open_world(
+    folder: Path, *, jobs: int, details_bytes: int = 0, turn_s: float = TURN_S, **config: Any
+) -> AsyncIterator[SoakWorld]:
     """Start all three. On leaving, the node is told to end and does, and the others are killed.
 
     Args:
         folder: an empty one.
         jobs: how many the trainer submits.
         details_bytes: each of its outcomes has so many besides.
+        turn_s: how long the backend takes for a turn, of which a job has two.
         config: sections of the node's configuration.
 
     Raises:
         RuntimeError: one of them ended by itself and not well.
     """
-    world = SoakWorld(folder, jobs, details_bytes, config)
+    world = SoakWorld(folder, jobs, details_bytes, turn_s, config)
     async with open_single_nursery() as nursery:
         nursery.start_soon(world.backend.run)
         nursery.start_soon(world.node.run)
