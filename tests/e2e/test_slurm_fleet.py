@@ -75,7 +75,7 @@ class Fleet:
 
     def wait_up(self, nodes):
         """Wait until so many nodes are in the folder, live; return their entries."""
-        wait_until(lambda: len(list(self.folder.glob("*.json"))) == nodes, "all are up", START_TIMEOUT_S, self.log)
+        wait_until(lambda: len(list(self.folder.glob("*.json"))) == nodes, "all are up", START_TIMEOUT_S, self.report)
         told = self.status()
         assert {entry["life"] for entry in told["nodes"].values()} == {"live"}, told
         assert not told["broken"]
@@ -84,6 +84,9 @@ class Fleet:
 
     def log(self):
         return "\n".join(path.read_text(errors="replace")[-4000:] for path in (self.folder / "slurm").glob("*.log"))
+
+    def report(self):
+        return f"{self.log()}\n{self.slurm.report()}"
 
     def assert_nothing_left(self):
         left, took_s = left_after(self.mark, self.places, LIMIT_S)

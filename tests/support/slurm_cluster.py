@@ -24,6 +24,7 @@ JOBS = 8
 """Jobs that each machine takes at once, at a task each."""
 COMMAND_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 120.0
+LOG_TAIL_LINES = 12
 PATIENCE_S = 6.0
 """Seconds for an end of Slurm with its daemons."""
 FREEZER = Path("/sys/fs/cgroup/freezer")
@@ -75,6 +76,13 @@ class SlurmCluster:
         """Return the state of a job, in Slurm's word, empty once it is forgotten."""
         return self.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").stdout.strip()
 
+    def report(self) -> str:
+        """Return the queue, the machines, and the ends of the daemons' logs, for whoever asks why nothing runs."""
+        jobs = self.run("squeue", "-o", "%i %T %r %N").stdout + self.run("scontrol", "show", "nodes", "-o").stdout
+        logs = sorted((self.folder / "log").glob("*.log"))
+        tails = [f"{path.name}:\n" + "\n".join(path.read_text().splitlines()[-LOG_TAIL_LINES:]) for path in logs]
+        return "\n".join([jobs, *tails])
+
     def pid_of_slurmd(self, node: int) -> int:
         """Return the pid of node `n1` to `n4`'s daemon."""
         return int((self.folder / f"slurmd-n{node}.pid").read_text())
@@ -87,13 +95,13 @@ class SlurmCluster:
         """End every job and wait until they are gone and all nodes are idle again."""
         # Slurm repeats only each minute what it told a machine that was not there.
         states = ("sinfo", "-h", "-N", "-p", "main", "-o", "%t")
-        wait_until(lambda: "*" not in self.said(*states), "every node answers", END_TIMEOUT_S)
+        wait_until(lambda: "*" not in self.said(*states), "every node answers", END_TIMEOUT_S, self.report)
         if jobs := self.said("squeue", "-h", "-o", "%A").split():
             self.run("scancel", "--full", "--signal=KILL", *jobs)
             self.run("scancel", *jobs)
-        wait_until(lambda: not self.said("squeue", "-h"), "the queue is empty", END_TIMEOUT_S)
+        wait_until(lambda: not self.said("squeue", "-h"), "the queue is empty", END_TIMEOUT_S, self.report)
         idle = ("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N")
-        wait_until(lambda: len(self.said(*idle).split()) == NODES, "every node is idle", END_TIMEOUT_S)
+        wait_until(lambda: len(self.said(*idle).split()) == NODES, "every node is idle", END_TIMEOUT_S, self.report)
 
 
 def why_not(tracking: str) -> str:
