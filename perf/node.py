@@ -111,7 +111,8 @@ def _node_report(latencies: Latencies, crowd: Crowd, scale: Scale) -> Report:
             "stall: passes of the node's loop since its start, on the wall, and their CPU alone: the rest is what "
             "others on this machine took; rss_mib: the node's most, without 9 bytes a token",
             *(
-                f"worst stall: {one['pass_s'] * 1e3:.0f} ms ({one['cpu_s'] * 1e3:.0f} ms of CPU), {one['task']}"
+                f"worst stall: {one['pass_s'] * 1e3:.0f} ms ({one['cpu_s'] * 1e3:.0f} ms of CPU, "
+                f"{one['step_s'] * 1e3:.0f} ms in one step), {one['task']}"
                 for one in crowd.stalls["worst"][:2]
             ),
         ],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import trio
 
@@ -67,3 +68,21 @@ async def test_a_handler_that_does_not_answer_its_cancel_is_named_once(rig):
     finally:
         logger.removeHandler(said)
     assert rig.observer.outcomes["job"].status == "cancelled"
+
+
+class Well:
+    """Of a job, what is looked at."""
+
+    scope = None
+    stuck = False
+
+
+async def test_a_job_that_is_well_is_freed_when_it_ends_and_not_at_the_next_look(autojump_clock):
+    live = [Well() for _ in range(3)]
+    gone = [weakref.ref(job) for job in live]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch_jobs, lambda: live, 5)
+        await trio.sleep(7)
+        live.clear()
+        assert [ref() for ref in gone] == [None] * 3
+        nursery.cancel_scope.cancel()
