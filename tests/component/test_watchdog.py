@@ -71,7 +71,7 @@ async def test_a_handler_that_does_not_answer_its_cancel_is_named_once(rig):
 
 
 class Well:
-    """Of a job, what is looked at."""
+    """The fields of a job that a look reads."""
 
     scope = None
     stuck = False

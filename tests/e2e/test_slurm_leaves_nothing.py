@@ -52,9 +52,6 @@ class Fleet:
         self.folder = Path(tempfile.mkdtemp(prefix="fleet-", dir=slurm.folder))
         (self.folder / "slurm").mkdir()
         local = f"/tmp/{self.mark[:8]}"
-        pulse_timeout_s = stretched(PULSE_TIMEOUT_S)
-        # Where other programs slow us now, they may have ended when that timeout is waited for.
-        self.limit_s = LIMIT_S + pulse_timeout_s - PULSE_TIMEOUT_S
         self.places = [slurm.temporary(node) / self.mark[:8] for node in range(1, NODES + 1)]
         for place in self.places:
             place.mkdir(exist_ok=True)
@@ -63,7 +60,7 @@ class Fleet:
             fleet_dir=str(self.folder),
             config_file="/dev/null",
             program=str(Path(sys.executable).with_name("prorl-trio")),
-            pulse_timeout_s=pulse_timeout_s,
+            pulse_timeout_s=stretched(PULSE_TIMEOUT_S),
             local_dir=local if slurm.separate else str(self.places[0]),
             **changes,
         )
@@ -102,7 +99,7 @@ class Fleet:
         wait_until(
             lambda: not list(place.glob("*prorl-*")) and len(segments(self.mark)) <= others,
             "its folder and its memory are gone",
-            self.limit_s,
+            LIMIT_S,
             self.log,
         )
         assert len(segments(self.mark)) == others, self.log()
@@ -127,8 +124,8 @@ class Fleet:
         ours = {int(line.split()[0]) for line in marked(self.mark)}
         return [pid for pid in self.pids("slurm run") if pid in ours and pid not in self.pids("srun ")]
 
-    def assert_nothing_left(self):
-        left, took_s = left_after(self.mark, self.places, self.limit_s)
+    def assert_nothing_left(self, limit_s=LIMIT_S):
+        left, took_s = left_after(self.mark, self.places, limit_s)
         assert left == [], f"after {took_s:.1f} s: {self.log()[-2000:]}"
         return took_s
 

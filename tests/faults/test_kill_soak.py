@@ -19,6 +19,7 @@ from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.types.errors import ConfigError
 from support.skips import because
 from support.soak import Leftovers, adopted_orphans, kill_at_random, open_world
+from support.soak.backend import TURN_S
 from support.soak.trainer import is_retried
 
 pytestmark = pytest.mark.alone
@@ -45,7 +46,7 @@ def show(capsys):
     return show
 
 
-async def soak(folder, harm, *, jobs, provider="process", max_warm=2, deadline_s, **timing):
+async def soak(folder, harm, *, jobs, provider="process", max_warm=2, deadline_s, turn_s=TURN_S):
     """Let `harm(world)` do what it does while they work, and look at what the trainer took, and at what is left."""
     try:
         await choose_provider(SandboxConfig(provider=provider))
@@ -56,7 +57,7 @@ async def soak(folder, harm, *, jobs, provider="process", max_warm=2, deadline_s
         "ledger": {"max_attempts": 100},  # no job is to blame for it that its node is killed time and again
     }
     with trio.move_on_after(deadline_s) as deadline:
-        async with open_world(folder, jobs=jobs, **timing, **config) as world:
+        async with open_world(folder, jobs=jobs, turn_s=turn_s, **config) as world:
             left = Leftovers(world.temp)
             await harm(world)
             await world.trainer.done.wait()

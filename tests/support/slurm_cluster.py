@@ -79,8 +79,9 @@ class SlurmCluster:
     def report(self) -> str:
         """Return the queue, the machines, and the ends of the daemons' logs, for whoever asks why nothing runs."""
         jobs = self.run("squeue", "-o", "%i %T %r %N").stdout + self.run("scontrol", "show", "nodes", "-o").stdout
-        logs = sorted((self.folder / "log").glob("*.log"))
-        tails = [f"{path.name}:\n" + "\n".join(path.read_text().splitlines()[-LOG_TAIL_LINES:]) for path in logs]
+        tails = []
+        for log in sorted((self.folder / "log").glob("*.log")):
+            tails += [f"{log.name}:", *log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]]
         return "\n".join([jobs, *tails])
 
     def pid_of_slurmd(self, node: int) -> int:

@@ -76,8 +76,8 @@ async def submit(call: Call) -> Reply:
         raise malformed(f"one request takes 1 to {limit} jobs, this has {len(raws)}", "$.jobs")
     session = api.open_session(call.session_id)
     taken = await _take(session, api, raws, batch=batch)
-    accepted = {job.job_id for job in taken if job.accepted} if query.wait > 0 else set()
-    asked = {job.spec.job_id: job for job in session.running_jobs() if job.spec.job_id in accepted}
+    accepted = [job.job_id for job in taken if job.accepted and job.job_id is not None] if query.wait > 0 else []
+    asked = {job_id: job for job_id in accepted if (job := session.running_job(job_id)) is not None}
     await api.wait_all([job.ended for job in asked.values()], query.wait)
     jobs = [await _standing(session, job, asked, with_outcome=query.wait > 0) for job in taken]
     status, error = _summary(jobs)
