@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from functools import partial
@@ -59,6 +60,7 @@ def run_daemon(
         if kernel is not None:
             limit_self(start.limits, pid=kernel.pid)
         hide_self()
+        gc.freeze()  # what the daemon itself is made of need not be looked through again and again
         trio.run(
             partial(
                 serve_daemon,

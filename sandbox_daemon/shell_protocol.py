@@ -120,6 +120,8 @@ class Dialect(abc.ABC):
 
 def replace_content(fd: int, text: str) -> None:
     """Write the file anew and rewind the offset that its readers may share."""
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, text.encode(errors="surrogateescape"), 0)
+    content = text.encode(errors="surrogateescape")
+    os.pwrite(fd, content, 0)
+    if os.fstat(fd).st_size > len(content):  # to cut a file off costs more than all the rest here
+        os.ftruncate(fd, len(content))
     os.lseek(fd, 0, os.SEEK_SET)

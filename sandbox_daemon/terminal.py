@@ -51,7 +51,8 @@ class Terminal:
         if self._closed:
             return
         with suppress(termios.error):
-            termios.tcsetattr(self._fd, termios.TCSANOW, self._plain_mode)
+            if termios.tcgetattr(self._fd) != self._plain_mode:  # to set it waits for what the terminal is doing
+                termios.tcsetattr(self._fd, termios.TCSANOW, self._plain_mode)
 
     def foreground_group(self) -> int | None:
         """The process group that has the terminal, None if there is none (any more)."""
