@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import multiprocessing
-import os
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
@@ -29,6 +26,7 @@ from perf.balance_batch import HEAVY, LIGHT, REASONING, Work
 from perf.balance_peers import measure_router
 from perf.balance_world import ROOMY_KV_TOKENS, Event, Run, Scenario, simulate
 from perf.harness import PLOT_DPI, Options, Report, run_benchmark, tell
+from perf.simulated_runs import map_in_processes
 from prorl_trio.config import Strategy
 
 if TYPE_CHECKING:
@@ -128,9 +126,7 @@ class _Plan:
 
     def run(self) -> _Figures:
         """All of them, on all processors. Blocks."""
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(max_workers=os.cpu_count(), mp_context=spawn) as processes:
-            return _Figures(dict(zip(self.scenarios, processes.map(simulate, self.scenarios.values()), strict=True)))
+        return _Figures(dict(zip(self.scenarios, map_in_processes(simulate, self.scenarios.values()), strict=True)))
 
 
 def _fewer(work: Work, *, quick: bool) -> Work:

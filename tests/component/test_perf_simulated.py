@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import msgspec
 import pytest
+from support.quiet_clock import wait_until
+from support.soak.leftovers import descendants
 
 from perf.ablation import BASE, PAPER, VARIANTS, ablation_finding
 from perf.dapo import POLICIES, dapo_finding
@@ -119,3 +125,16 @@ def test_work_that_grows_scales_and_a_fixed_batch_does_not():
     assert finding.metrics["scaling.growing.1.efficiency"] == 1
     assert [row[0] for row in finding.tables[0].rows] == ["1", "3"]
     assert {line.role for line in finding.figures[0].lines} == {"floor", "ours", "paper"}
+
+
+LONG_RUNS = "import time; from perf.simulated_runs import map_in_processes; map_in_processes(time.sleep, [600, 600])"
+
+
+def test_the_processes_of_simulated_runs_end_when_theirs_is_killed():
+    with subprocess.Popen([sys.executable, "-c", LONG_RUNS]) as parent:
+        try:
+            wait_until(lambda: "spawn_main" in str(descendants(parent.pid)), "a run's process is there", 30)
+            below = descendants(parent.pid)
+        finally:
+            parent.kill()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), "they have ended", 30)
