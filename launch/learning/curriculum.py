@@ -22,9 +22,7 @@ __all__ = ["Curriculum"]
 WINDOW: Final = 24
 """Rollouts of a family by which its success rate is told."""
 LEAST: Final = 0.3
-"""Added to the share of failures, so that a family that is always solved is not forgotten."""
-SELDOM: Final = 0.4
-"""The least chance of a right answer in a group by which a weight is divided, which bounds what is spent in vain."""
+"""Weight of a family that is always solved, so that it is not forgotten; one that never is has this and 1."""
 _DECIDED: Final = ("trained", "uninformative")
 _LINE: Final = msgspec.json.Decoder(ManifestLine)
 
@@ -33,31 +31,24 @@ class Curriculum:
     """A source of problems to train on, by prioritized sampling.
 
     Families come up in proportion to 1 - s, for their success rate s (Kimi k1.5, arXiv 2501.12599, section 2.3.4, where
-    that is said of single problems; these are too many for any to come up twice). Where a group is likely to have no
-    right answer at all it teaches nothing, so that the weight is divided by the chance that it has one: else what a
-    policy finds seldom is hardly ever trained on, and unlearned before it is found where it belongs. They take turns by
-    smooth weighted round robin, so a family is never absent for longer than its weight says.
+    that is said of single problems; these are too many for any to come up twice). They take turns by smooth weighted
+    round robin, so a family is never absent for longer than its weight says.
     """
 
-    def __init__(self, seed: int, rollouts: int) -> None:
-        """Begin with success rates of 0: all families alike. `rollouts`: of a group."""
-        self._seed, self._rollouts = seed, rollouts
+    def __init__(self, seed: int) -> None:
+        """Begin with success rates of 0: all families alike."""
+        self._seed = seed
         self._rewards: dict[str, deque[float]] = {family.name: deque(maxlen=WINDOW) for family in FAMILIES}
         self._due = dict.fromkeys(self._rewards, 0.0)
 
     def problem(self, number: int) -> WordProblem:
         """Return problem `number`, of the family whose turn it is; each call is a turn."""
-        weights = {name: self.weight(name) for name in self._rewards}
+        weights = {name: 1.0 + LEAST - self.success_rate(name) for name in self._rewards}
         for name, weight in weights.items():
             self._due[name] += weight
         family = max(self._due, key=self._due.__getitem__)
         self._due[family] -= sum(weights.values())
         return word_problem(number, seed=self._seed, family=family)
-
-    def weight(self, family: str) -> float:
-        """Return how often the family comes up, against the others."""
-        failed = 1.0 - self.success_rate(family)
-        return (failed + LEAST) / max(SELDOM, 1.0 - failed**self._rollouts)
 
     def success_rate(self, family: str) -> float:
         """Return the mean reward of the family's last `WINDOW` rollouts; those that are missing count as 0."""

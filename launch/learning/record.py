@@ -43,7 +43,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         dynamic: train on informative groups only; False: on all.
         max_staleness: see `GroupRules`.
         objective: of `prorl_trio.learn.objectives`.
-        learning_rate: the highest. `rising_steps`, `falling_steps`: see `learning_rate_at`.
+        learning_rate: the highest. `rising_steps`: see `learning_rate_at`.
         demonstration_steps, demonstrations: of supervised training: how many, and how many demonstrations in each.
         held_out: problems of each evaluation, solved once greedily and once at temperature 1.
         evaluate_every: steps.
@@ -62,7 +62,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     objective: str = "dapo"
     learning_rate: float = 4e-5
     rising_steps: int = 6
-    falling_steps: int = 6
     demonstration_steps: int = 12
     demonstrations: int = 8
     demonstration_learning_rate: float = 1e-4
@@ -76,12 +75,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of policy update `step`, from 1.
 
-        It rises and falls linearly, over the first `rising_steps` and the last `falling_steps`. AdamW's first steps
-        move each weight by about the whole rate, however small its gradient: what the policy tries seldom would be
-        unlearned before it is found where it belongs. (DAPO, arXiv 2503.14476, rises over 20 steps.)
+        It rises linearly over the first `rising_steps`, and falls linearly over the second half of all. AdamW's first
+        steps move each weight by about the whole rate, however small its gradient: what the policy tries seldom would
+        be unlearned before it is found where it belongs. (DAPO, arXiv 2503.14476, rises over 20 steps.) And at the
+        whole rate families of problems take turns to the end: what teaches one unlearns another.
         """
         risen = step / (self.rising_steps + 1)
-        left = (self.steps + 1 - step) / (self.falling_steps + 1)
+        left = (self.steps + 1 - step) / (self.steps // 2 + 1)
         return self.learning_rate * min(1.0, risen, left)
 
 

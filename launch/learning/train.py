@@ -76,7 +76,7 @@ def train(folder: Path) -> None:
     record.cut(state["step"])
     if not record.evaluations:
         record.wall_s = time.time() - (folder / SETTINGS).stat().st_mtime  # the start of all parts counts
-    curriculum = Curriculum(record.settings.seed, record.settings.rollouts)
+    curriculum = Curriculum(record.settings.seed)
     curriculum.observe_file(folder / "sampling" / MANIFEST)
     run = Run(folder, trainer, record, curriculum, state["step"])
     url, token = os.environ["PRORL_URL"], os.environ["PRORL_TOKEN"]

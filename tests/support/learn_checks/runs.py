@@ -35,7 +35,7 @@ def run_with(folder, reward_sampled):
     step |= {"step": 2, "staleness": {}, "reward_sampled": reward_sampled}
     record = RunRecord(settings=Settings(model="m", steps=9, evaluate_every=4), steps=[StepRecord(**step)])
     no_trainer: Any = None
-    run = Examined(folder, no_trainer, record, Curriculum(0, 6), 2)
+    run = Examined(folder, no_trainer, record, Curriculum(0), 2)
     run.evaluated = []
     return run
 
