@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import trio
+import trio.testing
 
 from ipc.errors import CallFailed
 from ipc.sandbox_calls import Exec, ExecInput, ExecInputTaken, ExecResult, Ping, Pong
@@ -44,6 +45,7 @@ async def test_input_in_pieces_may_come_before_its_program(sandbox):
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lambda: send(b"two ", last=False))
+            await trio.testing.wait_all_tasks_blocked()  # it is sent
             await sandbox.call(Ping(), Pong, timeout_s=5)  # it has come, and waits
             nursery.start_soon(lambda: run(sandbox, "sleep", "0.1"))  # which wants none of it
             results = []
