@@ -37,9 +37,7 @@ async def simulate_all(
     return dict(zip(conditions, results, strict=True))
 
 
-def map_in_processes(
-    simulate: Callable[[ConditionsT], ResultT], conditions: Iterable[ConditionsT]
-) -> list[ResultT]:
+def map_in_processes(simulate: Callable[[ConditionsT], ResultT], conditions: Iterable[ConditionsT]) -> list[ResultT]:
     """Return what `simulate` makes of each of the conditions, in their order. Blocks.
 
     The processes end with this one, however it ends.

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.quiet_clock import wait_until
-from support.soak.leftovers import descendants
 
 from perf.ablation import BASE, PAPER, VARIANTS, ablation_finding
 from perf.dapo import POLICIES, dapo_finding
@@ -17,6 +15,8 @@ from perf.dapo_work import Conditions, lognormal, mean_of
 from perf.dapo_world import simulate_steps
 from perf.scaling import WORKERS, Costs, scaling_finding
 from perf.scaling_world import FleetSize, simulate_fleet
+from support.quiet_clock import wait_until
+from support.soak.leftovers import descendants
 
 pytestmark = pytest.mark.timeout(120)
 
