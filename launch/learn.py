@@ -24,7 +24,7 @@ from launch.learning.record import (
 from launch.node import open_node_process
 from launch.paths import checkout_dir, engine_python, model_dir, trainer_python
 from launch.supervised import open_supervised
-from launch.vllm import open_vllm
+from launch.vllm import default_dtype, open_vllm
 from prorl_trio.client.recording import run_folder
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.types.errors import ConfigError, ServiceError
@@ -101,7 +101,14 @@ def learn(
         folder = resume
     else:
         chosen: dict[str, Any] = {**(QUICK if quick else {}), **({"steps": steps} if steps else {})}
-        settings = Settings(model=str(model_dir()), seed=seed, dynamic=not no_dynamic, objective=objective, **chosen)
+        settings = Settings(
+            model=str(model_dir()),
+            seed=seed,
+            dynamic=not no_dynamic,
+            objective=objective,
+            dtype=default_dtype(),
+            **chosen,
+        )
         folder = run_folder(out)
         write_atomically(folder / SETTINGS, settings)
     console.print(f"the run is in {folder}", markup=False, soft_wrap=True)
@@ -130,7 +137,7 @@ async def _run(folder: Path, provider: str) -> None:
                 engine_python(),
                 Path(settings.model),
                 log_file=folder / "vllm.log",
-                dtype="float32",
+                dtype=settings.dtype,
                 max_model_len=MAX_MODEL_TOKENS,
                 extra_args=["--enable-scale-out", "--block-size", str(BLOCK_TOKENS)],
                 env={"VLLM_SERVER_DEV_MODE": "1", **SHARED_CORES},

@@ -6,7 +6,7 @@ import os
 import socket
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import trio
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from launch.environments import EngineKind
 
-__all__ = ["VllmProcess", "default_dtype", "open_vllm", "vllm_env"]
+__all__ = ["Dtype", "VllmProcess", "default_dtype", "open_vllm", "vllm_env"]
+
+Dtype = Literal["float32", "bfloat16"]
 
 _HOST = "127.0.0.1"
 _GRACE_S = 3.0
@@ -104,7 +106,7 @@ async def open_vllm(
         yield VllmProcess(url=url, pid=server.pid)
 
 
-def default_dtype(kind: EngineKind | None = None, cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+def default_dtype(kind: EngineKind | None = None, cpu_info: Path = Path("/proc/cpuinfo")) -> Dtype:
     """`bfloat16`, but `float32` on a CPU that cannot multiply bfloat16 itself: there it is three times as fast."""
     if (kind or default_engine()) == "gpu":
         return "bfloat16"

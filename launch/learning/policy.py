@@ -23,6 +23,7 @@ def recipe_of(settings: Settings, learning_rate: float | None = None) -> Recipe:
         longest=settings.max_turns * settings.max_output_tokens,
         overlong_cache=settings.overlong_cache,
         tokens_per_pack=settings.tokens_per_pack,
+        autocast=settings.dtype == "bfloat16",
     )
 
 

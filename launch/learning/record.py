@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from launch.vllm import Dtype
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -50,6 +52,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         max_output_tokens: of a turn. `max_turns`: of a rollout. `overlong_cache`: see `Recipe`: nothing but this keeps
             a policy from going on after its answer, which would take twice the time.
         tokens_per_pack: see `Recipe`.
+        dtype: in which the engine samples and the trainer computes: `float32` or `bfloat16`. The trainer's weights are
+            float32 in either.
     """
 
     model: str
@@ -71,6 +75,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_turns: int = 3
     overlong_cache: int = 112
     tokens_per_pack: int = 1024
+    dtype: Dtype = "float32"
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of policy update `step`, from 1.
