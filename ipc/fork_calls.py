@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["MAX_FORK_BYTES", "MAX_FORK_FDS", "ForkSandbox", "Forked"]
+__all__ = ["MAX_FORK_BYTES", "MAX_FORK_FDS", "ForkSandbox", "Forked", "NamespaceLimits"]
 
 MAX_FORK_BYTES = 4096
 """Size of a packet."""
 MAX_FORK_FDS = 16
 """Descriptors that may travel with one."""
+
+
+class NamespaceLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """What a sandbox's namespaces may have at most, whoever asks inside.
+
+    Attributes:
+        pid_max: `kernel.pid_max` of its PID namespace; 0 where the machine has only one, which is then left alone.
+        max_user_namespaces, max_inotify_instances, max_inotify_watches: as below /proc/sys/user.
+        max_ptys: terminals.
+    """
+
+    pid_max: int
+    max_user_namespaces: int
+    max_inotify_instances: int
+    max_inotify_watches: int
+    max_ptys: int
 
 
 class ForkSandbox(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
@@ -18,11 +34,13 @@ class ForkSandbox(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=T
     Attributes:
         fds: the numbers by which its first process is to have the descriptors that come along, in their order.
         disk_bytes: of each of its file systems in memory: /tmp, /dev/shm and the home directory.
+        limits: of its namespaces.
         prestart_ipython: fork its IPython as well.
     """
 
     fds: list[int]
     disk_bytes: int
+    limits: NamespaceLimits
     prestart_ipython: bool = False
 
 

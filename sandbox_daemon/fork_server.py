@@ -19,18 +19,22 @@ from typing import NoReturn
 
 import msgspec
 
-from ipc.fork_calls import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkSandbox
+from ipc.fork_calls import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkSandbox, NamespaceLimits
 from sandbox_daemon.command_line import show_command_line
 from sandbox_daemon.descriptors import place
 from sandbox_daemon.ipython_child import preload_shell
 from sandbox_daemon.namespaces import end_with_parent, fork_apart, settle
 from sandbox_daemon.prestarted import fork_kernel
 from sandbox_daemon.run import USAGE_ERROR, run_daemon, say_ready
+from sandbox_daemon.seccomp import filter_code
 
 __all__ = ["serve_forks"]
 
 TRIAL_DISK_BYTES = 1024 * 1024
+TRIAL_LIMITS = NamespaceLimits(0, 0, 1, 1, 1)
 START_LINE_TIMEOUT_S = 30.0
+FIRST_PID = 1
+"""Of a daemon, the first process of its PID namespace."""
 LATER = ("encodings.ascii", "ptyprocess")
 """Modules that a daemon imports when it first needs them."""
 
@@ -42,6 +46,7 @@ def serve_forks(control_fd: int) -> int:
     home = pwd.getpwuid(uid).pw_dir
     with socket.socket(fileno=control_fd) as control:
         preload_shell()
+        filter_code(FIRST_PID)
         for name in LATER:
             importlib.import_module(name)
         gc.collect()
@@ -79,7 +84,7 @@ def _try_one(uid: int, gid: int, home: str) -> str:
         return str(exc)
     if pid == 0:
         try:
-            settle(uid=uid, gid=gid, home=home, disk_bytes=TRIAL_DISK_BYTES)
+            settle(uid=uid, gid=gid, home=home, disk_bytes=TRIAL_DISK_BYTES, limits=TRIAL_LIMITS)
         except BaseException as exc:
             os.write(writer, f"{type(exc).__name__}: {exc}".encode())
         finally:
@@ -99,7 +104,7 @@ def _live(request: ForkSandbox, fds: list[int], control: socket.socket, uid: int
         place(fds, request.fds)
         show_command_line("-m", "sandbox_daemon")
         os.setsid()
-        settle(uid=uid, gid=gid, home=home, disk_bytes=request.disk_bytes)
+        settle(uid=uid, gid=gid, home=home, disk_bytes=request.disk_bytes, limits=request.limits)
         kernel = None
         if request.prestart_ipython:
             # The node has put us where we belong when it sends the start line, which no fork is to know.

@@ -11,10 +11,13 @@ import os
 import signal
 import socket
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ipc.proc_files import HIDDEN_PROC, READ_ONLY_PROC
 from sandbox_daemon.privileges import drop_privileges
+
+if TYPE_CHECKING:
+    from ipc.fork_calls import NamespaceLimits
 
 __all__ = ["end_with_parent", "fork_apart", "settle"]
 
@@ -42,6 +45,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
 PLAIN = MS_NOSUID | MS_NODEV
 EMPTY_FILE = "/etc/empty"
 HOSTNAME = "sandbox"
+USER_LIMITS = ("max_user_namespaces", "max_inotify_instances", "max_inotify_watches")
 SIOCSIFFLAGS = 0x8914
 IFF_UP, IFF_RUNNING = 0x1, 0x40
 
@@ -88,7 +92,7 @@ def fork_apart(*, sibling: bool) -> int:
     return pid
 
 
-def settle(*, uid: int, gid: int, home: str, disk_bytes: int) -> None:
+def settle(*, uid: int, gid: int, home: str, disk_bytes: int, limits: NamespaceLimits) -> None:
     """Make a sandbox of the new namespaces that this process is in, and give up all capabilities for ever.
 
     Args:
@@ -96,6 +100,7 @@ def settle(*, uid: int, gid: int, home: str, disk_bytes: int) -> None:
         gid: of that process; the only group.
         home: the home directory, a mount point of the root.
         disk_bytes: of each file system in memory.
+        limits: set before anybody inside could object.
 
     Raises:
         OSError: it did not work; nothing may be started then.
@@ -105,12 +110,19 @@ def settle(*, uid: int, gid: int, home: str, disk_bytes: int) -> None:
     _write("/proc/self/gid_map", f"{gid} {gid} 1")
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("proc", "/proc", "proc", PLAIN | MS_NOEXEC)
+    _bound(limits)
     for path in filter(os.path.exists, (f"/proc/{name}" for name in READ_ONLY_PROC)):
         _mount(path, path, None, MS_BIND | MS_REC)
         _mount(None, path, None, MS_BIND | MS_REMOUNT | MS_RDONLY | PLAIN | MS_NOEXEC)
     for path in filter(os.path.exists, (f"/proc/{name}" for name in HIDDEN_PROC)):
         _mount(EMPTY_FILE, path, None, MS_BIND)
-    _mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620")
+    _mount(
+        "devpts",
+        "/dev/pts",
+        "devpts",
+        MS_NOSUID | MS_NOEXEC,
+        f"newinstance,ptmxmode=0666,mode=620,max={limits.max_ptys}",
+    )
     for path, mode in (("/dev/shm", "1777"), ("/tmp", "1777"), (home, "0700")):
         _mount("tmpfs", path, "tmpfs", PLAIN, f"size={disk_bytes},mode={mode}")
     with socket.socket() as any_socket:
@@ -119,6 +131,14 @@ def settle(*, uid: int, gid: int, home: str, disk_bytes: int) -> None:
     os.chdir("/")
     drop_privileges(kept=())
     end_with_parent()  # last: a change of credentials would undo it
+
+
+def _bound(limits: NamespaceLimits) -> None:
+    """Set what /proc/sys has of these namespaces; of terminals a mount has the number."""
+    for name in USER_LIMITS:
+        _write(f"/proc/sys/user/{name}", str(getattr(limits, name)))
+    if limits.pid_max:
+        _write("/proc/sys/kernel/pid_max", str(limits.pid_max))
 
 
 def end_with_parent() -> None:

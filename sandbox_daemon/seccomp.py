@@ -6,13 +6,14 @@ says what becomes of the call. Works for every provider alike, and needs no priv
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 from typing import NamedTuple
 
 from sandbox_daemon.syscall_rules import ARCHITECTURES, Architecture, Rule, rules
 
-__all__ = ["Instruction", "assemble", "confine", "filter_program"]
+__all__ = ["Instruction", "assemble", "confine", "filter_code", "filter_program"]
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 """BPF_LD|W|ABS, BPF_JMP|JEQ|K, JGE, JSET, BPF_RET|K."""
@@ -96,6 +97,24 @@ def assemble(program: list[Instruction]) -> bytes:
     return b"".join(struct.pack("=HBBI", part.code, part.if_true, part.if_false, part.value) for part in program)
 
 
+@functools.cache
+def filter_code(daemon_pid: int) -> bytes:
+    """Return the filter of this machine, encoded; see `confine`.
+
+    Raises:
+        OSError: there is none for its architecture.
+    """
+    architecture = _architecture()
+    return assemble(filter_program(architecture, rules(architecture, daemon_pid)))
+
+
+def _architecture() -> Architecture:
+    machine = os.uname().machine
+    if machine not in ARCHITECTURES:
+        raise OSError(ENOSYS, f"there is no filter of system calls for {machine}")
+    return ARCHITECTURES[machine]
+
+
 def confine(*, daemon_pid: int) -> None:
     """Leave the keyring that the node's session has, and refuse what no tool needs, from now on.
 
@@ -106,16 +125,12 @@ def confine(*, daemon_pid: int) -> None:
     """
     import ctypes  # here, because the daemons of tests do without
 
-    machine = os.uname().machine
-    architecture = ARCHITECTURES.get(machine)
-    if architecture is None:
-        raise OSError(ENOSYS, f"there is no filter of system calls for {machine}")
+    architecture, code = _architecture(), filter_code(daemon_pid)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(architecture.keyctl, KEYCTL_JOIN_SESSION_KEYRING, None) < 0 and ctypes.get_errno() != ENOSYS:
         raise OSError(ctypes.get_errno(), "keyctl(KEYCTL_JOIN_SESSION_KEYRING)")
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
-    code = assemble(filter_program(architecture, rules(architecture, daemon_pid)))
     buffer = ctypes.create_string_buffer(code, len(code))
     described = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
     for flags in (FLAG_SPEC_ALLOW, 0):  # Linux before 4.17 has no such flag

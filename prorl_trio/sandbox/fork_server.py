@@ -20,8 +20,10 @@ import msgspec
 import trio
 
 from ipc.fork_calls import MAX_FORK_BYTES, Forked, ForkSandbox
+from prorl_trio.sandbox.limits.pid_limit import namespace_limits
 from prorl_trio.sandbox.process_tree import open_process_tree
 from prorl_trio.sandbox.reaper import descendants
+from prorl_trio.sandbox.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
@@ -76,9 +78,10 @@ class ForkedLeader:
 class ForkServer:
     """A running fork server. Made by `open_fork_server`."""
 
-    def __init__(self, tree: ProcessTree, control: socket.socket) -> None:
+    def __init__(self, tree: ProcessTree, control: socket.socket, *, limits_processes: bool) -> None:
         self._tree = tree
         self._control = control
+        self._limits_processes = limits_processes
         self._turn = trio.Lock()
         self._broken = trio.Event()
         self.forked_total = 0
@@ -99,14 +102,19 @@ class ForkServer:
             nursery.cancel_scope.cancel()
 
     async def fork(
-        self, spec: SandboxSpec, streams: tuple[int, int, int], inherited_fds: Sequence[int]
+        self, spec: SandboxSpec, streams: tuple[int, int, int], inherited_fds: Sequence[int], *, in_cgroup: bool = False
     ) -> ForkedLeader | None:
         """Return the first process of a new sandbox for `spec`, which waits for its start line; None if there is none.
 
         It has `streams` as its standard input, output and errors, and `inherited_fds` by the numbers they have here.
+        Its namespaces have their limits; of processes not if it is to be `in_cgroup`, where the kernel counts them.
         """
+        bounded = self._limits_processes and not in_cgroup
         request = ForkSandbox(
-            [0, 1, 2, *inherited_fds], disk_bytes=spec.limits.disk_bytes, prestart_ipython=spec.prestart_ipython
+            [0, 1, 2, *inherited_fds],
+            disk_bytes=spec.limits.disk_bytes,
+            limits=namespace_limits(spec.limits.max_processes if bounded else None),
+            prestart_ipython=spec.prestart_ipython,
         )
         async with self._turn:
             # Not to be cancelled: a fork that nobody hears of would have nobody to reap it.
@@ -180,7 +188,8 @@ async def open_fork_server(
             async with run_dir.open_sandbox_dir() as own, _open_tree(argv, env, own, theirs.fileno()) as tree:
                 theirs.close()
                 ours.setblocking(False)
-                server = ForkServer(tree, ours)
+                problem = await run_blocking(run_dir.pid_limiter.problem)
+                server = ForkServer(tree, ours, limits_processes=not problem)
                 try:
                     yield server
                 finally:

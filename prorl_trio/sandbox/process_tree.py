@@ -113,6 +113,8 @@ class ProcessTree:
         self._leader = leader
         self._program = os.path.basename(program)
         self.pid = leader.pid
+        self.is_init = leader.is_init
+        """With its first process, which is the first of its PID namespace, the kernel ends all others of the tree."""
         self._folder = folder
         self._stdin, self._stdout, self._stderr = map(trio.lowlevel.FdStream, streams)
         self._stderr_tail = bytearray()
@@ -153,7 +155,7 @@ class ProcessTree:
             return False
         if code is None:
             return isolated and not any(map(_is_stopped_first, [process.pid for process in self._members]))
-        if code < 0 and self._leader.is_init:
+        if code < 0 and self.is_init:
             code = SIGNALLED - code  # as a launcher tells it of its daemon
         return 0 <= code != SIGNALLED + signal.SIGKILL
 
@@ -214,7 +216,8 @@ class ProcessTree:
             ended = self._exit_code() is not None
             raise SandboxUnavailable(self.explain(f"it did not start: {self.describe_exit()}"), retryable=ended)
         self._ready = True
-        await run_blocking(self._record_family)
+        if not self.is_init:
+            await run_blocking(self._record_family)
 
     def _record_family(self) -> None:
         self._members |= descendants(self.pid)
@@ -227,6 +230,11 @@ class ProcessTree:
 
     async def _end(self) -> None:
         self._is_ending = True
+        if self.is_init:
+            if self._leader.returncode is None:
+                os.kill(self.pid, signal.SIGKILL)
+                await self._exits_within(KILL_TIMEOUT_S)
+            return
         self._note_family()
         # A leader that died by itself, or was killed, may have left children that nobody has noted.
         left_orphans = self.describe_exit() != "running"
@@ -263,7 +271,7 @@ class ProcessTree:
         if self._ready and await self._exits_within(GRACE_S):
             self._signal_group(signal.SIGKILL)
             return
-        self._signal_group(signal.SIGKILL if self._leader.is_init else signal.SIGTERM)
+        self._signal_group(signal.SIGTERM)
         await self._exits_within(GRACE_S)
         self._members |= descendants(self.pid)
         self._signal_group(signal.SIGKILL)
@@ -344,9 +352,10 @@ async def open_process_tree(
     """Start `argv` in a session of its own, give it `stdin_line`, and yield when it has printed READY.
 
     Its processes are recorded in `folder` for the reaper. stdin stays open until the end. On leaving: stdin is closed,
-    then time to end by itself, SIGTERM to the group, SIGKILL to the group, SIGKILL to every descendant that was seen.
-    That is shielded and takes `END_TIMEOUT_S` at most; a tree that ends with its channel takes milliseconds. Who
-    survives all of that is what the record in `folder` names then.
+    then time to end by itself, SIGTERM to the group, SIGKILL to the group, SIGKILL to every descendant that was seen;
+    or SIGKILL at once, where the first process is that of a PID namespace. That is shielded and takes `END_TIMEOUT_S`
+    at most; a tree that ends with its channel takes milliseconds. Who survives all of that is what the record in
+    `folder` names then.
 
     Args:
         argv: the program and its arguments.

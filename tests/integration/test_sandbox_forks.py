@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from ipc.limits import SandboxLimits
-from prorl_trio.sandbox import fork_server
+from prorl_trio.sandbox import fork_server, process_tree
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers import bubblewrap
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
@@ -161,6 +161,30 @@ async def test_a_server_that_does_not_answer_is_given_up(provider, monkeypatch):
                 assert (await sandbox.bash("echo here", timeout_s=ACTION_TIMEOUT_S)).output.strip() == "here"
                 assert provider.fork_server is not server
         assert not {process for process in before if is_alive(process)}
+    assert children_left() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL, None])
+async def test_it_ends_at_once_whatever_state_it_is_in_and_no_other_process_is_looked_at(provider, monkeypatch, number):
+    def search(_session):
+        raise AssertionError("all processes of the machine were looked at")
+
+    monkeypatch.setattr(process_tree, "session_members", search)
+    monkeypatch.setattr(process_tree, "GRACE_S", 10 * TEST_TIMEOUT_S)
+    with trio.fail_after(TEST_TIMEOUT_S):
+        async with open_forking(provider):
+            before = descendants(os.getpid())
+            async with provider.open_sandbox(SandboxSpec()) as sandbox:
+                await sandbox.bash("sleep 1000 & setsid sleep 1000 &", timeout_s=ACTION_TIMEOUT_S)
+                while len(family := descendants(os.getpid()) - before) < 4:  # the daemon, its shell and two others
+                    await trio.sleep(0.01)
+                first = min(family)
+                if number is not None:
+                    os.kill(first.pid, number)
+                while number == signal.SIGKILL and is_alive(first):
+                    await trio.sleep(0.01)
+            assert not any(map(is_alive, family))
+            monkeypatch.undo()  # the server is no first process: it may take its time
     assert children_left() == []
 
 

@@ -15,6 +15,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from ipc.fork_calls import NamespaceLimits
 from prorl_trio.sandbox.limits import pid_setter
 from prorl_trio.sandbox.reaper import identify
 from prorl_trio.sandbox.runtime.interpreter import own_python
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.sandbox.reaper import ProcessId
 
-__all__ = ["MAX_INOTIFY_INSTANCES", "MAX_PTYS", "PidLimiter", "pid_limit_problem"]
+__all__ = ["MAX_INOTIFY_INSTANCES", "MAX_PTYS", "PidLimiter", "namespace_limits", "pid_limit_problem"]
 
 FIRST_REUSED_PID: Final = 300
 """The kernel uses pids from here on again. The lower ones go to the first processes of a namespace, once."""
@@ -37,7 +38,8 @@ MAX_INOTIFY_INSTANCES: Final = 16
 MAX_INOTIFY_WATCHES: Final = 32_768
 """In one sandbox. The user has `fs.inotify.max_user_instances`, often 128, in all of them and outside."""
 SHARED_LIMITS: Final = (0, MAX_INOTIFY_INSTANCES, MAX_INOTIFY_WATCHES, MAX_PTYS)
-"""The arguments of `pid_setter.bound_shared`. No further user namespaces, as bubblewrap has it by itself."""
+"""The arguments of `pid_setter.bound_shared`, and the fields of `NamespaceLimits` after the first. No further user
+namespaces, as bubblewrap has it by itself."""
 PID_MAX_LIMIT: Final = 4 * 1024 * 1024
 ANSWER_TIMEOUT_S: Final = 10.0
 END_TIMEOUT_S: Final = 1.0
@@ -104,8 +106,7 @@ class PidLimiter:
         """
         if self.problem():
             return
-        pid_max = min(PID_MAX_LIMIT, FIRST_REUSED_PID + 1 + max_processes + OWN_TASKS)
-        if problem := self._set(members, b"%d" % pid_max, ("pid",)):
+        if problem := self._set(members, b"%d" % _pid_max(max_processes), ("pid",)):
             raise SandboxUnavailable(f"its number of processes cannot be limited: {problem}")
 
     def bound_shared(self, members: Iterable[ProcessId]) -> None:
@@ -161,6 +162,18 @@ class PidLimiter:
                     self._process.kill()
                     self._process.wait()
                 self._process = None
+
+
+def namespace_limits(max_processes: int | None) -> NamespaceLimits:
+    """Return what `PidLimiter.limit` and `bound_shared` set, for a sandbox that sets it itself, before it is one.
+
+    `max_processes`: None where the kernel does not offer that limit, or a cgroup has it.
+    """
+    return NamespaceLimits(0 if max_processes is None else _pid_max(max_processes), *SHARED_LIMITS)
+
+
+def _pid_max(max_processes: int) -> int:
+    return min(PID_MAX_LIMIT, FIRST_REUSED_PID + 1 + max_processes + OWN_TASKS)
 
 
 def pid_limit_problem() -> str:

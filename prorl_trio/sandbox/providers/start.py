@@ -103,7 +103,7 @@ async def open_daemon_sandbox(
             )
         )
         listener.close()  # only the daemon has it now: when that ends, no connection waits for it
-        if launch.isolated:
+        if launch.isolated and not tree.is_init:  # a fork has set them itself
             await run_blocking(_limit, run_dir.pid_limiter, tree, None if cgroup else spec.limits.max_processes)
         try:
             left_s = max(0.0, deadline - trio.current_time())
@@ -126,7 +126,7 @@ async def _fork_leader(
     streams: tuple[int, int, int],
     inherited_fds: Sequence[int],
 ) -> Leader:
-    leader = await server.fork(spec, streams, inherited_fds)
+    leader = await server.fork(spec, streams, inherited_fds, in_cgroup=cgroup is not None)
     if leader is None:
         return await otherwise(streams, inherited_fds)
     if cgroup is not None:
