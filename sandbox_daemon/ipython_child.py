@@ -69,7 +69,7 @@ def preload_shell() -> None:
     """Make the shell that copies of this process have: the agent's environment and directory are nothing to it yet."""
     from sandbox_daemon.ipython_shell import CellShell
 
-    CellShell.instance()
+    CellShell.instance().rehearse()
 
 
 def main(control_fd: int, begun_fd: int) -> NoReturn:

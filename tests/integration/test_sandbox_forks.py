@@ -38,7 +38,7 @@ ls /proc/1/exe /proc/1/root/; cat /proc/1/environ; kill -9 1; kill -STOP 1; cat 
 tr -s '\0' ' ' </proc/1/cmdline; ls /proc/self/fd | wc -l; tty
 """
 CELL = """
-import os, resource, signal, sys, threading
+import linecache, os, resource, signal, sys, threading
 status = ("Cap", "NoNew", "Seccomp", "SigIgn", "SigBlk", "Groups")
 state = {
     "flags": str(sys.flags), "path": sys.path, "argv": sys.argv, "main": sys.modules["__main__"].__name__,
@@ -49,10 +49,13 @@ state = {
     "parent": os.getppid(), "streams": [sys.stdin.encoding, sys.stdout.encoding],
     "handlers": [str(signal.getsignal(number)) for number in (2, 13, 15, 17)],
     "status": [line for line in open("/proc/self/status") if line.startswith(status)],
+    "cells": [In, Out, get_ipython().execution_count, hasattr(sys, "last_value")],
+    "sources": [name for name in linecache.cache if "attrs" not in name],
     "oom": open("/proc/self/oom_score_adj").read(), "hidden": os.access("/proc/self/mem", os.R_OK),
 }
 state
 """
+FAILING = "def fail(x):\n    return x / 0\nfail(1)"
 
 
 @pytest.fixture
@@ -80,9 +83,16 @@ async def looks(sandbox):
     shell = await sandbox.bash(own, timeout_s=ACTION_TIMEOUT_S)
     cell = await sandbox.ipython(CELL, timeout_s=ACTION_TIMEOUT_S)
     assert cell.result is not None, cell
+    failed = await sandbox.ipython(FAILING, timeout_s=ACTION_TIMEOUT_S)
+    assert failed.error is not None, failed
     mountinfo = (await sandbox.read_file("/proc/self/mountinfo")).decode()
     mounts = {line.split()[4]: set(line.split()[5].split(",")) for line in mountinfo.splitlines()}  # the last is seen
-    return [*script.stdout.decode().splitlines(), shell.output, *cell.result.split(", '")], mounts
+    return [
+        *script.stdout.decode().splitlines(),
+        shell.output,
+        *cell.result.split(", '"),
+        failed.error.traceback,
+    ], mounts
 
 
 @pytest.mark.parametrize("prestart", [True, False])
