@@ -138,7 +138,7 @@ class CellShell(InteractiveShell):
             exec(compile(_REHEARSAL, name, "exec"), {})
         except ZeroDivisionError as exc:
             own = cast("TracebackType", exc.__traceback__)
-            self.InteractiveTB.structured_traceback(type(exc), exc, own.tb_next, tb_offset=0)  # type: ignore[no-untyped-call]
+            self.InteractiveTB.structured_traceback(type(exc), exc, own.tb_next, tb_offset=0)
         self.InteractiveTB.tb = None
         del linecache.cache[name]
 
