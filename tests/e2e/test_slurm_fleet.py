@@ -16,7 +16,8 @@ import msgspec
 import pytest
 import trio
 
-from launch.paths import checkout_dir
+from launch.paths import checkout_dir, engine_python, model_dir
+from launch.vllm import default_dtype, vllm_env
 from prorl_trio.client import connect
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
@@ -34,6 +35,7 @@ ENGINE_PORT = 18000
 MIB = 1024 * 1024
 START_TIMEOUT_S = 300.0
 DRAIN_S = 60
+REAL_JOBS = 4
 LIMIT_S = 10.0
 """From the end of the job to nothing left."""
 
@@ -175,3 +177,33 @@ async def test_engines_may_have_machines_of_their_own(fleet):
     where = ["--engine-nodes", "1", "--engine-sbatch=--comment=engines"]
     (node,) = (await run_whole(fleet, 1, 2, *own_engines(fleet), *where)).values()
     assert node["host"] == "n1"
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not engine_python().exists(), reason=because("there is no vLLM", "make engine"))
+async def test_a_real_vllm_beside_a_node(fleet):
+    """Slurm starts it with the node and ends it with the fleet, and its tokens and log-probabilities come through."""
+    if not fleet.slurm.separate:
+        pytest.skip(because("no networks can be made here, and so no machines with names", "run it where root may"))
+    fleet.model = model_dir()
+    fleet.write_config()
+    settings = " ".join(f"{name}={value}" for name, value in vllm_env().items() if name != "PATH")
+    serve = f"{engine_python()} -m vllm.entrypoints.openai.api_server --model {fleet.model} --enforce-eager"
+    where = f"--host 0.0.0.0 --port {ENGINE_PORT} --max-model-len 2048 --dtype {default_dtype()}"
+    in_thread = trio.to_thread.run_sync
+    command = f"exec env {settings} {serve} {where}"
+    await in_thread(functools.partial(fleet.up, 1, "--engine", command, "--engine-port", str(ENGINE_PORT)))
+    await in_thread(fleet.wait_up, 1)
+    async with connect(fleet=fleet.folder, connect_timeout_s=stretched(30.0)) as client:
+        await client.submit([job(number) for number in range(REAL_JOBS)])
+        outcomes = [outcome.detached() async for outcome in client.results(REAL_JOBS)]
+    assert len({outcome.job_id for outcome in outcomes}) == REAL_JOBS
+    for outcome in outcomes:
+        assert outcome.status == "completed", outcome.error
+        assert outcome.reward in (0.0, 1.0)
+        for segment in outcome.trajectory.segments:
+            sampled = segment.loss_mask == 1
+            assert sampled.sum() > 0
+            assert (segment.logprobs[sampled] < 0).any()
+    await in_thread(functools.partial(fleet.command, "down", "--drain-s", str(DRAIN_S), "--timeout-s", "900"))
+    await in_thread(fleet.assert_nothing_left)
