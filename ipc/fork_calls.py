@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["MAX_FORK_BYTES", "MAX_FORK_FDS", "ForkSandbox", "Forked", "NamespaceLimits"]
+from ipc.limits import NamespaceLimits
+
+__all__ = ["MAX_FORK_BYTES", "MAX_FORK_FDS", "ForkSandbox", "Forked"]
 
 MAX_FORK_BYTES = 4096
 """Size of a packet."""
 MAX_FORK_FDS = 16
 """Descriptors that may travel with one."""
-
-
-class NamespaceLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """What a sandbox's namespaces may have at most, whoever asks inside.
-
-    Attributes:
-        pid_max: `kernel.pid_max` of its PID namespace; 0 where the machine has only one, which is then left alone.
-        max_user_namespaces, max_inotify_instances, max_inotify_watches: as below /proc/sys/user.
-        max_ptys: terminals.
-    """
-
-    pid_max: int
-    max_user_namespaces: int
-    max_inotify_instances: int
-    max_inotify_watches: int
-    max_ptys: int
 
 
 class ForkSandbox(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):

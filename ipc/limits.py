@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-__all__ = ["Breach", "SandboxLimits"]
+__all__ = ["Breach", "NamespaceLimits", "SandboxLimits"]
 
 Breach = Literal["", "memory", "processes", "cpu", "file_size", "disk", "wall"]
 """The limit that an action ran into; empty if none."""
@@ -35,3 +35,19 @@ class SandboxLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_file_bytes: Annotated[int, msgspec.Meta(ge=32 * _MIB)] = 1024 * _MIB
     disk_bytes: Annotated[int, msgspec.Meta(ge=_MIB)] = 256 * _MIB
     wall_s: Annotated[float, msgspec.Meta(gt=0, le=7 * 24 * 3600)] = 3600.0
+
+
+class NamespaceLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """The limits of a sandbox's namespaces, whoever asks inside. Set by the kernel's files, before there is a sandbox.
+
+    Attributes:
+        pid_max: `kernel.pid_max` of its PID namespace; 0 where the machine has only one, which is then left alone.
+        max_user_namespaces, max_inotify_instances, max_inotify_watches: as below /proc/sys/user.
+        max_ptys: terminals.
+    """
+
+    pid_max: int
+    max_user_namespaces: int
+    max_inotify_instances: int
+    max_inotify_watches: int
+    max_ptys: int

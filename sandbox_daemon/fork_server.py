@@ -19,7 +19,8 @@ from typing import NoReturn
 
 import msgspec
 
-from ipc.fork_calls import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkSandbox, NamespaceLimits
+from ipc.fork_calls import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkSandbox
+from ipc.limits import NamespaceLimits
 from sandbox_daemon.command_line import show_command_line
 from sandbox_daemon.descriptors import place
 from sandbox_daemon.ipython_child import preload_shell
@@ -34,7 +35,7 @@ TRIAL_DISK_BYTES = 1024 * 1024
 TRIAL_LIMITS = NamespaceLimits(0, 0, 1, 1, 1)
 START_LINE_TIMEOUT_S = 30.0
 FIRST_PID = 1
-"""Of a daemon, the first process of its PID namespace."""
+"""The process id of a daemon in a PID namespace of its own."""
 LATER = ("encodings.ascii", "ptyprocess")
 """Modules that a daemon imports when it first needs them."""
 

@@ -17,7 +17,7 @@ from ipc.proc_files import HIDDEN_PROC, READ_ONLY_PROC
 from sandbox_daemon.privileges import drop_privileges
 
 if TYPE_CHECKING:
-    from ipc.fork_calls import NamespaceLimits
+    from ipc.limits import NamespaceLimits
 
 __all__ = ["end_with_parent", "fork_apart", "settle"]
 

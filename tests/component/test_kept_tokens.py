@@ -66,7 +66,10 @@ async def test_a_time_out_costs_no_token_and_no_rollout():
         completion = await complete(backends, timeout_s=0.4)
         assert completion.token_ids == WHOLE
         assert completion.logprobs == [-1.0 - index / 100 for index in range(60)]
-        assert (completion.finish_reason, len(completion.spans)) == ("stop", 1)
+        assert len(completion.spans) == 1
+        assert completion.finish_reason in ("stop", "length"), (
+            "a time-out may come after the last token, before its event"
+        )
         assert len(engine.requests) > 2
         assert sampled_again(engine) == []
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import msgspec
 import pytest
 import trio
@@ -53,7 +51,7 @@ async def test_one_killed_loses_no_rollout_and_one_added_takes_its_share():
 
 async def test_a_report_has_the_metrics_and_says_that_the_router_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(balance, "ProcessPoolExecutor", lambda **_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(balance, "map_in_processes", lambda simulate, given: [*map(simulate, given)])
     for name in ("HEAVY", "LIGHT", "REASONING"):
         monkeypatch.setattr(balance, name, msgspec.structs.replace(SMALL, instances=16, rollouts=2))
     monkeypatch.setattr(balance, "KILL", Event(at_s=3, kind="kill", backend=0))

@@ -15,7 +15,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from ipc.fork_calls import NamespaceLimits
+from ipc.limits import NamespaceLimits
 from prorl_trio.sandbox.limits import pid_setter
 from prorl_trio.sandbox.reaper import identify
 from prorl_trio.sandbox.runtime.interpreter import own_python
