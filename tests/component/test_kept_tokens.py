@@ -63,13 +63,10 @@ def sampled_again(engine):
 async def test_a_time_out_costs_no_token_and_no_rollout():
     """The only engine there is takes several time-outs for one completion."""
     async with open_pool(FakeEngineConfig(per_token_s=0.02)) as (backends, engine):
-        completion = await complete(backends, timeout_s=0.4)
+        completion = await complete(backends, timeout_s=0.5)  # 25 tokens, 25, and 10: none ends where the last token is
         assert completion.token_ids == WHOLE
         assert completion.logprobs == [-1.0 - index / 100 for index in range(60)]
-        assert len(completion.spans) == 1
-        assert completion.finish_reason in ("stop", "length"), (
-            "a time-out may come after the last token, before its event"
-        )
+        assert (completion.finish_reason, len(completion.spans)) == ("stop", 1)
         assert len(engine.requests) > 2
         assert sampled_again(engine) == []
 
