@@ -128,13 +128,13 @@ class JupyterKernel:
         await kill_until_gone(members)
 
     async def start(self) -> bool:
-        """Wait until both of its channels work; False if it ended instead."""
+        """Wait until both of its channels work and its opening has run; False if it ended or failed instead."""
         ready = False
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_after, self._ended, nursery.cancel_scope, 0)
             with suppress(*MALFORMED):
                 await self._ask_until_subscribed()
-                ready = True
+                ready = await self._open()
             nursery.cancel_scope.cancel()
         return ready
 
@@ -146,6 +146,15 @@ class JupyterKernel:
             with trio.move_on_after(HELLO_AGAIN_S):
                 await self._channels.receive_published()
                 published = True
+
+    async def _open(self) -> bool:
+        if not self._plan.opening:
+            return True
+        content = {"code": self._plan.opening, "silent": True, "store_history": False, "allow_stdin": False}
+        request_id = self._channels.ask("execute_request", content)
+        while (reply := await self._channels.receive_reply())["parent_header"].get("msg_id") != request_id:
+            continue
+        return bool(reply["content"]["status"] == "ok")
 
     def recent_errors(self) -> str:
         """Return what the kernel last said on standard error outside of cells."""

@@ -5,6 +5,7 @@ Everything here blocks: for a thread.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import secrets
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ipc.channel import MAX_SOCKET_PATH_BYTES
 from ipc.rpc import CallError
+from sandbox_daemon import jupyter_output
 
 __all__ = ["KernelPlan", "find_kernelspec", "plan_kernel"]
 
@@ -21,6 +23,8 @@ KEY_BYTES = 16
 MAX_LISTED_KERNELS = 20
 INTERPRETER_VARIABLES = ("PYTHONHOME", "LD_LIBRARY_PATH")
 """Variables of the daemon's own environment, for kernels that run in the daemon's own Python."""
+IPYKERNELS = frozenset({"ipykernel", "ipykernel_launcher"})
+"""The modules whose kernels take ipykernel's options."""
 LONGEST_SOCKET_NAME = "/s-5"
 """The longest name that follows the folder in the path of a kernel's socket."""
 
@@ -31,6 +35,7 @@ class KernelPlan(NamedTuple):
     `folder` holds its connection file and its sockets, and is the caller's to remove.
 
     `connection` is the content of the connection file. `interrupt_by_message`: it wants no SIGINT, but a message.
+    `opening` is code for it to run before the first cell, unseen; may be empty.
     """
 
     argv: list[str]
@@ -38,6 +43,7 @@ class KernelPlan(NamedTuple):
     folder: str
     connection: dict[str, Any]
     interrupt_by_message: bool
+    opening: str
 
 
 def find_kernelspec(name: str) -> Any:
@@ -87,4 +93,9 @@ def plan_kernel(spec: Any, *, env: dict[str, str], runtime_env: dict[str, str]) 
         argv[0] = sys.executable
     if argv[0] == sys.executable:
         kernel_env = {name: runtime_env[name] for name in INTERPRETER_VARIABLES if name in runtime_env} | kernel_env
-    return KernelPlan(argv, kernel_env, folder, dict(connection), spec.interrupt_mode == "message")
+    opening = ""
+    if not IPYKERNELS.isdisjoint(argv):
+        argv.append("--IPKernelApp.capture_fd_output=False")
+        source = f"{inspect.getsource(jupyter_output)}\n{jupyter_output.publish_descriptors.__name__}()\n"
+        opening = f"exec({source!r}, {{'__name__': {jupyter_output.__name__!r}}})"
+    return KernelPlan(argv, kernel_env, folder, dict(connection), spec.interrupt_mode == "message", opening)

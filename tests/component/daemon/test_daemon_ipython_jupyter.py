@@ -56,6 +56,22 @@ async def test_a_session_of_cells(sandbox, tmp_path):
     assert result.stderr == ""
 
 
+async def test_what_is_written_to_descriptors_comes_with_its_cell_however_busy_the_kernel(sandbox):
+    threads = "import os, subprocess, sys, threading\nsys.setswitchinterval(0.02)\ndef spin():\n    while True: pass\n"
+    await cell(sandbox, f"{threads}[threading.Thread(target=spin, daemon=True).start() for _ in range(2)]")
+    for number in range(10):
+        result = await cell(sandbox, f"print('one'); _ = os.write(1, b'{number} \\xc3'), os.write(1, b'\\xa9\\n')")
+        assert result.stdout == f"one\n{number} é\n"
+        result = await cell(sandbox, f"subprocess.run(['sh', '-c', 'echo {number} >&2'], stdout=sys.stdout).returncode")
+        assert (result.stderr, result.result) == (f"{number}\n", "0")
+
+
+async def test_a_cell_that_closes_its_descriptors_goes_on(sandbox):
+    assert (await cell(sandbox, "import os; os.close(1); os.close(2)")).error is None
+    result = await cell(sandbox, "print('still here'); 'len' in dir(__builtins__), 'publish_descriptors' in globals()")
+    assert (result.stdout, result.result, result.execution_count) == ("still here\n", "(True, False)", 2)
+
+
 @pytest.mark.parametrize("fork", ["os.fork()", "pty.fork()[0]"])
 async def test_a_child_that_a_cell_forks_answers_nothing(sandbox, fork):
     kernel = int((await cell(sandbox, "import os, pty, signal; os.getpid()")).result)
