@@ -18,6 +18,7 @@ from prorl_trio.client.sampling import JobTemplate
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.integrations.trl.async_worker import RolloutWorker
 from prorl_trio.integrations.trl.buffer import RolloutBuffer
 from prorl_trio.integrations.trl.model_check import check_embedding, check_tokenizer
 from prorl_trio.integrations.trl.rollout_func import RolloutFunction
@@ -31,6 +32,7 @@ from prorl_trio.types.models import TaskInstance
 from support.fake_node import FakeNode, make_outcome
 from support.fake_service import TOKEN, open_service
 from support.tiny_weights import make_model, tensors
+from support.trl_arguments import async_arguments
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -249,6 +251,33 @@ async def test_a_step_that_never_ends_is_an_error_and_leaves_nothing_behind():
 
     await with_client(node, use)
     assert not node.live
+
+
+# ---------------------------------------------------------------- the worker of `AsyncGRPOTrainer`
+
+
+async def test_a_worker_over_a_node_that_ends_nothing_is_found_ill(monkeypatch):
+    monkeypatch.setattr("prorl_trio.integrations.trl.async_worker._sample_class", lambda: SimpleNamespace)
+    monkeypatch.setattr("prorl_trio.integrations.trl.async_worker.check_tokenizer", lambda *_: None)
+    monkeypatch.setattr("prorl_trio.integrations.trl.async_worker.model_facts", lambda _: None)
+    node = FakeNode()
+    await node.backends.add("http://e")
+
+    def use(client):
+        tokenizer = SimpleNamespace(eos_token_id=9)
+        worker = RolloutWorker(client, [instance("a", "fake")], async_arguments(), tokenizer=tokenizer)
+        worker.start()
+        try:
+            for _ in range(2):  # as TRL does: it asks how the worker is when it has waited for a row in vain
+                with pytest.raises(queue.Empty):
+                    worker.rollout_buffer.get(timeout=0.1)
+            worker.check_health(30)
+            with pytest.raises(TimeoutError, match=r"no rollout has ended for 0\.1 s"):
+                worker.check_health(0.1)
+        finally:
+            worker.stop()
+
+    await with_client(node, use)
 
 
 # ---------------------------------------------------------------- a step of `GRPOTrainer`

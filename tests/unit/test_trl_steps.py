@@ -20,44 +20,25 @@ from prorl_trio.integrations.trl.async_worker import RolloutWorker
 from prorl_trio.integrations.trl.steps import group_rules, rows_per_update
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, TaskInstance, Timing, Trajectory
-
-
-def arguments(**changed):
-    """The fields of an `AsyncGRPOConfig` that are read."""
-    fields = {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": None,
-        "repetition_penalty": 1.0,
-        "token_budget": 0,
-        "per_device_train_batch_size": 4,
-        "world_size": 1,
-        "gradient_accumulation_steps": 2,
-        "weight_sync_steps": 1,
-        "num_generations": 4,
-        "max_staleness": 2,
-        "seed": 0,
-    }
-    return SimpleNamespace(**fields | changed)
+from support.trl_arguments import async_arguments
 
 
 def test_the_rules_follow_from_the_arguments():
-    assert rows_per_update(arguments(world_size=2, weight_sync_steps=3)) == 48
-    rules = group_rules(arguments(world_size=2), 1, {"dynamic": False})
+    assert rows_per_update(async_arguments(world_size=2, weight_sync_steps=3)) == 48
+    rules = group_rules(async_arguments(world_size=2), 1, {"dynamic": False})
     assert (rules.size, rules.groups_per_step, rules.max_staleness, rules.dynamic) == (4, 4, 1, False)
-    assert group_rules(arguments(max_staleness=7), 3, {}).max_staleness == 1
-    assert group_rules(arguments(num_generations=3, max_staleness=1), 1, {}).groups_per_step == 2
-    assert group_rules(arguments(num_generations=16), 1, {}).groups_per_step == 1
+    assert group_rules(async_arguments(max_staleness=7), 3, {}).max_staleness == 1
+    assert group_rules(async_arguments(num_generations=3, max_staleness=1), 1, {}).groups_per_step == 2
+    assert group_rules(async_arguments(num_generations=16), 1, {}).groups_per_step == 1
     for asked, rows, options, error in [
-        (arguments(token_budget=None), 1, {}, "token_budget is None"),
-        (arguments(), 1, {"size": 8}, "size: follows from AsyncGRPOConfig"),
-        (arguments(), 1, {"patience": 3}, "patience"),
-        (arguments(num_generations=1), 1, {}, "size must be >= 2, got 1"),
-        (arguments(max_staleness=0), 1, {}, "must be at least 1 with 8 rows an update"),
-        (arguments(max_staleness=2), 3, {}, "must be at least 3 with .* up to 3 rows a rollout"),
+        (async_arguments(token_budget=None), 1, {}, "token_budget is None"),
+        (async_arguments(), 1, {"size": 8}, "size: follows from AsyncGRPOConfig"),
+        (async_arguments(), 1, {"patience": 3}, "patience"),
+        (async_arguments(num_generations=1), 1, {}, "size must be >= 2, got 1"),
+        (async_arguments(max_staleness=0), 1, {}, "must be at least 1 with 8 rows an update"),
+        (async_arguments(max_staleness=2), 3, {}, "must be at least 3 with .* up to 3 rows a rollout"),
         (
-            arguments(max_staleness=1, num_generations=16),
+            async_arguments(max_staleness=1, num_generations=16),
             1,
             {},
             "must be at least 2 with 8 rows an update, groups of 16",
@@ -145,7 +126,7 @@ def test_no_row_is_older_than_trl_allows_and_no_step_waits_for_ever(
 ):
     rows = micro_batch * accumulation
     least = -(-max(1, rows // size) * size * segments // rows)
-    args = arguments(
+    args = async_arguments(
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
         num_generations=size,
@@ -230,7 +211,7 @@ def open_worker(monkeypatch):
         monkeypatch.setattr(async_worker, "check_tokenizer", lambda *_: None)
         monkeypatch.setattr(async_worker, "model_facts", lambda _: None)
         monkeypatch.setattr(async_worker, "newest_version", lambda _: 5)
-        worker = RolloutWorker(client, [], arguments(), tokenizer=SimpleNamespace(eos_token_id=9), **options)
+        worker = RolloutWorker(client, [], async_arguments(), tokenizer=SimpleNamespace(eos_token_id=9), **options)
         worker.update_model_version(1)
         worker.start()
         return worker, given

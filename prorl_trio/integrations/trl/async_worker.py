@@ -99,14 +99,14 @@ class RolloutWorker:
         self._first = 0
         self._block = 0
         self._taken = 0
-        self._seen: tuple[float, Any] = (time.monotonic(), None)
+        self._ended: tuple[float, float | None] = (time.monotonic(), 0)
 
     def start(self) -> None:
         """Begin sampling. Called after the first policy update."""
         self._first = newest_version(self._client) - self._version
         self._groups = BlockingGroups(self._client, self._tasks, self._rules, version="0", **self._options)
         self._block = self._taken = 0
-        self._seen = (time.monotonic(), None)
+        self._ended = (time.monotonic(), 0)
 
     def stop(self) -> None:
         """End sampling: what is at work is cancelled. Does nothing where nothing was begun."""
@@ -127,10 +127,10 @@ class RolloutWorker:
         """
         if self._groups is None:
             return
-        figures = self._groups.statistics()
-        since_s, before = self._seen
-        if figures != before:
-            self._seen = (time.monotonic(), figures)
+        ended = self._groups.statistics()["ended"]
+        since_s, before = self._ended
+        if ended != before:
+            self._ended = (time.monotonic(), ended)
         elif time.monotonic() - since_s > stale_after_s:
             backends = self._client.list_backends().pool["backends"]
             states = ", ".join(f"{each['url']} {each['state']} {each['error']}".strip() for each in backends)

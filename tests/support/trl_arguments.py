@@ -1,0 +1,25 @@
+"""What a trainer of TRL is told, without TRL."""
+
+from types import SimpleNamespace
+
+__all__ = ["async_arguments"]
+
+
+def async_arguments(**changed):
+    """Make the fields of an `AsyncGRPOConfig` that are read."""
+    fields = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": None,
+        "repetition_penalty": 1.0,
+        "token_budget": 0,
+        "per_device_train_batch_size": 4,
+        "world_size": 1,
+        "gradient_accumulation_steps": 2,
+        "weight_sync_steps": 1,
+        "num_generations": 4,
+        "max_staleness": 2,
+        "seed": 0,
+    }
+    return SimpleNamespace(**fields | changed)
