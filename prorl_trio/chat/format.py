@@ -53,6 +53,7 @@ class ChatFormat:
         sampleable: every id that the model can sample is below it: the tokenizer's, and the embedding's rows that
             config.json tells of; None where there is none.
         max_positions: the longest sequence that the model was made for, in tokens; 0 where config.json does not say.
+        architecture: what config.json says of the model; see `architecture_of`.
     """
 
     model_dir: Path
@@ -65,6 +66,7 @@ class ChatFormat:
     template: ChatTemplate = field(repr=False)
     sampleable: int | None = None
     max_positions: int = 0
+    architecture: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def load(
@@ -111,6 +113,7 @@ class ChatFormat:
             template=template,
             sampleable=max(folder.rows, codec.vocab_size) if folder.rows else None,
             max_positions=folder.max_positions,
+            architecture=folder.architecture,
         )
 
     @property
@@ -143,6 +146,7 @@ class ChatFormat:
             vocab_size=self.vocab_size,
             sampleable=self.sampleable,
             end_of_turn_ids=self.stop_token_ids,
+            architecture=dict(self.architecture),
         )
         return msgspec.structs.asdict(facts)
 

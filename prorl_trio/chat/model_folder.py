@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from prorl_trio.types.architecture import architecture_of
 from prorl_trio.types.errors import ConfigError
 
 __all__ = ["ModelFolder", "read_model_folder"]
@@ -24,6 +25,7 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         eos_token_ids: what generation_config.json says ends a sequence; empty without it.
         rows: of the model's embedding, by config.json: every id that can be sampled is below it; None without it.
         max_positions: the longest sequence that it was made for, in tokens, by config.json; 0 without it.
+        architecture: what config.json says of it; see `architecture_of`.
     """
 
     tokenizer_file: Path
@@ -34,6 +36,7 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     rows: int | None = None
     max_positions: int = 0
+    architecture: dict[str, Any] = {}
 
 
 def read_model_folder(model_dir: Path) -> ModelFolder:
@@ -61,6 +64,7 @@ def read_model_folder(model_dir: Path) -> ModelFolder:
         eos_token_ids=_eos_token_ids(_read_object(model_dir / "generation_config.json")),
         rows=_size(model_config, "vocab_size"),
         max_positions=_size(model_config, "max_position_embeddings") or 0,
+        architecture=architecture_of(model_config),
     )
 
 

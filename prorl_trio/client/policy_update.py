@@ -138,13 +138,13 @@ class PolicyUpdate:
 
         Args:
             folder: has `model.safetensors`, or several such files, with or without an index.
-            base: the model to compare with. None: what the engines were started with, where that folder is visible
-                here; where it is not, the folder is compared with nothing, and its files are checked alone.
+            base: the model to compare with. None: what the engines were started with, if that folder is visible here.
             check: `headers` looks at no element (a model of 16 GB takes some 10 s); `none` checks nothing: for a folder
                 that engines see and this process does not.
 
         Raises:
-            WeightsRefused: the weights are not whole, or of another model; the message names the tensor.
+            WeightsRefused: the weights are not whole, or of another model; the message names the tensor. Or there is no
+                model to compare them with.
             PolicyUpdateFailed: an engine failed, or offers no such load.
         """
         path = await check_weights(folder, self._backends, base, check)

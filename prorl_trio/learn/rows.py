@@ -54,14 +54,12 @@ class Pack(NamedTuple):
 def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
     """Return every segment with sampled tokens of `outcomes`, which are numbered from 0, without a copy.
 
-    Raises:
-        ValueError: an outcome has no trajectory.
+    A rollout that was spoilt before its first token has a reward and no row: it counts in the baseline of its group.
     """
     rows: list[Row] = []
     for number, outcome in enumerate(outcomes):
-        if outcome.trajectory is None:
-            raise ValueError(f"job {outcome.job_id} has no trajectory to train on")
-        segments = [segment for segment in outcome.trajectory.segments if segment.loss_mask.any()]
+        recorded = outcome.trajectory.segments if outcome.trajectory is not None else []
+        segments = [segment for segment in recorded if segment.loss_mask.any()]
         rows += [Row(segment.token_ids, segment.logprobs, segment.loss_mask, number) for segment in segments]
     return rows
 

@@ -78,7 +78,7 @@ class Trainer:
         """Train on groups of rollouts with rewards, one optimizer step for each mini-batch of whole groups.
 
         Raises:
-            ValueError: a rollout has no reward or no trajectory, or a group fewer than two rollouts.
+            ValueError: a rollout has no reward, or a group fewer than two rollouts.
             FloatingPointError: the gradient is not finite; the weights are as before that step.
         """
         figures, size = UpdateFigures(), -(-len(groups) // self.recipe.minibatches)

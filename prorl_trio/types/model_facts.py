@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 __all__ = ["ModelFacts"]
@@ -16,9 +18,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         sampleable: every id that can be sampled is below it: the tokenizer's, and the rows of the embedding; None where
             the node's folder has no `config.json`.
         end_of_turn_ids: ids that end a turn when they are sampled, sorted.
+        architecture: the fields of its `config.json` that decide what it computes; see `architecture_of`.
     """
 
     vocabulary: str
     vocab_size: int
     sampleable: int | None
     end_of_turn_ids: list[int]
+    architecture: dict[str, Any] = {}

@@ -82,6 +82,16 @@ async def test_a_state_dict_is_loaded_and_what_is_no_longer_in_use_is_removed(tm
     assert list(tmp_path.iterdir()) == [model]
 
 
+@pytest.mark.parametrize("load", ["load_folder", "load_adapter"])
+async def test_weights_that_can_be_compared_with_nothing_are_refused(pool, model, tmp_path, load):
+    given = {"load_folder": (model,), "load_adapter": ("policy", make_adapter(tmp_path / "adapter"))}[load]
+    async with open_trainer(pool) as client:
+        with pytest.raises(WeightsRefused, match=r"compared with nothing: .* Name a folder .*base=.*check='none'"):
+            async with client.policy_update("1") as update:
+                await getattr(update, load)(*given)
+    assert_old(pool)
+
+
 async def test_without_a_folder_it_is_shared_memory_where_all_engines_are_here(pool, model):
     async with open_trainer(pool) as client:
         with pytest.raises(WeightsRefused, match=f"{A}, {B}: not on this host.* folder="):

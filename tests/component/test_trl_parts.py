@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import trio
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig
 
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.client import BlockingClient, WeightsRefused
@@ -20,7 +20,7 @@ from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.integrations.trl.async_worker import RolloutWorker
 from prorl_trio.integrations.trl.buffer import RolloutBuffer
-from prorl_trio.integrations.trl.model_check import check_embedding, check_tokenizer
+from prorl_trio.integrations.trl.model_check import check_config, check_embedding, check_tokenizer
 from prorl_trio.integrations.trl.rollout_func import RolloutFunction
 from prorl_trio.integrations.trl.rollouts import RolloutsRejected, run_rollouts
 from prorl_trio.integrations.trl.weights import WeightTransfer, newest_version
@@ -69,6 +69,26 @@ def test_the_rows_of_the_embedding_count(model):
         check_embedding(259, facts)
 
 
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"rope_theta": 5e5}, "rope_theta 500000.0 in its configuration, the node's 10000.0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta 500000.0"),
+        ({"num_attention_heads": 8, "head_dim": 8}, "num_attention_heads 8"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06"),
+    ],
+)
+async def test_a_model_with_the_same_tensors_that_computes_something_else_is_refused(model, changed, error):
+    config = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "max_position_embeddings": 99}))
+    facts = facts_of(model)
+    check_config(PretrainedConfig(**config, dtype="float32"), facts)
+    check_config(PretrainedConfig(model_type="other", tie_word_embeddings=False), facts)  # what both have is compared
+    node = SimpleNamespace(status=lambda: {"model": msgspec.to_builtins(facts)})
+    with pytest.raises(ConfigError, match=error):
+        WeightTransfer(node, config=PretrainedConfig(**config | changed)).init_weight_transfer()
+
+
 def test_other_ids_are_another_vocabulary(model):
     facts = facts_of(model)
     file = model / "tokenizer.json"
@@ -84,7 +104,9 @@ def test_other_ids_are_another_vocabulary(model):
 # ---------------------------------------------------------------- a node
 
 
-FACTS = ModelFacts(vocabulary="", vocab_size=12, sampleable=12, end_of_turn_ids=[2])
+FACTS = ModelFacts(
+    vocabulary="", vocab_size=12, sampleable=12, end_of_turn_ids=[2], architecture={"num_attention_heads": 4}
+)
 
 
 class Node(FakeNode):
@@ -296,8 +318,9 @@ class Policy:
 
     training = True
 
-    def __init__(self, state):
+    def __init__(self, state, **config):
         self._state = state
+        self.config = PretrainedConfig(**config)
 
     def named_parameters(self):
         return ((name, Parameter(value)) for name, value in self._state.items())
@@ -355,6 +378,7 @@ async def test_weights_go_to_the_engines_when_the_step_has_moved_and_only_then(t
         (lambda trainer: setattr(trainer, "tools", [print]), "would call tools a second time"),
         (lambda trainer: setattr(trainer.model, "peft_config", {"default": 1}), "adapters are not pushed"),
         (lambda trainer: setattr(trainer, "model", Policy({"model.embed_tokens.weight": np.zeros((9, 4))})), "of 9"),
+        (lambda trainer: setattr(trainer, "model", Policy(tensors(), num_attention_heads=2)), "num_attention_heads 2"),
     ],
 )
 async def test_a_trainer_that_a_node_cannot_serve_is_refused_before_a_rollout(monkeypatch, spoil, error):

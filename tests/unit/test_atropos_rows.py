@@ -61,6 +61,17 @@ def test_each_segment_is_a_row_of_a_part_of_equal_size_with_all_scores():
     assert parts[1].inference_logprobs[0] == [1.0] * 3
 
 
+def test_a_rollout_that_was_spoilt_before_its_first_token_keeps_its_score_and_weighs_nothing():
+    silent = msgspec.structs.replace(outcome(1, reward=0.0), trajectory=None)
+    (part,) = scored_data(group(silent, outcome(0, segment([1, 2, 3], [2]))), env_id=0)
+    assert part.scores == [0.0, 1.0]
+    assert part.masks == [[-100] * 3, [-100, -100, 3]]
+    assert part.inference_logprobs[0] == [1.0] * 3
+    assert [override["job_id"] for override in part.overrides] == ["j1", "j0"]
+    with pytest.raises(ValueError, match="no rollout of group g has a token"):
+        scored_data(group(silent, silent), env_id=0)
+
+
 @pytest.mark.parametrize("span", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20}])
 def test_log_probabilities_of_another_distribution_are_refused(span):
     with pytest.raises(ConfigError, match="processed_logprobs"):

@@ -33,8 +33,8 @@ headers; or nothing, as for a folder that the trainer's process does not see."""
 def check_folder(path: Path, bases: Sequence[ModelFolder], check: Literal["values", "headers"] = "values") -> None:
     """Check that a folder has whole weights of the model in each of `bases`. Blocks; for worker threads.
 
-    Its files are whole; the names, shapes and dtypes of its tensors are the model's (see `compare_type`), as are the
-    fields of `config.json` that matter (`COMPARED`), if it has one; a tied output layer may be left out or be there,
+    Its files are whole; the names, shapes and dtypes of its tensors are the model's (see `compare_type`), as is the
+    architecture that its `config.json` tells of, if it has one; a tied output layer may be left out or be there,
     equal to the embedding; and, unless `check` is `headers`, no element is NaN or infinite.
 
     Raises:

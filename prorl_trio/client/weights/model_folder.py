@@ -8,6 +8,7 @@ import msgspec
 
 from prorl_trio.client.weights.errors import WeightsRefused
 from prorl_trio.client.weights.safetensors import read_header
+from prorl_trio.types.architecture import architecture_of, differing_field
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,23 +32,6 @@ INDEX: Final = "model.safetensors.index.json"
 CONFIG: Final = "config.json"
 MAX_JSON_BYTES: Final = 64 * 1024 * 1024
 
-COMPARED: Final = (
-    "architectures",
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_experts",
-    "num_local_experts",
-    "moe_intermediate_size",
-    "tie_word_embeddings",
-)
-"""Fields of `config.json`, at its top and in `text_config`, that must agree where both models have them. What an engine
-takes from its own configuration alone (rotary frequencies, dtype, the version of transformers) is left out."""
 FLOATS: Final = frozenset({"F32", "BF16", "F16"})
 """Engines convert between these as they load."""
 _HEAD: Final = "lm_head.weight"
@@ -95,7 +79,7 @@ class ModelFolder(NamedTuple):
     @property
     def tied(self) -> bool:
         """Return whether the output layer is the input embedding, so that only one of the two need be stored."""
-        return any(fields.get("tie_word_embeddings") is True for fields in _levels(self.config))
+        return architecture_of(self.config).get("tie_word_embeddings") is True
 
 
 def embedding_of(names: Iterable[str]) -> str | None:
@@ -148,23 +132,17 @@ def compare_type(name: str, kind: TensorType, base: ModelFolder) -> None:
 
 
 def compare_configs(path: Path, config: dict[str, Any], base: ModelFolder) -> None:
-    """Check that `config`, of the model in `path`, says the same as the base's in every field of `COMPARED`.
+    """Check that `config`, of the model in `path`, is of the architecture that the base has. See `architecture_of`.
 
     Raises:
         WeightsRefused: a field differs.
     """
-    for ours, theirs in zip(_levels(config), _levels(base.config), strict=False):
-        for field in COMPARED:
-            if field in ours and field in theirs and ours[field] != theirs[field]:
-                raise WeightsRefused(
-                    f"{path / CONFIG} has {field} {ours[field]!r}; the engines' model in {base.path} has "
-                    f"{theirs[field]!r}: these are weights of another model"
-                )
-
-
-def _levels(config: dict[str, Any]) -> list[dict[str, Any]]:
-    text = config.get("text_config")
-    return [config, text if isinstance(text, dict) else {}]
+    ours, theirs = architecture_of(config), architecture_of(base.config)
+    if (field := differing_field(ours, theirs)) is not None:
+        raise WeightsRefused(
+            f"{path / CONFIG} has {field} {ours[field]!r}; the engines' model in {base.path} has {theirs[field]!r}: "
+            "these are weights of another model"
+        )
 
 
 def _vocabulary(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import UpdatedBackend
 
 __all__ = ["StagedWeights", "check_adapter_weights", "check_weights", "name_tied_head", "stage_weights"]
-
-logger = logging.getLogger(__name__)
 
 MAX_MODELS: Final = 16
 """Limit of the different models that one pool's engines may serve."""
@@ -66,12 +63,7 @@ async def check_weights(
     def run() -> Path:
         path = Path(folder).absolute()
         if check != "none":
-            bases = _bases(backends, base)
-            if not bases:
-                logger.warning(
-                    "%s is compared with nothing: no model of the engines is visible here; name a base", path
-                )
-            check_folder(path, bases, check)
+            check_folder(path, _visible(path, backends, base), check)
         return path
 
     return await trio.to_thread.run_sync(run)
@@ -114,7 +106,7 @@ async def check_adapter_weights(
     def run() -> Path:
         path = Path(folder).absolute()
         if check != "none":
-            check_adapter(path, _bases(backends, base), check)
+            check_adapter(path, _visible(path, backends, base), check)
         return path
 
     return await trio.to_thread.run_sync(run)
@@ -132,10 +124,9 @@ async def stage_weights(
     def run() -> StagedWeights:
         bases = _bases(backends, base)
         if not bases:
-            known = ", ".join(sorted({each.model_folder or "unknown" for each in backends})) or "there is no engine"
             raise WeightsRefused(
-                f"the engines' own model is not visible from here ({known}), and configuration and tokenizer are "
-                "copied from it: name a folder that has it with base=..."
+                f"{_unseen(backends)}, and configuration and tokenizer are copied from it: name a folder that has it "
+                "with base=..."
             )
         if parent is None and (elsewhere := _elsewhere(backends)):
             raise WeightsRefused(
@@ -162,6 +153,24 @@ def is_this_host(host: str) -> bool:
 def _elsewhere(backends: Sequence[UpdatedBackend]) -> list[str]:
     """Return the URLs of the engines that are not on this host."""
     return [each.url for each in backends if not is_this_host(urlsplit(each.url).hostname or "")]
+
+
+def _visible(
+    path: Path, backends: Sequence[UpdatedBackend], base: str | os.PathLike[str] | None
+) -> tuple[ModelFolder, ...]:
+    """Return the models that what is in `path` is compared with, at least one."""
+    bases = _bases(backends, base)
+    if not bases:
+        raise WeightsRefused(
+            f"{path} can be compared with nothing: {_unseen(backends)}. Name a folder that has it with base=..., or "
+            "say check='none'"
+        )
+    return bases
+
+
+def _unseen(backends: Sequence[UpdatedBackend]) -> str:
+    known = ", ".join(sorted({each.model_folder or "unknown" for each in backends})) or "there is no engine"
+    return f"the engines' own model is not visible from here ({known})"
 
 
 def _bases(backends: Sequence[UpdatedBackend], base: str | os.PathLike[str] | None) -> tuple[ModelFolder, ...]:

@@ -50,19 +50,22 @@ def scored_data(group: Group, env_id: int) -> list[ScoredData]:
 
     The server packs batches out of groups of equal size, and a trainer compares the scores within one. So each part has
     n rows and all n scores; where a rollout has no further segment, its row is the first one again, all masked: it
-    weighs nothing.
+    weighs nothing. The row of one that was spoilt before its first token is the first of another rollout, all masked.
 
     Raises:
         ConfigError: the log-probabilities are not of the distribution that was sampled from (raw ones, with a
             temperature other than 1, `top_p` or `top_k`), or rows were sampled with different temperatures.
-        ValueError: a rollout has no reward or no trajectory. A group of the sampler never has such.
+        ValueError: a rollout has no reward, or none of the group has tokens. A group of the sampler never is such.
         StaleReference: the outcomes' arrays were memory of the node's, which took it back.
     """
     segments = [_segments(outcome) for outcome in group.outcomes]
-    temperature = _temperature(group.group_id, [segment for rollout in segments for segment in rollout])
+    some = [segment for rollout in segments for segment in rollout]
+    if not some:
+        raise ValueError(f"no rollout of group {group.group_id} has a token to train on")
+    temperature = _temperature(group.group_id, some)
     parts = []
     for part in range(max(map(len, segments))):
-        here = [(rollout[part], True) if part < len(rollout) else (rollout[0], False) for rollout in segments]
+        here = [(rollout[part], True) if part < len(rollout) else ([*rollout, *some][0], False) for rollout in segments]
         parts.append(
             ScoredData(
                 tokens=[segment.token_ids.tolist() for segment, _ in here],
@@ -87,9 +90,9 @@ def scored_data(group: Group, env_id: int) -> list[ScoredData]:
 
 
 def _segments(outcome: Outcome) -> list[Segment]:
-    if outcome.reward is None or outcome.trajectory is None or not outcome.trajectory.segments:
-        raise ValueError(f"rollout {outcome.job_id} ({outcome.status}) has no reward or no tokens to train on")
-    return outcome.trajectory.segments
+    if outcome.reward is None:
+        raise ValueError(f"rollout {outcome.job_id} ({outcome.status}) has no reward")
+    return outcome.trajectory.segments if outcome.trajectory is not None else []
 
 
 def _masks(segment: Segment, *, trained: bool) -> list[int]:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from prorl_trio.chat.vocabulary import vocabulary_digest
+from prorl_trio.types.architecture import architecture_of, differing_field
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from prorl_trio.client import BlockingClient
 
-__all__ = ["check_embedding", "check_tokenizer", "model_facts"]
+__all__ = ["check_config", "check_embedding", "check_tokenizer", "model_facts"]
 
 
 def model_facts(client: BlockingClient) -> ModelFacts:
@@ -62,4 +63,23 @@ def check_embedding(rows: int, facts: ModelFacts) -> None:
         raise ConfigError(
             f"the trainer's model has a vocabulary of {rows}, the node's of {facts.sampleable}: log-probabilities over "
             "different vocabularies cannot be compared. Train the model that the engines serve"
+        )
+
+
+def check_config(config: Any, facts: ModelFacts) -> None:
+    """Check that the trainer's model computes from its weights what the engine's does.
+
+    Args:
+        config: the model's configuration, of `transformers`.
+        facts: of the node's model. Fields that it does not have are not compared.
+
+    Raises:
+        ConfigError: a field differs.
+    """
+    ours = architecture_of(config.to_dict())
+    if (field := differing_field(ours, facts.architecture)) is not None:
+        raise ConfigError(
+            f"the trainer's model has {field} {ours[field]!r} in its configuration, the node's "
+            f"{facts.architecture[field]!r}: the engines would compute something else from the same weights. Train the "
+            "model that the engines serve, and start the node with its folder ([model] path)"
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from prorl_trio.client.sampling import JobTemplate
 from prorl_trio.integrations.trl.logprobs import check_arguments, check_sampling
-from prorl_trio.integrations.trl.model_check import check_embedding, check_tokenizer, model_facts
+from prorl_trio.integrations.trl.model_check import check_config, check_embedding, check_tokenizer, model_facts
 from prorl_trio.integrations.trl.rollouts import MAX_TRIES, run_rollouts
 from prorl_trio.integrations.trl.rows import completion_of
 from prorl_trio.integrations.trl.weights import WeightTransfer
@@ -162,6 +162,7 @@ def _check_trainer(trainer: Any, facts: ModelFacts) -> None:
             "GRPOTrainer(peft_config=...) without use_vllm: adapters are not pushed; AsyncGRPOTrainer merges them first"
         )
     check_tokenizer(trainer.processing_class, facts)
+    check_config(trainer.accelerator.unwrap_model(trainer.model).config, facts)
     check_embedding(int(trainer.model.get_input_embeddings().weight.shape[0]), facts)
 
 

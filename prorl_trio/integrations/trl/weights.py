@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from prorl_trio.integrations.trl.model_check import check_embedding, model_facts
+from prorl_trio.integrations.trl.model_check import check_config, check_embedding, model_facts
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class WeightTransfer:
         mode: the fate of completions that are being sampled; see `RolloutClient.policy_update`.
         timeout_s: for the pause, and for the load.
         check: of the weights before they are loaded; see `PolicyUpdate.load_folder`.
+        config: of the trainer's model (`AutoConfig.from_pretrained(...)`): compared with the node's model, for weights
+            do not tell how they are used. None: only they are compared.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class WeightTransfer:
         mode: PauseMode = "wait",
         timeout_s: float = 600.0,
         check: WeightCheck = "values",
+        config: Any = None,
     ) -> None:
         self._client = client
         self._folder = folder
@@ -52,13 +55,20 @@ class WeightTransfer:
         self._mode: PauseMode = mode
         self._timeout_s = timeout_s
         self._check: WeightCheck = check
+        self._config = config
         self._facts: ModelFacts | None = None
         self._version = 0
         self._open: BlockingPolicyUpdate | None = None
 
     def init_weight_transfer(self) -> None:
-        """Ask the node for its model and its version. Called once, before the first update."""
+        """Ask the node for its model and its version. Called once, before the first update.
+
+        Raises:
+            ConfigError: the trainer's model is another one.
+        """
         self._facts = model_facts(self._client)
+        if self._config is not None:
+            check_config(self._config, self._facts)
         self._version = newest_version(self._client)
 
     def pause(self) -> None:

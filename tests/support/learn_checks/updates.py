@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import torch
 
@@ -123,6 +124,18 @@ def check_groups_without_rewards_are_refused(_):
     trainer, groups = Trainer(tiny_model(), Recipe()), outcomes(groups=1)
     for wrong in (groups[0][:1], [*groups[0][:2], outcome("x", None, groups[0][0].trajectory.segments)]):
         assert "two or more rollouts" in refused(ValueError, trainer.update, [wrong])
+
+
+def check_a_rollout_without_a_token_counts_in_the_baseline_of_its_group(_):
+    (group,) = outcomes(groups=1)
+    silent = msgspec.structs.replace(outcome("x", 0.0, []), trajectory=None)
+    for objective in ("dapo", "dr-grpo"):
+        weights = [
+            weights_of(update([[*group[:2], each]], objective=objective)[0]) for each in (silent, outcome("x", 0.0, []))
+        ]
+        assert torch.equal(weights[0], weights[1])
+        without = weights_of(update([group[:2]], objective=objective)[0])
+        assert not torch.allclose(weights[0], without, atol=1e-6), "the baseline is another one with it"
 
 
 def check_the_gap_is_the_mean_over_all_sampled_tokens(_):
