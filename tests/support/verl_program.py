@@ -208,10 +208,20 @@ def versions(node):
     return sorted({each.policy_version for each in node.resume().backends})
 
 
+def trainers_of_task_runner():
+    """The trainers that verl's own task runner finds when it runs as ours, by mode."""
+    ours = NodeTaskRunner.__ray_metadata__.modified_class.__ray_actor_class__
+    theirs, found = ours.__mro__[1], {}
+    theirs.run = lambda _self, config: found.update({mode: get_trainer_cls(mode).__name__ for mode in config})
+    ours.run(object.__new__(ours), ("sync", "colocate_async", "separate_async"))
+    return found
+
+
 async def workers(plan):
+    runner = trainers_of_task_runner()
     found = {"v1": await run_v1(plan), "v0": await run_v0(plan), "refused": await refusals(plan)}
     done, found["refused"]["tokenizer"] = hooks(plan)
-    return found | {"hooks": done, "task_runner": NodeTaskRunner.__ray_metadata__.class_name}
+    return found | {"hooks": done, "task_runner": runner}
 
 
 def cluster(plan):
