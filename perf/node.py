@@ -102,7 +102,7 @@ def _node_report(latencies: Latencies, crowd: Crowd, scale: Scale) -> Report:
             "stall.cpu_max_ms": round(crowd.stalls["cpu_max_ms"], 1),
             "world.turn_cpu_ms": round(1e3 * crowd.world_cpu_s / crowd.turns, 3),
         },
-        at_most={"turn.cpu_ms": TURN_MAX_MS, "stall.p99_ms": STALL_MAX_MS, "rollouts.rss_mib": RSS_MAX_MIB},
+        at_most={"turn.cpu_ms": TURN_MAX_MS, "stall.cpu_max_ms": STALL_MAX_MS, "rollouts.rss_mib": RSS_MAX_MIB},
         notes=[
             "accept: submit to its answer; deliver: from the rollout's end to the trainer's hands; single jobs",
             f"turn.cpu_ms: all CPU of the node's process over the turns, start and end of the {crowd.rollouts:,} "

@@ -35,6 +35,8 @@ LARGE_EVERY = 10
 RPC_BURST = 10
 CELL = "x = 1"
 
+MAX_OVERHEAD_MS, MAX_BUILTIN_RATIO, MAX_RPC_RATIO = 0.5, 4.0, 2.0
+
 PIPE = "ls / | wc -l"
 OUTPUT_1MB = "head -c 1000000 /dev/zero | tr '\\0' x"
 
@@ -61,6 +63,7 @@ async def benchmark(options: Options) -> Report:
         series = await measure_interleaved(cases, rounds=rounds, warm_up_rounds=WARM_UP_ROUNDS)
     p50 = {one.case.name: one.percentile(50) for one in series}
     ratios = {"uds.tcp_over_uds": p50["uds.tcp_rpc"] / p50["uds.rpc"]}
+    ratios["bash.overhead_ms"] = p50["bash.true"] - p50["bash.floor_true"]
     if "ipython.zmq_tcp" in p50:
         ratios["ipython.zmq_over_ours"] = p50["ipython.zmq_tcp"] / p50["ipython.assign"]
         ratios["ipython.zmq_ipc_over_ours"] = p50["ipython.zmq_ipc"] / p50["ipython.assign"]
@@ -69,6 +72,7 @@ async def benchmark(options: Options) -> Report:
         series=series,
         more_metrics={name: round(ratio, 3) for name, ratio in ratios.items()},
         at_least={"uds.tcp_over_uds": 1, "ipython.zmq_over_ours": 4},
+        at_most={"bash.overhead_ms": MAX_OVERHEAD_MS},
         notes=notes,
     )
     return report.joined_with(await trace.benchmark(options))
@@ -86,7 +90,7 @@ def _tool_cases(daemon: RpcClient, pty: BarePty, bare_cell: Callable[[str], obje
 
     floor, large_floor = "bash.floor_bin_true", "bash.floor_output_1mb"
     return [
-        Case(name="bash.true", run=partial(bash, "true"), floor="bash.floor_true", max_p50=1),
+        Case(name="bash.true", run=partial(bash, "true"), floor="bash.floor_true", max_x_floor=MAX_BUILTIN_RATIO),
         Case(name="bash.floor_true", run=partial(bare_bash, "true")),
         Case(name="bash.bin_true", run=partial(bash, "/bin/true"), floor=floor, max_p50=3, max_x_floor=2),
         Case(name=floor, run=partial(bare_bash, "/bin/true")),
@@ -118,7 +122,7 @@ async def _rpc_cases(stack: AsyncExitStack) -> list[Case]:
     echo = await stack.enter_async_context(open_unix_echo())
     tcp_echo = await stack.enter_async_context(open_tcp_echo())
     return [
-        Case(name="uds.rpc", run=echo, unit="us", burst=RPC_BURST, floor="uds.floor"),
+        Case(name="uds.rpc", run=echo, unit="us", burst=RPC_BURST, floor="uds.floor", max_x_floor=MAX_RPC_RATIO),
         Case(name="uds.tcp_rpc", run=tcp_echo, unit="us", burst=RPC_BURST, floor="uds.floor"),
         Case(name="uds.floor", run=bare_echo, unit="us", burst=RPC_BURST),
     ]
