@@ -216,6 +216,7 @@ async def test_what_cannot_be_trained_with_is_refused_before_a_rollout(tmp_path)
         "budget": r"ConfigError: token_budget is 4096",
         "on_policy": r"ConfigError: max_staleness is 0, and must be at least 1",
         "segments": r"ConfigError: max_staleness is 1, and must be at least 2",
+        "config": r"ConfigError: the trainer's model has num_attention_heads 2 .* the node's 4",
         "vocabulary": r"ConfigError: the trainer's model has a vocabulary of 300, the node's of 259",
         "missing": r"WeightsRefused: ",
     }.items():

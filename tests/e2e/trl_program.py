@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 from trl import GRPOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
@@ -113,6 +113,7 @@ def refusals(run, folder):
     tasks = [TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})]
     hot = JobTemplate(sampling=SamplingParams(temperature=0.7))
     nucleus = JobTemplate(sampling=SamplingParams(top_p=0.9))
+    heads = AutoConfig.from_pretrained(run["model"], num_attention_heads=2)
 
     def worker(tokenizer=tokenizer, job=None, rows_per_rollout=1, **settings):
         rows = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
@@ -143,6 +144,7 @@ def refusals(run, folder):
             "budget": worker(token_budget=4096),
             "on_policy": worker(max_staleness=0),
             "segments": worker(max_staleness=1, rows_per_rollout=2),
+            "config": said(WeightTransfer(client, config=heads).init_weight_transfer),
             "vocabulary": said(lambda: transfer(300)),
             "missing": said(lambda: transfer(259)),
         }
