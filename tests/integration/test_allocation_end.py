@@ -102,9 +102,7 @@ async def open_held(tmp_path, monkeypatch):
             engine.hold()
             async with connect(f"ws://{host}:{port}", TOKEN) as client:
                 held = Held(near, engine, client)
-                instance = TaskInstance(
-                    instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"}
-                )
+                instance = TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})
                 await client.submit(
                     [JobSpec(job_id="held", instance=instance, sampling=SamplingParams(max_output_tokens=50))]
                 )
