@@ -87,7 +87,8 @@ async def serve_node(
                     await reloads.start(service_task(serve_reloads, "reload"), load, lambda: node.config, apply)
                 task_status.started(address)
                 began = await _wait_end(signals, node)
-                sessions.journal.drain()
+                if not config.fleet.leaves_jobs:
+                    sessions.journal.end_cut_jobs()
                 cut = await drain(node, signals, _patience_s(node, began))
                 with trio.move_on_after(DELIVERY_TIMEOUT_S):
                     await sessions.wait_delivered()

@@ -160,7 +160,7 @@ async def test_jobs_that_a_shutdown_cut_go_on_elsewhere(folder):
         await client.submit(specs_of(4))
         cut = fleet.where()["a"]
         fleet["a"].node.draining = True
-        fleet["a"].sessions.journal.drain()
+        fleet["a"].sessions.journal.end_cut_jobs()
         for job_id in cut:
             bare = make_outcome(fleet["a"].node.live[job_id], reward=None)
             ended = msgspec.structs.replace(bare, status="cancelled", cause="cancelled", error_code="shutdown")
