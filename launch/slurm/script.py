@@ -20,8 +20,8 @@ _HEAD: Final = """\
 prorl={program}
 {local}
 # Before the time limit (--signal) and at `prorl-trio slurm drain` this script gets SIGTERM. It passes the first one on:
-# the nodes take no more jobs and let theirs end. A second one would cut that short, and the warning before the limit must
-# not. It goes to the steps, for srun itself would answer SIGTERM by killing its tasks at once.
+# the nodes take no more jobs and let theirs end. A second one would cut that short, which the warning before the limit
+# must not. It goes to the steps, for srun itself would answer SIGTERM by killing its tasks at once.
 trap 'trap : TERM; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 """
 

@@ -18,8 +18,8 @@ class FleetConfig(Table, frozen=True):
             address of the machine, the machine's name.
         heartbeat_interval_s: time between two heartbeats; less than a third of `stale_after_s`.
         stale_after_s: without a heartbeat for so long the node counts as lost, and its jobs are moved.
-        restart_within_s: how long the jobs of this node, if it is lost or its end cuts them, are left to its next start,
-            which finds them in the ledger on its disk; 0: other nodes take them over at once.
+        restart_within_s: how long the jobs of this node, if it is lost or its end cuts them, are left to its next
+            start, which finds them in the ledger on its disk; 0: other nodes take them over at once.
         end_margin_s: time before the end of the node's allocation by which it has ended by itself. Slurm tells the end
             (`SLURM_JOB_END_TIME`) by its own clock: at least what clocks differ, and what the node's end takes.
     """

@@ -3,8 +3,8 @@
 A signal that comes while the node starts ends it at once. SIGHUP, when the terminal is gone, can be such a signal.
 
 A drain that the node began by itself, because its allocation of Slurm's ends, is no signal: so the first one after it,
-which is Slurm's warning of that end, changes nothing, and the next one cancels. SIGINT, which Slurm does not send, cancels
-at once.
+which is Slurm's warning of that end, changes nothing, and the next one cancels. SIGINT, which Slurm does not send,
+cancels at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class EndSignals:
         self._excuses = False
 
     def excuse_warning(self) -> None:
-        """Skip the next signal but SIGINT: the node drains by itself already, and Slurm will warn it of the same end."""
+        """Skip the next signal but SIGINT: the node drains by itself, and Slurm will warn it of the same end."""
         self._excuses = True
 
     def __aiter__(self) -> EndSignals:

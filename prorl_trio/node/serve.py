@@ -63,9 +63,9 @@ async def serve_node(
     started just ends it. At SIGHUP, as `on_hangup` says, the node drains, too, or reloads: `load`, called in a thread,
     reads the configuration again.
 
-    In an allocation of Slurm's whose end is known, no drain goes beyond that end. The node begins one itself when the end
-    is near, see `drain`. That one, and one that SIGTERM begins, by which Slurm warns, last until the end in place of
-    `drain_timeout_s`.
+    In an allocation of Slurm's whose end is known, no drain goes beyond that end. The node begins one itself when the
+    end is near, see `drain`. That one, and one that SIGTERM begins, by which Slurm warns, last until the end in place
+    of `drain_timeout_s`.
 
     Reports the listener's (host, port) through `task_status`. Returns True if every job ended by itself and no write to
     the ledger failed. After the drain, waits up to `DELIVERY_TIMEOUT_S` for trainers to take their outcomes. `provider`

@@ -49,8 +49,8 @@ async def open_sessions(config: NodeConfig, arena: Arena | None) -> AsyncIterato
     folder = config.ledger.folder(config.node_id, os.environ)
     if folder is None and config.fleet.leaves_jobs:
         raise ConfigError(
-            "fleet.restart_within_s leaves jobs to the node's next start, which finds them in its ledger, and that is in "
-            "memory; set node_id, or ledger.dir to a folder, or restart_within_s to 0"
+            "fleet.restart_within_s leaves jobs to the node's next start, which finds them in its ledger, and that is "
+            "in memory; set node_id, or ledger.dir to a folder, or restart_within_s to 0"
         )
     async with _open_journal(config.ledger, folder) as journal:
         yield SessionTable(journal, limits, shared)

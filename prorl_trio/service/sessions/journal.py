@@ -79,8 +79,8 @@ class Journal:
     def ends_cut_jobs(self) -> bool:
         """Return whether the jobs that the node's end cuts have ended, by that.
 
-        They have if the node was asked to end, and does not leave them to its next start. Where it does, or an error ends
-        it, they have not: as after a kill, the next start runs them again.
+        They have if the node was asked to end, and does not leave them to its next start. Where it does, or an error
+        ends it, they have not: as after a kill, the next start runs them again.
         """
         return self._ends_cut_jobs
 
