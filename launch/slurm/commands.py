@@ -22,7 +22,7 @@ from launch.slurm.fleet_folder import open_fleet_folder, read_job, write_job
 from launch.slurm.leash import run_leashed
 from launch.slurm.local_folder import find_local_folder
 from launch.slurm.node_file import MachineFacts, address_of_machine, node_config, read_config
-from launch.slurm.pulse import JobRun, Pulse, PulseRules, with_end_time
+from launch.slurm.pulse import JobRun, Pulse, PulseRules, with_times
 from launch.slurm.script import EnginePlan, FleetPlan, batch_script
 from prorl_trio.rendezvous.report import look_at_nodes
 from prorl_trio.types.errors import ConfigError
@@ -75,7 +75,7 @@ def slurm() -> None:
 @click.option("--nodes", type=click.IntRange(min=1), required=True, help="Machines, with one node each.")
 @click.option("--print", "only_print", is_flag=True, help="Print the batch script, and submit nothing.")
 @click.option(
-    "--drain-s", type=click.IntRange(1, 65535), default=300, show_default=True, help="Drain before the limit."
+    "--drain-s", type=click.IntRange(1, 65535), default=300, show_default=True, help="Drain before the limit, so long."
 )
 @click.option("--pulse-timeout-s", type=click.FloatRange(min=1), default=60.0, show_default=True, help="See `run`.")
 @_LOCAL
@@ -143,8 +143,11 @@ def status(fleet_dir: Path) -> None:
 @slurm.command()
 @_FLEET
 def drain(fleet_dir: Path) -> None:
-    """Let the nodes end the jobs that they have, take no more, and end. Returns at once."""
-    queue.signal_steps(_job_of(fleet_dir))
+    """Let the nodes end the jobs that they have, take no more, and end. Returns at once.
+
+    They have until the end of their allocation. `down` cuts it short.
+    """
+    queue.drain(_job_of(fleet_dir))
 
 
 @slurm.command()
@@ -154,8 +157,8 @@ def drain(fleet_dir: Path) -> None:
 def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
     """End a fleet, and wait until its job is gone."""
     job_id = _job_of(fleet_dir)
-    if drain_s and queue.find_jobs([job_id]):
-        queue.signal_steps(job_id)
+    if drain_s and any(job.state != "PENDING" for job in queue.find_jobs([job_id])):
+        queue.drain(job_id)
         _wait_gone(job_id, drain_s)
     if queue.find_jobs([job_id]):
         queue.cancel(job_id)
@@ -203,7 +206,7 @@ def pulse(folder: Path, name: str, job_id: str | None, tasks: int, command: tupl
     beats = Pulse(job_run, PulseRules(**rules), ended=ended, tasks=tasks)
 
     async def keep() -> int:
-        return await beats.keep(command, await with_end_time(job_run.job_id, os.environ))
+        return await beats.keep(command, await with_times(job_run.job_id, os.environ))
 
     sys.exit(trio.run(keep))
 
@@ -214,7 +217,10 @@ def pulse(folder: Path, name: str, job_id: str | None, tasks: int, command: tupl
 @click.option("--engines", default="", metavar="MACHINES", help="Those with an engine, with commas between them.")
 @click.option("--machines", default="", metavar="MACHINES", help="Those with a node, with commas between them.")
 @click.option("--engine-port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Of each engine.")
-def node(fleet_dir: Path, config_file: Path, engines: str, machines: str, engine_port: int) -> None:
+@click.option("--drain-s", type=click.FloatRange(min=0), help="Drain so long where Slurm tells no end of the job.")
+def node(
+    fleet_dir: Path, config_file: Path, engines: str, machines: str, engine_port: int, drain_s: float | None
+) -> None:
     """Become the node of this task's machine."""
     shared = (
         [] if not engines else engines_of_node(engines.split(","), machines.split(","), _of_slurm("SLURMD_NODENAME"))
@@ -224,6 +230,7 @@ def node(fleet_dir: Path, config_file: Path, engines: str, machines: str, engine
         address=address_of_machine(socket.gethostname()),
         folder=_of_slurm("TMPDIR"),
         engines=[f"http://{machine}:{engine_port}" for machine in shared],
+        drain_s=drain_s,
     )
     config = node_config(read_config(config_file), facts, os.environ)
     path = Path(facts.folder) / "node.toml"

@@ -42,12 +42,14 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
         address: by which other machines reach this one.
         folder: on the machine's own disk; removed when the task ends.
         engines: addresses of the engines that the node uses, besides those that the fleet's node.toml has.
+        drain_s: `drain_timeout_s` of the node, unless the fleet's node.toml has one; None: the default of nodes.
     """
 
     fleet_dir: str
     address: str
     folder: str
     engines: Sequence[str] = ()
+    drain_s: float | None = None
 
 
 def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[str, str]) -> dict[str, Any]:
@@ -55,7 +57,8 @@ def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[s
 
     The name is that of the job and the machine's number in it: the same after a requeue. An address that `common` sets,
     other than the loopback's, stays. The ledger ends with the task, for other nodes take over what it had, unless
-    `common` says that they wait for the next start of a node (`fleet.restart_within_s`), or names its folder.
+    `common` says that they wait for the next start of a node (`fleet.restart_within_s`), or names a folder: in that one
+    each node has one of its own, with its name.
     """
     listen = {"port": 0, **common.get("listen", {})}
     rest = {"port": 0, **common.get("rest", {})}
@@ -70,8 +73,13 @@ def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[s
         "rest": rest,
         "fleet": fleet,
     }
-    if not fleet.get("restart_within_s"):
-        made["ledger"] = {"dir": f"{machine.folder}/ledger", **common.get("ledger", {})}
+    if machine.drain_s is not None:
+        made.setdefault("drain_timeout_s", machine.drain_s)
+    ledger = common.get("ledger", {})
+    if ledger.get("dir", "auto") not in ("", "auto"):
+        made["ledger"] = {**ledger, "dir": f"{ledger['dir']}/{made['node_id']}"}
+    elif not fleet.get("restart_within_s"):
+        made["ledger"] = {"dir": f"{machine.folder}/ledger", **ledger}
     if machine.engines:
         backends = common.get("backends", {})
         made["backends"] = {**backends, "urls": [*backends.get("urls", []), *machine.engines]}

@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["JobRun", "Pulse", "PulseRules", "ask_slurmctld", "machines_of", "seconds_of", "with_end_time"]
+__all__ = ["JobRun", "Pulse", "PulseRules", "ask_slurmctld", "machines_of", "seconds_of", "with_times"]
 
 _LIVE_STATES: Final = frozenset(
     {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 )
+_TIMES: Final = ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME")
 _QUERY_TIMEOUT_S: Final = 30.0
 _TASKS_END_S: Final = 6.0
 """Time for tasks to end by themselves, with the grace that they have. Then srun is killed, and Slurm kills them."""
@@ -83,21 +84,26 @@ async def _names(machines: str) -> str:
     return ",".join((await _output(["scontrol", "show", "hostnames", machines]) or "").split()) if machines else ""
 
 
-def seconds_of(end: str) -> str:
-    """Return the end of a job, a local time as `2026-01-31T12:00:00`, in seconds since 1970; empty if unknown."""
+def seconds_of(time: str) -> str:
+    """Return a local time of Slurm's, as `2026-01-31T12:00:00`, in seconds since 1970; empty if it is not known."""
     try:
-        return str(int(datetime.fromisoformat(end.strip()).timestamp()))
+        return str(int(datetime.fromisoformat(time.strip()).timestamp()))
     except ValueError:
         return ""
 
 
-async def with_end_time(job_id: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` with the `SLURM_JOB_END_TIME` that Slurm itself sets from version 23.02 on."""
-    if "SLURM_JOB_END_TIME" in env:
+async def with_times(job_id: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env` with the start and the end of the job, as Slurm itself sets them from version 23.02 on.
+
+    By both, a node knows how long its allocation is, whatever the clock of its machine says.
+    """
+    if all(name in env for name in _TIMES):
         await trio.lowlevel.checkpoint()
         return dict(env)
-    end = seconds_of(await _output(["squeue", "--noheader", f"--jobs={job_id}", "--format=%e"]) or "")
-    return {**env, "SLURM_JOB_END_TIME": end} if end else dict(env)
+    said = await _output(["squeue", "--noheader", f"--jobs={job_id}", "--format=%S|%e"]) or ""
+    first, _, _ = said.partition("\n")  # a heterogeneous job has a line for each of its groups
+    asked = {name: seconds_of(time) for name, time in zip(_TIMES, first.split("|"), strict=False)}
+    return {**{name: seconds for name, seconds in asked.items() if seconds}, **env}
 
 
 async def _output(command: Sequence[str]) -> str | None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["Job", "cancel", "find_jobs", "signal_steps", "submit"]
+__all__ = ["Job", "cancel", "drain", "find_jobs", "submit"]
 
 TIMEOUT_S: Final = 60.0
 _FORMAT: Final = "%A|%T|%N|%L|%r"
@@ -51,9 +51,12 @@ def find_jobs(job_ids: Sequence[str]) -> list[Job]:
     return [job for job in jobs if job.job_id in job_ids]
 
 
-def signal_steps(job_id: str) -> None:
-    """Send SIGTERM to the tasks of a job, and to nothing else of it."""
-    _run(["scancel", "--signal=TERM", job_id])
+def drain(job_id: str) -> None:
+    """Send SIGTERM to the batch script of a job, as Slurm's warning before the time limit does.
+
+    The script passes the first one on to its tasks, so that whoever comes second cuts nothing short.
+    """
+    _run(["scancel", "--batch", "--signal=TERM", job_id])
 
 
 def cancel(job_id: str) -> None:

@@ -19,9 +19,10 @@ _HEAD: Final = """\
 
 prorl={program}
 {local}
-# Before the time limit (--signal) and at `prorl-trio slurm drain` the nodes get SIGTERM: they take no more jobs and let
-# theirs end. It goes to the steps, for srun itself would answer SIGTERM by killing its tasks at once.
-trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+# Before the time limit (--signal) and at `prorl-trio slurm drain` this script gets SIGTERM. It passes the first one on:
+# the nodes take no more jobs and let theirs end. A second one would cut that short, which the warning before the limit
+# must not. It goes to the steps, for srun itself would answer SIGTERM by killing its tasks at once.
+trap 'trap : TERM; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 """
 
 _ENGINES: Final = """
@@ -91,7 +92,8 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
         config_file: node.toml of every node, absolute, on a shared disk.
         program: `prorl-trio`, absolute, at the same place on every machine, and `prorl-trio-sweep` beside it.
         local_dir: folder on each machine's own disk; empty: found there.
-        drain_s: time between the warning before the time limit and the limit, in seconds.
+        drain_s: time between the warning before the time limit and the limit, in seconds; nodes that are not told when
+            their time ends drain for so long.
         pulse_timeout_s: time without a pulse after which a task ends what it runs.
         sbatch: options of sbatch's, in their own words; they come last, and overrule ours.
         engine: None: engines run elsewhere, and node.toml has their addresses.
@@ -130,7 +132,7 @@ def batch_script(plan: FleetPlan) -> str:
 
 
 def _nodes(plan: FleetPlan) -> str:
-    node = shlex.join([f"--fleet={plan.fleet_dir}", f"--config={plan.config_file}"])
+    node = shlex.join([f"--fleet={plan.fleet_dir}", f"--config={plan.config_file}", f"--drain-s={plan.drain_s}"])
     if plan.engine:
         node += f' --engines="$engine_machines" --machines="$node_machines" --engine-port={plan.engine.port}'
     return _NODES.format(

@@ -69,11 +69,12 @@ def serve(
 ) -> None:
     """Run a node until SIGTERM or Ctrl-C.
 
-    The first one drains the node: it takes no new jobs, and lets those it has end, for drain_timeout_s at most. The
-    second cancels the jobs that are left. A third kills the node.
+    The first one drains the node: it takes no new jobs, and lets those it has end, for drain_timeout_s at most (SIGTERM
+    in an allocation of Slurm's: until that ends). The second cancels the jobs that are left. A third kills the node.
 
-    Exit code: 0 every job had its own outcome; 3 jobs were cut short (they end as `cancelled`); 1 it could not start
-    or its configuration is wrong; 70 a bug of prorl-trio ended it.
+    Exit code: 0 every job had its own outcome; 3 jobs were cut short (they end as `cancelled`; with
+    fleet.restart_within_s the next start runs them); 1 it could not start or its configuration is wrong; 70 a bug of
+    prorl-trio ended it.
 
     SIGHUP reads the file again: worker counts, queue limits, admission, weights of sessions, budgets, limits of agents
     and backends, how backends are watched, and monitoring change at once; the log says what needs a restart. On a node

@@ -18,8 +18,8 @@ class FleetConfig(Table, frozen=True):
             address of the machine, the machine's name.
         heartbeat_interval_s: time between two heartbeats; less than a third of `stale_after_s`.
         stale_after_s: without a heartbeat for so long the node counts as lost, and its jobs are moved.
-        restart_within_s: how long the jobs of this node, if it is lost, are left to its next start, which finds them in
-            the ledger on its disk; 0: other nodes take them over at once.
+        restart_within_s: how long the jobs of this node, if it is lost or its end cuts them, are left to its next
+            start, which finds them in the ledger on its disk; 0: other nodes take them over at once.
         end_margin_s: time before the end of the node's allocation by which it has ended by itself. Slurm tells the end
             (`SLURM_JOB_END_TIME`) by its own clock: at least what clocks differ, and what the node's end takes.
     """
@@ -30,6 +30,11 @@ class FleetConfig(Table, frozen=True):
     stale_after_s: Seconds = 30.0
     restart_within_s: SecondsOrZero = 0.0
     end_margin_s: SecondsOrZero = 30.0
+
+    @property
+    def leaves_jobs(self) -> bool:
+        """Return True if the jobs that the node's end cuts are left to its next start."""
+        return bool(self.dir) and self.restart_within_s > 0
 
     def __post_init__(self) -> None:
         if self.heartbeat_interval_s > self.stale_after_s / 3:

@@ -34,7 +34,8 @@ class NodeConfig(Table, frozen=True):
 
     Attributes:
         node_id: the name of the node, also of its folder in `ledger.dir`; empty: made of host and process.
-        drain_timeout_s: time after the first SIGTERM for live jobs to end by themselves; then they are cancelled.
+        drain_timeout_s: time after the first SIGTERM for live jobs to end by themselves; then they are cancelled. In an
+            allocation of Slurm's whose end is known, SIGTERM gives them the time until `fleet.end_margin_s` before it.
         stuck_after_s: a job in a stage to which nothing happens for so long is shown as stuck; its budgets end it.
         on_hangup: at SIGHUP the node drains, or reads its configuration again; `auto`: it drains if it was started from
             a terminal, which is gone then.

@@ -1,6 +1,10 @@
 """The end of a node: the first signal lets its jobs finish, the second cancels them, the third ends the process.
 
 A signal that comes while the node starts ends it at once. SIGHUP, when the terminal is gone, can be such a signal.
+
+A drain that the node began by itself, because its allocation of Slurm's ends, is no signal: so the first one after it,
+which is Slurm's warning of that end, changes nothing, and the next one cancels. SIGINT, which Slurm does not send,
+cancels at once.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ class EndSignals:
     """An iterator over SIGTERM, SIGINT and the first SIGHUP, as they arrive.
 
     A closing terminal sends SIGHUP several times, from the kernel and from the shell; the second one would cut the
-    drain short, so later ones are skipped.
+    drain short, so later ones are skipped. So is the first signal after `excuse_warning`, unless it is SIGINT.
 
     Attributes:
         hangup: SIGHUP is among the signals received.
@@ -44,18 +48,32 @@ class EndSignals:
         self.hangup = hangup
         self._received = received
         self._hung_up = False
+        self._excuses = False
+
+    def excuse_warning(self) -> None:
+        """Skip the next signal but SIGINT: the node drains by itself, and Slurm will warn it of the same end."""
+        self._excuses = True
 
     def __aiter__(self) -> EndSignals:
         return self
 
     async def __anext__(self) -> int:
         number = await anext(self._received)
-        while number == signal.SIGHUP and self._hung_up:
+        while self._skips(number):
             number = await anext(self._received)
         if number == signal.SIGHUP:
             self._hung_up = True
             logger.warning("SIGHUP: the node ends, as its terminal is gone (on_hangup)")
         return number
+
+    def _skips(self, number: int) -> bool:
+        if number == signal.SIGHUP and self._hung_up:
+            return True
+        if not self._excuses or number == signal.SIGINT:
+            return False
+        self._excuses = False
+        logger.warning("%s: the node drains already; the next signal cuts that short", signal.Signals(number).name)
+        return True
 
 
 @contextmanager

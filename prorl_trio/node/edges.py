@@ -84,7 +84,7 @@ async def open_edges(
             rest_secure=_rest_secure(config),
             unix_url=endpoints.get("unix_url", ""),
         )
-        async with open_membership(node, found_at, lambda: sessions.undelivered()[0]):
+        async with open_membership(node, found_at, lambda: sessions.undelivered()[0] + sessions.left):
             yield address
         accept.cancel_scope.cancel("shutdown")
 

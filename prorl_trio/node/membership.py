@@ -52,7 +52,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @asynccontextmanager
-async def open_membership(node: Node, endpoints: Endpoints, undelivered: Callable[[], int]) -> AsyncIterator[None]:
+async def open_membership(node: Node, endpoints: Endpoints, unfinished: Callable[[], int]) -> AsyncIterator[None]:
     """Keep the node's entry in its fleet's folder during the block. Does nothing for a node without a fleet.
 
     At the end the entry is removed; where unfinished work is left to the node's next start (`restart_within_s`), it
@@ -61,7 +61,7 @@ async def open_membership(node: Node, endpoints: Endpoints, undelivered: Callabl
     Args:
         node: the node.
         endpoints: where it listens.
-        undelivered: returns how many of its outcomes wait for their trainer.
+        unfinished: returns how many outcomes wait for their trainer, and jobs that were cut for the next start.
 
     Raises:
         ConfigError: the folder cannot be used; a living node of that name is there; or the fleet's nodes are of another
@@ -87,8 +87,7 @@ async def open_membership(node: Node, endpoints: Endpoints, undelivered: Callabl
         finally:
             tasks.cancel_scope.cancel("the node leaves the fleet")
             with trio.move_on_after(LEAVE_TIMEOUT_S, shield=True) as leaving:
-                unfinished = node.live > 0 or undelivered() > 0
-                await _leave(node, folder, entry, disk, unfinished=unfinished)
+                await _leave(node, folder, entry, disk, unfinished=node.live > 0 or unfinished() > 0)
             if leaving.cancelled_caught:
                 logger.error("the fleet's folder %s does not answer: the entry stays, and counts as stale soon", folder)
 

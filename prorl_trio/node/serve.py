@@ -11,6 +11,7 @@ serve_node()
 from __future__ import annotations
 
 import logging
+import signal
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.config import NodeConfig
     from prorl_trio.handlers.registry import HandlerRegistry
+    from prorl_trio.node.drain import EndSignals
     from prorl_trio.node.monitoring import Monitoring
     from prorl_trio.node.node import Node
     from prorl_trio.sandbox.provider import SandboxProvider
@@ -57,10 +59,13 @@ async def serve_node(
 ) -> bool:
     """Run a node until SIGTERM or SIGINT. Must run in the main thread, for the signals.
 
-    The first signal, or the near end of the allocation of Slurm's that it runs in, drains, for `drain_timeout_s` at
-    most, and not beyond that end; the second cancels all jobs. A signal before the node has
+    The first signal drains, for `drain_timeout_s` at most; the second cancels all jobs. A signal before the node has
     started just ends it. At SIGHUP, as `on_hangup` says, the node drains, too, or reloads: `load`, called in a thread,
     reads the configuration again.
+
+    In an allocation of Slurm's whose end is known, no drain goes beyond that end. The node begins one itself when the
+    end is near, see `drain`. That one, and one that SIGTERM begins, by which Slurm warns, last until the end in place
+    of `drain_timeout_s`.
 
     Reports the listener's (host, port) through `task_status`. Returns True if every job ended by itself and no write to
     the ledger failed. After the drain, waits up to `DELIVERY_TIMEOUT_S` for trainers to take their outcomes. `provider`
@@ -81,11 +86,10 @@ async def serve_node(
                     apply = partial(_apply, node, monitoring)
                     await reloads.start(service_task(serve_reloads, "reload"), load, lambda: node.config, apply)
                 task_status.started(address)
-                await _wait_end(signals, node)
-                sessions.journal.drain()
-                left_s = node.end.left_s
-                timeout_s = node.config.drain_timeout_s if left_s is None else min(node.config.drain_timeout_s, left_s)
-                cut = await drain(node, signals, timeout_s)
+                began = await _wait_end(signals, node)
+                if not config.fleet.leaves_jobs:
+                    sessions.journal.end_cut_jobs()
+                cut = await drain(node, signals, _patience_s(node, began))
                 with trio.move_on_after(DELIVERY_TIMEOUT_S):
                     await sessions.wait_delivered()
                 reloads.cancel_scope.cancel("shutdown")
@@ -126,18 +130,31 @@ async def _open_whole(
                         yield node, sessions, monitoring, address
 
 
-async def _wait_end(signals: AsyncIterator[int], node: Node) -> None:
-    """Return at the first signal, or when what is left of the node's allocation is too short for a job."""
+async def _wait_end(signals: EndSignals, node: Node) -> int | None:
+    """Return the first signal; or None, when what is left of the node's allocation is too short for a job."""
+    began: int | None = None
 
     async def wait_signal() -> None:
-        await anext(signals)
+        nonlocal began
+        began = await anext(signals)
         tasks.cancel_scope.cancel("a signal")
 
     async with open_single_nursery() as tasks:
         tasks.start_soon(wait_signal)
         await node.end.wait_near()
-        logger.warning("the node's allocation ends in %.0f s and fleet.end_margin_s: it takes no more", node.end.left_s)
         tasks.cancel_scope.cancel("the end of the allocation")
+    if began is None:
+        logger.warning("the node's allocation ends in %.0f s and fleet.end_margin_s: it takes no more", node.end.left_s)
+        signals.excuse_warning()
+    return began
+
+
+def _patience_s(node: Node, began: int | None) -> float:
+    """Return how long a drain lasts that this signal began, or, if it is None, the near end of the allocation."""
+    left_s = node.end.left_s
+    if left_s is None:
+        return node.config.drain_timeout_s
+    return left_s if began in (None, signal.SIGTERM) else min(node.config.drain_timeout_s, left_s)
 
 
 def _apply(node: Node, monitoring: Monitoring, config: NodeConfig) -> None:

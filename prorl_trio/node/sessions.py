@@ -17,6 +17,7 @@ from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from ipc.arena import Arena
     from prorl_trio.config import LedgerConfig, NodeConfig
@@ -45,13 +46,18 @@ async def open_sessions(config: NodeConfig, arena: Arena | None) -> AsyncIterato
     shared = None
     if arena is not None:
         shared = SharedOutcomes(arena, config.arena.shared_bytes or arena.size_bytes // 2)
-    async with _open_journal(config.ledger, config.node_id) as journal:
+    folder = config.ledger.folder(config.node_id, os.environ)
+    if folder is None and config.fleet.leaves_jobs:
+        raise ConfigError(
+            "fleet.restart_within_s leaves jobs to the node's next start, which finds them in its ledger, and that is "
+            "in memory; set node_id, or ledger.dir to a folder, or restart_within_s to 0"
+        )
+    async with _open_journal(config.ledger, folder) as journal:
         yield SessionTable(journal, limits, shared)
 
 
 @asynccontextmanager
-async def _open_journal(config: LedgerConfig, node_id: str) -> AsyncIterator[Journal]:
-    folder = config.folder(node_id, os.environ)
+async def _open_journal(config: LedgerConfig, folder: Path | None) -> AsyncIterator[Journal]:
     try:
         limits = LedgerLimits(
             log_bytes=config.log_bytes,

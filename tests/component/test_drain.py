@@ -59,6 +59,20 @@ async def test_a_terminal_that_says_twice_that_it_is_gone_is_one_signal():
     assert [await anext(signals) for _ in range(3)] == [signal.SIGHUP, signal.SIGTERM, signal.SIGTERM]
 
 
+async def test_a_warning_of_an_end_that_the_node_knows_is_no_signal_and_ctrl_c_always_is(caplog):
+    send, received = trio.open_memory_channel(10)
+    signals = EndSignals(received)
+    signals.excuse_warning()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+        send.send_nowait(number)
+    assert await anext(signals) == signal.SIGINT
+    assert "drains already" not in caplog.text
+    assert await anext(signals) == signal.SIGTERM
+    assert caplog.text.count("SIGTERM: the node drains already; the next signal cuts that short") == 1
+    with pytest.raises(trio.WouldBlock):
+        received.receive_nowait()
+
+
 async def test_hangups_end_a_node_or_do_nothing_while_it_starts():
     before = signal.getsignal(signal.SIGHUP)
     with open_end_signals("drain", reloads=True) as signals:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 import trio
+import trio.testing
 
 from prorl_trio.config import LedgerConfig
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerLimits, LedgerStatistics, open_ledger
@@ -378,20 +379,59 @@ async def test_an_outcome_for_which_there_is_no_descriptor_now_is_read_later(aut
             await journal.read("a", 1)
 
 
-@pytest.mark.parametrize(("draining", "left"), [(False, ["a", "b"]), (True, [])])
-async def test_only_a_node_that_was_told_to_end_ends_its_jobs(tmp_path, draining, left):
-    """Where it ends by an error, those that it cuts are run by the next start; whoever was cancelled before is over."""
+def cut(spec, code="shutdown"):
+    fields = {"status": "cancelled", "reward": None, "cause": "cancelled", "error_code": code}
+    return msgspec.structs.replace(make_outcome(spec), **fields)
+
+
+@pytest.mark.parametrize(("ends", "left"), [(False, ["a", "b"]), (True, [])])
+async def test_jobs_that_are_cut_run_at_the_next_start_unless_they_are_to_end(tmp_path, ends, left):
+    """An error ends no job, nor an end after which the node is started again; whoever was cancelled before is over."""
     async with open_life(tmp_path) as (table, node, journal):
         session, _ = table.open("s", 0)
         specs = [make_spec("a"), make_spec("b"), make_spec("c")]
         await submit(session, node, *specs)
-        if draining:
-            journal.drain()
+        if ends:
+            journal.end_cut_jobs()
         for spec, code in zip(specs, ("shutdown", "shutdown", "cancelled"), strict=True):
-            cut = {"status": "cancelled", "reward": None, "cause": "cancelled", "error_code": code}
-            session.deliver(msgspec.structs.replace(make_outcome(spec), **cut))
+            session.deliver(cut(spec, code))
         await ended(session, 1 if left else 3)
+        assert table.left == len(left)
     async with open_life(tmp_path) as (table, node, _):
         assert [job_id for job_id, _attempt in node.taken] == left
         assert table.get("s").running == len(left)
         assert len(table.get("s").log) == 3 - len(left)
+
+
+class Listener:
+    """A trainer that is connected, and takes what comes."""
+
+    reader_id = 0
+
+    def wake(self):
+        pass
+
+    def event(self, _event):
+        pass
+
+
+async def test_no_trainer_is_waited_for_whose_jobs_are_left_to_the_next_start(tmp_path):
+    async with open_life(tmp_path) as (table, node, _):
+        session, _ = table.open("s", 0)
+        await submit(session, node, make_spec("a"))
+        session.attach(Listener(), 0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(table.wait_delivered)
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(nursery.child_tasks) == 1
+            session.deliver(cut(make_spec("a")))
+
+
+async def test_a_withdrawn_job_that_is_cut_does_not_run_at_the_next_start(tmp_path):
+    async with open_life(tmp_path) as (table, node, _):
+        session, _ = table.open("s", 0)
+        await submit(session, node, make_spec("a"))
+        session.withdraw(["a"])
+        session.deliver(cut(make_spec("a")))
+    async with open_life(tmp_path) as (table, node, _):
+        assert not node.taken

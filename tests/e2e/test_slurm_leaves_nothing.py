@@ -65,7 +65,7 @@ class Fleet:
             **changes,
         )
         script = batch_script(plan)
-        node = f'"$prorl" slurm node --fleet={self.folder} --config=/dev/null'
+        node = f'"$prorl" slurm node --fleet={self.folder} --config=/dev/null --drain-s={plan.drain_s}'
         assert node in script
         program = shlex.join([sys.executable, str(TREE)])
         ready = f"{self.folder}/ready-${{SLURM_RESTART_COUNT:-0}}-$SLURMD_NODENAME"  # for the shell of each task

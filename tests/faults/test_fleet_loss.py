@@ -160,7 +160,7 @@ async def test_jobs_that_a_shutdown_cut_go_on_elsewhere(folder):
         await client.submit(specs_of(4))
         cut = fleet.where()["a"]
         fleet["a"].node.draining = True
-        fleet["a"].sessions.journal.drain()
+        fleet["a"].sessions.journal.end_cut_jobs()
         for job_id in cut:
             bare = make_outcome(fleet["a"].node.live[job_id], reward=None)
             ended = msgspec.structs.replace(bare, status="cancelled", cause="cancelled", error_code="shutdown")
@@ -207,6 +207,58 @@ async def test_jobs_that_wait_for_the_next_start_of_their_node_are_left_to_it(fo
         finish_all(fleet)
         assert ids(await take(client)) == ids(map(make_outcome, specs_of(8)))
         assert not set(kept) & {spec.job_id for spec in fleet["a"].node.submitted}
+
+
+async def test_jobs_that_the_next_start_of_their_node_does_not_have_are_moved(folder):
+    """It has another disk, say: Slurm has started it on another machine."""
+    async with open_fake_fleet(folder, "a") as fleet, connect(fleet=folder) as client:
+        await fleet.add("b", restart_within_s=90.0)
+        while len((await client.status())["nodes"]) < 2:
+            await trio.sleep(0.02)
+        await client.submit(specs_of(8))
+        kept = fleet.where()["b"]
+        assert kept
+        await fleet["b"].kill()
+        while "b" in (await client.status())["nodes"]:
+            await trio.sleep(0.02)
+        fleet["b"].forget()
+        await fleet["b"].start()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep_finishing, fleet, "a")
+            nursery.start_soon(keep_finishing, fleet, "b")
+            outcomes = await take(client)
+            nursery.cancel_scope.cancel()
+        assert ids(outcomes) == ids(map(make_outcome, specs_of(8)))
+        attempts = [fleet[name].node.attempts.get(job_id, 0) for job_id in kept for name in ("a", "b")]
+        assert attempts.count(2) == len(kept)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+async def test_jobs_of_an_earlier_client_wait_for_the_next_start_of_their_node_too(folder, forgets):
+    async with open_fake_fleet(folder, "b") as fleet:
+        await fleet.add("a", restart_within_s=90.0)
+        async with connect(fleet=folder, session_id="s") as client:
+            await client.submit(specs_of(4))
+        lost = fleet.where()["a"]
+        assert lost
+        async with connect(fleet=folder, session_id="s") as client, trio.open_nursery() as nursery:
+            await fleet["a"].kill()
+            while "a" in (await client.status())["nodes"]:
+                await trio.sleep(0.02)
+            finish_all(fleet, "b")
+            assert len(await take(client, 4 - len(lost))) == 4 - len(lost)
+            assert client.outstanding
+            if forgets:
+                fleet["a"].forget()
+            await fleet["a"].start()
+            if forgets:
+                with pytest.raises(SessionLost) as raised:
+                    await take(client)
+                assert raised.value.job_ids == lost
+            else:
+                nursery.start_soon(keep_finishing, fleet, "a")
+                assert ids(await take(client)) == lost
+            nursery.cancel_scope.cancel()
 
 
 async def test_a_client_that_was_killed_gives_no_moved_job_out_twice(folder):

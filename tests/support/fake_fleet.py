@@ -108,6 +108,11 @@ class FleetNode:
         write_entry(self._fleet.folder, msgspec.structs.replace(self.entry, process=process))
         await self.cut()
 
+    def forget(self) -> None:
+        """Lose all sessions and jobs, as with its disk. For a node that is cut."""
+        self.sessions = sessions_in(self._fleet.nursery, SessionLimits())
+        self.node.live.clear()
+
     async def leave(self) -> None:
         """Take the entry away, and end."""
         remove_entry(self._fleet.folder, self.entry)

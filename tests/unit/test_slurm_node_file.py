@@ -41,12 +41,36 @@ def test_what_the_user_set_stays():
     ("common", "ledger"),
     [
         ({"fleet": {"restart_within_s": 60.0}}, None),
-        ({"ledger": {"dir": "/scratch/me", "max_attempts": 2}}, {"dir": "/scratch/me", "max_attempts": 2}),
+        (
+            {"ledger": {"dir": "/scratch/me", "max_attempts": 2}},
+            {"dir": "/scratch/me/slurm-17-3", "max_attempts": 2},
+        ),
+        (
+            {"fleet": {"restart_within_s": 60.0}, "ledger": {"dir": "/scratch/me"}},
+            {"dir": "/scratch/me/slurm-17-3"},
+        ),
+        ({"ledger": {"dir": "auto"}}, {"dir": "auto"}),
+        ({"ledger": {"dir": ""}}, {"dir": ""}),
         ({"ledger": {"max_attempts": 2}}, {"dir": "/tmp/t/ledger", "max_attempts": 2}),
     ],
 )
 def test_the_ledger_ends_with_the_task_unless_a_next_start_shall_find_it(common, ledger):
     assert node_config(common, MACHINE, ENV).get("ledger") == ledger
+
+
+def test_nodes_of_one_machine_have_ledgers_of_their_own():
+    common = {"ledger": {"dir": "/scratch/me"}}
+    folders = {
+        node_config(common, MACHINE, {"SLURM_JOB_ID": job, "SLURM_NODEID": "0"})["ledger"]["dir"]
+        for job in ("17", "18")
+    }
+    assert folders == {"/scratch/me/slurm-17-0", "/scratch/me/slurm-18-0"}
+
+
+@pytest.mark.parametrize(("common", "drain_timeout_s"), [({}, 300.0), ({"drain_timeout_s": 5.0}, 5.0)])
+def test_a_drain_of_which_slurm_tells_no_end_lasts_as_long_as_was_said(common, drain_timeout_s):
+    machine = msgspec.structs.replace(MACHINE, drain_s=300.0)
+    assert node_config(common, machine, ENV)["drain_timeout_s"] == drain_timeout_s
 
 
 def test_engines_of_the_fleet_come_after_those_of_the_user():

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from launch.slurm.leash import _without
-from launch.slurm.pulse import JobRun, Pulse, PulseRules, machines_of, seconds_of
+from launch.slurm.pulse import JobRun, Pulse, PulseRules, machines_of, seconds_of, with_times
 
 RUN = JobRun("17", 1)
 LIVE = "17|RUNNING|1|n1,n2|"
@@ -43,6 +43,34 @@ def test_the_end_of_a_job_is_in_seconds_since_1970(monkeypatch):
     assert seconds_of("1970-01-02T09:00:05\n") == str(24 * 3600 + 5)
     monkeypatch.undo()
     time.tzset()
+
+
+@pytest.fixture
+def squeue(tmp_path, monkeypatch):
+    """Answers with a job of two groups, as Slurm 22.05, whose jobs are not told their times."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    groups = "1970-01-01T00:01:00|1970-01-01T01:01:00\n" * 2
+    program = tmp_path / "squeue"
+    program.write_text(f'#!/bin/sh\necho "$@" >"{tmp_path}/asked"\nprintf "{groups}"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    yield tmp_path / "asked"
+    monkeypatch.undo()
+    time.tzset()
+
+
+async def test_nodes_are_told_when_their_job_began_and_when_it_ends(squeue):
+    told = {"SLURM_JOB_START_TIME": "60", "SLURM_JOB_END_TIME": "3660"}
+    assert await with_times("17", {"A": "b"}) == {"A": "b", **told}
+    assert "--jobs=17" in squeue.read_text()
+    assert await with_times("17", {"SLURM_JOB_END_TIME": "9"}) == {**told, "SLURM_JOB_END_TIME": "9"}
+
+
+async def test_what_slurm_has_told_already_is_not_asked(squeue):
+    told = {"SLURM_JOB_START_TIME": "1", "SLURM_JOB_END_TIME": "2"}
+    assert await with_times("17", told) == told
+    assert not squeue.exists()
 
 
 @pytest.mark.parametrize(

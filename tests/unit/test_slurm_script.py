@@ -46,6 +46,17 @@ def test_a_machine_that_fails_takes_no_other_with_it():
     assert "#SBATCH --no-kill" in script
 
 
+def test_the_first_warning_is_passed_on_and_a_second_cuts_no_drain_short(tmp_path):
+    """Run the script with commands of Slurm's that only write down that they were called."""
+    script = batch_script(plan(fleet_dir=str(tmp_path), drain_s=40))
+    assert "#SBATCH --signal=B:TERM@40" in script
+    assert "--drain-s=40" in script.partition("slurm node ")[2]
+    trap = next(line for line in script.splitlines() if line.startswith("trap "))
+    told = f'scancel() {{ echo "$@"; }}; SLURM_JOB_ID=7; {trap}; kill -TERM $$; kill -TERM $$; echo on'
+    done = subprocess.run(["bash", "-c", told], capture_output=True, text=True, check=True)
+    assert done.stdout == "--signal=TERM 7\non\n"
+
+
 def test_a_value_stays_with_its_option():
     assert sbatch_lines(["--time=1:00", "-A", "me", "--exclusive"]) == [
         "#SBATCH --time=1:00",

@@ -18,7 +18,7 @@ from prorl_trio.client.fleet.submission import Submission
 from prorl_trio.types.errors import ConfigError, ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 
     from prorl_trio.client.fleet.book import FleetJob
     from prorl_trio.client.fleet.moves import MoveLog
@@ -208,11 +208,18 @@ class FleetClient(RolloutClient):
     # ------------------------------------------------------------ nodes that come and go
 
     def joined(self, member: Member) -> None:
-        """Take up what the node has of this session; begin to withdraw there what runs elsewhere."""
+        """Take up what the node has of this session; begin to withdraw there what runs elsewhere.
+
+        Jobs that were left to this start of it, and that it does not have, are moved as those of a lost node are.
+        """
         self._resumed = self._resumed or member.client.resumed
-        self._kept.pop(member.node_id, None)
         book, withdrawn = self._state.book, list[str]()
-        for job_id in member.state.awaited():
+        awaited = member.state.awaited()
+        if self._kept.pop(member.node_id, None) is not None:
+            self._give_up_left(member.node_id, awaited)
+            gone = [job for job in book.of_node(member.node_id) if job.spec.job_id not in awaited]
+            self._nursery.start_soon(self._move, gone, f"the next start of node {member.node_id} does not have them")
+        for job_id in awaited:
             job = book.jobs.get(job_id)
             if job is None and not book.is_over(job_id):
                 book.homes[job_id] = member.node_id
@@ -244,11 +251,11 @@ class FleetClient(RolloutClient):
         book, node_id = self._state.book, member.node_id
         for job_id in member.state.awaited():
             if job_id not in book.jobs and not book.is_over(job_id):
-                self._state.orphans[job_id] = node_id
+                self._state.left[job_id] = node_id
         for job_id in [job_id for job_id, home in book.homes.items() if home == node_id]:
             del book.homes[job_id]
         wait_s = member.entry.restart_within_s
-        if wait_s > 0 and book.of_node(node_id):
+        if wait_s > 0 and (book.of_node(node_id) or node_id in self._state.left.values()):
             logger.warning("the jobs of node %s wait %g s for its next start: %s", node_id, wait_s, why)
             until_s = self._kept[node_id] = trio.current_time() + wait_s
             await trio.sleep_until(until_s)
@@ -257,11 +264,24 @@ class FleetClient(RolloutClient):
             del self._kept[node_id]
         else:
             await trio.lowlevel.checkpoint()
+        self._give_up_left(node_id)
         await self._pools.node_lost(node_id)
         await self._move(book.of_node(node_id), f"node {node_id} is lost: {why}")
 
+    def _give_up_left(self, node_id: str, found: Container[str] = ()) -> None:
+        """Wait no more for the next start of a node: what it has `found` it has, and other jobs are orphans.
+
+        Those that were submitted again meanwhile are neither.
+        """
+        book = self._state.book
+        for job_id in [job_id for job_id, home in self._state.left.items() if home == node_id]:
+            del self._state.left[job_id]
+            if job_id not in found and job_id not in book.jobs and not book.is_over(job_id):
+                self._state.orphans[job_id] = node_id
+        self._state.notify()
+
     async def cut(self, member: Member, job_ids: Sequence[str]) -> None:
-        """Move jobs that the shutdown of their node has cut."""
+        """Move jobs that the shutdown of their node has ended: one that leaves them to its next start says nothing."""
         jobs = [job for job_id in job_ids if (job := self._state.book.jobs.get(job_id)) is not None]
         member.behind = member.behind or "it is shutting down"
         here = [job for job in jobs if job.node_id == member.node_id]

@@ -82,6 +82,7 @@ class FleetState(ClientState):
         members: the nodes with a session, by id.
         moving: jobs of lost nodes that wait for another one, or for the return of theirs.
         orphans: jobs of an earlier client, on a lost node: their specs are not known here.
+        left: such jobs while the next start of their node is waited for, and that node, by id.
         on_settled: called with the ids of moved jobs that were acknowledged, before their nodes hear of it.
         on_double: called with a node and a job that runs there, and of which another node had an outcome.
     """
@@ -91,6 +92,7 @@ class FleetState(ClientState):
         self.book = Book()
         self.members: dict[str, Member] = {}
         self.orphans: dict[str, str] = {}
+        self.left: dict[str, str] = {}
         self.on_settled: Callable[[list[str]], None] = lambda _job_ids: None
         self.on_double: Callable[[str, str], None] = lambda _node_id, _job_id: None
         self.held_acks = 0
@@ -108,7 +110,8 @@ class FleetState(ClientState):
     @property
     def outstanding(self) -> bool:
         """See `ClientState.outstanding`."""
-        return bool(self.book.jobs) or self._submitting > 0 or any(member.busy for member in self.members.values())
+        waited_for = self.book.jobs or self.left or any(member.busy for member in self.members.values())
+        return bool(waited_for) or self._submitting > 0
 
     def join(self, member: Member) -> None:
         """Add a node."""
@@ -176,6 +179,7 @@ class FleetState(ClientState):
         cursor = self.inbox.received + 1
         self.inbox.put(msgspec.structs.replace(frame, cursor=cursor))
         self.orphans.pop(frame.job_id, None)
+        self.left.pop(frame.job_id, None)
         if frame.job_id in self.book.moved:
             self._moved_here[cursor] = frame.job_id
         return cursor

@@ -59,7 +59,7 @@ class Journal:
         self.start = tasks.start_soon
         """Start a task that is not cancelled when its caller is."""
         self._promised = 0
-        self._draining = False
+        self._ends_cut_jobs = False
         self._failed = ""
         self._closed = False
         self._posted = 0
@@ -76,17 +76,17 @@ class Journal:
         return self._failed
 
     @property
-    def draining(self) -> bool:
-        """Return whether the node was asked to end, so that jobs which it cuts have ended.
+    def ends_cut_jobs(self) -> bool:
+        """Return whether the jobs that the node's end cuts have ended, by that.
 
-        Where an error ends the node instead, the jobs it cuts have not ended: as after a kill, the next start runs them
-        again.
+        They have if the node was asked to end, and does not leave them to its next start. Where it does, or an error
+        ends it, they have not: as after a kill, the next start runs them again.
         """
-        return self._draining
+        return self._ends_cut_jobs
 
-    def drain(self) -> None:
-        """Note that the node was asked to end. See `draining`."""
-        self._draining = True
+    def end_cut_jobs(self) -> None:
+        """Have the jobs that are cut from now on end. See `ends_cut_jobs`."""
+        self._ends_cut_jobs = True
 
     # ------------------------------------------------------------ jobs
 

@@ -81,6 +81,8 @@ class Session:
         self.shared = shared
         self.idle_since_s = clock()
         self.expired_total = 0
+        self.left = 0
+        """Number of jobs that the node's end has cut and leaves to its next start: they count as running."""
         self._limits = limits
         self._stored = stored
         self._retention_s = retention_s
@@ -237,8 +239,8 @@ class Session:
         """Store a job's outcome, and send it once it is stored. See `JobSink`.
 
         A second outcome of a job is dropped and logged as an error: the first one stands. An outcome with the code
-        "shutdown" is dropped unless the node drains: a node that fails cuts its jobs, and the next start runs them
-        again.
+        "shutdown" is dropped where the node's end leaves what it cuts to the next start, which runs it again: see
+        `Journal.ends_cut_jobs`.
         """
         job = self._running.get(outcome.job_id)
         if job is None or job.finishing is not None:
@@ -246,10 +248,12 @@ class Session:
             return
         encoded = encode_outcome(outcome, self._limits.max_message_bytes)
         job.finishing = encoded.data
-        if outcome.error_code == "shutdown" and not self.journal.draining:
-            return
         if job.withdrawn and outcome.status == "cancelled":
             self._forget_running(job)
+            return
+        if outcome.error_code == "shutdown" and not self.journal.ends_cut_jobs:
+            self.left += 1
+            self._on_change()
             return
         if self.shared is not None and self._listener is not None and self._listener.reader_id:
             self.shared.keep(self.session_id, encoded.outcome)

@@ -94,11 +94,12 @@ class SessionTable:
     async def wait_delivered(self) -> None:
         """Return when no connected trainer has running jobs or unacknowledged outcomes.
 
-        Running jobs do not count after the disk has failed: their outcomes are held back. Has no deadline of its own.
+        Jobs that are left to the next start do not count, nor, after the disk has failed, any: their outcomes are held
+        back. Has no deadline of its own.
         """
         await trio.lowlevel.checkpoint()
         while any(
-            session.connected and (len(session.log) or (session.running and not self.journal.failed))
+            session.connected and (len(session.log) or (session.running > session.left and not self.journal.failed))
             for session in self._sessions.values()
         ):
             self._changed = trio.Event()
@@ -124,6 +125,11 @@ class SessionTable:
         """Return the number of unacknowledged outcomes of all sessions, and their bytes."""
         logs = [session.log for session in self._sessions.values()]
         return sum(map(len, logs)), sum(log.size_bytes for log in logs)
+
+    @property
+    def left(self) -> int:
+        """Return the number of jobs that the node's end has cut and leaves to its next start."""
+        return sum(session.left for session in self._sessions.values())
 
     def statistics(self) -> dict[str, object]:
         """Return the live state of each session, by session id."""
