@@ -14,11 +14,12 @@ from launch.paths import checkout_dir, engine_python, model_dir
 from launch.vllm import default_dtype, vllm_env
 from prorl_trio.client import connect
 from prorl_trio.testing.tiny_model import make_tiny_model
-from support.engine_program import open_engine
-from support.quiet_clock import stretched
+from support.engine_program import calculation, open_engine
+from support.quiet_clock import stretched, wait_until
+from support.remains import inside, left_after, marked
 from support.skips import because
 from support.slurm_cluster import NODES
-from support.slurm_fleet import SlurmFleet, math_job, once_each
+from support.slurm_fleet import LIMIT_S, SlurmFleet, math_job, once_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
 
@@ -26,6 +27,9 @@ ENGINE = checkout_dir() / "tests/support/engine_program.py"
 ENGINE_PORT = 18000
 DRAIN_S = 60
 REAL_JOBS = 4
+OPEN = 4
+"""Sandboxes that are open when their fleet ends."""
+LONG_S = 600.0
 
 
 @pytest.fixture
@@ -53,12 +57,16 @@ async def deliver(fleet, count, nodes):
     return seen
 
 
-def own_engines(fleet):
-    """Return the options of `up` that start engines with the nodes."""
+def own_engines(fleet, **changes):
+    """Return the options of `up` that start engines with the nodes, at ports that are free."""
     make_tiny_model(fleet.model)
-    fleet.write_config()
-    command = f"exec {sys.executable} {ENGINE} {ENGINE_PORT} {fleet.model}"
-    return ["--engine", command, "--engine-port", str(ENGINE_PORT)]
+    fleet.write_config(**changes)
+    return ["--engine", f"exec {sys.executable} {ENGINE} $PRORL_ENGINE_PORT {fleet.model}"]
+
+
+def require_names(slurm):
+    if not slurm.separate:
+        pytest.skip(because("no networks can be made here, and so no machines with names", "run it where root may"))
 
 
 @asynccontextmanager
@@ -100,19 +108,90 @@ async def test_each_outcome_comes_once_and_nothing_stays(fleet, count):
 
 
 async def test_engines_may_have_machines_of_their_own(fleet):
-    if not fleet.slurm.separate:
-        pytest.skip(because("no networks can be made here, and so no machines with names", "run it where root may"))
+    require_names(fleet.slurm)
     where = ["--engine-nodes", "1", "--engine-sbatch=--comment=engines"]
     (node,) = (await run_whole(fleet, 1, 2, *own_engines(fleet), *where)).values()
     assert node["host"] == "n1"
+
+
+async def test_of_sandboxes_that_are_open_when_a_fleet_ends_nothing_is_left(fleet):
+    in_thread = trio.to_thread.run_sync
+    async with open_engine(0, fleet.model, lambda: calculation(LONG_S)) as port:
+        fleet.write_config([f"http://{fleet.slurm.address()}:{port}"])
+        await in_thread(functools.partial(fleet.up, 2))
+        await in_thread(fleet.wait_up, 2)
+        async with connect(fleet=fleet.folder, connect_timeout_s=stretched(30.0)) as client:
+            await client.submit([math_job(f"job-{number}") for number in range(OPEN)])
+            mounted = lambda: [line for line in inside(fleet.places) if "mounted" in line]  # noqa: E731
+            await in_thread(wait_until, lambda: len(mounted()) >= OPEN, "the sandboxes are open", 300.0, fleet.report)
+            await in_thread(functools.partial(fleet.command, "down", "--timeout-s", "900"))
+            await in_thread(fleet.assert_nothing_left)
+
+
+@pytest.fixture
+def fleets(slurm):
+    made = [SlurmFleet(slurm), SlurmFleet(slurm)]
+    yield made
+    for fleet in made:
+        fleet.remove()
+
+
+async def test_two_fleets_of_one_user_on_one_machine_do_not_touch_each_others_things(fleets):
+    """Their node.toml is the same, but for the model's folder."""
+    require_names(fleets[0].slurm)
+    in_thread = trio.to_thread.run_sync
+    ports, nodes = [], []
+    shared = fleets[0].shared
+    for fleet in fleets:
+        listen = {"endpoint_file": f"{shared}/endpoint.json", "unix_socket": "/tmp/mine/socket"}
+        options = own_engines(fleet, node_id="mine", listen=listen)
+        await in_thread(functools.partial(fleet.up, 1, "--nodelist=n1", *options))
+    for fleet in fleets:
+        nodes.append(await in_thread(fleet.wait_up, 1))
+        (told,) = fleet.folder.glob("slurm/engines-*/n1")
+        ports.append(told.read_text())
+    assert ports[0] != ports[1]
+    assert [[*told] for told in nodes] == [["mine-0"]] * 2
+    one, other = fleets
+    async with connect(fleet=other.folder, connect_timeout_s=stretched(30.0)) as client:
+        before = {line.split()[0] for line in marked(other.mark)}
+        assert await deliver(one, 4, nodes[0]) == once_each([f"job-{number}" for number in range(4)])
+        await in_thread(functools.partial(one.slurm.said, "scancel", "--full", "--signal=KILL", one.job))
+        await in_thread(functools.partial(one.command, "down"))
+        left = await in_thread(left_after, one.mark, [], LIMIT_S)
+        assert left[0] == []
+        assert not one.entries()
+        assert before <= {line.split()[0] for line in marked(other.mark)}
+        assert len(list(other.places[0].glob("prorl-*"))) == 2, "those of a node and of an engine"
+        await client.submit([math_job(f"job-{number}") for number in range(4)])
+        assert sorted([outcome.job_id async for outcome in client.results(4)]) == [f"job-{n}" for n in range(4)]
+    await in_thread(functools.partial(other.command, "down", "--drain-s", str(DRAIN_S), "--timeout-s", "900"))
+    await in_thread(other.assert_nothing_left)
+
+
+async def test_an_engine_does_not_take_the_port_of_another_fleets(fleets):
+    """Where both are told the same port, the second fleet's node says so, and does not use the first one's engine."""
+    require_names(fleets[0].slurm)
+    in_thread = trio.to_thread.run_sync
+    for fleet in fleets:
+        options = [*own_engines(fleet), "--engine-port", str(ENGINE_PORT)]
+        await in_thread(functools.partial(fleet.up, 1, "--nodelist=n1", *options))
+        if fleet is fleets[0]:
+            await in_thread(fleet.wait_up, 1)
+    told = lambda: "there is no engine for this node: port 18000 of n1 is in use" in fleets[1].log()  # noqa: E731
+    await in_thread(wait_until, told, "the other says so", 300.0, fleets[1].report)
+    await in_thread(functools.partial(wait_until, lambda: not fleets[1].live(), "it has ended", 120.0))
+    assert not fleets[1].entries()
+    for fleet in fleets:
+        await in_thread(functools.partial(fleet.command, "down"))
+    await in_thread(fleets[0].assert_nothing_left)
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(not engine_python().exists(), reason=because("there is no vLLM", "make engine"))
 async def test_a_real_vllm_beside_a_node(fleet):
     """Slurm starts it with the node and ends it with the fleet, and its tokens and log-probabilities come through."""
-    if not fleet.slurm.separate:
-        pytest.skip(because("no networks can be made here, and so no machines with names", "run it where root may"))
+    require_names(fleet.slurm)
     fleet.model = model_dir()
     fleet.write_config()
     settings = " ".join(f"{name}={value}" for name, value in vllm_env().items() if name != "PATH")

@@ -1,7 +1,7 @@
-"""An engine of its own process that other machines reach: `python engine_program.py PORT MODEL_FOLDER`.
+"""An engine of its own process that other machines reach: `python engine_program.py PORT MODEL_FOLDER [SECONDS]`.
 
-It has the tokenizer of `make_tiny_model`, and answers every question with 42; in a test's own process it may calculate
-in a sandbox before it does.
+It has the tokenizer of `make_tiny_model`, and answers every question with 42. With SECONDS it first calculates, in a
+sandbox, for so long.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ def answer_at_once() -> str:
     return ANSWER
 
 
+def calculation(seconds: float) -> str:
+    """Return a turn that takes so long in a sandbox, and prints 42."""
+    return f"```python\nimport time; time.sleep({seconds:.3f}); print(6 * 7)\n```"
+
+
 @asynccontextmanager
 async def open_engine(port: int, model: Path, begin: Callable[[], str] = answer_at_once) -> AsyncIterator[int]:
     """Serve at all addresses of this machine while the block runs; yield the port, a free one for 0.
 
-    Until 42 is in the dialogue it says what `begin` returns: a block of code that prints it, for one.
+    Until 42 is in the dialogue it says what `begin` returns: a `calculation`, for one.
     """
     tiny = make_tiny_model(model)
     config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=4000)
@@ -54,7 +59,8 @@ async def open_engine(port: int, model: Path, begin: Callable[[], str] = answer_
 
 async def main() -> None:
     """Serve until this process is ended."""
-    async with open_engine(int(sys.argv[1]), Path(sys.argv[2])):
+    begin = (lambda: calculation(float(sys.argv[3]))) if len(sys.argv) > 3 else answer_at_once
+    async with open_engine(int(sys.argv[1]), Path(sys.argv[2]), begin):
         await trio.sleep_forever()
 
 

@@ -75,6 +75,10 @@ class SlurmFleet:
         """Return the id of the job that it is."""
         return (self.folder / "slurm/job_id").read_text()
 
+    def live(self) -> bool:
+        """Return whether Slurm still has the job."""
+        return bool(self.slurm.run("squeue", "-h", "-j", self.job).stdout)
+
     def entries(self) -> list[Path]:
         """Return the files by which its nodes are found."""
         return list(self.folder.glob("*.json"))
@@ -102,7 +106,8 @@ class SlurmFleet:
         left, took_s = left_after(self.mark, self.places, LIMIT_S, self.slurm.networks())
         assert left == [], f"after {took_s:.1f} s: {self.log()}"
         assert not self.entries()
-        assert {path.suffix for path in (self.folder / "slurm").iterdir()} == {"", ".log", ".sh"}
+        assert {path.suffix for path in (self.folder / "slurm").iterdir()} == {"", ".lock", ".log", ".sh"}
+        assert not [path for path in (self.folder / "slurm").iterdir() if path.is_dir()]
 
     def remove(self) -> None:
         """End what runs on the cluster, and remove the shared folder."""
