@@ -128,6 +128,8 @@ def why_not(tracking: str) -> str:
     if os.geteuid() != 0:
         return "Slurm's daemons want root"
     if lacking := [name for name in ("slurmctld", "slurmd", "srun", "munged", "ip") if shutil.which(name) is None]:
+        if shutil.which("apt-get") is None:
+            return "Slurm cannot be installed here, for there is no apt-get"
         return f"Slurm is not installed: there is no {', '.join(lacking)}"
     if tracking == "cgroup" and not _has_freezer():
         return (
