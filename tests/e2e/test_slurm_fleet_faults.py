@@ -1,7 +1,7 @@
 """Slurm, and what befalls its machines, interrupts a fleet at work: no job is lost, none has two outcomes.
 
 Real nodes with real sandboxes in which their jobs calculate; seeds choose the moment and the machine.
-`PRORL_SLURM_REPEATS=22 pytest -m soak` of this file is 200 interruptions.
+`PRORL_SLURM_REPEATS=25 pytest -m soak` of this file is 225 interruptions.
 """
 
 from __future__ import annotations

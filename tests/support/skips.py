@@ -1,8 +1,8 @@
 """Skipped tests: why, and what to do about it, in one table at the end; and no unknown ones where that is asked for.
 
 A reason reads "WHY. What to do: DO". With `PRORL_ALLOWED_SKIPS=FILE` (continuous integration) the run fails if a test
-was skipped that no line of the file names. A line is a test id, in which `*` stands for anything; `ID because REASON` is
-for skips with that reason alone. After `#` comes why.
+was skipped that no line of the file names. A line is a test id, in which `*` stands for anything; `ID because REASON`
+is for skips with that reason alone. After `#` comes why.
 """
 
 from __future__ import annotations
