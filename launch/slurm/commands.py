@@ -17,19 +17,23 @@ import msgspec
 import trio
 
 from launch.slurm import queue
+from launch.slurm.engine_port import DEFAULT_PORT, PORT_VARIABLE, EnginePort, find_ports, take_port, tell_port
 from launch.slurm.engine_share import engines_of_node
-from launch.slurm.fleet_folder import open_fleet_folder, read_job, write_job
+from launch.slurm.fleet_folder import open_fleet_folder, read_job, remove_ended, sole_up, write_job
 from launch.slurm.leash import run_leashed
 from launch.slurm.local_folder import find_local_folder
 from launch.slurm.node_file import MachineFacts, address_of_machine, node_config, read_config
 from launch.slurm.pulse import JobRun, Pulse, PulseRules, with_times
-from launch.slurm.script import EnginePlan, FleetPlan, batch_script
+from launch.slurm.sbatch_options import check_options
+from launch.slurm.script import EnginePlan, FleetPlan, batch_script, sbatch_groups
 from prorl_trio.rendezvous.report import look_at_nodes
 from prorl_trio.types.errors import ConfigError
 
 __all__ = ["slurm"]
 
 _POLL_S = 1.0
+_ENGINES_BEGIN_S = 120.0
+"""Longest time between the starts of nodes and of engines, which one script makes."""
 _FLEET = click.option(
     "--fleet",
     "fleet_dir",
@@ -80,7 +84,11 @@ def slurm() -> None:
 @click.option("--pulse-timeout-s", type=click.FloatRange(min=1), default=60.0, show_default=True, help="See `run`.")
 @_LOCAL
 @click.option("--engine", "engine_command", default="", help="Start an engine on each machine by this command line.")
-@click.option("--engine-port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Where it serves.")
+@click.option(
+    "--engine-port",
+    type=click.IntRange(1, 65535),
+    help=f"Where it serves; else a free one if the command has ${PORT_VARIABLE}, or {DEFAULT_PORT}.",
+)
 @click.option(
     "--engine-nodes", type=click.IntRange(min=0), default=0, help="Machines for engines alone; 0: the nodes'."
 )
@@ -92,7 +100,7 @@ def up(
     only_print: bool,
     sbatch: tuple[str, ...],
     engine_command: str,
-    engine_port: int,
+    engine_port: int | None,
     engine_nodes: int,
     engine_sbatch: tuple[str, ...],
     **options: Any,
@@ -106,7 +114,8 @@ def up(
             "--engine-nodes and --engine-sbatch are of engines on machines of their own: give --engine, too"
         )
     read_config(config_file)
-    engine = EnginePlan(command=engine_command, port=engine_port, machines=engine_nodes, sbatch=engine_sbatch)
+    port = engine_port or (0 if PORT_VARIABLE in engine_command else DEFAULT_PORT)
+    engine = EnginePlan(command=engine_command, port=port, machines=engine_nodes, sbatch=engine_sbatch)
     folder = Path(os.path.abspath(fleet_dir))
     plan = FleetPlan(
         fleet_dir=str(folder),
@@ -116,16 +125,22 @@ def up(
         engine=engine if engine_command else None,
         **options,
     )
+    check_options(sbatch_groups(plan), os.environ)
     script = batch_script(plan)
     if only_print:
         click.echo(script, nl=False)
         return
     files = open_fleet_folder(folder)
-    if (before := read_job(folder)) and queue.find_jobs([before]):
-        raise ConfigError(f"job {before} is the fleet in {folder} already; `prorl-trio slurm down` ends it")
-    (files / "job.sh").write_text(script, encoding="utf-8")
-    job_id = queue.submit(files / "job.sh")
-    write_job(folder, job_id)
+    with sole_up(folder):
+        if (before := read_job(folder)) and queue.live([before]):
+            raise ConfigError(f"job {before} is the fleet in {folder} already; `prorl-trio slurm down` ends it")
+        remove_ended(folder, queue.live)
+        (files / "job.sh").write_text(script, encoding="utf-8")
+        job_id, said = queue.submit(files / "job.sh", sbatch_groups(plan))
+        if not job_id:  # --test-only
+            click.echo(said)
+            return
+        write_job(folder, job_id)
     click.echo(f"job {job_id}; its script is {files / 'job.sh'}, its log {files / job_id}.log")
 
 
@@ -155,7 +170,7 @@ def drain(fleet_dir: Path) -> None:
 @click.option("--drain-s", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Drain first, so long.")
 @click.option("--timeout-s", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Longest wait.")
 def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
-    """End a fleet, and wait until its job is gone."""
+    """End a fleet, wait until its job is gone, and remove the entries of nodes that were killed."""
     job_id = _job_of(fleet_dir)
     if drain_s and any(job.state != "PENDING" for job in queue.find_jobs([job_id])):
         queue.drain(job_id)
@@ -164,6 +179,7 @@ def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
         queue.cancel(job_id)
         if not _wait_gone(job_id, timeout_s):
             raise ConfigError(f"job {job_id} has not ended within {timeout_s:g} s; see `squeue -j {job_id}`")
+    remove_ended(fleet_dir, queue.live)
 
 
 @slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -211,15 +227,32 @@ def pulse(folder: Path, name: str, job_id: str | None, tasks: int, command: tupl
     sys.exit(trio.run(keep))
 
 
+@slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--folder", required=True, type=click.Path(path_type=Path), help="In which the nodes look for its port.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: one that is free.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+def engine(folder: Path, port: int, command: tuple[str, ...]) -> None:
+    """Become an engine that serves at the port in PRORL_ENGINE_PORT, which no other one on this machine gets."""
+    machine = _of_slurm("SLURMD_NODENAME")
+    try:
+        taken, holder = take_port(port)
+    except ConfigError as error:
+        tell_port(folder, machine, EnginePort(problem=str(error)))
+        raise
+    holder.set_inheritable(True)  # for as long as the engine runs
+    tell_port(folder, machine, EnginePort(port=taken))
+    os.execvpe(command[0], command, {**os.environ, PORT_VARIABLE: str(taken)})
+
+
 @slurm.command()
 @_FLEET
 @_CONFIG
 @click.option("--engines", default="", metavar="MACHINES", help="Those with an engine, with commas between them.")
 @click.option("--machines", default="", metavar="MACHINES", help="Those with a node, with commas between them.")
-@click.option("--engine-port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Of each engine.")
+@click.option("--engine-ports", type=click.Path(path_type=Path), help="Folder in which engines tell their ports.")
 @click.option("--drain-s", type=click.FloatRange(min=0), help="Drain so long where Slurm tells no end of the job.")
 def node(
-    fleet_dir: Path, config_file: Path, engines: str, machines: str, engine_port: int, drain_s: float | None
+    fleet_dir: Path, config_file: Path, engines: str, machines: str, engine_ports: Path | None, drain_s: float | None
 ) -> None:
     """Become the node of this task's machine."""
     shared = (
@@ -229,7 +262,7 @@ def node(
         fleet_dir=str(fleet_dir),
         address=address_of_machine(socket.gethostname()),
         folder=_of_slurm("TMPDIR"),
-        engines=[f"http://{machine}:{engine_port}" for machine in shared],
+        engines=_urls(engine_ports, shared) if engine_ports else [],
         drain_s=drain_s,
     )
     config = node_config(read_config(config_file), facts, os.environ)
@@ -244,6 +277,17 @@ def _job_of(fleet_dir: Path) -> str:
     if not job_id:
         raise ConfigError(f"no fleet was started in {fleet_dir} by `prorl-trio slurm up`")
     return job_id
+
+
+def _urls(ports: Path, machines: list[str]) -> list[str]:
+    """Return the addresses of the engines on these machines; those that have no port are told."""
+    found = find_ports(ports, machines, _ENGINES_BEGIN_S)
+    problems = [told.problem for told in found.values() if told.problem]
+    if problems and len(problems) == len(found):
+        raise ConfigError(f"there is no engine for this node: {'; '.join(problems)}")
+    for problem in problems:
+        click.echo(f"one engine less: {problem}", err=True)
+    return [f"http://{machine}:{found[machine].port}" for machine in machines if not found[machine].problem]
 
 
 def _of_slurm(name: str) -> str:

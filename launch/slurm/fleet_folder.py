@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import re
+import shutil
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
-from prorl_trio.rendezvous.folder import claim_folder
+from prorl_trio.rendezvous.folder import claim_folder, entry_paths, read_entry, remove_entry
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["open_fleet_folder", "read_job", "write_job"]
+    from prorl_trio.rendezvous.entry import NodeEntry
+
+__all__ = ["open_fleet_folder", "read_job", "remove_ended", "sole_up", "write_job"]
 
 _OURS: Final = "slurm"
 _JOB: Final = "job_id"
+_LOCK: Final = "up.lock"
+_NO_LOCKS: Final = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of disks that have no locks, as Lustre without the option `flock`."""
+_OF_RUN: Final = re.compile(r"(?:ended-.+|engines)-(\d+)-\d+")
+"""Names of the folders that a run of a job has: by what, the job, and how often it was started again."""
 
 
 def open_fleet_folder(folder: Path) -> Path:
@@ -25,6 +39,29 @@ def open_fleet_folder(folder: Path) -> Path:
     files = claim_folder(folder) / _OURS
     files.mkdir(mode=0o700, exist_ok=True)
     return files
+
+
+@contextmanager
+def sole_up(folder: Path) -> Iterator[None]:
+    """Keep others from submitting the same fleet during the block. A disk without locks keeps nobody.
+
+    Raises:
+        ConfigError: another one is submitting it.
+    """
+    handle = os.open(folder / _OURS / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        os.close(handle)
+        raise ConfigError(f"another `prorl-trio slurm up` is submitting the fleet in {folder}; see `status`") from exc
+    except OSError as exc:
+        if exc.errno not in _NO_LOCKS:
+            os.close(handle)
+            raise
+    try:
+        yield
+    finally:
+        os.close(handle)  # the lock ends with it
 
 
 def write_job(folder: Path, job_id: str) -> None:
@@ -40,3 +77,32 @@ def read_job(folder: Path) -> str:
         return (folder / _OURS / _JOB).read_text(encoding="ascii").strip()
     except FileNotFoundError:
         return ""
+
+
+def remove_ended(folder: Path, live: Callable[[Sequence[str]], Container[str]]) -> None:
+    """Remove what was killed with jobs that have ended: entries of nodes, which hold tokens, and folders of a run.
+
+    Blocks. Entries of nodes that Slurm has not started stay, and of jobs that have not ended.
+
+    Args:
+        folder: of the fleet.
+        live: returns those of the jobs that have not ended. It is asked once all that may be removed is known.
+    """
+    entries = [(entry, entry.slurm.job_id) for entry in _entries(folder) if entry.slurm is not None]
+    names = sorted(path.name for path in (folder / _OURS).iterdir())
+    runs = [(name, found[1]) for name in names if (found := _OF_RUN.fullmatch(name))]
+    if not entries and not runs:
+        return
+    living = live(sorted({job_id for _, job_id in [*entries, *runs]}))
+    for entry, job_id in entries:
+        if job_id not in living:
+            remove_entry(folder, entry)
+    for name, job_id in runs:
+        if job_id not in living:
+            shutil.rmtree(folder / _OURS / name, ignore_errors=True)
+
+
+def _entries(folder: Path) -> Iterator[NodeEntry]:
+    for path in entry_paths(folder):
+        with suppress(FileNotFoundError, ConfigError):  # it has left, or is not for us to judge
+            yield read_entry(path)[0]

@@ -55,20 +55,23 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[str, str]) -> dict[str, Any]:
     """Return the configuration of the node of this task: `common`, the fleet, a name, an address and a free port.
 
-    The name is that of the job and the machine's number in it: the same after a requeue. An address that `common` sets,
-    other than the loopback's, stays. The ledger ends with the task, for other nodes take over what it had, unless
+    The name is the job's, or the `node_id` that `common` sets, with the machine's number in the job: the same after a
+    requeue. Of `common`, what is one node's alone on a machine or a shared disk (`listen.endpoint_file`,
+    `listen.unix_socket`) is left out. An address that `common` sets, other than the loopback's, stays. The ledger ends with the task, for other nodes take over what it had, unless
     `common` says that they wait for the next start of a node (`fleet.restart_within_s`), or names a folder: in that one
     each node has one of its own, with its name.
     """
-    listen = {"port": 0, **common.get("listen", {})}
+    listen = {"port": 0, **common.get("listen", {}), "unix_socket": ""}
+    listen.pop("endpoint_file", None)
     rest = {"port": 0, **common.get("rest", {})}
     for edge in (listen, rest):
         if edge.get("host", _LOOPBACK[0]) in _LOOPBACK:
             edge["host"] = machine.address
     fleet = {**common.get("fleet", {}), "dir": machine.fleet_dir}
+    name = common.get("node_id") or f"slurm-{env.get('SLURM_JOB_ID', '0')}"
     made = {
-        "node_id": f"slurm-{env.get('SLURM_JOB_ID', '0')}-{env.get('SLURM_NODEID', '0')}",
         **common,
+        "node_id": f"{name}-{env.get('SLURM_NODEID', '0')}",
         "listen": listen,
         "rest": rest,
         "fleet": fleet,

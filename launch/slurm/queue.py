@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["Job", "cancel", "drain", "find_jobs", "submit"]
+__all__ = ["Job", "cancel", "drain", "find_jobs", "live", "submit"]
 
 TIMEOUT_S: Final = 60.0
 _FORMAT: Final = "%A|%T|%N|%L|%r"
@@ -31,17 +31,28 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def submit(script: Path) -> str:
-    """Submit a batch script; return the id of the job.
+def submit(script: Path, groups: Sequence[Sequence[str]]) -> tuple[str, str]:
+    """Submit a batch script; return the id of the job, and what sbatch said. With `--test-only` there is no id.
+
+    The options of a job of one group are on the command line, too: those of the script are overruled by the user's
+    environment (`SBATCH_PARTITION` and its like). For several groups see `check_options`.
+
+    Args:
+        script: with these options in it.
+        groups: the options of each group of the job.
 
     Raises:
         ConfigError: Slurm refuses it, in its words.
     """
-    said = _run(["sbatch", "--parsable", str(script)])
-    found = re.match(r"\d+", said)
+    options = groups[0] if len(groups) == 1 else []
+    done = _done(["sbatch", "--parsable", *options, str(script)])
+    said = f"{done.stdout}{done.stderr}".strip()
+    if "--test-only" in groups[0]:
+        return "", said
+    found = re.match(r"\d+", done.stdout)
     if found is None:
         raise ConfigError(f"sbatch has not told the id of a job, but {said!r}")
-    return found[0]
+    return found[0], said
 
 
 def find_jobs(job_ids: Sequence[str]) -> list[Job]:
@@ -49,6 +60,11 @@ def find_jobs(job_ids: Sequence[str]) -> list[Job]:
     rows = [line.split("|", 4) for line in _run(["squeue", "--noheader", "--me", f"--format={_FORMAT}"]).splitlines()]
     jobs = [Job(job_id=row[0], state=row[1], machines=row[2], left=row[3], reason=row[4]) for row in rows]
     return [job for job in jobs if job.job_id in job_ids]
+
+
+def live(job_ids: Sequence[str]) -> set[str]:
+    """Return which of our jobs have not ended."""
+    return {job.job_id for job in find_jobs(job_ids)}
 
 
 def drain(job_id: str) -> None:
@@ -65,6 +81,10 @@ def cancel(job_id: str) -> None:
 
 
 def _run(command: list[str]) -> str:
+    return _done(command).stdout.strip()
+
+
+def _done(command: list[str]) -> subprocess.CompletedProcess[str]:
     if shutil.which(command[0]) is None:
         raise ConfigError(
             f"there is no {command[0]} here: this takes a machine on which Slurm's commands are installed"
@@ -77,4 +97,4 @@ def _run(command: list[str]) -> str:
         raise ConfigError(f"{command[0]} has not answered within {TIMEOUT_S:g} s: does slurmctld run?") from error
     if done.returncode != 0:
         raise ConfigError(f"{command[0]} failed with exit code {done.returncode}: {done.stderr.strip()}")
-    return done.stdout.strip()
+    return done

@@ -10,7 +10,7 @@ import msgspec
 
 from launch.slurm.sweep import LOCAL_DIR_VARIABLE
 
-__all__ = ["EnginePlan", "FleetPlan", "batch_script", "sbatch_lines"]
+__all__ = ["EnginePlan", "FleetPlan", "batch_script", "sbatch_groups", "sbatch_lines"]
 
 _HEAD: Final = """\
 #!/bin/bash
@@ -29,12 +29,16 @@ _ENGINES: Final = """
 # Which machines have a node, and which an engine.
 node_machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
 engine_machines=$(scontrol show hostnames "{machines}" | paste -sd,)
+# In this folder each engine tells its port.
+ports={files}/engines-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
+mkdir -p -m 700 "$ports"
 
 # An engine a machine. It does not hear SIGTERM, for nodes that drain need it.
 "$prorl" slurm pulse --name=engines --folder={files} --job="{job}" --tasks={tasks} -- \\
     srun {group}--nodes={tasks} --ntasks={tasks} \\
     {srun} \\
     "$prorl" slurm run --ignore-term {leash} -- \\
+    "$prorl" slurm engine --folder="$ports" --port={port} -- \\
     bash -c {command} &
 engines=$!
 """
@@ -61,6 +65,7 @@ code=$?
 
 _THEN_ENGINES: Final = """\
 kill -USR1 "$engines" 2>/dev/null && wait "$engines"
+rm -rf "$ports"
 """
 
 _SRUN: Final = '--ntasks-per-node=1 --overlap --kill-on-bad-exit=0 --no-kill --wait=0 --task-epilog="$prorl-sweep"'
@@ -71,14 +76,14 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     """The engines that a fleet starts for itself, one a machine.
 
     Attributes:
-        command: for bash; it serves at `port` of all addresses of its machine.
-        port: the same on all machines.
+        command: for bash; it serves at the port in `PRORL_ENGINE_PORT`, at all addresses of its machine.
+        port: the same on all machines; 0: one that is free on each.
         machines: how many of their own they have, as a second group of a heterogeneous job; 0: those of the nodes.
         sbatch: options of sbatch's for these machines.
     """
 
     command: str
-    port: int = 8000
+    port: int = 0
     machines: int = 0
     sbatch: Sequence[str] = ()
 
@@ -112,6 +117,17 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def batch_script(plan: FleetPlan) -> str:
     """Return the text of the script."""
+    lines = "\n#SBATCH hetjob\n".join("\n".join(sbatch_lines(group)) for group in sbatch_groups(plan))
+    local = f"export {LOCAL_DIR_VARIABLE}={shlex.quote(plan.local_dir)}\n" if plan.local_dir else ""
+    head = _HEAD.format(options=lines, nodes=plan.nodes, program=shlex.quote(plan.program), local=local)
+    return head + _engines(plan) + _nodes(plan) + _TAIL.format(then=_THEN_ENGINES if plan.engine else "")
+
+
+def sbatch_groups(plan: FleetPlan) -> list[list[str]]:
+    """Return the options of sbatch's: those of the nodes, and those of engines on machines of their own if there are.
+
+    The user's come last, and overrule ours.
+    """
     ours = [
         "--job-name=prorl-trio",
         f"--nodes={plan.nodes}",
@@ -122,19 +138,17 @@ def batch_script(plan: FleetPlan) -> str:
         f"--output={plan.fleet_dir}/slurm/%j.log",
         "--open-mode=append",
     ]
-    lines = sbatch_lines([*ours, *plan.sbatch])
+    groups = [[*ours, *plan.sbatch]]
     if plan.engine and plan.engine.machines:
-        theirs = [f"--nodes={plan.engine.machines}", "--ntasks-per-node=1", "--no-kill", *plan.engine.sbatch]
-        lines += ["#SBATCH hetjob", *sbatch_lines(theirs)]
-    local = f"export {LOCAL_DIR_VARIABLE}={shlex.quote(plan.local_dir)}\n" if plan.local_dir else ""
-    head = _HEAD.format(options="\n".join(lines), nodes=plan.nodes, program=shlex.quote(plan.program), local=local)
-    return head + _engines(plan) + _nodes(plan) + _TAIL.format(then=_THEN_ENGINES if plan.engine else "")
+        theirs = [f"--nodes={plan.engine.machines}", "--ntasks-per-node=1", "--no-kill"]
+        groups.append([*theirs, *plan.engine.sbatch])
+    return groups
 
 
 def _nodes(plan: FleetPlan) -> str:
     node = shlex.join([f"--fleet={plan.fleet_dir}", f"--config={plan.config_file}", f"--drain-s={plan.drain_s}"])
     if plan.engine:
-        node += f' --engines="$engine_machines" --machines="$node_machines" --engine-port={plan.engine.port}'
+        node += ' --engines="$engine_machines" --machines="$node_machines" --engine-ports="$ports"'
     return _NODES.format(
         files=_files(plan),
         tasks=_EVERY_MACHINE,
@@ -158,6 +172,7 @@ def _engines(plan: FleetPlan) -> str:
         srun=_SRUN,
         leash=_leash(plan),
         command=shlex.quote(plan.engine.command),
+        port=plan.engine.port,
     )
 
 

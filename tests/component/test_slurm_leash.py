@@ -237,18 +237,20 @@ def test_the_epilog_does_not_hold_slurm_up_for_long_and_removes_what_is_left_aft
     assert task.end()[0] == []
 
 
-def test_two_tasks_of_one_user_on_one_machine_do_not_touch_each_other(place, start):
+def test_two_tasks_of_one_user_in_one_folder_do_not_touch_each_other(place, start):
     one = start()
     one.wait_ready()
-    other_place = place / "o"
-    other_place.mkdir()
-    other = Task(other_place)
+    one.ready.unlink()
+    other = start()
     other.wait_ready()
+    assert len(list(place.glob("prorl-*/socket"))) == 2
     kill_task(one)
     wait_until(lambda: not marked(one.mark), "nothing of the one runs", LIMIT_S)
+    wait_until(lambda: len(list(place.glob("prorl-*"))) == 1, "its folder is gone", LIMIT_S)
+    assert segments(one.mark) == []
     assert len(marked(other.mark)) >= 5
     assert len(segments(other.mark)) == 1
-    assert len(list(other_place.glob("prorl-*/socket"))) == 1
+    assert len(list(place.glob("prorl-*/socket"))) == 1
     kill_task(other)
-    assert other.end()[0] == []
-    assert one.end()[0] == []
+    for task in (one, other):
+        assert task.end()[0] == []

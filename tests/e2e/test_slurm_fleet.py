@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
-import secrets
-import shutil
 import sys
-import tempfile
 from collections import Counter
 from contextlib import asynccontextmanager
-from pathlib import Path
 
-import msgspec
 import pytest
 import trio
 
@@ -20,117 +14,59 @@ from launch.paths import checkout_dir, engine_python, model_dir
 from launch.vllm import default_dtype, vllm_env
 from prorl_trio.client import connect
 from prorl_trio.testing.tiny_model import make_tiny_model
-from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
-from support.engine_program import open_engine
+from support.engine_program import calculation, open_engine
 from support.quiet_clock import stretched, wait_until
-from support.remains import left_after
+from support.remains import inside, left_after, marked
 from support.skips import because
 from support.slurm_cluster import NODES
+from support.slurm_fleet import LIMIT_S, SlurmFleet, math_job, once_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
 
-PROGRAM = str(Path(sys.executable).with_name("prorl-trio"))
 ENGINE = checkout_dir() / "tests/support/engine_program.py"
 ENGINE_PORT = 18000
-MIB = 1024 * 1024
-START_TIMEOUT_S = 300.0
 DRAIN_S = 60
 REAL_JOBS = 4
-LIMIT_S = 10.0
-"""From the end of the job to nothing left."""
-
-
-class Fleet:
-    """The folder of a fleet, and Slurm's commands for it."""
-
-    def __init__(self, slurm, folder):
-        self.slurm = slurm
-        self.folder = folder / "fleet"
-        self.mark = secrets.token_hex(8)
-        self.config = folder / "node.toml"
-        self.model = folder / "model"
-        self.places = [slurm.temporary(node) for node in range(1, NODES + 1)]
-
-    def write_config(self, urls=()):
-        """Write the node.toml of all nodes: small ones, with sandboxes as this machine has them."""
-        config = {
-            "model": {"path": str(self.model)},
-            "backends": {"urls": list(urls), "health": {"interval_s": 1.0}},
-            "fleet": {"heartbeat_interval_s": 1.0, "stale_after_s": stretched(30.0)},
-            "stages": {"run_workers": 4},
-            "sandbox": {"max_warm": 0, "start_timeout_s": stretched(60.0)},
-            "ledger": {"log_bytes": MIB, "reserve_bytes": MIB},
-            "arena": {"enabled": False},
-        }
-        self.config.write_bytes(msgspec.toml.encode(config))
-
-    def command(self, name, *options):
-        """Return what `prorl-trio slurm NAME` says of this fleet."""
-        words = [PROGRAM, "slurm", name, "--fleet", str(self.folder), *options]
-        return self.slurm.said("env", f"PRORL_TEST_MARK={self.mark}", *words)
-
-    def up(self, nodes, *options):
-        self.command("up", "--config", str(self.config), "--nodes", str(nodes), *options)
-
-    def status(self):
-        return json.loads(self.command("status"))
-
-    def wait_up(self, nodes):
-        """Wait until so many nodes are in the folder, live; return their entries."""
-        wait_until(lambda: len(list(self.folder.glob("*.json"))) == nodes, "all are up", START_TIMEOUT_S, self.report)
-        told = self.status()
-        assert {entry["life"] for entry in told["nodes"].values()} == {"live"}, told
-        assert not told["broken"]
-        assert "token" not in str(told)
-        return told["nodes"]
-
-    def log(self):
-        return "\n".join(path.read_text(errors="replace")[-4000:] for path in (self.folder / "slurm").glob("*.log"))
-
-    def report(self):
-        return f"{self.log()}\n{self.slurm.report()}"
-
-    def assert_nothing_left(self):
-        left, took_s = left_after(self.mark, self.places, LIMIT_S)
-        assert left == [], f"after {took_s:.1f} s: {self.log()}"
-        assert not list(self.folder.glob("*.json"))
-        assert sorted(path.suffix for path in (self.folder / "slurm").iterdir()) == ["", ".log", ".sh"]
+OPEN = 4
+"""Sandboxes that are open when their fleet ends."""
+LONG_S = 600.0
 
 
 @pytest.fixture
 def fleet(slurm):
-    folder = Path(tempfile.mkdtemp(prefix="shared-", dir=slurm.folder))
-    made = Fleet(slurm, folder)
+    made = SlurmFleet(slurm)
     yield made
-    slurm.cancel_all()
-    shutil.rmtree(folder)
+    made.remove()
 
 
-def job(number):
-    instance = TaskInstance(instance_id="q", handler="math", payload={"question": "6 * 7?", "answer": "42"})
-    return JobSpec(job_id=f"job-{number}", instance=instance, sampling=SamplingParams(max_output_tokens=50))
-
-
-async def deliver(fleet, count):
-    """Send jobs through the fleet; return how often each outcome came, and the nodes that the jobs had gone to."""
+async def deliver(fleet, count, nodes):
+    """Send jobs through the fleet; return how often each outcome came. All these nodes had some of them."""
     seen = Counter()
     async with connect(fleet=fleet.folder, connect_timeout_s=stretched(30.0)) as client:
-        await client.submit([job(number) for number in range(count)])
+        await client.submit([math_job(f"job-{number}") for number in range(count)])
         async for outcome in client.results(count):
             seen[outcome.job_id] += 1
             assert (outcome.status, outcome.reward) == ("completed", 1.0), outcome.error
         with trio.move_on_after(1):
             async for outcome in client.results(follow=True):
                 seen[outcome.job_id] += 1
+        reports = (await client.status())["nodes"]
+    done = {name: report["pipeline"]["outcomes"]["completed"] for name, report in reports.items()}
+    assert set(done) == set(nodes)
+    assert min(done.values()) > 0, f"the work was not spread: {done}"
     return seen
 
 
-def own_engines(fleet):
-    """Return the options of `up` that start engines with the nodes."""
+def own_engines(fleet, **changes):
+    """Return the options of `up` that start engines with the nodes, at ports that are free."""
     make_tiny_model(fleet.model)
-    fleet.write_config()
-    command = f"exec {sys.executable} {ENGINE} {ENGINE_PORT} {fleet.model}"
-    return ["--engine", command, "--engine-port", str(ENGINE_PORT)]
+    fleet.write_config(**changes)
+    return ["--engine", f"exec {sys.executable} {ENGINE} $PRORL_ENGINE_PORT {fleet.model}"]
+
+
+def require_names(slurm):
+    if not slurm.separate:
+        pytest.skip(because("no networks can be made here, and so no machines with names", "run it where root may"))
 
 
 @asynccontextmanager
@@ -149,7 +85,7 @@ async def run_whole(fleet, nodes, count, *options):
     in_thread = trio.to_thread.run_sync
     await in_thread(functools.partial(fleet.up, nodes, *options))
     told = await in_thread(fleet.wait_up, nodes)
-    assert await deliver(fleet, count) == Counter({f"job-{number}": 1 for number in range(count)})
+    assert await deliver(fleet, count, told) == once_each([f"job-{number}" for number in range(count)])
     await in_thread(functools.partial(fleet.command, "down", "--drain-s", str(DRAIN_S), "--timeout-s", "900"))
     await in_thread(fleet.assert_nothing_left)
     return told
@@ -172,19 +108,90 @@ async def test_each_outcome_comes_once_and_nothing_stays(fleet, count):
 
 
 async def test_engines_may_have_machines_of_their_own(fleet):
-    if not fleet.slurm.separate:
-        pytest.skip(because("no networks can be made here, and so no machines with names", "run it where root may"))
+    require_names(fleet.slurm)
     where = ["--engine-nodes", "1", "--engine-sbatch=--comment=engines"]
     (node,) = (await run_whole(fleet, 1, 2, *own_engines(fleet), *where)).values()
     assert node["host"] == "n1"
+
+
+async def test_of_sandboxes_that_are_open_when_a_fleet_ends_nothing_is_left(fleet):
+    in_thread = trio.to_thread.run_sync
+    async with open_engine(0, fleet.model, lambda: calculation(LONG_S)) as port:
+        fleet.write_config([f"http://{fleet.slurm.address()}:{port}"])
+        await in_thread(functools.partial(fleet.up, 2))
+        await in_thread(fleet.wait_up, 2)
+        async with connect(fleet=fleet.folder, connect_timeout_s=stretched(30.0)) as client:
+            await client.submit([math_job(f"job-{number}") for number in range(OPEN)])
+            mounted = lambda: [line for line in inside(fleet.places) if "mounted" in line]  # noqa: E731
+            await in_thread(wait_until, lambda: len(mounted()) >= OPEN, "the sandboxes are open", 300.0, fleet.report)
+            await in_thread(functools.partial(fleet.command, "down", "--timeout-s", "900"))
+            await in_thread(fleet.assert_nothing_left)
+
+
+@pytest.fixture
+def fleets(slurm):
+    made = [SlurmFleet(slurm), SlurmFleet(slurm)]
+    yield made
+    for fleet in made:
+        fleet.remove()
+
+
+async def test_two_fleets_of_one_user_on_one_machine_do_not_touch_each_others_things(fleets):
+    """Their node.toml is the same, but for the model's folder."""
+    require_names(fleets[0].slurm)
+    in_thread = trio.to_thread.run_sync
+    ports, nodes = [], []
+    shared = fleets[0].shared
+    for fleet in fleets:
+        listen = {"endpoint_file": f"{shared}/endpoint.json", "unix_socket": "/tmp/mine/socket"}
+        options = own_engines(fleet, node_id="mine", listen=listen)
+        await in_thread(functools.partial(fleet.up, 1, "--nodelist=n1", *options))
+    for fleet in fleets:
+        nodes.append(await in_thread(fleet.wait_up, 1))
+        (told,) = fleet.folder.glob("slurm/engines-*/n1")
+        ports.append(told.read_text())
+    assert ports[0] != ports[1]
+    assert [[*told] for told in nodes] == [["mine-0"]] * 2
+    one, other = fleets
+    async with connect(fleet=other.folder, connect_timeout_s=stretched(30.0)) as client:
+        before = {line.split()[0] for line in marked(other.mark)}
+        assert await deliver(one, 4, nodes[0]) == once_each([f"job-{number}" for number in range(4)])
+        await in_thread(functools.partial(one.slurm.said, "scancel", "--full", "--signal=KILL", one.job))
+        await in_thread(functools.partial(one.command, "down"))
+        left = await in_thread(left_after, one.mark, [], LIMIT_S)
+        assert left[0] == []
+        assert not one.entries()
+        assert before <= {line.split()[0] for line in marked(other.mark)}
+        assert len(list(other.places[0].glob("prorl-*"))) == 2, "those of a node and of an engine"
+        await client.submit([math_job(f"job-{number}") for number in range(4)])
+        assert sorted([outcome.job_id async for outcome in client.results(4)]) == [f"job-{n}" for n in range(4)]
+    await in_thread(functools.partial(other.command, "down", "--drain-s", str(DRAIN_S), "--timeout-s", "900"))
+    await in_thread(other.assert_nothing_left)
+
+
+async def test_an_engine_does_not_take_the_port_of_another_fleets(fleets):
+    """Where both are told the same port, the second fleet's node says so, and does not use the first one's engine."""
+    require_names(fleets[0].slurm)
+    in_thread = trio.to_thread.run_sync
+    for fleet in fleets:
+        options = [*own_engines(fleet), "--engine-port", str(ENGINE_PORT)]
+        await in_thread(functools.partial(fleet.up, 1, "--nodelist=n1", *options))
+        if fleet is fleets[0]:
+            await in_thread(fleet.wait_up, 1)
+    told = lambda: "there is no engine for this node: port 18000 of n1 is in use" in fleets[1].log()  # noqa: E731
+    await in_thread(wait_until, told, "the other says so", 300.0, fleets[1].report)
+    await in_thread(functools.partial(wait_until, lambda: not fleets[1].live(), "it has ended", 120.0))
+    assert not fleets[1].entries()
+    for fleet in fleets:
+        await in_thread(functools.partial(fleet.command, "down"))
+    await in_thread(fleets[0].assert_nothing_left)
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(not engine_python().exists(), reason=because("there is no vLLM", "make engine"))
 async def test_a_real_vllm_beside_a_node(fleet):
     """Slurm starts it with the node and ends it with the fleet, and its tokens and log-probabilities come through."""
-    if not fleet.slurm.separate:
-        pytest.skip(because("no networks can be made here, and so no machines with names", "run it where root may"))
+    require_names(fleet.slurm)
     fleet.model = model_dir()
     fleet.write_config()
     settings = " ".join(f"{name}={value}" for name, value in vllm_env().items() if name != "PATH")
@@ -195,7 +202,7 @@ async def test_a_real_vllm_beside_a_node(fleet):
     await in_thread(functools.partial(fleet.up, 1, "--engine", command, "--engine-port", str(ENGINE_PORT)))
     await in_thread(fleet.wait_up, 1)
     async with connect(fleet=fleet.folder, connect_timeout_s=stretched(30.0)) as client:
-        await client.submit([job(number) for number in range(REAL_JOBS)])
+        await client.submit([math_job(f"job-{number}") for number in range(REAL_JOBS)])
         outcomes = [outcome.detached() async for outcome in client.results(REAL_JOBS)]
     assert len({outcome.job_id for outcome in outcomes}) == REAL_JOBS
     for outcome in outcomes:

@@ -1,7 +1,8 @@
 """Skipped tests: why, and what to do about it, in one table at the end; and no unknown ones where that is asked for.
 
 A reason reads "WHY. What to do: DO". With `PRORL_ALLOWED_SKIPS=FILE` (continuous integration) the run fails if a test
-was skipped that no line of the file names. A line is a test id, in which `*` stands for anything; after `#` comes why.
+was skipped that no line of the file names. A line is a test id, in which `*` stands for anything; `ID because REASON`
+is for skips with that reason alone. After `#` comes why.
 """
 
 from __future__ import annotations
@@ -69,7 +70,11 @@ class Skips:
         """The ids of what was skipped and may not be."""
         if self.allowed is None:
             return []
-        return sorted(test for test in self.reasons if not any(fnmatchcase(test, line) for line in self.allowed))
+        return sorted(
+            test
+            for test, said in self.reasons.items()
+            if not any(fnmatchcase(test, ids) and fnmatchcase(said, reason) for ids, reason in self.allowed)
+        )
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session):
@@ -100,8 +105,14 @@ def table(reasons):
 
 
 def read_allowed():
-    """The patterns of the file that the environment names; None where every skip is allowed."""
+    """The lines of the file that the environment names, parsed; None where every skip is allowed."""
     if not (name := os.environ.get(ALLOWED)):
         return None
-    lines = (line.partition("#")[0].strip() for line in Path(name).read_text().splitlines())
-    return [line.replace("[", "[[]") for line in lines if line]
+    return parse_allowed(Path(name).read_text().splitlines())
+
+
+def parse_allowed(lines):
+    """The pattern of ids and that of reasons of each line."""
+    stripped = (line.partition("#")[0].strip() for line in lines)
+    pairs = (line.replace("[", "[[]").partition(" because ")[::2] for line in stripped if line)
+    return [(ids, reason or "*") for ids, reason in pairs]

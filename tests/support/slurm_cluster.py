@@ -36,6 +36,7 @@ class SlurmCluster:
 
     def __init__(self, folder: Path, port: int, *, separate: bool, tracking: str) -> None:
         self.folder = folder
+        self.port = port
         self.separate = separate
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PRORL_"))} | {
             "SLURM_CLUSTER_DIR": str(folder),
@@ -92,6 +93,23 @@ class SlurmCluster:
         """Return the /tmp of a node as it is seen from here."""
         return self.folder / f"node/n{node}/tmp" if self.separate else Path(tempfile.gettempdir())
 
+    def networks(self) -> list[Path]:
+        """Return the files of the nodes' networks; none where they share that of this machine."""
+        return [Path(f"/run/netns/psl{self.port}-n{node}") for node in range(1, NODES + 1)] if self.separate else []
+
+    def address(self) -> str:
+        """Return the address of this machine as the nodes reach it."""
+        if not self.separate:
+            return "127.0.0.1"
+        return (self.folder / "node/hosts").read_text().splitlines()[-1].split()[0]
+
+    def mend(self) -> None:
+        """Join all networks and start all daemons that are not there."""
+        for node in range(1, NODES + 1):
+            if self.separate:
+                self.script("link", str(node), "up")
+            self.script("slurmd", str(node))
+
     def cancel_all(self) -> None:
         """End every job and wait until they are gone and all nodes are idle again."""
         # Slurm repeats only each minute what it told a machine that was not there.
@@ -110,6 +128,8 @@ def why_not(tracking: str) -> str:
     if os.geteuid() != 0:
         return "Slurm's daemons want root"
     if lacking := [name for name in ("slurmctld", "slurmd", "srun", "munged", "ip") if shutil.which(name) is None]:
+        if shutil.which("apt-get") is None:
+            return "Slurm cannot be installed here, for there is no apt-get"
         return f"Slurm is not installed: there is no {', '.join(lacking)}"
     if tracking == "cgroup" and not _has_freezer():
         return (

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.skips import Skips
+from support.skips import Skips, because, parse_allowed, read_allowed
+from support.slurm_cluster import why_not
 
 TESTS = Path(__file__).parents[1]
 TIMEOUT_S = 60
@@ -113,7 +114,32 @@ def test_one_table_says_of_each_skip_why_and_what_to_do_and_an_unknown_one_fails
 
 
 def test_what_is_on_the_list_may_be_skipped():
-    skips = Skips(["tests/a.py::*", "tests/b.py::test_x[[]1]"])
+    skips = Skips(parse_allowed(["tests/a.py::*", "tests/b.py::test_x[1]"]))
     skips.reasons = dict.fromkeys(["tests/a.py::test_1", "tests/b.py::test_x[1]", "tests/b.py::test_y"], "why")
     assert skips.unknown() == ["tests/b.py::test_y"]
     assert Skips(None).unknown() == []
+
+
+def test_a_skip_may_be_on_the_list_for_one_reason_and_for_no_other():
+    skips = Skips(parse_allowed(["tests/a.py::* because it wants root*  # a remark", "tests/a.py::test_3"]))
+    reasons = ["it wants root. What to do: be root", "it is not installed", "it is not installed"]
+    skips.reasons = {f"tests/a.py::test_{number}": reason for number, reason in enumerate(reasons, 1)}
+    assert skips.unknown() == ["tests/a.py::test_2"]
+
+
+@pytest.mark.parametrize(
+    ("euid", "programs", "is_allowed"),
+    [
+        (1000, {}, True),
+        (0, {}, True),
+        (0, {"apt-get"}, False),
+        (0, {"apt-get", "slurmctld", "slurmd", "srun", "munged"}, False),
+    ],
+)
+def test_a_run_by_root_fails_where_slurm_could_be_installed_and_was_not(monkeypatch, euid, programs, is_allowed):
+    monkeypatch.setattr("os.geteuid", lambda: euid)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if name in programs else None)
+    monkeypatch.setenv("PRORL_ALLOWED_SKIPS", str(TESTS / "allowed_skips.txt"))
+    skips = Skips(read_allowed())
+    skips.reasons = {"tests/e2e/test_slurm_fleet.py::test_x": because(why_not("linuxproc"), "install it")}
+    assert (skips.unknown() == []) is is_allowed

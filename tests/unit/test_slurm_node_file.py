@@ -22,7 +22,7 @@ def test_the_machine_adds_its_name_address_and_fleet():
     assert made == {
         "node_id": "slurm-17-3",
         "model": {"path": "/m"},
-        "listen": {"host": "10.0.0.3", "port": 0},
+        "listen": {"host": "10.0.0.3", "port": 0, "unix_socket": ""},
         "rest": {"host": "10.0.0.3", "port": 0},
         "fleet": {"dir": "/shared/f"},
         "ledger": {"dir": "/tmp/t/ledger"},
@@ -30,11 +30,20 @@ def test_the_machine_adds_its_name_address_and_fleet():
 
 
 def test_what_the_user_set_stays():
-    common = {"node_id": "mine", "listen": {"host": "0.0.0.0", "port": 8700}, "fleet": {"stale_after_s": 60.0}}
+    common = {"listen": {"host": "0.0.0.0", "port": 8700}, "fleet": {"stale_after_s": 60.0}}
     made = node_config(common, MACHINE, ENV)
-    assert made["node_id"] == "mine"
-    assert made["listen"] == {"host": "0.0.0.0", "port": 8700}
+    assert made["listen"] == {"host": "0.0.0.0", "port": 8700, "unix_socket": ""}
     assert made["fleet"] == {"stale_after_s": 60.0, "dir": "/shared/f"}
+
+
+def test_what_would_be_one_nodes_is_not_shared_by_all():
+    common = {"node_id": "mine", "listen": {"endpoint_file": "/shared/endpoint.json", "unix_socket": "/tmp/socket"}}
+    names = []
+    for number in range(2):
+        made = node_config(common, MACHINE, {**ENV, "SLURM_NODEID": str(number)})
+        assert made["listen"] == {"host": "10.0.0.3", "port": 0, "unix_socket": ""}
+        names.append(made["node_id"])
+    assert names == ["mine-0", "mine-1"]
 
 
 @pytest.mark.parametrize(

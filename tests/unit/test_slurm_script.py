@@ -71,7 +71,9 @@ def test_engines_beside_the_nodes_are_a_step_of_the_same_machines():
     assert "het-group" not in script
     assert script.index("slurm run --ignore-term") < script.index("slurm node"), "only engines outlive a drain"
     assert script.count("--ignore-term") == 1
-    assert '--engines="$engine_machines" --machines="$node_machines" --engine-port=9000' in script
+    assert '--engines="$engine_machines" --machines="$node_machines" --engine-ports="$ports"' in script
+    assert 'slurm engine --folder="$ports" --port=9000 --' in script
+    assert script.index('mkdir -p -m 700 "$ports"') < script.index("slurm engine") < script.index('rm -rf "$ports"')
     words = f'set -- {script.partition("bash -c ")[2].partition(" &")[0]}; printf "%s\\n" "$1"'
     assert subprocess.run(["bash", "-c", words], capture_output=True, text=True).stdout == "vllm serve 'a b'\n"
 

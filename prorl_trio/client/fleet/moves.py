@@ -79,7 +79,3 @@ class MoveLog:
                 os.fsync(file.fileno())
         except OSError as exc:
             raise ConfigError(f"{self.path} cannot be written: {exc.strerror}; make room on the fleet's disk") from exc
-
-    def remove(self) -> None:
-        """Remove the log: nothing of it matters any more."""
-        self.path.unlink(missing_ok=True)
