@@ -57,9 +57,9 @@ def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[s
 
     The name is the job's, or the `node_id` that `common` sets, with the machine's number in the job: the same after a
     requeue. Of `common`, what is one node's alone on a machine or a shared disk (`listen.endpoint_file`,
-    `listen.unix_socket`) is left out. An address that `common` sets, other than the loopback's, stays. The ledger ends with the task, for other nodes take over what it had, unless
-    `common` says that they wait for the next start of a node (`fleet.restart_within_s`), or names a folder: in that one
-    each node has one of its own, with its name.
+    `listen.unix_socket`) is left out. An address that `common` sets, other than the loopback's, stays. The ledger ends
+    with the task, for other nodes take over what it had, unless `common` says that they wait for the next start of a
+    node (`fleet.restart_within_s`), or names a folder: in that one each node has one of its own, with its name.
     """
     listen = {"port": 0, **common.get("listen", {}), "unix_socket": ""}
     listen.pop("endpoint_file", None)
