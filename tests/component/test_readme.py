@@ -120,6 +120,7 @@ async def test_programs_of_trainers_run_and_end_by_themselves(block, capsys, mon
         make_model(folder)
     make_adapter(tmp_path / "adapter")
     node = Node(fails="q1-3")
+    node.model_folder = str(tmp_path)
     with trio.fail_after(30):
         await node.backends.add("http://engine:1")  # what updates of the policy are for
         async with open_service(node) as service:

@@ -88,6 +88,7 @@ class PretendedEngine(PausableEngine):
             policy_version=self.label,
             label=self.label,
             weights=self.weights if self.label == "0" else "",
+            model_folder=self._node.model_folder,
         )
 
 
@@ -103,6 +104,7 @@ class FakeNode:
             `down_backends` are down.
         read_turn: see `NodeApi`.
         draining: refuse new jobs.
+        model_folder: what its engines say that they were started with.
         places: workers of RUN that it says it has.
         max_live: jobs without an outcome that it takes.
         attempts: number of the attempt that each job it took is, by id.
@@ -119,6 +121,7 @@ class FakeNode:
         self.unfit_backends: set[str] = set()
         self.down_backends: set[str] = set()
         self.draining = False
+        self.model_folder = ""
         self.places = 8
         self.max_live = 10_000
         self.attempts: dict[str, int] = {}
