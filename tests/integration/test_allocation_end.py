@@ -94,7 +94,7 @@ async def open_held(tmp_path, monkeypatch):
             )
             held = None
 
-            async def serve(*, task_status):
+            async def serve(*, task_status):  # noqa: ASYNC128 - it passes it on
                 clean = await serve_node(config, task_status=task_status)
                 held.clean = clean
 

@@ -51,7 +51,7 @@ class Lives:
         self._ended = trio.Event()
         await self._nursery.start(self._serve, self._ended)
 
-    async def _serve(self, ended, *, task_status):
+    async def _serve(self, ended, *, task_status):  # noqa: ASYNC128 - it passes it on
         await serve_node(self.config, task_status=task_status)
         ended.set()
 
