@@ -1,13 +1,14 @@
 """What a trainer of TRL is told, without TRL."""
 
 from types import SimpleNamespace
+from typing import Any
 
 __all__ = ["async_arguments"]
 
 
-def async_arguments(**changed):
+def async_arguments(**changed: Any) -> SimpleNamespace:
     """Make the fields of an `AsyncGRPOConfig` that are read."""
-    fields = {
+    fields: dict[str, Any] = {
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
