@@ -14,16 +14,15 @@ import msgspec
 import trio
 
 from ipc.session import Accepted
+from perf.fleet_client import time_reads
 from perf.fleet_cluster import open_slurm_fleet
 from perf.process_tree import machine_time, process_time, tree_time
 from perf.scaling_world import places_of, steady_rate
 from prorl_trio.client import connect
-from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from perf.children import Child
     from perf.fleet_cluster import Cluster
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FleetScale", "MeasuredFleet", "measure_fleet", "turns_of"]
 
-READS: Final = 50
 MAX_OUTPUT_TOKENS: Final = 200
 CONNECT_TIMEOUT_S: Final = 60.0
 MIB: Final = 2**20
@@ -161,7 +159,7 @@ async def measure_fleet(
             run = await _run(client, _jobs("job", turns), places_of(scale.workers) * nodes)
             wall_s, after = time.monotonic() - began_s, _cpu(cluster, engine[0], pids)
             busy = machine_time().busy_share_since(machine)
-            read_s = await trio.to_thread.run_sync(_time_reads, folder)
+            read_s = await trio.to_thread.run_sync(time_reads, folder)
     nodes_s, sandboxes_s = after.nodes_s - before.nodes_s, after.sandboxes_s - before.sandboxes_s
     return MeasuredFleet(
         nodes=nodes,
@@ -250,13 +248,3 @@ def _cpu(cluster: Cluster, engine: Child, pids: Sequence[int]) -> _Cpu:
         tree_s=tree_time(cluster.root_pid).all_s,
         engine_s=engine.cpu_s(),
     )
-
-
-def _time_reads(folder: Path) -> float:
-    """Return the CPU of this thread for a look at the folder, as a client takes it every second."""
-    watch = FleetWatch(folder)
-    watch.read()  # the first one asks the disk for its time
-    began_s = time.thread_time()
-    for _ in range(READS):
-        watch.read()
-    return (time.thread_time() - began_s) / READS

@@ -18,6 +18,7 @@ import trio
 from perf.balance_batch import HEAVY, TOKENS
 from perf.dapo_work import Conditions, lognormal, work_of
 from perf.dapo_world import NO_LIMIT_S
+from prorl_trio.client.fleet.rooms import FRESH_S
 from prorl_trio.config import BudgetConfig, SandboxConfig, StagesConfig
 from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.simulation.config import Distribution, EngineModel, SimulationConfig, WorkModel
@@ -68,6 +69,8 @@ class FleetSize(msgspec.Struct, frozen=True, kw_only=True):
         nodes: alike. `workers`: rollouts that run at once on each.
         jobs: of all, known from the beginning.
         client_s: CPU of the client for a job, from its submission to its outcome.
+        ask_s: CPU of the client for asking all nodes for their room, which it does when a job is to be submitted, and
+            it has not done so for `FRESH_S`.
         turn_s: CPU of a node's loop for a turn.
         turns_p50: turns of the median rollout, where its work is drawn.
         times: of all jobs; None: their work is drawn.
@@ -78,6 +81,7 @@ class FleetSize(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int
     client_s: float
     turn_s: float
+    ask_s: float = 0.0
     turns_p50: float = HEAVY.turns_p50
     times: Times | None = None
     seed: int = 0
@@ -190,6 +194,9 @@ class _Client:
         self.began_s = trio.current_time()
         self.submitted_s = 0.0
         """Time of the last submission, after the beginning."""
+        self.busy_s = 0.0
+        """CPU that it took."""
+        self._asked_s = -math.inf
         self.spans: list[tuple[float, float]] = []
         """Beginning and end of each rollout's RUN, after the beginning."""
 
@@ -203,7 +210,10 @@ class _Client:
         self.began_s = trio.current_time()
         places = places_of(self._size.workers)
         for number in range(self._size.jobs):
-            await trio.sleep(self._size.client_s)
+            await self._work(self._size.client_s)
+            if trio.current_time() - self._asked_s > FRESH_S:
+                self._asked_s = trio.current_time()
+                await self._work(self._size.ask_s)
             node = min(self.nodes, key=lambda node: node.in_flight)
             while node.in_flight >= places:
                 await self._wait()
@@ -212,6 +222,10 @@ class _Client:
         self.submitted_s = trio.current_time() - self.began_s
         while len(self.spans) < self._size.jobs:
             await self._wait()
+
+    async def _work(self, cpu_s: float) -> None:
+        self.busy_s += cpu_s
+        await trio.sleep(cpu_s)
 
     async def _wait(self) -> None:
         self._changed = trio.Event()
@@ -230,7 +244,7 @@ async def _run(size: FleetSize, config: SimulationConfig, chat_format: ChatForma
     return FleetRun(
         wall_s=wall_s,
         jobs=size.jobs,
-        client_busy=min(1.0, size.jobs * size.client_s / wall_s),
+        client_busy=min(1.0, client.busy_s / wall_s),
         places_used=sum(end_s - start_s for start_s, end_s in client.spans) / (wall_s * size.nodes * size.workers),
         steady_per_s=steady_rate(client.spans, client.submitted_s),
     )

@@ -5,7 +5,13 @@ from __future__ import annotations
 from prorl_trio.client.blocking import BlockingClient
 from prorl_trio.client.client import RolloutClient
 from prorl_trio.client.connection import connect
-from prorl_trio.client.errors import ConnectionLost, PolicyUpdateFailed, SessionLost, SessionReplaced
+from prorl_trio.client.errors import (
+    ConnectionLost,
+    PolicyUndecided,
+    PolicyUpdateFailed,
+    SessionLost,
+    SessionReplaced,
+)
 from prorl_trio.client.observed import Observed
 from prorl_trio.client.policy_update import PolicyUpdate, open_policy_update
 from prorl_trio.client.results import ResultStream
@@ -18,6 +24,7 @@ __all__ = [
     "EventStream",
     "Observed",
     "ObservedStream",
+    "PolicyUndecided",
     "PolicyUpdate",
     "PolicyUpdateFailed",
     "ResultStream",

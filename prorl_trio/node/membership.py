@@ -129,6 +129,7 @@ def _entry(node: Node, endpoints: Endpoints, token: str) -> NodeEntry:
         slurm=slurm_step(dict(os.environ)),
         model=f"{Path(config.model.path).resolve().name} {facts['vocabulary'][:16]}",
         version=version("prorl-trio"),
+        backends={url.rstrip("/"): config.backends.weights.get(url, 1.0) for url in config.backends.urls},
         capacity=_capacity(node),
         heartbeat_interval_s=config.fleet.heartbeat_interval_s,
         stale_after_s=config.fleet.stale_after_s,

@@ -64,6 +64,8 @@ class NodeEntry(msgspec.Struct, frozen=True, kw_only=True):
         model: what it samples with: the name of the model's folder and a digest of its vocabulary. The same in all
             nodes of a fleet.
         version: of prorl-trio. The same in all nodes of a fleet.
+        backends: the LLM backends of its configuration, and the weight of each by its URL: when it is lost, others take
+            them over.
         capacity: at the last heartbeat.
         state: see `NodeState`.
         unready: why a job submitted now would not be worked on; empty: it would.
@@ -83,6 +85,7 @@ class NodeEntry(msgspec.Struct, frozen=True, kw_only=True):
     slurm: SlurmStep | None = None
     model: str
     version: str
+    backends: dict[str, float] = {}
     capacity: Capacity
     state: NodeState = "open"
     unready: str = ""

@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -24,6 +25,8 @@ __all__ = ["claim_folder", "read_entry", "remove_entry", "renew_entry", "require
 
 SUFFIX: Final = ".json"
 MAX_ENTRY_BYTES: Final = 64 * 1024
+STALE_TRIES: Final = 3
+"""Times that a file is opened which NFS says was replaced meanwhile."""
 _CLOCK: Final = ".clock-"
 _DRAFT: Final = ".draft-"
 
@@ -117,18 +120,7 @@ def read_entry(path: Path) -> tuple[NodeEntry, int]:
         FileNotFoundError: there is none any more.
         ConfigError: it cannot be read, is not whole, is another user's or readable for others, or of another format.
     """
-    try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                raise ConfigError(f"{path} is no entry of a node: it must be a file of our own with mode 0600")
-            content = file.read(MAX_ENTRY_BYTES)
-    except FileNotFoundError:
-        raise
-    except OSError as exc:
-        if exc.errno == errno.ESTALE:  # NFS: replaced while we opened it
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from exc
-        raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+    content, found = _read_file(path)
     try:
         entry = msgspec.json.decode(content, type=NodeEntry)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
@@ -140,6 +132,29 @@ def read_entry(path: Path) -> tuple[NodeEntry, int]:
     if entry.node_id != path.name.removesuffix(SUFFIX):
         raise ConfigError(f"{path} is the entry of node {entry.node_id!r}: it was copied or renamed; remove it")
     return entry, found.st_mtime_ns
+
+
+def _read_file(path: Path) -> tuple[bytes, os.stat_result]:
+    """Return what is in the file of an entry. On NFS it may be replaced while it is opened: then the new one is read.
+
+    Raises:
+        FileNotFoundError, ConfigError: see `read_entry`.
+    """
+    for _ in range(STALE_TRIES):
+        try:
+            with open(
+                path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+            ) as it:
+                found = os.fstat(it.fileno())
+                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                    raise ConfigError(f"{path} is no entry of a node: it must be a file of our own with mode 0600")
+                return it.read(MAX_ENTRY_BYTES), found
+        except FileNotFoundError:
+            raise
+        except OSError as exc:
+            if exc.errno != errno.ESTALE:
+                raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def entry_paths(folder: Path) -> list[Path]:
@@ -156,7 +171,7 @@ def entry_paths(folder: Path) -> list[Path]:
 
 
 def time_there(folder: Path) -> int | None:
-    """Return what time it is now by the clock of the disk, in ns, as a new file gets it; None if none can be made."""
+    """Return what time it is now by the clock of the disk, in ns, as a new file gets it; None if it cannot be told."""
     try:
         handle, path = tempfile.mkstemp(prefix=_CLOCK, dir=folder)
     except OSError:  # full, or read-only for us
@@ -164,6 +179,10 @@ def time_there(folder: Path) -> int | None:
     try:
         os.utime(path)
         return os.fstat(handle).st_mtime_ns
+    except OSError:  # it has gone, or the disk has
+        return None
     finally:
-        os.close(handle)
-        os.unlink(path)
+        with suppress(OSError):
+            os.close(handle)
+        with suppress(OSError):
+            os.unlink(path)

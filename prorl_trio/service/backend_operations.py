@@ -64,7 +64,7 @@ async def _list(pool: Backends, _wanted: ListBackends) -> BackendList:
 
 
 async def _add(pool: Backends, wanted: AddBackend) -> BackendList:
-    await pool.add(wanted.url, wanted.weight)
+    await pool.add(wanted.url, wanted.weight, wanted.policy_version)
     return await _listed(pool)
 
 
@@ -126,8 +126,9 @@ TABLE: Final = (
         _add,
         "POST",
         "",
-        "Probe an LLM backend and add it. 422 if it is down or not fit for token-exact work, with the reason.",
-        ("backend_down", "backend_unfit"),
+        "Probe an LLM backend and add it. 422 if it is down or not fit for token-exact work, with the reason. With a "
+        "policy_version, only if its weights, and the policy here, are of that, and no update is under way.",
+        ("backend_down", "backend_unfit", "backends_busy"),
     ),
     Row(
         DrainBackend,

@@ -105,13 +105,15 @@ class ListBackends(BackendRequest[BackendList], frozen=True):
 class AddBackend(BackendRequest[BackendList], frozen=True):
     """The origin of a server, as `http://127.0.0.1:8000`, and its share of the rollouts beside others.
 
-    Without a `weight` that is 1 for a new one, and what it was for one that is there.
+    Without a `weight` that is 1 for a new one, and what it was for one that is there. With a `policy_version`, which
+    the caller knows its weights to be of, it is added only where the node has that policy, and no update is under way.
     """
 
     operation: ClassVar = "add"
     answer: ClassVar = BackendList
     url: _Url
     weight: _Weight | None = None
+    policy_version: _Version | None = None
 
 
 class DrainBackend(BackendRequest[BackendList], frozen=True):

@@ -245,3 +245,44 @@ async def test_nodes_of_several_models_and_other_tokens_are_told(tmp_path, caplo
         with pytest.raises(ConnectionLost, match="another token"):
             async with connect(fleet=tmp_path / "f", token="wrong", connect_timeout_s=0.3):
                 pass
+
+
+async def test_a_node_of_another_version_of_the_package_is_left_out_and_says_so(tmp_path, caplog):
+    async with open_fake_fleet(tmp_path / "f", "a") as fleet:
+        async with connect(fleet=tmp_path / "f") as client:
+            await fleet.add("newer", version="2")
+            while "left out of the fleet" not in caplog.text:  # noqa: ASYNC110 - a thread reads the disk
+                await trio.sleep(0.05)
+            why = (await client.status())["fleet"]["left_out"]["newer"]
+            assert "node newer on h1 has version 2 and the model m 0123, and node a version 1" in why
+            assert "give it a folder of its own" in why
+            await client.submit(specs_of(12))
+            assert {name: len(jobs) for name, jobs in fleet.where().items()} == {"a": 12, "newer": 0}
+        with pytest.raises(ConfigError, match=r"a: version 1.*newer: version 2.*another folder"):
+            async with connect(fleet=tmp_path / "f", connect_timeout_s=0.3):
+                pass
+
+
+async def test_two_fleets_of_one_user_know_nothing_of_each_other(tmp_path):
+    async with (
+        open_fake_fleet(tmp_path / "f", "a", "b") as first,
+        open_fake_fleet(tmp_path / "g", "a", "b") as second,
+        connect(fleet=tmp_path / "f", session_id="s") as client,
+        connect(fleet=tmp_path / "g", session_id="s") as other,
+    ):
+        await client.submit(specs_of(8))
+        await other.submit(specs_of(4))
+        async with other.policy_update("2"):
+            pass
+        versions = {each["policy_version"] for each in (await client.list_backends()).pool["backends"]}
+        assert versions == {"0"}
+        await first["a"].kill()
+        await first.wait_live(b=8)
+        assert {name: len(jobs) for name, jobs in second.where().items()} == {"a": 2, "b": 2}
+        await client.cancel(whole_session=True)
+        assert len(await take(client)) == 8
+        assert other.node_id == "a,b"
+        for member in second.nodes.values():
+            for job_id in list(member.node.live):
+                member.node.finish(job_id)
+        assert sorted(await take(other)) == [f"job-{n}" for n in range(4)]

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.config import ModelConfig, NodeConfig
+from prorl_trio.config import BackendConfig, ModelConfig, NodeConfig
 from prorl_trio.config.fleet import FleetConfig
 from prorl_trio.config.listen import ListenConfig
 from prorl_trio.node import membership
@@ -18,6 +18,7 @@ from prorl_trio.rendezvous.folder import read_entry, write_entry
 from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.types.errors import ConfigError
+from support.hanging_disk import hanging_call
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -157,6 +158,67 @@ async def test_a_node_of_another_model_is_refused_and_says_who_is_there(folder):
                 pass
         async with Member(folder, "n2").open():
             assert sorted(FleetWatch(folder).read().nodes) == ["n1", "n2"]
+
+
+async def test_a_node_of_another_version_is_refused_and_says_who_is_there(folder, monkeypatch):
+    async with Member(folder).open():
+        monkeypatch.setattr(membership, "version", lambda _name: "0.0.other")
+        with pytest.raises(
+            ConfigError, match=r"fleet of version .*this node has version 0\.0\.other.*folder of its own"
+        ):
+            async with Member(folder, "n2").open():
+                pass
+    assert os.listdir(folder) == []
+
+
+async def test_an_entry_names_the_backends_of_the_configuration(folder):
+    member = Member(folder)
+    backends = BackendConfig(urls=["http://gpu1:8000/", "http://gpu2:8000"], weights={"http://gpu2:8000": 2.0})
+    member.config = msgspec.structs.replace(member.config, backends=backends)
+    async with member.open():
+        entry = read_entry(folder / "n1.json")[0]
+    assert entry.backends == {"http://gpu1:8000": 1.0, "http://gpu2:8000": 2.0}
+
+
+@pytest.fixture
+def hanging():
+    with hanging_call() as call:
+        yield call
+
+
+async def test_a_node_ends_though_its_fleets_disk_hangs_in_a_heartbeat(folder, monkeypatch, caplog, hanging):
+    monkeypatch.setattr(membership, "LEAVE_TIMEOUT_S", 0.05)
+    with trio.fail_after(10):
+        async with Member(folder).open():
+            monkeypatch.setattr(membership, "_renew", hanging)
+            await until(hanging.called.is_set)
+    assert "does not answer: the entry stays" in caplog.text
+    assert os.listdir(folder) == ["n1.json"]
+
+
+async def test_a_node_ends_though_its_fleets_disk_hangs_when_it_leaves(folder, monkeypatch, caplog, hanging):
+    monkeypatch.setattr(membership, "LEAVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(membership, "remove_entry", hanging)
+    with trio.fail_after(10):
+        async with Member(folder).open():
+            pass
+    assert hanging.called.is_set()
+    assert "does not answer: the entry stays" in caplog.text
+
+
+async def test_a_start_on_a_disk_that_hangs_can_be_given_up(folder, monkeypatch, hanging):
+    monkeypatch.setattr(membership, "write_entry", hanging)
+    with trio.fail_after(10), trio.CancelScope() as starting:
+        async with trio.open_nursery() as nursery:
+
+            async def give_up():
+                await until(hanging.called.is_set)
+                starting.cancel()
+
+            nursery.start_soon(give_up)
+            async with Member(folder).open():
+                pass
+    assert starting.cancelled_caught
 
 
 def test_a_node_that_listens_everywhere_tells_the_name_of_its_machine():

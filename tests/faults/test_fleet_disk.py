@@ -10,8 +10,11 @@ import trio
 from prorl_trio.client import connect
 from prorl_trio.client.fleet import client as fleet_client
 from prorl_trio.client.fleet import roster
+from prorl_trio.client.fleet.moves import MoveLog
+from prorl_trio.rendezvous.watch import FleetWatch
 from support.fake_fleet import open_fake_fleet
 from support.fake_node import make_spec
+from support.hanging_disk import hanging_call
 from support.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.timeout(120)
@@ -61,7 +64,7 @@ async def wait_said(caplog, *words):
 async def test_jobs_that_have_to_be_moved_wait_for_room_on_the_shared_disk(disk, caplog):
     async with open_fake_fleet(disk / "f", "b") as fleet, connect(fleet=disk / "f") as client:
         await fleet.add("a", stale_after_s=STALE_AFTER_S)
-        while len((await client.status())["nodes"]) < len(fleet.nodes):
+        while (await client.status())["fleet"]["nodes"].get("a", {}).get("behind", "not there"):
             await trio.sleep(0.02)
         await client.submit(JOBS)
         lost, kept = fleet.where()["a"], fleet.where()["b"]
@@ -98,6 +101,33 @@ async def test_a_moved_job_is_acknowledged_when_its_delivery_is_on_the_shared_di
             await client.wait_written()
         async with connect(fleet=disk / "f", session_id="s") as client:
             assert await take(client) == []
+
+
+async def test_a_client_goes_on_and_ends_while_the_fleets_disk_hangs(tmp_path, monkeypatch):
+    folder = tmp_path / "f"
+    with hanging_call() as hanging:
+        async with open_fake_fleet(folder, "a", "b", within_s=30) as fleet, connect(fleet=folder) as client:
+            monkeypatch.setattr(FleetWatch, "read", hanging)
+            while not hanging.called.is_set():  # noqa: ASYNC110 - a thread reads the disk
+                await trio.sleep(0.01)
+            await client.submit(JOBS)
+            for node in fleet.nodes.values():
+                finish_all(node.node)
+            assert await take(client) == NAMES
+
+
+async def test_a_client_whose_log_of_moves_hangs_can_be_left(tmp_path, monkeypatch):
+    folder = tmp_path / "f"
+    with hanging_call() as hanging:
+        async with open_fake_fleet(folder, "a", "b", within_s=30) as fleet:
+            async with connect(fleet=folder) as client:
+                await client.submit(JOBS)
+                kept = fleet.where()["b"]
+                monkeypatch.setattr(MoveLog, "append", hanging)
+                await fleet["a"].kill()
+                while not hanging.called.is_set():  # noqa: ASYNC110 - a thread writes to the disk
+                    await trio.sleep(0.01)
+            assert fleet.where()["b"] == kept, "a job ran on a node of which no line says so"
 
 
 @pytest.mark.parametrize("lost", ["slow", "right", "fast"])

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prorl_trio.types.models import JobSpec, Outcome
+    from support.fake_node import PretendedEngine
     from support.fake_service import Service
 
 __all__ = ["BEAT_S", "FakeFleet", "FleetNode", "entry_of", "fake_fleet_in_thread", "open_fake_fleet"]
@@ -62,7 +63,7 @@ class FleetNode:
         self.service: Service
         self.entry: NodeEntry
         self._fleet = fleet
-        self._changes = entry
+        self.changes = entry
         self.sessions = sessions_in(fleet.nursery, SessionLimits())
         self._scope = trio.CancelScope()
         self._stopped = trio.Event()
@@ -75,7 +76,7 @@ class FleetNode:
     async def _serve(self, *, task_status: trio.TaskStatus[None]) -> None:
         with self._scope, self._until_stopped():
             async with open_service(self.node, sessions=self.sessions) as self.service:
-                self.entry = entry_of(self.node_id, self.service.url, **self._changes)
+                self.entry = entry_of(self.node_id, self.service.url, **self.changes)
                 write_entry(self._fleet.folder, self.entry)
                 task_status.started()
                 while True:
@@ -120,12 +121,13 @@ class FleetNode:
 
 
 class FakeFleet:
-    """The folder and the nodes."""
+    """The folder, the nodes, and the engines that all of them can reach, by URL."""
 
     def __init__(self, folder: Path, nursery: trio.Nursery) -> None:
         self.folder = claim_folder(folder)
         self.nursery = nursery
         self.nodes: dict[str, FleetNode] = {}
+        self.engines: dict[str, PretendedEngine] = {}
 
     def __getitem__(self, node_id: str) -> FleetNode:
         return self.nodes[node_id]
@@ -133,13 +135,30 @@ class FakeFleet:
     async def add(
         self, node_id: str, on_submit: Callable[[JobSpec], Outcome | None] | None = None, **entry: Any
     ) -> FleetNode:
-        """Start one more node."""
-        node = FakeNode(on_submit)
-        node.node_id = node_id
-        await node.backends.add(f"http://{node_id}:8000")
-        member = self.nodes[node_id] = FleetNode(self, node, **entry)
+        """Start one more node, with the backend http://NODE_ID:8000 or those of `entry`."""
+        member = FleetNode(self, await self._node(node_id, entry, on_submit), **entry)
+        self.nodes[node_id] = member
         await member.start()
         return member
+
+    async def _node(
+        self, node_id: str, entry: dict[str, Any], on_submit: Callable[[JobSpec], Outcome | None] | None
+    ) -> FakeNode:
+        node = FakeNode(on_submit, self.engines)
+        node.node_id = node_id
+        for url, weight in entry.setdefault("backends", {f"http://{node_id}:8000": 1.0}).items():
+            await node.backends.add(url, weight)
+            self.engines[url].call_s = 0.0
+        return node
+
+    async def restart(self, node_id: str) -> FleetNode:
+        """Start a node that has ended, as a new process, which has forgotten all, with the backends that it had."""
+        changes = self.nodes[node_id].changes
+        return await self.add(node_id, **changes)
+
+    def owners(self) -> dict[str, list[str]]:
+        """The backends of each node that there is."""
+        return {node_id: sorted(member.node.backends.urls()) for node_id, member in self.nodes.items()}
 
     def where(self) -> dict[str, list[str]]:
         """The live jobs of each node."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from prorl_trio.pipeline.pipeline import JobSink
     from prorl_trio.types.models import Status
 
-__all__ = ["FakeNode", "make_outcome", "make_spec"]
+__all__ = ["FakeNode", "PretendedEngine", "make_outcome", "make_spec"]
 
 
 def make_spec(job_id: str, *, handler: str = "fake", group_id: str = "", **payload: object) -> JobSpec:
@@ -74,8 +74,7 @@ class PretendedEngine(PausableEngine):
 
     async def probe(self, *, timeout_s: float) -> EngineInfo:
         """See `EngineClient.probe`. It is answered in a pause, too."""
-        del timeout_s
-        await trio.lowlevel.checkpoint()
+        await self._reach("probe", timeout_s)
         if self.url in self._node.unfit_backends:
             raise BackendError(f"backend {self.url} drops token ids", retryable=False)
         if self.url in self._node.down_backends:
@@ -95,7 +94,8 @@ class PretendedEngine(PausableEngine):
 class FakeNode:
     """A `service.node_api.NodeApi`. Jobs wait for `finish`, `advance` or a cancel.
 
-    With `on_submit`, a job for which it returns an outcome ends at once, inside `submit`.
+    With `on_submit`, a job for which it returns an outcome ends at once, inside `submit`. `shared_engines` are those
+    that several nodes can reach, by URL.
 
     Attributes:
         submitted: every spec the node took, in order, also those that have ended.
@@ -112,8 +112,13 @@ class FakeNode:
         observers: are told of every job, as a node does.
     """
 
-    def __init__(self, on_submit: Callable[[JobSpec], Outcome | None] | None = None) -> None:
+    def __init__(
+        self,
+        on_submit: Callable[[JobSpec], Outcome | None] | None = None,
+        shared_engines: dict[str, PretendedEngine] | None = None,
+    ) -> None:
         self.node_id = "fake-node"
+        self._shared_engines = {} if shared_engines is None else shared_engines
         self.submitted: list[JobSpec] = []
         self.live: dict[str, JobSpec] = {}
         self.backends = Backends(made_by(self._engine))
@@ -206,7 +211,8 @@ class FakeNode:
         return next(backend for backend in listed if backend.url == url)
 
     def _engine(self, url: str) -> PretendedEngine:
-        return self.engines.setdefault(url, PretendedEngine(url, self))
+        engine = self._shared_engines.setdefault(url, PretendedEngine(url, self))
+        return self.engines.setdefault(url, engine)
 
     def finish(self, job_id: str, outcome: Outcome | None = None) -> Outcome:
         """End a live job with `outcome`, or a small completed one. Raises UnknownJob."""

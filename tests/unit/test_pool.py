@@ -17,7 +17,15 @@ from support.cancel_sweep import cancel_sweep
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
 OPEN = {"paused": False, "waiting": 0, "completions_in_flight": 0}
-NOTHING = {"open_leases": 0, "waiting": 0, "moves": {}, "admission": OPEN, "updating": "", "backends": []}
+NOTHING = {
+    "open_leases": 0,
+    "waiting": 0,
+    "moves": {},
+    "admission": OPEN,
+    "updating": "",
+    "versions": [],
+    "backends": [],
+}
 
 
 class FakeClient(EngineClient):
@@ -87,6 +95,7 @@ async def test_statistics_can_be_sent(backends):
         "open_leases": 1,
         "admission": OPEN,
         "updating": "",
+        "versions": [],
         "waiting": 0,
         "moves": {},
         "backends": [

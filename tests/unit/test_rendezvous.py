@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -108,6 +109,68 @@ def test_what_is_no_entry_is_named_and_hides_no_other(fleet, content, why):
     view = FleetWatch(fleet).read()
     assert list(view.nodes) == ["n1"]
     assert why in view.broken[str(bad)]
+
+
+class StaleHandles:
+    """A file system of NFS on which the next `times` opens, or looks at an open file, find that it was replaced."""
+
+    def __init__(self, monkeypatch, call, times):
+        self.left = times
+        self._real = getattr(os, call)
+        monkeypatch.setattr(folder_module.os, call, self)
+
+    def __call__(self, *arguments):
+        if self.left and (isinstance(arguments[0], int) or str(arguments[0]).endswith("n1.json")):
+            self.left -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return self._real(*arguments)
+
+
+@pytest.mark.parametrize("call", ["open", "fstat"])
+def test_an_entry_that_is_replaced_while_it_is_opened_on_nfs_is_read_anew(fleet, clock, monkeypatch, call):
+    write_entry(fleet, entry_of())
+    watch = FleetWatch(fleet, clock=clock)
+    assert watch.read().nodes["n1"].life == "live"
+    clock.now_s += 20
+    with monkeypatch.context() as patched:
+        StaleHandles(patched, call, 1)
+        view = watch.read()
+    assert (view.nodes["n1"].life, round(view.nodes["n1"].age_s)) == ("live", 20)
+    assert not view.broken
+
+
+@pytest.mark.parametrize("call", ["open", "fstat"])
+def test_an_entry_that_nfs_finds_replaced_again_and_again_is_none_and_not_broken(fleet, monkeypatch, call):
+    write_entry(fleet, entry_of())
+    with monkeypatch.context() as patched:
+        StaleHandles(patched, call, 1000)
+        with pytest.raises(FileNotFoundError):
+            read_entry(fleet / "n1.json")
+        view = FleetWatch(fleet).read()
+    assert (view.nodes, view.broken) == ({}, {})
+
+
+def test_an_entry_is_read_though_the_time_of_the_disk_cannot_be(fleet, monkeypatch):
+    write_entry(fleet, entry_of())
+
+    def replaced(*_arguments):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(folder_module.os, "utime", replaced)
+    assert FleetWatch(fleet).read().nodes["n1"].life == "live"
+    assert os.listdir(fleet) == ["n1.json"]
+
+
+def test_another_error_of_the_disk_is_named(fleet, monkeypatch):
+    write_entry(fleet, entry_of())
+
+    def broken(*_arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder_module.os, "fstat", broken)
+        view = FleetWatch(fleet).read()
+    assert "Input/output error" in view.broken[str(fleet / "n1.json")]
 
 
 def test_an_entry_that_others_can_read_or_that_is_a_link_is_refused(fleet):

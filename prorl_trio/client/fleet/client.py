@@ -12,6 +12,7 @@ from ipc.session import Accepted, CancelledJobs, CancelledOnNode, Rejected
 from prorl_trio.client.client import ADMISSION_PATIENCE_S, RolloutClient
 from prorl_trio.client.errors import ConnectionLost, SessionLost
 from prorl_trio.client.fleet.moves import Delivered, Moved
+from prorl_trio.client.fleet.policy import SHUTTING_DOWN
 from prorl_trio.client.fleet.pools import FleetPools
 from prorl_trio.client.fleet.statistics import merge_statistics
 from prorl_trio.client.fleet.submission import Submission
@@ -31,7 +32,6 @@ __all__ = ["FleetClient"]
 
 logger = logging.getLogger(__name__)
 
-UNSETTLED: Final = "its policy version is not known yet"
 WITHDRAWN: Final = "it runs on another node now"
 WRITE_RETRY_S: Final = 1.0
 
@@ -52,8 +52,9 @@ class FleetClient(RolloutClient):
         super().__init__(state, max_message_bytes, nursery)
         self._log = log
         self._writing = trio.Lock()
+        self._disk = trio.CapacityLimiter(1)
         self._submission = Submission(state, self._write)
-        self._pools = FleetPools(state)
+        self._pools = FleetPools(state, self.run_in_background)
         self._kept: dict[str, float] = {}
         """Times until which the jobs of a lost node are left to its next start."""
         self._resumed = False
@@ -83,8 +84,13 @@ class FleetClient(RolloutClient):
         patience_s: float = ADMISSION_PATIENCE_S,
         attempts: Mapping[str, int] | None = None,
     ) -> list[Accepted | Rejected]:
-        """Submit jobs to the nodes that have room; see `RolloutClient.submit`. The fleet counts `attempts` itself."""
+        """Submit jobs to the nodes that have room; see `RolloutClient.submit`. The fleet counts `attempts` itself.
+
+        Raises:
+            PolicyUndecided: besides, the nodes have different policy versions, and which is the newest is not known.
+        """
         del attempts
+        self._pools.policy.require_decided()
         return await self._submission.submit(specs, patience_s)
 
     async def next_outstanding(self, cursor: int) -> tuple[int, Outcome] | None:
@@ -228,27 +234,25 @@ class FleetClient(RolloutClient):
                 job.node_id = member.node_id  # it is back before anybody else took it
             elif job is None or job.node_id != member.node_id:
                 withdrawn.append(job_id)
-        if self._pools.version is not None:
-            member.behind = UNSETTLED
+        self._pools.policy.joined(member)
         self._nursery.start_soon(self._settle_in, member, withdrawn)
 
     async def _settle_in(self, member: Member, withdrawn: list[str]) -> None:
         """Withdraw jobs from a node that has joined, and give it new ones unless it has another policy."""
         await self._withdraw(member.node_id, withdrawn)
-        try:
-            behind = await self._pools.behind(member)
-        except ServiceError as exc:
-            logger.info("node %s was lost again: %s", member.node_id, exc)
-            return
-        if member.behind != UNSETTLED:
-            return  # a policy update has settled it meanwhile, or it ends
-        if behind:
-            logger.error("node %s gets no jobs until the next policy update: %s", member.node_id, behind)
-        member.behind = behind
+        await self._pools.policy.settle()
+        await self._pools.owners.give_back()
+
+    async def wait_settled(self) -> None:
+        """Return when it is known of each node whether it has the fleet's policy, or a policy update is under way."""
+        await trio.lowlevel.checkpoint()
+        while not (self._pools.policy.settled or self._pools.policy.waiting):
+            await self._state.wait_changed()
 
     async def lost(self, member: Member, why: str) -> None:
         """Move the jobs of a lost node, or leave them to its next start for as long as it said."""
         book, node_id = self._state.book, member.node_id
+        version = self._pools.version_of(member)
         for job_id in member.state.awaited():
             if job_id not in book.jobs and not book.is_over(job_id):
                 self._state.left[job_id] = node_id
@@ -265,7 +269,7 @@ class FleetClient(RolloutClient):
         else:
             await trio.lowlevel.checkpoint()
         self._give_up_left(node_id)
-        await self._pools.node_lost(node_id)
+        self._nursery.start_soon(self._pools.node_lost, member, version)
         await self._move(book.of_node(node_id), f"node {node_id} is lost: {why}")
 
     def _give_up_left(self, node_id: str, found: Container[str] = ()) -> None:
@@ -283,7 +287,7 @@ class FleetClient(RolloutClient):
     async def cut(self, member: Member, job_ids: Sequence[str]) -> None:
         """Move jobs that the shutdown of their node has ended: one that leaves them to its next start says nothing."""
         jobs = [job for job_id in job_ids if (job := self._state.book.jobs.get(job_id)) is not None]
-        member.behind = member.behind or "it is shutting down"
+        member.behind = member.behind or SHUTTING_DOWN
         here = [job for job in jobs if job.node_id == member.node_id]
         self._nursery.start_soon(self._move, here, f"node {member.node_id} was shut down")
         await trio.lowlevel.checkpoint()
@@ -321,12 +325,17 @@ class FleetClient(RolloutClient):
             self.weight_stores.close()
 
     async def _write(self, lines: Sequence[Moved | Delivered]) -> None:
-        """Write to the log; while the fleet's disk is full or away, try again, for nothing may go on before."""
+        """Write to the log; while the fleet's disk is full or away, try again, for nothing may go on before.
+
+        A cancel leaves a call behind that the disk hangs in; the next one comes after it.
+        """
         told = False
         async with self._writing:
             while True:
                 try:
-                    return await trio.to_thread.run_sync(self._log.append, lines)
+                    return await trio.to_thread.run_sync(
+                        self._log.append, lines, limiter=self._disk, abandon_on_cancel=True
+                    )
                 except ConfigError as exc:
                     if not told:
                         told = True

@@ -76,6 +76,8 @@ async def open_fleet(
             )
             try:
                 await _first_nodes(roster, state, connect_timeout_s)
+                with trio.move_on_after(connect_timeout_s):
+                    await client.wait_settled()
                 nursery.start_soon(_watch, roster, state)
                 yield client
                 client.acknowledge(client.cursor)

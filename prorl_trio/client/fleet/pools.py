@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import socket
 from typing import TYPE_CHECKING, Any, Final, cast
-from urllib.parse import urlsplit
 
-from ipc.nursery import open_single_nursery
 from prorl_trio.client.errors import ConnectionLost
+from prorl_trio.client.fleet.asking import ask_all, joined
+from prorl_trio.client.fleet.owners import BackendOwners
+from prorl_trio.client.fleet.policy import FleetPolicy
 from prorl_trio.types.backends import (
     AddBackend,
     BackendList,
@@ -20,10 +20,10 @@ from prorl_trio.types.backends import (
     UpdateReport,
     WeighBackend,
 )
-from prorl_trio.types.errors import BackendError, ProrlError, ServiceError, UnknownBackend
+from prorl_trio.types.errors import UnknownBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Callable
 
     from prorl_trio.client.fleet.state import FleetState, Member
     from prorl_trio.types.backends import AnswerT, BackendRequest
@@ -35,22 +35,27 @@ logger = logging.getLogger(__name__)
 UPDATES_KEPT: Final = 8
 """Policy updates whose nodes are remembered, in case their last step is asked again."""
 
+LOST_IN_UPDATE: Final = "it was lost in a policy update"
+
 
 class FleetPools:
     """The operations of `BackendCalls` on all nodes: a step of a policy update is taken by all of them, or fails.
 
-    A backend that is added goes to the node on its own host, if there is one, else to the node with the fewest. When
-    that node is lost, it goes to another one.
+    Attributes:
+        policy: who has the fleet's policy version.
+        owners: who has which backend.
     """
 
-    def __init__(self, state: FleetState) -> None:
+    def __init__(self, state: FleetState, run_soon: Callable[[Callable[[], Awaitable[None]]], None]) -> None:
+        """Look at no node yet. `run_soon` runs a function in the background."""
+        self.policy = FleetPolicy(state)
+        self.owners = BackendOwners(state, self.policy)
         self._state = state
-        self._added: dict[str, tuple[str, float | None]] = {}
-        """Node and weight of the backends that were added by this client, by URL."""
+        self._run_soon = run_soon
         self._updates: dict[str, list[Member]] = {}
         """Nodes of a policy update, from its pause on, by its holder."""
-        self.version: str | None = None
-        """The policy version that was announced last by this client; None: none was."""
+        self._open: set[str] = set()
+        """Holders of the updates that are under way."""
 
     async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
         """Carry out one operation on the pools of all nodes that it concerns."""
@@ -58,42 +63,30 @@ class FleetPools:
 
     async def _any(self, request: BackendRequest[Any]) -> object:
         if isinstance(request, AddBackend):
-            return await self._add(request)
+            await self.owners.add(request)
+            return joined(await ask_all(self._members(), ListBackends()))
         if isinstance(request, ListBackends):
-            return _joined(await self._all(self._members(), request))
-        if isinstance(request, DrainBackend | WeighBackend):
-            return await self._where_it_is(request, request.url)
-        if not isinstance(request, RemoveBackends):
+            return joined(await ask_all(self._members(), request))
+        if isinstance(request, DrainBackend | RemoveBackends):
+            self.owners.taken_out(request)
+        elif not isinstance(request, WeighBackend):
             return await self._step(request)
         if request.url is not None:
-            self._added.pop(request.url, None)
             return await self._where_it_is(request, request.url)
-        self._added.clear()
-        return _joined(await self._all(self._members(), request))
+        return joined(await ask_all(self._members(), request))
 
-    async def behind(self, member: Member) -> str:
-        """Return why a node that has joined must not get jobs yet: it has another policy than the fleet.
+    def version_of(self, member: Member) -> str | None:
+        """Return the policy version that the backends of a node have for certain; None: that is not known.
 
-        Raises:
-            ServiceError: it is lost again.
+        In an update they may have the new weights, or not.
         """
-        if self.version is None:
-            return ""
-        listed = await member.client.list_backends()
-        versions = {str(each.get("policy_version", "")) for each in listed.pool.get("backends", [])}
-        if versions <= {self.version}:
-            return ""
-        return f"its backends have the policy versions {sorted(versions)}, and the fleet has {self.version!r}"
+        in_update = any(member in self._updates[holder] for holder in self._open)
+        return None if member.behind or in_update else self.policy.version
 
-    async def node_lost(self, node_id: str) -> None:
-        """Give the backends that were added to a lost node to others."""
-        for url, (home, weight) in list(self._added.items()):
-            if home != node_id:
-                continue
-            try:
-                await self._add(AddBackend(url=url, weight=weight))
-            except ProrlError as exc:
-                logger.error("backend %s of the lost node %s goes to no other: %s", url, node_id, exc)
+    async def node_lost(self, member: Member, version: str | None) -> None:
+        """Give the backends of a lost node, which had the policy `version`, to others."""
+        await self.policy.judge_again()
+        await self.owners.move(member, version)
 
     def _members(self) -> list[Member]:
         members = list(self._state.members.values())
@@ -101,92 +94,54 @@ class FleetPools:
             raise ConnectionLost("the fleet has no node now")
         return members
 
-    async def _add(self, request: AddBackend) -> BackendList:
-        lists = await self._all(self._members(), ListBackends())
-        has = [member for member, answer in lists if request.url.rstrip("/") in answer.urls]
-        near = [member for member, _ in lists if _same_host(member, request.url)]
-        fewest = sorted(lists, key=lambda pair: (len(pair[1].urls), pair[0].node_id))
-        chosen = (has or near or [fewest[0][0]])[0]
-        await chosen.client.add_backend(request.url, request.weight)
-        self._added[request.url] = (chosen.node_id, request.weight)
-        return _joined(await self._all(self._members(), ListBackends()))
-
     async def _where_it_is(self, request: BackendRequest[BackendList], url: str) -> BackendList:
-        lists = await self._all(self._members(), ListBackends())
+        lists = await ask_all(self._members(), ListBackends())
         has = [member for member, answer in lists if url.rstrip("/") in answer.urls]
         if not has:
             raise UnknownBackend(f"no node of the fleet has the backend {url}")
-        await self._all(has, request)
-        return _joined(await self._all(self._members(), ListBackends()))
+        await ask_all(has, request)
+        return joined(await ask_all(self._members(), ListBackends()))
 
     async def _step(self, request: BackendRequest[UpdateReport]) -> UpdateReport:
         """Take a step of a pause or a policy update on its nodes: those that there were when it began."""
         holder = str(getattr(request, "holder", ""))
         if isinstance(request, PauseBackends) and holder:
             self._updates[holder] = self._members()
+            self._open.add(holder)
             if len(self._updates) > UPDATES_KEPT:
-                del self._updates[next(iter(self._updates))]
+                oldest = next(iter(self._updates))
+                self._open.discard(oldest)
+                del self._updates[oldest]
         members = self._updates.get(holder) or self._members()
-        lost_is_fine = isinstance(request, ResumeBackends)  # it goes back, or is behind, by itself
-        answers = await self._all(members, request, lost_is_fine=lost_is_fine)
-        if isinstance(request, ResumeBackends) and request.policy_version is not None:
-            self.version = request.policy_version
-            updated = {member.node_id for member, _ in answers}
-            for member in self._state.members.values():
-                member.behind = "" if member.node_id in updated else f"it was not there for version {self.version}"
-        reports = [report for _, report in answers]
-        return UpdateReport(
-            paused=all(report.paused for report in reports),
-            waiting=sum(report.waiting for report in reports),
-            backends=[backend for report in reports for backend in report.backends],
-        )
+        if isinstance(request, ResumeBackends):
+            return await self._resume(request, members)
+        return _together([report for _, report in await ask_all(members, request)])
 
-    async def _all(
-        self, members: Sequence[Member], request: BackendRequest[AnswerT], *, lost_is_fine: bool = False
-    ) -> list[tuple[Member, AnswerT]]:
-        """Ask nodes at once; return their answers, in order. Raises the first error, when all have answered.
-
-        `lost_is_fine`: a node that is lost is left out, unless none is left.
-        """
-        answers: dict[str, AnswerT] = {}
-        errors: list[ServiceError | BackendError] = []
-
-        async def ask(member: Member) -> None:
-            try:
-                answers[member.node_id] = await member.client.operate(request)
-            except (ServiceError, BackendError) as exc:
-                if lost_is_fine and isinstance(exc, ConnectionLost):
-                    logger.error("node %s was lost in a policy update: %s", member.node_id, exc)
-                else:
-                    errors.append(exc)
-
-        async with open_single_nursery() as nursery:
+    async def _resume(self, request: ResumeBackends, members: list[Member]) -> UpdateReport:
+        """End an update. A node that is lost meanwhile is none of it: it goes back, or is behind, by itself."""
+        self.policy.begin_resume()
+        answers: list[tuple[Member, UpdateReport]] = []
+        try:
+            answers = await ask_all(members, request, lost_is_fine=True)
+        finally:
+            self._open.discard(request.holder)
+            answered = {member.node_id for member, _ in answers}
             for member in members:
-                nursery.start_soon(ask, member)
-        if errors:
-            raise errors[0]
-        if not answers:
-            raise ConnectionLost("all nodes of the fleet were lost")
-        return [(member, answers[member.node_id]) for member in members if member.node_id in answers]
+                if self._state.members.get(member.node_id) is not member or (
+                    answers and member.node_id not in answered
+                ):
+                    member.behind = member.behind or LOST_IN_UPDATE
+            if request.holder and not (answers and request.policy_version is not None):
+                self._run_soon(self.policy.judge_again)  # some nodes may have it all the same
+        if request.policy_version is not None:
+            self.policy.announce(request.policy_version, answered)
+            self._run_soon(self.owners.give_back)
+        return _together([report for _, report in answers])
 
 
-def _joined(answers: Sequence[tuple[Member, BackendList]]) -> BackendList:
-    """Return the lists of several nodes as one; each backend in `pool` says whose it is."""
-    pools: list[Mapping[str, object]] = [answer.pool for _, answer in answers]
-    backends = [
-        {**backend, "node_id": member.node_id} for member, answer in answers for backend in answer.pool["backends"]
-    ]
-    return BackendList(
-        urls=[url for _, answer in answers for url in answer.urls],
-        pool={
-            **{name: sum(cast("int", pool.get(name, 0)) for pool in pools) for name in ("open_leases", "waiting")},
-            "backends": backends,
-        },
+def _together(reports: list[UpdateReport]) -> UpdateReport:
+    return UpdateReport(
+        paused=all(report.paused for report in reports),
+        waiting=sum(report.waiting for report in reports),
+        backends=[backend for report in reports for backend in report.backends],
     )
-
-
-def _same_host(member: Member, url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    if host in ("127.0.0.1", "localhost", "::1"):
-        return member.entry.host == socket.gethostname()
-    return host in (member.entry.host, urlsplit(member.entry.url).hostname)

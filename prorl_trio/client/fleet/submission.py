@@ -12,13 +12,15 @@ from ipc.nursery import open_single_nursery
 from ipc.session import Accepted, Rejected
 from prorl_trio.client.fleet.book import FleetJob
 from prorl_trio.client.fleet.moves import Moved
-from prorl_trio.client.fleet.placement import NodeRoom, Unit, place
+from prorl_trio.client.fleet.placement import Unit, place
+from prorl_trio.client.fleet.rooms import Rooms
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, Draining, DuplicateJob, ServiceError
 from prorl_trio.types.models import Outcome, Timing
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
+    from prorl_trio.client.fleet.placement import NodeRoom
     from prorl_trio.client.fleet.state import FleetState, Member
     from prorl_trio.types.models import JobSpec
 
@@ -44,6 +46,7 @@ class Submission:
     def __init__(self, state: FleetState, log: Callable[[Sequence[Moved]], Awaitable[None]]) -> None:
         self._state = state
         self._log = log
+        self._rooms = Rooms(state)
         self._groups: dict[str, str] = {}
         """Nodes of the groups that were submitted last, by group."""
         self._refused: dict[str, set[str]] = {}
@@ -161,12 +164,19 @@ class Submission:
             await trio.sleep(pause_s if deadline_s is None else min(pause_s, deadline_s - now_s))
 
     async def _round(self, jobs: Sequence[FleetJob], answers: dict[str, Accepted | Rejected]) -> dict[str, Rejected]:
-        """Ask all nodes for room, and submit what there is room for. Return the refusals after which to try again."""
-        members, rooms = await self._rooms()
+        """Submit what nodes have room for. Return the refusals after which to try again."""
         by_id = {job.spec.job_id: job for job in jobs}
         again: dict[str, Rejected] = {}
         homes = self._state.book.homes
-        chosen = place(self._units([job for job in jobs if job.spec.job_id not in homes], rooms), rooms)
+        new = [job for job in jobs if job.spec.job_id not in homes]
+        members, rooms = await self._rooms.look()
+        chosen = place(self._units(new, rooms), rooms)
+        if sum(map(len, chosen.values())) < len(new):  # others may have made room
+            self._rooms.forget()
+            members, rooms = await self._rooms.look()
+            chosen = place(self._units(new, rooms), rooms)
+        for node_id, job_ids in chosen.items():
+            self._rooms.give(node_id, len(job_ids))
         for job_id in by_id:
             if homes.get(job_id) in members:  # it is there already, or may be: it needs no room
                 chosen.setdefault(homes[job_id], []).append(job_id)
@@ -176,25 +186,6 @@ class Submission:
                 batch = [by_id[job_id] for job_id in free if self._is_nowhere(by_id[job_id])]
                 nursery.start_soon(self._submit_to, members[node_id], batch, answers, again)
         return again
-
-    async def _rooms(self) -> tuple[dict[str, Member], dict[str, NodeRoom]]:
-        """Return the nodes that take jobs of ours, and their room; those that work on none now only if all are so."""
-        members = {name: m for name, m in self._state.members.items() if not m.behind and m.state.connected}
-        rooms: dict[str, NodeRoom] = {}
-        unready: dict[str, NodeRoom] = {}
-
-        async def ask(member: Member) -> None:
-            try:
-                report = await member.client.room()
-            except ServiceError:
-                return
-            room = NodeRoom(report.room, report.free, report.run_workers)
-            (unready if report.unready else rooms)[member.node_id] = room
-
-        async with open_single_nursery() as nursery:
-            for member in members.values():
-                nursery.start_soon(ask, member)
-        return members, rooms or unready
 
     async def _submit_to(
         self,
@@ -218,6 +209,7 @@ class Submission:
             for job in jobs:
                 job.in_submit = False
         if lost:
+            self._rooms.forget()
             await self._unplace(lost)  # some of them may be there
         for job, answer in zip(jobs, given, strict=False):
             self._hear(job, node_id, answer, answers, again)
@@ -248,6 +240,7 @@ class Submission:
             job.node_id = ""
         if answer.code in (AdmissionRejected.code, Draining.code):
             again[job_id] = answer
+            self._rooms.forget()
             if answer.code == Draining.code:  # others may have more time for it
                 self._refused.setdefault(job_id, set()).add(node_id)
         elif answer.code == AlreadyDelivered.code and job.former:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import asynccontextmanager
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -11,18 +12,18 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig, Strategy
-from prorl_trio.inference.engines.answers import UNNAMED
 from prorl_trio.inference.pool.admission import Admission, unseen
 from prorl_trio.inference.pool.backend import Backend
 from prorl_trio.inference.pool.balancer import LoadBalancer
 from prorl_trio.inference.pool.expected import ExpectedBackends
+from prorl_trio.inference.pool.fitness import require_named, require_version
 from prorl_trio.inference.pool.lease import Lease
 from prorl_trio.inference.pool.placement import Placement
 from prorl_trio.inference.pool.policy_update import PolicyUpdates
-from prorl_trio.inference.pool.versions import UNKNOWN_VERSION, VersionOrder
+from prorl_trio.inference.pool.versions import VersionOrder
 from prorl_trio.inference.pool.watch import PoolWatch
 from prorl_trio.supervision import service_task
-from prorl_trio.types.errors import BackendError, UnknownBackend
+from prorl_trio.types.errors import BackendError, BackendsBusy, UnknownBackend
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -100,19 +101,24 @@ class Backends:
 
     # ------------------------------------------------------------ registration
 
-    async def add(self, url: str, weight: float | None = None) -> EngineInfo:
+    async def add(self, url: str, weight: float | None = None, policy_version: str | None = None) -> EngineInfo:
         """Probe the server at `url` and, if it is fit, give it tasks from now on.
 
         Which kind of engine it is, is found out now, if that is not configured, and holds until it is removed. A URL
         that is registered already is probed again, and takes tasks again if it was draining. If the probe fails,
         nothing changes. Cancellation before the probe's end changes nothing either. `weight` is its share of the tasks
-        beside others: 1 for a new one, and what it was, where it is not given.
+        beside others: 1 for a new one, and what it was, where it is not given. `policy_version`, where it is given, is
+        what the caller knows its weights to be of.
 
         Raises:
             BackendError: it is down (`retryable`) or not fit for token-exact work, with the reason; or
-                `max_backends` is reached, or the weight is not above 0.
+                `max_backends` is reached, or the weight is not above 0; or the policy here is not of `policy_version`,
+                or the engine says that its weights are not.
+            BackendsBusy: there is a `policy_version`, and an update of the policy is under way.
         """
-        return await self._probe_and_accept(url, weight)
+        if policy_version is None:
+            return await self._probe_and_accept(url, weight)
+        return await self._probe_and_accept(url, weight, partial(self._check_version, policy_version))
 
     def expect(self, url: str, weight: float | None = None, why: str = "") -> None:
         """List `url` as `down`, and have it join when `watch` finds it well: as soon as an `add` would succeed.
@@ -374,7 +380,7 @@ class Backends:
         """Return figures of the pool. Encodable.
 
         Leases, tasks `waiting` for a backend, `moves` by reason, the `admission` of completions, who is `updating` the
-        policy, and `backends`: one `BackendStatistics` each.
+        policy, the `versions` that it announced lately, oldest first, and `backends`: one `BackendStatistics` each.
         """
         return {
             "open_leases": self._placement.open_leases,
@@ -382,6 +388,7 @@ class Backends:
             "moves": dict(self._placement.moves),
             "admission": self.admission.statistics(),
             "updating": self._updates.holder.holder,
+            "versions": self.versions.announced(),
             "backends": [*self._placement.statistics(), *self._expected.statistics()],
         }
 
@@ -430,16 +437,12 @@ class Backends:
 
     async def _join(self, url: str, weight: float | None) -> None:
         """See `expect`."""
-        await self._probe_and_accept(url, weight, self._check_weights)
+        await self._probe_and_accept(url, weight, lambda info: require_named(info, self.policy_version))
 
-    def _check_weights(self, info: EngineInfo) -> None:
-        version = self.policy_version
-        if info.pausable and info.label == UNNAMED and version != UNKNOWN_VERSION:
-            raise BackendError(
-                f"{info.url}: it is up, but its weights have no name, and the policy's are {version}: "
-                "move these there, then add it",
-                retryable=True,
-            )
+    def _check_version(self, wanted: str, info: EngineInfo) -> None:
+        if self._updates.holder.hold is not None:
+            raise BackendsBusy(f"{self._updates.holder.hold}; await its end")
+        require_version(info, self.policy_version, wanted)
 
     def _accept(
         self, url: str, client: EngineClient, info: EngineInfo, known: Backend | None, weight: float | None

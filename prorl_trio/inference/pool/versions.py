@@ -9,6 +9,9 @@ __all__ = ["MAX_VERSIONS_KEPT", "UNKNOWN_VERSION", "VersionOrder"]
 MAX_VERSIONS_KEPT: Final = 10_000
 """The most that are no integers; of the oldest the place is forgotten."""
 
+ANNOUNCED_KEPT: Final = 32
+"""Announced versions that are told: by them others know which of two came later."""
+
 UNKNOWN_VERSION: Final = "0"
 """The version that a probe gives to weights whose engine does not tell it."""
 
@@ -22,6 +25,7 @@ class VersionOrder:
 
     def __init__(self, first: str = UNKNOWN_VERSION) -> None:
         self.current = first
+        self._announced: dict[str, None] = {}
         self._places: dict[str, int] = {}
         self._next = 0
         self.note(first)
@@ -29,7 +33,15 @@ class VersionOrder:
     def announce(self, version: str) -> None:
         """Note that the trainer has `version` from now on."""
         self.current = version
+        self._announced.pop(version, None)
+        self._announced[version] = None
+        if len(self._announced) > ANNOUNCED_KEPT:
+            del self._announced[next(iter(self._announced))]
         self.note(version)
+
+    def announced(self) -> list[str]:
+        """Return the versions that were announced lately, each where it was so last: the oldest first."""
+        return list(self._announced)
 
     def behind(self, version: str) -> int:
         """Return the policy updates that `version` lies behind what the trainer has."""

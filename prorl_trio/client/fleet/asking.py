@@ -1,0 +1,65 @@
+"""Operations on the pools of several nodes at once."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, cast
+
+from ipc.nursery import open_single_nursery
+from prorl_trio.client.errors import ConnectionLost
+from prorl_trio.types.backends import BackendList
+from prorl_trio.types.errors import BackendError, ServiceError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from prorl_trio.client.fleet.state import Member
+    from prorl_trio.types.backends import AnswerT, BackendRequest
+
+__all__ = ["ask_all", "joined"]
+
+logger = logging.getLogger(__name__)
+
+
+async def ask_all(
+    members: Sequence[Member], request: BackendRequest[AnswerT], *, lost_is_fine: bool = False
+) -> list[tuple[Member, AnswerT]]:
+    """Ask nodes at once; return their answers, in order. Raises the first error, when all have answered.
+
+    `lost_is_fine`: a node that is lost is left out, unless none is left.
+    """
+    answers: dict[str, AnswerT] = {}
+    errors: list[ServiceError | BackendError] = []
+
+    async def ask(member: Member) -> None:
+        try:
+            answers[member.node_id] = await member.client.operate(request)
+        except (ServiceError, BackendError) as exc:
+            if lost_is_fine and isinstance(exc, ConnectionLost):
+                logger.error("node %s was lost while it was asked to %s: %s", member.node_id, request.operation, exc)
+            else:
+                errors.append(exc)
+
+    async with open_single_nursery() as nursery:
+        for member in members:
+            nursery.start_soon(ask, member)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise ConnectionLost("all nodes of the fleet were lost")
+    return [(member, answers[member.node_id]) for member in members if member.node_id in answers]
+
+
+def joined(answers: Sequence[tuple[Member, BackendList]]) -> BackendList:
+    """Return the lists of several nodes as one; each backend in `pool` says whose it is."""
+    pools: list[Mapping[str, object]] = [answer.pool for _, answer in answers]
+    backends = [
+        {**backend, "node_id": member.node_id} for member, answer in answers for backend in answer.pool["backends"]
+    ]
+    return BackendList(
+        urls=[url for _, answer in answers for url in answer.urls],
+        pool={
+            **{name: sum(cast("int", pool.get(name, 0)) for pool in pools) for name in ("open_leases", "waiting")},
+            "backends": backends,
+        },
+    )

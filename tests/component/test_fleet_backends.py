@@ -1,0 +1,177 @@
+"""Each backend of a fleet has one node: by host and load, another when that is lost, its own when it is back."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import trio
+
+from prorl_trio.client import ConnectionLost, connect
+from prorl_trio.client.fleet import owners, roster
+from prorl_trio.rendezvous.entry import SlurmStep
+from support.fake_fleet import open_fake_fleet
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(roster, "WATCH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(roster, "RETRY_S", 0.05)
+    monkeypatch.setattr(owners, "FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr(owners, "MAX_RETRY_S", 0.05)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "f"
+
+
+async def until(condition):
+    """Return when it holds; the fleet's own time limit is around this."""
+    await trio.lowlevel.checkpoint()
+    while not condition():  # noqa: ASYNC110 - threads on the disk are the other side
+        await trio.sleep(0.01)
+
+
+async def update(client, version):
+    async with client.policy_update(version) as change:
+        await change.load_folder(f"/weights/{version}", check="none")
+
+
+def moved(fleet, url, *, to):
+    return lambda: url in fleet[to].node.backends.urls()
+
+
+async def test_a_backend_goes_to_a_node_on_its_own_host_however_many_that_has(folder):
+    async with open_fake_fleet(folder, "far") as fleet:
+        await fleet.add("near", host="h7", backends={f"http://h7:{port}": 1.0 for port in (1, 2, 3)})
+        async with connect(fleet=folder) as client:
+            await client.add_backend("http://h7:9")
+        assert "http://h7:9" in fleet.owners()["near"]
+
+
+@pytest.mark.parametrize(
+    ("url", "entry"),
+    [
+        ("http://127.0.0.1:9", {"host": socket.gethostname()}),
+        ("http://c3:9", {"slurm": SlurmStep(job_id="1", step_id="0", node_name="c3")}),
+    ],
+)
+async def test_a_host_has_several_names(folder, url, entry):
+    async with open_fake_fleet(folder, "far") as fleet:
+        await fleet.add("near", **entry, backends={"http://x:1": 1.0, "http://x:2": 1.0})
+        async with connect(fleet=folder) as client:
+            await client.add_backend(url)
+        assert url in fleet.owners()["near"]
+
+
+async def test_of_several_nodes_on_a_host_those_with_fewest_get_its_backends(folder):
+    async with open_fake_fleet(folder, "a", "b", "c") as fleet, connect(fleet=folder) as client:
+        for port in range(6):
+            await client.add_backend(f"http://h1:{port}")
+        assert [len(urls) for urls in fleet.owners().values()] == [3, 3, 3]
+
+
+async def test_backends_of_a_lost_node_go_to_those_on_their_host_first_and_then_to_the_fewest(folder):
+    async with open_fake_fleet(folder, "far") as fleet:
+        await fleet.add("near", host="h7", backends={"http://h7:1": 1.0, "http://h7:2": 1.0})
+        await fleet.add("lost", host="h8", backends={"http://h7:3": 2.0, "http://h8:1": 1.0})
+        async with connect(fleet=folder) as client:
+            await fleet["lost"].kill()
+            await until(moved(fleet, "http://h7:3", to="near"))
+            await until(moved(fleet, "http://h8:1", to="far"))
+            listed = {each["url"]: each for each in (await client.list_backends()).pool["backends"]}
+            assert listed["http://h7:3"]["weight"] == 2.0
+
+
+async def test_a_backend_that_was_added_goes_on_with_another_node_when_its_own_is_lost(folder):
+    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+        await client.add_backend("http://more:1", weight=3.0)
+        assert fleet.owners()["a"] == ["http://a:8000", "http://more:1"]
+        await fleet["a"].kill()
+        await until(moved(fleet, "http://more:1", to="b"))
+        assert fleet["b"].node.listed("http://more:1").weight == 3.0
+
+
+async def test_each_engine_has_one_owner_again_when_its_node_is_back(folder):
+    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+        await update(client, "2")
+        await fleet["a"].kill()
+        await until(moved(fleet, "http://a:8000", to="b"))
+        await update(client, "3")
+        assert fleet.engines["http://a:8000"].weights == "/weights/3"
+        await fleet.restart("a")
+        await until(lambda: fleet.owners() == {"a": ["http://a:8000"], "b": ["http://b:8000"]})
+        await update(client, "4")
+        assert {each.label for each in fleet.engines.values()} == {"4"}
+
+
+async def test_an_engine_stays_with_the_other_node_until_its_own_has_the_fleets_policy(folder, caplog):
+    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+        await update(client, "2")
+        await fleet["a"].kill()
+        await until(moved(fleet, "http://a:8000", to="b"))
+        fleet.engines["http://a:8000"].label = "0"  # started again, too
+        await fleet.restart("a")
+        await until(lambda: "node a gets no jobs" in caplog.text)
+        assert "http://a:8000" in fleet.owners()["b"]
+        await update(client, "3")
+        await until(lambda: fleet.owners()["b"] == ["http://b:8000"])
+
+
+async def test_an_engine_that_is_away_is_given_to_another_node_when_it_is_back(folder, caplog):
+    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder):
+        fleet.engines["http://a:8000"].broken.add("probe")
+        await fleet["a"].kill()
+        await until(lambda: "out of order" in caplog.text)
+        fleet.engines["http://a:8000"].broken.clear()
+        await until(moved(fleet, "http://a:8000", to="b"))
+
+
+async def test_an_engine_that_missed_an_update_serves_no_older_policy(folder, caplog):
+    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+        await update(client, "2")
+        fleet.engines["http://a:8000"].broken.add("probe")
+        await fleet["a"].kill()
+        await until(lambda: "out of order" in caplog.text)
+        await update(client, "3")
+        fleet.engines["http://a:8000"].broken.clear()
+        await until(lambda: "load it there, then add them" in caplog.text)
+        assert fleet.owners()["b"] == ["http://b:8000"]
+
+
+async def test_an_engine_that_says_it_has_other_weights_is_not_taken_over(folder, caplog):
+    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+        await update(client, "2")
+        fleet.engines["http://a:8000"].label = "1"
+        await fleet["a"].kill()
+        await until(lambda: "its weights are of version 1, and not 2" in caplog.text)
+        assert fleet.owners()["b"] == ["http://b:8000"]
+
+
+async def test_an_engine_whose_node_was_lost_in_an_update_is_not_taken_over(folder, caplog):
+    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+
+        async def update_and_lose():
+            async with client.policy_update("2") as change:
+                await fleet["a"].kill()
+                await until(lambda: client.node_id == "b")
+                await change.load_folder("/weights/2", check="none")
+
+        with pytest.raises(ConnectionLost):
+            await update_and_lose()
+        await until(lambda: "load it there, then add them" in caplog.text)
+        assert fleet.owners()["b"] == ["http://b:8000"]
+
+
+async def test_what_was_drained_or_removed_stays_out_when_its_node_is_lost(folder):
+    async with open_fake_fleet(folder, "b") as fleet:
+        await fleet.add("a", backends={f"http://a:{port}": 1.0 for port in (1, 2, 3)})
+        async with connect(fleet=folder) as client:
+            await client.drain_backend("http://a:1")
+            await client.remove_backend("http://a:2")
+            await fleet["a"].kill()
+            await until(moved(fleet, "http://a:3", to="b"))
+            assert fleet.owners()["b"] == ["http://a:3", "http://b:8000"]

@@ -1,0 +1,184 @@
+"""A fleet has one order of policy updates: on all nodes or none; who has an older one gets no jobs."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from prorl_trio.client import ConnectionLost, PolicyUndecided, PolicyUpdateFailed, connect
+from prorl_trio.client.fleet import opening, policy, roster
+from support.fake_fleet import open_fake_fleet
+from support.fake_node import make_spec
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(roster, "WATCH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(roster, "RETRY_S", 0.05)
+    monkeypatch.setattr(policy, "RETRY_S", 0.05)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "f"
+
+
+def specs_of(count):
+    return [make_spec(f"job-{n}") for n in range(count)]
+
+
+async def until(condition):
+    await trio.lowlevel.checkpoint()
+    while not condition():  # noqa: ASYNC110 - threads on the disk are the other side
+        await trio.sleep(0.01)
+
+
+async def update(client, version):
+    async with client.policy_update(version) as change:
+        await change.load_folder(f"/weights/{version}", check="none")
+
+
+def versions(fleet):
+    """The policy version of each node's own backends."""
+    return {
+        node_id: {each.policy_version for each in member.node.backends.list()}
+        for node_id, member in fleet.nodes.items()
+    }
+
+
+async def behind(client):
+    nodes = (await client.status())["fleet"]["nodes"]
+    return {node_id: shown["behind"] for node_id, shown in nodes.items()}
+
+
+@pytest.mark.parametrize(("older", "newer"), [("1", "2"), ("blue", "amber")])
+async def test_a_node_that_missed_an_update_gets_no_jobs_of_a_client_that_is_opened_later(folder, older, newer):
+    async with open_fake_fleet(folder, "a", "b") as fleet:
+        async with connect(fleet=folder) as client:
+            await update(client, older)
+            await fleet["b"].cut()
+            await fleet["b"].leave()
+            await until(lambda: client.node_id == "a")
+            await update(client, newer)
+        await fleet["b"].start()
+        assert versions(fleet) == {"a": {newer}, "b": {older}}
+        async with connect(fleet=folder) as client:
+            assert "policy versions" in (await behind(client))["b"]
+            await client.submit(specs_of(4))
+            assert {node_id: len(live) for node_id, live in fleet.where().items()} == {"a": 4, "b": 0}
+            await update(client, "3")
+            assert await behind(client) == {"a": "", "b": ""}
+
+
+async def test_a_node_with_a_later_policy_that_is_found_later_makes_the_others_wait(folder):
+    async with open_fake_fleet(folder, "a", "b") as fleet:
+        async with connect(fleet=folder) as client:
+            await fleet["b"].leave()
+            await until(lambda: client.node_id == "a")
+            await update(client, "7")
+            await fleet["a"].leave()
+            await fleet["b"].start()
+        async with connect(fleet=folder) as client:
+            assert await behind(client) == {"b": ""}
+            await fleet["a"].start()
+            await until(lambda: client.node_id == "a,b")
+            while (await behind(client))["a"]:
+                await trio.sleep(0.01)
+            await client.submit(specs_of(4))
+            assert {node_id: len(live) for node_id, live in fleet.where().items()} == {"a": 4, "b": 0}
+
+
+async def test_versions_whose_order_nobody_knows_refuse_jobs_until_an_update(folder, monkeypatch):
+    ask = policy.FleetPolicy._ask
+
+    async def ask_late(self):
+        for _ in range(2000):  # a submission that did not wait for it would be over
+            await trio.lowlevel.checkpoint()
+        return await ask(self)
+
+    monkeypatch.setattr(policy.FleetPolicy, "_ask", ask_late)
+    monkeypatch.setattr(opening, "POLL_S", 0.0)
+    async with open_fake_fleet(folder, "a", "b") as fleet:
+        await fleet["a"].node.backends.resume("green")
+        await fleet["b"].node.backends.resume("blue")
+        async with connect(fleet=folder) as client:
+            with pytest.raises(PolicyUndecided, match=r"blue: b; green: a.*policy_update"):
+                await client.submit(specs_of(4), patience_s=0)
+            await update(client, "red")
+            await client.submit(specs_of(4))
+            assert {node_id: len(live) for node_id, live in fleet.where().items()} == {"a": 2, "b": 2}
+
+
+async def test_versions_whose_order_nobody_knows_are_settled_by_the_end_of_a_node(folder):
+    async with open_fake_fleet(folder, "a", "b") as fleet:
+        await fleet["a"].node.backends.resume("green")
+        await fleet["b"].node.backends.resume("blue")
+        async with connect(fleet=folder) as client:
+            await fleet["b"].leave()
+            while (await behind(client)) != {"a": ""}:
+                await trio.sleep(0.01)
+            await client.submit(specs_of(4))
+            assert len(fleet["a"].node.live) == 4
+
+
+async def test_an_engine_that_fails_on_one_node_leaves_all_nodes_at_the_version_before(folder):
+    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+        await update(client, "1")
+        engine = fleet.engines["http://b:8000"]
+        engine.broken.add("load /weights/2")
+        with pytest.raises(PolicyUpdateFailed, match="http://b:8000"):
+            await update(client, "2")
+        assert versions(fleet) == {"a": {"1"}, "b": {"1"}}
+        assert {each.weights for each in fleet.engines.values()} == {"/weights/1"}
+        assert not any(member.node.backends.admission.closed for member in fleet.nodes.values())
+        assert await behind(client) == {"a": "", "b": ""}
+        engine.broken.clear()
+        await update(client, "2")
+        assert versions(fleet) == {"a": {"2"}, "b": {"2"}}
+
+
+async def test_a_node_that_is_lost_between_pause_and_resume_leaves_the_others_at_the_version_before(folder):
+    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+        await update(client, "1")
+
+        async def update_and_lose():
+            async with client.policy_update("2") as change:
+                await fleet["b"].kill()
+                await until(lambda: client.node_id == "a")
+                await change.load_folder("/weights/2", check="none")
+
+        with pytest.raises(ConnectionLost):
+            await update_and_lose()
+        assert versions(fleet)["a"] == {"1"}
+        assert fleet.engines["http://a:8000"].weights == "/weights/1"
+        assert not fleet["a"].node.backends.admission.closed
+        await client.submit(specs_of(2))
+        assert len(fleet["a"].node.live) == 2
+
+
+async def test_a_node_that_is_lost_at_the_resume_is_behind_when_it_is_back(folder, monkeypatch):
+    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+        await update(client, "1")
+        b = fleet["b"].node.backends
+        asked = trio.Event()
+
+        async def hang(*_):
+            asked.set()
+            await trio.sleep_forever()
+
+        monkeypatch.setattr(b, "resume", hang)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(update, client, "2")
+            await asked.wait()
+            await fleet["b"].kill()
+        monkeypatch.undo()
+        assert versions(fleet) == {"a": {"2"}, "b": {"1"}}
+        await fleet["b"].start()
+        await b.resume(None, b.statistics()["updating"])  # its lease runs out
+        await until(lambda: client.node_id == "a,b")
+        while "policy versions" not in (await behind(client))["b"]:
+            await trio.sleep(0.01)
+        await client.submit(specs_of(4))
+        assert len(fleet["a"].node.live) == 4
