@@ -36,7 +36,7 @@ class _Placed(NamedTuple):
 
 
 class BackendOwners:
-    """Which node has which backend, as far as this client has seen to it.
+    """The nodes that have the backends, as far as this client has seen to it.
 
     A backend goes to a node on its own host if there is one, of several candidates to that with the fewest. Those of a
     lost node, by its configuration or because this client added them there, go to others in the same way, as long as

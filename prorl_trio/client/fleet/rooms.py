@@ -22,7 +22,7 @@ more than all else that it does."""
 
 
 class _Report:
-    """What a node said, and jobs that it was `given` since. Each outcome that came from it since has made room."""
+    """The answer of a node, and the number of jobs that it was `given` since. Each outcome that came from it since has made room."""
 
     def __init__(self, member: Member, room: NodeRoom, *, is_ready: bool) -> None:
         self.is_ready = is_ready
@@ -38,7 +38,7 @@ class _Report:
 
 
 class Rooms:
-    """What is known of the room of the nodes that take jobs of ours. Admission decides, whatever is thought here."""
+    """The room, as far as it is known, of the nodes that take jobs of ours. Admission decides, whatever is thought here."""
 
     def __init__(self, state: FleetState) -> None:
         self._state = state
