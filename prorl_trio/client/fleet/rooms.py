@@ -22,7 +22,10 @@ more than all else that it does."""
 
 
 class _Report:
-    """The answer of a node, and the number of jobs that it was `given` since. Each outcome that came from it since has made room."""
+    """The answer of a node, and the number of jobs that it was `given` since.
+
+    Each outcome that came from it since has made room.
+    """
 
     def __init__(self, member: Member, room: NodeRoom, *, is_ready: bool) -> None:
         self.is_ready = is_ready
