@@ -41,7 +41,7 @@ class _Report:
 
 
 class Rooms:
-    """The room, as far as it is known, of the nodes that take jobs of ours. Admission decides, whatever is thought here."""
+    """The known room of the nodes that take jobs of ours. Admission decides, whatever is thought here."""
 
     def __init__(self, state: FleetState) -> None:
         self._state = state
