@@ -35,19 +35,19 @@ class Fleet:
         env = {**os.environ, "PRORL_TOKEN": TOKEN}
         return partial(trio.run_process, argv, env=env, check=False, **options)
 
-    async def up(self):
+    async def up(self, nodes=2):
         process = await self._nursery.start(
             self._run(
                 "up",
                 "--config",
                 str(self._config_file),
                 "--nodes",
-                "2",
+                str(nodes),
                 stdout=subprocess.PIPE,
                 deliver_cancel=terminate,
             )
         )
-        assert b"READY 2 nodes" in await process.stdout.receive_some()
+        assert b"READY %d node" % nodes in await process.stdout.receive_some()
         return process
 
     async def done(self, *arguments):
@@ -64,7 +64,7 @@ class Fleet:
 
 
 @asynccontextmanager
-async def open_fleet(tmp_path):
+async def open_fleets(tmp_path, *names):
     tiny = make_tiny_model(tmp_path / "model")
     answer = tiny.turn(r"\boxed{42}")
     says = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=4000)
@@ -82,7 +82,7 @@ async def open_fleet(tmp_path):
             "arena": {"enabled": False},
         }
         (tmp_path / "node.toml").write_bytes(msgspec.toml.encode(config))
-        yield Fleet(tmp_path / "fleet", tmp_path / "node.toml", nursery)
+        yield [Fleet(tmp_path / name, tmp_path / "node.toml", nursery) for name in names]
         nursery.cancel_scope.cancel()
 
 
@@ -102,7 +102,7 @@ async def outcomes_of(fleet, step):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_a_fleet_on_one_machine_is_started_used_ended_started_again_and_killed(tmp_path):
-    async with open_fleet(tmp_path) as fleet:
+    async with open_fleets(tmp_path, "fleet") as (fleet,):
         process = await fleet.up()
         assert await fleet.lives() == ["live", "live"]
         await outcomes_of(fleet, "first")
@@ -122,3 +122,19 @@ async def test_a_fleet_on_one_machine_is_started_used_ended_started_again_and_ki
         process.kill()
         while not all(map(has_ended, processes)):
             await trio.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_two_fleets_of_one_user_on_one_machine_leave_each_other_alone(tmp_path):
+    async with open_fleets(tmp_path, "one", "two") as (one, two):
+        processes = [await one.up(nodes=1), await two.up(nodes=1)]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(outcomes_of, one, "both")
+            nursery.start_soon(outcomes_of, two, "both")
+        assert await one.done("down", "--drain-s", "30") == (0, "")
+        assert await processes[0].wait() == 0
+        assert await two.lives() == ["live"]
+        await outcomes_of(two, "alone")
+        assert await two.done("down", "--drain-s", "30") == (0, "")
+        assert await processes[1].wait() == 0
