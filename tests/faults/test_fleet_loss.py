@@ -302,6 +302,7 @@ async def test_jobs_of_an_earlier_client_on_a_lost_node_are_named(folder):
             assert raised.value.job_ids == lost
             answers = await client.submit([make_spec(job_id) for job_id in lost])
             assert all(isinstance(answer, Accepted) for answer in answers)
+            assert {fleet["b"].node.attempts[job_id] for job_id in lost} == {2}
             finish_all(fleet, "b")
             assert ids(await take(client)) == lost
 

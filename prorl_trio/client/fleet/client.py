@@ -103,6 +103,7 @@ class FleetClient(RolloutClient):
         arrived = await super().next_outstanding(cursor)
         if arrived is None and self._state.orphans:
             orphans, self._state.orphans = self._state.orphans, {}
+            self._state.named |= orphans.keys()
             nodes = ", ".join(sorted(set(orphans.values())))
             raise SessionLost(
                 f"{len(orphans)} jobs that an earlier client submitted were on lost nodes ({nodes}); submit them again",

@@ -82,6 +82,7 @@ class FleetState(ClientState):
         members: the nodes with a session, by id.
         moving: jobs of lost nodes that wait for another one, or for the return of theirs.
         orphans: jobs of an earlier client, on a lost node: their specs are not known here.
+        named: orphans that the trainer was told of, to submit them again.
         left: such jobs while the next start of their node is waited for, and that node, by id.
         on_settled: called with the ids of moved jobs that were acknowledged, before their nodes hear of it.
         on_double: called with a node and a job that runs there, and of which another node had an outcome.
@@ -92,6 +93,7 @@ class FleetState(ClientState):
         self.book = Book()
         self.members: dict[str, Member] = {}
         self.orphans: dict[str, str] = {}
+        self.named: set[str] = set()
         self.left: dict[str, str] = {}
         self.on_settled: Callable[[list[str]], None] = lambda _job_ids: None
         self.on_double: Callable[[str, str], None] = lambda _node_id, _job_id: None
@@ -179,6 +181,7 @@ class FleetState(ClientState):
         cursor = self.inbox.received + 1
         self.inbox.put(msgspec.structs.replace(frame, cursor=cursor))
         self.orphans.pop(frame.job_id, None)
+        self.named.discard(frame.job_id)
         self.left.pop(frame.job_id, None)
         if frame.job_id in self.book.moved:
             self._moved_here[cursor] = frame.job_id

@@ -320,7 +320,8 @@ class Submission:
 
     def _attempt(self, job_id: str) -> int:
         """Return the number of the next attempt of a job that this client has not heard of."""
-        return 2 if job_id in self._state.orphans or job_id in self._state.left else 1
+        state = self._state
+        return 2 if job_id in state.orphans or job_id in state.named or job_id in state.left else 1
 
     def _is_nowhere(self, job: FleetJob) -> bool:
         return self._state.book.jobs.get(job.spec.job_id) is job and not job.node_id
