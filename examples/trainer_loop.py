@@ -73,7 +73,7 @@ async def main(folder: Path) -> None:
             sys.stdout.write(f"step {step}: {said}\n")
             # The engines pause, load the folder and go on. An error in the block leaves the old version everywhere.
             async with client.policy_update(str(step)) as update:
-                await update.load_folder(folder)
+                await update.load_folder(folder, check="none")  # real weights are compared with the engines' model
             await groups.advance(str(step))
 
 

@@ -14,6 +14,7 @@ import trio
 from prorl_trio.client.task_sets import load_task_set
 from support.atropos import AtroposTrainer, atropos_python, open_atropos
 from support.quick_node import open_quick_node
+from support.tiny_weights import make_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "any-trainer.md").read_text()
 LOOP, ATROPOS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -41,8 +42,8 @@ async def test_a_loop_of_ones_own(tmp_path):
     assert len(code) <= LINES
     with trio.fail_after(100):
         async with open_quick_node() as node:
-            env = {"PRORL_URL": node.url, "PRORL_TOKEN": node.token, "WEIGHTS": str(tmp_path)}
-            (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+            folders = {name: str(make_model(tmp_path / name)) for name in ("MODEL", "WEIGHTS")}
+            env = {"PRORL_URL": node.url, "PRORL_TOKEN": node.token, **folders}
             first, second = await run(LOOP, tmp_path, **env)
     assert re.fullmatch(r"step 1: 12 rollouts, reward 0\.\d+, loss -?[\d.]+", first)
     assert second.startswith("step 2: 12 rollouts, reward 0.")
