@@ -84,7 +84,9 @@ def main(control_fd: int, begun_fd: int) -> NoReturn:
     os.set_inheritable(begun_fd, False)
     try:
         _serve(control, begun_fd, KernelProcess(control.close, partial(os.close, begun_fd)))
-    except MemoryError:  # in our own code: the cell's variables, or its threads, have taken all there is
+    except (MemoryError, SystemError):
+        # In our own code: the cell's variables, or its threads, have taken all there is. Python raises SystemError
+        # where it had no memory to say how it failed.
         os._exit(NO_MEMORY_EXIT)
     os._exit(0)
 

@@ -40,6 +40,17 @@ async def test_a_kernel_that_had_no_memory_left_between_two_cells_is_named_by_th
     assert (await cell(sandbox, "1")).breach == ""
 
 
+@pytest.mark.parametrize("error", ["MemoryError()", "SystemError('error return without exception set')"])
+async def test_a_lack_of_memory_outside_of_the_users_code_is_named_however_python_says_it(sandbox, tmp_path, error):
+    left = tmp_path / "left"
+    lacking = f"def run(*_, **_options):\n    raise {error}\ntype(get_ipython()).run = run\n"
+    await cell(sandbox, f"import atexit, pathlib\natexit.register(pathlib.Path({str(left)!r}).touch)\n{lacking}")
+    lost = await cell(sandbox, "1")
+    assert (lost.error.name, lost.restarted) == ("MemoryError", True)
+    assert "the kernel had no memory left" in lost.error.value
+    assert not left.exists(), "no code of the user's runs at the end"
+
+
 async def test_the_systems_number_of_an_error_is_told_whatever_its_class_makes_of_it(sandbox):
     await cell(sandbox, "class Own(OSError):\n    errno = property(lambda self: 1 / 0)")
     expected = {
