@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -78,16 +79,16 @@ def find_ports(folder: Path, machines: Sequence[str], timeout_s: float) -> dict[
     """
     deadline_s = time.monotonic() + timeout_s
     found: dict[str, EnginePort] = {}
-    while lacking := [machine for machine in machines if machine not in found]:
-        for machine in lacking:
-            try:
+    while True:
+        for machine in machines:
+            with suppress(FileNotFoundError):
                 found[machine] = msgspec.json.decode((folder / machine).read_bytes(), type=EnginePort)
-            except FileNotFoundError:
-                continue
-        if len(found) < len(machines) and time.monotonic() > deadline_s:
+        lacking = [machine for machine in machines if machine not in found]
+        if not lacking:
+            return found
+        if time.monotonic() > deadline_s:
             raise ConfigError(f"after {timeout_s:g} s no engine has begun on {', '.join(lacking)}; see the job's log")
-        time.sleep(_POLL_S if len(found) < len(machines) else 0)  # others write, on a shared disk that tells nobody
-    return found
+        time.sleep(_POLL_S)  # others write, on a shared disk that tells nobody
 
 
 def _take(port: int) -> socket.socket | None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import socket
 
 import pytest
-import trio
 
 from prorl_trio.client import ConnectionLost, connect
 from prorl_trio.client.fleet import owners, roster
 from prorl_trio.rendezvous.entry import SlurmStep
-from support.fake_fleet import open_fake_fleet
+from support.fake_fleet import open_fake_fleet, until, update
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -26,18 +25,6 @@ def quick(monkeypatch):
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "f"
-
-
-async def until(condition):
-    """Return when it holds; the fleet's own time limit is around this."""
-    await trio.lowlevel.checkpoint()
-    while not condition():  # noqa: ASYNC110 - threads on the disk are the other side
-        await trio.sleep(0.01)
-
-
-async def update(client, version):
-    async with client.policy_update(version) as change:
-        await change.load_folder(f"/weights/{version}", check="none")
 
 
 def moved(fleet, url, *, to):

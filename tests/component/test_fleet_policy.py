@@ -7,7 +7,7 @@ import trio
 
 from prorl_trio.client import ConnectionLost, PolicyUndecided, PolicyUpdateFailed, connect
 from prorl_trio.client.fleet import opening, policy, roster
-from support.fake_fleet import open_fake_fleet
+from support.fake_fleet import open_fake_fleet, until, update
 from support.fake_node import make_spec
 
 pytestmark = pytest.mark.timeout(120)
@@ -27,17 +27,6 @@ def folder(tmp_path):
 
 def specs_of(count):
     return [make_spec(f"job-{n}") for n in range(count)]
-
-
-async def until(condition):
-    await trio.lowlevel.checkpoint()
-    while not condition():  # noqa: ASYNC110 - threads on the disk are the other side
-        await trio.sleep(0.01)
-
-
-async def update(client, version):
-    async with client.policy_update(version) as change:
-        await change.load_folder(f"/weights/{version}", check="none")
 
 
 def versions(fleet):

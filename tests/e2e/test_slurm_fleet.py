@@ -170,7 +170,7 @@ async def test_two_fleets_of_one_user_on_one_machine_do_not_touch_each_others_th
 
 
 async def test_an_engine_does_not_take_the_port_of_another_fleets(fleets):
-    """Where both are told the same port, the second fleet's node says so, and does not use the first one's engine."""
+    """Tell both the same port: the second fleet's node says so, and does not use the first one's engine."""
     require_names(fleets[0].slurm)
     in_thread = trio.to_thread.run_sync
     for fleet in fleets:

@@ -55,7 +55,7 @@ class Held:
     def __init__(self, near, engine, client):
         self.near, self.engine, self.client = near, engine, client
         self.clean = None
-        """What `serve_node` returned."""
+        """The answer of `serve_node`."""
 
     async def draining(self):
         while not (await self.client.status())["draining"]:

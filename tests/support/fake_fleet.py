@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
+    from prorl_trio.client import RolloutClient
     from prorl_trio.types.models import JobSpec, Outcome
     from support.fake_node import PretendedEngine
     from support.fake_service import Service
 
-__all__ = ["BEAT_S", "FakeFleet", "FleetNode", "entry_of", "fake_fleet_in_thread", "open_fake_fleet"]
+__all__ = ["BEAT_S", "FakeFleet", "FleetNode", "entry_of", "fake_fleet_in_thread", "open_fake_fleet", "until", "update"]
 
 BEAT_S = 0.05
 PATIENT_S = 30.0
@@ -182,6 +183,19 @@ async def open_fake_fleet(
                 await fleet.add(name, on_submit)
             yield fleet
             nursery.cancel_scope.cancel()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Return when it holds. The fleet's own time limit is around this."""
+    await trio.lowlevel.checkpoint()
+    while not condition():  # noqa: ASYNC110 - threads on the disk are the other side
+        await trio.sleep(0.01)
+
+
+async def update(client: RolloutClient, version: str) -> None:
+    """Update the policy of the whole fleet, by weights that nobody looks at."""
+    async with client.policy_update(version) as change:
+        await change.load_folder(f"/weights/{version}", check="none")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MEMORY = Path("/dev/shm")
 OURS = "prorl-"
-"""What names of our folders have in them."""
+"""A part of the names of all our folders."""
 SLURM = ("slurmd", "slurmstepd", "munged")
 
 

@@ -1,4 +1,4 @@
-"""What a trainer of TRL is told, without TRL."""
+"""The arguments of a trainer of TRL's, without TRL."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What sbatch would do with a fleet's options, against what was asked for."""
+"""Options that sbatch would carry out otherwise than a fleet's user has asked for."""
 
 from __future__ import annotations
 
