@@ -124,12 +124,16 @@ class TestRealVllm(EngineContract):
 
         question = {"role": "user", "content": "What is the capital of France?"}
         prompt = await render(question, generation_prompt=True)
+        # How this small model answers a question is a matter of its processor's rounding; what it repeats is not.
+        repeat = {"role": "user", "content": "Repeat: red green blue yellow"}
+        repeated = {"role": "assistant", "content": "red green blue yellow"}
         answered = await render(question, {"role": "assistant", "content": "X"}, generation_prompt=False)
         assert answered[: len(prompt)] == prompt
         end_of_turn_id = answered[len(prompt) + 1]  # after the one token of "X"
         yield EngineUnderTest(
             client=client,
             prompt_token_ids=prompt,
+            certain_prompt_token_ids=await render(repeat, repeated, repeat, generation_prompt=True),
             end_of_turn_id=end_of_turn_id,
             wait_running=wait_running,
             count_finished=count_finished,
