@@ -6,10 +6,12 @@ shims let them do it without a GPU: `support.trl_on_cpu`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import re
+from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from support.killable import TOKEN, Killable
 from support.skips import because
+from support.talk_node import ANSWER, LOST
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -82,11 +85,44 @@ class Policy:
         return ids, [-self._random.random() for _ in ids]
 
 
+class TalkPolicy:
+    """A made-up policy of the node of talks: it thinks, and then is right, wrong, lost, and right again, in turn.
+
+    Attributes:
+        completions: what was sampled, with what came before it.
+    """
+
+    def __init__(self, tiny):
+        self._tiny = tiny
+        self._random = random.Random(3)
+        self._ends = itertools.cycle(["right", "wrong", LOST, "right"])
+        self.completions = set()
+
+    def __call__(self, prompt):
+        text = self._tiny.decode(prompt)
+        text = self._answer(text) if "Go on" in text or "In short" in text else f"Hm, {self._random.randrange(10**9)}."
+        ids = self._tiny.turn(text)
+        logprobs = [-self._random.random() for _ in ids]
+        self.completions.add(key((np.array(prompt), np.array(ids), np.array(logprobs))))
+        return ids, logprobs, "stop"
+
+    def _answer(self, text):
+        end = next(self._ends)
+        product = 7 * int(re.findall(r"(\d+) \* 7\?", text)[-1])
+        return ANSWER + {"right": str(product), "wrong": str(product + 1)}.get(end, end)
+
+    def has_sampled(self, row):
+        """Whether all that a row is trained on was sampled, after what is before it there."""
+        ids, mask, logprobs = row
+        bounds = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]))).reshape(-1, 2)
+        return all(key((ids[:a], ids[a:b], logprobs[a:b])) in self.completions for a, b in bounds.tolist())
+
+
 class Rig:
     """A node, its engine, and the programs of a trainer, in a folder."""
 
-    def __init__(self, folder, node, policy, engine):
-        self._folder, self.node, self.policy, self.engine = folder, node, policy, engine
+    def __init__(self, folder, node, policy, engine, tiny):
+        self._folder, self.node, self.policy, self.engine, self._tiny = folder, node, policy, engine, tiny
         self._url = ""
 
     async def serve(self):
@@ -94,6 +130,7 @@ class Rig:
 
     async def train(self, trainer, **run):
         """Run the program; return what it wrote to `log.json`."""
+        run = {"changes": {}} | run
         run |= {"trainer": trainer, "model": str(self._folder / "model"), "url": self._url, "token": TOKEN}
         (self._folder / "run.json").write_text(json.dumps(run))
         paths = os.pathsep.join([str(checkout_dir()), str(checkout_dir() / "tests")])
@@ -123,6 +160,14 @@ class Rig:
             names = ("ids", "mask", "logprobs")
             return [tuple(saved[f"{name}-{n}"] for name in names) for n in range(len(advantages))], advantages
 
+    def decode(self, ids):
+        return self._tiny.decode(ids.tolist())
+
+    def is_right(self, text):
+        """Whether a row of a talk ends with the answer to its question."""
+        number, said = re.findall(r"(\d+) \* 7\?", text), re.findall(rf"{ANSWER}(\d+)", text)
+        return bool(said) and int(said[-1]) == 7 * int(number[-1])
+
     async def kill_in_the_middle(self):
         await self.policy.answered.wait()
         await self.node.kill()
@@ -130,12 +175,12 @@ class Rig:
 
 
 @asynccontextmanager
-async def open_rig(folder):
+async def open_rig(folder, make_policy=Policy, module=("prorl_trio.cli", "serve", "--config")):
     if not trainer_python("train", "cpu").exists():
         pytest.skip(because("the trainers' environment is not set up", "make trainers"))
     tiny = make_tiny_model(folder / "model")
     (folder / "model" / "config.json").write_text(json.dumps(LLAMA))
-    policy = Policy(tiny)
+    policy = make_policy(tiny)
     engine_config = FakeEngineConfig(
         model=str(folder / "model"),
         vocab_size=259,
@@ -150,7 +195,12 @@ async def open_rig(folder):
     ):
         config = {
             "model": {"path": str(folder / "model")},
-            "listen": {"port": 0, "endpoint_file": str(folder / "endpoint.json"), "unix_socket": ""},
+            "listen": {
+                "port": 0,
+                "endpoint_file": str(folder / "endpoint.json"),
+                "token": TOKEN,
+                "unix_socket": "",
+            },
             "ledger": {"dir": str(folder / "ledger"), "log_bytes": MIB, "reserve_bytes": MIB, "max_bytes": 64 * MIB},
             "backends": {"urls": [engine.url], "required": True},
             "sandbox": {"provider": "process"},
@@ -158,11 +208,18 @@ async def open_rig(folder):
         }
         with (folder / "node.log").open("ab") as log:
             try:
-                rig = Rig(folder, Killable(folder, config, nursery, log), policy, engine)
+                rig = Rig(folder, Killable(folder, config, nursery, log, module), policy, engine, tiny)
                 await rig.serve()
                 yield rig
             finally:
                 nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_talk(folder):
+    """Open a rig whose node has no sandboxes: its tasks say what befalls their rollouts (`support.talk_node`)."""
+    async with open_rig(folder, TalkPolicy, ("support.talk_node",)) as rig:
+        yield rig
 
 
 def key(row):
@@ -189,6 +246,64 @@ async def test_steps_on_exactly_what_was_sampled_over_a_kill_of_the_node(tmp_pat
         assert not any("sample/dropped_stale_total" in entry for entry in log["history"])
         # every step's weights went to the engine, before the rollouts that were sampled by them
         assert int(rig.engine.weight_version) >= 3
+
+
+async def test_rollouts_without_a_reward_are_left_out_of_their_groups_baseline(tmp_path):
+    """One in four is lost after its last token; each third task has no token either, in all of its group."""
+    async with open_talk(tmp_path) as rig:
+        changes = {
+            'handler="math"': 'handler="talk"',
+            '"answer": row["answer"]}': '"answer": row["answer"], "silent": int(row["answer"]) % 3 == 0}',
+            "TaskLookup(dataset, instance_of)": "TaskLookup(dataset, instance_of), max_tries=1",
+        }
+        log = await rig.train("grpo", steps=4, changes=changes)
+        assert log["steps"] == 4
+        rows, advantages = rig.rows()
+        texts = [rig.decode(ids) for ids, _, _ in rows]
+        silent = np.array([ANSWER not in text for text in texts])
+        lost = np.array([ANSWER + LOST in text for text in texts])
+        right = np.array([rig.is_right(text) for text in texts])
+        assert silent.sum() % 4 == 0, "groups of four"
+        assert min(silent.sum(), lost.sum(), (right & ~lost).sum()) > 0
+        assert [not mask.any() for _, mask, _ in rows] == silent.tolist()
+        assert not advantages[silent | lost].any(), "what has no reward teaches nothing"
+        groups = {(n // 8, *re.findall(r"\d+ \* 7\?", texts[n])) for n in np.flatnonzero(~silent)}
+        for step, question in groups:
+            group = [n for n in range(8 * step, 8 * step + 8) if question in texts[n]]
+            scored = [n for n in group if not lost[n]]
+            rewards = right[scored].astype(float)
+            expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+            assert len(group) == 4
+            assert np.allclose(advantages[scored], expected, atol=1e-4), "others' baseline is of the scored alone"
+        assert all(rig.policy.has_sampled(row) for row in rows)
+        assert all(np.isfinite(entry["loss"]) for entry in log["history"] if "loss" in entry)
+
+
+async def test_all_segments_of_a_rollout_are_trained_on_with_its_advantage(tmp_path):
+    async with open_talk(tmp_path) as rig:
+        changes = {
+            'handler="math"': 'handler="talk"',
+            '"answer": answer}': '"answer": answer, "compact": True}',
+            "tokenizer=tokenizer)": "tokenizer=tokenizer, rows_per_rollout=2)",
+        }
+        log = await rig.train("async", steps=3, changes=changes)
+        assert log["steps"] == 3
+        rows, advantages = rig.rows()
+        assert len({key(row) for row in rows}) == len(rows) >= 24
+        assert all(rig.policy.has_sampled(row) for row in rows)
+        for step in range(0, 24, 8):
+            texts = [rig.decode(ids) for ids, _, _ in rows[step : step + 8]]
+            of_step = {"Hm, ": [], ANSWER: []}
+            for text, advantage in zip(texts, advantages[step:], strict=False):
+                (said,) = (said for said in of_step if said in text)
+                assert rig.is_right(text) == (advantage > 0) or said != ANSWER
+                assert LOST not in text, "it was sampled again"
+                of_step[said].append(round(advantage, 5))
+            before, after = map(Counter, of_step.values())
+            assert before == after, "the segments of a rollout share its advantage"
+            assert before.total() == 4
+            assert len(before) == 2, "a group without information was trained on"
+        assert not any("sample/dropped_stale_total" in entry for entry in log["history"])
 
 
 async def test_what_cannot_be_trained_with_is_refused_before_a_rollout(tmp_path):

@@ -86,7 +86,7 @@ def watch_async(trained):
 
 
 def train(run, folder):
-    """Run a program of the guide with another model, fewer steps, and without a GPU."""
+    """Run a program of the guide with another model, fewer steps, what `run` changes, and without a GPU."""
     trained = Trained()
     {"grpo": watch_grpo, "async": watch_async}[run["trainer"]](trained)
     program = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[PROGRAMS[run["trainer"]]]
@@ -94,6 +94,7 @@ def train(run, folder):
         "/models/Qwen3-0.6B": run["model"],
         "max_steps=200": f"max_steps={run['steps']}",
         'report_to="none"': 'report_to="none", use_cpu=True',
+        **run["changes"],
     }
     for said, meant in changes.items():
         assert program.count(said) == 1

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
@@ -13,16 +14,28 @@ import pytest
 import trio
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Sequence
 
+TESTS = Path(__file__).parents[1]
 TOKEN = "a-token-for-tests-0123456789"
 
 
 class Killable:
-    """A node's process, which can be ended as by `kill -9` and started again, at the same port if that was noted."""
+    """A node's process, which can be ended as by `kill -9` and started again, at the same port if that was noted.
 
-    def __init__(self, folder: Path, config: dict[str, Any], nursery: trio.Nursery, log: IO[bytes]) -> None:
+    `module` is run with the path of the configuration as its last argument, and says READY.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        nursery: trio.Nursery,
+        log: IO[bytes],
+        module: Sequence[str] = ("prorl_trio.cli", "serve", "--config"),
+    ) -> None:
         self._file, self._config, self._nursery, self._log = folder / "node.toml", config, nursery, log
+        self._module = module
         self._process: trio.Process
 
     async def start(self, *, note_port: bool = True) -> str:
@@ -30,8 +43,8 @@ class Killable:
         self._file.write_bytes(msgspec.toml.encode(self._config))
         run = partial(
             trio.run_process,
-            [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(self._file)],
-            env={**os.environ, "PRORL_TOKEN": TOKEN},
+            [sys.executable, "-m", *self._module, str(self._file)],
+            env={**os.environ, "PRORL_TOKEN": TOKEN, "PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS)))},
             check=False,
             stdout=subprocess.PIPE,
             stderr=self._log,

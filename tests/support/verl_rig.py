@@ -77,7 +77,7 @@ class Rig:
     async def start(self):
         run = partial(
             trio.run_process,
-            [sys.executable, "-m", "support.verl_node", str(self.folder / "node.toml")],
+            [sys.executable, "-m", "support.talk_node", str(self.folder / "node.toml")],
             env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
             stdout=subprocess.PIPE,
             check=False,

@@ -1,4 +1,4 @@
-"""A node for verl's tests, in a process of its own that can be killed: `python -m support.verl_node NODE_TOML`.
+"""A node for trainers' tests, in a process of its own that can be killed: `python -m support.talk_node NODE_TOML`.
 
 Its handler `talk` needs no sandbox: the agent says what its engine's script says, and what it says last is the answer.
 The payload says in what way a rollout is special; see `Talk`.
@@ -22,6 +22,8 @@ from prorl_trio.types.errors import HandlerError
 from prorl_trio.types.models import ChatMessage
 
 ANSWER = "ANSWER "
+LOST = "lost"
+"""The answer that leaves a rollout without a reward."""
 
 
 class Style(AgentStyle):
@@ -35,7 +37,10 @@ class Style(AgentStyle):
 
 
 class Talk(AgentHandler):
-    """The payload: `question`, `answer`; `compact` begins a new segment with the second turn; `fails` has no reward."""
+    """The payload: `question`, `answer`; `compact` begins a new segment with the second turn.
+
+    `fails` has no reward, and `silent` has no token either.
+    """
 
     name = "talk"
 
@@ -47,6 +52,8 @@ class Talk(AgentHandler):
 
     async def run(self, context):
         payload = context.spec.instance.payload
+        if payload.get("silent"):
+            raise HandlerError("told to be silent")
         begin = [ChatMessage(role="system", content="Talk."), ChatMessage(role="user", content=payload["question"])]
         shorter = [ChatMessage(role="user", content=f"In short: {payload['question']}")]
 
@@ -61,7 +68,7 @@ class Talk(AgentHandler):
     async def eval(self, context):
         await trio.lowlevel.checkpoint()
         payload = context.spec.instance.payload
-        if payload.get("fails"):
+        if payload.get("fails") or context.answer == LOST:
             raise HandlerError("told to fail")
         return Evaluation(reward=float(context.answer == payload["answer"]), details={})
 
