@@ -195,7 +195,7 @@ def _figure(runs: Mapping[tuple[Work, int], FleetRun]) -> Lines:
 
 def _caption(costs: Costs, fleets: Sequence[FleetCost], runs: Mapping[tuple[Work, int], FleetRun]) -> list[str]:
     most = max(nodes for _, nodes in runs)
-    last, at_eight = runs["growing", most], runs["growing", min(most, PAPER_NODES)]
+    one, last, at_eight = (runs["growing", nodes] for nodes in (1, most, min(most, PAPER_NODES)))
     fixed = runs["fixed", min(most, PAPER_NODES)]
     return [
         f"Measured here, over {costs.jobs} rollouts: {1e3 * costs.client_s:.2f} ms of CPU of the client for a job, and "
@@ -212,8 +212,10 @@ def _caption(costs: Costs, fleets: Sequence[FleetCost], runs: Mapping[tuple[Work
         f"What differs: the paper's 8 nodes do 4.7 to 5.0 times the work of one, an efficiency of 59 to 63 %, with "
         "engines "
         f"that work. Here work that grows scales {at_eight.jobs_per_s / runs['growing', 1].jobs_per_s:.2f} times to "
-        f"{min(most, PAPER_NODES)} nodes, and at {most} the client is busy for {last.client_busy:.1%} of the time. A "
-        "fixed "
+        f"{min(most, PAPER_NODES)} nodes, and at {most} the client is busy for {last.client_busy:.1%} of the time. "
+        "What is lost is the end: the longest of more rollouts is longer, and all wait for it, so that of the workers' "
+        f"time {one.places_used:.0%} is used on one node and {last.places_used:.0%} on {most}. `perf.fleet` measures "
+        "without that tail. A fixed "
         f"batch scales {fixed.jobs_per_s / runs['fixed', 1].jobs_per_s:.2f} times, for {fixed.places_used:.0%} of the "
         "workers have a rollout on average: there are more places than rollouts, and the longest rollouts set the "
         "end. So a batch that does not grow is one reason for the paper's efficiency that no service can mend; "

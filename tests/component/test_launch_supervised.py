@@ -215,5 +215,5 @@ async def test_a_hanging_supervisor_is_an_error(log_file, monkeypatch, tmp_path)
     with trio.fail_after(TIMEOUT_S), pytest.raises(InternalError, match="has not started its command"):
         async with open_supervised(python(""), env={}, log_file=log_file, grace_s=GRACE_S):
             pytest.fail("started")
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-eww", "-o", "args"], capture_output=True, text=True, check=True).stdout
     assert str(stub) not in listed

@@ -89,7 +89,7 @@ class Interrupted:
         """Return the pids of the processes of a machine with all these words in their command lines."""
         network = self.slurm.networks()[node - 1].stat().st_ino
         pids = []
-        for line in self.slurm.said("ps", "-eo", "pid=,args=").splitlines():
+        for line in self.slurm.said("ps", "-eww", "-o", "pid=,args=").splitlines():
             pid = int(line.split()[0])
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 if all(word in line for word in words) and Path(f"/proc/{pid}/ns/net").stat().st_ino == network:
@@ -250,12 +250,12 @@ def named(value):
     return "-".join(end.__name__ for end in value) if isinstance(value, list) else None
 
 
-@pytest.mark.parametrize("seed", range(REPEATS))
 @pytest.mark.parametrize(
     ("ends", "jobs"),
     [(QUICK, QUICK_JOBS), *(pytest.param(ends, JOBS, marks=pytest.mark.soak) for ends in GROUPS)],
     ids=named,
 )
+@pytest.mark.parametrize("seed", range(REPEATS))
 async def test_each_job_has_one_outcome_whatever_befalls_its_fleet_and_nothing_is_left(fleet, ends, jobs, seed):
     it, in_thread = Interrupted(fleet, seed), trio.to_thread.run_sync
     options = ["--time=2"] if time_limit in ends else []

@@ -114,7 +114,7 @@ class Fleet:
 
     def pids(self, *words):
         """Pids of processes of this job with all these words in their command lines, by pid."""
-        lines = self.slurm.said("ps", "-eo", "pid=,args=").splitlines()
+        lines = self.slurm.said("ps", "-eww", "-o", "pid=,args=").splitlines()
         return [int(line.split()[0]) for line in lines if all(word in line for word in words)]
 
     def stepds(self):

@@ -48,7 +48,7 @@ class SlurmFleet:
             "model": {"path": str(self.model)},
             "backends": {"urls": list(urls), "health": {"interval_s": 1.0}},
             "fleet": {"heartbeat_interval_s": 1.0, "stale_after_s": stretched(stale_after_s)},
-            "stages": {"run_workers": 4},
+            "stages": {"run_workers": 4, "eval_workers": 1},
             "sandbox": {"max_warm": 0, "start_timeout_s": stretched(60.0)},
             "ledger": {"log_bytes": MIB, "reserve_bytes": MIB},
             "arena": {"enabled": False},
