@@ -112,7 +112,7 @@ class TalkPolicy:
         return ANSWER + {"right": str(product), "wrong": str(product + 1)}.get(end, end)
 
     def has_sampled(self, row):
-        """Whether all that a row is trained on was sampled, after what is before it there."""
+        """Tell if all that a row is trained on was sampled, after what is before it there."""
         ids, mask, logprobs = row
         bounds = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]))).reshape(-1, 2)
         return all(key((ids[:a], ids[a:b], logprobs[a:b])) in self.completions for a, b in bounds.tolist())
@@ -128,10 +128,15 @@ class Rig:
     async def serve(self):
         self._url = await self.node.start()
 
-    async def train(self, trainer, **run):
+    async def train(self, trainer, changes=(), **run):
         """Run the program; return what it wrote to `log.json`."""
-        run = {"changes": {}} | run
-        run |= {"trainer": trainer, "model": str(self._folder / "model"), "url": self._url, "token": TOKEN}
+        run |= {
+            "trainer": trainer,
+            "changes": dict(changes),
+            "model": str(self._folder / "model"),
+            "url": self._url,
+            "token": TOKEN,
+        }
         (self._folder / "run.json").write_text(json.dumps(run))
         paths = os.pathsep.join([str(checkout_dir()), str(checkout_dir() / "tests")])
         done = await trio.run_process(
@@ -164,7 +169,7 @@ class Rig:
         return self._tiny.decode(ids.tolist())
 
     def is_right(self, text):
-        """Whether a row of a talk ends with the answer to its question."""
+        """Tell if a row of a talk ends with the answer to its question."""
         number, said = re.findall(r"(\d+) \* 7\?", text), re.findall(rf"{ANSWER}(\d+)", text)
         return bool(said) and int(said[-1]) == 7 * int(number[-1])
 
@@ -249,7 +254,7 @@ async def test_steps_on_exactly_what_was_sampled_over_a_kill_of_the_node(tmp_pat
 
 
 async def test_rollouts_without_a_reward_are_left_out_of_their_groups_baseline(tmp_path):
-    """One in four is lost after its last token; each third task has no token either, in all of its group."""
+    """Lose every fourth after its last token; of each third task, no rollout has a token either."""
     async with open_talk(tmp_path) as rig:
         changes = {
             'handler="math"': 'handler="talk"',
