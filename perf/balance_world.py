@@ -26,7 +26,7 @@ from prorl_trio.types.errors import BackendError
 if TYPE_CHECKING:
     from prorl_trio.inference.engines.protocol import Completion, CompletionRequest
 
-__all__ = ["ENGINE", "ROOMY_KV_TOKENS", "Event", "Run", "Scenario", "simulate"]
+__all__ = ["ENGINE", "ENGINE_OF_TWO", "ROOMY_KV_TOKENS", "Event", "Run", "Scenario", "simulate"]
 
 ENGINE = EngineModel(
     max_batch=256,
@@ -37,6 +37,15 @@ ENGINE = EngineModel(
 )
 """About a 14B policy in bf16 on one GPU of 80 GB: 160 KB of cache a token in what the weights leave, 28 GFLOP a token
 of prompt at 40 % of the peak, and at most 16 full-speed completions' worth of memory bandwidth over long contexts."""
+ENGINE_OF_TWO = EngineModel(
+    max_batch=256,
+    kv_tokens=725_000 // TOKENS,
+    prefill_tokens_per_s=25_000 / TOKENS,
+    tokens_per_s=Distribution(value=130 / TOKENS),
+    max_tokens_per_s=2600 / TOKENS,
+)
+"""The same policy on two such GPUs, with its weights once: what the two exchange is taken to cost a fifth of their
+bandwidth, and a tenth of their arithmetic."""
 ROOMY_KV_TOKENS = 4_000_000 // TOKENS
 """No prefix is ever evicted: shows what is due to the load alone, and not to the cache."""
 

@@ -59,7 +59,7 @@ ENDS: Final = (0.002, 0.998)
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """A simulated training, of the paper's size unless said otherwise.
 
-    The engines are `perf.balance_world.ENGINE`, a 14B policy on one GPU of 80 GB each; turns and tokens are those of
+    Engines are a 14B policy on one GPU of 80 GB each, or on two (`perf.balance_world`); turns and tokens are those of
     `perf.balance_batch.HEAVY`.
 
     Attributes:
@@ -69,7 +69,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
         action_s: mean time of an action, lognormal; `extra_action_s` is added to each.
         groups, size: informative groups of a step, and rollouts of each.
         steps: simulated; the first begins with an idle node.
-        engines, workers: LLM servers, and rollouts that run at once.
+        engines, engine_gpus, workers: LLM servers, GPUs of each (1 or 2), and rollouts that run at once.
+        ahead: jobs submitted beyond the workers, which start, wait, or are evaluated meanwhile.
         turns_p50, max_turns: turns of the median rollout of the median instance, and the agent loop's limit.
         instance_sigma: standard deviation of the logarithm of an instance's hardness, which its rollouts share.
         completion_tokens: median of a turn.
@@ -84,7 +85,9 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     size: int = 8
     steps: int = 3
     engines: int = 8
+    engine_gpus: Literal[1, 2] = 1
     workers: int = 64
+    ahead: int = 8
     turns_p50: float = HEAVY.turns_p50
     max_turns: int = 50
     instance_sigma: float = HEAVY.instance_sigma

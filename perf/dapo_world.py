@@ -16,7 +16,7 @@ import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
-from perf.balance_world import ENGINE
+from perf.balance_world import ENGINE, ENGINE_OF_TWO
 from perf.dapo_work import GradedHandler, instance_of
 from prorl_trio.client.sampling import GroupRules, JobTemplate
 from prorl_trio.client.sampling.events import Advanced, Arrived, Finished, Opened, Taken
@@ -41,6 +41,8 @@ __all__ = ["NO_LIMIT_S", "Steps", "simulate_steps"]
 NO_LIMIT_S: Final = 1e6
 """No rollout ends by a budget here; in longer runs than this something hangs."""
 SPACING_S: Final = 1e-3
+ENGINES: Final = {1: ENGINE, 2: ENGINE_OF_TWO}
+"""By the GPUs that each has."""
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,9 +182,9 @@ class _Trainer:
             await self._changed.wait()
 
     def _feed(self) -> None:
-        """Keep every worker busy, and the next group at hand, as far as the sampler lets."""
+        """Have as many jobs as are to be submitted at once, in whole groups, as far as the sampler lets."""
         conditions = self._conditions
-        while self._feeding and len(self._jobs) < conditions.workers + conditions.size:
+        while self._feeding and len(self._jobs) < conditions.workers + conditions.ahead:
             state = self._sampler.state
             room = 2 * conditions.groups - len(state.ready) - len(state.running) - state.taken_at[-1]
             if conditions.policy == "carry" and room <= 0:
@@ -278,7 +280,7 @@ def simulate_steps(conditions: Conditions) -> Steps:
     config = SimulationConfig(
         seed=conditions.seed,
         jobs=100 * conditions.groups * conditions.size,
-        engine=msgspec.structs.replace(ENGINE, count=conditions.engines),
+        engine=msgspec.structs.replace(ENGINES[conditions.engine_gpus], count=conditions.engines),
         stages=StagesConfig(init_workers=width, run_workers=width, eval_workers=width, ready_queue=width),
         budgets=BudgetConfig(
             init_s=NO_LIMIT_S, run_s=NO_LIMIT_S, eval_s=NO_LIMIT_S, total_s=NO_LIMIT_S, agent_s=NO_LIMIT_S
