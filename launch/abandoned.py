@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from launch.shared_memory import FileId
 
@@ -41,6 +41,7 @@ class ClaimedFolder:
     def __init__(self, path: str, mark: int) -> None:
         self.path = path
         self._mark = mark
+        self._is_left = False
 
     def note(self, files: Iterable[FileId]) -> None:
         """Write down files in /dev/shm, for whom this folder is left to. A full disk loses the note."""
@@ -52,9 +53,14 @@ class ClaimedFolder:
         """Return what has been noted, by us and by the processes that we share this folder with."""
         return _Mark(self._mark).files
 
+    def leave(self) -> None:
+        """Leave it to the next `sweep`: what lives on may have files in /dev/shm that are in its notes."""
+        self._is_left = True
+
     def remove(self) -> None:
-        """Remove the folder with all that is in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the folder with all that is in it, unless it was left."""
+        if not self._is_left:
+            shutil.rmtree(self.path, ignore_errors=True)
 
 
 def claim_folder(owner: str = "") -> ClaimedFolder:
@@ -72,19 +78,19 @@ def claim_folder(owner: str = "") -> ClaimedFolder:
     return ClaimedFolder(path, mark)
 
 
-def sweep(unlink: Callable[[set[FileId]], None], place: str | None = None) -> None:
+def sweep(unlink: Callable[[set[FileId]], Collection[FileId]], place: str | None = None) -> None:
     """Remove what supervisors of this user that were killed have left in `place`: the system's temporary folder.
 
-    `unlink` gets what they had in /dev/shm.
+    `unlink` gets what they had in /dev/shm, and returns what is still in use: then the folder stays, for the next time.
     """
     where = place or tempfile.gettempdir()
     for path in _folders(where, _PREFIX):
         with contextlib.suppress(OSError, ValueError), _open_mark(path) as mark:
             if _try_lock(mark):
                 found = _Mark(mark)
-                if found.boot_id == _boot_id():  # else /dev/shm was emptied since, and its numbers are others' now
-                    unlink(found.files)
-                shutil.rmtree(path, ignore_errors=True)
+                # After another boot /dev/shm was emptied, and its numbers are others' now.
+                if found.boot_id != _boot_id() or not unlink(found.files):
+                    shutil.rmtree(path, ignore_errors=True)
     for path in _folders(where, _PREFIX, TRIAL_PREFIX):
         with contextlib.suppress(OSError):
             _remove_unmarked(path)

@@ -66,17 +66,22 @@ class SharedMemory:
         unlink_unused(self._made.union(noted))
 
 
-def unlink_unused(made: Iterable[FileId]) -> None:
-    """Remove those of these files that are this user's and that no process has now, as far as we may see."""
+def unlink_unused(made: Iterable[FileId]) -> set[FileId]:
+    """Remove those of these files that are this user's and that no process has now, as far as we may see.
+
+    Returns those that a process has.
+    """
     wanted = set(made)
     left = {file: path for file, path in _files().items() if file in wanted}
-    if left:
-        everyone = map(int, filter(str.isdigit, os.listdir("/proc")))
-        held = _held(everyone, {device for device, _ in left})
-        for file, path in left.items():
-            if file not in held:
-                with contextlib.suppress(OSError):  # gone meanwhile
-                    os.unlink(path)
+    if not left:
+        return set()
+    everyone = map(int, filter(str.isdigit, os.listdir("/proc")))
+    held = _held(everyone, {device for device, _ in left})
+    for file, path in left.items():
+        if file not in held:
+            with contextlib.suppress(OSError):  # gone meanwhile
+                os.unlink(path)
+    return held & left.keys()
 
 
 def _watch(folder: str) -> int | None:

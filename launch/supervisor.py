@@ -7,13 +7,14 @@ The launcher keeps the write end of our standard input open and never writes. Th
 ends in whatever way, kill -9 included. Then, or on SIGTERM, or when the command ends by itself: SIGTERM to its process
 group, up to GRACE_S seconds, SIGKILL to every descendant, wherever it moved (we are the sub-reaper, so none escapes),
 and the private temporary folder is removed, and what the tree left in /dev/shm (`shared_memory`). Worst case from
-leash to nothing: GRACE_S plus 2 s.
+leash to nothing: GRACE_S plus 5 s.
 
 We are two processes, so that kill -9 of one of us lets nothing out either: the keeper holds the guard, and the guard
 holds the command. To whom the guard's orphans go, if it is killed, is the keeper, which then ends them; a guard whose
 keeper is killed ends the tree itself. Only if both are killed at once may what left the command's session remain. The
 folder, and what the tree had in /dev/shm, are then removed by what Slurm runs after the task (`slurm.sweep`), or by the
-next supervisor on this machine (`abandoned`).
+next supervisor on this machine (`abandoned`). So they are where a killed process takes longer to end: to free the
+memory of a GPU takes seconds.
 
 Standard output gets one line when the command has been started, its pid and that folder, and is closed when both of us
 have ended. The command's output goes to our standard error. The exit code is the command's, 128 + n if signal n ended
@@ -47,7 +48,7 @@ __all__ = ["EXIT_SURVIVORS", "main"]
 _LEASH = 0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_KILL_DEADLINE_S = 1.0
+_KILL_DEADLINE_S = 2.5
 _KILL_ROUND_S = 0.02
 _LOOK_INTERVAL_S = 0.1
 """Least time between two looks at what was made in /dev/shm: others may make files there all the time."""
@@ -119,6 +120,8 @@ class _Tree:
                     os.kill(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
                 print(f"supervisor: cannot kill {survivors}", file=sys.stderr)  # noqa: T201
+                self._shared_memory.unlink(self._folder.noted())
+                self._folder.leave()
                 return EXIT_SURVIVORS
             self._wait(lambda: False, timeout_s=_KILL_ROUND_S)
             self._reap()

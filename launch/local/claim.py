@@ -23,6 +23,7 @@ __all__ = ["Claim", "claimed", "find_claim"]
 _FILE: Final = "up.lock"
 _MAX_BYTES: Final = 4096
 _WRITE_TIMEOUT_S: Final = 1.0
+_LOOK_TIMEOUT_S: Final = 0.3
 _POLL_S: Final = 0.01
 
 
@@ -44,7 +45,7 @@ def claimed(fleet: Path, nodes: int) -> Iterator[Claim | None]:
     folder.mkdir(mode=0o700, exist_ok=True)
     handle = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        if not _take(handle, fcntl.LOCK_EX):
+        if not _take_soon(handle):
             yield _read(handle)
             return
         os.truncate(handle, 0)
@@ -72,6 +73,16 @@ def _take(handle: int, kind: int) -> bool:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    return True
+
+
+def _take_soon(handle: int) -> bool:
+    """Return True if the lock could be had for us alone. Who only looks, as `find_claim` does, has it for a moment."""
+    deadline_s = time.monotonic() + _LOOK_TIMEOUT_S
+    while not _take(handle, fcntl.LOCK_EX):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_POLL_S)  # flock has no time-out
     return True
 
 

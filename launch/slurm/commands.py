@@ -9,8 +9,9 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -29,9 +30,13 @@ from launch.slurm.script import EnginePlan, FleetPlan, batch_script, sbatch_grou
 from prorl_trio.rendezvous.report import look_at_nodes
 from prorl_trio.types.errors import ConfigError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 __all__ = ["slurm"]
 
 _POLL_S = 1.0
+_SCRIPT = "job.sh"
 _ENGINES_BEGIN_S = 120.0
 """Longest time between the starts of nodes and of engines, which one script makes."""
 _FLEET = click.option(
@@ -132,16 +137,15 @@ def up(
         return
     files = open_fleet_folder(folder)
     with sole_up(folder):
-        if (before := read_job(folder)) and queue.live([before]):
+        if before := _living(folder, files / _SCRIPT):
             raise ConfigError(f"job {before} is the fleet in {folder} already; `prorl-trio slurm down` ends it")
         remove_ended(folder, queue.live)
-        (files / "job.sh").write_text(script, encoding="utf-8")
-        job_id, said = queue.submit(files / "job.sh", sbatch_groups(plan))
+        (files / _SCRIPT).write_text(script, encoding="utf-8")
+        job_id = _submit(files / _SCRIPT, sbatch_groups(plan))
         if not job_id:  # --test-only
-            click.echo(said)
             return
         write_job(folder, job_id)
-    click.echo(f"job {job_id}; its script is {files / 'job.sh'}, its log {files / job_id}.log")
+    click.echo(f"job {job_id}; its script is {files / _SCRIPT}, its log {files / job_id}.log")
 
 
 @slurm.command()
@@ -162,7 +166,12 @@ def drain(fleet_dir: Path) -> None:
 
     They have until the end of their allocation. `down` cuts it short.
     """
-    queue.drain(_job_of(fleet_dir))
+    job_id = _job_of(fleet_dir)
+    jobs = queue.find_jobs([job_id])
+    if not jobs or jobs[0].state == "PENDING":
+        state = "waits for machines; `prorl-trio slurm down` takes it back" if jobs else "has ended"
+        raise ConfigError(f"there is nothing to drain: job {job_id} {state}")
+    queue.drain(job_id)
 
 
 @slurm.command()
@@ -172,13 +181,9 @@ def drain(fleet_dir: Path) -> None:
 def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
     """End a fleet, wait until its job is gone, and remove the entries of nodes that were killed."""
     job_id = _job_of(fleet_dir)
-    if drain_s and any(job.state != "PENDING" for job in queue.find_jobs([job_id])):
-        queue.drain(job_id)
-        _wait_gone(job_id, drain_s)
-    if queue.find_jobs([job_id]):
-        queue.cancel(job_id)
-        if not _wait_gone(job_id, timeout_s):
-            raise ConfigError(f"job {job_id} has not ended within {timeout_s:g} s; see `squeue -j {job_id}`")
+    drained = bool(drain_s) and _until_gone(job_id, drain_s, queue.drain)
+    if not drained and not _until_gone(job_id, timeout_s, queue.cancel):
+        raise ConfigError(f"job {job_id} has not ended within {timeout_s:g} s; see `squeue -j {job_id}`")
     remove_ended(fleet_dir, queue.live)
 
 
@@ -206,11 +211,20 @@ def run(local_dir: str, command: tuple[str, ...], **rules: Any) -> None:
 @click.option("--name", default="tasks", show_default=True, help="Of the step, among those of the job.")
 @click.option("--job", "job_id", help="With the machines of this step; default: SLURM_JOB_ID.")
 @click.option("--tasks", required=True, type=click.IntRange(min=1), help="Tasks of srun.")
+@click.option("--drain-file", type=click.Path(path_type=Path), help="Once it is there, the tasks get SIGTERM, once.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between two beats.")
 @click.option("--query-s", type=click.FloatRange(min=1), default=10.0, show_default=True, help="Between two questions.")
 @click.option("--controller-timeout-s", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Of them.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
-def pulse(folder: Path, name: str, job_id: str | None, tasks: int, command: tuple[str, ...], **rules: float) -> None:
+def pulse(
+    folder: Path,
+    name: str,
+    job_id: str | None,
+    tasks: int,
+    drain_file: Path | None,
+    command: tuple[str, ...],
+    **rules: float,
+) -> None:
     """Run srun, and tell all its tasks every second that the job goes on.
 
     Tasks that run `prorl-trio slurm run --pulse-timeout-s` end when they hear it no more.
@@ -219,7 +233,7 @@ def pulse(folder: Path, name: str, job_id: str | None, tasks: int, command: tupl
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     job_run = JobRun(job_id or _of_slurm("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0")))
     ended = folder / f"ended-{name}-{job_run.job_id}-{job_run.restarts}"
-    beats = Pulse(job_run, PulseRules(**rules), ended=ended, tasks=tasks)
+    beats = Pulse(job_run, PulseRules(**rules), ended=ended, tasks=tasks, drain=drain_file)
 
     async def keep() -> int:
         return await beats.keep(command, await with_times(job_run.job_id, os.environ))
@@ -272,6 +286,30 @@ def node(
     os.execv(sys.executable, [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(path)])
 
 
+def _living(folder: Path, script: Path) -> str:
+    """Return the job that the fleet in this folder is now, empty if none; note one that nobody has noted."""
+    before = read_job(folder)
+    if before and queue.live([before]):
+        return before
+    if unnoted := queue.submitted_as(script):
+        write_job(folder, unnoted)
+    return unnoted
+
+
+def _submit(script: Path, groups: list[list[str]]) -> str:
+    """Submit the script; return the job's id, empty with `--test-only`, whose words are printed."""
+    try:
+        job_id, said = queue.submit(script, groups)
+    except queue.SlurmFailed:
+        with suppress(queue.SlurmFailed):  # it does not answer now; the next `up` looks again
+            if job_id := queue.submitted_as(script):
+                return job_id
+        raise
+    if not job_id:
+        click.echo(said)
+    return job_id
+
+
 def _job_of(fleet_dir: Path) -> str:
     job_id = read_job(fleet_dir)
     if not job_id:
@@ -305,10 +343,25 @@ def _program() -> str:
     return found
 
 
-def _wait_gone(job_id: str, timeout_s: float) -> bool:
+def _until_gone(job_id: str, timeout_s: float, end: Callable[[str], None]) -> bool:
+    """Have the job end, and return whether it has in time.
+
+    What slurmctld does not answer is asked again until then. A job that waits for machines has nothing to drain.
+    """
     deadline = time.monotonic() + timeout_s
-    while queue.find_jobs([job_id]):
+    asked = False
+    while True:
+        try:
+            jobs = queue.find_jobs([job_id])
+            if not jobs:
+                return True
+            if end is queue.drain and jobs[0].state == "PENDING":
+                return False
+            if not asked:
+                end(job_id)
+                asked = True
+        except queue.SlurmFailed as error:
+            click.echo(f"{error}; trying again", err=True)
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)  # a command without a loop; Slurm tells nobody
-    return True

@@ -26,8 +26,8 @@ _JOB: Final = "job_id"
 _LOCK: Final = "up.lock"
 _NO_LOCKS: Final = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of disks that have no locks, as Lustre without the option `flock`."""
-_OF_RUN: Final = re.compile(r"(?:ended-.+|engines)-(\d+)-\d+")
-"""Names of the folders that a run of a job has: by what, the job, and how often it was started again."""
+_OF_RUN: Final = re.compile(r"(?:ended-.+|engines|drain)-(\d+)-\d+")
+"""Names of the files and folders that a run of a job has: by what, the job, and how often it was started again."""
 
 
 def open_fleet_folder(folder: Path) -> Path:
@@ -80,7 +80,7 @@ def read_job(folder: Path) -> str:
 
 
 def remove_ended(folder: Path, live: Callable[[Sequence[str]], Container[str]]) -> None:
-    """Remove what was killed with jobs that have ended: entries of nodes, which hold tokens, and folders of a run.
+    """Remove what was killed with jobs that have ended: entries of nodes, which hold tokens, and what a run has.
 
     Blocks. Entries of nodes that Slurm has not started stay, and of jobs that have not ended.
 
@@ -99,7 +99,14 @@ def remove_ended(folder: Path, live: Callable[[Sequence[str]], Container[str]]) 
             remove_entry(folder, entry)
     for name, job_id in runs:
         if job_id not in living:
-            shutil.rmtree(folder / _OURS / name, ignore_errors=True)
+            _remove(folder / _OURS / name)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _entries(folder: Path) -> Iterator[NodeEntry]:

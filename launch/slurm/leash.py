@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 import trio
 
 from launch.slurm import detached
+from launch.slurm.pulse import DRAIN
 from prorl_trio.sandbox import reaper
 from prorl_trio.types.errors import InternalError
 
@@ -23,6 +24,8 @@ __all__ = ["run_leashed"]
 _PULSE = 0
 """The descriptor on which the pulse comes: standard input."""
 _READ_BYTES = 4096
+_TICK_S = 1.0
+"""The wait for the pulse is counted in these, so that time in which Slurm has suspended the job does not count."""
 _END_MARGIN_S = 6.0
 """Beyond the grace: how long the supervisor may take to end everything."""
 
@@ -47,8 +50,9 @@ async def run_leashed(
         local_folder: on a disk of this machine, see `find_local_folder`.
         grace_s: between SIGTERM and SIGKILL.
         pulse_timeout_s: the longest time between two lines on standard input. A line may name the machines of the job:
-            if this one is no longer among them, the command is ended, too.
-        ignore_term: do not pass SIGTERM on. The rest holds: then the end of the pulse is what ends the command.
+            if this one is no longer among them, the command is ended, too. The first that says to drain becomes a
+            SIGTERM to the command.
+        ignore_term: pass no SIGTERM on. The rest holds: then the end of the pulse is what ends the command.
 
     Raises:
         InternalError: the supervisor was killed, or cannot end what it holds.
@@ -60,7 +64,7 @@ async def run_leashed(
                 nursery.start_soon(_end_with, parent, tree)
                 nursery.start_soon(tree.forward, signals, {signal.SIGTERM} if ignore_term else set())
                 if pulse_timeout_s is not None:
-                    nursery.start_soon(_end_without_pulse, pulse_timeout_s, tree)
+                    nursery.start_soon(_follow_pulse, pulse_timeout_s, tree, ignore_term)
                 code = await tree.wait()
                 nursery.cancel_scope.cancel("the command has ended")
     finally:
@@ -115,8 +119,13 @@ class _Tree:
     async def forward(self, signals: AsyncIterator[int], ignored: Container[int]) -> None:
         """Pass on to the command each of `signals`, but those that are to be ignored."""
         async for number in signals:
-            if number not in ignored and self._command is not None and reaper.is_alive(self._command):
-                os.kill(self._command.pid, number)
+            if number not in ignored:
+                self.send(number)
+
+    def send(self, number: int) -> None:
+        """Send a signal to the command, if it has not ended."""
+        if self._command is not None and reaper.is_alive(self._command):
+            os.kill(self._command.pid, number)
 
 
 async def _start(command: Sequence[str], local_folder: Path, grace_s: float) -> _Tree:
@@ -134,21 +143,38 @@ async def _end_with(parent: int, tree: _Tree) -> None:
     await tree.drop("slurmstepd has ended")
 
 
-async def _end_without_pulse(timeout_s: float, tree: _Tree) -> None:
+async def _follow_pulse(timeout_s: float, tree: _Tree, ignore_drain: bool) -> None:
+    """Drain with the first line that says so, and end the tree when the pulse stops, or this machine is given up."""
     machine = os.environ.get("SLURMD_NODENAME", "")
-    stream = trio.lowlevel.FdStream(os.dup(_PULSE))
-    async with stream:
-        why, received = f"no pulse for {timeout_s:g} s", b""
-        with trio.move_on_after(timeout_s) as patience:
-            while chunk := await stream.receive_some(_READ_BYTES):
-                patience.deadline = trio.current_time() + timeout_s
-                *lines, received = (received + chunk).split(b"\n")
-                if lines and _without(machine, lines[-1].decode()):
-                    break
-            why = f"machine {machine} is no longer of the job" if chunk else "the pulse has ended"
+    received, drains = b"", ignore_drain
+    async with trio.lowlevel.FdStream(os.dup(_PULSE)) as stream:
+        while True:
+            chunk = await _receive_within(stream, timeout_s)
+            if not chunk:
+                why = f"no pulse for {timeout_s:g} s" if chunk is None else "the pulse has ended"
+                break
+            *lines, received = (received + chunk).split(b"\n")
+            machines, _, word = lines[-1].decode().partition(" ") if lines else ("", "", "")
+            if _without(machine, machines):
+                why = f"machine {machine} is no longer of the job"
+                break
+            if word == DRAIN and not drains:
+                drains = True
+                tree.send(signal.SIGTERM)
     await tree.drop(why)
 
 
-def _without(machine: str, beat: str) -> bool:
-    """Return whether a beat of the pulse names the machines of the job, and this one is not among them."""
-    return bool(machine) and bool(beat) and machine not in beat.split(",")
+async def _receive_within(stream: trio.abc.ReceiveStream, timeout_s: float) -> bytes | None:
+    """Return what comes; None if nothing did for so long, in which this process was not stopped."""
+    waited_s = 0.0
+    while waited_s < timeout_s:
+        tick_s = min(_TICK_S, timeout_s - waited_s)
+        with trio.move_on_after(tick_s):
+            return bytes(await stream.receive_some(_READ_BYTES))
+        waited_s += tick_s
+    return None
+
+
+def _without(machine: str, machines: str) -> bool:
+    """Return whether a line of the pulse names the machines of the job, and this one is not among them."""
+    return bool(machine) and bool(machines) and machine not in machines.split(",")

@@ -2,7 +2,8 @@
 
 A task hears by it of what Slurm cannot tell it: its machine is cut off, or was given up because slurmd died there; srun
 or the batch script was killed; the job was started again elsewhere. One process a job asks slurmctld, whatever its
-size. A line names the machines that the job has.
+size. A line names the machines that the job has, and from some time on says `drain`: however often it is said, and
+whether or not the task had begun, each hears it once.
 
 The other way round, tasks whose slurmstepd was killed cannot report their end to srun, which would wait for them until
 the time limit. So what a task ran leaves a file when it has ended; when all have, srun is ended.
@@ -15,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
@@ -22,16 +24,22 @@ import msgspec
 import trio
 
 from launch.slurm.detached import ENDED_VARIABLE
+from launch.slurm.environment import asking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["JobRun", "Pulse", "PulseRules", "ask_slurmctld", "machines_of", "seconds_of", "with_times"]
+__all__ = ["DRAIN", "JobRun", "Pulse", "PulseRules", "ask_slurmctld", "machines_of", "seconds_of", "with_times"]
+
+DRAIN: Final = "drain"
+"""The second word of a line, after the machines: take no more work, and end when what is there is done."""
 
 _LIVE_STATES: Final = frozenset(
     {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 )
+_ELSEWHERE: Final = "REVOKED"
+"""State of the copies of a job in the clusters of a federation that do not run it."""
 _TIMES: Final = ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME")
 _QUERY_TIMEOUT_S: Final = 30.0
 _TASKS_END_S: Final = 6.0
@@ -68,15 +76,15 @@ def machines_of(run: JobRun, listed: str) -> str | None:
     """
     for line in listed.splitlines():
         job_id, state, restarts, machines, *_ = (field.strip() for field in f"{line}||||".split("|"))
-        if job_id == run.job_id:
+        if job_id == run.job_id and state != _ELSEWHERE:
             return machines if state in _LIVE_STATES and restarts == str(run.restarts) else None
     return None
 
 
 async def ask_slurmctld() -> str | None:
-    """Return this user's jobs as `machines_of` reads them; None if slurmctld does not answer."""
+    """Return this user's jobs of all partitions as `machines_of` reads them; None if slurmctld does not answer."""
     fields = "JobID:|,State:|,RestartCnt:|,NodeList:|"
-    return await _output(["squeue", "--noheader", "--me", "--states=all", f"--Format={fields}"])
+    return await _output(["squeue", "--noheader", "--all", "--me", "--states=all", f"--Format={fields}"])
 
 
 async def _names(machines: str) -> str:
@@ -107,8 +115,10 @@ async def with_times(job_id: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 async def _output(command: Sequence[str]) -> str | None:
-    with trio.move_on_after(_QUERY_TIMEOUT_S):
-        done = await trio.run_process(command, capture_stdout=True, stderr=subprocess.DEVNULL, check=False)
+    with trio.move_on_after(_QUERY_TIMEOUT_S), suppress(OSError):  # no memory for it, or its disk is away
+        done = await trio.run_process(
+            command, capture_stdout=True, stderr=subprocess.DEVNULL, check=False, env=asking(os.environ)
+        )
         return done.stdout.decode(errors="replace") if done.returncode == 0 else None
     return None
 
@@ -121,6 +131,7 @@ class Pulse:
         rules: its intervals.
         ended: folder in which tasks tell that they have ended; made here, and removed at the end.
         tasks: how many there are.
+        drain: file that somebody makes when the tasks are to drain; None: nobody does.
         ask: replaces `ask_slurmctld`.
         name: replaces what asks Slurm for the names of machines.
     """
@@ -132,6 +143,7 @@ class Pulse:
         *,
         ended: Path,
         tasks: int,
+        drain: Path | None = None,
         ask: Callable[[], Awaitable[str | None]] = ask_slurmctld,
         name: Callable[[str], Awaitable[str]] = _names,
     ) -> None:
@@ -139,10 +151,12 @@ class Pulse:
         self._rules = rules
         self._ended = ended
         self._tasks = tasks
+        self._drain = drain
         self._ask = ask
         self._name = name
         self._machines = ""
-        self._line = b"\n"
+        self._names = ""
+        self._is_draining = False
 
     async def keep(self, command: Sequence[str], env: Mapping[str, str]) -> int:
         """Run srun, `command`, with a pulse on its standard input; return its exit code, 128 + n for signal n.
@@ -161,13 +175,16 @@ class Pulse:
         finally:
             os.close(parent)
             with trio.move_on_after(_SRUN_END_S, shield=True):
-                await trio.to_thread.run_sync(lambda: shutil.rmtree(self._ended, ignore_errors=True))
+                await trio.to_thread.run_sync(
+                    lambda: shutil.rmtree(self._ended, ignore_errors=True), abandon_on_cancel=True
+                )
         return code if code >= 0 else 128 - code
 
     async def _keep_srun(self, srun: trio.Process, parent: int, asked: AsyncIterator[int]) -> int:
         assert srun.stdin is not None
         async with srun.stdin, trio.open_nursery() as nursery:
             nursery.start_soon(self._beat, srun.stdin)
+            nursery.start_soon(self._watch_drain)
             nursery.start_soon(_end_when, self.wait_over, srun, _TASKS_END_S)
             nursery.start_soon(_end_when, self._wait_all_ended, srun, 0)
             nursery.start_soon(_end_when, lambda: _wait_parent(parent), srun, _TASKS_END_S)
@@ -179,31 +196,42 @@ class Pulse:
     async def _beat(self, stdin: trio.abc.SendStream) -> None:
         while True:
             try:
-                await stdin.send_all(self._line)
+                await stdin.send_all(f"{self._names}{f' {DRAIN}' if self._is_draining else ''}\n".encode())
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 await trio.sleep_forever()  # srun ends, or is to
             await trio.sleep(self._rules.interval_s)
 
+    async def _watch_drain(self) -> None:
+        while self._drain is not None and not self._is_draining:
+            with suppress(OSError):  # the disk is away
+                self._is_draining = await trio.to_thread.run_sync(self._drain.exists, abandon_on_cancel=True)
+            await trio.sleep(self._rules.interval_s)
+
     async def wait_over(self) -> str:
         """Wait until slurmctld says that this run is over, or has not answered for too long; return which."""
-        answered_s = trio.current_time()
+        unanswered_s, longest_s = 0.0, _QUERY_TIMEOUT_S + self._rules.query_s
         while True:
+            asked_s = trio.current_time()
             listed = await self._ask()
             if listed is not None:
-                answered_s = trio.current_time()
+                unanswered_s = 0.0
                 machines = machines_of(self._run, listed)
                 if machines is None:
                     return f"Slurm says that run {self._run.restarts} of job {self._run.job_id} is over"
                 if machines != self._machines:
                     self._machines = machines
-                    self._line = (await self._name(machines)).encode() + b"\n"
-            elif trio.current_time() - answered_s > self._rules.controller_timeout_s:
+                    self._names = await self._name(machines)
+            elif unanswered_s > self._rules.controller_timeout_s:
                 return f"slurmctld has not answered for {self._rules.controller_timeout_s:g} s"
             await trio.sleep(self._rules.query_s)
+            unanswered_s += min(trio.current_time() - asked_s, longest_s)  # more: this job was suspended meanwhile
 
     async def _wait_all_ended(self) -> str:
-        while len(await trio.to_thread.run_sync(os.listdir, self._ended)) < self._tasks:  # noqa: ASYNC110 - others write
+        ended = 0
+        while ended < self._tasks:
             await trio.sleep(self._rules.query_s)
+            with suppress(OSError):  # the disk is away, or the folder was removed: then srun has to hear of it itself
+                ended = len(await trio.to_thread.run_sync(os.listdir, self._ended, abandon_on_cancel=True))
         await trio.sleep(_SRUN_END_S)
         return f"all {self._tasks} tasks have ended, and srun has not heard of it"
 

@@ -27,6 +27,8 @@ _LONG: Final = {
     "q": "qos",
     "t": "time",
 }
+_FLAGS: Final = frozenset("hHIkOQsuvVW")
+"""Short options without a value: others may follow in the same word, as in `-HW`."""
 _VARIABLES: Final = {
     "array": ("ARRAY_INX",),
     "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
@@ -55,6 +57,9 @@ def check_options(groups: Sequence[Sequence[str]], env: Mapping[str, str]) -> No
     if "wait" in names or f"{_PREFIX}WAIT" in env:
         said = "--wait" if "wait" in names else f"{_PREFIX}WAIT"
         raise ConfigError(f"{said}: a fleet runs until it is ended; `prorl-trio slurm status` tells of it")
+    if "clusters" in names or f"{_PREFIX}CLUSTERS" in env:
+        said = "--clusters" if "clusters" in names else f"{_PREFIX}CLUSTERS"
+        raise ConfigError(f"{said}: the other commands would ask this cluster; run them all on a machine of that one")
     if len(groups) == 1:
         return
     for name in names:
@@ -71,5 +76,8 @@ def _names(options: Sequence[str]) -> Iterator[str]:
     for word in options:
         if word.startswith("--"):
             yield word[2:].partition("=")[0]
-        elif word.startswith("-") and word[1:2] in _LONG:
-            yield _LONG[word[1]]
+        elif word.startswith("-"):
+            for letter in word[1:]:
+                yield _LONG.get(letter, letter)
+                if letter not in _FLAGS:
+                    break  # the rest is its value

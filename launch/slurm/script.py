@@ -19,10 +19,13 @@ _HEAD: Final = """\
 
 prorl={program}
 {local}
-# Before the time limit (--signal) and at `prorl-trio slurm drain` this script gets SIGTERM. It passes the first one on:
-# the nodes take no more jobs and let theirs end. A second one would cut that short, which the warning before the limit
-# must not. It goes to the steps, for srun itself would answer SIGTERM by killing its tasks at once.
-trap 'trap : TERM; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+# What would filter what Slurm's commands see.
+unset "${{!SQUEUE_@}}" "${{!SCANCEL_@}}"
+# Before the time limit (--signal) and at `prorl-trio slurm drain` this script gets SIGTERM. Then it makes this file, by
+# which the nodes take no more jobs and let theirs end, those that start later, too. Another SIGTERM changes nothing:
+# the warning before the limit must not cut a drain short.
+drain={files}/drain-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
+trap ': >"$drain"' TERM
 """
 
 _ENGINES: Final = """
@@ -47,7 +50,7 @@ _NODES: Final = """
 # A task a machine. They do not need each other: where one fails, the rest go on. A task ends what it runs, and removes
 # its files, when the pulse stops: srun or this script was killed, its machine is cut off, or Slurm has started the job
 # elsewhere. Where Slurm kills all processes of a task at once, its epilog removes the files.
-"$prorl" slurm pulse --name=nodes --folder={files} --tasks={tasks} -- \\
+"$prorl" slurm pulse --name=nodes --folder={files} --tasks={tasks} --drain-file="$drain" -- \\
     srun {group}--nodes={tasks} --ntasks={tasks} \\
     {srun} \\
     "$prorl" slurm run {leash} -- \\
@@ -60,7 +63,8 @@ _TAIL: Final = """
 while kill -0 "$nodes" 2>/dev/null; do wait "$nodes"; done
 wait "$nodes"
 code=$?
-{then}exit $code
+{then}rm -f "$drain"
+exit $code
 """
 
 _THEN_ENGINES: Final = """\
@@ -68,7 +72,10 @@ kill -USR1 "$engines" 2>/dev/null && wait "$engines"
 rm -rf "$ports"
 """
 
-_SRUN: Final = '--ntasks-per-node=1 --overlap --kill-on-bad-exit=0 --no-kill --wait=0 --task-epilog="$prorl-sweep"'
+_SRUN: Final = (
+    '--ntasks-per-node=1 --export=ALL --overlap --kill-on-bad-exit=0 --no-kill --wait=0 --task-epilog="$prorl-sweep"'
+)
+"""`--export=ALL`: an `--export` of sbatch's would hold for srun as well, and keep what we tell the tasks from them."""
 _EVERY_MACHINE: Final = '"$SLURM_JOB_NUM_NODES"'
 
 
@@ -119,7 +126,9 @@ def batch_script(plan: FleetPlan) -> str:
     """Return the text of the script."""
     lines = "\n#SBATCH hetjob\n".join("\n".join(sbatch_lines(group)) for group in sbatch_groups(plan))
     local = f"export {LOCAL_DIR_VARIABLE}={shlex.quote(plan.local_dir)}\n" if plan.local_dir else ""
-    head = _HEAD.format(options=lines, nodes=plan.nodes, program=shlex.quote(plan.program), local=local)
+    head = _HEAD.format(
+        options=lines, nodes=plan.nodes, program=shlex.quote(plan.program), local=local, files=_files(plan)
+    )
     return head + _engines(plan) + _nodes(plan) + _TAIL.format(then=_THEN_ENGINES if plan.engine else "")
 
 
@@ -135,7 +144,7 @@ def sbatch_groups(plan: FleetPlan) -> list[list[str]]:
         "--requeue",
         "--no-kill",
         f"--signal=B:TERM@{plan.drain_s}",
-        f"--output={plan.fleet_dir}/slurm/%j.log",
+        f"--output={plan.fleet_dir.replace('%', '%%')}/slurm/%j.log",
         "--open-mode=append",
     ]
     groups = [[*ours, *plan.sbatch]]

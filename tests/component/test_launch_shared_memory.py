@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import trio
 
+from launch.abandoned import sweep
 from launch.paths import checkout_dir
-from launch.shared_memory import FOLDER, SharedMemory
+from launch.shared_memory import FOLDER, SharedMemory, unlink_unused
 from launch.supervised import open_supervised
+from launch.supervisor import EXIT_SURVIVORS
 
 pytestmark = pytest.mark.alone
 
@@ -47,6 +49,23 @@ async def main():
     async with open_supervised(command, env={}, log_file=pathlib.Path(sys.argv[1]), grace_s=0.3):
         await trio.sleep_forever()
 trio.run(main)
+"""
+
+SUPERVISOR = """
+import os, sys
+from launch import supervisor
+below, kill, slow = supervisor._descendants, os.kill, int(sys.argv[1])
+supervisor._descendants = lambda root: below(root) + [slow] * os.path.exists(f"/proc/{slow}")
+os.kill = lambda pid, number: None if pid == slow else kill(pid, number)
+sys.exit(supervisor.main(0.1, ["sh", "-c", f"read line <{sys.argv[2]}"]))
+"""
+"""One of its tree, `slow`, takes longer to end than a supervisor waits."""
+SLOW = """
+import sys
+sys.stdin.readline()
+memory = open(sys.argv[1], "x")
+print("made", flush=True)
+sys.stdin.read()
 """
 
 
@@ -177,3 +196,26 @@ def test_without_inotify_a_look_is_enough(make, monkeypatch):
     later.close()
     files.unlink()
     assert not Path(later.name).exists()
+
+
+def test_what_takes_long_to_end_keeps_its_memory_until_a_sweep_that_comes_after(tmp_path):
+    place, fifo, memory = tmp_path / "place", tmp_path / "go", Path(FOLDER, f"prorl-test-{secrets.token_hex(8)}")
+    place.mkdir()
+    os.mkfifo(fifo)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    env = {**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(checkout_dir())}
+    with subprocess.Popen([*python(SLOW), str(memory)], **pipes) as slow:
+        supervisor = subprocess.Popen([*python(SUPERVISOR), str(slow.pid), str(fifo)], env=env, **pipes)
+        supervisor.stdout.readline()
+        slow.stdin.write("go\n")
+        slow.stdin.flush()
+        slow.stdout.readline()
+        fifo.write_text("go\n")
+        supervisor.communicate(timeout=TIMEOUT_S)
+        assert supervisor.returncode == EXIT_SURVIVORS
+        sweep(unlink_unused, str(place))
+        assert memory.exists()
+        assert len(list(place.iterdir())) == 1
+    sweep(unlink_unused, str(place))
+    assert not memory.exists()
+    assert list(place.iterdir()) == []

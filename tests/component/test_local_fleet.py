@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import sys
+import threading
 
 import pytest
 import trio
@@ -131,6 +133,16 @@ def test_one_process_at_a_time_runs_a_fleet(config_file, fleet):
         assert more.exit_code == 1
         assert "local down" in more.output
     assert find_claim(fleet) is None
+
+
+def test_who_only_looks_keeps_no_fleet_from_coming_up(fleet):
+    with claimed(fleet, 1):
+        pass
+    looking = os.open(fleet / "local/up.lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.1, os.close, [looking]).start()
+    with claimed(fleet, 1) as other:
+        assert other is None
 
 
 def test_what_is_not_up_is_told(fleet):

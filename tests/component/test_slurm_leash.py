@@ -63,9 +63,13 @@ class Task:
     def wait_ready(self):
         wait_until(lambda: self.beat() or self.ready.exists(), "the program has begun", START_TIMEOUT_S)
 
-    def beat(self):
-        self.stepd.stdin.write(b"\n")
+    def beat(self, line=b"\n"):
+        self.stepd.stdin.write(line)
         self.stepd.stdin.flush()
+
+    def signal_all(self, number):
+        for line in marked(self.mark):
+            os.kill(int(line.split()[0]), number)
 
     def kill_at_once(self):
         """Kill all its processes as Slurm does by a control group: nobody is left to clear up."""
@@ -175,6 +179,34 @@ def test_what_others_need_while_they_drain_ends_with_the_pulse_and_not_by_sigter
     end_pulse(task)
     assert task.end()[0] == []
     assert task.stepd.returncode == 0, "the signal that was not passed on does not end the task either"
+
+
+@pytest.mark.parametrize(("options", "told"), [((), "1"), (["--ignore-term"], "0")])
+def test_a_pulse_that_says_so_drains_the_task_once(place, start, options, told):
+    count = f'n=0; trap "n=\\$((n + 1))" TERM; echo on >{place}/ready; for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15'
+    task = start("bash", "-c", f"{count}; do sleep 0.2; done; echo $n >{place}/told", pulse=60, options=options)
+    task.wait_ready()
+    for _ in range(3):
+        task.beat(b"n1,n2 drain\n")
+        time.sleep(0.3)
+    assert task.stepd.wait(timeout=EXIT_TIMEOUT_S) == 0
+    assert (place / "told").read_text().strip() == told
+    for name in ("ready", "told"):
+        (place / name).unlink()
+    assert task.end()[0] == []
+
+
+def test_time_in_which_slurm_has_suspended_the_job_is_no_time_without_a_pulse(start):
+    task = start(pulse=3)
+    task.wait_ready()
+    task.signal_all(signal.SIGSTOP)
+    time.sleep(stretched(3) + 1.5)
+    task.signal_all(signal.SIGCONT)
+    time.sleep(0.5)
+    task.beat()
+    time.sleep(1.5)
+    assert (task.ready.read_text(), len(marked(task.mark)) >= 5) == ("ready", True)
+    assert task.end()[0] == [], "the pulse has stopped"
 
 
 @pytest.mark.parametrize("end", [kill_both, terminate_and_kill])

@@ -1,4 +1,4 @@
-"""`prorl-trio slurm up` beside another one, with a fake sbatch."""
+"""`prorl-trio slurm up` beside another one, and what it, `drain` and `down` do when slurmctld is late, with fakes."""
 
 from __future__ import annotations
 
@@ -10,31 +10,122 @@ import pytest
 
 from support.quiet_clock import stretched, wait_until
 
-RUN = [sys.executable, "-m", "prorl_trio.cli", "slurm", "up", "--nodes=1"]
-SBATCH = """#!/bin/sh
+RUN = [sys.executable, "-m", "prorl_trio.cli", "slurm"]
+WAITING_SBATCH = """#!/bin/sh
 if mkdir {folder}/begun; then read go <{folder}/go; echo 17; else echo 18; fi
+"""
+LATE_SBATCH = """#!/bin/sh
+env >{folder}/env
+for script; do :; done
+echo "17|$script" >{folder}/queue
+echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2
+exit 1
+"""
+"""slurmctld takes the job, and answers too late."""
+SQUEUE = """#!/bin/sh
+echo x >>{folder}/asked
+if [ -e {folder}/deaf ] || [ "$(wc -l <{folder}/asked)" = "$(cat {folder}/deaf_at 2>/dev/null)" ]; then
+    echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2
+    exit 1
+fi
+[ -e {folder}/queue ] || exit 0
+case "$*" in
+    *%o*) cat {folder}/queue;;
+    *) echo "17|$(cat {folder}/state 2>/dev/null || echo RUNNING)|n1|1:00|None";;
+esac
+"""
+SCANCEL = """#!/bin/sh
+echo "$@" >>{folder}/cancels
+case "$*" in --batch*) ;; *) rm {folder}/queue;; esac
 """
 
 
 @pytest.fixture
-def commands(tmp_path):
-    """The environment with an sbatch of which the first waits, and a queue that is empty."""
+def slurm(tmp_path):
+    """Run a command of ours, with these of Slurm's: `slurm("up", sbatch=...)`."""
     os.mkfifo(tmp_path / "go")
-    for name, text in {"sbatch": SBATCH.format(folder=tmp_path), "squeue": "#!/bin/sh\n"}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
     (tmp_path / "node.toml").write_text('[model]\npath = "/models/m"\n')
-    return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+
+    def words(name, *options):
+        options = [f"--config={tmp_path}/node.toml", "--nodes=1", *options] if name == "up" else options
+        return [*RUN, name, f"--fleet={tmp_path}/fleet", *options]
+
+    def start(name, *options, sbatch=LATE_SBATCH, **env):
+        for program, text in {"sbatch": sbatch, "squeue": SQUEUE, "scancel": SCANCEL}.items():
+            (tmp_path / program).write_text(text.format(folder=tmp_path))
+            (tmp_path / program).chmod(0o755)
+        out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(words(name, *options), env={**os.environ, "PATH": path, **env}, **out)
+
+    return start
 
 
-def test_a_fleet_that_another_command_is_submitting_is_not_submitted_twice(tmp_path, commands):
-    words = [*RUN, f"--config={tmp_path}/node.toml", f"--fleet={tmp_path}/fleet"]
-    with subprocess.Popen(words, env=commands, stdout=subprocess.PIPE, text=True) as first:
-        wait_until((tmp_path / "begun").exists, "sbatch is at work", 60)
-        second = subprocess.run(words, env=commands, capture_output=True, text=True, timeout=stretched(60), check=False)
-        (tmp_path / "go").write_text("go\n")
-        said, _ = first.communicate(timeout=stretched(60))
-    assert (first.returncode, second.returncode) == (0, 1)
-    assert "another `prorl-trio slurm up` is submitting the fleet" in second.stderr
-    assert said.startswith("job 17;")
+def ended(process):
+    out, err = process.communicate(timeout=stretched(60))
+    return process.returncode, out, err
+
+
+def test_a_fleet_that_another_command_is_submitting_is_not_submitted_twice(tmp_path, slurm):
+    first = slurm("up", sbatch=WAITING_SBATCH)
+    wait_until((tmp_path / "begun").exists, "sbatch is at work", 60)
+    code, _, error = ended(slurm("up", sbatch=WAITING_SBATCH))
+    (tmp_path / "go").write_text("go\n")
+    assert code == 1
+    assert "another `prorl-trio slurm up` is submitting the fleet" in error
+    code, said, _ = ended(first)
+    assert (code, said.partition(";")[0]) == (0, "job 17")
     assert (tmp_path / "fleet/slurm/job_id").read_text() == "17"
+
+
+def test_a_job_whose_sbatch_heard_nothing_of_it_is_found(tmp_path, slurm):
+    code, said, _ = ended(slurm("up"))
+    assert (code, said.partition(";")[0]) == (0, "job 17")
+    code, _, error = ended(slurm("up"))
+    assert code == 1
+    assert "job 17 is the fleet" in error
+    assert (tmp_path / "fleet/slurm/job_id").read_text() == "17"
+
+
+def test_a_job_that_nobody_noted_is_not_submitted_again(tmp_path, slurm):
+    (tmp_path / "deaf_at").write_text("2")  # asked before sbatch, and after it
+    code, _, error = ended(slurm("up"))
+    assert code == 1
+    assert "Socket timed out" in error
+    assert not (tmp_path / "fleet/slurm/job_id").exists()
+    code, _, error = ended(slurm("up"))
+    assert code == 1
+    assert "job 17 is the fleet" in error
+    assert (tmp_path / "fleet/slurm/job_id").read_text() == "17"
+
+
+@pytest.mark.parametrize("outer", [{}, {"SLURM_JOB_ID": "5"}])
+def test_the_job_gets_nothing_of_the_job_that_submits_it(tmp_path, slurm, outer):
+    ended(slurm("up", **outer, SLURM_RESTART_COUNT="2", SLURM_NTASKS="9", SLURM_CONF="/s.conf", OTHER="kept"))
+    handed = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
+    assert (handed["SLURM_CONF"], handed["OTHER"]) == ("/s.conf", "kept")
+    assert ("SLURM_RESTART_COUNT" in handed, "SLURM_NTASKS" in handed) == (not outer, not outer)
+
+
+def test_a_slurmctld_that_fails_once_does_not_keep_a_fleet_from_its_end(tmp_path, slurm):
+    ended(slurm("up"))
+    (tmp_path / "asked").unlink()
+    (tmp_path / "deaf_at").write_text("2")
+    code, _, error = ended(slurm("down", "--drain-s=2", "--timeout-s=20"))
+    assert "Unable to contact slurm controller (connect failure); trying again" in error
+    assert (tmp_path / "cancels").read_text().splitlines() == ["--batch --signal=TERM 17", "17"]
+    assert code == 0
+
+
+def test_a_fleet_that_waits_for_machines_has_nothing_to_drain(tmp_path, slurm):
+    ended(slurm("up"))
+    (tmp_path / "state").write_text("PENDING")
+    code, _, error = ended(slurm("drain"))
+    assert code == 1
+    assert "job 17 waits for machines; `prorl-trio slurm down` takes it back" in error
+    code, _, _ = ended(slurm("down", "--drain-s=30"))
+    assert code == 0
+    assert (tmp_path / "cancels").read_text().splitlines() == ["17"]
+    code, _, error = ended(slurm("drain"))
+    assert code == 1
+    assert "job 17 has ended" in error

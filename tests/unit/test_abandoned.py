@@ -47,6 +47,18 @@ def test_a_folder_in_use_stays_and_one_that_was_left_goes(place):
     assert list(place.iterdir()) == []
 
 
+def test_what_lives_on_keeps_a_folder_until_its_memory_is_free(place):
+    left = claim_folder()
+    left.note({(5, 7)})
+    left.leave()
+    left.remove()
+    leave(left)
+    sweep(lambda files: files)
+    assert list(place.iterdir()) == [Path(left.path)]
+    assert swept() == [{(5, 7)}]
+    assert list(place.iterdir()) == []
+
+
 def test_after_a_boot_of_the_machine_numbers_of_files_mean_nothing(place):
     left = claim_folder()
     left.note({(5, 7)})

@@ -51,13 +51,16 @@ def test_entries_of_jobs_that_have_ended_are_removed_and_no_others(folder):
     assert there(folder) == [*(f".draft-{name}-x" for name in left), "broken.json", *(f"{name}.json" for name in left)]
 
 
-def test_folders_of_runs_that_have_ended_are_removed_and_no_others(folder):
+def test_files_of_runs_that_have_ended_are_removed_and_no_others(folder):
     for name in ("ended-nodes-17-0", "ended-engines-18-2", "engines-17-1", "engines-18-0", "mine"):
         (folder / "slurm" / name).mkdir()
         (folder / "slurm" / name / "0").touch()
+    for name in ("drain-17-0", "drain-18-0"):
+        (folder / "slurm" / name).touch()
     write_job(folder, "18")
     remove_ended(folder, lambda _: {"18"})
     assert sorted(path.name for path in (folder / "slurm").iterdir()) == [
+        "drain-18-0",
         "ended-engines-18-2",
         "engines-18-0",
         "job_id",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 
@@ -9,10 +10,12 @@ import pytest
 import trio
 
 from launch.slurm.leash import _without
-from launch.slurm.pulse import JobRun, Pulse, PulseRules, machines_of, seconds_of, with_times
+from launch.slurm.pulse import JobRun, Pulse, PulseRules, ask_slurmctld, machines_of, seconds_of, with_times
 
 RUN = JobRun("17", 1)
 LIVE = "17|RUNNING|1|n1,n2|"
+SUSPENDED = "suspended"
+"""Slurm stops the pulse while it waits for the answer, and goes on much later."""
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,7 @@ LIVE = "17|RUNNING|1|n1,n2|"
         ("17|RUNNING|2|n1|\n", None),  # started again, elsewhere
         ("17|NODE_FAIL|1|n1|\n", None),
         ("170|RUNNING|1|n1|\n", None),
+        ("17|REVOKED|0||\n17|RUNNING|1|n1|\n", "n1"),  # a cluster of the federation that does not run it
         ("", None),
     ],
 )
@@ -73,6 +77,22 @@ async def test_what_slurm_has_told_already_is_not_asked(squeue):
     assert not squeue.exists()
 
 
+async def test_a_users_own_filters_for_squeue_hide_no_job(tmp_path, monkeypatch):
+    program = tmp_path / "squeue"
+    program.write_text(f"""#!/bin/sh
+[ -z "$SQUEUE_PARTITION" ] && case "$*" in *--all*) echo '{LIVE}';; esac
+""")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SQUEUE_PARTITION", "gpu")
+    assert machines_of(RUN, await ask_slurmctld()) == "n1,n2"
+
+
+async def test_a_squeue_that_cannot_be_started_has_not_answered(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert await ask_slurmctld() is None
+
+
 @pytest.mark.parametrize(
     ("machine", "beat", "without"),
     [("n1", "n1,n2", False), ("n1", "n10,n2", True), ("n1", "", False), ("", "n1", False)],
@@ -81,20 +101,24 @@ def test_a_task_hears_when_its_machine_is_no_longer_of_the_job(machine, beat, wi
     assert _without(machine, beat) is without
 
 
-def pulse(tmp_path, *answers, command_tasks=1):
+def pulse(tmp_path, *answers, command_tasks=1, drain=None):
     """A pulse to whose questions these are the answers; the last one stays."""
     answers = list(answers)
 
     async def ask():
         await trio.lowlevel.checkpoint()
-        return answers.pop(0) if len(answers) > 1 else answers[0]
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if answer == SUSPENDED:
+            await trio.sleep(1000)
+            return None
+        return answer
 
     async def name(machines):
         await trio.lowlevel.checkpoint()
         return machines
 
     rules = PulseRules(interval_s=0.1, query_s=0.1, controller_timeout_s=35)
-    return Pulse(RUN, rules, ended=tmp_path / "ended", tasks=command_tasks, ask=ask, name=name)
+    return Pulse(RUN, rules, ended=tmp_path / "ended", tasks=command_tasks, drain=drain, ask=ask, name=name)
 
 
 async def test_a_slurmctld_that_comes_back_in_time_is_waited_for(tmp_path, autojump_clock):
@@ -108,12 +132,39 @@ async def test_one_that_does_not_is_taken_for_lost(tmp_path, autojump_clock):
     assert trio.current_time() == pytest.approx(35.1, abs=0.2)
 
 
+async def test_time_in_which_the_job_is_suspended_is_no_time_without_an_answer(tmp_path, autojump_clock):
+    why = await pulse(tmp_path, LIVE, SUSPENDED, None, LIVE, "").wait_over()
+    assert why == "Slurm says that run 1 of job 17 is over"
+    assert trio.current_time() > 1000
+
+
 async def test_the_command_gets_lines_and_its_exit_code_is_ours(tmp_path):
     told = tmp_path / "told"
     command = ["sh", "-c", f"head -n 3 >{told}; exit 7"]
     assert await pulse(tmp_path, LIVE).keep(command, os.environ) == 7
     assert told.read_text().split() == ["n1,n2"] * len(told.read_text().split()) != []
     assert not (tmp_path / "ended").exists()
+
+
+async def test_a_disk_that_fails_for_a_while_ends_no_task(tmp_path, monkeypatch):
+    listdir, failures = os.listdir, []
+
+    def fail(path):
+        if str(path).endswith("ended"):
+            failures.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", fail)
+    assert await pulse(tmp_path, LIVE).keep(["sh", "-c", "sleep 0.5; exit 7"], os.environ) == 7
+    assert failures
+
+
+async def test_the_command_is_told_to_drain_once_the_file_for_it_is_there(tmp_path):
+    drain = tmp_path / "drain"
+    words = f"while read machines word; do touch {drain}; test $machines,$word = n1,n2,drain && exit 7; done"
+    with trio.fail_after(10):
+        assert await pulse(tmp_path, LIVE, drain=drain).keep(["sh", "-c", words], os.environ) == 7
 
 
 SAID = {"ended": "all 1 tasks have ended", "over": "is over", "asked": "SIGUSR1"}

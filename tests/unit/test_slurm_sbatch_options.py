@@ -15,6 +15,10 @@ OURS = ["--requeue", "--output=/f/%j.log"]
     [
         ([[*OURS, "--wait"]], {}, "--wait: a fleet runs until it is ended"),
         ([[*OURS, "-W"]], {}, "--wait: a fleet"),
+        ([[*OURS, "-HW"]], {}, "--wait: a fleet"),
+        ([[*OURS, "--clusters=east"]], {}, "--clusters: the other commands"),
+        ([[*OURS, "-M", "east"]], {}, "--clusters: the other commands"),
+        ([OURS], {"SBATCH_CLUSTERS": "east"}, "SBATCH_CLUSTERS: the other commands"),
         ([OURS], {"SBATCH_WAIT": "1"}, "SBATCH_WAIT: a fleet"),
         ([OURS, ["-p", "gpu"]], {"SBATCH_PARTITION": "x"}, "SBATCH_PARTITION is set, .* overrule --partition"),
         ([[*OURS, "--time=5"], []], {"SBATCH_TIMELIMIT": "9"}, "SBATCH_TIMELIMIT is set"),
@@ -33,6 +37,7 @@ def test_what_cannot_be_is_refused(groups, env, said):
         ([[*OURS, "-p", "gpu"]], {"SBATCH_PARTITION": "x"}),
         ([OURS, ["-p", "gpu"]], {"SBATCH_ACCOUNT": "me"}),
         ([[*OURS, "--wait-all-nodes=1"]], {}),
+        ([[*OURS, "-oWM.log"]], {}),
     ],
 )
 def test_the_rest_is_for_sbatch_to_judge(groups, env):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
@@ -46,15 +47,29 @@ def test_a_machine_that_fails_takes_no_other_with_it():
     assert "#SBATCH --no-kill" in script
 
 
-def test_the_first_warning_is_passed_on_and_a_second_cuts_no_drain_short(tmp_path):
-    """Run the script with commands of Slurm's that only write down that they were called."""
+def test_a_warning_makes_the_file_that_drains_the_nodes_and_a_second_changes_nothing(tmp_path):
+    """Run the head of the script."""
     script = batch_script(plan(fleet_dir=str(tmp_path), drain_s=40))
     assert "#SBATCH --signal=B:TERM@40" in script
     assert "--drain-s=40" in script.partition("slurm node ")[2]
-    trap = next(line for line in script.splitlines() if line.startswith("trap "))
-    told = f'scancel() {{ echo "$@"; }}; SLURM_JOB_ID=7; {trap}; kill -TERM $$; kill -TERM $$; echo on'
-    done = subprocess.run(["bash", "-c", told], capture_output=True, text=True, check=True)
-    assert done.stdout == "--signal=TERM 7\non\n"
+    assert '--drain-file="$drain"' in script
+    (tmp_path / "slurm").mkdir()
+    head, _, _ = script.partition("# A task a machine")
+    told = f"{head}\nkill -TERM $$; kill -TERM $$; echo ${{SQUEUE_PARTITION-unset}} ${{SCANCEL_STATE-unset}}"
+    env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SQUEUE_PARTITION": "gpu", "SCANCEL_STATE": "PENDING"}
+    done = subprocess.run(["bash", "-c", told], capture_output=True, text=True, check=True, env={**os.environ, **env})
+    assert (done.stdout, done.stderr) == ("unset unset\n", "")
+    assert [path.name for path in (tmp_path / "slurm").iterdir()] == ["drain-7-2"]
+
+
+def test_an_export_of_sbatchs_keeps_nothing_from_the_tasks():
+    for engine in (None, EnginePlan(command="serve"), EnginePlan(command="serve", machines=2)):
+        script = batch_script(plan(engine=engine, sbatch=["--export=NONE"]))
+        assert script.count(" --export=ALL ") == script.count("\n    srun ") == (2 if engine else 1)
+
+
+def test_a_percent_sign_in_the_folders_name_is_none_of_sbatchs_patterns():
+    assert "#SBATCH --output=/shared/50%%j/slurm/%j.log" in batch_script(plan(fleet_dir="/shared/50%j"))
 
 
 def test_a_value_stays_with_its_option():
