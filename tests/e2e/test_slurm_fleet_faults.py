@@ -38,6 +38,8 @@ FIRST_OUTCOMES = 6
 """At most so many between two interruptions."""
 LONGEST_CALCULATION_S = 1.5
 PULSE_TIMEOUT_S = 8.0
+BLINK_PULSE_TIMEOUT_S = 60.0
+"""A machine that is cut off for a moment goes on: then its node comes back with what it did."""
 STALE_AFTER_S = 5.0
 END_TIMEOUT_S = 120.0
 LONG_S = 600.0
@@ -46,11 +48,11 @@ LONG_S = 600.0
 class Interrupted:
     """A fleet with all that may befall it. All blocks."""
 
-    def __init__(self, fleet, seed):
+    def __init__(self, fleet, seed, pulse_timeout_s):
         self.fleet = fleet
         self.slurm = fleet.slurm
         self.random = random.Random(seed)
-        self.options = [f"--pulse-timeout-s={stretched(PULSE_TIMEOUT_S):.0f}", "--drain-s=10"]
+        self.options = [f"--pulse-timeout-s={stretched(pulse_timeout_s):.0f}", "--drain-s=10"]
         self.members = lambda: ""
         self.moves = list
 
@@ -261,7 +263,8 @@ def named(value):
 )
 @pytest.mark.parametrize("seed", range(REPEATS))
 async def test_each_job_has_one_outcome_whatever_befalls_its_fleet_and_nothing_is_left(fleet, ends, jobs, seed):
-    it, in_thread = Interrupted(fleet, seed), trio.to_thread.run_sync
+    it = Interrupted(fleet, seed, BLINK_PULSE_TIMEOUT_S if blink in ends else PULSE_TIMEOUT_S)
+    in_thread = trio.to_thread.run_sync
     options = ["--time=2"] if time_limit in ends else []
     times = {"connect_timeout_s": stretched(30.0), "heartbeat_interval_s": 0.5, "heartbeat_timeout_s": stretched(3.0)}
     times["reconnect_timeout_s"] = stretched(4.0) if blink in ends else LONG_S
