@@ -102,7 +102,7 @@ class CancelJobs(_Frame, frozen=True):
     `CancelledJobs` when none of them owns anything any more.
 
     `ahead`: an id in `job_ids` that is not known yet is cancelled when it is submitted. `forget`: none of `job_ids`
-    that this cancels has an outcome, and its id is free again.
+    that this cancels has an outcome, and its id is free again. `forget_ended`: so has none that had ended.
     """
 
     request_id: int
@@ -113,6 +113,7 @@ class CancelJobs(_Frame, frozen=True):
     whole_session: bool = False
     ahead: bool = False
     forget: bool = False
+    forget_ended: bool = False
 
 
 class CancelOnNode(_Frame, frozen=True):

@@ -13,7 +13,7 @@ _FILTERS: Final = ("SQUEUE_", "SCANCEL_")
 """Beginnings of the names of variables by which squeue and scancel leave jobs out, or ask back."""
 _OUTER_JOB: Final = "SLURM_JOB_ID"
 _KEPT: Final = frozenset({"SLURM_CONF", "SLURM_JWT"})
-"""How slurmctld is reached; they are no job's."""
+"""Variables by which slurmctld is reached: they are no job's."""
 
 
 def asking(env: Mapping[str, str]) -> dict[str, str]:

@@ -218,16 +218,18 @@ class RolloutClient(ResultCalls, BackendCalls):
             ),
         )
 
-    async def withdraw(self, job_ids: Sequence[str], reason: str) -> None:
+    async def withdraw(self, job_ids: Sequence[str], reason: str, *, ended: bool = False) -> None:
         """Cancel jobs of this session so that those which this ends have no outcome, and their ids are free again.
 
-        For jobs that are submitted somewhere else. Submit none of them here before this has returned.
+        For jobs that are submitted somewhere else. Submit none of them here before this has returned. `ended`: those
+        that have ended, and whose outcome is not acknowledged, are forgotten, too.
 
         Raises:
             ServiceError: the session is over.
         """
         await self._ask(
-            CancelledJobs, lambda i: CancelJobs(request_id=i, job_ids=list(job_ids), reason=reason, forget=True)
+            CancelledJobs,
+            lambda i: CancelJobs(request_id=i, job_ids=list(job_ids), reason=reason, forget=True, forget_ended=ended),
         )
 
     async def cancel_on_node(

@@ -72,14 +72,20 @@ class ResultCalls:
         on it. Always a checkpoint.
 
         Raises:
+            SessionLost: of a fleet, once for each: jobs of an earlier client that no node has any more, to be submitted
+                again.
             ServiceError: the session is over, and no outcome is left.
             ProtocolError: the outcome cannot be decoded.
         """
         with self._only_reader():
             await trio.lowlevel.checkpoint()
             while (arrived := self.peek_after(cursor)) is None:
+                self._raise_if_lost()
                 await self._state.wait_changed()
             return arrived
+
+    def _raise_if_lost(self) -> None:
+        """Raise SessionLost if jobs are on no node any more: for a client of several nodes, which may lose one."""
 
     async def next_outstanding(self, cursor: int) -> tuple[int, Outcome] | None:
         """Do as `next_after`, but return None as soon as nothing is outstanding; see `results`."""
@@ -108,7 +114,8 @@ class ResultCalls:
         """Do as `next_after`, but return all outcomes that are there, at most `limit`; wait for the first.
 
         They own their memory, also with `shared_memory`. None of them counts as yielded before it is acknowledged: so
-        leaving `connect` does not acknowledge what the caller has not stored yet.
+        leaving `connect` does not acknowledge what the caller has not stored yet. For callers that know by themselves
+        which jobs they wait for, and submit them again: nothing is raised for those that a lost node has taken along.
 
         Raises:
             ServiceError: the session is over, and no outcome is left.

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 __all__ = ["Book", "FleetJob", "Verdict"]
 
 OVER_KEPT: Final = 100_000
-"""Ids of jobs whose outcome was given out, as many as a node remembers; the oldest is dropped."""
+"""Ids of jobs of one node whose outcome was given out, as many as that remembers; the oldest is dropped."""
 
 Verdict = Literal["deliver", "drop", "move"]
-"""`deliver` it, `drop` it, or drop it and `move` the job: its node was shut down."""
+"""`deliver` it, `drop` it, or drop it and `move` the job: its node was shut down. It may be elsewhere already."""
 SHUTDOWN: Final = "shutdown"
 """Error code of a job that its node cut because it was ending."""
 
@@ -66,10 +66,12 @@ class Book:
         self.moved: dict[str, set[str]] = {}
         self.homes: dict[str, str] = {}
         self._over: dict[str, None] = {}
+        self._moved_over: set[str] = set()
+        """Jobs that were on several nodes, each of which may come back with them at any time: all are kept."""
 
     def is_over(self, job_id: str) -> bool:
         """Return True if an outcome of the job was given out."""
-        return job_id in self._over
+        return job_id in self._over or job_id in self._moved_over
 
     def of_node(self, node_id: str) -> list[FleetJob]:
         """Return the jobs that are on a node, and in no submit."""
@@ -80,6 +82,9 @@ class Book:
         for job_id in job_ids:
             self.jobs.pop(job_id, None)
             self.homes.pop(job_id, None)
+            if job_id in self.moved:
+                self._moved_over.add(job_id)
+                continue
             self._over[job_id] = None
             if len(self._over) > OVER_KEPT:
                 del self._over[next(iter(self._over))]
@@ -90,13 +95,16 @@ class Book:
         The first outcome counts, wherever it comes from: also that of a node which was taken for lost. Only a cancel
         there does not, for it was ours: the job goes on elsewhere. Nor does one by which its node was shut down.
         """
-        if job_id in self._over:
+        if self.is_over(job_id):
             return "drop"
         job = self.jobs.get(job_id)
-        here = job.node_id == node_id if job is not None else node_id not in self.moved.get(job_id, ())
-        if not here and status == "cancelled":
-            return "drop"
         if error_code == SHUTDOWN and job is not None:
             return "move"
+        if job is not None:
+            here = job.node_id == node_id
+        else:
+            here = self.homes.get(job_id) == node_id or node_id not in self.moved.get(job_id, ())
+        if not here and status == "cancelled":
+            return "drop"
         self.mark_over([job_id])
         return "deliver"

@@ -11,7 +11,7 @@ from ipc.nursery import open_single_nursery
 from ipc.session import Accepted, CancelledJobs, CancelledOnNode, Rejected
 from prorl_trio.client.client import ADMISSION_PATIENCE_S, RolloutClient
 from prorl_trio.client.errors import ConnectionLost, SessionLost
-from prorl_trio.client.fleet.moves import Delivered, Moved
+from prorl_trio.client.fleet.moves import Delivered, Moved, Named
 from prorl_trio.client.fleet.policy import SHUTTING_DOWN
 from prorl_trio.client.fleet.pools import FleetPools
 from prorl_trio.client.fleet.statistics import merge_statistics
@@ -58,6 +58,8 @@ class FleetClient(RolloutClient):
         self._kept: dict[str, float] = {}
         """Times until which the jobs of a lost node are left to its next start."""
         self._resumed = False
+        self._naming = 0
+        """Times that the trainer was told of lost jobs which are not written down."""
         self.roster: Roster
         state.on_settled = self._settled_moved
         state.on_double = lambda node_id, job_id: nursery.start_soon(self._withdraw, node_id, [job_id])
@@ -101,15 +103,36 @@ class FleetClient(RolloutClient):
                 are to be submitted again.
         """
         arrived = await super().next_outstanding(cursor)
-        if arrived is None and self._state.orphans:
-            orphans, self._state.orphans = self._state.orphans, {}
-            self._state.named |= orphans.keys()
-            nodes = ", ".join(sorted(set(orphans.values())))
-            raise SessionLost(
-                f"{len(orphans)} jobs that an earlier client submitted were on lost nodes ({nodes}); submit them again",
-                sorted(orphans),
-            )
+        if arrived is None:
+            self._raise_if_lost()
         return arrived
+
+    def _raise_if_lost(self) -> None:
+        """Raise SessionLost, once, for jobs of an earlier client that are on no node any more. See `ResultCalls`."""
+        if not self._state.orphans:
+            return
+        orphans, self._state.orphans = self._state.orphans, {}
+        self._state.named |= orphans
+        self._naming += 1
+        self._nursery.start_soon(self._write_named, [Named(job_id=job_id) for job_id in sorted(orphans)])
+        nodes = ", ".join(sorted(set(orphans.values())))
+        raise SessionLost(
+            f"{len(orphans)} jobs that an earlier client submitted were on lost nodes ({nodes}); submit them again",
+            sorted(orphans),
+        )
+
+    def name_lost(self, named: Container[str]) -> None:
+        """Count as orphans the jobs that an earlier client has moved, that have no outcome, and that no node has.
+
+        Call it when all nodes that live have joined. Those in `named` the trainer was told of.
+        """
+        book, state = self._state.book, self._state
+        held = state.inbox.job_ids()
+        for job_id, nodes in book.moved.items():
+            known = book.is_over(job_id) or job_id in held or job_id in named
+            if not (known or job_id in book.homes or job_id in book.jobs or job_id in state.left):
+                state.orphans[job_id] = min(nodes)
+        state.notify()
 
     async def cancel(
         self,
@@ -130,16 +153,15 @@ class FleetClient(RolloutClient):
             or (group_id and job.spec.group_id == group_id)
             or (tags and tags.items() <= job.spec.tags.items())
         ]
+        for job in moving:
+            job.cancel_reason = reason  # on no node now, or on one that is lost meanwhile: where it goes next
         answers = await self._everywhere(
             lambda member: member.client.cancel(
                 job_ids, reason, group_id=group_id, tags=tags, whole_session=whole_session, ahead=ahead
             )
         )
         cancelled = {job_id for answer in answers.values() for job_id in answer.cancelled}
-        for job in moving:
-            if job.spec.job_id not in cancelled:
-                job.cancel_reason = reason  # on no node now: where it goes next
-                cancelled.add(job.spec.job_id)
+        cancelled.update(job.spec.job_id for job in moving)
         unknown = [job_id for job_id in dict.fromkeys(job_ids) if job_id not in cancelled]
         return CancelledJobs(request_id=0, cancelled=sorted(cancelled), unknown=sorted(unknown))
 
@@ -239,8 +261,9 @@ class FleetClient(RolloutClient):
         self._nursery.start_soon(self._settle_in, member, withdrawn)
 
     async def _settle_in(self, member: Member, withdrawn: list[str]) -> None:
-        """Withdraw jobs from a node that has joined, and give it new ones unless it has another policy."""
+        """Withdraw and cancel jobs of a node that has joined, and give it new ones unless it has another policy."""
         await self._withdraw(member.node_id, withdrawn)
+        await self._submission.cancel_there(member)
         await self._pools.policy.settle()
         await self._pools.owners.give_back()
 
@@ -286,12 +309,36 @@ class FleetClient(RolloutClient):
         self._state.notify()
 
     async def cut(self, member: Member, job_ids: Sequence[str]) -> None:
-        """Move jobs that the shutdown of their node has ended: one that leaves them to its next start says nothing."""
+        """Move jobs that the shutdown of their node has ended: one that leaves them to its next start says nothing.
+
+        It forgets them when the moves are written down. That is no acknowledgement: they may have to come back to it.
+        Those that were moved before, and of which it has told again after its start, it forgets at once.
+        """
         jobs = [job for job_id in job_ids if (job := self._state.book.jobs.get(job_id)) is not None]
-        member.behind = member.behind or SHUTTING_DOWN
         here = [job for job in jobs if job.node_id == member.node_id]
-        self._nursery.start_soon(self._move, here, f"node {member.node_id} was shut down")
+        if here:
+            member.behind = member.behind or SHUTTING_DOWN
+
+        async def forget() -> None:
+            await self._forget_cut(member, job_ids)
+
+        if len(here) < len(job_ids):
+            await self._forget_cut(member, sorted({*job_ids} - {job.spec.job_id for job in here}))
+        self._nursery.start_soon(self._move, here, f"node {member.node_id} was shut down", forget)
         await trio.lowlevel.checkpoint()
+
+    async def _forget_cut(self, member: Member, job_ids: Sequence[str]) -> None:
+        """Have a node forget the outcomes with which its shutdown has ended jobs. One that is lost tells them again."""
+        if not (held := member.acks.held(job_ids)):
+            await trio.lowlevel.checkpoint()
+            return
+        try:
+            await member.client.withdraw(held, WITHDRAWN, ended=True)
+        except ServiceError as exc:
+            logger.info("node %s was lost in its shutdown: %s", member.node_id, exc)
+        else:
+            member.acks.release(held)
+            self._state.pass_acks()
 
     async def _withdraw(self, node_id: str, job_ids: Sequence[str]) -> None:
         """Withdraw jobs from a node that run, or have ended, elsewhere. They may have come here meanwhile: then not."""
@@ -308,16 +355,21 @@ class FleetClient(RolloutClient):
         finally:
             member.withdrawing -= stale
 
-    async def _move(self, jobs: Sequence[FleetJob], why: str) -> None:
+    async def _move(
+        self, jobs: Sequence[FleetJob], why: str, written: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         try:
-            await self._submission.move(jobs, why)
+            await self._submission.move(jobs, why, written)
         except ServiceError as exc:
             logger.debug("a move was given up: %s", exc)  # the client is over
 
     async def wait_written(self) -> None:
-        """Return when the deliveries of moved jobs are written down, and acknowledged to their nodes."""
+        """Return when the deliveries of moved jobs are written down, and acknowledged to their nodes.
+
+        So is then which lost jobs the trainer was told of.
+        """
         await trio.lowlevel.checkpoint()
-        while self._state.held_acks:
+        while self._state.held_acks or self._naming:
             await self._state.wait_changed()
 
     def close_weight_stores(self) -> None:
@@ -325,7 +377,7 @@ class FleetClient(RolloutClient):
         if self.weight_stores.used:
             self.weight_stores.close()
 
-    async def _write(self, lines: Sequence[Moved | Delivered]) -> None:
+    async def _write(self, lines: Sequence[Moved | Delivered | Named]) -> None:
         """Write to the log; while the fleet's disk is full or away, try again, for nothing may go on before.
 
         A cancel leaves a call behind that the disk hangs in; the next one comes after it.
@@ -346,6 +398,11 @@ class FleetClient(RolloutClient):
     def _settled_moved(self, job_ids: list[str]) -> None:
         self._state.held_acks += 1
         self._nursery.start_soon(self._write_delivered, job_ids)
+
+    async def _write_named(self, lines: Sequence[Named]) -> None:
+        await self._write(lines)
+        self._naming -= 1
+        self._state.notify()
 
     async def _write_delivered(self, job_ids: list[str]) -> None:
         await self._write([Delivered(job_id=job_id) for job_id in job_ids])

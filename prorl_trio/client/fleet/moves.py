@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["Delivered", "MoveLog", "Moved"]
+__all__ = ["Delivered", "MoveLog", "Moved", "Named"]
 
 FOLDER: Final = "moves"
 
@@ -37,13 +37,22 @@ class Delivered(msgspec.Struct, frozen=True, tag=True):
     job_id: str
 
 
+class Named(msgspec.Struct, frozen=True, tag=True):
+    """The trainer was told that no node has the job any more."""
+
+    job_id: str
+
+
+Line = Moved | Delivered | Named
+
+
 class MoveLog:
     """The log of one session. All methods block on the disk; call them in a thread, one at a time."""
 
     def __init__(self, fleet: Path, session_id: str) -> None:
         self.path = fleet / FOLDER / f"{quote(session_id, safe='')}.jsonl"
 
-    def read(self) -> list[Moved | Delivered]:
+    def read(self) -> list[Line]:
         """Return the lines; a last one that a killed writer left unfinished is not among them.
 
         Raises:
@@ -55,8 +64,8 @@ class MoveLog:
             return []
         except OSError as exc:
             raise ConfigError(f"{self.path} cannot be read: {exc.strerror}") from exc
-        decode = msgspec.json.Decoder(Moved | Delivered).decode
-        found: list[Moved | Delivered] = []
+        decode = msgspec.json.Decoder(Line).decode
+        found: list[Line] = []
         for line in lines:
             try:
                 found.append(decode(line))
@@ -64,7 +73,7 @@ class MoveLog:
                 continue  # the unfinished line of a writer that was killed, and was written on
         return found
 
-    def append(self, lines: Iterable[Moved | Delivered]) -> None:
+    def append(self, lines: Iterable[Line]) -> None:
         """Write lines, and return when they are on the disk.
 
         Raises:

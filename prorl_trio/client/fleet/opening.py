@@ -13,7 +13,7 @@ import trio
 from ipc.nursery import single_exception
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.client.fleet.client import FleetClient
-from prorl_trio.client.fleet.moves import Delivered, MoveLog
+from prorl_trio.client.fleet.moves import Delivered, Moved, MoveLog
 from prorl_trio.client.fleet.roster import Roster
 from prorl_trio.client.fleet.state import FleetState
 from prorl_trio.rendezvous.watch import FleetWatch
@@ -54,11 +54,16 @@ async def open_fleet(
     watch = FleetWatch(folder)
     state = FleetState(session_id or uuid.uuid4().hex)
     log = MoveLog(Path(folder), state.session_id)
+    named: set[str] = set()
     for line in await trio.to_thread.run_sync(log.read):
-        if isinstance(line, Delivered):
-            state.book.mark_over([line.job_id])
-        else:
-            state.book.moved.setdefault(line.job_id, set()).add(line.node_id)
+        match line:
+            case Delivered():
+                state.book.mark_over([line.job_id])
+            case Moved():
+                state.book.moved.setdefault(line.job_id, set()).add(line.node_id)
+                named.discard(line.job_id)  # it was submitted again
+            case _:
+                named.add(line.job_id)
     with single_exception():
         async with trio.open_nursery() as nursery:
             client = FleetClient(state, log, nursery, max_message_bytes)
@@ -78,6 +83,7 @@ async def open_fleet(
                 await _first_nodes(roster, state, connect_timeout_s)
                 with trio.move_on_after(connect_timeout_s):
                     await client.wait_settled()
+                client.name_lost(named)
                 nursery.start_soon(_watch, roster, state)
                 yield client
                 client.acknowledge(client.cursor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -12,6 +13,7 @@ from prorl_trio.client.fleet.placement import NodeRoom
 from prorl_trio.types.errors import ServiceError
 
 if TYPE_CHECKING:
+    from ipc.session import RoomReport
     from prorl_trio.client.fleet.state import FleetState, Member
 
 __all__ = ["Rooms"]
@@ -19,6 +21,12 @@ __all__ = ["Rooms"]
 FRESH_S: Final = 0.25
 """Age at which what nodes said is asked again. A question to each for every job would cost the client of a large fleet
 more than all else that it does."""
+
+
+ASK_S: Final = 2.0
+"""Longest wait for the answer of a node, and `SILENT_S` for one that has not answered the last time: it may be cut off
+from us alone, which is known only when its link is given up."""
+SILENT_S: Final = 0.1
 
 
 class _Report:
@@ -48,6 +56,7 @@ class Rooms:
         self._asked: dict[str, Member] = {}
         self._reports: dict[str, _Report] = {}
         self._asked_s = -math.inf
+        self._silent: set[str] = set()
 
     def forget(self) -> None:
         """Have all nodes asked the next time: one of them has answered otherwise than it had said."""
@@ -76,10 +85,13 @@ class Rooms:
         reports: dict[str, _Report] = {}
 
         async def ask(member: Member) -> None:
-            try:
+            said: RoomReport | None = None
+            with suppress(ServiceError), trio.move_on_after(SILENT_S if member.node_id in self._silent else ASK_S):
                 said = await member.client.room()
-            except ServiceError:
+            if said is None:
+                self._silent.add(member.node_id)
                 return
+            self._silent.discard(member.node_id)
             room = NodeRoom(said.room, said.free, said.run_workers)
             reports[member.node_id] = _Report(member, room, is_ready=not said.unready)
 

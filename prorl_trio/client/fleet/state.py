@@ -82,10 +82,10 @@ class FleetState(ClientState):
         members: the nodes with a session, by id.
         moving: jobs of lost nodes that wait for another one, or for the return of theirs.
         orphans: jobs of an earlier client, on a lost node: their specs are not known here.
-        named: orphans that the trainer was told of, to submit them again.
+        named: orphans that the trainer was told of, to submit them again, and the node of each.
         left: such jobs while the next start of their node is waited for, and that node, by id.
         on_settled: called with the ids of moved jobs that were acknowledged, before their nodes hear of it.
-        on_double: called with a node and a job that runs there, and of which another node had an outcome.
+        on_double: called with a node and a job that runs there, and whose outcome, or next attempt, is another node's.
     """
 
     def __init__(self, session_id: str) -> None:
@@ -93,7 +93,7 @@ class FleetState(ClientState):
         self.book = Book()
         self.members: dict[str, Member] = {}
         self.orphans: dict[str, str] = {}
-        self.named: set[str] = set()
+        self.named: dict[str, str] = {}
         self.left: dict[str, str] = {}
         self.on_settled: Callable[[list[str]], None] = lambda _job_ids: None
         self.on_double: Callable[[str, str], None] = lambda _node_id, _job_id: None
@@ -128,7 +128,7 @@ class FleetState(ClientState):
         self.notify()
 
     def take_from(self, member: Member) -> list[str]:
-        """Take over what a node has sent. Return the ids of jobs that its shutdown cut."""
+        """Take over what a node has sent. Return the ids of jobs that its shutdown cut; their outcomes are held."""
         cut: list[str] = []
         source = member.state
         while source.events:
@@ -146,6 +146,8 @@ class FleetState(ClientState):
             verdict = self.book.judge(member.node_id, frame.job_id, end.status, end.error_code)
             if verdict == "move":
                 cut.append(frame.job_id)
+                member.acks.hold(frame.cursor, frame.job_id)
+                continue
             if verdict == "deliver" and job is not None and job.node_id not in ("", member.node_id):
                 self.on_double(job.node_id, frame.job_id)
             member.acks.add(frame.cursor, self._put(frame) if verdict == "deliver" else 0, frame.job_id)
@@ -181,7 +183,7 @@ class FleetState(ClientState):
         cursor = self.inbox.received + 1
         self.inbox.put(msgspec.structs.replace(frame, cursor=cursor))
         self.orphans.pop(frame.job_id, None)
-        self.named.discard(frame.job_id)
+        self.named.pop(frame.job_id, None)
         self.left.pop(frame.job_id, None)
         if frame.job_id in self.book.moved:
             self._moved_here[cursor] = frame.job_id

@@ -63,6 +63,7 @@ class Submission:
                 new, others = self._begin(specs, waiting, answers)
                 placed: dict[str, Accepted | Rejected] = {}
                 try:
+                    await self._note_former(new.values())
                     placed.update(await self.place(list(new.values()), deadline_s))
                 finally:
                     self._forget_refused(list(new.values()), placed)
@@ -86,7 +87,7 @@ class Submission:
                 answers[index] = _over(spec.job_id, is_held=spec.job_id in held)
             elif known is None:
                 job = new[index] = book.jobs[spec.job_id] = FleetJob(spec)
-                job.attempt = self._attempt(spec.job_id)
+                job.attempt = 2 if self._former(spec.job_id) or spec.job_id in book.moved else 1
             elif known.spec != spec:
                 message = f"job {spec.job_id!r} is here with another spec; choose another id"
                 answers[index] = _rejected(spec.job_id, DuplicateJob.code, message)
@@ -112,14 +113,30 @@ class Submission:
         message = f"job {job_id!r} is in another submit, and no node has taken it yet"
         return _rejected(job_id, AdmissionRejected.code, message, RETRY_S)
 
-    async def move(self, jobs: Sequence[FleetJob], why: str) -> None:
-        """Have jobs of a lost node run as their next attempt on others, as soon as one has room."""
+    async def _note_former(self, jobs: Iterable[FleetJob]) -> None:
+        """Write down that jobs of an earlier client are moved, which are submitted again: their node may come back."""
+        former = {job.spec.job_id: self._former(job.spec.job_id) for job in jobs}
+        moved = [Moved(job_id=job_id, node_id=node_id, attempt=2) for job_id, node_id in former.items() if node_id]
+        if moved:
+            await self._log(moved)
+            for line in moved:
+                self._state.book.moved.setdefault(line.job_id, set()).add(line.node_id)
+
+    async def move(
+        self, jobs: Sequence[FleetJob], why: str, written: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Have jobs of a lost node run as their next attempt on others, as soon as one has room.
+
+        Calls `written` when the moves are on the disk, before any job is elsewhere.
+        """
         lost = [job for job in jobs if self._state.book.jobs.get(job.spec.job_id) is job]
         if not lost:
             await trio.lowlevel.checkpoint()
             return
         logger.warning("%d jobs are moved to other nodes: %s", len(lost), why)
         await self._unplace(lost)
+        if written is not None:
+            await written()
         answers = await self.place(lost, deadline_s=None)
         for job in lost:
             answer = answers.get(job.spec.job_id)
@@ -249,6 +266,12 @@ class Submission:
         else:
             answers[job_id] = answer
 
+    async def cancel_there(self, member: Member) -> None:
+        """Cancel the jobs on a node that were to be cancelled while it was away."""
+        jobs = [job for job in self._state.book.of_node(member.node_id) if job.cancel_reason is not None]
+        if jobs:
+            await self._cancel(member, jobs)
+
     async def _cancel(self, member: Member, jobs: Sequence[FleetJob]) -> None:
         try:
             await member.client.cancel([job.spec.job_id for job in jobs], jobs[0].cancel_reason or "")
@@ -268,6 +291,8 @@ class Submission:
                 self._state.book.moved.setdefault(job.spec.job_id, set()).add(job.node_id)
                 job.unplace()
         for job in jobs:
+            if job.former[-1] in self._state.members:  # it came back meanwhile, perhaps with the job
+                self._state.on_double(job.former[-1], job.spec.job_id)
             if len(job.former) > MAX_MOVES:
                 self._fail(job, f"the nodes {', '.join(job.former)} were lost while they had it")
 
@@ -318,10 +343,10 @@ class Submission:
             del self._refused[job_id]  # the next round asks them again
         return max(left, key=lambda name: left[name].free, default="none")
 
-    def _attempt(self, job_id: str) -> int:
-        """Return the number of the next attempt of a job that this client has not heard of."""
+    def _former(self, job_id: str) -> str:
+        """Return the lost node on which an earlier client had the job, as far as is known; empty if on none."""
         state = self._state
-        return 2 if job_id in state.orphans or job_id in state.named or job_id in state.left else 1
+        return state.orphans.get(job_id) or state.named.get(job_id) or state.left.get(job_id, "")
 
     def _is_nowhere(self, job: FleetJob) -> bool:
         return self._state.book.jobs.get(job.spec.job_id) is job and not job.node_id

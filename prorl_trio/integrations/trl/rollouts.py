@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from ipc.session import Rejected
+from prorl_trio.client.errors import SessionLost
 from prorl_trio.types.errors import ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from collections.abc import Set as AbstractSet
 
     from prorl_trio.client import BlockingClient
     from prorl_trio.client.sampling import JobTemplate
@@ -60,7 +62,7 @@ def run_rollouts(
     try:
         _submit(client, list(specs.values()))
         while places:
-            outcome = _next(client, stall_s, len(places))
+            outcome = _next(client, stall_s, places.keys())
             if outcome.job_id not in places:  # of an earlier call that was interrupted
                 continue
             place = places.pop(outcome.job_id)
@@ -84,12 +86,19 @@ def _submit(client: BlockingClient, specs: list[JobSpec]) -> None:
             raise RolloutsRejected(f"job {answer.job_id}: {answer.code}: {answer.message}")
 
 
-def _next(client: BlockingClient, stall_s: float, missing: int) -> Outcome:
+def _next(client: BlockingClient, stall_s: float, ours: AbstractSet[str]) -> Outcome:
+    others: list[str] = []
     try:
-        return next(client.results(timeout_s=stall_s, follow=True))
+        while True:
+            try:
+                return next(client.results(timeout_s=stall_s, follow=True))
+            except SessionLost as lost:
+                if lost.job_ids == others or not ours.isdisjoint(lost.job_ids):
+                    raise
+                others = lost.job_ids  # of an earlier trainer, on a node of the fleet that was lost
     except TimeoutError:
         raise TimeoutError(
-            f"no rollout has ended for {stall_s:g} s, {missing} are missing: look at `prorl-trio status`, or bound "
+            f"no rollout has ended for {stall_s:g} s, {len(ours)} are missing: look at `prorl-trio status`, or bound "
             "what a rollout may take with JobTemplate(budgets=...)"
         ) from None
 

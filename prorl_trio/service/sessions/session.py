@@ -166,11 +166,16 @@ class Session:
             if len(self._cancelled_ahead) > MAX_CANCELS_AHEAD:
                 del self._cancelled_ahead[next(iter(self._cancelled_ahead))]
 
-    def withdraw(self, job_ids: Iterable[str]) -> None:
-        """Have those of these jobs that run be forgotten if a cancel ends them. The caller must cancel them."""
+    def withdraw(self, job_ids: Iterable[str], *, ended: bool = False) -> None:
+        """Have those of these jobs that run be forgotten if a cancel ends them. The caller must cancel them.
+
+        `ended`: forget those of which there is an outcome, too.
+        """
         for job_id in job_ids:
             if (job := self._running.get(job_id)) is not None and job.finishing is None:
                 job.withdrawn = True
+            elif ended and self.log.find(job_id) is not None:
+                self.forget(job_id)
 
     def admit(self, spec: JobSpec, node: NodeApi, attempts: int = 0) -> tuple[RunningJob | None, bool]:
         """Check a job before it is stored. Return it if its submission is still in progress, and whether it is new.

@@ -162,7 +162,9 @@ class Connection:
                 self._session.ack(frame.cursor)
             case CancelJobs():
                 if frame.forget:
-                    self._session.withdraw(frame.job_ids)  # before any later submit of theirs is looked at
+                    self._session.withdraw(
+                        frame.job_ids, ended=frame.forget_ended
+                    )  # before any later submit of theirs is looked at
                 self._start(self._cancel, frame)
             case CancelOnNode():
                 self._start(self._cancel_on_node, frame)
