@@ -84,8 +84,8 @@ GOALS: Final = {f"ablation.{variant}.gain": round(paper_gain(variant), 2) for va
 """The gain of each part is to be the paper's: +48 %, +28 % and +23 %. One that is missed is shown so."""
 BASE: Final = "as declared"
 GUIDE: Final = {"engines": 4, "engine_gpus": 2, "workers": 32, "ahead": 32}
-"""Four engines of two GPUs, eight rollouts at once for each, and as many jobs again submitted beside them: so the paper's
-server, as published, sets this policy up on eight GPUs (`scripts/CONFIG_GUIDE.md` and `scripts/profile` of
+"""Four engines of two GPUs, eight rollouts at once for each, and as many jobs again submitted beside them: so the
+paper's server, as published, sets this policy up on eight GPUs (`scripts/CONFIG_GUIDE.md` and `scripts/profile` of
 ProRL-Agent-Server). Whether Table 3 was made so, the paper does not say."""
 OTHERS: Final[dict[str, dict[str, object]]] = {
     "its server's guide": GUIDE,
