@@ -19,7 +19,7 @@ from prorl_trio.client.fleet.submission import Submission
 from prorl_trio.types.errors import ConfigError, ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 
     from prorl_trio.client.fleet.book import FleetJob
     from prorl_trio.client.fleet.moves import MoveLog
@@ -319,15 +319,15 @@ class FleetClient(RolloutClient):
         if here:
             member.behind = member.behind or SHUTTING_DOWN
 
+        here_ids = {job.spec.job_id for job in here}
+
         async def forget() -> None:
-            await self._forget_cut(member, job_ids)
+            await self._forget_cut(member, here_ids)
 
-        if len(here) < len(job_ids):
-            await self._forget_cut(member, sorted({*job_ids} - {job.spec.job_id for job in here}))
         self._nursery.start_soon(self._move, here, f"node {member.node_id} was shut down", forget)
-        await trio.lowlevel.checkpoint()
+        await self._forget_cut(member, set(job_ids) - here_ids)
 
-    async def _forget_cut(self, member: Member, job_ids: Sequence[str]) -> None:
+    async def _forget_cut(self, member: Member, job_ids: Iterable[str]) -> None:
         """Have a node forget the outcomes with which its shutdown has ended jobs. One that is lost tells them again."""
         if not (held := member.acks.held(job_ids)):
             await trio.lowlevel.checkpoint()

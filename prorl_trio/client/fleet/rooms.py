@@ -21,12 +21,10 @@ __all__ = ["Rooms"]
 FRESH_S: Final = 0.25
 """Age at which what nodes said is asked again. A question to each for every job would cost the client of a large fleet
 more than all else that it does."""
-
-
 ASK_S: Final = 2.0
 """Longest wait for the answer of a node, and `SILENT_S` for one that has not answered the last time: it may be cut off
 from us alone, which is known only when its link is given up."""
-SILENT_S: Final = 0.1
+SILENT_S: Final = 0.5
 
 
 class _Report:

@@ -130,11 +130,11 @@ class Submission:
         Calls `written` when the moves are on the disk, before any job is elsewhere.
         """
         lost = [job for job in jobs if self._state.book.jobs.get(job.spec.job_id) is job]
-        if not lost:
+        if lost:
+            logger.warning("%d jobs are moved to other nodes: %s", len(lost), why)
+            await self._unplace(lost)
+        else:
             await trio.lowlevel.checkpoint()
-            return
-        logger.warning("%d jobs are moved to other nodes: %s", len(lost), why)
-        await self._unplace(lost)
         if written is not None:
             await written()
         answers = await self.place(lost, deadline_s=None)
