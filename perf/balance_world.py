@@ -37,8 +37,8 @@ ENGINE = EngineModel(
 )
 """About a 14B policy in bf16 on one GPU of 80 GB: 160 KB of cache a token in what the weights leave, 28 GFLOP a token
 of prompt at 40 % of the peak, and at most 16 full-speed completions' worth of memory bandwidth over long contexts."""
-ENGINE_OF_TWO = EngineModel(
-    max_batch=256,
+ENGINE_OF_TWO = msgspec.structs.replace(
+    ENGINE,
     kv_tokens=725_000 // TOKENS,
     prefill_tokens_per_s=25_000 / TOKENS,
     tokens_per_s=Distribution(value=130 / TOKENS),

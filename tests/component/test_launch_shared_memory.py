@@ -59,7 +59,7 @@ supervisor._descendants = lambda root: below(root) + [slow] * os.path.exists(f"/
 os.kill = lambda pid, number: None if pid == slow else kill(pid, number)
 sys.exit(supervisor.main(0.1, ["sh", "-c", f"read line <{sys.argv[2]}"]))
 """
-"""One of its tree, `slow`, takes longer to end than a supervisor waits."""
+"""A supervisor of whose tree one process, `slow`, takes longer to end than it waits."""
 SLOW = """
 import sys
 sys.stdin.readline()
@@ -198,8 +198,15 @@ def test_without_inotify_a_look_is_enough(make, monkeypatch):
     assert not Path(later.name).exists()
 
 
-def test_what_takes_long_to_end_keeps_its_memory_until_a_sweep_that_comes_after(tmp_path):
-    place, fifo, memory = tmp_path / "place", tmp_path / "go", Path(FOLDER, f"prorl-test-{secrets.token_hex(8)}")
+@pytest.fixture
+def memory():
+    path = Path(FOLDER, f"prorl-test-{secrets.token_hex(8)}")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def test_what_takes_long_to_end_keeps_its_memory_until_a_sweep_that_comes_after(tmp_path, memory):
+    place, fifo = tmp_path / "place", tmp_path / "go"
     place.mkdir()
     os.mkfifo(fifo)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -188,7 +188,7 @@ def test_a_pulse_that_says_so_drains_the_task_once(place, start, options, told):
     task.wait_ready()
     for _ in range(3):
         task.beat(b"n1,n2 drain\n")
-        time.sleep(0.3)
+        time.sleep(0.3)  # so that they come one by one, as of a pulse
     assert task.stepd.wait(timeout=EXIT_TIMEOUT_S) == 0
     assert (place / "told").read_text().strip() == told
     for name in ("ready", "told"):
@@ -200,11 +200,11 @@ def test_time_in_which_slurm_has_suspended_the_job_is_no_time_without_a_pulse(st
     task = start(pulse=3)
     task.wait_ready()
     task.signal_all(signal.SIGSTOP)
-    time.sleep(stretched(3) + 1.5)
+    time.sleep(stretched(3) + 1.5)  # longer than the task waits for its pulse
     task.signal_all(signal.SIGCONT)
-    time.sleep(0.5)
+    time.sleep(0.5)  # it goes on before the machine with the pulse does
     task.beat()
-    time.sleep(1.5)
+    time.sleep(1.5)  # in which a task that had given up would have ended
     assert (task.ready.read_text(), len(marked(task.mark)) >= 5) == ("ready", True)
     assert task.end()[0] == [], "the pulse has stopped"
 

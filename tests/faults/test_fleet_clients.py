@@ -10,9 +10,9 @@ import trio
 
 from ipc.session import Accepted
 from prorl_trio.client import SessionLost, connect
-from prorl_trio.client.fleet import book, roster
+from prorl_trio.client.fleet import book
 from prorl_trio.client.fleet.moves import Moved, MoveLog
-from support.fake_fleet import open_fake_fleet, until
+from support.fake_fleet import finish_all, open_fake_fleet, take, until, watch_quickly
 from support.fake_node import make_outcome, make_spec
 from support.quiet_clock import stretched
 
@@ -21,8 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(roster, "WATCH_INTERVAL_S", 0.05)
-    monkeypatch.setattr(roster, "RETRY_S", 0.05)
+    watch_quickly(monkeypatch)
 
 
 @pytest.fixture
@@ -48,14 +47,11 @@ async def start_again(fleet, name, *clients):
     await fleet[name].start()
 
 
-def finish_all(fleet, *names):
-    for name in names or fleet.nodes:
-        for job_id in list(fleet[name].node.live):
-            fleet[name].node.finish(job_id)
-
-
-async def take(client, count=None):
-    return [outcome async for outcome in client.results(count)]
+async def jobs_of_an_earlier_client(fleet, folder):
+    """Have a client of session `s` submit four jobs and end; return those on node `a`."""
+    async with connect(fleet=folder, session_id="s") as client:
+        await client.submit([make_spec(f"job-{n}") for n in range(4)])
+    return live(fleet, "a")
 
 
 def live(fleet, *names):
@@ -149,9 +145,7 @@ async def test_a_job_that_was_cancelled_while_its_node_was_away_does_not_run_on_
 
 async def test_a_job_that_was_submitted_again_as_asked_has_one_outcome_for_all_clients(folder):
     async with open_fake_fleet(folder, "a", "b") as fleet:
-        async with connect(fleet=folder, session_id="s") as client:
-            await client.submit([make_spec(f"job-{n}") for n in range(4)])
-        gone = live(fleet, "a")
+        gone = await jobs_of_an_earlier_client(fleet, folder)
         async with connect(fleet=folder, session_id="s") as client:
             await fleet["a"].kill()
             await lost(client, "a")
@@ -201,9 +195,7 @@ async def test_a_node_that_is_cut_off_from_the_client_alone_keeps_no_job_from_th
 
 async def test_a_reader_that_follows_is_told_of_jobs_that_a_lost_node_took_along(folder):
     async with open_fake_fleet(folder, "a", "b") as fleet:
-        async with connect(fleet=folder, session_id="s") as client:
-            await client.submit([make_spec(f"job-{n}") for n in range(4)])
-        gone = live(fleet, "a")
+        gone = await jobs_of_an_earlier_client(fleet, folder)
         async with connect(fleet=folder, session_id="s") as client:
             await fleet["a"].kill()
             finish_all(fleet, "b")

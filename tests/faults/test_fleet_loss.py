@@ -8,11 +8,10 @@ import trio
 
 from ipc.session import Accepted
 from prorl_trio.client import ConnectionLost, SessionLost, connect
-from prorl_trio.client.fleet import roster
 from prorl_trio.client.fleet.moves import Delivered, Moved, MoveLog
 from prorl_trio.rendezvous.folder import write_entry
 from prorl_trio.types.errors import Draining
-from support.fake_fleet import open_fake_fleet
+from support.fake_fleet import finish_all, open_fake_fleet, take, watch_quickly
 from support.fake_node import make_outcome, make_spec
 
 pytestmark = pytest.mark.timeout(120)
@@ -20,8 +19,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(roster, "WATCH_INTERVAL_S", 0.05)
-    monkeypatch.setattr(roster, "RETRY_S", 0.05)
+    watch_quickly(monkeypatch)
 
 
 @pytest.fixture
@@ -33,18 +31,8 @@ def specs_of(count, first=0):
     return [make_spec(f"job-{n}") for n in range(first, first + count)]
 
 
-def finish_all(fleet, *names):
-    for name in names or fleet.nodes:
-        for job_id in list(fleet[name].node.live):
-            fleet[name].node.finish(job_id)
-
-
 async def say_nothing(_stream):
     await trio.sleep_forever()
-
-
-async def take(client, count=None):
-    return [outcome async for outcome in client.results(count)]
 
 
 def ids(outcomes):

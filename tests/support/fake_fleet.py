@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import trio
 
+from prorl_trio.client.fleet import roster
 from prorl_trio.rendezvous.entry import Capacity, NodeEntry
 from prorl_trio.rendezvous.folder import claim_folder, remove_entry, renew_entry, write_entry
 from prorl_trio.rendezvous.identity import this_process
@@ -22,12 +23,26 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
+    import pytest
+
     from prorl_trio.client import RolloutClient
     from prorl_trio.types.models import JobSpec, Outcome
     from support.fake_node import PretendedEngine
     from support.fake_service import Service
 
-__all__ = ["BEAT_S", "FakeFleet", "FleetNode", "entry_of", "fake_fleet_in_thread", "open_fake_fleet", "until", "update"]
+__all__ = [
+    "BEAT_S",
+    "FakeFleet",
+    "FleetNode",
+    "entry_of",
+    "fake_fleet_in_thread",
+    "finish_all",
+    "open_fake_fleet",
+    "take",
+    "until",
+    "update",
+    "watch_quickly",
+]
 
 BEAT_S = 0.05
 PATIENT_S = 30.0
@@ -183,6 +198,24 @@ async def open_fake_fleet(
                 await fleet.add(name, on_submit)
             yield fleet
             nursery.cancel_scope.cancel()
+
+
+def watch_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have clients look at the folder, and try again, within hundredths of a second."""
+    monkeypatch.setattr(roster, "WATCH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(roster, "RETRY_S", 0.05)
+
+
+def finish_all(fleet: FakeFleet, *names: str) -> None:
+    """End all live jobs of these nodes, or of all."""
+    for name in names or fleet.nodes:
+        for job_id in list(fleet[name].node.live):
+            fleet[name].node.finish(job_id)
+
+
+async def take(client: RolloutClient, count: int | None = None) -> list[Outcome]:
+    """Return the outcomes until nothing is outstanding, or so many."""
+    return [outcome async for outcome in client.results(count)]
 
 
 async def until(condition: Callable[[], object]) -> None:
