@@ -72,6 +72,13 @@ class _Node:
     def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
         """See `NodeApi`. It takes everything."""
 
+    def is_unexamined(self, spec: JobSpec) -> bool:
+        """See `NodeApi`. It examines nothing."""
+        return False
+
+    async def examine(self, specs: Sequence[JobSpec]) -> None:
+        """See `NodeApi`. It examines nothing."""
+
     def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
         """See `NodeApi`."""
         sink.deliver(_outcome(spec))

@@ -1,8 +1,8 @@
 """Scoring code runs in worker processes that can be killed: a reward function may loop for ever, crash, or use signals.
 
-A scorer is a plain function `module:name` from a dict to a dict, both JSON-like. Each worker process serves one
-function, one call at a time, is kept for the next call, and is killed by a time-out or a cancel. It has limits of its
-own (`config.ScoringConfig`): what is scored is the policy's text.
+A scorer is a plain function `module:name` from a dict to a dict, both JSON-like. Each worker process serves the
+functions of one module, one call at a time, is kept for the next call, and is killed by a time-out or a cancel. It has
+limits of its own (`config.ScoringConfig`), because it reads the policy's text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from prorl_trio.types.errors import EvaluationError, HostileAnswer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-__all__ = ["ScoreReply", "ScorerPool", "open_scorer_pool"]
+__all__ = ["NotScored", "ScoreCall", "ScoreReply", "ScorerPool", "open_scorer_pool"]
 
 MAX_REPLY_BYTES: Final = 4 * 1024 * 1024
 START_TIMEOUT_S: Final = 60.0
@@ -35,18 +35,33 @@ KILL_TIMEOUT_S: Final = 5.0
 HEADER: Final = struct.Struct("<I")
 
 
+class ScoreCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of the function `name` of the worker's module."""
+
+    name: str
+    payload: dict[str, Any]
+
+
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's answer: a `result`, or an `error` with the scorer's traceback. The first one only says ready."""
+    """A worker's answer: a `result`, or an `error` with a traceback. The first one only says that it is ready.
+
+    `is_missing`: the scorer was not called, because its module or function cannot be loaded.
+    """
 
     result: dict[str, Any] | None = None
     error: str = ""
+    is_missing: bool = False
 
 
-class _WorkerKilled(EvaluationError):
+class NotScored(EvaluationError):
+    """The call has no result, and nothing shows that its payload is at fault: the machine may be busy or broken."""
+
+
+class _WorkerKilled(NotScored):
     """The scoring process was killed (SIGKILL): by its machine, or because of what it scored. Nobody can tell."""
 
 
-class _NotStarted(EvaluationError):
+class _NotStarted(NotScored):
     """There is no process for the scorer, so that nothing was scored: no answer is at fault for that."""
 
 
@@ -57,9 +72,9 @@ class _Worker:
         self._process = process
 
     @classmethod
-    async def start(cls, function: str, limits: ScoringConfig) -> _Worker:
+    async def start(cls, module: str, limits: ScoringConfig) -> _Worker:
         process = await trio.lowlevel.open_process(
-            [sys.executable, "-m", "prorl_trio.agent.scoring_worker", function, msgspec.json.encode(limits).decode()],
+            [sys.executable, "-m", "prorl_trio.agent.scoring_worker", module, msgspec.json.encode(limits).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -70,10 +85,10 @@ class _Worker:
                 with trio.fail_after(START_TIMEOUT_S):
                     reply = await worker._receive()
                 if reply.error:
-                    raise _NotStarted(f"scorer {function} cannot be loaded: {reply.error}")
+                    raise _NotStarted(f"scorer {module} cannot be loaded: {reply.error}")
         except trio.TooSlowError:
             raise _NotStarted(
-                f"scorer {function} was not ready within {START_TIMEOUT_S:g} s", error_code="evaluator_timeout"
+                f"scorer {module} was not ready within {START_TIMEOUT_S:g} s", error_code="evaluator_timeout"
             ) from None
         return worker
 
@@ -92,16 +107,19 @@ class _Worker:
         """Return whether its process has not ended yet, as far as is known."""
         return self._process.poll() is None
 
-    async def ask(self, payload: Mapping[str, Any]) -> ScoreReply:
+    async def ask(self, name: str, payload: Mapping[str, Any]) -> ScoreReply:
         try:
-            raw = msgspec.msgpack.encode(payload)
+            raw = msgspec.msgpack.encode(ScoreCall(name=name, payload=dict(payload)))
         except UnicodeEncodeError:  # a lone surrogate of the policy's: UTF-8 has no form for it
-            raw = msgspec.msgpack.encode(portable(dict(payload)))
+            raw = msgspec.msgpack.encode(ScoreCall(name=name, payload=portable(dict(payload))))
         stdin = self._process.stdin
         assert stdin is not None
         with suppress(trio.BrokenResourceError):  # how it ended is asked for below
             await stdin.send_all(HEADER.pack(len(raw)) + raw)
-        return await self._receive()
+        reply = await self._receive()
+        if reply.is_missing:
+            raise _NotStarted(f"scorer {name} cannot be loaded: {reply.error}")
+        return reply
 
     async def _receive(self) -> ScoreReply:
         (size,) = HEADER.unpack(await self._read_exactly(HEADER.size))
@@ -191,17 +209,18 @@ class ScorerPool:
             return await self._score_once(function, payload, timeout_s)
 
     async def _score_once(self, function: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        module, _, name = function.partition(":")
         async with self._limiter:
-            worker = await self._take_idle(function) or await self._start(function)
+            worker = await self._take_idle(module) or await self._start(module)
             try:
                 async with worker.killed_on_error():
                     with trio.fail_after(timeout_s):
-                        reply = await worker.ask(payload)
+                        reply = await worker.ask(name, payload)
             except trio.TooSlowError:
                 raise EvaluationError(
                     f"scorer {function} gave no score within {timeout_s:g} s", error_code="evaluator_timeout"
                 ) from None
-            self._idle.setdefault(function, []).append(worker)
+            self._idle.setdefault(module, []).append(worker)
         if reply.result is None:
             raise EvaluationError(
                 f"scorer {function} failed: {reply.error or 'it returned no dict'}",
@@ -211,12 +230,13 @@ class ScorerPool:
 
     async def prewarm(self, function: str) -> None:
         """Start one process for `function` now, so that the first score does not wait for its imports."""
+        module = function.partition(":")[0]
         async with self._limiter:
-            self._idle.setdefault(function, []).append(await self._start(function))
+            self._idle.setdefault(module, []).append(await self._start(module))
 
-    async def _take_idle(self, function: str) -> _Worker | None:
+    async def _take_idle(self, module: str) -> _Worker | None:
         """Return a worker that waits for a call; those that have been ended meanwhile are thrown away."""
-        idle = self._idle.get(function)
+        idle = self._idle.get(module)
         while idle:
             worker = idle.pop()
             if worker.is_running:
@@ -224,8 +244,8 @@ class ScorerPool:
             await worker.kill()
         return None
 
-    async def _start(self, function: str) -> _Worker:
-        """Start a worker; one that idles for another function makes room, so that the limit counts processes.
+    async def _start(self, module: str) -> _Worker:
+        """Start a worker; one that idles for another module makes room, so that the limit counts processes.
 
         There may be none: the pool was made smaller while the calls in flight go on.
 
@@ -240,9 +260,9 @@ class ScorerPool:
         failure = ""
         for _ in range(MAX_STARTS):
             try:
-                return await _Worker.start(function, self._limits)
+                return await _Worker.start(module, self._limits)
             except _WorkerKilled as exc:
-                failure = f"scorer {function} cannot be started: {exc}"
+                failure = f"scorer {module} cannot be started: {exc}"
         raise _NotStarted(failure)
 
     async def aclose(self) -> None:

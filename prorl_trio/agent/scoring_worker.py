@@ -1,4 +1,4 @@
-"""The child side of `scoring`: `python -m prorl_trio.agent.scoring_worker module:name LIMITS`.
+"""The child side of `scoring`: `python -m prorl_trio.agent.scoring_worker MODULE LIMITS`.
 
 Frames on stdin and stdout.
 
@@ -20,27 +20,29 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
-from prorl_trio.agent.scoring import HEADER, ScoreReply
+from prorl_trio.agent.scoring import HEADER, ScoreCall, ScoreReply
 from prorl_trio.config import ScoringConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from types import ModuleType
 
 
-def _read_calls(stdin: BinaryIO, calls: queue.SimpleQueue[dict[str, Any]]) -> None:
+def _read_calls(stdin: BinaryIO, calls: queue.SimpleQueue[ScoreCall]) -> None:
     """Feed `calls`; end the process when the pool is gone, whatever the main thread is doing."""
     while header := stdin.read(HEADER.size):
         (size,) = HEADER.unpack(header)
-        calls.put(msgspec.msgpack.decode(stdin.read(size)))
+        calls.put(msgspec.msgpack.decode(stdin.read(size), type=ScoreCall))
     os._exit(0)
 
 
-def _load(target: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    module, _, name = target.partition(":")
-    function = getattr(importlib.import_module(module), name)
+def _reply(module: ModuleType, call: ScoreCall) -> ScoreReply:
+    function = getattr(module, call.name, None)
     if not callable(function):
-        raise TypeError(f"{target} is not a function")
-    return function  # type: ignore[no-any-return]
+        return ScoreReply(error=f"{module.__name__} has no function {call.name!r}", is_missing=True)
+    try:
+        return ScoreReply(result=function(call.payload))
+    except Exception:
+        return ScoreReply(error=traceback.format_exc(limit=4))
 
 
 def _limit_self(limits: ScoringConfig) -> None:
@@ -76,7 +78,7 @@ def _allow_cpu(seconds: int) -> None:
 
 
 def main() -> None:
-    """Load the scorer, say ready, then answer calls one at a time."""
+    """Import the module of the scorers, report ready, then answer calls one at a time."""
     limits = msgspec.json.decode(sys.argv[2], type=ScoringConfig)
     _limit_self(limits)
     stdout = os.fdopen(os.dup(1), "wb")
@@ -88,21 +90,17 @@ def main() -> None:
         stdout.flush()
 
     try:
-        function = _load(sys.argv[1])
+        module = importlib.import_module(sys.argv[1])
     except Exception:
-        answer(ScoreReply(error=traceback.format_exc(limit=4)))
+        answer(ScoreReply(error=traceback.format_exc(limit=4), is_missing=True))
         return
-    calls: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    calls: queue.SimpleQueue[ScoreCall] = queue.SimpleQueue()
     threading.Thread(target=_read_calls, args=(sys.stdin.buffer, calls), daemon=True).start()
     answer(ScoreReply())
     while True:
-        payload = calls.get()
+        call = calls.get()
         _allow_cpu(limits.cpu_s)
-        try:
-            reply = ScoreReply(result=function(payload))
-        except Exception:
-            reply = ScoreReply(error=traceback.format_exc(limit=4))
-        answer(reply)
+        answer(_reply(module, call))
 
 
 if __name__ == "__main__":

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import trio
 
+from prorl_trio.handlers.gold_checks import GoldChecks, validate_payload
 from prorl_trio.pipeline.admission import Load
 from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.service.node_api import Room
 from prorl_trio.supervision import vanished_task
-from prorl_trio.types.errors import Draining, DuplicateJob, MalformedJob, ServiceError, UnknownJob
+from prorl_trio.types.errors import Draining, DuplicateJob, MalformedJob, UnknownHandler, UnknownJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from prorl_trio.agent.context import Resources
     from prorl_trio.chat.messages import ToolSchema
     from prorl_trio.config import NodeConfig
-    from prorl_trio.handlers.base import AgentHandler
     from prorl_trio.handlers.registry import HandlerRegistry
     from prorl_trio.inference.pool.pool import Backends
     from prorl_trio.node.end_of_time import EndOfTime
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import JobSpec, ToolCall
 
 __all__ = ["Node", "Outbox"]
+
+GOLD_CHECKS_TIMEOUT_S: Final = 30.0
+"""Limit of the wall time that a submit waits for checks of gold answers. What is left is accepted unchecked."""
 
 
 class Outbox(Protocol):
@@ -86,6 +89,7 @@ class Node:
         self._provider = provider
         self._resources = resources
         self._outbox = outbox
+        self._golds = GoldChecks(resources.scorers)
 
     @property
     def config(self) -> NodeConfig:
@@ -114,7 +118,7 @@ class Node:
         Raises:
             Draining: the node accepts no more jobs, or none of this kind, for its allocation ends.
             UnknownHandler: the node has no handler of that name.
-            MalformedJob: the handler rejects the payload.
+            MalformedJob: the handler rejects the payload, or `examine` has found that its gold answer cannot be graded.
             DuplicateJob: a job with this id is live here.
             AdmissionRejected: a limit is reached.
         """
@@ -123,10 +127,27 @@ class Node:
         handler = self._handlers.get(spec.instance.handler)
         if refusal := self.end.refusal(handler.name):
             raise Draining(f"{refusal}; submit to another node")
-        _validate(handler, spec)
+        validate_payload(handler, spec.instance.payload)
+        if (unreadable := self._golds.refusal(handler, spec.instance.payload)) is not None:
+            raise MalformedJob(str(unreadable), unreadable.path)
         self._check_new(spec.job_id)
         self.admission.max_queued = self._pipeline.stages[0].queue.capacity
         self.admission.check(self._load(sink.session_id, ahead), trio.current_time())
+
+    def is_unexamined(self, spec: JobSpec) -> bool:
+        """Return whether `examine` has something to find out about a job. See `NodeApi`."""
+        if self.draining:
+            return False
+        try:
+            handler = self._handlers.get(spec.instance.handler)
+        except UnknownHandler:
+            return False
+        return self._golds.is_unknown(handler, spec.instance.payload)
+
+    async def examine(self, specs: Sequence[JobSpec]) -> None:
+        """Check the gold answers of jobs, so that `check` refuses those that cannot be graded. See `NodeApi`."""
+        tasks = [(self._handlers.get(spec.instance.handler), spec.instance.payload) for spec in specs]
+        await self._golds.examine(tasks, timeout_s=GOLD_CHECKS_TIMEOUT_S)
 
     def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
         """Put a job that `check` has passed into the pipeline as attempt number `attempt`, even if the queue is full.
@@ -242,14 +263,3 @@ class Node:
         self.draining = True
         await self._outbox.wait_settled()
         await self._pipeline.wait_idle()
-
-
-def _validate(handler: AgentHandler, spec: JobSpec) -> None:
-    try:
-        handler.validate(spec.instance.payload)
-    except ServiceError:
-        raise
-    except Exception as exc:  # a plug-in's check must not end the node
-        raise MalformedJob(
-            f"handler {handler.name} cannot read the payload: {type(exc).__name__}: {exc}", path="$.instance.payload"
-        ) from exc

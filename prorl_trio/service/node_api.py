@@ -42,6 +42,16 @@ class NodeApi(Protocol):
             ServiceError: `AdmissionRejected`, `DuplicateJob`, `UnknownHandler`, `MalformedJob` or `Draining`.
         """
 
+    def is_unexamined(self, spec: JobSpec) -> bool:
+        """Return whether `examine` has to be awaited before `check` knows all that speaks against a job."""
+        ...
+
+    async def examine(self, specs: Sequence[JobSpec]) -> None:
+        """Find out what `check` cannot find out at once: whether the gold answers of these jobs can be graded.
+
+        `check` raises what was found. Bounded in time: what cannot be found out speaks against no job. Safe to cancel.
+        """
+
     def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
         """Accept a job that was promised a place, even if the node is full by now.
 

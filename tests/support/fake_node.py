@@ -150,6 +150,13 @@ class FakeNode:
         if spec.job_id in self.live:
             raise DuplicateJob(f"job {spec.job_id!r} is live")
 
+    def is_unexamined(self, spec: JobSpec) -> bool:
+        """See `NodeApi`. It examines nothing."""
+        return False
+
+    async def examine(self, specs: Sequence[JobSpec]) -> None:
+        """See `NodeApi`. It examines nothing."""
+
     def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
         """See `NodeApi`."""
         self._sinks[spec.job_id] = sink

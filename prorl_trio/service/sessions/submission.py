@@ -59,7 +59,8 @@ async def submit_all(
     if its outcome was acknowledged; `AdmissionRejected` if the session has too many unacknowledged outcomes, or the
     ledger is full; or what the node raised.
     """
-    if session.journal.ledger.is_immediate and len(specs) < JOBS_PER_CHECKPOINT:
+    is_short = len(specs) < JOBS_PER_CHECKPOINT and not _unexamined(session, specs, node)
+    if session.journal.ledger.is_immediate and is_short:
         await _submit(session, specs, node, answer, attempts)  # no checkpoint before all are handed over
         return
     done = trio.Event()
@@ -89,6 +90,8 @@ async def submit_one(session: Session, spec: JobSpec, node: NodeApi) -> None:
 async def _submit(
     session: Session, specs: Sequence[JobSpec], node: NodeApi, answer: Answer, attempts: Mapping[str, int]
 ) -> None:
+    if unexamined := _unexamined(session, specs, node):
+        await node.examine(unexamined)
     entries: list[_Entry] = []
     new: list[RunningJob] = []
     for index, spec in enumerate(specs):
@@ -104,6 +107,11 @@ async def _submit(
         if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
             await trio.lowlevel.checkpoint()
     await _settle(session, node, entries, await _store(session, new), answer)
+
+
+def _unexamined(session: Session, specs: Sequence[JobSpec], node: NodeApi) -> list[JobSpec]:
+    """Return the jobs that the node has to examine first. A job that is submitted again was accepted before."""
+    return [spec for spec in specs if node.is_unexamined(spec) and not session.knows(spec.job_id)]
 
 
 async def _store(session: Session, jobs: Sequence[RunningJob]) -> Mapping[str, ServiceError]:
