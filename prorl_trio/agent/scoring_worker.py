@@ -16,7 +16,7 @@ import resource
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 

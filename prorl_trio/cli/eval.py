@@ -14,13 +14,13 @@ from rich.console import Console
 
 from prorl_trio.cli.connection import connection_options, with_client
 from prorl_trio.cli.exit_codes import EXIT_INTERRUPTED, EXIT_JOBS_CUT
+from prorl_trio.cli.task_files import TASKS_HELP, load_tasks, skip_bad_option
 from prorl_trio.client import progress
 from prorl_trio.client.evaluation.folder import open_evaluation
 from prorl_trio.client.evaluation.plan import EvaluationPlan
 from prorl_trio.client.evaluation.run import do_missing
 from prorl_trio.client.evaluation.shown import print_report, print_unsolved, write_report
 from prorl_trio.client.recording import run_folder
-from prorl_trio.client.task_sets import TASK_SETS, load_task_set
 from prorl_trio.types.errors import ServiceError
 from prorl_trio.types.models import SamplingParams
 
@@ -33,22 +33,21 @@ if TYPE_CHECKING:
 __all__ = ["eval"]
 
 OF_THE_PLAN = (
-    "tasks", "specs", "oracle", "limit", "rollouts", "ks", "temperature", "top_p", "max_turns", "max_output_tokens",
-    "attempts", "seed", "model", "out",
+    "tasks", "specs", "skip_bad", "oracle", "limit", "rollouts", "ks", "temperature", "top_p", "max_turns",
+    "max_output_tokens", "attempts", "seed", "model", "out",
 )  # fmt: skip
 """Options that say what is evaluated: with --resume the folder says it."""
 
 
 @click.command()
 @connection_options
-@click.option(
-    "--tasks", help=f"A task set ({', '.join(sorted(TASK_SETS))}), a JSONL file of tasks, or a folder of Harbor tasks."
-)
+@click.option("--tasks", help=TASKS_HELP)
 @click.option(
     "--specs",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="JSON of how published repositories run their tests.",
 )
+@skip_bad_option
 @click.option("--oracle", is_flag=True, help="Run the tasks' own solutions in place of a policy.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many tasks.")
 @click.option("--n", "rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts of a task.")
@@ -136,6 +135,7 @@ def _new_plan(
     *,
     tasks: str | None,
     specs: Path | None,
+    skip_bad: bool,
     oracle: bool,
     limit: int | None,
     rollouts: int,
@@ -167,4 +167,4 @@ def _new_plan(
         model=model,
         oracle=oracle,
     )
-    return plan, load_task_set(tasks, specs=specs, solutions=oracle)[:limit]
+    return plan, load_tasks(tasks, specs=specs, solutions=oracle, skip_bad=skip_bad, limit=limit)

@@ -92,11 +92,11 @@ def _instances(run: Path, tasks: str | None) -> list[TaskInstance]:
     if tasks is not None:
         return load_task_set(tasks)
     if (run / TASKS).exists():
-        return load_task_set(str(run / TASKS))
+        return load_task_set(str(run / TASKS), check=False)
     info = read_run_info(run)
     if info is None or not info.tasks:
         raise ConfigError(f"{run} does not say of which tasks it is: name them by --tasks")
-    return load_task_set(info.tasks)
+    return load_task_set(info.tasks, check=False, skip_bad=True)
 
 
 def _record(
@@ -105,7 +105,7 @@ def _record(
     """Write the outcomes to `folder`; of an evaluation also its report, which is printed, too."""
     if (run / PLAN).exists():
         changed = {instance.instance_id: instance for instance in instances}
-        its_own = [changed.get(each.instance_id, each) for each in load_task_set(str(run / TASKS))]
+        its_own = [changed.get(each.instance_id, each) for each in load_task_set(str(run / TASKS), check=False)]
         with open_evaluation(folder, (read_plan(run), its_own)) as evaluation:
             for outcome in outcomes:
                 evaluation.record(outcome)

@@ -10,10 +10,10 @@ import click
 
 from prorl_trio.cli.connection import connection_options, with_client
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
+from prorl_trio.cli.task_files import TASKS_HELP, load_tasks, skip_bad_option
 from prorl_trio.client.collect import make_jobs
 from prorl_trio.client.progress import run_jobs
 from prorl_trio.client.recording import run_folder
-from prorl_trio.client.task_sets import TASK_SETS, load_task_set
 from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,13 +27,14 @@ __all__ = ["submit"]
 @click.option(
     "--tasks",
     required=True,
-    help=f"A task set ({', '.join(sorted(TASK_SETS))}), a JSONL file of tasks, or a folder of Harbor tasks.",
+    help=TASKS_HELP,
 )
 @click.option(
     "--specs",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="JSON of how published repositories run their tests.",
 )
+@skip_bad_option
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many instances.")
 @click.option("--rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts per instance.")
 @click.option("--max-turns", type=click.IntRange(min=1), default=4, show_default=True, help="Per rollout.")
@@ -47,6 +48,7 @@ def submit(
     node: Node,
     tasks: str,
     specs: Path | None,
+    skip_bad: bool,
     limit: int | None,
     rollouts: int,
     max_turns: int,
@@ -57,8 +59,9 @@ def submit(
 ) -> None:
     """Submit rollouts to a node, and record what comes back. It waits for all of them and prints a summary.
 
-    A task file with a line that cannot be read is refused as a whole, before anything is submitted. Then each task is
-    checked by its handler on the node. Those that it rejects are named, and the others are run.
+    Before anything is submitted, every row of a task file is read, and its gold answer is graded against itself. A file
+    with rows that cannot be used is refused as a whole, unless --skip-bad leaves them out. The node checks the same
+    when a task is submitted. It names the tasks that it rejects, and runs the others.
 
     Exit code: 0 all were completed, whatever their reward; 3 some were rejected or not completed, and it says why;
     1 the node or the task file cannot be used.
@@ -68,8 +71,7 @@ def submit(
         {"instance_id": "1", "handler": "math", "payload": {"question": "1+1?", "answer": "2"}}
     """
     sampling = SamplingParams(temperature=temperature, max_output_tokens=max_output_tokens)
-    jobs = make_jobs(
-        load_task_set(tasks, specs=specs)[:limit], rollouts=rollouts, sampling=sampling, max_turns=max_turns
-    )
+    instances = load_tasks(tasks, specs=specs, skip_bad=skip_bad, limit=limit)
+    jobs = make_jobs(instances, rollouts=rollouts, sampling=sampling, max_turns=max_turns)
     summary = with_client(node, lambda client: run_jobs(client, jobs, run_folder(out), model=model, tasks=tasks))
     sys.exit(0 if summary.completed == summary.jobs and not summary.rejected else EXIT_JOBS_CUT)

@@ -38,6 +38,7 @@ from prorl_trio.client.streams import EventStream, ObservedStream
 from prorl_trio.client.transport import Patience, Transport
 from prorl_trio.client.weights.store import WeightStores
 from prorl_trio.types.errors import AdmissionRejected, ConfigError
+from prorl_trio.types.field_errors import unsendable
 
 if TYPE_CHECKING:
     import ssl
@@ -476,10 +477,10 @@ def _encode_spec(spec: JobSpec, limit_bytes: int) -> tuple[Rejected | None, byte
     try:
         encoded = msgspec.msgpack.encode(spec)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
-        why = f"cannot be encoded: {exc}"
+        found = unsendable(spec.instance.payload, "$.instance.payload")
+        message, path = (f"spec cannot be encoded: {exc}", "$") if found is None else (found.problem, found.path)
     else:
         if len(encoded) <= limit_bytes:
             return None, encoded
-        why = f"has {len(encoded)} bytes, more than the limit of {limit_bytes}"
-    message = f"spec {why}"
-    return Rejected(request_id=0, index=0, job_id=spec.job_id, code="malformed", message=message, path="$"), b""
+        message, path = f"spec has {len(encoded)} bytes, more than the limit of {limit_bytes}", "$"
+    return Rejected(request_id=0, index=0, job_id=spec.job_id, code="malformed", message=message, path=path), b""

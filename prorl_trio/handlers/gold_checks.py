@@ -120,9 +120,7 @@ class GoldChecks:
 
     async def _verdict(self, handler: AgentHandler, payload: Mapping[str, Any]) -> MalformedJob | None:
         try:
-            found = await self._scorers.score(
-                handler.gold_check, {"payload": dict(payload)}, timeout_s=CALL_TIMEOUT_S
-            )
+            found = await self._scorers.score(handler.gold_check, {"payload": dict(payload)}, timeout_s=CALL_TIMEOUT_S)
         except (NotScored, OSError) as exc:  # no process, or no descriptor for one: nobody's fault here
             logger.warning("handler %s: a gold answer is not checked: %s", handler.name, exc)
             return None

