@@ -151,5 +151,5 @@ async def test_a_task_file_with_a_bad_line_submits_nothing_and_says_so(tmp_path)
     result, node = await submitted(tmp_path, [a_task("a"), "{", a_task("c")])
     assert result.exit_code == 1
     assert "line 2: " in result.stderr
-    assert "none of the file is used, not the 2 good lines either" in result.stderr
+    assert "use the other 2 rows with --skip-bad" in result.stderr
     assert node.submitted == []
