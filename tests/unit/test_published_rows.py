@@ -1,5 +1,6 @@
 """Rows in the published form of each set, with content of our own: what they are read as, or why they are refused."""
 
+# ruff: noqa: E501 - a row of a table is a line
 from __future__ import annotations
 
 import gzip

@@ -184,10 +184,13 @@ def _digest(tasks: Sequence[tuple[Any, Any]]) -> str:
 def _sources(package: str) -> Iterator[str]:
     """Yield what changes with a grader's code: the files of its package, and versions of what it reads with."""
     spec = find_spec(package)
-    for folder in sorted((spec and spec.submodule_search_locations) or [], key=str):
-        for path in sorted(Path(folder).rglob("*.py")):
-            stat = path.stat()
-            yield f"{path} {stat.st_mtime_ns} {stat.st_size}"
+    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    if spec is not None and spec.origin is not None:
+        files.append(Path(spec.origin))
+    for path in filter(Path.exists, files):
+        stat = path.stat()
+        yield f"{path} {stat.st_mtime_ns} {stat.st_size}"
     for name in ("math-verify", "sympy", "pint", "reasoning-gym"):
         try:
             yield f"{name} {version(name)}"
