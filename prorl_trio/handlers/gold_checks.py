@@ -63,6 +63,8 @@ class GoldChecks:
     """
 
     def __init__(self, scorers: ScorerPool) -> None:
+        self.unchecked = 0
+        """Number of payloads that count as sound because their check could not be carried out."""
         self._scorers = scorers
         self._known: dict[bytes, MalformedJob | None] = {}
         self._running: dict[bytes, trio.Event] = {}
@@ -123,6 +125,7 @@ class GoldChecks:
             found = await self._scorers.score(handler.gold_check, {"payload": dict(payload)}, timeout_s=CALL_TIMEOUT_S)
         except (NotScored, OSError) as exc:  # no process, or no descriptor for one: nobody's fault here
             logger.warning("handler %s: a gold answer is not checked: %s", handler.name, exc)
+            self.unchecked += 1
             return None
         except EvaluationError as exc:
             reason = str(exc).strip().splitlines()[-1][:MAX_SHOWN_CHARS]
@@ -134,6 +137,7 @@ class GoldChecks:
         left = {key for handler, payload in tasks if (key := _key(handler, payload)) and key not in self._known}
         for key in left:
             self._remember(key, None)
+        self.unchecked += len(left)
         logger.warning("%d gold answers are not checked: not done within %g s", len(left), timeout_s)
 
     def _remember(self, key: bytes, verdict: MalformedJob | None) -> None:

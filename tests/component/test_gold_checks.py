@@ -1,4 +1,4 @@
-"""Gold answers that no grader reads are refused before a rollout is paid for: at submit, over every edge, and at load."""
+"""Gold answers that no grader reads are refused before a rollout is paid for: at submit over every edge, at load."""
 
 from __future__ import annotations
 
@@ -235,6 +235,7 @@ def test_every_gold_answer_that_cannot_be_graded_is_named_at_load(checked_at_loa
         "Correct them, or use the other 2 rows with --skip-bad (skip_bad=True).",
     ]
     assert len(load_task_set(str(path), skip_bad=True)) == 2
+    assert sorted(checked_at_load()) == ["1", "2", "raises", "unreadable"]
 
 
 @pytest.mark.timeout(60)
@@ -248,6 +249,17 @@ def test_a_set_that_was_found_sound_is_not_graded_again_until_it_or_its_grader_c
     (tmp_path / f"{MODULE}.py").write_text(SOURCE + "\n# changed")
     load_task_set(str(path))
     assert len(checked_at_load()) == 6
+
+
+@pytest.mark.timeout(60)
+def test_a_set_whose_check_could_not_be_carried_out_is_loaded_and_checked_next_time(checked_at_load, tmp_path, caplog):
+    path, module = rows_file(tmp_path, "1", "unreadable"), tmp_path / f"{MODULE}.py"
+    module.write_text("import no_such_package")
+    assert len(load_task_set(str(path))) == 2
+    assert "a gold answer is not checked" in caplog.text
+    module.write_text(SOURCE)
+    with pytest.raises(ConfigError, match="1 of 2 rows cannot be used"):
+        load_task_set(str(path))
 
 
 @pytest.mark.timeout(60)

@@ -51,8 +51,8 @@ def check_instances(instances: Sequence[TaskInstance]) -> dict[int, RowError]:
     """Return why instances cannot be used, by their places. Blocks; starts scoring processes where golds are checked.
 
     Each payload has to be one that can be sent, that its handler accepts, and whose gold answer the handler's
-    `gold_check` can grade. A set whose gold answers were all found sound is not graded again: the cache folder
-    remembers it by its content and by the grader's source. A handler that is not installed here checks nothing.
+    `gold_check` can grade. The same set is not graded again: the cache folder remembers the verdict by the set's
+    content and the grader's source. A handler that is not installed here checks nothing.
     """
     found: dict[int, RowError] = {}
     handlers = {name: _handler(name) for name in dict.fromkeys(each.handler for each in instances)}
@@ -113,16 +113,20 @@ def _row_error(error: MalformedJob) -> RowError:
 
 
 def _check_golds(tasks: Sequence[tuple[Any, Any]]) -> dict[int, RowError]:
-    mark = cache_dir() / "checked-tasks" / _digest(tasks)
-    if mark.exists():
-        return {}
-    found = _in_thread(lambda: _examine(tasks))
-    if not found:
-        _remember(mark)
-    return found
+    """Return why gold answers cannot be graded, by their places in `tasks`; from the cache folder if it is known."""
+    verdict = cache_dir() / "checked-tasks" / f"{_digest(tasks)}.json"
+    try:
+        known = msgspec.json.decode(verdict.read_bytes(), type=dict[int, tuple[str, str]])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        found, is_complete = _in_thread(lambda: _examine(tasks))
+        if is_complete:
+            _remember(verdict, {place: (error.problem, error.field) for place, error in found.items()})
+        return found
+    return {place: RowError(*error) for place, error in known.items()}
 
 
-async def _examine(tasks: Sequence[tuple[Any, Any]]) -> dict[int, RowError]:
+async def _examine(tasks: Sequence[tuple[Any, Any]]) -> tuple[dict[int, RowError], bool]:
+    """Return the refusals by place, and whether every check could be carried out."""
     processes = min(MAX_PROCESSES, os.cpu_count() or 1, 1 + len(tasks) // GOLDS_PER_PROCESS)
     console = Console(file=sys.stderr)
     columns = (TextColumn("gold answers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -133,7 +137,8 @@ async def _examine(tasks: Sequence[tuple[Any, Any]]) -> dict[int, RowError]:
             bar = progress.add_task("", total=len(tasks))
             await checks.examine(tasks, timeout_s=TIMEOUT_S, on_done=lambda: progress.advance(bar))
     refusals = ((place, checks.refusal(*task)) for place, task in enumerate(tasks))
-    return {place: _row_error(refusal) for place, refusal in refusals if refusal is not None}
+    found = {place: _row_error(refusal) for place, refusal in refusals if refusal is not None}
+    return found, not checks.unchecked
 
 
 def _in_thread(work: Callable[[], Awaitable[T]]) -> T:
@@ -198,13 +203,15 @@ def _sources(package: str) -> Iterator[str]:
             continue
 
 
-def _remember(mark: Path) -> None:
-    """Note that a set is sound. A cache folder that cannot be written only costs the time of the next check."""
+def _remember(verdict: Path, errors: dict[int, tuple[str, str]]) -> None:
+    """Write a set's verdict. A cache folder that cannot be written only costs the time of the next check."""
     try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        old = sorted(mark.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-MAX_REMEMBERED]
+        verdict.parent.mkdir(parents=True, exist_ok=True)
+        old = sorted(verdict.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-MAX_REMEMBERED]
         for path in old:
             path.unlink(missing_ok=True)
-        mark.touch()
+        part = verdict.with_suffix(f".{os.getpid()}")
+        part.write_bytes(msgspec.json.encode(errors))
+        part.replace(verdict)
     except OSError as exc:
-        logger.info("%s is not remembered: %s", mark, exc)
+        logger.info("%s is not remembered: %s", verdict, exc)
