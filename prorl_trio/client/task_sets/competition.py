@@ -26,8 +26,7 @@ class _CompmathRow(msgspec.Struct):
 def load_compmath() -> list[TaskInstance]:
     """Return the 256 problems of `compmath` for the handler `math`, in families `aime24`, `aime25`, `hmmt-24-25`.
 
-    Four answers of `hmmt-24-25` are sentences, which no grader of formulas can read: whatever is answered there, the
-    evaluator fails, and there is no reward.
+    `open_task_set` leaves out those whose answer the grader cannot read: some answers of `hmmt-24-25` are sentences.
 
     Raises:
         ConfigError: the wheel that has them is not there, or is damaged.
