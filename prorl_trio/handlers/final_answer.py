@@ -11,7 +11,7 @@ MAX_TAIL_CHARS: Final = 32_768
 """A final answer is looked for in so much of a text's end."""
 
 _BOX: Final = re.compile(r"\\f?box(?:ed)?\s*(?P<open>\{)|\\boxed\s+(?P<bare>[^\s{}\\$]+)|\\.|[{}]", re.DOTALL)
-_BETWEEN: Final = re.compile(r"[\s$,;]*(?:\\q?quad|\\text(?:rm)?\s*\{\s*(?:and|or|,)\s*\}|and|or|,|;)?[\s$,;]*")
+_BETWEEN: Final = re.compile(r"(?:[\s$,;]|\\[()]|\\q?quad|\\text(?:rm)?\s*\{\s*(?:and|or|,)\s*\}|and|or)*")
 _ANCHOR: Final = re.compile(
     r"(?:\banswer\b[*_ \t]*(?:(?:is|are|equals|(?:should|must|will|would) be)\b\s*:?|[:=])|final answer[*_ \t]*\n|####)[\s*_]*",
     re.IGNORECASE,
@@ -58,7 +58,7 @@ def extract_boxed(text: str) -> str | None:
     while len(boxes) > len(answer):
         before = boxes[-len(answer) - 1]
         between = tail[before[1] : answer[0][0]]
-        if not between.strip(" $\n") or len(between) > 40 or not _BETWEEN.fullmatch(between):
+        if not between.strip(" $\n\\()") or len(between) > 40 or not _BETWEEN.fullmatch(between):
             break
         answer.insert(0, before)
     return ", ".join(content for *_, content in answer)

@@ -392,6 +392,8 @@ class _Parser:
     def _starts_factor(self) -> bool:
         """Whether the next token may be multiplied without a sign; two numbers beside each other may not."""
         token = self._next
+        if token[:1].isdigit():
+            return self.tokens[self.at - 1] in ("}", ")")
         if token == "|":
             return not self._bars
         name = token[1:]

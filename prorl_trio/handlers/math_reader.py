@@ -72,9 +72,10 @@ class Congruence(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """`a : b : c`."""
+    """`a : b : c`; what may be a time of day (`10:30`) is no quotient."""
 
     parts: tuple[Formula, ...]
+    time: bool = False
 
 
 class Matrix(NamedTuple):
@@ -118,12 +119,12 @@ _SPACE: Final = re.compile(r"(?:\\,|(?<!\\)\\(?=\s)|~(?!~)|\s)+")
 _QUAD: Final = re.compile(r"(?:\s*[,;]\s*)?(?:\\q?quad(?![A-Za-z])\s*)+(?:[,;]\s*)?")
 _MARKDOWN: Final = re.compile(r"(?<![\w)}\]])(\*\*|__|``?|~~|\*)(?=\S)(.+?)(?<=\S)\1(?![\w({\[])", re.DOTALL)
 _LEADING: Final = re.compile(
-    r"^(?:(?:=|\\approx|\\sim|≈|~|is|are|approximately|about|exactly|roughly|equals?|equal to)\s+|=|\\approx"
+    r"^(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:we\s+(?:get|have|find|obtain)\s+)?(?:(?:=|\\approx|\\sim|≈|~|is|are|approximately|about|exactly|roughly|equals?|equal to)\s+|=|\\approx"
     r"|(?:the\s+|an?\s+)?(?:ordered\s+|open\s+|closed\s+)?(?:points?|coordinates?|pairs?|triples?|vectors?|intervals?|sets?"
-    r"|solutions?|roots?|matrix|values?|numbers?|ratio)\s*(?:(?:is|are|of)\s+)?:?\s*(?=[^\s,.a-z]))", re.IGNORECASE
+    r"|solutions?|roots?|matrix|values?|numbers?|ratio)\s*(?:(?:is|are|of)\s+)?:?\s*(?=[^\s,.a-z])|)", re.IGNORECASE
 )
 _REMARK: Final = re.compile(r"\s+\((?:approximately|approx\.?|rounded[^()]*|exactly|about)\)$")
-_LATEX_GROUPED: Final = re.compile(r"(?<=\d)(?:\{,\}|\\,|,\\!|\\!,)(?=\d{3}(?!\d))")
+_LATEX_GROUPED: Final = re.compile(r"(?<=\d)(?:\{,\}|\\,|,\\!\s*|\\!,)(?=\d{3}(?!\d))")
 _GROUPED: Final = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _SPACE_GROUPED: Final = re.compile(r"(?<![\d.,])-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _MIXED: Final = re.compile(r"(?<![\w.)}/^_])(\d+)\s*(?:\\frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))|\s(\d+)\s*/\s*(\d+)(?![\w.]))")
@@ -153,7 +154,7 @@ def normalised(text: str) -> str:
     text = text.replace("\\%", "%").replace("\\$", "$").replace("\\#", "#").replace("\\&", "&").replace("\\_", "_")
     text = _SPACE.sub(" ", text).strip("*_` ")
     text = re.sub(r"^[\"'“”‘]+(.*?)[\"'“”’]+\.?$", r"\1", text).strip()
-    text = re.sub(r"(?<![\\.])[.,;:]$|(?<![\w)}\]])!$", "", text).rstrip()
+    text = re.sub(r"(?<![\\.])[.,;:]$|(?<![\w)}\]!])!$", "", text).rstrip()
     return _REMARK.sub("", _LEADING.sub("", text)).strip()
 
 
@@ -196,10 +197,12 @@ def _fraction(whole: str, fixed: str, period: str) -> str:
 
 # --- what the text is -------------------------------------------------------------------------------------------------
 
+MAX_DEPTH: Final = 40
+"""Brackets within brackets of an answer that is read."""
 _OPEN: Final = r"\\begin(?![A-Za-z])|\\\{|[(\[{]|\\lfloor|\\lceil"
 _CLOSE: Final = r"\\end(?![A-Za-z])|\\\}|[)\]}]|\\rfloor|\\rceil"
 _LIST: Final = re.compile(
-    rf"(?P<open>{_OPEN})|(?P<close>{_CLOSE})|(?P<sep>[,;]\s*(?:and|or)(?![A-Za-z])|[,;]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))"
+    rf"(?P<open>{_OPEN})|(?P<close>{_CLOSE})|(?P<sep>(?:[,;]\s*)*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])(?:\s*[,;])*|[,;])"
 )
 _SETS: Final = re.compile(rf"(?P<open>{_OPEN})|(?P<close>{_CLOSE})|(?P<sep>\\(?:cup|cap|backslash)(?![A-Za-z]))")
 _MEMBER: Final = re.compile(rf"(?P<open>{_OPEN})|(?P<close>{_CLOSE})|(?P<sep>\\in(?![A-Za-z])|(?<=\w )in(?=\s*[\[(\\]))")
@@ -209,7 +212,7 @@ _SIDES: Final = re.compile(
 _COLONS: Final = re.compile(rf"(?P<open>{_OPEN})|(?P<close>{_CLOSE})|(?P<sep>:)")
 _COMPARED: Final = {r"\le": "≤", "<=": "≤", r"\ge": "≥", ">=": "≥", r"\ne": "≠", "!=": "≠", "==": "="}
 _TURNED: Final = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}
-_TIME: Final = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?\s*(?:[ap]\.?\s?m\.?)?", re.IGNORECASE)
+_TIME: Final = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?")
 _MATRIX: Final = re.compile(
     r"(?P<before>.*?)[(\[]?\s*\\begin\s*\{(?P<kind>[pb]?(?:small)?matrix|Bmatrix|array)\}(?:\s*\{[lcr| ]*\})?"
     r"(?P<body>.*)\\end\s*\{(?P=kind)\}\s*[)\]]?", re.DOTALL
@@ -221,8 +224,9 @@ _FRENCH: Final = re.compile(r"([\[\]])((?:[^\[\]()]|\([^()]*\))+[,;](?:[^\[\]()]
 _NAME: Final = re.compile(
     r"(?:[A-Za-z]|\\[A-Za-z]+)'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\s*\([^()=]*\))?|\|?[A-Z]{2,}'*\|?|m?\s*\\(?:angle|triangle)\s*[A-Z]+"
     r"|m?\s*\\(?:overline|vec|overrightarrow|hat|bar)\s*\{?[A-Za-z]+\}?|\([A-Za-z](?:_\w)?(?:\s*,\s*[A-Za-z](?:_\w)?)*\)"
-    r"|\[[A-Z]{3,}\]|\|[A-Za-z]\|"
+    r"|\[[A-Z]{3,}\]|\|[A-Za-z]\||\\frac\s*\{[A-Z]{2}\}\s*\{[A-Z]{2}\}|[A-Z]+(?:_\{?\w+\}?)?(?:\s*:\s*[A-Z]+(?:_\{?\w+\}?)?)+"
 )
+_CONSTANTS: Final = re.compile(r"\\pi|e|i")
 _WORDS: Final = re.compile(r"[A-Za-z]+(?:[ '-]+[A-Za-z]+)*")
 _DECIMAL: Final = re.compile(r"[-+]?\s*(\d*\.\d+)(?:[eE][+-]?\d+|\s*\\times\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+))?")
 _ALL_REAL: Final = re.compile(r"(?:all )?(?:the )?(?:real numbers|reals)|\\mathbb\s*\{?R\}?", re.IGNORECASE)
@@ -236,12 +240,14 @@ def read(text: str) -> Reading:
     try:
         return _value(_FRENCH.sub(_french, _numbers(plain)))
     except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError, RecursionError):
+        if (formula := _only_formula(text)) is not None:
+            return read(formula)
         return number_in_prose(plain) or Text(plain)
 
 
 def _value(text: str) -> Reading:
     text = text.strip()
-    if not text or r"\ldots" in text or _TIME.fullmatch(text):
+    if not text or r"\ldots" in text:
         raise Unreadable("no value")
     if _ALL_REAL.fullmatch(text):
         return Ranges(((-mpmath.inf, False, mpmath.inf, False),))
@@ -274,7 +280,7 @@ def _value(text: str) -> Reading:
     sides, separators = _split(_COLONS, text)
     if separators and _WORDS.fullmatch(sides[0]):
         return _value(":".join(sides[1:]))
-    return Ratio(tuple(map(parse, sides))) if separators else number(text)
+    return Ratio(tuple(map(parse, sides)), _TIME.fullmatch(text) is not None) if separators else number(text)
 
 
 def _split(pattern: re.Pattern[str], text: str) -> tuple[list[str], list[str]]:
@@ -282,7 +288,7 @@ def _split(pattern: re.Pattern[str], text: str) -> tuple[list[str], list[str]]:
     parts, separators, depth, start = [], [], 0, 0
     for found in pattern.finditer(text):
         depth += bool(found["open"]) - bool(found["close"])
-        if depth < 0:
+        if not 0 <= depth <= MAX_DEPTH:
             raise Unreadable("a bracket too many")
         if found["sep"] and not depth:
             parts.append(text[start : found.start()].strip())
@@ -358,6 +364,8 @@ def _constant(formula: Formula) -> Any:
 def _compared(sides: list[str], signs: list[str]) -> Reading:
     if r"\approx" in signs:
         at = signs.index(r"\approx") + 1
+        if at == 1 and len(signs) == 1 and _NAME.fullmatch(sides[0]) and not _CONSTANTS.fullmatch(sides[0]):
+            return Named(_name(sides[0]), number(sides[1]))
         left, right = _value("".join(f"{a}{b}" for a, b in zip(sides[:at], [*signs[: at - 1], ""], strict=True))), number(sides[-1])
         bare = left.value if isinstance(left, Named) else left
         if at != len(signs) or not isinstance(bare, Number):
@@ -541,6 +549,7 @@ _BEHIND: Final = re.compile(r"(?:(?<=[\d)}\]!|.])|(?<=[\w)}\]!|.]\s))[A-Za-z€�
 _PHRASE: Final = re.compile(r"[A-Za-z€£¥₹][A-Za-z€£¥₹./^{}'\s\d-]*")
 _ANGLE: Final = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[CF]?$")
 _IN_PROSE: Final = re.compile(r"(?<![\w.,\\^{-])(?P<currency>[$€£¥₹₽₩])?(?P<number>-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?)(?<=\d)(?![\d^/*+=:])")
+_IN_MATH_MODE: Final = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 MAX_PHRASES: Final = 12
 
 
@@ -559,12 +568,12 @@ def number(text: str) -> Number:
         unit, text = _CURRENCY[price["currency"]], price["sign"] + price["inner"] + text[price.end() :]
     if (angle := _ANGLE.search(text)) is not None:
         unit, text = "deg", text[: angle.start()]
-    if text.endswith(("%", "percent", "per cent")):
-        percent, text = True, re.sub(r"\s*(?:%|per ?cent)$", "", text)
+    if text.endswith(("%", "percent", "per cent", "pct")):
+        percent, text = True, re.sub(r"\s*(?:%|per ?cent|pct)$", "", text)
     starts = [found.start() for found in _BEHIND.finditer(text)][-MAX_PHRASES:] if not percent else []
     for start in starts:
         phrase, before = text[start:], text[:start]
-        if not _PHRASE.fullmatch(phrase) or (measured := _measure(phrase, attached=not before[-1].isspace())) is None:
+        if not _PHRASE.fullmatch(phrase) or phrase.count("{") != phrase.count("}") or (measured := _measure(phrase, attached=not before[-1].isspace())) is None:
             continue
         factor, named = measured
         formula = parse(f"({before}) * {factor}" if factor != 1 else before)
@@ -592,7 +601,7 @@ def _measure(phrase: str, *, attached: bool) -> tuple[int, str] | None:
 
 
 def _is_noun(word: str) -> bool:
-    return len(word) > 2 and re.search("[aeiouy]", word.casefold()) is not None or word.casefold() in ("a.m.", "p.m.", "am", "pm", "of")
+    return len(word) > 2 and re.search("[aeiouy]", word.casefold()) is not None or word.casefold().rstrip(".") in ("a.m", "p.m", "am", "pm", "of")
 
 
 def _unit(text: str) -> str:
@@ -613,6 +622,17 @@ def _unit(text: str) -> str:
 def _harmless(words: str, changes: frozenset[str]) -> bool:
     """Return whether words beside a number leave it as it is, and are no second answer."""
     return not (set(re.findall(r"[a-z'-]+", words.casefold())) & changes or re.search(r"(?<!\^)(?<!\^\{)\d", words))
+
+
+def _only_formula(text: str) -> str | None:
+    """The one formula in math mode that a sentence has, if the rest has no number and no word that changes it."""
+    found = list(_IN_MATH_MODE.finditer(text))
+    if len(found) != 1:
+        return None
+    rest = text[: found[0].start()] + " " + text[found[0].end() :]
+    if not re.search("[A-Za-z]{2}", rest) or re.search(r"[\d\\$=?]", rest) or not _harmless(rest, _CHANGES_BEFORE):
+        return None
+    return next(filter(None, found[0].groups()), None)
 
 
 def number_in_prose(text: str) -> Number | None:

@@ -147,6 +147,10 @@ def _equal(gold: Reading, answer: Reading) -> bool:
             return _congruent(gold, answer)
         case Relation(), Relation():
             return _equal_relations(gold, answer)
+        case Ratio(), Ratio() if gold.time or answer.time:
+            return [f.value(Point({})) for f in gold.parts] == [f.value(Point({})) for f in answer.parts]
+        case (Ratio(time=True), _) | (_, Ratio(time=True)):
+            return False
         case (Ratio(), _) | (_, Ratio()):
             return _equal_ratios(_parts(gold), _parts(answer))
     return False
