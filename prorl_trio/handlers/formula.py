@@ -322,7 +322,7 @@ def parse(text: str) -> Formula:
     """
     try:
         parser = _Parser(tokens_of(text))
-        node = parser.sum()
+        node = parser.whole()
     except RecursionError:
         raise Unreadable("it is nested too deeply") from None
     if parser.at < len(parser.tokens):
@@ -357,6 +357,13 @@ class _Parser:
             return False
         self.at += len(tokens)
         return True
+
+    def whole(self) -> Any:
+        """A sum, or what TeX's \\over and \\choose make of two."""
+        node = self.sum()
+        if self._next in (r"\over", r"\choose"):
+            node = _node(_divide if self._take() == r"\over" else _binomial, node, self.sum())
+        return node
 
     def sum(self) -> Any:
         node = self._product()
@@ -430,7 +437,7 @@ class _Parser:
     def _atom(self) -> Any:
         token = self._take()
         if token[0].isdigit() or token[0] == ".":
-            return self._based(token) if self._next == "_" else _number(token)
+            return _number(token)
         if token in _CLOSING:
             return self._group(token)
         if token in ("i", r"\i", "I", r"\imath") and self._next != "_":
@@ -457,9 +464,7 @@ class _Parser:
     def _group(self, opening: str) -> Any:
         bars = opening == "|"
         before, self._bars = self._bars, int(bars)
-        node = self.sum()
-        if opening == "{" and self._next in (r"\over", r"\choose"):
-            node = _node(_divide if self._take() == r"\over" else _binomial, node, self.sum())
+        node = self.whole() if opening == "{" else self.sum()
         self._take(_CLOSING[opening])
         self._bars = before
         return _node(_FUNCTIONS[_WRAPPED[opening]], node) if opening in _WRAPPED else node
@@ -548,16 +553,6 @@ class _Parser:
             return _node(_binomial, *self._arguments())
         self.unknowns.add(name)
         return lambda p: p.values[name]
-
-    def _based(self, digits: str) -> Any:
-        self._take("_")
-        base = self._raw().strip("()")
-        if not (digits.isdigit() and base.isdigit() and 2 <= int(base) <= 36):
-            raise Unreadable("an index beside a number is no base")
-        try:
-            return _number(int(digits, int(base)))
-        except ValueError:
-            raise Unreadable("a number with digits that its base does not have") from None
 
 
 def _number(text: str | int) -> Any:

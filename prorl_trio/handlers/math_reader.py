@@ -96,8 +96,9 @@ _SIGNS: Final = {
     "…": r"\ldots ", "≡": r"\equiv ", "≈": r"\approx ", "ℝ": r"\mathbb{R}", "（": "(", "）": ")", "，": ",",
     "≦": r"\le ", "≧": r"\ge ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "°C": "^\\circ C",
 }  # fmt: skip
-_RAISED: Final = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
-_LOWERED: Final = str.maketrans(_RAISED, "0123456789-")
+_SIGN: Final = re.compile("|".join(sorted(_SIGNS, key=len, reverse=True)))
+_RAISED: Final = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_LOWERED: Final = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SYNONYMS: Final = {
     **dict.fromkeys((r"\leq", r"\leqslant", r"\leqq"), r"\le"), **dict.fromkeys((r"\geq", r"\geqslant", r"\geqq"), r"\ge"),
     **dict.fromkeys((r"\neq", r"\not="), r"\ne"), r"\lt": "<", r"\gt": ">", r"\varnothing": r"\emptyset",
@@ -119,11 +120,13 @@ _SPACE: Final = re.compile(r"(?:\\,|(?<!\\)\\(?=\s)|~(?!~)|\s)+")
 _QUAD: Final = re.compile(r"(?:\s*[,;]\s*)?(?:\\q?quad(?![A-Za-z])\s*)+(?:[,;]\s*)?")
 _MARKDOWN: Final = re.compile(r"(?<![\w)}\]])(\*\*|__|``?|~~|\*)(?=\S)(.+?)(?<=\S)\1(?![\w({\[])", re.DOTALL)
 _LEADING: Final = re.compile(
-    r"^(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:we\s+(?:get|have|find|obtain)\s+)?(?:(?:=|\\approx|\\sim|≈|~|is|are|approximately|about|exactly|roughly|equals?|equal to)\s+|=|\\approx"
+    r"^(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:it(?:'s|\s+is)\s+)?(?:we\s+(?:get|have|find|obtain)\s+)?(?:(?:=|\\approx|\\sim|≈|~|is|are|approximately|about|exactly|roughly|equals?|equal to)\s+|=|\\approx"
     r"|(?:the\s+|an?\s+)?(?:ordered\s+|open\s+|closed\s+)?(?:points?|coordinates?|pairs?|triples?|vectors?|intervals?|sets?"
-    r"|solutions?|roots?|matrix|values?|numbers?|ratio)\s*(?:(?:is|are|of)\s+)?:?\s*(?=[^\s,.a-z])|)", re.IGNORECASE
+    r"|solutions?|roots?|matrix|values?|numbers?|ratio|no\.(?=\s*\d))\s*(?:(?:is|are|of)\s+)?:?\s*(?=[^\s,.a-z])|)", re.IGNORECASE
 )
-_REMARK: Final = re.compile(r"\s+\((?:approximately|approx\.?|rounded[^()]*|exactly|about)\)$")
+_HAT: Final = re.compile(r"\\hat\s*\{?\s*\\?([ijk])(?:math)?\s*\}?(?![A-Za-z])")
+_WITHOUT: Final = re.compile(r"(?<=[})\]])\s*-\s*(?=\\\{)")
+_REMARK: Final = re.compile(r"\s*(?:\\(?:checkmark|blacksquare|square|qed)|[✓✔])$|\s+\((?:approximately|approx\.?|rounded[^()]*|exactly|about)\)$")
 _LATEX_GROUPED: Final = re.compile(r"(?<=\d)(?:\{,\}|\\,|,\\!\s*|\\!,)(?=\d{3}(?!\d))")
 _GROUPED: Final = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _SPACE_GROUPED: Final = re.compile(r"(?<![\d.,])-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
@@ -133,24 +136,30 @@ _REPEATING: Final = re.compile(
     r"(?<![\w.])(\d*)\.(\d*?)(?:\\(?:overline|bar|dot|overset\{\.\})\s*(?:\{\s*(\d+)\s*\}|(\d))|\((\d+)\))(?:(\d*)\\dot\s*(?:\{(\d)\}|(\d)))?(?![\w.(\\])"
 )
 _GOES_ON: Final = re.compile(r"(?<![\w.])(\d*)\.(\d*?)(\d+?)\3{2,}\s*\\ldots\s*$")
+_BASED: Final = re.compile(r"(?<![\w.}\\])\(?(\d[\dA-Fa-f]*)\)?\s*_\s*(?:\{\s*\(?(\d{1,2})\)?\s*\}|(\d))(?!\w)")
+_MODULE: Final = re.compile(r"(?<![A-Za-z.])(?:math|cmath|np|numpy|sympy|sp)\.(?=[A-Za-z])")
+_EULER: Final = re.compile(r"(?<![A-Za-z\\])E(?=\s*\*)|(?<=\*)E(?![A-Za-z])")
+_COMPLEX: Final = re.compile(r"(\(?[-+\d.eE ]*\d)j(\)?)")
 _LOG_BASE: Final = re.compile(r"(?<![A-Za-z\\])\\?log_?\{?(2|10)\}?\s*(?=\()")
 
 
 def normalised(text: str) -> str:
     """Return `text` in ASCII and plain LaTeX: without math mode, fonts, markdown, or spaces that mean nothing."""
-    for sign, plain in _SIGNS.items():
-        text = text.replace(sign, plain)
-    text = re.sub(f"[{_RAISED}]+", lambda found: f"^{{{found[0].translate(_LOWERED)}}}", text)
-    text = _LATEX_GROUPED.sub("", text)
-    text = _QUAD.sub(", ", text)
+    if not text.isascii():
+        text = _SIGN.sub(lambda found: _SIGNS[found[0]], text)
+        text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_LOWERED)}}}", text)
     before = None
-    while before != text:
-        before, text = text, _FONT_GROUP.sub(_without_font, text)
-    text = _FONT_ALONE.sub(" ", text)
+    if "\\" in text:
+        text = _QUAD.sub(", ", _LATEX_GROUPED.sub("", text))
+        while before != text:
+            before, text = text, _FONT_GROUP.sub(_without_font, text)
+        text = _FONT_ALONE.sub(" ", text)
     while before != text:
         before, text = text, _MARKDOWN.sub(r"\2", text.strip())
     text = _MATH_MODE.sub(lambda found: "$" if found[0] == "$" and _is_price(text, found.end()) else "", text)
     text = _SYNONYM.sub(lambda found: _SYNONYMS[found[0]] + (" " if found[0][-1].isalpha() else ""), text)
+    text = _HAT.sub(r" \1 ", text)
+    text = _WITHOUT.sub(r"\\backslash ", text)
     text = text.replace("\\%", "%").replace("\\$", "$").replace("\\#", "#").replace("\\&", "&").replace("\\_", "_")
     text = _SPACE.sub(" ", text).strip("*_` ")
     text = re.sub(r"^[\"'“”‘]+(.*?)[\"'“”’]+\.?$", r"\1", text).strip()
@@ -169,7 +178,10 @@ def _is_price(text: str, at: int) -> bool:
 
 def _numbers(text: str) -> str:
     """The text with its numbers in the form that formulas have."""
+    text = _EULER.sub("e", _MODULE.sub("", text))
+    text = _COMPLEX.sub(r"\1i\2", text) if _COMPLEX.fullmatch(text) else text
     text = _REPEATING.sub(_repeating, text)
+    text = _BASED.sub(_based, text)
     text = _GOES_ON.sub(lambda m: _fraction(m[1], m[2], m[3]), text)
     if not re.search(r"[(\[{]", text):  # in brackets it is a list
         text = _GROUPED.sub(lambda found: found[0].replace(",", ""), text)
@@ -177,6 +189,13 @@ def _numbers(text: str) -> str:
     text = _TIMES_TEN.sub(r"\\times 10", text)
     text = _LOG_BASE.sub(r"\\log_{\1}", text)
     return _MIXED.sub(_mixed, text)
+
+
+def _based(found: re.Match[str]) -> str:
+    try:
+        return str(int(found[1], int(found[2] or found[3])))
+    except ValueError:  # digits that the base does not have
+        return found[0]
 
 
 def _mixed(found: re.Match[str]) -> str:
@@ -226,9 +245,11 @@ _NAME: Final = re.compile(
     r"|m?\s*\\(?:overline|vec|overrightarrow|hat|bar)\s*\{?[A-Za-z]+\}?|\([A-Za-z](?:_\w)?(?:\s*,\s*[A-Za-z](?:_\w)?)*\)"
     r"|\[[A-Z]{3,}\]|\|[A-Za-z]\||\\frac\s*\{[A-Z]{2}\}\s*\{[A-Z]{2}\}|[A-Z]+(?:_\{?\w+\}?)?(?:\s*:\s*[A-Z]+(?:_\{?\w+\}?)?)+"
 )
+_POINT: Final = re.compile(r"([ABD-Z])\s*(\([^()]*,[^()]*\))")
 _CONSTANTS: Final = re.compile(r"\\pi|e|i")
 _WORDS: Final = re.compile(r"[A-Za-z]+(?:[ '-]+[A-Za-z]+)*")
 _DECIMAL: Final = re.compile(r"[-+]?\s*(\d*\.\d+)(?:[eE][+-]?\d+|\s*\\times\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+))?")
+_PLAIN: Final = re.compile(r"-?\d+(?:\.\d+)?")
 _ALL_REAL: Final = re.compile(r"(?:all )?(?:the )?(?:real numbers|reals)|\\mathbb\s*\{?R\}?", re.IGNORECASE)
 
 
@@ -238,11 +259,16 @@ def read(text: str) -> Reading:
     if not plain or len(plain) > MAX_CHARS:
         return Text(plain)
     try:
-        return _value(_FRENCH.sub(_french, _numbers(plain)))
+        return _plain(plain) if _PLAIN.fullmatch(plain) else _value(_FRENCH.sub(_french, _numbers(plain)))
     except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError, RecursionError):
         if (formula := _only_formula(text)) is not None:
             return read(formula)
         return number_in_prose(plain) or Text(plain)
+
+
+def _plain(text: str) -> Number:
+    value = Fraction(text)
+    return Number(Formula(lambda p: value, frozenset()), _digits(text))
 
 
 def _value(text: str) -> Reading:
@@ -251,7 +277,7 @@ def _value(text: str) -> Reading:
         raise Unreadable("no value")
     if _ALL_REAL.fullmatch(text):
         return Ranges(((-mpmath.inf, False, mpmath.inf, False),))
-    if text in (r"\emptyset", r"\{\}", "{}"):
+    if text in (r"\emptyset", r"\{\}", "{}", "empty set", "the empty set"):
         return Ranges(())
     if "mod" in text and (congruent := _CONGRUENT.fullmatch(text)) is not None:
         residues = tuple(map(parse, _split(_LIST, congruent["residues"])[0]))
@@ -277,6 +303,8 @@ def _value(text: str) -> Reading:
         return _matrix(matrix)
     if (inner := _bracketed(text)) is not None:
         return inner
+    if (point := _POINT.fullmatch(text)) is not None:
+        return Named(point[1], _value(point[2]))
     sides, separators = _split(_COLONS, text)
     if separators and _WORDS.fullmatch(sides[0]):
         return _value(":".join(sides[1:]))
@@ -548,6 +576,7 @@ _PRICE: Final = re.compile(r"(?P<sign>-?)\s*(?P<currency>[$€£¥₹₽₩])\s*
 _BEHIND: Final = re.compile(r"(?:(?<=[\d)}\]!|.])|(?<=[\w)}\]!|.]\s))[A-Za-z€£¥₹]")
 _PHRASE: Final = re.compile(r"[A-Za-z€£¥₹][A-Za-z€£¥₹./^{}'\s\d-]*")
 _ANGLE: Final = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[CF]?$")
+_TRIGONOMETRIC: Final = re.compile("sin|cos|tan|cot|sec|csc")
 _IN_PROSE: Final = re.compile(r"(?<![\w.,\\^{-])(?P<currency>[$€£¥₹₽₩])?(?P<number>-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?)(?<=\d)(?![\d^/*+=:])")
 _IN_MATH_MODE: Final = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 MAX_PHRASES: Final = 12
@@ -566,7 +595,7 @@ def number(text: str) -> Number:
         return inner._replace(formula=parse("0").minus(inner.formula))
     if (price := _PRICE.match(text)) is not None:
         unit, text = _CURRENCY[price["currency"]], price["sign"] + price["inner"] + text[price.end() :]
-    if (angle := _ANGLE.search(text)) is not None:
+    if (angle := _ANGLE.search(text)) is not None and not _TRIGONOMETRIC.search(text):
         unit, text = "deg", text[: angle.start()]
     if text.endswith(("%", "percent", "per cent", "pct")):
         percent, text = True, re.sub(r"\s*(?:%|per ?cent|pct)$", "", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, Final
 
 import mpmath
@@ -33,6 +34,8 @@ MAX_SHOWN_CHARS: Final = 500
 MIN_DIGITS: Final = 6
 """Significant digits from which on a decimal also stands for a number that it is rounded from."""
 FLOAT_DIGITS: Final = 15
+"""Significant digits from which on a decimal may be a printed float, of which `SHOWN_DIGITS` are sure."""
+SHOWN_DIGITS: Final = 12
 MAX_GOLD_WORDS: Final = 8
 _PLACEHOLDERS: Final = frozenset(
     ("proof", "notfound", "not found", "n/a", "na", "null", "nan", "see solution", "omitted", "todo", "-", "?", "answer")
@@ -48,8 +51,8 @@ def score(payload: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the gold answer is empty, which is the task's fault.
     """
-    gold, answer = find_final_answer(payload["gold"]), find_final_answer(payload["answer"])
-    if not normalised(gold):
+    gold, answer = _find_gold(payload["gold"]), find_final_answer(payload["answer"])
+    if not _normalised_gold(gold):
         raise ValueError(f"the gold answer {payload['gold'][:MAX_SHOWN_CHARS]!r} is empty")
     return {
         "equal": equal(gold, answer),
@@ -95,15 +98,23 @@ def _fault_of(gold: Any) -> str:
 
 def equal(gold: str, answer: str) -> bool:
     """Return whether an answer is the gold one: the same text up to its dress, or the same value."""
-    plain_gold, plain_answer = normalised(gold), normalised(answer)
+    plain_gold, plain_answer = _normalised_gold(gold), normalised(answer)
+    if _INTEGER.fullmatch(plain_gold) and _INTEGER.fullmatch(plain_answer):  # most golds, and the cheapest way
+        return int(plain_gold) == int(plain_answer)
     if not plain_gold or not plain_answer:
         return False
     if _key(plain_gold) == _key(plain_answer):
         return True
     try:
-        return _equal(read(gold), read(answer))
+        return _equal(_read_gold(gold), read(answer))
     except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError, RecursionError):
         return False
+
+
+_INTEGER: Final = re.compile(r"-?\d{1,40}")
+_find_gold = lru_cache(maxsize=256)(find_final_answer)
+_normalised_gold = lru_cache(maxsize=256)(normalised)
+_read_gold = lru_cache(maxsize=256)(read)
 
 
 def _key(text: str) -> str:
@@ -124,7 +135,7 @@ def _equal(gold: Reading, answer: Reading) -> bool:
         case (Text(), _) | (_, Text()):
             return False
         case Named(), Named():
-            return gold.name == answer.name and _equal(gold.value, answer.value)
+            return (gold.name == answer.name or {gold.name, answer.name} == {"y", "f(x)"}) and _equal(gold.value, answer.value)
         case Named(), Relation():
             return _equal_relations(_as_relation(gold), answer)
         case Relation(), Named():
@@ -198,8 +209,11 @@ def _equal_formulas(gold: Number, answer: Number) -> bool:
     if a.unknowns or b.unknowns or not (gold.digits or answer.digits):
         return False
     x, y = a.value(Point({})), b.value(Point({}))
-    if max(gold.digits, answer.digits) >= FLOAT_DIGITS and _rounded_to(x, 12) == _rounded_to(y, 12):
-        return isinstance(x, Fraction) and _rounded_to(x, 12) in (x, _rounded_to(y, 12))
+    long = [side.digits >= FLOAT_DIGITS for side in (gold, answer)]
+    if all(long):
+        return bool(_rounded_to(x, FLOAT_DIGITS) == _rounded_to(y, FLOAT_DIGITS))
+    if any(long) and (y if long[0] else x) == _rounded_to(x if long[0] else y, SHOWN_DIGITS):
+        return True  # what Python prints of a float: 0.30000000000000004
     if gold.digits:
         return (answer.digits == 0 or answer.digits >= gold.digits) and _stands_for(x, gold.digits, y)
     return not (isinstance(x, Fraction) and x.denominator == 1) and _stands_for(y, answer.digits, x)
@@ -209,6 +223,8 @@ def _stands_for(decimal: Fraction, digits: int, exact: Any) -> bool:
     """Return whether a decimal of enough significant digits is `exact`, rounded or cut off at its last digit."""
     if digits < MIN_DIGITS or not decimal:
         return False
+    if digits >= FLOAT_DIGITS:
+        decimal, digits = _rounded_to(decimal, SHOWN_DIGITS), SHOWN_DIGITS
     last = mpmath.mpf(10) ** (mpmath.floor(mpmath.log10(abs(wide(decimal)))) + 1 - digits)
     away = (wide(exact) - wide(decimal)) * mpmath.sign(wide(decimal))
     return bool(-last / 2 <= away < last)
