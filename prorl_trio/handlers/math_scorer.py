@@ -10,22 +10,22 @@ from typing import Any, Final
 import mpmath
 
 from prorl_trio.handlers.final_answer import find_final_answer
-from prorl_trio.handlers.formula import Formula, Point, Undefined, Unreadable, agree, parse, same, wide
+from prorl_trio.handlers.math_formula import Formula, Point, Undefined, Unreadable, agree, parse, same, wide
+from prorl_trio.handlers.math_numbers import Number
 from prorl_trio.handlers.math_reader import (
     Congruence,
     Items,
     Matrix,
     Named,
-    Number,
     Ranges,
     Ratio,
     Reading,
     Relation,
     Text,
     as_ranges,
-    normalised,
     read,
 )
+from prorl_trio.handlers.math_text import normalised
 
 __all__ = ["check_gold", "score"]
 
@@ -38,7 +38,21 @@ FLOAT_DIGITS: Final = 15
 SHOWN_DIGITS: Final = 12
 MAX_GOLD_WORDS: Final = 8
 _PLACEHOLDERS: Final = frozenset(
-    ("proof", "notfound", "not found", "n/a", "na", "null", "nan", "see solution", "omitted", "todo", "-", "?", "answer")
+    (
+        "proof",
+        "notfound",
+        "not found",
+        "n/a",
+        "na",
+        "null",
+        "nan",
+        "see solution",
+        "omitted",
+        "todo",
+        "-",
+        "?",
+        "answer",
+    )
 )
 
 
@@ -82,7 +96,9 @@ def _fault_of(gold: Any) -> str:
     found = find_final_answer(gold)
     key = _key(normalised(found))
     if not key or key in _PLACEHOLDERS:
-        return f"the gold answer {shown} is empty or stands for a missing one; give the final answer, or leave the row out"
+        return (
+            f"the gold answer {shown} is empty or stands for a missing one; give the final answer, or leave the row out"
+        )
     if isinstance(read(found), Text) and len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", key)) > MAX_GOLD_WORDS:
         return (
             f"the gold answer {shown} is prose, which no answer would equal; give the final answer alone, or grade the "
@@ -135,7 +151,9 @@ def _equal(gold: Reading, answer: Reading) -> bool:
         case (Text(), _) | (_, Text()):
             return False
         case Named(), Named():
-            return (gold.name == answer.name or {gold.name, answer.name} == {"y", "f(x)"}) and _equal(gold.value, answer.value)
+            return (gold.name == answer.name or {gold.name, answer.name} == {"y", "f(x)"}) and _equal(
+                gold.value, answer.value
+            )
         case Named(), Relation():
             return _equal_relations(_as_relation(gold), answer)
         case Relation(), Named():
@@ -310,7 +328,10 @@ def _proportional(gold: Relation, answer: Relation) -> bool:
     factor = a.value(point) / b.value(point)
     if not factor or (gold.sign != "=" and factor < 0):
         return False
-    scaled = Formula(lambda p: wide(factor) * wide(b.value(p)) if not isinstance(factor, Fraction) else factor * b.value(p), b.unknowns)
+    scaled = Formula(
+        lambda p: wide(factor) * wide(b.value(p)) if not isinstance(factor, Fraction) else factor * b.value(p),
+        b.unknowns,
+    )
     return agree(a, scaled)
 
 

@@ -266,8 +266,7 @@ _GREEK: Final = frozenset(
     " phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar".split()
 )
 _DECORATIONS: Final = frozenset(
-    "vec hat bar overline underline tilde widehat widetilde overrightarrow overleftarrow dot ddot mathbb mathcal mathfrak"
-    .split()
+    "vec hat bar overline underline tilde widehat widetilde overrightarrow overleftarrow dot ddot mathbb mathcal mathfrak".split()
 )
 _TIMES: Final = frozenset({"*", r"\cdot", r"\times", r"\ast"})
 _CLOSING: Final = {
