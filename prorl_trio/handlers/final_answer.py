@@ -75,7 +75,7 @@ def find_final_answer(text: str) -> str:
         return boxed
     if tagged := _TAGGED.findall(text):
         text = tagged[-1]
-    text = text.strip().removeprefix("\\boxed{")  # never closed
+    text = text.replace("\\boxed{}", "").strip().removeprefix("\\boxed{")  # never closed
     anchors = list(_ANCHOR.finditer(text))
     if not anchors:
         return text

@@ -47,7 +47,7 @@ _CHANGES: Final = frozenset(
     " base per-cent unlike instead excluding percent think guess whenever provided given assuming where otherwise while such with".split()
 )
 """A word beside a number that makes another number of it, or none, or a condition."""
-_CHANGES_BEFORE: Final = _CHANGES - {"and", "for", "if", "when"} | {
+_CHANGES_BEFORE: Final = (_CHANGES - {"and"}) | {
     "square",
     "cube",
     "other",
