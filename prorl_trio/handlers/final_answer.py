@@ -13,7 +13,7 @@ MAX_TAIL_CHARS: Final = 32_768
 _BOX: Final = re.compile(r"\\f?box(?:ed)?\s*(?P<open>\{)|\\boxed\s+(?P<bare>[^\s{}\\$]+)|\\.|[{}]", re.DOTALL)
 _BETWEEN: Final = re.compile(r"(?:[\s$,;]|\\[()]|\\q?quad|\\text(?:rm)?\s*\{\s*(?:and|or|,)\s*\}|and|or)*")
 _ANCHOR: Final = re.compile(
-    r"(?:\banswer\b[*_ \t]*(?:(?:is|are|equals|(?:should|must|will|would) be)\b\s*:?|[:=])|final answer[*_ \t]*\n|####)[\s*_]*",
+    r"(?:\banswer\b[*_ \t]*(?:(?:is|are|equals|(?:should|must|will|would) be)\b\s*:?|[:=])|final answer[*_ \t]*\n|####)[\s*_}]*",
     re.IGNORECASE,
 )
 _TAGGED: Final = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.IGNORECASE | re.DOTALL)

@@ -54,6 +54,14 @@ class Formula(NamedTuple):
     unknowns: frozenset[str]
     plain_log: bool = False
 
+    def times(self, other: Formula) -> Formula:
+        """Return the product of both."""
+        return Formula(
+            _node(_multiply, self.value, other.value),
+            self.unknowns | other.unknowns,
+            self.plain_log or other.plain_log,
+        )
+
     def minus(self, other: Formula) -> Formula:
         """Return the difference of both."""
         negative = _node(_multiply, _number(-1), other.value)
@@ -282,6 +290,9 @@ _NAMES: Final = frozenset({*_FUNCTIONS, *_ALIASES, *_CONSTANTS, *_GREEK} - {"i",
 _NAME_FIRST: Final = re.compile(
     "|".join(sorted((n for n in _FUNCTIONS if n not in ("Re", "Im", "max", "min", "lg", "abs")), key=len, reverse=True))
 )
+_SHORT_WORDS: Final = frozenset(
+    {"no", "yes", "odd", "one", "two", "six", "ten", "is", "if", "not", "the", "for", "all", "any"}
+)
 MAX_PRODUCT: Final = 3
 """Letters beside each other that are read as a product: `xyz`; more are a word."""
 
@@ -304,7 +315,7 @@ def tokens_of(text: str) -> list[str]:
                 tokens.append("\\" + token)
                 break
             if head is None or len(head[0]) < 2:
-                if len(token) > MAX_PRODUCT:
+                if len(token) > MAX_PRODUCT or token.casefold() in _SHORT_WORDS:
                     raise Unreadable(f"{token!r} is a word")
                 tokens.extend(token)
                 break

@@ -58,9 +58,10 @@ _CHANGES_BEFORE: Final = (_CHANGES - {"and"}) | {
 }
 _NEGATIVE: Final = re.compile(r"^(?:minus|negative)\s+", re.IGNORECASE)
 _PRICE: Final = re.compile(r"(?P<sign>-?)\s*(?P<currency>[$€£¥₹₽₩])\s*(?P<inner>-?)\s*(?=[\d.])")
-_BEHIND: Final = re.compile(r"(?:(?<=[\d)}\]!|.])|(?<=[\w)}\]!|.]\s))[A-Za-z€£¥₹]")
-_PHRASE: Final = re.compile(r"[A-Za-z€£¥₹][A-Za-z€£¥₹./^{}'\s\d-]*")
+_BEHIND: Final = re.compile(r"(?:(?<=[\d)}\]!|.])|(?<=[\w)}\]!|.]\s))[A-Za-z$€£¥₹]")
+_PHRASE: Final = re.compile(r"[A-Za-z$€£¥₹][A-Za-z$€£¥₹./^{}'\s\d-]*")
 _ANGLE: Final = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[CF]?$")
+_QUOTIENT: Final = re.compile(r"\\frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+(?:\^\{?2\}?)?)\s*\}$")
 _TRIGONOMETRIC: Final = re.compile("sin|cos|tan|cot|sec|csc")
 _IN_PROSE: Final = re.compile(
     r"(?<![\w.,\\^{-])(?P<currency>[$€£¥₹₽₩])?(?P<number>-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?)(?<=\d)(?![\d^/*+=:])"
@@ -90,6 +91,8 @@ def number(text: str) -> Number:
         unit, text = "deg", text[: angle.start()]
     if text.endswith(("%", "percent", "per cent", "pct")):
         percent, text = True, re.sub(r"\s*(?:%|per ?cent|pct)$", "", text)
+    if (quotient := _QUOTIENT.search(text)) is not None and _unit(f"{quotient[1]}/{quotient[2]}"):
+        text = f"{text[: quotient.start()].rstrip()} {quotient[1]}/{quotient[2]}"
     starts = [found.start() for found in _BEHIND.finditer(text)][-MAX_PHRASES:] if not percent else []
     for start in starts:
         phrase, before = text[start:], text[:start]
@@ -120,7 +123,7 @@ def _measure(phrase: str, *, attached: bool) -> tuple[int, str] | None:
     if multiple is not None and not attached:
         beyond = _measure(rest, attached=False) if rest.strip() else (1, "")
         return None if beyond is None or beyond[0] != 1 else (multiple, beyond[1])
-    if (unit := _unit(phrase)) and not (attached and len(first) == 1):
+    if (unit := _unit(phrase)) and not (attached and len(first) == 1 and first.isalpha()):
         return 1, unit
     return None if attached or not _harmless(phrase, _CHANGES) or not _is_noun(first) else (1, "")
 
@@ -139,7 +142,7 @@ def _unit(text: str) -> str:
     text = re.sub(r"\s+per\s+(?:an?\s+)?", "/", text.strip().strip(".")).replace("{", "").replace("}", "")
     known: list[str] = []
     for part in re.split(r"\s*/\s*", text):
-        unit = re.fullmatch(r"([A-Za-z]+|[€£¥₹])\s*(?:\^?\s*([1-4]))?", part.strip())
+        unit = re.fullmatch(r"([A-Za-z]+|[$€£¥₹])\s*(?:\^?\s*([1-4]))?", part.strip())
         name = unit[1].casefold() if unit else ""
         found = _UNITS.get(name) or _UNITS.get(name.removesuffix("s")) or _UNITS.get(name.removesuffix("es"))
         if unit is None or found is None:

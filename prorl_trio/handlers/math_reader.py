@@ -51,10 +51,14 @@ class Named(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """An equation or inequality that is no solution yet: `difference` compared with 0 by `sign` (`=`, `<`, `≤`, `≠`)."""
+    """An equation or inequality that is no solution yet: `difference` compared with 0 by `sign` (`=`, `<`, `≤`, `≠`).
+
+    `total` is the right side where a sum of unknowns is on the left: `m + n = 73`.
+    """
 
     sign: str
     difference: Formula
+    total: Number | None = None
 
 
 class Congruence(NamedTuple):
@@ -112,6 +116,7 @@ _NAME: Final = re.compile(
     r"|m?\s*\\(?:overline|vec|overrightarrow|hat|bar)\s*\{?[A-Za-z]+\}?|\([A-Za-z](?:_\w)?(?:\s*,\s*[A-Za-z](?:_\w)?)*\)"
     r"|\[[A-Z]{3,}\]|\|[A-Za-z]\||\\frac\s*\{[A-Z]{2}\}\s*\{[A-Z]{2}\}|[A-Z]+(?:_\{?\w+\}?)?(?:\s*:\s*[A-Z]+(?:_\{?\w+\}?)?)+"
 )
+_SUM: Final = re.compile(r"[A-Za-z](?:_\w)?(?:\s*[-+]\s*[A-Za-z](?:_\w)?)+")
 _POINT: Final = re.compile(r"([ABD-Z])\s*(\([^()]*,[^()]*\))")
 _CONSTANTS: Final = re.compile(r"\\pi|e|i")
 _WORDS: Final = re.compile(r"[A-Za-z]+(?:[ '-]+[A-Za-z]+)*")
@@ -194,11 +199,13 @@ def _split(pattern: re.Pattern[str], text: str) -> tuple[list[str], list[str]]:
 
 
 def _several(parts: list[str], words: list[str]) -> Reading:
+    if all(_WORDS.fullmatch(part) and re.search("[A-Za-z]{3}", part) for part in parts):
+        return Items(",", tuple(map(Text, parts)))
     values = [_value(part) for part in parts]
-    if set(words) in ({"or"}, {"and"}):
-        ranges = [value.value for value in values if isinstance(value, Named) and isinstance(value.value, Ranges)]
-        if len(ranges) == len(values) and len({value.name for value in values}) == 1:
-            return Named(values[0].name, _united(ranges, [r"\cup" if words[0] == "or" else r"\cap"] * len(words)))
+    named = [value for value in values if isinstance(value, Named) and isinstance(value.value, Ranges)]
+    if set(words) in ({"or"}, {"and"}) and len(named) == len(values) and len({value.name for value in named}) == 1:
+        sign = r"\cup" if words[0] == "or" else r"\cap"
+        return Named(named[0].name, _united([value.value for value in named], [sign] * len(words)))
     flat = [
         item for value in values for item in (value.items if isinstance(value, Items) and value[0] == "," else [value])
     ]
@@ -239,8 +246,9 @@ def _matrix(found: re.Match[str]) -> Reading:
     if len({len(row) for row in rows}) != 1:
         raise Unreadable("rows of different lengths")
     cells = tuple(tuple(number(cell.strip()) for cell in row) for row in rows)
-    if found["before"].strip():
-        raise Unreadable("a factor before a matrix")
+    if before := re.sub(r"(?:\\cdot|\*)\s*$", "", found["before"].strip()):
+        factor = parse(before)
+        cells = tuple(tuple(cell._replace(formula=factor.times(cell.formula)) for cell in row) for row in cells)
     return Matrix(cells)
 
 
@@ -280,9 +288,10 @@ def _compared(sides: list[str], signs: list[str]) -> Reading:
     pairs = [_inequality(a, sign, b) for a, sign, b in zip(sides, signs, sides[1:], strict=False)]
     if len(pairs) == 1:
         return pairs[0]
-    if not all(isinstance(pair, Named) for pair in pairs) or pairs[0].name != pairs[1].name:
+    named = [pair for pair in pairs if isinstance(pair, Named)]
+    if len(named) < 2 or named[0].name != named[1].name:
         raise Unreadable("a chain of comparisons of several unknowns")
-    return Named(pairs[0].name, _united([pair.value for pair in pairs], [r"\cap"]))
+    return Named(named[0].name, _united([pair.value for pair in named], [r"\cap"]))
 
 
 def _equation(sides: list[str]) -> Reading:
@@ -304,7 +313,7 @@ def _equation(sides: list[str]) -> Reading:
         return Named(_name(first), value) if named else value
     if len(sides) > 2 or not (formulas[0].unknowns | last.unknowns):
         raise Unreadable("sides that differ")
-    return Relation("=", formulas[0].minus(last))
+    return Relation("=", formulas[0].minus(last), value if _SUM.fullmatch(first) and not last.unknowns else None)
 
 
 def _inequality(left: str, sign: str, right: str) -> Reading:
@@ -346,10 +355,10 @@ def _beside(root: Any, sign: str) -> Ranges:
 
 def _distance(inside: Formula, sign: str, bound: Any) -> Ranges | None:
     """Where `|inside| sign bound` holds, for a linear `inside`."""
-    negative, positive = (Formula(lambda p, s=s: inside.value(p) + s * bound, inside.unknowns) for s in (1, -1))
+    high_end, low_end = Formula(lambda p: bound, frozenset()), Formula(lambda p: -bound, frozenset())
     if bound < 0 or sign == "≠":
         return None
-    low, high = _solved(negative, _TURNED[sign]), _solved(positive, sign)
+    low, high = _solved(inside.minus(low_end), _TURNED[sign]), _solved(inside.minus(high_end), sign)
     if low is None or high is None:
         return None
     return _united([low, high], [r"\cap" if sign in ("<", "≤") else r"\cup"])

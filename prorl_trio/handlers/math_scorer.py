@@ -140,6 +140,8 @@ def _key(text: str) -> str:
     if re.fullmatch(r"[A-Za-z' .!-]+", text) and re.search(r"[A-Za-z]{2}", text) and " - " not in text:
         words = text.casefold().strip(" .!").split()
         return " ".join(word for word in words if word not in ("the", "a", "an") or len(words) == 1)
+    if time := re.fullmatch(r"0?(\d{1,2}(?::\d\d)*)\s*([ap])\.?\s*m\.?", text, re.IGNORECASE):
+        return f"{time[1]}{time[2].casefold()}m"
     text = re.sub(r"(?<![A-Za-z\d])\s+|\s+(?![A-Za-z\d])", "", text)
     return re.sub(r"\{(\w)\}", r"\1", text)
 
@@ -164,6 +166,8 @@ def _equal(gold: Reading, answer: Reading) -> bool:
             return _equal(gold, answer.value)
         case Number(), Number():
             return _equal_numbers(gold, answer)
+        case Number(), Relation(total=Number() as total):
+            return _equal_numbers(gold, total)
         case _, Items("or", items) if not isinstance(gold, Items):
             return all(_equal(gold, item) for item in items)
         case Items(), Items():
@@ -261,8 +265,8 @@ def _equal_items(gold: Items, answer: Items) -> bool:
         in_order = gold.brackets in ordered
     elif {gold.brackets, answer.brackets} <= {",", "()"}:
         in_order = True
-    elif gold.brackets in (",", "or") and answer.brackets == "[]":  # a list of Python
-        in_order = False
+    elif answer.brackets == "[]" and (gold.brackets in (",", "or") or (gold.brackets == "{}" and not _is_pair(gold))):
+        in_order = False  # a list of Python
     else:
         return False
     if len(gold.items) != len(answer.items):
@@ -276,6 +280,10 @@ def _equal_items(gold: Items, answer: Items) -> bool:
             return False
         del left[found]
     return True
+
+
+def _is_pair(items: Items) -> bool:
+    return len(items.items) == 2 and all(isinstance(item, Number) for item in items.items)
 
 
 def _equal_ranges(gold: Ranges, answer: Ranges) -> bool:
@@ -304,7 +312,7 @@ def _congruent(gold: Congruence, answer: Congruence) -> bool:
     if gold.modulus != answer.modulus or (gold.name and answer.name and gold.name != answer.name):
         return False
     if not gold.modulus.isdigit() or int(gold.modulus) == 0:
-        return False
+        return len(gold.residues) == len(answer.residues) and all(map(agree, gold.residues, answer.residues))
     both = [sorted(f.value(Point({})) % int(gold.modulus) for f in side.residues) for side in (gold, answer)]
     return both[0] == both[1]
 
@@ -328,10 +336,7 @@ def _proportional(gold: Relation, answer: Relation) -> bool:
     factor = a.value(point) / b.value(point)
     if not factor or (gold.sign != "=" and factor < 0):
         return False
-    scaled = Formula(
-        lambda p: wide(factor) * wide(b.value(p)) if not isinstance(factor, Fraction) else factor * b.value(p),
-        b.unknowns,
-    )
+    scaled = Formula(lambda p: factor, frozenset()).times(b)
     return agree(a, scaled)
 
 
@@ -345,11 +350,4 @@ def _equal_ratios(gold: tuple[Formula, ...], answer: tuple[Formula, ...]) -> boo
     if len(gold) != len(answer) or not gold:
         return False
 
-    def crossed(a: Formula, b: Formula) -> Formula:
-        return Formula(lambda p: _product(a.value(p), b.value(p)), a.unknowns | b.unknowns)
-
-    return all(agree(crossed(g, answer[0]), crossed(a, gold[0])) for g, a in zip(gold[1:], answer[1:], strict=True))
-
-
-def _product(a: Any, b: Any) -> Any:
-    return a * b if isinstance(a, Fraction) and isinstance(b, Fraction) else wide(a) * wide(b)
+    return all(agree(g.times(answer[0]), a.times(gold[0])) for g, a in zip(gold[1:], answer[1:], strict=True))
