@@ -1,4 +1,4 @@
-"""Mathematics: an agent with IPython, a final answer by `finish` or `\\boxed{}`, a reward of 1 or 0 by math-verify."""
+"""Mathematics: an agent with IPython, a final answer by `finish` or `\\boxed{}`, a reward of 1 or 0."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ class MathHandler(AgentHandler):
     """GSM8K-like and competition problems with a checkable final answer."""
 
     name = "math"
+    gold_check = "prorl_trio.handlers.math_scorer:check_gold"
 
     async def prepare(self, resources: Resources) -> None:
         """Start one scoring process: SymPy takes a second to import."""

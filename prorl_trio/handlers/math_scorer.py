@@ -1,103 +1,353 @@
-"""Compare two mathematical answers with math-verify. Runs in a scoring process (`prorl_trio.agent.scoring`)."""
+"""Compare two answers of mathematics. Runs in a scoring process (`prorl_trio.agent.scoring`)."""
 
 from __future__ import annotations
 
-import logging
 import re
-from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Final
 
-from math_verify import parse, verify
+import mpmath
 
-from prorl_trio.handlers.final_answer import FinalAnswer, find_final_answer, is_words, read_final_answer, words_of
+from prorl_trio.handlers.final_answer import find_final_answer
+from prorl_trio.handlers.math_formula import Formula, Point, Undefined, Unreadable, agree, parse, same, wide
+from prorl_trio.handlers.math_numbers import Number
+from prorl_trio.handlers.math_reader import (
+    Congruence,
+    Items,
+    Matrix,
+    Named,
+    Ranges,
+    Ratio,
+    Reading,
+    Relation,
+    Text,
+    as_ranges,
+    read,
+)
+from prorl_trio.handlers.math_text import normalised
 
-__all__ = ["score"]
+__all__ = ["check_gold", "score"]
 
-MAX_ANSWER_CHARS: Final = 2_000
 MAX_SHOWN_CHARS: Final = 500
-"""Characters of a parsed answer that a result shows."""
-_DECIMAL: Final = re.compile(r"-?(?:\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})")
-_NAMES: Final = re.compile(r"\\(?:begin|end)\s*\{[a-z]+\*?\}|\\[A-Za-z]+|sqrt")
-_HALF: Final = re.compile(r"\s*(?:[<>]|\\(?:[lg]eq?|ne|neq)\b)")
-_LETTERS: Final = re.compile(r"[A-Za-z]+")
-_BRACKETS: Final = re.compile(r"\{[^{}]*\}|\([^()]*\)|\[[^\[\]]*\]")
-
-# The pool's own limits end this process, so math-verify's alarms are off; it would warn about that at each call.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
+"""Characters of an answer that a result shows."""
+MIN_DIGITS: Final = 6
+"""Significant digits from which on a decimal also stands for a number that it is rounded from."""
+FLOAT_DIGITS: Final = 15
+"""Significant digits from which on a decimal may be a printed float, of which `SHOWN_DIGITS` are sure."""
+SHOWN_DIGITS: Final = 12
+MAX_GOLD_WORDS: Final = 8
+_PLACEHOLDERS: Final = frozenset(
+    (
+        "proof",
+        "notfound",
+        "not found",
+        "n/a",
+        "na",
+        "null",
+        "nan",
+        "see solution",
+        "omitted",
+        "todo",
+        "-",
+        "?",
+        "answer",
+    )
+)
 
 
 def score(payload: dict[str, Any]) -> dict[str, Any]:
-    """Compare `payload["answer"]`, as an agent gave it, with `payload["gold"]`, the final answer alone.
+    """Compare `payload["answer"]`, as an agent gave it, with `payload["gold"]`.
 
-    The answer is told apart from its prose first (`final_answer`). What a task answers in words is compared as words;
-    all else by math-verify: numbers, formulas, sets, intervals, tuples, matrices. Returns `equal` (bool) and both as
-    they were understood. An answer that cannot be parsed is not equal: that is the policy's doing. A gold answer
-    that cannot be parsed is the task's fault and raises ValueError.
+    Both are found in their prose and read by the same functions. Returns `equal` (bool) and both as they were found.
+    An answer that is not understood equals its own text, up to spaces and dress, and nothing else.
+
+    Raises:
+        ValueError: the gold answer is empty, which is the task's fault.
     """
-    gold_text = payload["gold"]
-    if is_words(gold_text):
-        said = find_final_answer(payload["answer"][:MAX_ANSWER_CHARS])
-        equal = bool(words_of(said)) and words_of(said) == words_of(gold_text)
-        return {"equal": equal, "parsed_gold": words_of(gold_text), "parsed_answer": words_of(said)[:MAX_SHOWN_CHARS]}
-    thousands = not re.search(r"[kK]", gold_text)
-    gold = read_final_answer(gold_text, k_is_thousand=False)
-    if gold is None or not (parsed_gold := _parse_gold(gold.text)):
-        raise ValueError(f"the gold answer {gold_text!r} is no mathematical expression")
-    said = find_final_answer(payload["answer"][:MAX_ANSWER_CHARS])
-    answer = read_final_answer(said, k_is_thousand=thousands)
-    equal, understood = (False, "") if answer is None else _compare(gold, parsed_gold, answer)
-    return {"equal": equal, "parsed_gold": str(parsed_gold)[:MAX_SHOWN_CHARS], "parsed_answer": understood}
+    gold, answer = _find_gold(payload["gold"]), find_final_answer(payload["answer"])
+    if not _normalised_gold(gold):
+        raise ValueError(f"the gold answer {payload['gold'][:MAX_SHOWN_CHARS]!r} is empty")
+    return {
+        "equal": equal(gold, answer),
+        "parsed_gold": gold[:MAX_SHOWN_CHARS],
+        "parsed_answer": answer[:MAX_SHOWN_CHARS],
+    }
 
 
-def _compare(gold: FinalAnswer, parsed_gold: list[Any], answer: FinalAnswer) -> tuple[bool, str]:
-    """Return whether both are equal, and the answer as it was understood."""
-    if gold.unit and answer.unit and gold.unit != answer.unit:
-        return False, f"{answer.text} {answer.unit}"[:MAX_SHOWN_CHARS]
-    if _DECIMAL.fullmatch(gold.text) and _DECIMAL.fullmatch(answer.text) and Decimal(gold.text) == Decimal(answer.text):
-        return True, answer.text
-    if not _could_be(gold.text, answer.text):
-        return False, answer.text[:MAX_SHOWN_CHARS]
-    parsed = _parse(answer.text)
-    equal = bool(parsed) and bool(verify(parsed_gold, parsed, timeout_seconds=None))
-    return equal, _shown(parsed)
+def check_gold(payload: dict[str, Any]) -> dict[str, Any]:
+    """Read the gold answers of `payload["payload"]` and grade each against itself.
 
-
-def _could_be(gold: str, answer: str) -> bool:
-    """Return whether `answer` may be a formula of the kind of `gold`.
-
-    It is none if it is prose, which would be read as a product of its letters, a list where one thing is asked for, or
-    half of a comparison.
+    Returns `error` (empty if all can be graded) and the `path` of the field.
     """
-    if _HALF.match(answer):
+    answer = payload["payload"].get("answer")
+    golds = answer if isinstance(answer, list) else [answer]
+    for number, gold in enumerate(golds):
+        path = "$.instance.payload.answer" + (f"[{number}]" if isinstance(answer, list) else "")
+        if error := _fault_of(gold):
+            return {"error": error, "path": path}
+    return {"error": "", "path": ""}
+
+
+def _fault_of(gold: Any) -> str:
+    shown = repr(gold)[:200]
+    if not isinstance(gold, str):
+        return f"the gold answer {shown} is no text; write it as one"
+    found = find_final_answer(gold)
+    key = _key(normalised(found))
+    if not key or key in _PLACEHOLDERS:
+        return (
+            f"the gold answer {shown} is empty or stands for a missing one; give the final answer, or leave the row out"
+        )
+    if isinstance(read(found), Text) and len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", key)) > MAX_GOLD_WORDS:
+        return (
+            f"the gold answer {shown} is prose, which no answer would equal; give the final answer alone, or grade the "
+            "row by a handler for texts"
+        )
+    if not score({"gold": gold, "answer": gold})["equal"]:
+        return f"the gold answer {shown} does not equal itself; write it as a number, a formula or a word"
+    return ""
+
+
+# --- equality ---------------------------------------------------------------------------------------------------------
+
+
+def equal(gold: str, answer: str) -> bool:
+    """Return whether an answer is the gold one: the same text up to its dress, or the same value."""
+    plain_gold, plain_answer = _normalised_gold(gold), normalised(answer)
+    if _INTEGER.fullmatch(plain_gold) and _INTEGER.fullmatch(plain_answer):  # most golds, and the cheapest way
+        return int(plain_gold) == int(plain_answer)
+    if not plain_gold or not plain_answer:
         return False
-    letters = set(_NAMES.sub(" ", gold))
-    words = [word for word in _LETTERS.findall(_NAMES.sub(" ", answer)) if word not in ("and", "or")]
-    if any(len(word) > 1 and not set(word) <= letters for word in words):
-        return False
-    return "," in gold or _is_list(gold) or not _is_list(answer)
-
-
-def _is_list(text: str) -> bool:
-    """Return whether `text` has a separator outside of brackets, or is the set of something."""
-    before = ""
-    while before != text:
-        before, text = text, _BRACKETS.sub("", text)
-    return "," in text or ";" in text or re.search(r"\b(?:and|or)\b", text) is not None
-
-
-@lru_cache(maxsize=256)
-def _parse_gold(text: str) -> list[Any]:
-    return _parse(text)
-
-
-def _parse(text: str) -> list[Any]:
-    parsed: list[Any] = parse(f"\\boxed{{{text}}}", parsing_timeout=None)
-    return parsed
-
-
-def _shown(parsed: list[Any]) -> str:
+    if _key(plain_gold) == _key(plain_answer):
+        return True
     try:
-        return str(parsed)[:MAX_SHOWN_CHARS]
-    except Exception as exc:  # a number too long to be written, say: SymPy raises of many kinds
-        return f"({type(exc).__name__})"
+        return _equal(_read_gold(gold), read(answer))
+    except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError, RecursionError):
+        return False
+
+
+_INTEGER: Final = re.compile(r"-?\d{1,40}")
+_find_gold = lru_cache(maxsize=256)(find_final_answer)
+_normalised_gold = lru_cache(maxsize=256)(normalised)
+_read_gold = lru_cache(maxsize=256)(read)
+
+
+def _key(text: str) -> str:
+    """A text as texts are compared: words without case and articles, formulas without spaces and idle braces."""
+    if re.fullmatch(r"\(?[A-Za-z]\)?", text):
+        return text.strip("()").casefold()
+    if re.fullmatch(r"[A-Za-z' .!-]+", text) and re.search(r"[A-Za-z]{2}", text) and " - " not in text:
+        words = text.casefold().strip(" .!").split()
+        return " ".join(word for word in words if word not in ("the", "a", "an") or len(words) == 1)
+    if time := re.fullmatch(r"0?(\d{1,2}(?::\d\d)*)\s*([ap])\.?\s*m\.?", text, re.IGNORECASE):
+        return f"{time[1]}{time[2].casefold()}m"
+    text = re.sub(r"(?<![A-Za-z\d])\s+|\s+(?![A-Za-z\d])", "", text)
+    return re.sub(r"\{(\w)\}", r"\1", text)
+
+
+def _equal(gold: Reading, answer: Reading) -> bool:
+    match gold, answer:
+        case Text(), Text():
+            return _key(gold.text) == _key(answer.text)
+        case (Text(), _) | (_, Text()):
+            return False
+        case Named(), Named():
+            return (gold.name == answer.name or {gold.name, answer.name} == {"y", "f(x)"}) and _equal(
+                gold.value, answer.value
+            )
+        case Named(), Relation():
+            return _equal_relations(_as_relation(gold), answer)
+        case Relation(), Named():
+            return _equal_relations(gold, _as_relation(answer))
+        case Named(), _:
+            return _equal(gold.value, answer)
+        case _, Named():
+            return _equal(gold, answer.value)
+        case Number(), Number():
+            return _equal_numbers(gold, answer)
+        case Number(), Relation(total=Number() as total):
+            return _equal_numbers(gold, total)
+        case _, Items("or", items) if not isinstance(gold, Items):
+            return all(_equal(gold, item) for item in items)
+        case Items(), Items():
+            return _equal_items(gold, answer)
+        case (Ranges(), _) | (_, Ranges()):
+            return _equal_ranges(as_ranges(gold), as_ranges(answer))
+        case (Matrix(), _) | (_, Matrix()):
+            return _equal_rows(_rows(gold), _rows(answer))
+        case Congruence(), Congruence():
+            return _congruent(gold, answer)
+        case Relation(), Relation():
+            return _equal_relations(gold, answer)
+        case Ratio(), Ratio() if gold.time or answer.time:
+            return [f.value(Point({})) for f in gold.parts] == [f.value(Point({})) for f in answer.parts]
+        case (Ratio(time=True), _) | (_, Ratio(time=True)):
+            return False
+        case (Ratio(), _) | (_, Ratio()):
+            return _equal_ratios(_parts(gold), _parts(answer))
+    return False
+
+
+def _equal_numbers(gold: Number, answer: Number) -> bool:
+    if gold.unit and answer.unit and gold.unit != answer.unit:
+        return False
+    if answer.percent and not gold.percent:
+        whole = not gold.formula.unknowns and abs(wide(_value(gold))) >= 1
+        return _equal_formulas(gold, _hundredth(answer)) or (whole and _equal_formulas(gold, answer))
+    if gold.percent and not answer.percent and _equal_formulas(_hundredth(gold), answer):
+        return True
+    return _equal_formulas(gold, answer)
+
+
+def _value(number: Number) -> Any:
+    return number.formula.value(Point({}))
+
+
+def _hundredth(number: Number) -> Number:
+    formula = number.formula
+    return number._replace(formula=Formula(lambda p: formula.value(p) / 100, *formula[1:]))
+
+
+def _renamed(formula: Formula, values: dict[str, Any]) -> Formula:
+    """The formula with some unknowns replaced: by a number, or by another unknown."""
+
+    def value(p: Point) -> Any:
+        more = {name: p.values[v] if isinstance(v, str) else v for name, v in values.items()}
+        return formula.value(p._replace(values={**p.values, **more}))
+
+    names = {values.get(name, name) for name in formula.unknowns}
+    return Formula(value, frozenset(name for name in names if isinstance(name, str)), formula.plain_log)
+
+
+def _equal_formulas(gold: Number, answer: Number) -> bool:
+    a, b = gold.formula, answer.formula
+    if not a.unknowns and len(b.unknowns) == 1 and b.unknowns < {"k", "K", "?"}:  # 2.5k is 2,500
+        b = _renamed(b, dict.fromkeys(b.unknowns, Fraction(1000)))
+    if "C" in a.unknowns and "c" not in a.unknowns and "c" in b.unknowns and "C" not in b.unknowns:
+        b = _renamed(b, {"c": "C"})  # the constant of integration
+    if agree(a, b):
+        return True
+    if a.unknowns or b.unknowns or not (gold.digits or answer.digits):
+        return False
+    x, y = a.value(Point({})), b.value(Point({}))
+    long = [side.digits >= FLOAT_DIGITS for side in (gold, answer)]
+    if all(long):
+        return bool(_rounded_to(x, FLOAT_DIGITS) == _rounded_to(y, FLOAT_DIGITS))
+    if any(long) and (y if long[0] else x) == _rounded_to(x if long[0] else y, SHOWN_DIGITS):
+        return True  # what Python prints of a float: 0.30000000000000004
+    if gold.digits:
+        return (answer.digits == 0 or answer.digits >= gold.digits) and _stands_for(x, gold.digits, y)
+    return not (isinstance(x, Fraction) and x.denominator == 1) and _stands_for(y, answer.digits, x)
+
+
+def _stands_for(decimal: Fraction, digits: int, exact: Any) -> bool:
+    """Return whether a decimal of enough significant digits is `exact`, rounded or cut off at its last digit."""
+    if digits < MIN_DIGITS or not decimal:
+        return False
+    if digits >= FLOAT_DIGITS:
+        decimal, digits = _rounded_to(decimal, SHOWN_DIGITS), SHOWN_DIGITS
+    last = mpmath.mpf(10) ** (mpmath.floor(mpmath.log10(abs(wide(decimal)))) + 1 - digits)
+    away = (wide(exact) - wide(decimal)) * mpmath.sign(wide(decimal))
+    return bool(-last / 2 <= away < last)
+
+
+def _rounded_to(x: Any, digits: int) -> Any:
+    if not isinstance(x, Fraction) or not x:
+        return x
+    place = Fraction(10) ** (int(mpmath.floor(mpmath.log10(abs(wide(x))))) + 1 - digits)
+    return round(x / place) * place
+
+
+def _equal_items(gold: Items, answer: Items) -> bool:
+    ordered = {"()", "[]", "(]", "[)"}
+    if gold.brackets == answer.brackets or {gold.brackets, answer.brackets} <= {",", "or", "{}"}:
+        in_order = gold.brackets in ordered
+    elif {gold.brackets, answer.brackets} <= {",", "()"}:
+        in_order = True
+    elif answer.brackets == "[]" and (gold.brackets in (",", "or") or (gold.brackets == "{}" and not _is_pair(gold))):
+        in_order = False  # a list of Python
+    else:
+        return False
+    if len(gold.items) != len(answer.items):
+        return False
+    if in_order:
+        return all(_equal(g, a) for g, a in zip(gold.items, answer.items, strict=True))
+    left = list(answer.items)
+    for item in gold.items:
+        found = next((n for n, other in enumerate(left) if _equal(item, other)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _is_pair(items: Items) -> bool:
+    return len(items.items) == 2 and all(isinstance(item, Number) for item in items.items)
+
+
+def _equal_ranges(gold: Ranges, answer: Ranges) -> bool:
+    return len(gold.ranges) == len(answer.ranges) and all(
+        g[1] == a[1] and g[3] == a[3] and same(g[0], a[0]) and same(g[2], a[2])
+        for g, a in zip(gold.ranges, answer.ranges, strict=True)
+    )
+
+
+def _rows(value: Reading) -> tuple[tuple[Any, ...], ...]:
+    """The rows of a matrix, of Python's list of lists, or of a column that is written as a tuple."""
+    if isinstance(value, Matrix):
+        return value.rows
+    if isinstance(value, Items) and value.brackets == "[]" and all(isinstance(row, Items) for row in value.items):
+        return tuple(row.items for row in value.items)
+    return tuple((item,) for item in value.items) if isinstance(value, Items) and value.brackets == "()" else ()
+
+
+def _equal_rows(gold: tuple[tuple[Any, ...], ...], answer: tuple[tuple[Any, ...], ...]) -> bool:
+    return [len(row) for row in gold] == [len(row) for row in answer] and all(
+        _equal(g, a) for left, right in zip(gold, answer, strict=True) for g, a in zip(left, right, strict=True)
+    )
+
+
+def _congruent(gold: Congruence, answer: Congruence) -> bool:
+    if gold.modulus != answer.modulus or (gold.name and answer.name and gold.name != answer.name):
+        return False
+    if not gold.modulus.isdigit() or int(gold.modulus) == 0:
+        return len(gold.residues) == len(answer.residues) and all(map(agree, gold.residues, answer.residues))
+    both = [sorted(f.value(Point({})) % int(gold.modulus) for f in side.residues) for side in (gold, answer)]
+    return both[0] == both[1]
+
+
+def _as_relation(named: Named) -> Relation | None:
+    value = named.value
+    return Relation("=", parse(named.name).minus(value.formula)) if isinstance(value, Number) else None
+
+
+def _equal_relations(gold: Relation | None, answer: Relation | None) -> bool:
+    return gold is not None and answer is not None and gold.sign == answer.sign and _proportional(gold, answer)
+
+
+def _proportional(gold: Relation, answer: Relation) -> bool:
+    """Return whether both differences are 0 together: one is a multiple of the other, by a positive factor unless `=`."""
+    a, b = gold.difference, answer.difference
+    names = sorted(a.unknowns | b.unknowns)
+    if not names:
+        return False
+    point = Point({name: Fraction(n, 1009) for n, name in zip(range(2011, 9000, 577), names, strict=False)})
+    factor = a.value(point) / b.value(point)
+    if not factor or (gold.sign != "=" and factor < 0):
+        return False
+    scaled = Formula(lambda p: factor, frozenset()).times(b)
+    return agree(a, scaled)
+
+
+def _parts(value: Reading) -> tuple[Formula, ...]:
+    if isinstance(value, Ratio):
+        return value.parts
+    return (value.formula, Formula(lambda p: Fraction(1), frozenset())) if isinstance(value, Number) else ()
+
+
+def _equal_ratios(gold: tuple[Formula, ...], answer: tuple[Formula, ...]) -> bool:
+    if len(gold) != len(answer) or not gold:
+        return False
+
+    return all(agree(g.times(answer[0]), a.times(gold[0])) for g, a in zip(gold[1:], answer[1:], strict=True))

@@ -1,0 +1,195 @@
+"""Read a number or a formula with its unit, percent sign or noun, and the one number of a sentence. Pure."""
+
+# ruff: noqa: RUF001 - signs that look alike are what this is about
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+from prorl_trio.handlers.math_formula import Formula, Unreadable, parse
+
+__all__ = ["Number", "number", "number_in_prose", "only_formula", "significant_digits"]
+
+
+class Number(NamedTuple):
+    """A number or a formula, the significant digits of a decimal (0 for an exact one), a percent sign, and the unit."""
+
+    formula: Formula
+    digits: int = 0
+    percent: bool = False
+    unit: str = ""
+
+
+_CURRENCY: Final = {
+    "$": "usd", "€": "eur", "£": "gbp", "¥": "jpy", "₹": "inr", "₽": "rub", "₩": "krw", "usd": "usd",
+    "eur": "eur", "gbp": "gbp", "dollar": "usd", "euro": "eur", "pound": "pound", "cent": "cent", "yen": "jpy",
+}  # fmt: skip
+_UNITS: Final = {
+    **_CURRENCY,
+    "km": "km", "kilometer": "km", "kilometre": "km", "m": "m", "meter": "m", "metre": "m", "cm": "cm", "mm": "mm",
+    "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm", "mile": "mile", "mi": "mile",
+    "inch": "in", "in": "in", "foot": "ft", "feet": "ft", "ft": "ft", "yard": "yd", "yd": "yd", "second": "s",
+    "sec": "s", "s": "s", "minute": "min", "min": "min", "hour": "h", "hr": "h", "h": "h", "day": "day", "week": "week",
+    "month": "month", "year": "year", "yr": "year", "g": "g", "gram": "g", "kg": "kg", "kilogram": "kg", "mg": "mg",
+    "lb": "lb", "ounce": "oz", "oz": "oz", "l": "l", "liter": "l", "litre": "l", "ml": "ml", "milliliter": "ml",
+    "gallon": "gal", "mph": "mile/h", "kph": "km/h", "degree": "deg", "deg": "deg", "radian": "rad", "rad": "rad",
+}  # fmt: skip
+"""Units by what they are: two that are known, and differ, are two answers."""
+_MULTIPLES: Final = {
+    "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+}  # fmt: skip
+_CHANGES: Final = frozenset(
+    "not no never isnt isn't cannot can't wasn't doesn't neither nor none minus negative plus half halves third thirds"
+    " quarter quarters twice double triple times squared cubed root factorial divided multiplied least most more less"
+    " fewer greater smaller larger above below over under between or and either except but unless without maybe perhaps"
+    " possibly wrong incorrect false if when for until power reciprocal inverse opposite hundred hundreds thousand"
+    " thousands million millions billion billions trillion trillions dozen dozens score ten tens percentile modulo mod"
+    " base per-cent unlike instead excluding percent think guess whenever provided given assuming where otherwise while such with".split()
+)
+"""A word beside a number that makes another number of it, or none, or a condition."""
+_CHANGES_BEFORE: Final = (_CHANGES - {"and"}) | {
+    "square",
+    "cube",
+    "other",
+    "than",
+    "different",
+    "log",
+    "sin",
+}
+_NEGATIVE: Final = re.compile(r"^(?:minus|negative)\s+", re.IGNORECASE)
+_PRICE: Final = re.compile(r"(?P<sign>-?)\s*(?P<currency>[$€£¥₹₽₩])\s*(?P<inner>-?)\s*(?=[\d.])")
+_BEHIND: Final = re.compile(r"(?:(?<=[\d)}\]!|.])|(?<=[\w)}\]!|.]\s))[A-Za-z$€£¥₹]")
+_PHRASE: Final = re.compile(r"[A-Za-z$€£¥₹][A-Za-z$€£¥₹./^{}'\s\d-]*")
+_ANGLE: Final = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[CF]?$")
+_QUOTIENT: Final = re.compile(r"\\frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+(?:\^\{?2\}?)?)\s*\}$")
+_TRIGONOMETRIC: Final = re.compile("sin|cos|tan|cot|sec|csc")
+_IN_PROSE: Final = re.compile(
+    r"(?<![\w.,\\^{-])(?P<currency>[$€£¥₹₽₩])?(?P<number>-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?)(?<=\d)(?![\d^/*+=:])"
+)
+_IN_MATH_MODE: Final = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_FOR_WHOM: Final = re.compile(r"\b(?:for|with) (?:the|her|his|their|its|an?|each|every|this|that)\b")
+_DECIMAL: Final = re.compile(
+    r"[-+]?\s*(\d*\.\d+)(?:[eE][+-]?\d+|\s*\\times\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+))?"
+)
+MAX_PHRASES: Final = 12
+
+
+def number(text: str) -> Number:
+    """Return the formula that `text` is, with its unit, percent sign, or noun.
+
+    Raises:
+        Unreadable: a part of it is something else.
+    """
+    text, unit, percent = text.strip(), "", False
+    if (negative := _NEGATIVE.match(text)) is not None:
+        text = f"-({text[negative.end() :]})"
+        inner = number(text[2:-1])
+        return inner._replace(formula=parse("0").minus(inner.formula))
+    if (price := _PRICE.match(text)) is not None:
+        unit, text = _CURRENCY[price["currency"]], price["sign"] + price["inner"] + text[price.end() :]
+    if (angle := _ANGLE.search(text)) is not None and not _TRIGONOMETRIC.search(text):
+        unit, text = "deg", text[: angle.start()]
+    if text.endswith(("%", "percent", "per cent", "pct")):
+        percent, text = True, re.sub(r"\s*(?:%|per ?cent|pct)$", "", text)
+    if (quotient := _QUOTIENT.search(text)) is not None and _unit(f"{quotient[1]}/{quotient[2]}"):
+        text = f"{text[: quotient.start()].rstrip()} {quotient[1]}/{quotient[2]}"
+    starts = [found.start() for found in _BEHIND.finditer(text)][-MAX_PHRASES:] if not percent else []
+    for start in starts:
+        phrase, before = text[start:], text[:start]
+        if (
+            not _PHRASE.fullmatch(phrase)
+            or phrase.count("{") != phrase.count("}")
+            or (measured := _measure(phrase, attached=not before[-1].isspace())) is None
+        ):
+            continue
+        factor, named = measured
+        formula = parse(f"({before}) * {factor}" if factor != 1 else before)
+        if formula.unknowns and (len(phrase) == 1 or not named):
+            continue
+        return Number(formula, significant_digits(before), False, named or unit)
+    return Number(parse(text), significant_digits(text), percent, unit)
+
+
+def significant_digits(text: str) -> int:
+    """Return the significant digits of a decimal; 0 for what is none."""
+    found = _DECIMAL.fullmatch(text.strip())
+    return len(found[1].replace(".", "").lstrip("0")) if found else 0
+
+
+def _measure(phrase: str, *, attached: bool) -> tuple[int, str] | None:
+    """A multiple and a unit that the words behind a number are; None if they may mean something else."""
+    first, _, rest = phrase.partition(" ")
+    multiple = _MULTIPLES.get(first.casefold().removesuffix("s"))
+    if multiple is not None and not attached:
+        beyond = _measure(rest, attached=False) if rest.strip() else (1, "")
+        return None if beyond is None or beyond[0] != 1 else (multiple, beyond[1])
+    if (unit := _unit(phrase)) and not (attached and len(first) == 1 and first.isalpha()):
+        return 1, unit
+    return None if attached or not _harmless(phrase, _CHANGES) or not _is_noun(first) else (1, "")
+
+
+def _is_noun(word: str) -> bool:
+    return (
+        len(word) > 2
+        and re.search("[aeiouy]", word.casefold()) is not None
+        or word.casefold().rstrip(".") in ("a.m", "p.m", "am", "pm", "of")
+    )
+
+
+def _unit(text: str) -> str:
+    """The unit that all of `text` is, in a form to be compared; empty if it is none that is known."""
+    text = re.sub(r"\b(square|cubic|sq|cu)\.?\s+([A-Za-z]+)", lambda f: f"{f[2]}^{2 if f[1][0] == 's' else 3}", text)
+    text = re.sub(r"\s+per\s+(?:an?\s+)?", "/", text.strip().strip(".")).replace("{", "").replace("}", "")
+    known: list[str] = []
+    for part in re.split(r"\s*/\s*", text):
+        unit = re.fullmatch(r"([A-Za-z]+|[$€£¥₹])\s*(?:\^?\s*([1-4]))?", part.strip())
+        name = unit[1].casefold() if unit else ""
+        found = _UNITS.get(name) or _UNITS.get(name.removesuffix("s")) or _UNITS.get(name.removesuffix("es"))
+        if unit is None or found is None:
+            return ""
+        known.append(found + (unit[2] or ""))
+    return "/".join(known)
+
+
+def _harmless(words: str, changes: frozenset[str]) -> bool:
+    """Return whether words beside a number leave it as it is, and are no second answer."""
+    words = _FOR_WHOM.sub("", words.casefold())
+    return not (set(re.findall(r"[a-z'-]+", words)) & changes or re.search(r"(?<!\^)(?<!\^\{)\d", words))
+
+
+def only_formula(text: str) -> str | None:
+    """Return the one formula in math mode that a sentence has, if the rest has no number and no word that changes it."""
+    found = list(_IN_MATH_MODE.finditer(text))
+    if len(found) != 1:
+        return None
+    rest = text[: found[0].start()] + " " + text[found[0].end() :]
+    if (
+        not re.search("[A-Za-z]{2}", rest)
+        or re.search(r"[\d\\$=?]", rest)
+        or not _harmless(rest, _CHANGES | _CHANGES_BEFORE)
+    ):
+        return None
+    return next(filter(None, found[0].groups()), None)
+
+
+def number_in_prose(text: str) -> Number | None:
+    """Return the number of a sentence that has one, or one price at its end, and no word that changes it."""
+    numbers = list(_IN_PROSE.finditer(text))
+    if numbers and numbers[-1]["currency"] and not text[numbers[-1].end() :].strip(" .!"):
+        prices = [found for found in numbers if found["currency"]]
+        numbers = prices if len(prices) == 1 else numbers
+    if len(numbers) != 1 or "\\" in text or "?" in text or not re.search("[A-Za-z]{3}", text):
+        return None
+    found = numbers[0]
+    before, after = text[: found.start()], text[found.end() :].strip(" .!")
+    bare = re.sub(r"\b(?:minus|negative)\s*$", "", before, flags=re.IGNORECASE)
+    if (
+        not _harmless(re.sub(r"\d", "", bare), _CHANGES_BEFORE)
+        or re.search(r"[=<>^*/+]", text)
+        or (after and not re.match(r"[\s.!%]", text[found.end() :]))
+    ):
+        return None
+    try:
+        return number(f"{'-' if bare != before else ''}{found[0].replace(',', '')} {after}".strip())
+    except (Unreadable, RecursionError):
+        return None

@@ -1,0 +1,144 @@
+"""An answer of mathematics as plain text: the same text, however it is dressed. Pure."""
+
+# ruff: noqa: RUF001 - signs that look alike are what this is about
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Final
+
+__all__ = ["normalised", "with_plain_numbers"]
+
+_SIGNS: Final = {
+    "−": "-", "–": "-", "﹣": "-", "－": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/",
+    "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∓": r"\mp ", "½": " 1/2", "⅓": " 1/3", "¼": " 1/4",
+    "¾": " 3/4", "⅔": " 2/3", "⅛": " 1/8", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "√": r"\sqrt ", "∛": r"\sqrt[3]",
+    "…": r"\ldots ", "≡": r"\equiv ", "≈": r"\approx ", "ℝ": r"\mathbb{R}", "（": "(", "）": ")", "，": ",",
+    "≦": r"\le ", "≧": r"\ge ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "°C": "^\\circ C",
+}  # fmt: skip
+_SIGN: Final = re.compile("|".join(sorted(_SIGNS, key=len, reverse=True)))
+_RAISED: Final = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_LOWERED: Final = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_SYNONYMS: Final = {
+    **dict.fromkeys((r"\leq", r"\leqslant", r"\leqq"), r"\le"), **dict.fromkeys((r"\geq", r"\geqslant", r"\geqq"), r"\ge"),
+    **dict.fromkeys((r"\neq", r"\not="), r"\ne"), r"\lt": "<", r"\gt": ">", r"\varnothing": r"\emptyset",
+    **dict.fromkeys((r"\lbrace",), r"\{"), r"\rbrace": r"\}", r"\lparen": "(", r"\rparen": ")", r"\lbrack": "[",
+    r"\rbrack": "]", **dict.fromkeys((r"\dots", r"\cdots", r"\dotsc", r"\dotsb", "..."), r"\ldots"),
+    r"\land": " and ", r"\wedge": " and ", r"\lor": " or ", r"\vee": " or ", r"\colon": ":", r"\rvert": r"\rvert",
+    r"\langle": "(", r"\rangle": ")", r"\setminus": r"\backslash", r"\R": r"\mathbb{R}", r"\simeq": r"\approx",
+    r"\infin": r"\infty", r"\degree": r"^\circ", r"\iff": " or ", r"\dfrac": r"\frac", r"\tfrac": r"\frac",
+}  # fmt: skip
+_SYNONYM: Final = re.compile(
+    "|".join(re.escape(key) + ("(?![A-Za-z])" if key[-1].isalpha() else "") for key in _SYNONYMS)
+)
+_FONT: Final = r"\\(?:text(?:bf|it|rm|normal|sf|tt|color\s*\{[a-z]+\})?|mathrm|mathbf|mathit|mathsf|bf|rm|it|sf|bm|boldsymbol|mbox|hbox|operatorname\*?|color\s*\{[a-z]+\}|f?boxed|fbox)(?![A-Za-z])"
+_FONT_GROUP: Final = re.compile(rf"(?P<script>[\^_]\s*)?{_FONT}\s*\{{(?P<text>[^{{}}]*)\}}")
+_FONT_ALONE: Final = re.compile(_FONT)
+_MATH_MODE: Final = re.compile(
+    r"(?<!\\)\\[()\[\]]|(?<!\\)\$|\\(?:left|right)\s*\.|\\(?:displaystyle|textstyle|limits|left|right|mathopen|mathclose"
+    r"|middle|[bB]igg?[lrm]?)(?![A-Za-z])|(?<!\\)\\[!;:>]|\\phantom\s*\{[^{}]*\}"
+)
+_SPACE: Final = re.compile(r"(?:\\,|(?<!\\)\\(?=\s)|~(?!~)|\s)+")
+_QUAD: Final = re.compile(r"(?:\s*[,;]\s*)?(?:\\q?quad(?![A-Za-z])\s*)+(?:[,;]\s*)?")
+_MARKDOWN: Final = re.compile(r"(?<![\w)}\]])(\*\*|__|``?|~~|\*)(?=\S)(.+?)(?<=\S)\1(?![\w({\[])", re.DOTALL)
+_LEADING: Final = re.compile(
+    r"^(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:it(?:'s|\s+is)\s+)?(?:the\s+)?(?:(?:final\s+)?answer(?:\s+is\b|\s*:)\s*:?\s*)?(?:(?:option|choice)\s+(?=\(?[A-Z]\)?$))?(?:we\s+(?:get|have|find|obtain)\s+)?(?:(?:=|\\approx|\\sim|≈|~|is|are|approximately|about|exactly|roughly|equals?|equal to)\s+|=|\\approx"
+    r"|(?:the\s+|an?\s+)?(?:ordered\s+|open\s+|closed\s+)?(?:points?|coordinates?|pairs?|triples?|vectors?|intervals?|sets?"
+    r"|solutions?|roots?|matrix|values?|numbers?|ratio|no\.(?=\s*\d))\s*(?:(?:is|are|of)\s+)?:?\s*(?=[^\s,.a-z])|)",
+    re.IGNORECASE,
+)
+_UNION: Final = re.compile(r"(?<=[)\]])\s*[Uu]\s*(?=[(\[])")
+_HAT: Final = re.compile(r"\\hat\s*\{?\s*\\?([ijk])(?:math)?\s*\}?(?![A-Za-z])")
+_WITHOUT: Final = re.compile(r"(?<=[})\]])\s*-\s*(?=\\\{)")
+_REMARK: Final = re.compile(
+    r"\s*(?:\\(?:checkmark|blacksquare|square|qed)|[✓✔])$|\s+\((?:approximately|approx\.?|rounded[^()]*|exactly|about)\)$"
+)
+_LATEX_GROUPED: Final = re.compile(r"(?<=\d)(?:\{,\}|\\,|,\\!\s*|\\!,)(?=\d{3}(?!\d))")
+_GROUPED: Final = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_SPACE_GROUPED: Final = re.compile(r"(?<![\d.,])-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_MIXED: Final = re.compile(
+    r"(?<![\w.)}/^_])(\d+)\s*(?:\\frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))|\s(\d+)\s*/\s*(\d+)(?![\w.]))"
+)
+_TIMES_TEN: Final = re.compile(r"(?<=[\d.])\s*[xX*]\s*10\s*(?=\^|\*\*)")
+_REPEATING: Final = re.compile(
+    r"(?<![\w.])(\d*)\.(\d*?)(?:\\(?:overline|bar|dot|overset\{\.\})\s*(?:\{\s*(\d+)\s*\}|(\d))|\((\d+)\))(?:(\d*)\\dot\s*(?:\{(\d)\}|(\d)))?(?![\w.(\\])"
+)
+_GOES_ON: Final = re.compile(r"(?<![\w.])(\d*)\.(\d*?)(\d+?)\3{2,}\s*\\ldots\s*$")
+_BASED: Final = re.compile(r"(?<![\w.}\\])\(?(\d[\dA-Fa-f]*)\)?\s*_\s*(?:\{\s*\(?(\d{1,2})\)?\s*\}|(\d))(?!\w)")
+_MODULE: Final = re.compile(r"(?<![A-Za-z.])(?:math|cmath|np|numpy|sympy|sp)\.(?=[A-Za-z])")
+_EULER: Final = re.compile(r"(?<![A-Za-z\\])E(?=\s*\*)|(?<=\*)E(?![A-Za-z])")
+_COMPLEX: Final = re.compile(r"(\(?[-+\d.eE ]*\d)j(\)?)")
+_LOG_BASE: Final = re.compile(r"(?<![A-Za-z\\])\\?log_?\{?(2|10)\}?\s*(?=\()")
+
+
+def normalised(text: str) -> str:
+    """Return `text` in ASCII and plain LaTeX: without math mode, fonts, markdown, or spaces that mean nothing."""
+    if not text.isascii():
+        text = _SIGN.sub(lambda found: _SIGNS[found[0]], text)
+        text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_LOWERED)}}}", text)
+    before = None
+    if "\\" in text or "{" in text:
+        text = _QUAD.sub(", ", _LATEX_GROUPED.sub("", text))
+        while before != text:
+            before, text = text, _FONT_GROUP.sub(_without_font, text)
+        text = _FONT_ALONE.sub(" ", text)
+    before = None
+    while before != text:
+        before, text = text, _MARKDOWN.sub(r"\2", text.strip())
+    text = _MATH_MODE.sub(lambda found: "$" if found[0] == "$" and _is_price(text, found.end()) else "", text)
+    text = _SYNONYM.sub(lambda found: _SYNONYMS[found[0]] + (" " if found[0][-1].isalpha() else ""), text)
+    text = _UNION.sub(r"\\cup ", _HAT.sub(r" \1 ", text))
+    text = _WITHOUT.sub(r"\\backslash ", text)
+    text = text.replace("\\%", "%").replace("\\$", "$").replace("\\#", "#").replace("\\&", "&").replace("\\_", "_")
+    text = _SPACE.sub(" ", text).strip("*_` ")
+    text = re.sub(r"^[\"'“”‘]+(.*?)[\"'“”’]+\.?$", r"\1", text).strip()
+    text = re.sub(r"(?<![\\.])[.,;:]$|(?<![\w)}\]!])!$", "", text).rstrip()
+    return _REMARK.sub("", _LEADING.sub("", text)).strip()
+
+
+def _without_font(found: re.Match[str]) -> str:
+    return f"{found['script']}{{{found['text']}}}" if found["script"] else f" {found['text']} "
+
+
+def _is_price(text: str, at: int) -> bool:
+    """Return whether a dollar sign is a price's, not one of a pair around a formula."""
+    return text.count("$") % 2 == 1 and re.match(r"\s*-?[\d.]", text[at:]) is not None
+
+
+def with_plain_numbers(text: str) -> str:
+    """Return a normalised text with its numbers in the form that formulas have: `1,000`, `0.(3)`, `52_8`, `1 1/2`."""
+    text = _EULER.sub("e", _MODULE.sub("", text))
+    text = _COMPLEX.sub(r"\1i\2", text) if _COMPLEX.fullmatch(text) else text
+    text = _REPEATING.sub(_repeating, text)
+    text = _BASED.sub(_based, text)
+    text = _GOES_ON.sub(lambda m: _fraction(m[1], m[2], m[3]), text)
+    if not re.search(r"[(\[{]", text):  # in brackets it is a list
+        text = _GROUPED.sub(lambda found: found[0].replace(",", ""), text)
+    text = _SPACE_GROUPED.sub(lambda found: found[0].replace(" ", ""), text)
+    text = _TIMES_TEN.sub(r"\\times 10", text)
+    text = _LOG_BASE.sub(r"\\log_{\1}", text)
+    return _MIXED.sub(_mixed, text)
+
+
+def _based(found: re.Match[str]) -> str:
+    try:
+        return str(int(found[1], int(found[2] or found[3])))
+    except ValueError:  # digits that the base does not have
+        return found[0]
+
+
+def _mixed(found: re.Match[str]) -> str:
+    over, under = next((a, b) for a, b in (found.group(2, 3), found.group(4, 5), found.group(6, 7)) if a)
+    return f"({found[1]}+{over}/{under})" if int(over) < int(under) else found[0]
+
+
+def _repeating(found: re.Match[str]) -> str:
+    period = next(filter(None, found.group(3, 4, 5)))
+    return _fraction(found[1], found[2], period + (found[6] or "") + (found[7] or found[8] or ""))
+
+
+def _fraction(whole: str, fixed: str, period: str) -> str:
+    value = Fraction(int((whole + fixed) or 0)) + Fraction(int(period), 10 ** len(period) - 1)
+    value /= 10 ** len(fixed)
+    return f"({value.numerator}/{value.denominator})"
