@@ -49,6 +49,13 @@ class AgentHandler(abc.ABC):
     name: ClassVar[str]
     """The name by which `TaskInstance.handler` asks for it."""
     after_run: ClassVar[AfterRun] = "release"
+    gold_check: ClassVar[str] = ""
+    """The scorer, `module:function`, that grades a payload's gold answer by itself before a rollout; empty for none.
+
+    It runs in a scoring process, as those of `agent.scoring`. Its argument is `{"payload": ...}`. It returns `error`,
+    empty if the task can be graded, else one sentence with what is wrong and the remedy; and `path`, the payload's
+    field, as `$.instance.payload.answer`.
+    """
 
     async def prepare(self, resources: Resources) -> None:  # noqa: B027 - a hook, not an obligation
         """Prepare the handler. Called once when the node starts, before jobs are taken. Default: nothing."""
