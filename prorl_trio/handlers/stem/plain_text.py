@@ -77,8 +77,9 @@ def plain(text: str) -> str:
     if "\\" in text or "{" in text or "$" in text:
         text = text.replace("\\$", "\ue000")
         if text.count("$") % 2 == 0:
-            text = text.replace("$", "")
-        text = _Translator(re.sub(r"(?<=\w)~(?=[\w\\])", " ", text)).whole().replace("\ue000", "$")
+            text = text.replace("$", "\ue001")  # nothing, and still the end of a command before it
+        text = _Translator(re.sub(r"(?<=\w)~(?=[\w\\])", " ", text)).whole()
+        text = text.replace("\ue001", "").replace("\ue000", "$")
     if "*" in text or "`" in text:
         for _ in range(3):
             text = _MARKDOWN.sub(r"\2", text)
@@ -136,6 +137,9 @@ class _Translator:
             return f"{self._argument(depth)} {self._argument(depth)}"
         if command in _SPACES:
             return " "
+        if command in ("mathring", "r"):
+            ringed = self._argument(depth)
+            return "Å" if ringed == "A" else f"\\{command} {ringed}"
         if command == "ang":
             return self._argument(depth) + "°"
         if command in _DROPPED:

@@ -41,7 +41,7 @@ _SYMBOL: Final = re.compile(r"\s*p[A-Z][A-Za-z]?(?:_\w+)?\s+(?=[-+]?[\d.])")
 _ABOUTS: Final = re.compile(rf"(?:{_ABOUT}\s*)*", re.IGNORECASE)
 _LOGIC: Final = re.compile(
     r"(?<![A-Za-z])(?:not|no|never|neither|nor|or|and|if|unless|isn't|isnt|wasn't|cannot|can't|between|than|less|more|"
-    r"least|most|either|maybe|perhaps|possibly|might|could|wrong|incorrect|false|instead|half|twice|double|to|from|error|"
+    r"least|most|either|maybe|perhaps|possibly|might|could|may|can|wrong|incorrect|false|instead|half|twice|double|to|from|error|"
     r"uncertainty|minus|negative)(?![A-Za-z])|n't",
     re.IGNORECASE,
 )

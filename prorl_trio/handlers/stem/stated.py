@@ -22,7 +22,7 @@ REASON: Final = re.compile(
     r"(?:[,;:.]|\s-|\s–|\s—)?\s*(?:\(\s*)?(?<![A-Za-z])(?:because|since|as|due to|where|which|given that|so that|for the reason)(?![A-Za-z])",
     re.IGNORECASE,
 )
-_SENTENCE_END: Final = re.compile(r"(?<=[^\s.])[.!?](?=\s+[A-Z\\$(*])|\n")
+_SENTENCE_END: Final = re.compile(r"(?<=[^\s.])[.!?](?=\s+(?:[A-Z][A-Za-z']*\s+\S|[\\$(*]))|\n")
 HEDGES: Final = re.compile(
     r"(?<![A-Za-z])(?:or|nor|either|neither|but|however|maybe|perhaps|possibly|alternatively|alternative|instead|wait|"
     r"actually|correction|unless|except|rather|not|no|never|wrong|incorrect|false|might|could|may|unsure|if|otherwise)"

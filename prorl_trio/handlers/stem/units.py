@@ -66,6 +66,20 @@ _TEMPERATURE: Final = re.compile(
     r"(?:°|(?<![A-Za-z])deg(?:rees?|s)?(?![A-Za-z])\.?)[ -]?(celsius|centigrade|fahrenheit|kelvins?|rankine|[CFKR](?![A-Za-z]))",
     re.IGNORECASE,
 )
+_PHRASES: Final = tuple(
+    (re.compile(phrase), by)
+    for phrase, by in (
+        (r"[\[\]]", lambda found: "(" if found[0] == "[" else ")"),
+        (r"\b(mm|cm|in)[ .](?:of )?Hg\b", r"\1Hg"),
+        (r"\b[Pp]arts? per (million|billion|trillion)\b", lambda found: f"pp{found[1][0]}"),
+        (r"\bper cent\b", "percent"),
+        (r"\bW/mK\b", "W/(m K)"),  # of a conductivity; millikelvins are written otherwise
+        (r"\b(?:pounds?|lbs?)\s*(?=(?:per|/) ?(?:square inch|sq\.? in|in\^?2))", "force_pound "),
+        (r"\b(?:ft|foot|feet)[ ·*-]{1,3}(?:lbs?|pounds?)\b", "foot force_pound"),
+        (r"\b(?:lbs?|pounds?)[ ·*-]{1,3}(?:ft|foot|feet)\b", "force_pound foot"),
+    )
+)
+"""Several words, or symbols, that mean something else than their product."""
 _PREFIXES: Final = tuple(
     "quetta ronna yotta zetta exa peta tera giga mega kilo hecto deca deka deci centi milli micro nano pico femto atto "
     "zepto yocto kibi mebi gibi tebi pebi Q R Y Z E P T G M k h da d c m µ u n p f a z y Ki Mi Gi Ti Pi".split()
@@ -74,9 +88,12 @@ _PREFIX_WORDS: Final = frozenset(prefix for prefix in _PREFIXES if len(prefix) >
 _NAME: Final = r"(?:[^\W\d_]|[°%‰′″Å])+(?:_[a-zA-Z]\w*)?"
 _TOKEN: Final = re.compile(
     rf"\s*(?:\\?(?P<name>{_NAME})(?P<dot>\.(?=\s|$))?|(?P<root>√)"
-    r"|(?P<power>(?:\^|\*\*)\s*\(?\s*(?P<p>[+-]?\d+(?:\.\d+)?(?:/\d)?)\s*\)?|(?<=[^\W\d_])(?P<q>[+-]?\d)(?![\d.]))"
+    r"|(?P<power>(?:\^|\*\*)\s*(?:\(\s*(?P<r>[+-]?\d+(?:\.\d+)?(?:/\d)?)\s*\)|(?P<p>[+-]?\d+(?:\.\d+)?))|(?<=[^\W\d_])(?P<q>[+-]?\d)(?![\d.]))"
     r"|(?P<sign>[/()]|[*·×])|(?P<join>[-.])(?=[^\W\d_]|√)|(?P<one>1(?=\s*/))|(?P<space>$))"
 )
+_WORK: Final = re.compile(r"([kMGmµn]?(?:N|J|V|W|A|C|Pa|eV))(m|s|h)")
+"""Two symbols that are written together more often than pint's unit of that name (`Nm`, `Js`)."""
+_JOINED: Final = re.compile(r"(kg|g|mol|cm|L|[kMGmµn]?(?:N|J|V|W|A|C|Pa|eV))(K|m|s|h|mol|kg)")
 _SQUARES: Final = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _SQUARED: Final = {"squared": 2, "cubed": 3}
 _INVERSE: Final = frozenset({"inverse", "reciprocal"})
@@ -139,11 +156,8 @@ def _resolve(name: str) -> tuple[tuple[str, float], ...] | None:
     name = name.replace("µ", "µ")
     if name in _SPELLINGS:
         return _factors_of(_SPELLINGS[name])
-    product = re.fullmatch(r"([kMGmµn]?(?:N|J|V|W|A|C|Pa|eV))(m|s|h)", name)
-    if product is not None:
-        first, second = _prefixed(product[1]), _prefixed(product[2])
-        if first and second:
-            return ((first, 1.0), (second, 1.0))
+    if (product := _product(_WORK, name)) is not None:
+        return product
     if (found := _prefixed(name)) is not None:
         return ((found, 1.0),)
     if name[0] == "K" and len(name) > 1 and (found := _prefixed("k" + name[1:])) is not None:
@@ -152,7 +166,15 @@ def _resolve(name: str) -> tuple[tuple[str, float], ...] | None:
         return _factors_of(_SPELLINGS[name.casefold()])
     if len(name) > 2 and (found := _word(name)) is not None:
         return ((found, 1.0),)
-    return None
+    return _product(_JOINED, name)
+
+
+def _product(pattern: re.Pattern[str], name: str) -> tuple[tuple[str, float], ...] | None:
+    """Return the two factors that a name without a sign between them is made of."""
+    if (found := pattern.fullmatch(name)) is None:
+        return None
+    factors = [_prefixed(found[1]), _prefixed(found[2])]
+    return tuple((factor, 1.0) for factor in factors if factor) if all(factors) else None
 
 
 def _factors_of(spelling: str) -> tuple[tuple[str, float], ...]:
@@ -171,8 +193,8 @@ def read_unit(text: str) -> list[Unit]:
     if len(text) > MAX_UNIT_CHARS:
         return []
     text = _TEMPERATURE.sub(lambda found: f" {_TEMPERATURES[found[1].casefold()]}", text)
-    text = re.sub(r"\b(mm|cm|in)[ .]Hg\b", r"\1Hg", text)
-    text = re.sub(r"\b(?:pounds?|lbs?)\s*(?=(?:per|/) ?(?:square inch|sq\.? in|in\^?2))", "force_pound ", text)
+    for phrase, by in _PHRASES:
+        text = phrase.sub(by, text)
     found: list[Unit] = []
     for by_custom in (True, False):
         unit = _Reader(text, by_custom=by_custom).whole()
@@ -204,7 +226,7 @@ class _Reader:
                 name = found["name"]
                 self._tokens.append(("sign", "/") if name.casefold() == "per" else ("name", name))
             elif found["power"]:
-                self._tokens.append(("power", found["p"] or found["q"]))
+                self._tokens.append(("power", found["p"] or found["q"] or found["r"]))
             else:
                 kind = next((k for k in ("root", "sign", "join", "one") if found[k]), "")
                 if kind:
@@ -332,8 +354,6 @@ def _compound(words: list[str]) -> dict[str, float] | None:
     for form in ("_".join(folded_words), "_".join(reversed(folded_words))):
         if form in folded:
             return {folded[form]: 1.0}
-    if len(words) == 2 and folded_words[0] in ("foot", "ft") and folded_words[1] in ("pound", "lb"):
-        return {"foot": 1.0, "force_pound": 1.0}
     if folded_words == ["atomic", "mas", "unit"]:
         return {"unified_atomic_mass_unit": 1.0}
     return None
