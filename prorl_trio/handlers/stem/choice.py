@@ -19,13 +19,18 @@ MAX_BEYOND_CHARS: Final = 600
 """An answer that is so much longer than the longest choice names none."""
 _LEAD: Final = re.compile(
     r"(?:(?:so|thus|hence|therefore|then|the|correct|right|best|final|most|likely|appropriate|suitable|accurate|answer|"
-    r"option|choice|letter|statement|is|it|its|it's|that|would|be|must|should|i|we|choose|chose|pick|select|think|believe|"
-    r"go|with|going|my|to|this|question)(?![A-Za-z'])[\s:,]*|[=:\s-])*",
+    r"option|choice|letter|statement|is|it|its|it's|that|would|be|must|should|we|i(?=\s+[a-z]{2})|choose|chose|pick|select|"
+    r"think|believe|go|with|going|my|to|this|question)(?![A-Za-z'])[\s:,]*|[=:\s]|-\s)*",
     re.IGNORECASE,
 )
 _LETTER: Final = re.compile(
-    r"(?P<open>[(\[{<\"']*)\s*(?P<letter>[A-Za-z])(?P<close>\s?[)\]}>\"'][)\]}>\"']*)?(?P<mark>\s?[.:,;]|\s-|\s?–)?(?P<rest>(?![\w+#^_'*/=&%-]).*)?",
+    r"(?P<open>[(\[{<\"']*)\s*(?P<letter>[A-Za-z])(?P<close>\s?[)\]}>\"'][)\]}>\"']*)?(?P<mark>\s?[.:,;]|\s?[-–](?=\s))?(?P<rest>(?![\w+#^_'*/=&%-]).*)?",
     re.DOTALL,
+)
+_LONE: Final = re.compile(r"[(\[{<\"'*`\s]*([A-Za-z])\s?[)\]}>\"'*`]*\s?[.,:;]?[*\s]*")
+_EXPLAINS: Final = re.compile(
+    r"(?:it|this|that|the|these|those|they|here|so|thus|hence|therefore|in|for|by|we|when|given|using|from|at|an?)\s",
+    re.IGNORECASE,
 )
 _IS_RIGHT: Final = re.compile(
     r"\s*(?:is|would be|must be|should be)\s+(?:(?:the|my|a)\s+)?(?:only\s+)?(?:(?:most|best|single)\s+)?"
@@ -105,10 +110,11 @@ class _Texts:
 
     def _agrees(self, rest: str, own: int) -> bool:
         """Return whether what stands behind a letter says nothing else than the choice of that letter."""
-        rest = rest.strip(" .()[]{}\"'-–:,;")  # noqa: RUF001
-        if not rest or _IS_RIGHT.fullmatch(rest):
-            return True
         said = self._same(rest, _FORMS)
+        rest = re.sub(r"^[-–]\s", "", rest).strip(" .()[]{}\"':,;")  # noqa: RUF001
+        if not rest or _IS_RIGHT.fullmatch(rest):
+            return said in (None, own)
+        said = self._same(rest, _FORMS) if said is None else said
         if said is not None:
             return said == own
         texts = self._forms[-1]
@@ -123,6 +129,8 @@ class _Texts:
         if sentence != rest:
             return self._agrees(sentence, own)
         words, mine = normalise(rest), texts[own]
+        if _EXPLAINS.match(rest) and not HEDGES.search(rest) and not _has_other(rest, own):
+            return not self._others_within(words, own)
         if not words or not mine:
             return False
         if _within(mine, words):
@@ -146,8 +154,9 @@ def _has_other(text: str, own: int) -> bool:
 
 
 def _alone(text: str) -> str:
-    """Return a text without brackets, quotes and the point around it."""
-    return text.strip(" .,:;()[]{}<>\"'*`")
+    """Return the letter that a text is, without the brackets, quotes and the point around it; empty if it is none."""
+    found = _LONE.fullmatch(text)
+    return found[1] if found else ""
 
 
 def _exact(text: str) -> str:

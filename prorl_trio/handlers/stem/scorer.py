@@ -22,7 +22,7 @@ MAX_SHOWN_CHARS: Final = 500
 """Characters of an answer, as it was understood, that a result shows."""
 MAX_GOLD_CHARS: Final = 20_000
 """A longer answer is not graded (`handler.MAX_ANSWER_CHARS`)."""
-AGREEMENT: Final = 0.02
+AGREEMENT: Final = 0.01
 """Two forms of one quantity, `500 nm = 0.5 µm`, may differ by this share of it: people round."""
 _PAYLOAD: Final = "$.instance.payload"
 _TEMPERATURES: Final = {"C": "degC", "F": "degF"}

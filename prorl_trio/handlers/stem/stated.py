@@ -22,7 +22,13 @@ REASON: Final = re.compile(
     r"(?:[,;:.]|\s-|\s–|\s—)?\s*(?:\(\s*)?(?<![A-Za-z])(?:because|since|as|due to|where|which|given that|so that|for the reason)(?![A-Za-z])",
     re.IGNORECASE,
 )
-_SENTENCE_END: Final = re.compile(r"(?<=[^\s.])[.!?](?=\s+(?:[A-Z][A-Za-z']*\s+\S|[\\$(*]))|\n")
+_RETRACTION: Final = re.compile(
+    r"(?<=[.!?,;\n])\s*(?:(?:oh|no|hmm|hm)[\s,.!]*)*(?:wait|actually|correction|sorry|scratch that)(?![A-Za-z])[\s,.:!-]*"
+    r"(?:no(?![A-Za-z])[\s,.:-]*)?(?:(?:it(?: is|'s)|the (?:correct )?answer is)(?![A-Za-z]))?",
+    re.IGNORECASE,
+)
+"""What takes back all that was said before it."""
+_SENTENCE_END: Final = re.compile(r"(?<=[^\s.])(?<![^\w][A-Za-z])[.!?](?=\s+(?:[A-Z][A-Za-z']*\s+\S|[\\$(*]))|\n")
 HEDGES: Final = re.compile(
     r"(?<![A-Za-z])(?:or|nor|either|neither|but|however|maybe|perhaps|possibly|alternatively|alternative|instead|wait|"
     r"actually|correction|unless|except|rather|not|no|never|wrong|incorrect|false|might|could|may|unsure|if|otherwise)"
@@ -62,7 +68,11 @@ def stated_answers(text: str) -> list[str]:
 
 def _anchored(text: str) -> str:
     anchors = list(_ANCHOR.finditer(text))
-    return first_sentence(text[anchors[-1].end() :].strip()) if anchors else ""
+    if not anchors:
+        return ""
+    rest = text[anchors[-1].end() :].strip()
+    taken_back = list(_RETRACTION.finditer(rest))
+    return first_sentence(rest[taken_back[-1].end() :].strip() if taken_back else rest)
 
 
 def first_sentence(text: str) -> str:

@@ -31,7 +31,10 @@ _SPELLINGS: Final = {
     "micros": "microsecond", "centigrade": "degree_Celsius", "degF": "degree_Fahrenheit", "degC": "degree_Celsius",
     "ftlb": "foot force_pound", "ftlbs": "foot force_pound", "ftlbf": "foot force_pound", "inHg": "inch_Hg",
     "sqm": "meter^2", "sqft": "foot^2", "ccm": "centimeter^3", "cbm": "meter^3", "kcals": "kilocalorie",
-    "mcg": "microgram", "mcgs": "microgram", "BTUs": "british_thermal_unit", "Btus": "british_thermal_unit",
+    "mcg": "microgram", "kilohm": "kiloohm", "kilohms": "kiloohm", "megohm": "megaohm", "megohms": "megaohm",
+     "mcgs": "microgram", "BTUs": "british_thermal_unit", "Btus": "british_thermal_unit",
+    "G": "field_gauss", "gauss": "field_gauss", "kG": "kilofield_gauss", "mG": "millifield_gauss",
+    "Gauss": "field_gauss", "kilogauss": "kilofield_gauss", "milligauss": "millifield_gauss",
     # dimensionless
     "ppm": "ppm", "ppb": "part_per_billion", "ppt": "part_per_trillion", "pct": "percent", "‰": "permille",
     "unitless": "", "dimensionless": "", "atom": "", "atoms": "", "molecule": "", "molecules": "", "electron": "",
@@ -110,6 +113,7 @@ def _registry() -> Any:
     import pint  # here, since the package is an extra, and takes half a second
 
     registry: Any = pint.UnitRegistry(autoconvert_offset_to_baseunit=True)
+    registry.define("field_gauss = 1e-4 * tesla")  # pint's is of the Gaussian system, where a tesla has other dimensions
     registry.define("part_per_billion = 1e-9")
     registry.define("part_per_trillion = 1e-12")
     return registry
