@@ -7,7 +7,7 @@ import pytest
 
 from prorl_trio.handlers.stem.choice import read_choice
 from prorl_trio.handlers.stem.generated import may_be_evaluated
-from prorl_trio.handlers.stem.quantity import Quantity, read_number, read_quantity
+from prorl_trio.handlers.stem.quantity import read_number, read_quantities
 from prorl_trio.handlers.stem.scorer import score
 from prorl_trio.handlers.stem.short_answer import compare_short_answer, normalise
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from prorl_trio.handlers.final_answer import find_final_answer
-from prorl_trio.handlers.stem.short_answer import normalise
+from prorl_trio.handlers.stem.plain_text import plain
+from prorl_trio.handlers.stem.short_answer import are_same, normalise
+from prorl_trio.handlers.stem.stated import HEDGES, REASON, first_sentence, stated_answers, without_reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,27 +15,172 @@ if TYPE_CHECKING:
 __all__ = ["LETTERS", "read_choice"]
 
 LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_TEXT: Final = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
-_DRESS: Final = re.compile(r"\\[()\[\]]|[*_$`]")
-_LETTER: Final = re.compile(
-    r"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s*(?:is)?\s*:?\s*)?"
-    r"(?P<open>[(\[]?)(?P<letter>[A-Za-z])(?P<close>[)\].:]*)(?P<rest>\s.*)?",
-    re.DOTALL | re.IGNORECASE,
+MAX_BEYOND_CHARS: Final = 600
+"""An answer that is so much longer than the longest choice names none."""
+_LEAD: Final = re.compile(
+    r"(?:(?:so|thus|hence|therefore|then|the|correct|right|best|final|most|likely|appropriate|suitable|accurate|answer|"
+    r"option|choice|letter|statement|is|it|its|it's|that|would|be|must|should|we|i(?=\s+[a-z]{2})|choose|chose|pick|select|"
+    r"think|believe|go|with|going|my|to|this|question)(?![A-Za-z'])[\s:,]*|[=:\s]|-\s)*",
+    re.IGNORECASE,
 )
+_LETTER: Final = re.compile(
+    r"(?P<open>[(\[{<\"']*)\s*(?P<letter>[A-Za-z])(?P<close>\s?[)\]}>\"'][)\]}>\"']*)?(?P<mark>\s?[.:,;]|\s?[-–](?=\s))?(?P<rest>(?![\w+#^_'*/=&%-]).*)?",
+    re.DOTALL,
+)
+_LONE: Final = re.compile(r"[(\[{<\"'*`\s]*([A-Za-z])\s?[)\]}>\"'*`]*\s?[.,:;]?[*\s]*")
+_EXPLAINS: Final = re.compile(
+    r"(?:it|this|that|the|these|those|they|here|so|thus|hence|therefore|in|for|by|we|when|given|using|from|at|an?)\s",
+    re.IGNORECASE,
+)
+_IS_RIGHT: Final = re.compile(
+    r"\s*(?:is|would be|must be|should be)\s+(?:(?:the|my|a)\s+)?(?:only\s+)?(?:(?:most|best|single)\s+)?"
+    r"(?:(?:correct|right|best|final|true|accurate|appropriate|likely)\s*)?(?:one|answer|option|choice|statement)?[.!]?\s*",
+    re.IGNORECASE,
+)
+_ALSO: Final = re.compile(r"(?<![A-Za-z])(?:or|but|wait|actually|maybe|perhaps)[\s,]+[(\[]?[A-Z](?![A-Za-z])")
+"""Another letter that may be right as well."""
+_OTHER_LETTER: Final = re.compile(r"(?<![A-Za-z'])(?:[(\[]([A-Za-z])[)\]]|([B-HJ-Z])(?![A-Za-z'’]))")  # noqa: RUF001
 
 
 def read_choice(text: str, choices: Sequence[str]) -> str | None:
     """Return the letter of the one choice that an answer names; None if it names none, or more than one.
 
-    `C`, `(c)`, `C.`, `Option C`, `\\boxed{C}`, `the answer is C`, `C. the text of C`, and the text of exactly one
-    choice. A letter with the text of another choice names none.
+    `C`, `(c)`, `C.`, `Option C`, `\\boxed{C}`, `the answer is C`, `C is correct`, `C. the text of C`, or a part of that
+    text, and the text of exactly one choice. Choices are compared as they are written, then without what `normalise`
+    takes off, in steps, so that choices that differ by case or by a sign alone can be named. A letter with the text of
+    another choice names none, and neither does what takes an answer back or adds another one.
     """
-    said = _DRESS.sub("", _TEXT.sub(r"\1", find_final_answer(text))).strip()
-    texts = [normalise(choice) for choice in choices]
-    found = _LETTER.fullmatch(said)
-    if found is not None and (place := LETTERS.find(found["letter"].upper())) < len(choices):
-        rest = normalise(found["rest"] or "")
-        if not rest or rest == texts[place]:
-            return LETTERS[place]
-    same = [place for place, each in enumerate(texts) if each and each == normalise(said)]
-    return LETTERS[same[0]] if len(same) == 1 else None
+    texts = _Texts(choices)
+    for stated in stated_answers(text):
+        if len(stated) <= texts.longest + MAX_BEYOND_CHARS and (found := texts.read(stated)) is not None:
+            return LETTERS[found]
+    return None
+
+
+class _Texts:
+    """The choices, in the forms in which answers are compared with them."""
+
+    def __init__(self, choices: Sequence[str]) -> None:
+        self._count = len(choices)
+        self._forms = [[form(choice) for choice in choices] for form in _FORMS]
+        self.longest = max(map(len, choices))
+
+    def read(self, said: str) -> int | None:
+        """Return the place of the choice that is named."""
+        bare = plain(said)
+        alone = _alone(bare)
+        if len(alone) == 1 and alone in LETTERS[: self._count]:
+            return LETTERS.index(alone)
+        strict = self._same(said, _FORMS[:4])
+        if len(alone) == 1 and (place := LETTERS.find(alone.upper())) in range(self._count):
+            return place if strict in (None, place) else None
+        if strict is not None:
+            return strict
+        place, is_named = self._lettered(bare)
+        if is_named:
+            return place
+        place = self._same(said, _FORMS)
+        return self._same(first_sentence(without_reason(bare)), _FORMS) if place is None else place
+
+    def _same(self, said: str, forms: Sequence[object]) -> int | None:
+        """Return the one choice with this text, by the first form in which there is any; None if there are several."""
+        for form, texts in zip(_FORMS[: len(forms)], self._forms, strict=False):
+            wanted = form(said)
+            same = [place for place, text in enumerate(texts) if text and are_same(text, wanted)]
+            if same:
+                return same[0] if len(same) == 1 else None
+        return None
+
+    def _lettered(self, said: str) -> tuple[int | None, bool]:
+        """Return the choice named by its letter, and whether a letter is named at all."""
+        lead = _LEAD.match(said)
+        start = lead.end() if lead else 0
+        found = _LETTER.fullmatch(said[start:])
+        if found is None:
+            return None, False
+        is_marked = bool(found["open"] and found["close"]) or bool(found["close"] or found["mark"])
+        led = bool(said[:start].strip(" =:-"))
+        letter, rest = found["letter"], (found["rest"] or "").strip()
+        if letter.islower() and rest and not is_marked and not (led and _IS_RIGHT.fullmatch(rest)):
+            return None, False  # an article
+        place = LETTERS.find(letter.upper())
+        if place >= self._count:
+            return None, is_marked
+        return (place if self._agrees(rest, place) else None), True
+
+    def _agrees(self, rest: str, own: int) -> bool:
+        """Return whether what stands behind a letter says nothing else than the choice of that letter."""
+        said = self._same(rest, _FORMS)
+        rest = re.sub(r"^[-–]\s", "", rest).strip(" .()[]{}\"':,;")  # noqa: RUF001
+        if not rest or _IS_RIGHT.fullmatch(rest):
+            return said in (None, own)
+        said = self._same(rest, _FORMS) if said is None else said
+        if said is not None:
+            return said == own
+        texts = self._forms[-1]
+        if normalise(rest) == texts[own]:
+            return True  # the text of another choice is the same
+        if (reason := REASON.search(rest)) is not None and not HEDGES.search(rest[: reason.start()]):
+            head = rest[: reason.start()]
+            return not _ALSO.search(rest, reason.end()) and (not head or self._agrees(head, own))
+        if (right := _IS_RIGHT.match(rest)) is not None and right.end() and right[0].strip().casefold() != "is":
+            return self._agrees(rest[right.end() :], own)
+        sentence = first_sentence(rest)
+        if sentence != rest:
+            return self._agrees(sentence, own)
+        words, mine = normalise(rest), texts[own]
+        if _EXPLAINS.match(rest) and not HEDGES.search(rest) and not _has_other(rest, own):
+            return not self._others_within(words, own)
+        if not words or not mine:
+            return False
+        if _within(mine, words):
+            beyond = f" {words} ".replace(f" {mine} ", " ", 1)
+            return not HEDGES.search(beyond) and not self._others_within(beyond, own) and not _has_other(rest, own)
+        shortened = words.rstrip(".").strip()
+        return bool(shortened) and _within(shortened, mine) and len(shortened) > 2
+
+    def _others_within(self, words: str, own: int) -> bool:
+        return any(place != own and text and _within(text, words) for place, text in enumerate(self._forms[-1]))
+
+
+def _within(part: str, whole: str) -> bool:
+    return f" {part} " in f" {' '.join(whole.split())} "
+
+
+def _has_other(text: str, own: int) -> bool:
+    """Return whether another letter is named, too."""
+    others = (found[1] or found[2] for found in _OTHER_LETTER.finditer(text))
+    return any(other.upper() != LETTERS[own] for other in others)
+
+
+def _alone(text: str) -> str:
+    """Return the letter that a text is, without the brackets, quotes and the point around it; empty if it is none."""
+    found = _LONE.fullmatch(text)
+    return found[1] if found else ""
+
+
+def _exact(text: str) -> str:
+    return text.strip()
+
+
+def _undressed(text: str) -> str:
+    return _trimmed(plain(text)).replace(" ", "")
+
+
+def _trimmed(text: str) -> str:
+    text = text.strip()
+    if len(text) > 2 and text[0] == text[-1] and text[0] in "\"'":
+        text = text[1:-1].strip()
+    return text.removesuffix(".") if len(text) > 1 and not text.endswith("..") else text
+
+
+def _cased(text: str) -> str:
+    return normalise(_trimmed(text), case_sensitive=True, articles=True)
+
+
+def _folded(text: str) -> str:
+    return normalise(_trimmed(text), articles=True)
+
+
+_FORMS: Final = (_exact, _undressed, _cased, _folded, lambda text: normalise(_trimmed(text)))
+"""From the text as it is to its loosest form."""

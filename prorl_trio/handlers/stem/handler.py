@@ -45,6 +45,7 @@ class StemHandler(AgentHandler):
     """Questions with a choice, a number with its unit, or a few words as their answer; tasks of reasoning-gym."""
 
     name = "stem"
+    gold_check = "prorl_trio.handlers.stem.scorer:check_gold"
 
     def __init__(self) -> None:
         self._search_is_there: bool | None = None
