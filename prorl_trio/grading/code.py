@@ -63,15 +63,10 @@ async def grade_code(
         EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
         ProgramKilled: it is not the last try. See `again_if_killed`.
     """
+    test_ids = await _collected(context, tests, spec, last_try=last_try) if isinstance(tests, UnitTests) else []
     async with open_verifier(context, spec, last_try=last_try) as verifier:
-        plan = _Plan(tests, all_tests=all_tests)
-        if isinstance(tests, UnitTests):
-            await verifier.place_drivers()
-            await verifier.place({TESTS_PATH: tests.code.encode()})
-            test_ids = await _collected(verifier, tests, spec.image)
-            await verifier.place({SOLUTION_PATH: solution.encode(errors="replace")})
-            return await _grade_unittests(verifier, tests, test_ids)
         await verifier.place({SOLUTION_PATH: solution.encode(errors="replace")})
+        plan = _Plan(tests, all_tests=all_tests)
         match tests:
             case OutputTests():
                 argv = ["python3", SOLUTION_PATH]
@@ -88,6 +83,10 @@ async def grade_code(
                 async with open_verifier(context, spec, last_try=last_try) as checker:
                     await checker.place_drivers()
                     return await _grade_asserts(verifier, checker, tests, plan)
+            case UnitTests():
+                await verifier.place_drivers()
+                await verifier.place({TESTS_PATH: tests.code.encode()})
+                return await _grade_unittests(verifier, tests, test_ids)
 
 
 class _Plan:
@@ -318,8 +317,8 @@ _COLLECTED: Final[OrderedDict[tuple[str, str], list[str]]] = OrderedDict()
 """The tests that unittest finds, by their code and image."""
 
 
-async def _collected(verifier: Verifier, tests: UnitTests, image: str) -> list[str]:
-    """Return the ids of the tests that must pass: those that unittest's own loader finds where no solution is yet.
+async def _collected(context: RolloutContext, tests: UnitTests, spec: SandboxSpec, *, last_try: bool) -> list[str]:
+    """Return the ids of the tests that must pass: those that unittest's own loader finds in a sandbox of their own.
 
     Without those that a decorator skips or expects to fail. Where the tests cannot be executed without a solution, what
     their text shows.
@@ -327,15 +326,17 @@ async def _collected(verifier: Verifier, tests: UnitTests, image: str) -> list[s
     Raises:
         EvaluationError: there are no tests to pass.
     """
-    key = (tests.code, image)
+    key = (tests.code, spec.image)
     if key not in _COLLECTED:
-        ended = await verifier.run(
-            driver_argv("unittests", TESTS_PATH),
-            timeout_s=SETUP_LIMIT_S,
-            stdin=encode_line({}),
-            cwd="/",
-            env={"MPLBACKEND": "Agg"},
-        )
+        async with open_verifier(context, spec, last_try=last_try) as verifier:
+            await verifier.place_drivers()
+            await verifier.place({TESTS_PATH: tests.code.encode()})
+            ended = await verifier.run(
+                driver_argv("unittests", TESTS_PATH),
+                timeout_s=SETUP_LIMIT_S,
+                stdin=encode_line({}),
+                env={"MPLBACKEND": "Agg"},
+            )
         found = _reported(ended.stdout)
         ids = tests.test_ids if found is None else [each.test_id for each in found.values() if each.status == "missing"]
         if not ids:

@@ -20,7 +20,7 @@ import types
 import unittest
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, BinaryIO, Union, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO, Union
 
 from .own_time import TestTimedOut, limited
 from .values import decode_line, encode_line
