@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["SOLUTION_PATH", "grade_code"]
 
 SOLUTION_PATH: Final = "/workspace/solution.py"
-TESTS_PATH: Final = "/tmp/grading/tests.py"
 PREAMBLE_PATH: Final = "/tmp/grading/preamble.py"
 CANARY_TESTS: Final = 6
 """Tests of the canary in `drivers/unittests.py`."""
@@ -85,7 +84,6 @@ async def grade_code(
                     return await _grade_asserts(verifier, checker, tests, plan)
             case UnitTests():
                 await verifier.place_drivers()
-                await verifier.place({TESTS_PATH: tests.code.encode()})
                 return await _grade_unittests(verifier, tests, test_ids)
 
 
@@ -330,11 +328,10 @@ async def _collected(context: RolloutContext, tests: UnitTests, spec: SandboxSpe
     if key not in _COLLECTED:
         async with open_verifier(context, spec, last_try=last_try) as verifier:
             await verifier.place_drivers()
-            await verifier.place({TESTS_PATH: tests.code.encode()})
             ended = await verifier.run(
-                driver_argv("unittests", TESTS_PATH),
+                driver_argv("unittests"),
                 timeout_s=SETUP_LIMIT_S,
-                stdin=encode_line({}),
+                stdin=encode_line({"code": tests.code}),
                 env={"MPLBACKEND": "Agg"},
             )
         found = _reported(ended.stdout)
@@ -350,9 +347,9 @@ async def _collected(context: RolloutContext, tests: UnitTests, spec: SandboxSpe
 async def _grade_unittests(verifier: Verifier, tests: UnitTests, test_ids: list[str]) -> Verdict:
     canary = f"Case{secrets.token_hex(4)}"
     ended = await verifier.run(
-        driver_argv("unittests", TESTS_PATH, SOLUTION_PATH),
+        driver_argv("unittests", SOLUTION_PATH),
         timeout_s=tests.timeout_s or SETUP_LIMIT_S + tests.test_timeout_s * len(test_ids),
-        stdin=encode_line({"canary": canary, "limit_s": tests.test_timeout_s}),
+        stdin=encode_line({"code": tests.code, "canary": canary, "limit_s": tests.test_timeout_s}),
         cwd=WORK_DIR,
         env={"MPLBACKEND": "Agg"},
     )

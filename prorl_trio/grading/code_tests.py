@@ -123,6 +123,11 @@ class FunctionTests(Tests, frozen=True, tag="function"):
         _parsed("preamble", self.preamble)
         if not self.function.isidentifier():
             raise ValueError(f"function: {self.function!r} is not the name of a function")
+        for number, case in enumerate(self.cases):
+            try:
+                carried_back([case.args, case.kwargs, case.result, case.alternatives])
+            except ValueError as exc:
+                raise ValueError(f"cases[{number}]: $int: {exc}") from exc
 
     @property
     def test_ids(self) -> list[str]:

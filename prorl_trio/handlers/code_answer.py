@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from prorl_trio.agent.fences import PYTHON, fenced_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["choose", "program_in"]
 
@@ -29,19 +29,20 @@ def program_in(answer: str, names: Sequence[str]) -> str:
     """Return the program in an answer; empty if there is none.
 
     An answer without fences, or one that is Python as a whole, is the program. Otherwise the blocks compete that are
-    marked as Python, or not at all. The last block that defines a name of `names` wins; without such names, the last
-    block that reads input, else the last that prints, else the last. Other blocks whose definitions it uses join it,
-    in their order. `names` may name functions of the module, methods of its classes, or classes.
+    marked as Python, or not at all. The last block that defines most of `names` wins. Without names that is the last
+    block that reads input, or else the last that prints. Where there is none, the last that is marked as Python wins,
+    or else the last. Other blocks whose definitions the winner uses join it, in their order. `names` may name
+    functions of the module, methods of its classes, or classes.
     """
     found = list(fenced_blocks(answer))
     if not found or _parse(answer) is not None:
         return answer
-    blocks = [_Block.of(each.code) for each in found if each.language in PYTHON]
-    blocks = blocks or [_Block.of(each.code) for each in found if not each.language]
-    whole = _Block.of(_between_fences(answer))
+    blocks = [_Block.of(each.code, each.language) for each in found if each.language in PYTHON or not each.language]
     wanted = frozenset(names)
-    if whole.tree is not None and not any(wanted & each.defined or each.reads for each in blocks):
-        return whole.code  # a fence within the code ended a block too early
+    if not any(each.answers(wanted) for each in blocks):
+        whole = _Block.of(_between_fences(answer), "python")
+        if whole.answers(wanted):
+            return whole.code  # a fence within the code ended a block too early
     usable = [each for each in blocks if each.tree is not None] or blocks
     if not usable:
         return ""
@@ -51,6 +52,7 @@ def program_in(answer: str, names: Sequence[str]) -> str:
 
 class _Block(NamedTuple):
     code: str
+    language: str
     tree: ast.Module | None
     defined: frozenset[str]
     """Names that it binds at its top level, and the methods of its classes."""
@@ -59,10 +61,10 @@ class _Block(NamedTuple):
     """It is nothing but imports, one of which is a star."""
 
     @classmethod
-    def of(cls, code: str) -> _Block:
+    def of(cls, code: str, language: str) -> _Block:
         tree = _parse(code)
         if tree is None:
-            return cls(code, None, frozenset(), frozenset(), star=False)
+            return cls(code, language, None, frozenset(), frozenset(), star=False)
         used = frozenset(
             each.id if isinstance(each, ast.Name) else each.attr
             for each in ast.walk(tree)
@@ -70,21 +72,21 @@ class _Block(NamedTuple):
         )
         star = any(isinstance(each, ast.ImportFrom) and each.names[0].name == "*" for each in tree.body)
         only_imports = all(isinstance(each, ast.Import | ast.ImportFrom) for each in tree.body)
-        return cls(code, tree, frozenset(_bound(tree.body)), used, star=star and only_imports)
+        return cls(code, language, tree, frozenset(_bound(tree.body)), used, star=star and only_imports)
 
-    @property
-    def reads(self) -> bool:
-        return bool(self.used & _READS)
+    def answers(self, wanted: frozenset[str]) -> bool:
+        """Return whether the block defines what is wanted, or, if that has no name, reads input."""
+        return bool(wanted & self.defined if wanted else self.used & _READS)
 
 
 def _chosen(blocks: Sequence[_Block], wanted: frozenset[str]) -> int:
     """Return the number of the block that is the program, or its main part."""
     numbers = range(len(blocks))
     most = max(len(wanted & each.defined) for each in blocks)
-    tests = (
-        lambda each: bool(most) and len(wanted & each.defined) == most,
-        lambda each: not wanted and each.reads,
+    tests: tuple[Callable[[_Block], bool], ...] = (
+        lambda each: each.answers(wanted) and len(wanted & each.defined) == most,
         lambda each: not wanted and bool(each.used & _PRINTS),
+        lambda each: bool(each.language),
         lambda each: True,
     )
     return next(number for test in tests for number in reversed(numbers) if test(blocks[number]))

@@ -1,11 +1,11 @@
 """Runs unittest cases in the candidate's own process, with a canary that must fail; results are lines of JSON.
 
-`python -c ... TESTS_PATH SOLUTION_PATH`. The first line of standard input is `{"canary": NAME, "limit_s": SECONDS}`;
-the limit is for each test. This writes for each test `{"test": "Class.method", "status": ..., "message": ...}` when it
-is over, and `{"end": true}` at the end. What the candidate and the tests print goes to standard error.
+`python -c ... SOLUTION_PATH`. Standard input is a line, `{"code": TESTS, "canary": NAME, "limit_s": SECONDS}`; the
+limit is for each test. This writes for each test `{"test": "Class.method", "status": ..., "message": ...}` when it is over,
+and `{"end": true}` at the end. What the candidate and the tests print goes to standard error.
 
-Without a canary the tests are executed alone, without a solution. Each test that unittest's loader finds is reported
-as `missing`, or as `skipped` or `xfailed` if its decorators say so.
+Without a solution the tests are executed alone. Each test that unittest's loader finds is then reported as `missing`,
+or as `skipped` or `xfailed` if its decorators say so.
 
 Runs in sandboxes: standard library of Python 3.8.
 """
@@ -38,17 +38,19 @@ MAX_MESSAGE_CHARS = 2000
 def main() -> None:
     """Run the tests between two runs of the canary."""
     results = os.fdopen(os.dup(1), "wb")
-    task = decode_line(os.fdopen(os.dup(0), "rb").readline())
+    line = os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
-    for path in reversed(sys.argv[1:3]):
+    for path in sys.argv[1:]:
         with open(path, encoding="utf-8") as file:
             source = file.read()
         exec(compile(source, path, "exec"), module.__dict__)
+    task = decode_line(line.readline())  # not before: the solution's own code would find the tests in this frame
+    exec(compile(task.pop("code"), "tests.py", "exec"), module.__dict__)
     loader = unittest.TestLoader()
     tests = loader.loadTestsFromModule(module)
-    if task.get("canary"):
+    if "canary" in task:
         canary = _make_canary(task["canary"])
         suite = unittest.TestSuite([loader.loadTestsFromTestCase(canary), tests])
         suite.addTests(loader.loadTestsFromTestCase(canary))
