@@ -221,6 +221,9 @@ class Exec(_Wire, frozen=True):
     `user` is a name or a number that the image knows; empty is that of all tools. With an `input_id` that is not 0,
     more input follows in `ExecInput` calls, which may be sent at once. With `stream` all of the output is sent as it
     comes as well, as chunks of the streams `stdout` and `stderr`; the program waits while the caller reads slowly.
+    With an `own_limit_s` that is not 0 it is killed as well when it has used more of its own time: the time that has
+    passed without that in which it waited for a CPU. If it is `lenient`, and has waited for a CPU, it may use as much
+    more, up to twice the limit.
     """
 
     argv: list[str]
@@ -232,17 +235,23 @@ class Exec(_Wire, frozen=True):
     user: str = ""
     input_id: int = 0
     stream: bool = False
+    own_limit_s: float = 0.0
+    lenient: bool = False
 
 
 class ExecInput(_Wire, frozen=True):
     """The next piece of a program's input; `last` ends it. Answered when the program's pipe has taken the one before.
 
-    `input_id` is that of its `Exec`, the caller's choice, unlike those of others that run.
+    `input_id` is that of its `Exec`, the caller's choice, unlike those of others that run. With an `own_limit_s` that
+    is not 0 the program may use so much of its own time (see `Exec`) from here on, and with 0 what the piece before
+    left of it; that time stands still from each end of a line of its output to the next piece. A chunk of the stream
+    `late` comes before a line that used more, of a program that is `lenient`.
     """
 
     input_id: int
     data: bytes
     last: bool
+    own_limit_s: float = 0.0
 
 
 class ExecInputTaken(_Wire, frozen=True):
@@ -255,6 +264,7 @@ class ExecResult(_Wire, frozen=True):
     """The result of a one-shot command. `exit_code` is 128 + n after signal n, None if the timeout ended it.
 
     Output is as it was written, not decoded. `*_dropped_bytes` were left out in the middle, where a line says so.
+    `own_s` is what was used of the last `own_limit_s`, and `cpu_s` about how much of it was CPU time; 0 without one.
     """
 
     exit_code: int | None
@@ -264,6 +274,8 @@ class ExecResult(_Wire, frozen=True):
     timed_out: bool = False
     stdout_dropped_bytes: int = 0
     stderr_dropped_bytes: int = 0
+    own_s: float = 0.0
+    cpu_s: float = 0.0
     breach: Breach = ""
     breach_text: str = ""
 

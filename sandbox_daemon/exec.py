@@ -17,6 +17,7 @@ from sandbox_daemon.accounts import ONE_USER, find_account
 from sandbox_daemon.children import open_pipe
 from sandbox_daemon.marks import has_mark, new_mark
 from sandbox_daemon.output import OutputBuffer
+from sandbox_daemon.own_time import OwnTime
 from sandbox_daemon.processes import kill_until_gone
 from sandbox_daemon.threads import run_blocking
 
@@ -124,10 +125,15 @@ class _Drain:
     """Takes all that comes out of a pipe."""
 
     def __init__(
-        self, pipe: trio.lowlevel.FdStream, max_bytes: int, send: Callable[[bytes], Awaitable[None]] | None
+        self,
+        pipe: trio.lowlevel.FdStream,
+        max_bytes: int,
+        send: Callable[[bytes], Awaitable[None]] | None,
+        line_ended: Callable[[], Awaitable[None]] | None,
     ) -> None:
         self._pipe = pipe
         self._send = send
+        self._line_ended = line_ended
         self._sending = False
         self._ended = trio.Event()
         self.output = OutputBuffer(max_bytes)
@@ -138,6 +144,8 @@ class _Drain:
             self.output.append(piece)
             if self._send is not None:
                 self._sending = True
+                if self._line_ended is not None and b"\n" in piece:
+                    await self._line_ended()
                 await self._send(bytes(piece))
                 self._sending = False
         self._ended.set()
@@ -158,17 +166,34 @@ async def _run(
     send_output: Callable[[str, bytes], Awaitable[None]] | None,
 ) -> ExecResult:
     started_s = trio.current_time()
+    own_time = OwnTime(command.members, is_lenient=request.lenient)
+    own_time.begin(request.own_limit_s)
+
+    async def line_ended() -> None:
+        own_time.stop()
+        if own_time.is_late and send_output is not None:
+            await send_output("late", b"late")
+
+    async def end_late(patience: trio.CancelScope) -> None:
+        await own_time.serve()
+        patience.cancel()
+
     stdout, stderr = (
-        _Drain(pipe, request.max_output_bytes, None if send_output is None else partial(send_output, name))
-        for name, pipe in (("stdout", command.stdout), ("stderr", command.stderr))
+        _Drain(pipe, request.max_output_bytes, None if send_output is None else partial(send_output, name), ended)
+        for name, pipe, ended in (
+            ("stdout", command.stdout, None if request.own_limit_s else line_ended),
+            ("stderr", command.stderr, None),
+        )
     )
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_feed, command.stdin, request.stdin, more)
+        nursery.start_soon(_feed, command.stdin, request.stdin, more, own_time)
         nursery.start_soon(stdout.serve)
         nursery.start_soon(stderr.serve)
         try:
             with trio.move_on_after(request.timeout_s) as patience:
+                nursery.start_soon(end_late, patience)
                 await command.child.wait()
+            own_time.stop()
             duration_s = trio.current_time() - started_s
         finally:
             with trio.move_on_after(KILL_DEADLINE_S, shield=True):
@@ -186,17 +211,22 @@ async def _run(
         timed_out=patience.cancelled_caught,
         stdout_dropped_bytes=out.dropped_bytes,
         stderr_dropped_bytes=err.dropped_bytes,
+        own_s=own_time.own_s,
+        cpu_s=own_time.cpu_s,
     )
 
 
-async def _feed(stdin: trio.lowlevel.FdStream, content: bytes, more: Pieces | None) -> None:
+async def _feed(stdin: trio.lowlevel.FdStream, content: bytes, more: Pieces | None, own_time: OwnTime) -> None:
     async with stdin, more or nullcontext():
         with suppress(trio.BrokenResourceError):  # it need not read all of it, or any
             await stdin.send_all(content)
             last = more is None
             while more is not None and not last:
-                piece, last = await more.receive()
-                await stdin.send_all(piece)
+                piece = await more.receive()
+                last = piece.last
+                if not last:
+                    own_time.begin(piece.own_limit_s)
+                await stdin.send_all(piece.data)
 
 
 async def _start(

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from ipc.sandbox_calls import ExecInput
 
-    Pieces = trio.MemoryReceiveChannel[tuple[bytes, bool]]
-    Channel = tuple[trio.MemorySendChannel[tuple[bytes, bool]], Pieces]
+    Pieces = trio.MemoryReceiveChannel[ExecInput]
+    Channel = tuple[trio.MemorySendChannel[ExecInput], Pieces]
 
 __all__ = ["ExecInputs"]
 
@@ -33,7 +33,7 @@ class ExecInputs:
 
     @contextmanager
     def expect(self, input_id: int) -> Iterator[Pieces]:
-        """The pieces of this input, each with whether it is the last. What comes after the block is not wanted."""
+        """The pieces of this input. What comes after the block is not wanted."""
         if input_id in self._expected:
             raise CallError("bad_request", f"input_id: {input_id} is another program's")
         self._expected.add(input_id)
@@ -49,7 +49,7 @@ class ExecInputs:
         """Hand a piece on. Waits until the program wants it, also for the program itself: calls may overtake others."""
         sender, _ = channel = self._channel(call.input_id)
         try:
-            await sender.send((call.data, call.last))
+            await sender.send(call)
         except trio.BrokenResourceError:
             return ExecInputTaken(wanted=False)
         finally:
@@ -59,5 +59,5 @@ class ExecInputs:
 
     def _channel(self, input_id: int) -> Channel:
         if input_id not in self._channels:
-            self._channels[input_id] = trio.open_memory_channel[tuple[bytes, bool]](0)
+            self._channels[input_id] = trio.open_memory_channel["ExecInput"](0)
         return self._channels[input_id]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from prorl_trio.agent.fences import fenced_blocks
 from prorl_trio.agent.style import PLAIN, AgentStyle
 from prorl_trio.chat.families.call_values import Malformed, decode_json, failed_call, read_call
 from prorl_trio.chat.tool_calls import MAX_TOOL_CALLS_PER_TURN
@@ -30,7 +31,6 @@ _KEYS: Final = "|".join((*_NAMES, *_ARGUMENTS, "function"))
 _START: Final = re.compile(rf"""\{{\s*["'](?:{_KEYS})["']\s*:""")
 _SAYS_ARGUMENTS: Final = re.compile(rf"""["'](?:{"|".join(_ARGUMENTS)})["']\s*:""")
 _FENCE: Final = re.compile(r"```")
-_BLOCK: Final = re.compile(r"```([A-Za-z0-9_+-]+)[ \t]*\n(.*?)(```|\Z)", re.DOTALL)
 
 
 class CallReader(Protocol):
@@ -117,7 +117,8 @@ def _others(value: Mapping[str, Any]) -> dict[str, Any]:
 class CodeBlocks:
     """Fenced blocks of the languages in `runs`: by language, in lower case, the tool and its argument for the code.
 
-    A block that is not closed is an attempt that broke, as is an empty one. Blocks of other languages are text.
+    Blocks are read as `fenced_blocks` has them. A block that is not closed is an attempt that broke, as is an empty
+    one. Blocks of other languages are text.
     """
 
     def __init__(self, runs: Mapping[str, tuple[str, str]]) -> None:
@@ -128,18 +129,18 @@ class CodeBlocks:
         return [call for call, _ in zip(self._blocks(text), range(MAX_TOOL_CALLS_PER_TURN), strict=False)]
 
     def _blocks(self, text: str) -> Iterator[ToolCall]:
-        for match in _BLOCK.finditer(text):
-            language, code, close = match[1].lower(), match[2], match[3]
-            if language not in self._runs:
+        for block in fenced_blocks(text):
+            if block.language not in self._runs:
                 continue
-            tool, argument = self._runs[language]
-            wrong = "" if close else f"the ```{language} block is not closed"
-            if not code.strip():
+            language, (tool, argument) = block.language, self._runs[block.language]
+            wrong = "" if block.closed else f"the ```{language} block is not closed"
+            if not block.code.strip():
                 wrong = f"the ```{language} block is empty"
             if wrong:
-                yield failed_call(match[0], wrong, f"```{language}, the code, and ``` on a line of its own", tool)
+                raw = text[block.start : block.end]
+                yield failed_call(raw, wrong, f"```{language}, the code, and ``` on a line of its own", tool)
             else:
-                yield ToolCall(name=tool, arguments={argument: code}, raw=code)
+                yield ToolCall(name=tool, arguments={argument: block.code}, raw=block.raw)
 
 
 class WrittenStyle(AgentStyle):

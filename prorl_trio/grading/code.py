@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import OrderedDict
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -10,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from prorl_trio.grading.code_tests import AssertTests, FunctionTests, OutputTests, UnitTests
+from prorl_trio.grading.code_tests import AssertTests, FunctionTests, OutputTests, UnitTests, carried_back
 from prorl_trio.grading.compare import same_output, same_value
 from prorl_trio.grading.drivers.values import decode, decode_line, encode, encode_line
 from prorl_trio.grading.lines import CandidateEnded, Lines, open_candidate
 from prorl_trio.grading.verdict import TestResult, Verdict
-from prorl_trio.grading.verifier import KILLED, driver_argv, open_verifier
+from prorl_trio.grading.verifier import KILLED, MAX_OUTPUT_BYTES, backstop_s, driver_argv, open_verifier
 from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable
 
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.grading.code_tests import CodeTests
@@ -32,92 +33,104 @@ if TYPE_CHECKING:
 __all__ = ["SOLUTION_PATH", "grade_code"]
 
 SOLUTION_PATH: Final = "/workspace/solution.py"
-TESTS_PATH: Final = "/tmp/grading/tests.py"
+PREAMBLE_PATH: Final = "/tmp/grading/preamble.py"
 CANARY_TESTS: Final = 6
 """Tests of the canary in `drivers/unittests.py`."""
 WORK_DIR: Final = "/workspace"
-EVAL_MARGIN_S: Final = 10.0
-"""Left of the EVAL budget when the last test ends: for the end of the sandboxes."""
-CHECKER_MARGIN_S: Final = 30.0
-"""For the checker's own work, beyond the time of the tests."""
+SETUP_LIMIT_S: Final = 60.0
+"""For what a task's own tests do before the first of them."""
+OUTPUT_ROOM: Final = 2
+"""A program's output is read up to this many times what is expected."""
+MAX_COLLECTED: Final = 256
 
 
 async def grade_code(
-    context: RolloutContext, solution: str, tests: CodeTests, spec: SandboxSpec, *, last_try: bool = True
+    context: RolloutContext,
+    solution: str,
+    tests: CodeTests,
+    spec: SandboxSpec,
+    *,
+    all_tests: bool = True,
+    last_try: bool = True,
 ) -> Verdict:
     """Run the tests on a solution, in sandboxes that the agent has never touched.
 
-    What the solution does there (it hangs, crashes, kills its sandbox, prints what it likes) are failed tests.
+    What the solution does there (it hangs, crashes, kills its sandbox, prints what it likes) are failed tests. Without
+    `all_tests` the first failure ends the grading.
 
     Raises:
         EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
         ProgramKilled: it is not the last try. See `again_if_killed`.
     """
+    test_ids = await _collected(context, tests, spec, last_try=last_try) if isinstance(tests, UnitTests) else []
     async with open_verifier(context, spec, last_try=last_try) as verifier:
         await verifier.place({SOLUTION_PATH: solution.encode(errors="replace")})
-        clock = _Clock(context, tests)
+        plan = _Plan(tests, all_tests=all_tests)
         match tests:
             case OutputTests():
-                return await _grade_output(verifier, tests, clock)
+                argv = ["python3", SOLUTION_PATH]
+                if tests.preamble:
+                    await verifier.place_drivers()
+                    await verifier.place({PREAMBLE_PATH: tests.preamble.encode()})
+                    argv = driver_argv("program", SOLUTION_PATH, PREAMBLE_PATH, isolated=False)
+                return await _grade_output(verifier, tests, argv, plan)
             case FunctionTests():
                 await verifier.place_drivers()
-                return await _grade_functions(verifier, tests, clock)
+                return await _grade_functions(verifier, tests, plan)
             case AssertTests():
                 await verifier.place_drivers()
                 async with open_verifier(context, spec, last_try=last_try) as checker:
                     await checker.place_drivers()
-                    return await _grade_asserts(verifier, checker, tests, clock)
+                    return await _grade_asserts(verifier, checker, tests, plan)
             case UnitTests():
                 await verifier.place_drivers()
-                await verifier.place({TESTS_PATH: tests.code.encode()})
-                return await _grade_unittests(verifier, tests, clock)
+                return await _grade_unittests(verifier, tests, test_ids)
 
 
-class _Clock:
-    """The time that tests may take: each, all, and what is left of the EVAL budget."""
+class _Plan:
+    """The tests that are run, one by one, and for how long."""
 
-    def __init__(self, context: RolloutContext, tests: CodeTests) -> None:
-        self.test_timeout_s = tests.test_timeout_s
-        self._deadline_s = trio.current_time() + min(tests.timeout_s, context.stage_left_s() - EVAL_MARGIN_S)
+    def __init__(self, tests: CodeTests, *, all_tests: bool) -> None:
+        self._test_ids = tests.test_ids
+        self._all_tests = all_tests
+        self._limit_s = tests.test_timeout_s
+        self._total_s = tests.timeout_s
+        self._used_s = 0.0
 
-    @property
-    def left_s(self) -> float:
-        """Seconds that are left for all tests."""
-        return max(0.0, self._deadline_s - trio.current_time())
-
-    def next_s(self) -> float:
-        """Seconds that the next test may take; 0 if there is no time for it."""
-        return min(self.test_timeout_s, self.left_s)
-
-
-def _rest(test_ids: list[str], done: list[TestResult]) -> Iterator[TestResult]:
-    for test_id in test_ids[len(done) :]:
-        yield TestResult(test_id=test_id, status="not_run", message="no time was left for it")
-
-
-async def _one_by_one(
-    test_ids: list[str], clock: _Clock, run: Callable[[int, float], Awaitable[TestResult]]
-) -> Verdict:
-    """Run tests in order, while there is time, and until the candidate has ended its sandbox."""
-    done: list[TestResult] = []
-    for number in range(len(test_ids)):
-        timeout_s = clock.next_s()
-        if not timeout_s:
-            break
-        done.append(await run(number, timeout_s))
-        if done[-1].status == "lost":
-            return Verdict(tests=[*done, *(TestResult(test_id=each, status="lost") for each in test_ids[len(done) :])])
-    return Verdict(tests=[*done, *_rest(test_ids, done)])
+    async def run(self, run: Callable[[int, float], Awaitable[TestResult]]) -> Verdict:
+        """Run tests in order, while there is time, until one fails if that decides, or the sandbox has been ended."""
+        done: list[TestResult] = []
+        rest: TestStatus = "not_run"
+        why = "no time was left for it"
+        for number in range(len(self._test_ids)):
+            limit_s = self._limit_s if self._total_s is None else min(self._limit_s, self._total_s - self._used_s)
+            if limit_s <= 0:
+                break
+            result = await run(number, limit_s)
+            done.append(result)
+            self._used_s += min(result.seconds, limit_s)
+            if result.status == "lost":
+                rest, why = "lost", ""
+                break
+            if result.status != "passed" and not self._all_tests:
+                why = "a test before it failed"
+                break
+        left = self._test_ids[len(done) :]
+        return Verdict(tests=[*done, *(TestResult(test_id=each, status=rest, message=why) for each in left)])
 
 
 # ---------------------------------------------------------------- programs
 
 
-async def _grade_output(verifier: Verifier, tests: OutputTests, clock: _Clock) -> Verdict:
-    async def run(number: int, timeout_s: float) -> TestResult:
+async def _grade_output(verifier: Verifier, tests: OutputTests, argv: list[str], plan: _Plan) -> Verdict:
+    async def run(number: int, limit_s: float) -> TestResult:
         case, test_id = tests.cases[number], tests.test_ids[number]
         ended = await verifier.run(
-            ["python3", SOLUTION_PATH], timeout_s=timeout_s, stdin=case.input.encode(), cwd=WORK_DIR
+            argv,
+            timeout_s=limit_s,
+            stdin=case.input.encode(),
+            cwd=WORK_DIR,
+            max_stdout_bytes=max(MAX_OUTPUT_BYTES, OUTPUT_ROOM * len(case.output.encode())),
         )
         result = partial(TestResult, test_id=test_id, seconds=ended.seconds)
         if ended.ended != "exited":
@@ -126,38 +139,41 @@ async def _grade_output(verifier: Verifier, tests: OutputTests, clock: _Clock) -
             return result(status="error", message=f"exit code {ended.exit_code}: {ended.stderr}")
         if not ended.stdout_is_whole:
             return result(status="failed", message="it printed more than is read")
-        same = await _compare(same_output, ended.stdout.decode(errors="replace"), case.output, tests.tolerance)
-        return result(status="passed" if same else "failed", message="" if same else "another output is expected")
+        if not await _compare(same_output, ended.stdout.decode(errors="replace"), case.output, tests.tolerance):
+            return result(status="failed", message="another output is expected")
+        return result(status="timed_out" if verifier.check_late(ended.is_late, "the output") else "passed")
 
-    return await _one_by_one(tests.test_ids, clock, run)
+    return await plan.run(run)
 
 
 # ---------------------------------------------------------------- functions
 
 
-async def _grade_functions(verifier: Verifier, tests: FunctionTests, clock: _Clock) -> Verdict:
-    open_driver = partial(verifier.open_driver, "candidate", SOLUTION_PATH, timeout_s=clock.left_s + EVAL_MARGIN_S)
+async def _grade_functions(verifier: Verifier, tests: FunctionTests, plan: _Plan) -> Verdict:
+    open_driver = partial(verifier.open_driver, "candidate", SOLUTION_PATH)
     async with open_candidate(open_driver, preamble=tests.preamble, check_end=verifier.check_end) as candidate:
 
-        async def run(number: int, timeout_s: float) -> TestResult:
+        async def run(number: int, limit_s: float) -> TestResult:
             case, began_s = tests.cases[number], trio.current_time()
-            call = {"call": tests.function, "args": encode(case.args), "kwargs": encode(case.kwargs)}
+            args, kwargs = carried_back([case.args, case.kwargs])
+            call = {"call": tests.function, "args": encode(args), "kwargs": encode(kwargs)}
             result = partial(TestResult, test_id=tests.test_ids[number])
             try:
-                with verifier.charged_to_agent():
-                    answer = await candidate.ask(encode_line(call), timeout_s=timeout_s)
+                with verifier.charged_to_agent(limit_s):
+                    answer = await candidate.ask(encode_line(call), limit_s=limit_s)
             except CandidateEnded as exc:
                 return result(status=exc.status, message=str(exc), seconds=trio.current_time() - began_s)
             seconds = trio.current_time() - began_s
             if "value" not in answer:
                 said = f"{answer.get('raised')}: {answer.get('message')}"
                 return result(status="error", message=said, seconds=seconds)
-            right = [case.result, *case.alternatives]
-            same = await _compare(_is_any, answer["value"], right, tests.tolerance)
-            message = "" if same else "another result is expected"
-            return result(status="passed" if same else "failed", message=message, seconds=seconds)
+            right = carried_back([case.result, *case.alternatives])
+            if not await _compare(_is_any, answer["value"], right, tests.tolerance):
+                return result(status="failed", message="another result is expected", seconds=seconds)
+            is_late = verifier.check_late(candidate.is_late, "the result")
+            return result(status="timed_out" if is_late else "passed", seconds=seconds)
 
-        return await _one_by_one(tests.test_ids, clock, run)
+        return await plan.run(run)
 
 
 def _is_any(encoded: Any, right: list[Any], tolerance: Tolerance | None) -> bool:
@@ -176,92 +192,96 @@ async def _compare(compare: Callable[..., bool], *arguments: Any) -> bool:
 # ---------------------------------------------------------------- assertions
 
 
-async def _grade_asserts(candidate_box: Verifier, checker_box: Verifier, tests: AssertTests, clock: _Clock) -> Verdict:
+async def _grade_asserts(candidate_box: Verifier, checker_box: Verifier, tests: AssertTests, plan: _Plan) -> Verdict:
     """Two sandboxes: the checker's, with the tests, and the candidate's; calls go from one to the other by here."""
-    whole_s = clock.left_s
-    open_driver = partial(candidate_box.open_driver, "candidate", SOLUTION_PATH, timeout_s=whole_s + EVAL_MARGIN_S)
-    task = {"setup": tests.setup, "code": tests.code, "functions": tests.functions, "tests": tests.tests}
+    open_driver = partial(candidate_box.open_driver, "candidate", SOLUTION_PATH)
+    task = {"setup": tests.setup, "code": tests.code, "functions": tests.functions}
     async with (
-        checker_box.open_driver("checker", timeout_s=whole_s + CHECKER_MARGIN_S) as program,
+        checker_box.open_driver("checker") as program,
         open_candidate(open_driver, preamble=tests.preamble, check_end=candidate_box.check_end) as candidate,
     ):
-        checker = _Checker(Lines(program), candidate, candidate_box, checker_box, clock)
+        checker = _Checker(Lines(program), candidate, candidate_box, checker_box)
         await checker.start(task)
 
-        async def run(number: int, _timeout_s: float) -> TestResult:
-            return await checker.next_result(tests.test_ids[number])
+        async def run(number: int, limit_s: float) -> TestResult:
+            return await checker.result(tests.test_ids[number], tests.tests[number], limit_s)
 
-        return await _one_by_one(tests.test_ids, clock, run)
+        return await plan.run(run)
 
 
 class _Checker:
     """The program that knows the answers. That it ends, or is silent, is no verdict, unless it waits for an answer."""
 
-    def __init__(
-        self, lines: Lines, candidate: CandidateProcess, candidate_box: Verifier, own_box: Verifier, clock: _Clock
-    ) -> None:
+    def __init__(self, lines: Lines, candidate: CandidateProcess, candidate_box: Verifier, own_box: Verifier) -> None:
         self._lines = lines
         self._candidate = candidate
         self._candidate_box = candidate_box
         self._own_box = own_box
-        self._clock = clock
-        self._ended: list[CandidateEnded] = []
-        """At the present test, if the candidate has ended."""
         self._has_answered = False
         """The candidate has: what this program does now may come of that."""
         self._over = ""
+        self._over_status: TestStatus = "error"
 
     async def start(self, task: dict[str, Any]) -> None:
-        """Hand it the tests."""
-        with suppress(trio.BrokenResourceError):  # it has ended, or was never there: `_receive` says so
-            await self._lines.send(encode_line(task))
+        """Hand it what comes before the tests, and wait until that has been executed."""
+        await self._send(encode_line(task), SETUP_LIMIT_S)
+        await self._receive(SETUP_LIMIT_S)
 
-    async def next_result(self, test_id: str) -> TestResult:
-        """Return the result of the test that it runs now, and answer its calls meanwhile."""
+    async def result(self, test_id: str, test: str, limit_s: float) -> TestResult:
+        """Run a test, answer its calls, and return its result.
+
+        Its calls may use `limit_s` of the candidate's own time together, and as much of this program's.
+        """
         if self._over:
             return TestResult(test_id=test_id, status="not_run", message=self._over)
-        self._ended.clear()
         began_s = trio.current_time()
-        deadline_s = began_s + self._clock.next_s()
+        result = partial(TestResult, test_id=test_id)
+        ended: CandidateEnded | None = None
+        is_late = False
+        calls = 0
+        await self._send(encode_line({"run": test}), limit_s)
         while True:
-            message = await self._receive(deadline_s)
+            self._lines.program.is_late = False
+            message = await self._receive(limit_s)
+            seconds = trio.current_time() - began_s
+            is_late |= self._lines.program.is_late
             if message is None:
-                late = trio.current_time() > deadline_s
-                return TestResult(
-                    test_id=test_id,
-                    status="timed_out" if late else "error",
-                    message=self._over,
-                    seconds=trio.current_time() - began_s,
-                )
-            if "test" in message:
+                return result(status=self._over_status, message=self._over, seconds=seconds)
+            if "status" in message:
                 status, said = message["status"], message["message"]
-                if self._ended and status != "passed":
-                    status, said = self._ended[0].status, str(self._ended[0])
-                return TestResult(test_id=test_id, status=status, message=said, seconds=trio.current_time() - began_s)
-            answer = await self._call(message, deadline_s)
-            with suppress(trio.BrokenResourceError):  # it has ended: `_receive` says whose doing that is
-                await self._lines.send(answer + b"\n")
+                if message.get("cannot_cross") and not self._has_answered:
+                    raise EvaluationError(f"{test_id}: {said}")
+                if ended is not None and status != "passed":
+                    status, said = ended.status, str(ended)
+                if status == "passed" and self._candidate_box.check_late(is_late, test_id):
+                    status = "timed_out"
+                return result(status=status, message=said, seconds=seconds)
+            if ended is None:
+                try:
+                    with self._candidate_box.charged_to_agent(limit_s):
+                        line = await self._candidate.ask_line(encode_line(message), limit_s=limit_s, goes_on=calls > 0)
+                    self._has_answered = True
+                    is_late |= self._candidate.is_late
+                except CandidateEnded as exc:
+                    ended = exc
+            if ended is not None:
+                line = encode_line({"lost": str(ended)}).rstrip()
+            calls += 1
+            await self._send(line + b"\n")
 
-    async def _call(self, call: dict[str, Any], deadline_s: float) -> bytes:
-        """Return the candidate's answer as it was written: what is wrong with it is an error of the test."""
-        timeout_s = deadline_s - trio.current_time()
-        if not self._ended and timeout_s > 0:
-            try:
-                with self._candidate_box.charged_to_agent():
-                    line = await self._candidate.ask_line(encode_line(call), timeout_s=timeout_s)
-                self._has_answered = True
-                return line
-            except CandidateEnded as exc:
-                self._ended.append(exc)
-        return encode_line({"lost": str(self._ended[0]) if self._ended else "its time is used up"}).rstrip()
+    async def _send(self, line: bytes, limit_s: float = 0.0) -> None:
+        with suppress(
+            trio.BrokenResourceError
+        ):  # it has ended, or was never there: `_receive` says whose doing that is
+            await self._lines.send(line, limit_s=limit_s)
 
-    async def _receive(self, deadline_s: float) -> dict[str, Any] | None:
+    async def _receive(self, limit_s: float) -> dict[str, Any] | None:
         """Return the next message; None if there is none, by what the candidate gave the test to compare.
 
         Raises:
             EvaluationError: there is none, and the candidate has no part in that. There is no verdict.
         """
-        with trio.move_on_at(deadline_s + EVAL_MARGIN_S):  # noqa: ASYNC912 - each way through it waits for the program
+        with trio.move_on_after(backstop_s(limit_s)):  # noqa: ASYNC912 - each way through it waits for the program
             try:
                 if line := await self._lines.receive():
                     return decode_line(line)
@@ -276,28 +296,60 @@ class _Checker:
                     raise
                 if not self._has_answered:
                     raise EvaluationError(f"the tests end their own sandbox: {exc}") from exc
-                self._over = str(exc)
+                self._over, self._over_status = str(exc), "error"
                 return None
             said = f"the tests end with exit code {result.exit_code}: {result.stderr.decode(errors='replace')}"
+            if result.timed_out:
+                said = f"the tests hang: no answer in {limit_s:g} s of their own time"
             if not self._has_answered or (result.exit_code == KILLED and not result.breach):
                 raise EvaluationError(said)
-            self._over = said
+            self._over, self._over_status = said, "timed_out" if result.timed_out else "error"
             return None
-        if not self._has_answered:
-            raise EvaluationError("the tests hang before they ask the solution for anything")
-        self._over = "the tests hang in what the solution has given them"
-        return None
+        raise EvaluationError(f"the machine had no CPU for the tests: no answer in {backstop_s(limit_s):g} s")
 
 
 # ---------------------------------------------------------------- unittest
 
 
-async def _grade_unittests(verifier: Verifier, tests: UnitTests, clock: _Clock) -> Verdict:
+_COLLECTED: Final[OrderedDict[tuple[str, str], list[str]]] = OrderedDict()
+"""The tests that unittest finds, by their code and image."""
+
+
+async def _collected(context: RolloutContext, tests: UnitTests, spec: SandboxSpec, *, last_try: bool) -> list[str]:
+    """Return the ids of the tests that must pass: those that unittest's own loader finds in a sandbox of their own.
+
+    Without those that a decorator skips or expects to fail. Where the tests cannot be executed without a solution, what
+    their text shows.
+
+    Raises:
+        EvaluationError: there are no tests to pass.
+    """
+    key = (tests.code, spec.image)
+    if key not in _COLLECTED:
+        async with open_verifier(context, spec, last_try=last_try) as verifier:
+            await verifier.place_drivers()
+            ended = await verifier.run(
+                driver_argv("unittests"),
+                timeout_s=SETUP_LIMIT_S,
+                stdin=encode_line({"code": tests.code}),
+                env={"MPLBACKEND": "Agg"},
+            )
+        found = _reported(ended.stdout)
+        ids = tests.test_ids if found is None else [each.test_id for each in found.values() if each.status == "missing"]
+        if not ids:
+            raise EvaluationError("tests.code has no test that a solution must pass")
+        _COLLECTED[key] = ids
+        if len(_COLLECTED) > MAX_COLLECTED:
+            _COLLECTED.popitem(last=False)
+    return _COLLECTED[key]
+
+
+async def _grade_unittests(verifier: Verifier, tests: UnitTests, test_ids: list[str]) -> Verdict:
     canary = f"Case{secrets.token_hex(4)}"
     ended = await verifier.run(
-        driver_argv("unittests", SOLUTION_PATH, TESTS_PATH),
-        timeout_s=clock.left_s,
-        stdin=encode_line({"canary": canary}),
+        driver_argv("unittests", SOLUTION_PATH),
+        timeout_s=tests.timeout_s or SETUP_LIMIT_S + tests.test_timeout_s * len(test_ids),
+        stdin=encode_line({"code": tests.code, "canary": canary, "limit_s": tests.test_timeout_s}),
         cwd=WORK_DIR,
         env={"MPLBACKEND": "Agg"},
     )
@@ -306,10 +358,13 @@ async def _grade_unittests(verifier: Verifier, tests: UnitTests, clock: _Clock) 
     if ended.ended in ("timed_out", "lost"):
         missing = ended.ended
     if reported is None:  # it has not come to the last canary, so nothing that was said before can be believed
-        lines = [TestResult(test_id=each, status=missing, message=ended.stderr) for each in tests.test_ids]
+        lines = [TestResult(test_id=each, status=missing, message=ended.stderr) for each in test_ids]
         return Verdict(tests=lines)
-    results = [reported.get(each, TestResult(test_id=each, status="missing")) for each in tests.test_ids]
-    return Verdict(tests=results, tampered=_caught(reported, canary))
+    results = [reported.get(each, TestResult(test_id=each, status="missing")) for each in test_ids]
+    verdict = Verdict(tests=results, tampered=_caught(reported, canary))
+    if verdict.resolved and verifier.check_late(ended.is_late, "all of it"):
+        return Verdict(tests=[TestResult(test_id=each, status="timed_out") for each in test_ids])
+    return verdict
 
 
 def _reported(stdout: bytes) -> dict[str, TestResult] | None:

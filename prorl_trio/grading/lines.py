@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from prorl_trio.grading.drivers.values import decode_line, encode_line
+from prorl_trio.grading.verifier import backstop_s
 from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ __all__ = ["MAX_LINE_BYTES", "CandidateEnded", "CandidateProcess", "Lines", "ope
 MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 """Longest line that is taken from a program."""
 MAX_STDERR_CHARS: Final = 2000
-END_TIMEOUT_S: Final = 5.0
+END_TIMEOUT_S: Final = 30.0
 """For the end of a process that reads or writes no more: it has ended, or has closed its pipes."""
 
 
@@ -42,9 +43,13 @@ class Lines:
         self.program = program
         self._rest = bytearray()
 
-    async def send(self, line: bytes) -> None:
-        """Write a line, which has its newline. Errors as `Program.send`."""
-        await self.program.send(line)
+    async def send(self, line: bytes, *, limit_s: float = 0.0) -> None:
+        """Write a line, which has its newline.
+
+        The program may use `limit_s` of its own time until it has written its next line; with 0, what is left of the
+        limit before. Errors as `Program.send`.
+        """
+        await self.program.send(line, own_limit_s=limit_s)
 
     async def receive(self) -> bytes:
         """Return the next line, without its newline; nothing after the last. Errors as `Program.receive_some`.
@@ -82,37 +87,44 @@ class CandidateProcess:
         self._check_end = check_end
         self._has_run = False
         self._lines: Lines | None = None
+        self.is_late = False
+        """The last answer came after its time."""
 
-    async def ask(self, request: bytes, *, timeout_s: float) -> dict[str, Any]:
+    async def ask(self, request: bytes, *, limit_s: float) -> dict[str, Any]:
         """Return the answer to a line: `value`, or `raised` and `message`. See `ask_line`."""
         try:
-            return decode_line(await self.ask_line(request, timeout_s=timeout_s))
+            return decode_line(await self.ask_line(request, limit_s=limit_s))
         except ValueError as exc:
             raise CandidateEnded("error", f"no answer: {exc}") from exc
 
-    async def ask_line(self, request: bytes, *, timeout_s: float) -> bytes:
+    async def ask_line(self, request: bytes, *, limit_s: float, goes_on: bool = False) -> bytes:
         """Return the answer to a line as it was written, by whatever code of the candidate's: it need not be an answer.
 
-        `timeout_s` is for the answer, and as much again for the start of the process where there is none.
+        Args:
+            request: the line.
+            limit_s: the own time of the process for the answer, and as much again for its start where there is none.
+            goes_on: the limit is that of the question before, of which this one gets what is left.
 
         Raises:
             CandidateEnded: there is no answer. The process is gone.
             SandboxLost: not from inside. There is no verdict.
-            EvaluationError: Python is not there. There is no verdict.
+            EvaluationError: Python is not there, or there is no CPU. There is no verdict.
             ProgramKilled: as `Verifier.check_end` says.
         """
+        self.is_late &= goes_on
         try:
             if self._lines is None:
-                await self._start(timeout_s)
-            return await self._exchange(request, timeout_s)
+                goes_on = False
+                await self._start(limit_s)
+            return await self._exchange(request, limit_s, goes_on=goes_on)
         except CandidateEnded:
             self._lines = None
             await self._stack.aclose()
             raise
 
-    async def _start(self, timeout_s: float) -> None:
+    async def _start(self, limit_s: float) -> None:
         self._lines = Lines(await self._stack.enter_async_context(self._open_driver()))
-        line = await self._exchange(encode_line({"preamble": self._preamble}), timeout_s)
+        line = await self._exchange(encode_line({"preamble": self._preamble}), limit_s)
         try:
             loaded = decode_line(line)
         except ValueError as exc:
@@ -120,18 +132,22 @@ class CandidateProcess:
         if "value" not in loaded:
             raise CandidateEnded("error", f"the solution cannot be loaded: {_said(loaded)}")
 
-    async def _exchange(self, request: bytes, timeout_s: float) -> bytes:
+    async def _exchange(self, request: bytes, limit_s: float, *, goes_on: bool = False) -> bytes:
         assert self._lines is not None
         result: ExecResult | None = None
+        self._lines.program.is_late = False
         try:
-            with trio.fail_after(timeout_s):
-                if await self._sent(request) and (line := await self._lines.receive()):
+            with trio.fail_after(backstop_s(limit_s)):
+                sent = await self._sent(request, 0.0 if goes_on else limit_s)
+                if sent and (line := await self._lines.receive()):
                     self._has_run = True
+                    self.is_late |= self._lines.program.is_late
                     return line
                 with trio.move_on_after(END_TIMEOUT_S):
                     result = await self._lines.program.wait()
         except trio.TooSlowError:
-            raise CandidateEnded("timed_out", f"no answer in {timeout_s:g} s") from None
+            said = f"the machine had no CPU for an answer of {limit_s:g} s in {backstop_s(limit_s):g} s"
+            raise EvaluationError(said) from None
         except ValueError as exc:
             raise CandidateEnded("error", f"no answer: {exc}") from exc
         except SandboxLost as exc:
@@ -146,13 +162,15 @@ class CandidateProcess:
         if result is None:
             raise CandidateEnded("error", "the solution's process lives, but reads or writes no more")
         self._check_end("the solution's process", result)
+        if result.timed_out:
+            raise CandidateEnded("timed_out", f"no answer in {limit_s:g} s of its own time")
         stderr = result.stderr[-MAX_STDERR_CHARS:].decode(errors="replace")
         raise CandidateEnded("error", f"its process ended with exit code {result.exit_code}: {stderr}")
 
-    async def _sent(self, request: bytes) -> bool:
+    async def _sent(self, request: bytes, limit_s: float) -> bool:
         assert self._lines is not None
         try:
-            await self._lines.send(request)
+            await self._lines.send(request, limit_s=limit_s)
         except trio.BrokenResourceError:
             return False
         return True

@@ -11,8 +11,8 @@ __all__ = ["MAX_TEST_MESSAGE_CHARS", "TestResult", "TestStatus", "Verdict"]
 TestStatus = Literal[
     "passed", "failed", "error", "skipped", "xfailed", "xpassed", "timed_out", "lost", "not_run", "missing"
 ]
-"""`error`: it ended by itself, but not by a comparison. `lost`: it ended its sandbox. `not_run`: the time for all tests
-was used up before it. `missing`: it should have been reported, and was not."""
+"""`error`: it ended by itself, but not by a comparison. `lost`: it ended its sandbox. `not_run`: a test before it
+decided, or used up the time for all tests. `missing`: it should have been reported, and was not."""
 
 MAX_TEST_MESSAGE_CHARS: Final = 500
 MAX_LISTED: Final = 200
@@ -60,13 +60,15 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         failed = [
             {"test": test.test_id, "status": test.status, "message": test.message[:MAX_TEST_MESSAGE_CHARS]}
             for test in self.tests
-            if test.status != "passed"
+            if test.status not in ("passed", "not_run")
         ]
+        not_run = sum(test.status == "not_run" for test in self.tests)
         details: dict[str, Any] = {
             "resolved": self.resolved,
             "passed": self.passed,
             "tests": len(self.tests),
             "fraction": round(self.fraction, 6),
             "not_passed": failed[:MAX_LISTED],
+            "not_run": not_run,
         }
         return {**details, "tampered": self.tampered} if self.tampered else details

@@ -6,6 +6,12 @@ has failed. The end of the sandbox from outside remains an error, without a verd
 
 Who killed a program (SIGKILL) that ran into no limit cannot be told: the candidate, or the machine, out of memory. So
 the answer is graded once more, in fresh sandboxes; who is killed there as well has failed.
+
+The machine's load is not the candidate's doing either. A program is judged by its own time: the time that passes
+without that in which it waits for a CPU (`sandbox_daemon.own_time`). Its wall time is a backstop, `BACKSTOP_FACTOR`
+times as long; a program that reaches it had no CPU, and there is no verdict. Unless its CPU time alone shows that a
+program is too slow, the answer is graded once more, with one such second try at a time: if the program was idle for
+most of its time, or if it was right and late on a CPU that it shared.
 """
 
 from __future__ import annotations
@@ -36,9 +42,11 @@ __all__ = [
     "KILLED",
     "Bench",
     "ProgramKilled",
+    "ProgramLate",
     "Run",
     "Verifier",
     "again_if_killed",
+    "backstop_s",
     "check_end",
     "driver_argv",
     "open_verifier",
@@ -49,6 +57,12 @@ DRIVERS_DIR: Final = "/tmp/grading"
 PACKAGE: Final = "grading_drivers"
 
 KILLED: Final = 128 + signal.SIGKILL
+DRIVER_TIMEOUT_S: Final = 86_400.0
+"""A backstop: each question to a driver has a limit of its own."""
+ALONE_TIMEOUT_S: Final = 3600.0
+"""For a turn to be graded alone, when the line is long."""
+BACKSTOP_FACTOR: Final = 20
+BACKSTOP_LEAST_S: Final = 60.0
 MAX_OUTPUT_BYTES: Final = 2 * 1024 * 1024
 MAX_STDERR_BYTES: Final = 16 * 1024
 
@@ -61,8 +75,15 @@ class ProgramKilled(Exception):
     """A program of the evaluation was killed, and no limit of its sandbox says why."""
 
 
+class ProgramLate(ProgramKilled):
+    """A program was too slow, and the load of the machine may have made it so."""
+
+
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a program of the candidate's. `refused`: the sandbox lives, but does not start it any more."""
+    """The end of a program of the candidate's.
+
+    `refused`: the sandbox lives, but does not start it any more. `is_late`: it ended by itself, after its time.
+    """
 
     ended: End
     exit_code: int | None = None
@@ -70,6 +91,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     stdout_is_whole: bool = True
     stderr: str = ""
     seconds: float = 0.0
+    is_late: bool = False
 
 
 class Bench(Protocol):
@@ -84,6 +106,9 @@ class Bench(Protocol):
 
     def waiting(self, what: str, charge: Charge) -> AbstractContextManager[None]:
         """Show, while the block runs, that `what` is waited for, and charge the time."""
+
+    def standing_in_line(self, what: str, charge: Charge, *, at_most_s: float) -> AbstractContextManager[None]:
+        """As `waiting`, without a charge to the evaluation's budget. The caller sees to `at_most_s`."""
 
     def stage_left_s(self) -> float:
         """Return the seconds that are left for the evaluation; infinite without a limit."""
@@ -117,9 +142,13 @@ class Verifier:
         names = [each.name for each in folder.iterdir() if each.name.endswith(".py")]
         await self.place({f"{DRIVERS_DIR}/{PACKAGE}/{name}": (folder / name).read_bytes() for name in names})
 
-    def charged_to_agent(self) -> AbstractContextManager[None]:
-        """Show that the candidate's code is waited for: its time is the policy's."""
-        return self._bench.waiting("the candidate's program", "agent_budget")
+    def charged_to_agent(self, limit_s: float) -> AbstractContextManager[None]:
+        """Show that the candidate's code is waited for, which may use `limit_s` of its own time.
+
+        Its time is the policy's, and no budget's: the tests' own limits bound it.
+        """
+        at_most_s = backstop_s(limit_s) + BACKSTOP_LEAST_S
+        return self._bench.standing_in_line("the candidate's program", "agent_budget", at_most_s=at_most_s)
 
     async def run(
         self,
@@ -129,19 +158,29 @@ class Verifier:
         stdin: bytes = b"",
         cwd: str = "",
         env: Mapping[str, str] | None = None,
+        max_stdout_bytes: int = MAX_OUTPUT_BYTES,
     ) -> Run:
-        """Run a program of the candidate's; its time is the policy's.
+        """Run a program of the candidate's, which may use `timeout_s` of its own time.
 
         Raises:
             SandboxLost: not from inside. There is no verdict.
-            EvaluationError: it is the first, and is not there. There is no verdict.
-            ProgramKilled: it was killed, and there is another try.
+            EvaluationError: it is the first, and is not there; or the machine had no CPU for it. There is no verdict.
+            ProgramKilled: it was killed, or may have been too slow by the machine's load, and there is another try.
         """
         started_s = trio.current_time()
+        stdout = _Capture(max_stdout_bytes) if max_stdout_bytes > MAX_OUTPUT_BYTES else None
         try:
-            with self.charged_to_agent():
+            with self.charged_to_agent(timeout_s):
                 result = await self.sandbox.exec(
-                    argv, timeout_s=timeout_s, stdin=stdin, cwd=cwd, env=env, max_output_bytes=MAX_OUTPUT_BYTES
+                    argv,
+                    timeout_s=backstop_s(timeout_s),
+                    stdin=stdin,
+                    cwd=cwd,
+                    env=env,
+                    max_output_bytes=MAX_OUTPUT_BYTES,
+                    on_output=None if stdout is None else stdout.take,
+                    own_limit_s=timeout_s,
+                    lenient=not self._last_try,
                 )
         except SandboxLost as exc:
             if not exc.from_inside:
@@ -153,19 +192,36 @@ class Verifier:
             return Run(ended="refused", stderr=str(exc), seconds=trio.current_time() - started_s)
         self._has_run = True
         self.check_end(argv[0], result)
+        if result.timed_out and not result.breach and 0.0 < result.own_s <= timeout_s:
+            raise EvaluationError(
+                f"the machine had no CPU for {argv[0]}: it could use {result.own_s:.1f} s in {result.duration_s:.0f} s"
+            )
         return Run(
             ended="timed_out" if result.timed_out else "exited",
             exit_code=result.exit_code,
-            stdout=result.stdout,
-            stdout_is_whole=not result.stdout_dropped_bytes,
+            stdout=result.stdout if stdout is None else bytes(stdout.output),
+            stdout_is_whole=not result.stdout_dropped_bytes if stdout is None else stdout.is_whole,
             stderr=result.stderr[-MAX_STDERR_BYTES:].decode(errors="replace"),
             seconds=result.duration_s,
+            is_late=not result.timed_out and result.own_s > timeout_s,
         )
 
     def check_end(self, program: str, result: ExecResult) -> None:
-        """Raise `ProgramKilled` if the program was killed, no limit says why, and there is another try."""
-        if not self._last_try:
-            check_end(program, result)
+        """Raise `ProgramKilled` if the program was killed, no limit says why, and there is another try.
+
+        Likewise `ProgramLate` if it had to be ended, and was idle for most of its time.
+        """
+        if self._last_try:
+            return
+        check_end(program, result)
+        if result.timed_out and result.cpu_s < result.own_s / 2:
+            raise ProgramLate(f"{program} was too slow, with {result.cpu_s:.1f} s of CPU in {result.own_s:.1f} s")
+
+    def check_late(self, is_late: bool, what: str) -> bool:
+        """Return whether what is right came too late. Raises ProgramLate if so, and there is another try."""
+        if is_late and not self._last_try:
+            raise ProgramLate(f"{what} is right, and late")
+        return is_late
 
     async def read_back(self, path: str, *, max_bytes: int) -> bytes | None:
         """Return a file that the candidate's programs were to write; None if there is none, or it is too long.
@@ -183,10 +239,32 @@ class Verifier:
         return None
 
     @asynccontextmanager
-    async def open_driver(self, name: str, *arguments: str, timeout_s: float) -> AsyncIterator[Program]:
-        """Run a driver to talk to, by lines."""
-        async with self.sandbox.open_program(driver_argv(name, *arguments), timeout_s=timeout_s) as program:
+    async def open_driver(self, name: str, *arguments: str) -> AsyncIterator[Program]:
+        """Run a driver to talk to, by lines. What it is sent says how much time it has for the answer."""
+        argv, is_lenient = driver_argv(name, *arguments), not self._last_try
+        async with self.sandbox.open_program(argv, timeout_s=DRIVER_TIMEOUT_S, lenient=is_lenient) as program:
             yield program
+
+
+class _Capture:
+    """The beginning of a program's stdout, which is longer than a result has room for."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.output = bytearray()
+        self.is_whole = True
+
+    def take(self, stream: str, data: bytes) -> None:
+        """Take the next piece."""
+        if stream == "stdout":
+            room = self._max_bytes - len(self.output)
+            self.is_whole &= len(data) <= room
+            self.output += data[:room]
+
+
+def backstop_s(limit_s: float) -> float:
+    """Return the wall time after which a program is ended that may use `limit_s` of its own time."""
+    return max(BACKSTOP_FACTOR * limit_s, BACKSTOP_LEAST_S)
 
 
 def check_end(program: str, result: ExecResult) -> None:
@@ -217,16 +295,50 @@ async def open_verifier(bench: Bench, spec: SandboxSpec, *, last_try: bool = Tru
 
 
 class Action(Protocol[T_co]):
-    """A piece of an evaluation. At the last try it takes the kill of a program as it takes any other end of it."""
+    """A piece of an evaluation. At the last try it takes the kill or the time-out of a program for what it is."""
 
     async def __call__(self, *, last_try: bool) -> T_co:
         """Return what it comes to. Raises ProgramKilled, unless it is the last try."""
 
 
 async def again_if_killed(context: RolloutContext, action: Action[T_co]) -> T_co:
-    """Return what `action` comes to, at a second try if the first was cut short by a kill that nothing explains."""
+    """Return what `action` comes to, at a second try if the first was cut short by a kill that nothing explains.
+
+    Likewise if a program was too slow by the load of the machine, perhaps. Then its second try is alone: of all such
+    tries in this process, one is made at a time, and the wait is charged to no budget.
+    """
     try:
         return await action(last_try=False)
+    except ProgramLate as exc:
+        context.log_evaluation(f"{exc}: once more, alone\n")
+        is_late = True
     except ProgramKilled as exc:
         context.log_evaluation(f"{exc}: once more\n")
-    return await action(last_try=True)
+        is_late = False
+    if not is_late:
+        return await action(last_try=True)
+    async with _alone(context):
+        return await action(last_try=True)
+
+
+_TURN: Final = trio.lowlevel.RunVar[trio.Lock]("grading_alone")
+
+
+@asynccontextmanager
+async def _alone(context: RolloutContext) -> AsyncIterator[None]:
+    """Hold the turn of this process's tries that are made alone."""
+    try:
+        turn = _TURN.get()
+    except LookupError:
+        turn = trio.Lock()
+        _TURN.set(turn)
+    with context.standing_in_line("a turn to be graded alone", "evaluator", at_most_s=ALONE_TIMEOUT_S):
+        try:
+            with trio.fail_after(ALONE_TIMEOUT_S):
+                await turn.acquire()
+        except trio.TooSlowError:
+            raise EvaluationError(f"no turn to be graded alone came in {ALONE_TIMEOUT_S:g} s") from None
+    try:
+        yield
+    finally:
+        turn.release()

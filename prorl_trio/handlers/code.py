@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +16,7 @@ from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.restoring import restored_text
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, ToolSet
-from prorl_trio.types.errors import SandboxCallFailed, SandboxUnavailable
+from prorl_trio.types.errors import HostileAnswer, SandboxCallFailed, SandboxUnavailable
 from prorl_trio.types.field_errors import malformed_job
 from prorl_trio.types.models import ChatMessage
 
@@ -42,7 +41,9 @@ that file counts; without one, the code that you give to finish."""
 
 NUDGE: Final = f"Go on with the tools. When {SOLUTION_PATH} is right, call finish."
 
-_FENCE: Final = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+CHOOSER: Final = "prorl_trio.handlers.code_answer:choose"
+"""By name: it parses the policy's text, in a process that can be killed."""
+FENCES: Final = ("```", "~~~")
 
 
 class CodePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -132,17 +133,40 @@ class CodeHandler(AgentHandler):
             if text.strip() and text.strip() != starter.strip():
                 context.answer = text
         if context.answer is None and finished is not None and len(finished) <= MAX_SOLUTION_BYTES:
-            blocks = _FENCE.findall(finished)
-            context.answer = blocks[-1] if blocks else finished
+            context.answer = await self._program_in(context, finished)
         if context.answer is not None and not context.answer.strip():
             context.answer = None
+
+    async def _program_in(self, context: RolloutContext, finished: str) -> str:
+        """Return the program in the text given to finish. See `code_answer.program_in`."""
+        if not any(fence in finished for fence in FENCES):
+            return finished
+        names = _payload(context.spec.instance.payload).tests.asked_names
+        try:
+            chosen = await context.resources.scorers.score(
+                CHOOSER,
+                {"answer": finished, "names": names},
+                timeout_s=context.resources.config.agent.tool_timeout_s,
+                harmless={"answer": "```python\npass\n```", "names": names},
+            )
+        except HostileAnswer as exc:
+            context.log_evaluation(f"{exc}\n")
+            return ""
+        return str(chosen["code"])
 
     async def eval(self, context: RolloutContext) -> Evaluation:
         """1.0 if all tests pass, else 0.0, or the fraction that does; no solution is 0.0, without a sandbox."""
         payload = _payload(context.spec.instance.payload)
         if context.answer is None:
             return Evaluation(reward=0.0, details={"solution": None, "resolved": False})
-        grade = partial(grade_code, context, context.answer, payload.tests, self.sandbox_spec(context))
+        grade = partial(
+            grade_code,
+            context,
+            context.answer,
+            payload.tests,
+            self.sandbox_spec(context),
+            all_tests=payload.partial_credit,
+        )
         verdict = await again_if_killed(context, grade)
         for test in verdict.tests:
             if test.status != "passed":

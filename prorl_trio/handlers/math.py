@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from prorl_trio.agent.fences import PYTHON, fenced_blocks
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls, WrittenStyle
@@ -41,9 +42,6 @@ see its output. When you know the answer, call finish with it, or write it as \\
 expression, nothing else."""
 
 NUDGE = "Continue. Compute with the ipython tool, or give the final answer as \\boxed{answer}."
-
-LANGUAGES = ("python", "py", "ipython")
-_FENCE = re.compile(rf"```(?:{'|'.join(LANGUAGES)})\s*\n(.*?)```", re.DOTALL)
 
 
 class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -172,7 +170,7 @@ def _style(payload: MathPayload, tools: ToolSet) -> AgentStyle:
         case "json":
             return WrittenStyle(JsonCalls(tools), plain)
         case "code":
-            return WrittenStyle(CodeBlocks(dict.fromkeys(LANGUAGES, (IpythonTool.name, "code"))), plain)
+            return WrittenStyle(CodeBlocks(dict.fromkeys(PYTHON, (IpythonTool.name, "code"))), plain)
         case "tools":
             return plain
 
@@ -200,8 +198,12 @@ class _MathStyle(AgentStyle):
     def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
         if extract_boxed(parsed.content) is not None:
             return []
-        blocks = _FENCE.findall(parsed.content)[:MAX_IMPLIED_CALLS]
-        return [ToolCall(name="ipython", arguments={"code": code}, raw=code) for code in blocks if code.strip()]
+        blocks = (each for each in fenced_blocks(parsed.content) if each.language in PYTHON and each.closed)
+        return [
+            ToolCall(name="ipython", arguments={"code": block.code}, raw=block.raw)
+            for block in islice(blocks, MAX_IMPLIED_CALLS)
+            if block.code.strip()
+        ]
 
     def final_answer(self, parsed: ParsedTurn) -> str | None:
         boxed = extract_boxed(parsed.content)

@@ -55,25 +55,34 @@ class Program:
         self._result: ExecResult | None = None
         self._failure: Exception | None = None
         self._sending = trio.CancelScope()
+        self.is_late = False
+        """What was received last came after its `own_limit_s`. Reset by whoever reads it."""
 
     def __repr__(self) -> str:
         return f"<Program {self._request.argv[0]!r}: {'running' if self._result is None else self._result.exit_code}>"
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, data: bytes, *, own_limit_s: float = 0.0) -> None:
         """Write to its standard input. Returns when the program's pipe has taken all but the last piece.
+
+        Args:
+            data: what is written.
+            own_limit_s: seconds of its own time that the program may use until it has written the next line, which is
+                the time that passes without that in which it waits for a CPU; 0: what is left of the limit before. The
+                program is ended after it, and `wait` returns a result that is `timed_out`.
 
         Raises:
             trio.BrokenResourceError: it has ended, in whatever way, or closed its input.
         """
         for start in range(0, len(data), INPUT_PIECE_BYTES):
-            await self._send(data[start : start + INPUT_PIECE_BYTES], last=False)
+            piece = data[start : start + INPUT_PIECE_BYTES]
+            await self._send(piece, last=False, own_limit_s=0.0 if start else own_limit_s)
 
     async def send_eof(self) -> None:
         """End its input. Errors as `send`."""
         await self._send(b"", last=True)
 
-    async def _send(self, data: bytes, *, last: bool) -> None:
-        piece = ExecInput(input_id=self._request.input_id, data=data, last=last)
+    async def _send(self, data: bytes, *, last: bool, own_limit_s: float = 0.0) -> None:
+        piece = ExecInput(input_id=self._request.input_id, data=data, last=last, own_limit_s=own_limit_s)
         is_taken = False
         if self._result is None and self._failure is None:
             # A piece that comes after the program's end would wait over there for a program of its number.
@@ -120,6 +129,7 @@ class Program:
 
     def _take(self, stream: str, data: bytes) -> None:
         if stream != "stdout":
+            self.is_late |= stream == "late"
             return
         self._unread_bytes += len(data)
         if self._unread_bytes > MAX_UNREAD_BYTES:

@@ -205,6 +205,8 @@ class Sandbox(abc.ABC):
         max_output_bytes: int = 1024 * 1024,
         user: str = "",
         on_output: OnOutput | None = None,
+        own_limit_s: float = 0.0,
+        lenient: bool = False,
     ) -> ExecResult:
         """Run a program once, without a shell, in a fresh session: for evaluators. Nothing of it is left afterwards.
 
@@ -223,6 +225,10 @@ class Sandbox(abc.ABC):
                 root and may become any user, if the node's own has a range of them (/etc/subuid).
             on_output: called with `stdout` or `stderr` and each piece of it as it comes: all of the output, whatever
                 `max_output_bytes` keeps for the result. What it raises ends the program.
+            own_limit_s: the program is killed as well when it has used more seconds of its own time, which is the time
+                that passes without that in which it waits for a CPU; 0: there is no such limit. The result says in
+                `own_s` what it used.
+            lenient: a program that has waited for a CPU may use as much more, up to twice `own_limit_s`.
 
         Raises:
             FileNotFoundError, PermissionError: the program, `cwd` or `user`, as seen inside. It did not run.
@@ -242,6 +248,8 @@ class Sandbox(abc.ABC):
             user=user,
             input_id=next(self._input_ids) if len(stdin) > FILE_PIECE_BYTES else 0,
             stream=on_output is not None,
+            own_limit_s=own_limit_s,
+            lenient=lenient,
         )
         if not call.input_id:
             async with self._turn:
@@ -262,6 +270,7 @@ class Sandbox(abc.ABC):
         env: Mapping[str, str] | None = None,
         user: str = "",
         max_stderr_bytes: int = 64 * 1024,
+        lenient: bool = False,
     ) -> AsyncIterator[Program]:
         """Run a program to talk to: for evaluators that ask it one thing after the other.
 
@@ -280,6 +289,7 @@ class Sandbox(abc.ABC):
             user=user,
             input_id=next(self._input_ids),
             stream=True,
+            lenient=lenient,
         )
         async with self._turn, open_single_nursery() as nursery:
             program = Program(self.call, call, timeout_s + ACTION_MARGIN_S)

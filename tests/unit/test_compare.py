@@ -59,7 +59,15 @@ def test_a_task_may_say_that_numbers_need_not_be_exact(output, expected, same):
         (0.1 + 0.2, 0.3, False),
         ("1", 1, False),
         (None, None, True),
-        (math.nan, math.nan, False),
+        (math.nan, math.nan, True),
+        (1.0, math.nan, False),
+        (math.nan, 1.0, False),
+        (math.inf, math.inf, True),
+        (5.0, math.inf, False),
+        ({1: "a", 2: "b"}, {"1": "a", "2": "b"}, True),
+        ({1: "a", "1": "b"}, {"1": "a", "2": "b"}, False),
+        ({1: "a", "1": "a"}, {"1": "a"}, False),
+        (10**400, 10**400, True),
     ],
 )
 def test_values_are_compared_as_they_are(value, expected, same):
@@ -69,6 +77,47 @@ def test_values_are_compared_as_they_are(value, expected, same):
 def test_values_are_compared_with_a_tolerance_where_the_task_says_so():
     assert same_value([0.1 + 0.2, "x"], [0.3, "x"], NEAR)
     assert not same_value([0.31], [0.3], NEAR)
+
+
+RELATIVE = Tolerance(relative=1e-6)
+INTEGERS = Tolerance(absolute=1e-8, relative=1e-5, exact_integers=True)
+
+
+@pytest.mark.parametrize("tolerance", [RELATIVE, NEAR, INTEGERS])
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        (5.0, math.inf, False),
+        (-math.inf, math.inf, False),
+        (math.inf, math.inf, True),
+        (math.inf, 5.0, False),
+        (math.nan, 5.0, False),
+        (5.0, math.nan, False),
+        (10**400, 10**400, True),
+        (10**400, 1.0, False),
+        (1.0, 10**400, False),
+        (0.1 + 0.2, 0.3, True),
+    ],
+)
+def test_nothing_is_near_to_what_is_not_finite(tolerance, value, expected, same):
+    assert same_value(value, expected, tolerance) is same
+    if abs(expected) < 10**300 or expected == math.inf:
+        assert same_output(str(value), str(expected), tolerance) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [(1000001, 1000000, False), (1000000, 1000000, True), (1000001.0, 1000000.0, True), (3.0000001, 3, True)],
+)
+def test_a_task_may_want_its_integers_exact(value, expected, same):
+    assert same_value(value, expected, INTEGERS) is same
+    assert same_output(f"x {value}".replace("x ", ""), str(expected), INTEGERS) is same
+
+
+def test_outputs_beyond_the_range_of_floats_are_compared_as_they_are():
+    assert same_output("1e400", "1e400", RELATIVE)
+    assert not same_output("5", "1e400", RELATIVE)
+    assert not same_output("1e400", "5", RELATIVE)
 
 
 @pytest.mark.parametrize("wrong", [{"absolute": -1.0}, {"relative": math.inf}, {"relative": math.nan}])
@@ -96,6 +145,7 @@ VALUES = [
     None,
     True,
     -(10**30),
+    7**5000,
     1.5,
     "é\ud800\n",
     b"\x00\xff",
@@ -106,7 +156,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: hex(value)[:20] if type(value) is int else repr(value))
 def test_plain_values_cross_as_they_are(value):
     crossed = decode(decode_line(encode_line({"value": encode(value)}))["value"])
     assert crossed == value

@@ -82,6 +82,21 @@ def test_blocks_of_code_are_calls():
 
 
 @pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ('```python\nprint("```")\n```', 'print("```")\n'),
+        ("```python\r\nprint(1)\r\n```\r\n", "print(1)\n"),
+        ("- so:\n  ```python\n  if 1:\n      print(1)\n  ```", "if 1:\n    print(1)\n"),
+        ("~~~python\nprint(1)\n~~~", "print(1)\n"),
+        ("````python\n```\n````", "```\n"),
+        ("```Python\nprint(1)\n```", "print(1)\n"),
+    ],
+)
+def test_a_block_ends_at_its_own_fence(text, code):
+    assert said(CODE, text) == [("ipython", {"code": code})]
+
+
+@pytest.mark.parametrize(
     ("text", "told"), [("```python\nprint(1)", "the ```python block is not closed"), ("```bash\n \n```", "is empty")]
 )
 def test_a_block_that_broke_is_told(text, told):

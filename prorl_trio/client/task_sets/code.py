@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import pickle
+import re
 import sys
 import zlib
 from typing import Any, Final
@@ -14,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from prorl_trio.client.task_sets.wheels import WheelFile
+from prorl_trio.grading.code_tests import carried
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 
@@ -38,17 +40,46 @@ DATAFRAMEBENCH: Final = {
 """Data-frame problems made from BigCodeBench (CC-BY-4.0). The authors ask that no model is trained on `test`."""
 
 _NEEDED: Final = frozenset({"matplotlib", "numpy", "pandas", "scipy", "seaborn", "sklearn"})
-_IMPORTS: Final = """\
-import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
-from bisect import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import *
-from typing import *
-"""
-"""Solutions that fill in a method take these for granted, as the sites do that the problems come from."""
+_STARS: Final = [
+    "string",
+    "re",
+    "datetime",
+    "collections",
+    "heapq",
+    "bisect",
+    "copy",
+    "math",
+    "random",
+    "statistics",
+    "itertools",
+    "functools",
+    "operator",
+    "io",
+    "sys",
+    "json",
+]
+LIVECODEBENCH_TIMEOUT_S: Final = 6.0
+"""`timeout` of LiveCodeBench's grader, for each test (lcb_runner/evaluation/testing_util.py, `run_test`)."""
+EURUS_TIMEOUT_S: Final = 10.0
+"""`timeout` of verl's grader of such rows, for each test (verl/utils/reward_score/prime_code/utils.py)."""
+EURUS_TOLERANCE: Final = {"absolute": 1e-8, "relative": 1e-5, "exact_integers": True}
+"""What `numpy.allclose` allows, by which verl's grader compares numbers that are not integers on both sides
+(verl/utils/reward_score/prime_code/testing_util.py). A row whose expected numbers are all integers has no tolerance."""
+_FRACTION: Final = re.compile(r"\d\.\d|\d[eE][-+]?\d")
+
+
+def _preamble(recursion_limit: int) -> str:
+    """Return the imports and the recursion limit that LiveCodeBench's grader gives to every solution.
+
+    Its `import_string` (lcb_runner/evaluation/testing_util.py) has them; verl's grader of Eurus rows has the same
+    imports, and a higher limit. The order decides which of two modules a name is from.
+    """
+    stars = [f"from {name} import *" for name in (*_STARS, "builtins", "typing")]
+    return "\n".join([*stars, f"import {', '.join(_STARS)}", f"sys.setrecursionlimit({recursion_limit})", ""])
+
+
+LIVECODEBENCH_PREAMBLE: Final = _preamble(50_000)
+EURUS_PREAMBLE: Final = _preamble(600_000)
 
 
 class _HumanevalRow(msgspec.Struct):
@@ -163,6 +194,7 @@ def read_livecodebench_row(row: dict[str, Any], name: str) -> TaskInstance | Non
         tests = _functions(function, [(_arguments(case["input"]), [json.loads(case["output"])]) for case in cases])
     else:
         tests = _outputs([(case["input"], case["output"]) for case in cases])
+    tests |= {"preamble": LIVECODEBENCH_PREAMBLE, "test_timeout_s": LIVECODEBENCH_TIMEOUT_S}
     return TaskInstance(
         instance_id=str(row.get("question_id") or name),
         handler="code",
@@ -179,8 +211,13 @@ def tests_of_pairs(tests: dict[str, Any]) -> dict[str, Any]:
     """
     pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
     if function := tests.get("fn_name"):
-        return _functions(function, [(_arguments(given), _results(expected)) for given, expected in pairs])
-    return _outputs([(_joined(given), _joined(expected)) for given, expected in pairs])
+        code = _functions(function, [(_arguments(given), _results(expected)) for given, expected in pairs])
+    else:
+        code = _outputs([(_joined(given), _joined(expected)) for given, expected in pairs])
+    code |= {"preamble": EURUS_PREAMBLE, "test_timeout_s": EURUS_TIMEOUT_S}
+    if any(_FRACTION.search(json.dumps(expected)) for _, expected in pairs):
+        code["tolerance"] = EURUS_TOLERANCE
+    return code
 
 
 def _outputs(pairs: list[tuple[str, str]]) -> dict[str, Any]:
@@ -189,7 +226,7 @@ def _outputs(pairs: list[tuple[str, str]]) -> dict[str, Any]:
 
 def _functions(function: str, pairs: list[tuple[list[Any], list[Any]]]) -> dict[str, Any]:
     cases = [{"args": arguments, "result": expected[0], "alternatives": expected[1:]} for arguments, expected in pairs]
-    return {"kind": "function", "function": function, "cases": cases, "preamble": _IMPORTS}
+    return {"kind": "function", "function": function, "cases": carried(cases)}
 
 
 def _arguments(given: Any) -> list[Any]:

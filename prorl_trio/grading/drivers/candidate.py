@@ -24,7 +24,7 @@ __all__ = ["main"]
 
 MAX_MESSAGE_CHARS = 2000
 CLASS = "Solution"
-"""A class whose methods are meant where the module has no function of that name."""
+"""A class whose methods come before functions of the module, as in LiveCodeBench's grader."""
 
 
 def main() -> None:
@@ -33,11 +33,14 @@ def main() -> None:
     setup = decode_line(requests.readline())
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
+    given: dict[str, Any] = {}
+    source = ""
     try:
         with open(sys.argv[1], encoding="utf-8") as file:
             source = file.read()
         module.__file__ = sys.argv[1]
         exec(compile(setup["preamble"], "preamble", "exec"), module.__dict__)
+        given = dict(module.__dict__)
         exec(compile(source, sys.argv[1], "exec"), module.__dict__)
         loaded = encode_line({"value": None})
     except BaseException as exc:
@@ -45,21 +48,33 @@ def main() -> None:
     answers.write(loaded)
     answers.flush()
     for line in requests:
-        answers.write(_answer(module, decode_line(line)))
+        answers.write(_answer(module, decode_line(line), given, source))
         answers.flush()
 
 
-def _answer(module: types.ModuleType, request: dict[str, Any]) -> bytes:
+def _answer(module: types.ModuleType, request: dict[str, Any], given: dict[str, Any], source: str) -> bytes:
     try:
-        function = _find(module, request["call"])
+        function = _find(module, request["call"], given, source)
         value = function(*decode(request["args"]), **decode(request["kwargs"]))
         return encode_line({"value": encode(value)})
     except BaseException as exc:
         return _raised(exc)
 
 
-def _find(module: types.ModuleType, name: str) -> Callable[..., Any]:
-    owner = module if hasattr(module, name) or not hasattr(module, CLASS) else getattr(module, CLASS)()
+def _find(module: types.ModuleType, name: str, given: dict[str, Any], source: str) -> Callable[..., Any]:
+    """Return a method of `Solution`, or what the solution has under that name; a name of the preamble alone is not it.
+
+    Raises:
+        NameError: the solution has neither.
+    """
+    owner = getattr(module, CLASS, None)
+    if owner is None or not hasattr(owner, name):
+        # What it imports itself may be the very object that the preamble has: then its text has the name.
+        if not hasattr(module, name) or (getattr(module, name) is given.get(name) and name not in source):
+            raise NameError(f"the solution does not define {name!r}")
+        owner = module
+    elif isinstance(owner, type):
+        owner = owner()
     function: Callable[..., Any] = getattr(owner, name)
     return function
 

@@ -1,8 +1,9 @@
 """Runs tests that know the answers. The functions under test are in another sandbox, and are asked by a line each.
 
-The first line of standard input is `{"setup": CODE, "code": CODE, "functions": [NAME, ...], "tests": [CODE, ...]}`.
-This writes `{"call": NAME, "args": [...], "kwargs": {...}}` and reads the answer, as `candidate` gives it, or
-`{"lost": WHY}`; and after each test `{"test": NUMBER, "status": "passed" | "failed" | "error", "message": ...}`.
+The first line of standard input is `{"setup": CODE, "code": CODE, "functions": [NAME, ...]}`, which is answered by
+`{"ready": true}`. Each `{"run": CODE}` runs a test: this writes `{"call": NAME, "args": [...], "kwargs": {...}}` and
+reads the answer, as `candidate` gives it, or `{"lost": WHY}`; and after the test it writes
+`{"status": "passed" | "failed" | "error", "message": ...}`.
 
 Runs in sandboxes: standard library of Python 3.8.
 """
@@ -14,7 +15,7 @@ import os
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from .values import decode, decode_line, encode, encode_line
+from .values import Unplain, decode, decode_line, encode, encode_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,10 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 MAX_MESSAGE_CHARS = 2000
+_CONTROL = (StopIteration, StopAsyncIteration, Warning)
 
 
 class CandidateRaised(Exception):
-    """The candidate raised something that is no built-in exception."""
+    """The candidate raised something, or gave no answer."""
+
+
+class _CannotCross(BaseException):
+    """The test passes something to the candidate that is not plain. Nothing that a test catches."""
 
 
 def main() -> None:
@@ -37,9 +43,13 @@ def main() -> None:
 
     def proxy(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            questions.write(encode_line({"call": name, "args": encode(list(args)), "kwargs": encode(kwargs)}))
+            try:
+                question = encode_line({"call": name, "args": encode(list(args)), "kwargs": encode(kwargs)})
+            except Unplain as exc:
+                raise _CannotCross(f"an argument of {name}: {exc}") from None
+            questions.write(question)
             questions.flush()
-            return _result(decode_line(answers.readline()))
+            return _result(answers.readline())
 
         call.__name__ = name
         return call
@@ -50,9 +60,14 @@ def main() -> None:
     for name in task["functions"]:
         namespace[name] = proxy(name)
     namespace["candidate"] = namespace[task["functions"][0]]
-    for number, test in enumerate(task["tests"]):
-        questions.write(encode_line({"test": number, **_run(test, dict(namespace))}))
+    result: dict[str, Any] = {"ready": True}
+    while True:
+        questions.write(encode_line(result))
         questions.flush()
+        line = answers.readline()
+        if not line:
+            return
+        result = _run(decode_line(line)["run"], dict(namespace))
 
 
 def _run(test: str, namespace: dict[str, Any]) -> dict[str, Any]:
@@ -63,16 +78,31 @@ def _run(test: str, namespace: dict[str, Any]) -> dict[str, Any]:
             "status": "failed",
             "message": str(exc)[:MAX_MESSAGE_CHARS] or traceback.format_exc()[-MAX_MESSAGE_CHARS:],
         }
+    except _CannotCross as exc:
+        return {"status": "error", "message": str(exc)[:MAX_MESSAGE_CHARS], "cannot_cross": True}
     except BaseException as exc:
         return {"status": "error", "message": f"{type(exc).__name__}: {exc}"[:MAX_MESSAGE_CHARS]}
     return {"status": "passed", "message": ""}
 
 
-def _result(answer: dict[str, Any]) -> Any:
-    if "value" in answer:
-        return decode(answer["value"])
-    name = str(answer.get("raised", ""))
+def _result(line: bytes) -> Any:
+    """Return the value of an answer, or raise what the candidate raised.
+
+    A test may expect an exception by its built-in class, so this raises a subclass of that class. Exceptions that
+    control the interpreter's own loops are not raised as such: `StopIteration` would end a `map` of the test.
+    """
+    try:
+        answer = decode_line(line)
+        if "value" in answer:
+            return decode(answer["value"])
+    except (ValueError, RecursionError) as exc:
+        raise CandidateRaised(f"no answer: {exc}") from None
+    name, message = str(answer.get("raised", "")), str(answer.get("message", ""))
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
-        raise kind(answer.get("message"))
-    raise CandidateRaised(f"{name or 'no answer'}: {answer.get('message', '')}{answer.get('lost', '')}")
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _CONTROL):
+        try:
+            raised = type(name, (CandidateRaised, kind), {})(message)
+        except TypeError:  # a class that takes other arguments, or whose layout does not mix
+            raised = CandidateRaised(f"{name}: {message}")
+        raise raised
+    raise CandidateRaised(f"{name or 'no answer'}: {message}{answer.get('lost', '')}")

@@ -16,6 +16,8 @@ __all__ = ["MAX_DEPTH", "Unplain", "decode", "decode_line", "encode", "encode_li
 MAX_DEPTH = 100
 _TAG = "\x00"
 """The only key of an object that stands for something JSON has not."""
+_LONG_BITS = 4096
+"""Longer integers are written in hexadecimal: Python reads at most 4,300 decimal digits."""
 
 
 class Unplain(TypeError):
@@ -37,10 +39,11 @@ def encode(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, numbers.Integral):
-        return int(value)
+        number = int(value)
+        return number if number.bit_length() < _LONG_BITS else {_TAG: "int", "is": hex(number)}
     if isinstance(value, numbers.Real) and hasattr(value, "__float__"):
-        number = float(value)
-        return number if math.isfinite(number) else {_TAG: "float", "is": repr(number)}
+        real = float(value)
+        return real if math.isfinite(real) else {_TAG: "float", "is": repr(real)}
     if isinstance(value, complex):
         return {_TAG: "complex", "is": [encode(value.real), encode(value.imag)]}
     if isinstance(value, (bytes, bytearray)):
@@ -76,6 +79,8 @@ def decode(value: Any) -> Any:
     kind: Any = value[_TAG]
     inner: Any = value.get("is")
     try:
+        if kind == "int":
+            return int(inner, 16)
         if kind == "float":
             return float(inner)
         if kind == "complex":
